@@ -33,6 +33,24 @@ class LimitsConfig(Settings):
         32 * 2**10, ge=2**12, description="maximum bytes of a request's headers or metadata, over HTTP and gRPC"
     )
     max_connections: int = Field(4096, ge=1, description="connections that each port of a router has open at most")
+    max_unauthenticated_connections: int = Field(
+        512,
+        ge=1,
+        description="of these, where keys are asked for, those that have presented no valid key yet; of more, the "
+        "oldest are closed",
+    )
+    max_unauthenticated_calls_per_s: float = Field(
+        100.0,
+        gt=0,
+        description="calls without a valid key, those for everyone included, from one address, where keys are asked "
+        "for; ten seconds' worth may come at once, and beyond it connections are closed",
+    )
+    max_resets_per_s: float = Field(
+        100.0,
+        gt=0,
+        description="gRPC calls from one address that clients end within a second of making them; ten seconds' worth "
+        "may come at once, and beyond it connections most of whose calls end so are closed",
+    )
     receive_timeout_s: float = Field(120.0, gt=0, description="seconds within which an HTTP request must have arrived")
     slow_reader_s: float = Field(
         120.0,
@@ -145,7 +163,7 @@ class RouterConfig(Settings):
         description="seconds that the calls of a connection of that age have to end; default: as long as they take",
     )
     max_concurrent_streams: int = Field(
-        2**15,
+        512,
         ge=1,
         le=2**31 - 1,
         description="calls of one connection at the same time; more wait in the client, or are refused unbegun",

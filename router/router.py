@@ -12,6 +12,7 @@ from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.doors.connection_guard import ConnectionGuard
 from holdfast.router.doors.grpc import admin, endpoint_picker, health, server
 from holdfast.router.doors.grpc.load_reports import LoadReports
 from holdfast.router.doors.http.app import HttpDoor
@@ -126,9 +127,10 @@ class Router:
         }
         if self._picker is not None:
             servicers[endpoint_picker.SERVICE] = endpoint_picker.EndpointPickerServicer(self._picker)
-        build_server = partial(server.build_server, config=config, limits=self._limits, gate=gate)
+        guard = ConnectionGuard(self._limits, asks_for_keys=gate.is_locked)
+        build_server = partial(server.build_server, config=config, limits=self._limits, gate=gate, guard=guard)
         trailers = LoadReports(self._dispatch_host).trailers if config.load_reports else None
-        self._ports = Ports(build_server(servicers, trailers=trailers), build_server, tls)
+        self._ports = Ports(build_server(servicers, trailers=trailers), build_server, tls, guard)
         self._http_door = HttpDoor(*parts, self._limits, gate, operators, lambda: self.warnings)
 
     @classmethod

@@ -17,6 +17,7 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.doors.connection_guard import ConnectionGuard
 from holdfast.router.doors.grpc import health, server
 from holdfast.router.doors.vllm import servicer as vllm_engine
 from holdfast.router.requests.request_processor import RequestProcessor
@@ -70,7 +71,8 @@ class EngineDoor:
             self._request_processor, replica.engine, replica.info, order.max_num_seqs
         )
         servicers = {vllm_engine.SERVICE: engine, health.SERVICE: self._health}
-        self._server: grpc.aio.Server = server.build_server(servicers, config, limits, gate=gate)
+        self._guard = ConnectionGuard(limits, asks_for_keys=gate.is_locked)
+        self._server: grpc.aio.Server = server.build_server(servicers, config, limits, gate=gate, guard=self._guard)
         self.address = ""
         """`host:port`, once started."""
 
@@ -84,6 +86,7 @@ class EngineDoor:
         door._local.connect()
         door.address = f"{settings.host}:{door._bind(settings.host, settings.port)}"
         await door._server.start()
+        door._guard.start(int(door.address.rpartition(":")[2]))
         return door
 
     def wind_down(self) -> None:
@@ -95,6 +98,7 @@ class EngineDoor:
         """Ends what is open. The engine may have ended before."""
         self._dispatch_host.close_all(stopping())
         await self._server.stop(CLOSE_GRACE_S)
+        await self._guard.stop()
 
     def _bind(self, host: str, port: int) -> int:
         error: RuntimeError | None = None

@@ -9,31 +9,11 @@ import os
 import socket
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from ipaddress import ip_address
-from typing import Final, NamedTuple
-from urllib.parse import unquote
+from typing import Final
+
+from holdfast.router.security.connection_budgets import Peer, peer
 
 DESCRIPTORS: Final = "/proc/self/fd"
-
-
-class Peer(NamedTuple):
-    """The other end of a connection."""
-
-    host: str
-    """Its IP address as `ipaddress` writes it; an IPv4 address that an IPv6 socket has is written as IPv4."""
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-def peer_of(grpc_peer: str) -> Peer | None:
-    """A peer as gRPC writes it (`ipv4:1.2.3.4:5`, `ipv6:%5B::1%5D:5`); None for what is no TCP connection."""
-    family, _, address = grpc_peer.partition(":")
-    host, _, port = unquote(address).rpartition(":")
-    if family not in ("ipv4", "ipv6") or not port.isdecimal():
-        return None
-    return _peer(host.strip("[]"), int(port))
 
 
 def num_descriptors() -> int:
@@ -41,24 +21,24 @@ def num_descriptors() -> int:
     return len(os.listdir(DESCRIPTORS))
 
 
-def accepted(port: int) -> set[Peer]:
-    """Peers of all connections that came to this port of this process."""
+def accepted(ports: Collection[int]) -> set[Peer]:
+    """Peers of all connections that came to these ports of this process."""
     peers = set()
-    for connection, peer in _accepted({port}):
+    for connection, caller in _accepted(ports):
         connection.close()
-        peers.add(peer)
+        peers.add(caller)
     return peers
 
 
 def cut_off(peers: Collection[Peer], ports: Collection[int]) -> set[Peer]:
     """Closes the connections of these peers to these ports, in both directions and at once. Returns whose it found."""
     found = set()
-    for connection, peer in _accepted(ports):
+    for connection, caller in _accepted(ports):
         with connection:
-            if peer in peers:
-                with suppress(OSError):  # the peer was faster
+            if caller in peers:
+                with suppress(OSError):  # its peer was faster
                     connection.shutdown(socket.SHUT_RDWR)
-                found.add(peer)
+                found.add(caller)
     return found
 
 
@@ -75,13 +55,8 @@ def _accepted(ports: Collection[int]) -> Iterator[tuple[socket.socket, Peer]]:
                 if duplicate.getsockname()[1] not in ports:
                     raise ValueError
                 host, port = duplicate.getpeername()[:2]
-                peer = _peer(host, port)
+                caller = peer(host, port)
             except (OSError, ValueError, IndexError, TypeError):
                 duplicate.close()
                 continue
-            yield duplicate, peer
-
-
-def _peer(host: str, port: int) -> Peer:
-    address = ip_address(host.partition("%")[0])
-    return Peer(str(getattr(address, "ipv4_mapped", None) or address), port)
+            yield duplicate, caller

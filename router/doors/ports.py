@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from holdfast.router.config import LimitsConfig
+from holdfast.router.doors.connection_guard import ConnectionGuard
 from holdfast.router.doors.grpc import health
 from holdfast.router.doors.http.server import HttpServer
 from holdfast.worker.security.tls import ServerTls, add_port
@@ -23,15 +24,20 @@ class Ports:
     """Addresses are `host:port`, and empty where nothing listens."""
 
     def __init__(
-        self, server: grpc.aio.Server, build_server: Callable[..., grpc.aio.Server], tls: ServerTls | None
+        self,
+        server: grpc.aio.Server,
+        build_server: Callable[..., grpc.aio.Server],
+        tls: ServerTls | None,
+        guard: ConnectionGuard,
     ) -> None:
         """`server` has the servicers of the API, `build_server` makes another for those of operators; `tls` is for the
-        ports of the API.
+        ports of the API, and the `guard` for all.
         """
         self.grpc = self.http = self.admin = ""
         self._server = server
         self._build_server = build_server
         self._tls = tls
+        self._guard = guard
         self._http_server: HttpServer | None = None
         self._admin_server: grpc.aio.Server | None = None
 
@@ -39,6 +45,7 @@ class Ports:
         """Raises `RuntimeError` if the port is taken."""
         bound = add_port(self._server, f"{host}:{port}", self._tls)
         await self._server.start()
+        self._guard.start(bound)
         self.grpc = f"{host}:{bound}"
         logger.info("the router listens on %s", self.grpc)
 
@@ -69,6 +76,7 @@ class Ports:
                 await self._http_server.stop(0.0)
             raise
         await self._admin_server.start()
+        self._guard.start(bound)
         self.admin = f"{LOOPBACK}:{bound}"
         logger.info("the router serves operators on %s", self.admin)
 
@@ -79,3 +87,4 @@ class Ports:
             await self._admin_server.stop(None)
         if self._http_server is not None:
             await self._http_server.stop(grace_s)
+        await self._guard.stop()

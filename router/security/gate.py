@@ -125,6 +125,11 @@ class Gate:
         """The running task is one of this process's own."""
         _caller.set(TRUSTED)
 
+    @property
+    def has_entered(self) -> bool:
+        """Whether the running task has presented a valid key."""
+        return self._keys is not None and _caller.get() is not None
+
     def caller(self) -> Caller:
         """The caller of the running task. Raises `AuthenticationError` where no door has asked."""
         if self._keys is None:

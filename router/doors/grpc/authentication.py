@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import grpc
 
-from holdfast.router.doors.grpc.handlers import Context
+from holdfast.router.doors.grpc.handlers import Begun, Context
 from holdfast.router.security.gate import Gate, bearer
 from holdfast.router.wire.statuses import call_status
 from holdfast.worker.errors import HoldfastError
@@ -35,8 +35,10 @@ OF_OPERATORS: Final = (
 class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # it takes none when it runs
     """Asks once for each call, before any of its messages is read."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, begun: Begun) -> None:
+        """`begun` is told of the calls that are refused."""
         self._gate = gate
+        self._begun = begun
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -49,7 +51,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # i
             if method.startswith(OF_OPERATORS):
                 caller.check_operator()
         except HoldfastError as error:
-            return _refusing(error)
+            return _refusing(error, self._begun)
         return await continuation(details)
 
 
@@ -60,11 +62,12 @@ def _presented(details: grpc.HandlerCallDetails) -> str:
     return ""
 
 
-def _refusing(error: HoldfastError) -> "grpc.RpcMethodHandler[Any, Any]":
+def _refusing(error: HoldfastError, begun: Begun) -> "grpc.RpcMethodHandler[Any, Any]":
     """Ends any call at once, whether it streams or not: it waits for no message."""
-    status = call_status(error)
 
     async def call(requests: Any, context: Context) -> None:
+        begun(context)
+        status = call_status(error)
         await context.abort(status.code, status.message, status.trailing_metadata)
 
     return grpc.stream_stream_rpc_method_handler(call)

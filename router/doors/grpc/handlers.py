@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from inspect import isasyncgenfunction
 from typing import Any, NoReturn, Protocol, TypeAlias
 
@@ -38,29 +39,38 @@ class Trailers(Protocol):
     def __call__(self, *, is_error: bool) -> Metadata: ...
 
 
+Begun: TypeAlias = Callable[[Context], None]
+"""Told of each call when its method is about to run. Raises `asyncio.CancelledError` if its client has been cut off."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallHooks:
+    """What happens around every call of a server."""
+
+    trailers: Trailers | None = None
+    begun: Begun | None = None
+
+
 def generic_handler(
-    service: ServiceDescriptor, servicer: object, trailers: Trailers | None = None
+    service: ServiceDescriptor, servicer: object, hooks: CallHooks = CallHooks()
 ) -> "grpc.GenericRpcHandler[Any, Any]":
     """Handlers for all methods of a service: unary ones are coroutines, streams to the client are coroutines that write
-    or asynchronous generators, and streams both ways are generators that take `Requests`. `trailers` go with the end of
-    every call.
+    or asynchronous generators, and streams both ways are generators that take `Requests`.
     """
-    handlers = {method.name: _handler(method, getattr(servicer, method.name), trailers) for method in service.methods}
+    handlers = {method.name: _handler(method, getattr(servicer, method.name), hooks) for method in service.methods}
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
-def _handler(
-    method: MethodDescriptor, implementation: Any, trailers: Trailers | None
-) -> "grpc.RpcMethodHandler[Any, Any]":
+def _handler(method: MethodDescriptor, implementation: Any, hooks: CallHooks) -> "grpc.RpcMethodHandler[Any, Any]":
     deserializer = _tolerant_parser(method)
     serializer = GetMessageClass(method.output_type).SerializeToString
     if method.client_streaming:
-        return grpc.stream_stream_rpc_method_handler(_streams(implementation, trailers), deserializer, serializer)
+        return grpc.stream_stream_rpc_method_handler(_streams(implementation, hooks), deserializer, serializer)
     if isasyncgenfunction(implementation):
-        return grpc.unary_stream_rpc_method_handler(_generated(implementation, trailers), deserializer, serializer)
+        return grpc.unary_stream_rpc_method_handler(_generated(implementation, hooks), deserializer, serializer)
     if method.server_streaming:
-        return grpc.unary_stream_rpc_method_handler(_stream(implementation, trailers), deserializer)
-    return grpc.unary_unary_rpc_method_handler(_unary(implementation, trailers), deserializer, serializer)
+        return grpc.unary_stream_rpc_method_handler(_stream(implementation, hooks), deserializer)
+    return grpc.unary_unary_rpc_method_handler(_unary(implementation, hooks), deserializer, serializer)
 
 
 def _tolerant_parser(method: MethodDescriptor) -> Callable[[bytes], Message | InvalidRequestError]:
@@ -79,39 +89,39 @@ def _tolerant_parser(method: MethodDescriptor) -> Callable[[bytes], Message | In
 
 
 def _unary(
-    method: UnaryMethod, trailers: Trailers | None
+    method: UnaryMethod, hooks: CallHooks
 ) -> Callable[[Message | InvalidRequestError, Context], Awaitable[Message]]:
     async def call(request: Message | InvalidRequestError, context: Context) -> Message:
-        async with _answering(context, trailers):
+        async with _answering(context, hooks):
             return await method(_checked(request), context)
 
     return call
 
 
 def _stream(
-    method: StreamMethod, trailers: Trailers | None
+    method: StreamMethod, hooks: CallHooks
 ) -> Callable[[Message | InvalidRequestError, Context], Awaitable[None]]:
     async def call(request: Message | InvalidRequestError, context: Context) -> None:
-        async with _answering(context, trailers):
+        async with _answering(context, hooks):
             await method(_checked(request), context)
 
     return call
 
 
 def _generated(
-    method: GeneratorMethod, trailers: Trailers | None
+    method: GeneratorMethod, hooks: CallHooks
 ) -> Callable[[Message | InvalidRequestError, Context], Awaitable[None]]:
     async def call(request: Message | InvalidRequestError, context: Context) -> None:
-        async with _answering(context, trailers), aclosing(method(_checked(request), context)) as messages:
+        async with _answering(context, hooks), aclosing(method(_checked(request), context)) as messages:
             async for message in messages:
                 await context.write(message)
 
     return call
 
 
-def _streams(method: GeneratorMethod, trailers: Trailers | None) -> Callable[[Requests, Context], Awaitable[None]]:
+def _streams(method: GeneratorMethod, hooks: CallHooks) -> Callable[[Requests, Context], Awaitable[None]]:
     async def call(requests: Requests, context: Context) -> None:
-        async with _answering(context, trailers), aclosing(method(requests, context)) as messages:
+        async with _answering(context, hooks), aclosing(method(requests, context)) as messages:
             async for message in messages:
                 await context.write(message)
 
@@ -125,8 +135,11 @@ def _checked(request: Message | InvalidRequestError) -> Message:
 
 
 @asynccontextmanager
-async def _answering(context: Context, trailers: Trailers | None) -> AsyncIterator[None]:
+async def _answering(context: Context, hooks: CallHooks) -> AsyncIterator[None]:
     """Converts any exception to the call's status."""
+    if hooks.begun is not None:
+        hooks.begun(context)
+    trailers = hooks.trailers
     try:
         yield
         if trailers is not None:

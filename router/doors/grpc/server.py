@@ -15,11 +15,13 @@ from google.protobuf.descriptor import ServiceDescriptor
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.chat_answer import ChatDeltas, ChatPlan
+from holdfast.router.doors.connection_guard import ConnectionGuard
 from holdfast.router.doors.grpc.authentication import Authentication
+from holdfast.router.doors.grpc.call_watch import CallWatch
 from holdfast.router.doors.grpc.chunk_encoder import ChunkEncoder
 from holdfast.router.doors.grpc.chunk_writer import ChunkWriter
 from holdfast.router.doors.grpc.compression import GZIP_OPTIONS, Gzip
-from holdfast.router.doors.grpc.handlers import Context, Trailers, generic_handler
+from holdfast.router.doors.grpc.handlers import CallHooks, Context, Trailers, generic_handler
 from holdfast.router.doors.grpc.reflection import add_reflection
 from holdfast.router.doors.grpc.request_ids import REQUEST_ID_HEADER, with_request_id
 from holdfast.router.doors.public_answer import public_generation
@@ -38,6 +40,16 @@ MAX_MS: Final = 2**31 - 1
 
 MAX_ARRIVING: Final = 2**15
 """Most calls that wait to be handled, about three seconds' worth."""
+
+
+ENDING_STREAMS: Final = 128
+"""Streams of one connection that have ended, or were reset, and that this process still has to look at, beside
+`max_concurrent_streams`. gRPC refuses streams beyond both. Without room for them it would refuse the next call of a
+client that keeps to the limit, since the client knows of an end sooner.
+"""
+
+HANDSHAKE_MS: Final = 20_000
+"""In which a new connection must have shaken hands and sent the settings of HTTP/2."""
 
 
 class InferenceServicer:
@@ -114,17 +126,22 @@ def build_server(
     limits: LimitsConfig,
     trailers: Trailers | None = None,
     gate: Gate | None = None,
+    guard: ConnectionGuard | None = None,
 ) -> grpc.aio.Server:
     """A server with these services and reflection, not yet bound or started. Made on a running event loop. `trailers`
-    go with the end of every call. The `gate` lets calls in; without it all may come.
+    go with the end of every call. The `gate` lets calls in; without it all may come. The `guard` knows their
+    connections.
     """
-    interceptors: list[grpc.aio.ServerInterceptor] = []  # type: ignore[type-arg]  # it takes none when it runs
-    if gate is not None and gate.is_locked:
-        interceptors.append(Authentication(gate))
+    gate = gate or Gate()
+    watch = CallWatch(guard or ConnectionGuard(limits, asks_for_keys=gate.is_locked), gate)
+    interceptors: list[grpc.aio.ServerInterceptor] = [watch]  # type: ignore[type-arg]  # it takes none when it runs
+    if gate.is_locked:
+        interceptors.append(Authentication(gate, watch.begun))
     if config.gzip_above is not None:
         interceptors.append(Gzip(config.gzip_above))
     server = grpc.aio.server(interceptors=interceptors, options=_options(config, limits))
-    handlers = [generic_handler(service, servicer, trailers) for service, servicer in servicers.items()]
+    hooks = CallHooks(trailers, watch.begun)
+    handlers = [generic_handler(service, servicer, hooks) for service, servicer in servicers.items()]
     server.add_generic_rpc_handlers(tuple(handlers))
     add_reflection(server, servicers)
     return server
@@ -143,6 +160,8 @@ def _options(config: RouterConfig, limits: LimitsConfig) -> list[tuple[str, int]
         # Here all are handled, and rejected with a reason if there is no room. Calls beyond a connection's limit wait
         # in the client.
         ("grpc.max_concurrent_streams", config.max_concurrent_streams),
+        ("grpc.http2.max_deallocating_streams", ENDING_STREAMS),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.server.max_pending_requests", MAX_ARRIVING),
         ("grpc.server.max_pending_requests_hard_limit", MAX_ARRIVING),
         ("grpc.server_max_unrequested_time_in_server", math.ceil(limits.max_timeout_s)),

@@ -5,7 +5,8 @@ import socket
 import grpc
 import pytest
 
-from holdfast.router.doors.accepted_connections import Peer, accepted, cut_off, num_descriptors, peer_of
+from holdfast.router.doors.accepted_connections import accepted, cut_off, num_descriptors
+from holdfast.router.security.connection_budgets import Peer, peer_of
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop
 from tests.router.site import collected, expected, request, site
@@ -30,7 +31,7 @@ def test_one_connection_is_closed_and_no_other(host: str):
             callers.append(socket.create_connection(("127.0.0.1" if host == "::" else host, port)))
             taken.append(listening.accept()[0])
         peers = [Peer(*caller.getsockname()[:2]) for caller in callers]
-        assert accepted(port) == set(peers)
+        assert accepted({port}) == set(peers)
         before = num_descriptors()
         assert cut_off(peers[:1], {port}) == {peers[0]}
         assert cut_off(peers[:1], {port + 1}) == set()
@@ -40,7 +41,7 @@ def test_one_connection_is_closed_and_no_other(host: str):
         assert callers[1].recv(1) == b"x"
         for one in (*callers, *taken):
             one.close()
-        assert accepted(port) == set()
+        assert accepted({port}) == set()
 
 
 @on_a_loop
@@ -49,14 +50,14 @@ async def test_calls_of_a_connection_that_is_closed_end_and_those_of_others_go_o
     replica.pause()
     async with site(replica) as place:
         port = int(place.router.address.rpartition(":")[2])
-        mine = accepted(port)
+        mine = accepted({port})
         async with grpc.aio.insecure_channel(
             place.router.address, options=[("grpc.use_local_subchannel_pool", 1)]
         ) as channel:
             other = type(place.stub)(channel).GenerateStream(request())
             stream = place.stub.GenerateStream(request())
             await replica.until(lambda: len(replica.running) == 2)
-            assert cut_off(accepted(port) - mine, {port})
+            assert cut_off(accepted({port}) - mine, {port})
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await collected(other)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

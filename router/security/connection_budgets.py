@@ -1,0 +1,203 @@
+"""Budgets of clients' connections: calls that are reset at once, calls without a key, connections without one. A core
+without IO.
+
+An address has two token buckets, which all of its connections share: one for calls that clients reset within a second
+of making them, one for calls without a valid key. Who charges an empty bucket is cut off: one connection, never its
+whole address, since others may be behind the same proxy. A connection most of whose calls are not reset stays, so that
+a proxy with some hasty clients is not taken for an attack. What may not live here: sockets, and what closes them.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import StrEnum
+from ipaddress import ip_address, ip_network
+from typing import Final, NamedTuple, Protocol
+from urllib.parse import unquote
+
+from holdfast.router.security.rates import BURST_S, TokenBucket
+
+PREMATURE_S: Final = 1.0
+"""A call that its client resets sooner than this counts as reset. What runs longer has cost a model's work, which other
+limits are for.
+"""
+
+SUSPICION_S: Final = 5.0
+"""How long connections are told apart after too many calls were reset by nobody knows whom."""
+
+MOST_COUNTED: Final = 1024
+"""Calls of a connection after which both of its counts are halved: it is judged by its latest."""
+
+LEAST_PRUNED: Final = 256
+"""Connections and addresses up to which nothing is forgotten."""
+
+
+class Reason(StrEnum):
+    """Why a connection is cut off."""
+
+    RESETS = "resets"
+    CALLS_WITHOUT_KEY = "calls_without_key"
+    CONNECTIONS_WITHOUT_KEY = "connections_without_key"
+
+    @property
+    def words(self) -> str:
+        """What it did, and the limit."""
+        return {
+            Reason.RESETS: "most of its calls were reset within a second (limits.max_resets_per_s)",
+            Reason.CALLS_WITHOUT_KEY: "its address makes too many calls without a valid key "
+            "(limits.max_unauthenticated_calls_per_s)",
+            Reason.CONNECTIONS_WITHOUT_KEY: "it is the oldest of too many that have presented no valid key "
+            "(limits.max_unauthenticated_connections)",
+        }[self]
+
+
+class Peer(NamedTuple):
+    """The other end of a connection."""
+
+    host: str
+    """Its IP address as `ipaddress` writes it; an IPv4 address that an IPv6 socket has is written as IPv4."""
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def address(self) -> str:
+        """Whose budgets it charges: its own, or for IPv6 its network of 64 bits, all of which one client may have."""
+        return self.host if ":" not in self.host else str(ip_network((self.host, 64), strict=False))
+
+
+def peer(host: str, port: int) -> Peer:
+    """The peer as a socket names it. Raises `ValueError` for what is no IP address."""
+    address = ip_address(host.partition("%")[0])
+    return Peer(str(getattr(address, "ipv4_mapped", None) or address), port)
+
+
+def peer_of(grpc_peer: str) -> Peer | None:
+    """A peer as gRPC writes it (`ipv4:1.2.3.4:5`, `ipv6:%5B::1%5D:5`); None for what is no TCP connection."""
+    family, _, address = grpc_peer.partition(":")
+    host, _, port = unquote(address).rpartition(":")
+    try:
+        return peer(host.strip("[]"), int(port)) if family in ("ipv4", "ipv6") else None
+    except ValueError:
+        return None
+
+
+class BudgetLimits(Protocol):
+    """What is read of `LimitsConfig`."""
+
+    @property
+    def max_resets_per_s(self) -> float: ...
+    @property
+    def max_unauthenticated_calls_per_s(self) -> float: ...
+    @property
+    def max_unauthenticated_connections(self) -> int: ...
+
+
+@dataclass(slots=True, eq=False)
+class ClientConnection:
+    """What is known of one connection."""
+
+    peer: Peer
+    since: float
+    """When it was first seen."""
+    is_known: bool = False
+    """Whether a call on it has presented a valid key."""
+    is_cut: bool = False
+    """Whether it has been, or is about to be, cut off: nothing of it is charged any more."""
+    num_calls: int = 0
+    num_resets: int = 0
+
+    def count(self, *, is_reset: bool) -> None:
+        self.num_calls += not is_reset
+        self.num_resets += is_reset
+        if self.num_calls > MOST_COUNTED:
+            self.num_calls //= 2
+            self.num_resets //= 2
+
+    @property
+    def mostly_resets(self) -> bool:
+        return 2 * self.num_resets >= self.num_calls
+
+
+@dataclass(slots=True)
+class _Buckets:
+    """Of one address."""
+
+    resets: TokenBucket
+    unauthenticated: TokenBucket
+    at: float
+    """When one of them was charged last."""
+
+
+@dataclass(slots=True)
+class ConnectionBudgets:
+    """The budgets of one router. Each event returns why its connection is to be cut off, or None. Time is passed in,
+    in seconds.
+    """
+
+    limits: BudgetLimits
+    asks_for_keys: bool
+    _buckets: dict[str, _Buckets] = field(default_factory=dict)
+    _unknown: TokenBucket | None = None
+    """For resets of which nobody knows whose they are."""
+    _suspects_until: float = float("-inf")
+    _prune_at: int = LEAST_PRUNED
+
+    def call(self, connection: ClientConnection, *, has_key: bool, now: float) -> Reason | None:
+        """A call has begun on this connection, or was refused. `has_key`: it has presented a valid one."""
+        connection.count(is_reset=False)
+        if has_key or not self.asks_for_keys:
+            connection.is_known |= has_key
+            return None
+        bucket = self._of(connection.peer, now).unauthenticated
+        return self._charge(bucket, now, Reason.CALLS_WITHOUT_KEY)
+
+    def reset(self, connection: ClientConnection | None, now: float) -> Reason | None:
+        """A call was reset within `PREMATURE_S`. None: nobody knows on which connection."""
+        if connection is None:
+            self._unknown = self._unknown or TokenBucket(60 * self.limits.max_resets_per_s, now)
+            if self._unknown.wait_s(now, 1.0):
+                self._suspects_until = now + SUSPICION_S
+            else:
+                self._unknown.take(1.0, now)
+            return None
+        connection.count(is_reset=True)
+        reason = self._charge(self._of(connection.peer, now).resets, now, Reason.RESETS)
+        if reason is not None:
+            self._suspects_until = now + SUSPICION_S
+        return reason if connection.mostly_resets else None
+
+    def suspects(self, now: float) -> bool:
+        """Whether it is to be found out of each call, before its message comes, on which connection it is."""
+        return now < self._suspects_until
+
+    def overdue(self, strangers: Collection[ClientConnection]) -> list[ClientConnection]:
+        """Which of the connections without a key are too many: the oldest. Who has a key presents it soon."""
+        too_many = len(strangers) - self.limits.max_unauthenticated_connections
+        if not self.asks_for_keys or too_many <= 0:
+            return []
+        return sorted(strangers, key=lambda one: one.since)[:too_many]
+
+    @staticmethod
+    def _charge(bucket: TokenBucket, now: float, reason: Reason) -> Reason | None:
+        if bucket.wait_s(now, 1.0):
+            return reason
+        bucket.take(1.0, now)
+        return None
+
+    def _of(self, client: Peer, now: float) -> _Buckets:
+        address = client.address
+        buckets = self._buckets.get(address)
+        if buckets is None:
+            self._prune(now)
+            rates = self.limits.max_resets_per_s, self.limits.max_unauthenticated_calls_per_s
+            resets, unauthenticated = (TokenBucket(60 * rate, now) for rate in rates)
+            buckets = self._buckets[address] = _Buckets(resets, unauthenticated, now)
+        buckets.at = now
+        return buckets
+
+    def _prune(self, now: float) -> None:
+        """Forgets addresses whose buckets are full again, before they are too many."""
+        if len(self._buckets) >= self._prune_at:
+            self._buckets = {address: one for address, one in self._buckets.items() if now - one.at < BURST_S}
+            self._prune_at = max(LEAST_PRUNED, 2 * len(self._buckets))
