@@ -3,10 +3,11 @@
 What may not live here: reading files or the environment, and values that are known only once replicas are up.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from holdfast.worker.config import Bytes, Settings
 
@@ -15,6 +16,21 @@ PolicyName = Literal["prefix_aware", "session_affinity", "power_of_two", "least_
 
 File = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 """A file by its whole path: processes that read it may have another working directory."""
+
+
+def parse_host_names(value: object) -> object:
+    """`"a.example.org, b"` as names in lower case. Other values are left to the validator."""
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        return value
+    read = tuple(name.strip().lower() for name in names if name.strip())
+    for name in read:
+        if not re.fullmatch(r"[a-z0-9._-]+|[0-9a-f:]+", name):
+            raise ValueError(f"{name!r} is no host name; write it without scheme and port, like llm.example.org")
+    return read
+
+
+HostNames = Annotated[tuple[str, ...], BeforeValidator(parse_host_names)]
 
 
 class LimitsConfig(Settings):
@@ -182,6 +198,11 @@ class RouterConfig(Settings):
         description="serve Envoy's ext_proc: gateways with an InferencePool ask routers which of them gets a request",
     )
     reuse_port: bool = Field(False, description="let several routers of one host share a port")
+    http_allowed_hosts: HostNames = Field(
+        (),
+        description="without keys: further host names that HTTP requests may call the server by, and whose pages may "
+        "call it, e.g. llm.example.org,localhost; unset: those of loopback, or any where it listens on more than that",
+    )
     killable: bool = Field(
         False, description="for demonstrations and tests: operators may end a replica's process as `kill -9` does"
     )

@@ -16,6 +16,7 @@ from holdfast.router.doors.connection_guard import ConnectionGuard
 from holdfast.router.doors.grpc import admin, endpoint_picker, health, server
 from holdfast.router.doors.grpc.load_reports import LoadReports
 from holdfast.router.doors.http.app import HttpDoor
+from holdfast.router.doors.http.request_origin import RequestOrigins
 from holdfast.router.doors.in_process import InProcessDoor
 from holdfast.router.doors.oip import servicer as open_inference
 from holdfast.router.doors.operators import Operators, SendChange
@@ -131,7 +132,7 @@ class Router:
         build_server = partial(server.build_server, config=config, limits=self._limits, gate=gate, guard=guard)
         trailers = LoadReports(self._dispatch_host).trailers if config.load_reports else None
         self._ports = Ports(build_server(servicers, trailers=trailers), build_server, tls, guard)
-        self._http_door = HttpDoor(*parts, self._limits, gate, operators, lambda: self.warnings)
+        self._http_door = HttpDoor(*parts, self._limits, gate, operators, lambda: self.warnings, guard)
 
     @classmethod
     async def start(
@@ -155,7 +156,8 @@ class Router:
         router = cls(config, limits, **options)
         await router._ports.serve_grpc(host, port)
         if http_port is not None:
-            await router._ports.serve_http(router._http_door.app(), limits, host, http_port)
+            app = router._http_door.app(RequestOrigins(host, config.http_allowed_hosts))
+            await router._ports.serve_http(app, limits, host, http_port)
         if admin_port is not None:
             await router._ports.serve_admin(router._health, admin_port)
         router._following = asyncio.create_task(router._link_pool.follow(directory), name="replica directory")

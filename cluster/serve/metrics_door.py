@@ -19,6 +19,7 @@ from holdfast.cluster.serve.security import ClusterSecurity
 from holdfast.router.doors.http.answering import answering, not_found
 from holdfast.router.doors.http.authentication import guarded
 from holdfast.router.doors.http.event_stream import OPENAI
+from holdfast.router.doors.http.request_origin import RequestOrigins
 from holdfast.router.doors.http.server import HttpServer
 from holdfast.router.metrics.exposition import Sample, exposed
 from holdfast.router.metrics.replica_samples import gateway_samples, process_samples, replica_samples
@@ -49,7 +50,7 @@ class MetricsDoor:
         """Raises `ConfigurationError` where no port is free."""
         self._replica = replica
         self._replica_id = replica_id
-        self._server = _bound(self._app(security.gate), settings, security)
+        self._server = _bound(self._app(security.gate, RequestOrigins(settings.host)), settings, security)
         self.address = f"{settings.host}:{self._server.port}"
         """`host:port`."""
 
@@ -64,11 +65,11 @@ class MetricsDoor:
     async def stop(self) -> None:
         await self._server.stop(0.0)
 
-    def _app(self, gate: Gate) -> Starlette:
+    def _app(self, gate: Gate, origins: RequestOrigins) -> Starlette:
         endpoints = {METRICS: self._metrics, HEALTH: self._health}
         return Starlette(
             routes=[
-                Route(path, answering(guarded(endpoint, path, gate), OPENAI), methods=["GET"])
+                Route(path, answering(guarded(endpoint, path, gate, origins), OPENAI), methods=["GET"])
                 for path, endpoint in endpoints.items()
             ],
             exception_handlers={404: not_found, 405: not_found},

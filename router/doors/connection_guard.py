@@ -7,7 +7,7 @@ What may live here: the tables of connections, the task that closes them, the lo
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from time import monotonic
 from typing import Final
@@ -20,6 +20,7 @@ from holdfast.router.security.connection_budgets import (
     ConnectionBudgets,
     Peer,
     Reason,
+    peer,
     peer_of,
 )
 
@@ -108,6 +109,19 @@ class ConnectionGuard:
 
     # --- HTTP, whose server closes its connections itself ---
 
+    def http_connection(self, host: str, port: int) -> ClientConnection | None:
+        """A new connection with this peer; None for what is no IP address."""
+        with suppress(ValueError):
+            return ClientConnection(peer(host, port), self._clock())
+        return None
+
+    def http_strangers_overdue(self, connections: Collection[ClientConnection]) -> list[ClientConnection]:
+        """Which of an HTTP server's connections are to be closed, since too many have presented no key."""
+        overdue = self.budgets.overdue([one for one in connections if not (one.is_known or one.is_cut)])
+        for one in overdue:
+            self.count(HTTP, one, Reason.CONNECTIONS_WITHOUT_KEY)
+        return overdue
+
     def http_call(self, connection: ClientConnection, *, has_key: bool) -> bool:
         """A request has come on this connection; whether it is to be closed after the answer."""
         reason = self.budgets.call(connection, has_key=has_key, now=self._clock())
@@ -132,8 +146,8 @@ class ConnectionGuard:
 
     def _named(self, grpc_peer: str) -> ClientConnection | None:
         connection = self._by_name.get(grpc_peer)
-        if connection is None and (peer := peer_of(grpc_peer)) is not None:
-            connection = self._by_peer.setdefault(peer, ClientConnection(peer, self._clock()))
+        if connection is None and (caller := peer_of(grpc_peer)) is not None:
+            connection = self._by_peer.setdefault(caller, ClientConnection(caller, self._clock()))
             self._by_name[grpc_peer] = connection
             if len(self._by_name) >= self._prune_at:
                 self._is_wanted.set()
@@ -164,9 +178,9 @@ class ConnectionGuard:
         """Forgets the connections that are gone, and finds those without a key that are too many."""
         began_at = self._clock()
         alive = await asyncio.to_thread(accepted, frozenset(self._ports))
-        for peer in alive:
-            self._by_peer.setdefault(peer, ClientConnection(peer, began_at))
-        here = {peer: one for peer, one in self._by_peer.items() if peer in alive or one.since >= began_at}
+        for caller in alive:
+            self._by_peer.setdefault(caller, ClientConnection(caller, began_at))
+        here = {caller: one for caller, one in self._by_peer.items() if caller in alive or one.since >= began_at}
         self._by_peer = here
         self._by_name = {name: one for name, one in self._by_name.items() if here.get(one.peer) is one}
         self._prune_at = max(LEAST_PRUNED, 2 * len(self._by_name))

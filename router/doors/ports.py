@@ -53,7 +53,7 @@ class Ports:
         """Raises `RuntimeError` if the port is taken; then nothing is served."""
         tls = None if self._tls is None else self._tls.context()
         try:
-            self._http_server = HttpServer(app, host, port, tls, limits)
+            self._http_server = HttpServer(app, host, port, tls, limits, self._guard)
         except OSError as taken:
             await self._server.stop(None)
             raise RuntimeError(f"HTTP cannot listen on {host}:{port}: {taken}") from taken

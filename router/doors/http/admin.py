@@ -3,15 +3,12 @@
 What may live here: bodies, paths, and what makes a call one of this machine's own. What may not: what the calls do
 (`operators.py`), keys (`authentication.py`).
 
-Without keys, a web page that someone on this machine has opened must not give orders: a browser may be made to send
-them (cross-site requests, names that come to mean 127.0.0.1). So the body must be called JSON, which no page of another
-site may send unasked, the host must be called by a name of loopback, and no other origin may be named.
+Without keys, this machine alone gives orders, whatever other hosts the server answers for (`request_origin.py`): the
+caller's address and the name that it calls the server by must both be of loopback, and no proxy may have sent it on.
 """
 
-import ipaddress
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar, Final
-from urllib.parse import urlsplit
 
 from pydantic import ConfigDict
 from starlette.requests import Request
@@ -20,11 +17,10 @@ from starlette.types import ASGIApp
 
 from holdfast.router.doors.http.answering import Endpoint, json_response
 from holdfast.router.doors.http.bodies import Reads
+from holdfast.router.doors.http.request_origin import JSON, host_name, is_loopback
 from holdfast.router.doors.operators import Operators
-from holdfast.worker.errors import InvalidRequestError
 
 _FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip")
-_JSON: Final = "application/json"
 
 
 class OrderBody(Reads):
@@ -84,14 +80,11 @@ class AdminEndpoints:
 
     async def state(self, request: Request) -> ASGIApp:
         self._operators.check(_not_local(request))
-        return Response(self._operators.dump(), media_type=_JSON)
+        return Response(self._operators.dump(), media_type=JSON)
 
     def _order(self, body: type[Reads], order: Callable[[Any, str], Awaitable[int]]) -> Endpoint:
         async def call(request: Request) -> ASGIApp:
             self._operators.check(_not_local(request))
-            kind = request.headers.get("content-type", "")
-            if kind.partition(";")[0].strip().lower() != _JSON:
-                raise InvalidRequestError("content-type", kind, f"must be {_JSON}")
             read = body.read(await self._content(request) or b"{}")
             return json_response({"revision": await order(read, request.path_params.get("replica_id", ""))})
 
@@ -101,29 +94,10 @@ class AdminEndpoints:
 def _not_local(request: Request) -> str:
     """Why the call is not one that a person of this machine has made; empty: it is."""
     headers, client = request.headers, request.client
-    if client is None or not _is_loopback(client.host):
+    if client is None or not is_loopback(client.host):
         return f"this one comes from {client.host if client else 'nowhere'}"
     if forwarded := [name for name in _FORWARDED if name in headers]:
         return f"this one was sent on ({forwarded[0]})"
-    if not _is_loopback(_name_of(f"//{headers.get('host', '')}")):
+    if not is_loopback(host_name(headers.get("host", ""))):
         return "this one calls it by another name than localhost"
-    origin = headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc.lower() != headers["host"].lower():
-        return "this one comes from a page of another site"
     return ""
-
-
-def _name_of(url: str) -> str:
-    try:
-        return urlsplit(url).hostname or ""
-    except ValueError:
-        return ""
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost"
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback

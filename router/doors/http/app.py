@@ -22,6 +22,7 @@ from holdfast.router.chat import Chat, flat_message
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.chat_answer import ChatPlan
+from holdfast.router.doors.connection_guard import ConnectionGuard
 from holdfast.router.doors.http.admin import AdminEndpoints
 from holdfast.router.doors.http.answering import Endpoint, answering, headers_of, json_response, not_found, unless_gone
 from holdfast.router.doors.http.authentication import guarded
@@ -33,6 +34,7 @@ from holdfast.router.doors.http.messages import MessageEvents, whole_message
 from holdfast.router.doors.http.messages_body import CountBody, MessagesBody
 from holdfast.router.doors.http.messages_body import chat_body as messages_chat
 from holdfast.router.doors.http.page_files import PAGE, page_file
+from holdfast.router.doors.http.request_origin import RequestOrigins, check_json
 from holdfast.router.doors.http.responses import ResponseEvents, whole_response
 from holdfast.router.doors.http.responses_body import ResponsesBody
 from holdfast.router.doors.http.responses_body import chat_body as responses_chat
@@ -78,13 +80,15 @@ class HttpDoor:
         gate: Gate | None = None,
         operators: Operators | None = None,
         warnings: Callable[[], Sequence[str]] = tuple,
+        guard: ConnectionGuard | None = None,
     ) -> None:
         """The `gate` lets requests in; without it all may come. Without `operators` there are no paths for them.
-        `warnings`: what health says besides.
+        `warnings`: what health says besides. The `guard` knows the connections of the server.
         """
         self._requests = request_processor
         self._gate = gate or Gate()
         self._limits = limits
+        self._guard = guard
         self._admin = [] if operators is None else AdminEndpoints(operators, self._content).routes()
         self._responses: Counter[tuple[str, int]] = Counter()
         is_killable = operators is not None and operators.may_kill
@@ -98,8 +102,11 @@ class HttpDoor:
     def is_stopping(self) -> bool:
         return self._state.is_stopping
 
-    def app(self) -> Starlette:
-        """The application, which is also what others mount."""
+    def app(self, origins: RequestOrigins | None = None) -> Starlette:
+        """The application, which is also what others mount. `origins`: which hosts and pages may call it without keys;
+        by default those of a server on loopback.
+        """
+        origins = origins or RequestOrigins()
         routes = [
             ("POST", "/v1/chat/completions", self.chat_completions),
             ("POST", "/v1/completions", self.completions),
@@ -117,7 +124,9 @@ class HttpDoor:
         return Door(
             routes=[
                 Route(
-                    path, self._counting(path, answering(guarded(endpoint, path, self._gate), shape)), methods=[method]
+                    path,
+                    self._counting(path, answering(guarded(endpoint, path, self._gate, origins, self._guard), shape)),
+                    methods=[method],
                 )
                 for shape, some in ((OPENAI, routes), (ANTHROPIC, of_anthropic))
                 for method, path, endpoint in some
@@ -290,7 +299,8 @@ class HttpDoor:
         self._responses[path, status] += 1
 
     async def _content(self, request: Request) -> bytes:
-        """The bytes of a request's body, as many as are allowed."""
+        """The bytes of a request's body, which must be called JSON, as many as are allowed."""
+        check_json(request)
         parts, size, most = [], 0, self._limits.max_message_bytes
         async for part in request.stream():
             size += len(part)

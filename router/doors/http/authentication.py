@@ -1,4 +1,4 @@
-"""HTTP authentication: which paths ask for a key, and where a request has it.
+"""HTTP authentication: which paths ask for a key, and where a request has it; without keys, where it comes from.
 
 What may not live here: what a key may do (`router/security/`).
 """
@@ -9,8 +9,12 @@ from typing import Final
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from holdfast.router.doors.connection_guard import ConnectionGuard
+from holdfast.router.doors.http.connection import CONNECTION, Connection
 from holdfast.router.doors.http.page_files import PAGE
+from holdfast.router.doors.http.request_origin import RequestOrigins
 from holdfast.router.security.gate import Gate, bearer
+from holdfast.worker.errors import AuthenticationError
 
 OPEN: Final = ("/health", "/ping", "/ready", *PAGE)
 """For balancers and Kubernetes, which have no key: they tell whether this router serves, and nothing else. The page,
@@ -22,19 +26,49 @@ OF_OPERATORS: Final = ("/cluster", "/load", "/metrics")
 
 
 def guarded(
-    endpoint: Callable[[Request], Awaitable[ASGIApp]], path: str, gate: Gate
+    endpoint: Callable[[Request], Awaitable[ASGIApp]],
+    path: str,
+    gate: Gate,
+    origins: RequestOrigins,
+    guard: ConnectionGuard | None = None,
 ) -> Callable[[Request], Awaitable[ASGIApp]]:
-    """The endpoint of a path behind the gate, which is asked before any of the body is read."""
-    if not gate.is_locked or path in OPEN:
-        return endpoint
+    """The endpoint of a path behind the gate, which is asked before any of the body is read; without keys, behind the
+    rule of `origins`. The `guard` is told of each request whose connection it knows.
+    """
 
     async def call(request: Request) -> ASGIApp:
-        caller = gate.enter(_presented(request))
-        if path in OF_OPERATORS:
-            caller.check_operator()
+        if gate.is_locked:
+            check_key(request)
+        else:
+            origins.check(request)
         return await endpoint(request)
 
+    def check_key(request: Request) -> None:
+        try:
+            caller = gate.enter(_presented(request))
+        except AuthenticationError:
+            _tell(guard, request, has_key=False)
+            raise
+        _tell(guard, request, has_key=True)
+        if path in OF_OPERATORS:
+            caller.check_operator()
+
+    async def open_call(request: Request) -> ASGIApp:
+        _tell(guard, request, has_key=False)
+        return await endpoint(request)
+
+    if path in OPEN:
+        return open_call if gate.is_locked else endpoint
     return call
+
+
+def _tell(guard: ConnectionGuard | None, request: Request, *, has_key: bool) -> None:
+    """Counts the request on its connection, which ends with the answer if it has come to too many."""
+    connection: Connection | None = request.scope.get(CONNECTION)
+    if guard is None or connection is None or connection.client_connection is None:
+        return
+    if guard.http_call(connection.client_connection, has_key=has_key):
+        connection.end_with_answer()
 
 
 def _presented(request: Request) -> str:

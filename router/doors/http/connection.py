@@ -8,6 +8,8 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from holdfast.router.security.connection_budgets import ClientConnection
+
 CONNECTION: Final = "holdfast.connection"
 """Where a scope has its connection, on a server of ours."""
 
@@ -17,6 +19,13 @@ class Connection(HttpToolsProtocol):
 
     num_chunks = 0
     """Those that `write_chunk` has written."""
+    client_connection: ClientConnection | None = None
+    """What the connection guard knows of it."""
+
+    def end_with_answer(self) -> None:
+        """Closes it once the request that it is at has been answered."""
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -32,6 +32,10 @@ _BAD: Final = "invalid_request_error"
 _CONTEXT: Final = "maximum context length"
 
 
+class MediaTypeError(CallerError):
+    """A body that is not called JSON."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """How one class of error is answered."""
@@ -47,6 +51,7 @@ _KINDS: Final[dict[type[HoldfastError], _Kind]] = {
     InvalidRequestError: _Kind(400, _BAD, "invalid_value"),
     UnknownModelError: _Kind(404, _BAD, "model_not_found"),
     AuthenticationError: _Kind(401, _BAD, "invalid_api_key"),
+    MediaTypeError: _Kind(415, _BAD, "unsupported_media_type"),
     PermissionDeniedError: _Kind(403, _BAD, "permission_denied"),
     CallerError: _Kind(400, _BAD, "invalid_request"),
     QueueFullError: _Kind(429, "rate_limit_error", "queue_full", may_retry=True),

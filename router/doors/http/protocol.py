@@ -4,19 +4,24 @@ What may not live here: what is answered (`app.py`), limits of what a request sa
 """
 
 import asyncio
-from typing import Any
+import re
+from typing import Any, Final
 
 from holdfast.router.config import LimitsConfig
+from holdfast.router.doors.connection_guard import ConnectionGuard
 from holdfast.router.doors.http.connection import Connection
+
+HOST: Final = re.compile(rb"(\[[0-9A-Za-z:.%]+\]|[0-9A-Za-z._~!$&'()*+;=%-]*)(:[0-9]*)?")
 
 
 class BoundedProtocol(Connection):
     """One connection. What goes over a bound is told its status where that can be told, and is closed."""
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
-        """`config` has `limits`."""
+        """`config` has `limits` and a `guard`, or None."""
         super().__init__(config, *arguments, **options)
         self._limits: LimitsConfig = config.limits
+        self._guard: ConnectionGuard | None = config.guard
         self._is_refused = False
         self._is_in_head = False
         self._num_head_bytes = 0
@@ -33,6 +38,10 @@ class BoundedProtocol(Connection):
             self._refuse(503, "the server has as many connections as it takes (limits.max_connections)")
         else:
             self._expect_request()
+            if self._guard is not None and self.client is not None:
+                self.client_connection = self._guard.http_connection(*self.client)
+                if len(self.connections) > self._limits.max_unauthenticated_connections:
+                    self._close_strangers(self._guard)
 
     def connection_lost(self, exc: Exception | None) -> None:
         _cancel(self._arrival)
@@ -66,8 +75,14 @@ class BoundedProtocol(Connection):
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self._check_head(len(self.url) + sum(len(name) + len(value) for name, value in self.headers))
+        self._check_host([value for name, value in self.headers if name == b"host"])
+        if self._get_upgrade() == b"websocket":
+            self._refuse(400, "there are no websockets here")
         if not self._is_refused:
             super().on_headers_complete()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Of uvicorn 0.54: two lines of log for each request that offers another protocol, which it need not take."""
 
     def on_body(self, body: bytes) -> None:
         if not self._is_refused:
@@ -90,8 +105,26 @@ class BoundedProtocol(Connection):
         if num_bytes > most and not self._is_refused:
             self._refuse(431, f"the headers have more than {most} bytes (limits.max_header_bytes)")
 
+    def _check_host(self, hosts: list[bytes]) -> None:
+        """As RFC 9112 has it (3.2). Of several hosts, each reader on the way may take another one."""
+        if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            self._refuse(400, "a request must have one Host header")
+        elif hosts and not HOST.fullmatch(hosts[0]):
+            self._refuse(400, "the Host header must be a host's name or address, and a port or none")
+        elif not self.url.startswith((b"/", b"*")) and self.url.split(b"/")[2:3] != hosts:
+            self._refuse(400, "the host of the request's target must be that of its Host header")
+
+    def _close_strangers(self, guard: ConnectionGuard) -> None:
+        """Closes the oldest connections that have presented no key, if they are too many."""
+        ours = [one for one in self.connections if isinstance(one, BoundedProtocol)]
+        held = {one.client_connection: one for one in ours if one.client_connection is not None}
+        for connection in guard.http_strangers_overdue(held):
+            held[connection].transport.abort()
+
     def _refuse(self, status: int, message: str) -> None:
-        """Answers where nothing is being answered, and closes."""
+        """Answers where nothing is being answered, and closes. The first refusal counts."""
+        if self._is_refused:
+            return
         self._is_refused = True
         if self.cycle is None or self.cycle.response_complete:
             body = message.encode()

@@ -14,6 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from holdfast.router.config import LimitsConfig
+from holdfast.router.doors.connection_guard import ConnectionGuard
 from holdfast.router.doors.http.protocol import BoundedProtocol
 
 BACKLOG = 2048
@@ -26,14 +27,23 @@ class HttpServer:
     """One ASGI application on one port. `start` binds it, and `stop` ends it once responses are out."""
 
     def __init__(
-        self, app: ASGIApp, host: str, port: int, tls: ssl.SSLContext | None = None, limits: LimitsConfig | None = None
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        tls: ssl.SSLContext | None = None,
+        limits: LimitsConfig | None = None,
+        guard: ConnectionGuard | None = None,
     ) -> None:
-        """Binds `host:port`, where port 0 is any free one. Raises OSError if it is taken."""
+        """Binds `host:port`, where port 0 is any free one. The `guard` is told of connections. Raises OSError if the
+        port is taken.
+        """
         self._socket = _bound(host, port)
         config = _Config(
             app,
             tls,
             limits or LimitsConfig(),
+            guard,
             http=BoundedProtocol,
             ws="none",
             lifespan="off",
@@ -75,10 +85,18 @@ class HttpServer:
 class _Config(uvicorn.Config):
     """With a context for TLS that is made elsewhere, since its files may change, and bounds for connections."""
 
-    def __init__(self, app: ASGIApp, tls: ssl.SSLContext | None, limits: LimitsConfig, **options: Any) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        tls: ssl.SSLContext | None,
+        limits: LimitsConfig,
+        guard: ConnectionGuard | None,
+        **options: Any,
+    ) -> None:
         super().__init__(app, **options)
         self._tls = tls
         self.limits = limits
+        self.guard = guard
 
     def load(self) -> None:
         super().load()

@@ -132,7 +132,8 @@ async def test_a_request_that_does_not_arrive_is_let_go():
             assert b"limits.receive_timeout_s" in answer
             writer.close()
         reader, writer = await dialled(place)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 9\r\n\r\nhalf")
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        writer.write(head + b"content-length: 9\r\n\r\nhalf")
         assert await reader.read() == b""  # an answer is under way: the connection is closed
         writer.close()
         await still_serves(place)

@@ -29,8 +29,8 @@ async def reading_slowly(address: str, num_tokens: int, **fields) -> tuple[async
     reader, writer = await connected(address)
     asked = {"messages": HELLO, "max_tokens": num_tokens, "stream": True, "seed": 5, **fields}
     body = json.dumps(asked).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    writer.write(head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body)
     return reader, writer
 
 

@@ -100,7 +100,7 @@ def fuzz(num_requests: int) -> Counter[int]:
     return seen
 
 
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 BODY = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}'
 WHOLE = HEAD + b"content-length: %d\r\n\r\n%s" % (len(BODY), BODY)
 ABUSES = [
@@ -110,12 +110,12 @@ ABUSES = [
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     b"GET / HTTP/9.9\r\n\r\n",
     b"GET\r\n\r\n",
-    b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 300_000 + b"\r\n\r\n",
+    b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 300_000 + b"\r\n\r\n",
     b"GET /health HTTP/1.1\r\n" + b"".join(b"x%d: y\r\n" % number for number in range(5000)) + b"\r\n",
-    b"GET /health HTTP/1.1\r\nhost: x\r\n: y\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nhost: x\r\nx : y\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nhost: localhost\r\n: y\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nhost: localhost\r\nx : y\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n",
     HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\n{}",
     HEAD + b"content-length: -5\r\n\r\n{}",
     HEAD + b"content-length: 99999999999999999999\r\n\r\n{}",
@@ -132,9 +132,9 @@ ABUSES = [
     WHOLE + b"junk" * 10 + WHOLE,
     WHOLE[:-10],
     WHOLE.replace(b"}", b', "stream": true}', 1) * 3,
-    b"HEAD /v1/models HTTP/1.1\r\nhost: x\r\n\r\n" * 30,
-    b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n",
-    b"GET //%00%ff/../v1/models?%s HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"HEAD /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n" * 30,
+    b"OPTIONS * HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"GET //%00%ff/../v1/models?%s HTTP/1.1\r\nhost: localhost\r\n\r\n",
     b"\x00" * 5000,
 ]
 
