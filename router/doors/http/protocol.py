@@ -76,8 +76,7 @@ class BoundedProtocol(Connection):
         self._is_in_head = False
         self._check_head(len(self.url) + sum(len(name) + len(value) for name, value in self.headers))
         self._check_host([value for name, value in self.headers if name == b"host"])
-        if self._get_upgrade() == b"websocket":
-            self._refuse(400, "there are no websockets here")
+        self._check_upgrade(self._get_upgrade())
         if not self._is_refused:
             super().on_headers_complete()
 
@@ -113,6 +112,13 @@ class BoundedProtocol(Connection):
             self._refuse(400, "the Host header must be a host's name or address, and a port or none")
         elif not self.url.startswith((b"/", b"*")) and self.url.split(b"/")[2:3] != hosts:
             self._refuse(400, "the host of the request's target must be that of its Host header")
+
+    def _check_upgrade(self, offered: bytes | None) -> None:
+        """An offer of HTTP/2 may be left. But the parser takes a body behind it for the other protocol's."""
+        if offered == b"websocket":
+            self._refuse(400, "there are no websockets here")
+        elif offered is not None and any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers):
+            self._refuse(400, "a request with a body must offer no other protocol (the Upgrade header)")
 
     def _close_strangers(self, guard: ConnectionGuard) -> None:
         """Closes the oldest connections that have presented no key, if they are too many."""
