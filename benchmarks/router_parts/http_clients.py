@@ -22,7 +22,8 @@ class HttpStreams(Streams):
         host, port = self.address.split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         body = json.dumps({**self.asked, "max_tokens": num_tokens, "stream": True}).encode()
-        head = f"POST {self.path} HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST {self.path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         tail = b""
         while _END not in tail:

@@ -122,7 +122,7 @@ def _announce(cluster: "Serving", config: "HoldfastConfig", seconds: float) -> N
     if cluster.http:
         print(f"HTTP, for OpenAI's clients: {' and '.join(f'{scheme}://{address}/v1' for address in cluster.http)}")
         body = f'{{"model": "{cluster.models[0]}", "prompt": "The capital of France is", "max_tokens": 16}}'
-        print(f"try: curl {scheme}://{cluster.http[0]}/v1/completions{header} -d '{body}'")
+        print(f"try: curl {scheme}://{cluster.http[0]}/v1/completions{header} --json '{body}'")
     if cluster.engines:
         print(f"vLLM's engine protocol, replica by replica: {' and '.join(cluster.engines)}")
     chosen = f" --model {cluster.models[0]}" if len(cluster.models) > 1 else ""

@@ -87,6 +87,16 @@ OF_FAILOVER: Final = (
     ),
     Metric("holdfast_model_replicas", G, _MODEL, "Replicas of a model that are up"),
 )
+OF_CONNECTIONS: Final = (
+    Metric(
+        "holdfast_connections_cut_total",
+        C,
+        ("protocol", "reason"),
+        "Clients' connections that the router has closed: resets (limits.max_resets_per_s), calls_without_key "
+        "(limits.max_unauthenticated_calls_per_s), connections_without_key (limits.max_unauthenticated_connections)",
+    ),
+    Metric("holdfast_calls_reset_total", C, (), "gRPC calls that their clients have ended within a second"),
+)
 OF_REPLICAS: Final = (
     Metric("holdfast_replica_requests_running", G, _REPLICA, "Sequences that a replica runs"),
     Metric("holdfast_replica_requests_waiting", G, _REPLICA, "Sequences that wait in a replica"),
@@ -143,6 +153,7 @@ OF_THE_PROCESS: Final = (Metric("holdfast_build_info", G, ("version",), "Always 
 SECTIONS: Final[Mapping[str, tuple[Metric, ...]]] = {
     "Requests": OF_REQUESTS,
     "Failover": OF_FAILOVER,
+    "Connections": OF_CONNECTIONS,
     "Replicas": OF_REPLICAS,
     "Gateways": OF_GATEWAYS,
     "Process": OF_THE_PROCESS,

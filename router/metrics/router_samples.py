@@ -6,6 +6,7 @@ What may not live here: counting (`router/requests/request_stats.py`, `router/di
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
+from typing import Protocol
 
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.dispatch_stats import DispatchStats
@@ -15,10 +16,28 @@ from holdfast.router.requests.request_stats import ModelStats, RequestStats
 from holdfast.worker.request import Priority
 
 
+class ConnectionCounts(Protocol):
+    """What is counted of clients' connections."""
+
+    @property
+    def num_cut(self) -> Mapping[tuple[str, str], int]:
+        """Those that were closed, by protocol and reason."""
+
+    num_resets: int
+    """Calls that were reset."""
+
+
 def router_samples(
-    stats: RequestStats, host: DispatchHost, responses: Mapping[tuple[str, int], int]
+    stats: RequestStats,
+    host: DispatchHost,
+    responses: Mapping[tuple[str, int], int],
+    connections: ConnectionCounts | None = None,
 ) -> Iterator[Sample]:
     """As they are now. `responses` are those of the HTTP door, by path and status."""
+    if connections is not None:
+        for labels, count in connections.num_cut.items():
+            yield Sample("holdfast_connections_cut_total", labels, count)
+        yield Sample("holdfast_calls_reset_total", (), connections.num_resets)
     for model, one in stats.models.items():
         yield from _of_model(model, one)
     for (path, status), count in responses.items():

@@ -92,7 +92,7 @@ class HttpDoor:
         self._admin = [] if operators is None else AdminEndpoints(operators, self._content).routes()
         self._responses: Counter[tuple[str, int]] = Counter()
         is_killable = operators is not None and operators.may_kill
-        self._state = StateEndpoints(request_processor, dispatch_host, self._responses, warnings, is_killable)
+        self._state = StateEndpoints(request_processor, dispatch_host, self._responses, warnings, is_killable, guard)
 
     def stop(self) -> None:
         """From here on `/health` and `/ready` say no."""

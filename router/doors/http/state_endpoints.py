@@ -18,7 +18,7 @@ from holdfast.router.doors.http.cluster_view import cluster_view
 from holdfast.router.doors.http.openapi import description
 from holdfast.router.events import ModelStatus
 from holdfast.router.metrics.exposition import exposed
-from holdfast.router.metrics.router_samples import router_samples
+from holdfast.router.metrics.router_samples import ConnectionCounts, router_samples
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.worker.errors import ReplicaError
 
@@ -33,6 +33,7 @@ class StateEndpoints:
         responses: Counter[tuple[str, int]],
         warnings: Callable[[], Sequence[str]],
         is_killable: bool,
+        connections: ConnectionCounts | None = None,
     ) -> None:
         """`responses` counts them by path and status; `warnings` is what health says besides."""
         self.is_stopping = False
@@ -42,6 +43,7 @@ class StateEndpoints:
         self._responses = responses
         self._warnings = warnings
         self._is_killable = is_killable
+        self._connections = connections
 
     def routes(self) -> list[tuple[str, str, Endpoint]]:
         """Method, path and endpoint of each."""
@@ -110,6 +112,6 @@ class StateEndpoints:
         return json_response(description())
 
     async def metrics(self, request: Request) -> ASGIApp:
-        samples = router_samples(self._requests.stats, self._dispatch_host, self._responses)
+        samples = router_samples(self._requests.stats, self._dispatch_host, self._responses, self._connections)
         text, media_type = exposed(samples)
         return Response(text, headers={"content-type": media_type})

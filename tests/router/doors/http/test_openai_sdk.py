@@ -16,6 +16,7 @@ from tests.router.site import Site, site
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
+JSON = {"content-type": "application/json"}
 HELLO = [{"role": "user", "content": "hello"}]
 RENDERED = list(b"<user>hello<a>")
 
@@ -251,9 +252,9 @@ async def test_requests_that_are_no_requests():
         async with httpx2.AsyncClient(base_url=base_url) as client:
             chat = "/v1/chat/completions"
             for content in (b"", b"{", b"[]", b'{"messages": 5}', b'\xff{"messages": []}', b'{"a":' * 2000):
-                answer = await client.post(chat, content=content)
+                answer = await client.post(chat, content=content, headers=JSON)
                 assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
-            assert (await client.post(chat, content=b"x" * (2**20 + 1))).status_code == 400
+            assert (await client.post(chat, content=b"x" * (2**20 + 1), headers=JSON)).status_code == 400
             assert (await client.get(chat)).status_code == 405
             missing = await client.get("/v2/models")
             assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
