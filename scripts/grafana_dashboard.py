@@ -90,6 +90,14 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     ("HTTP {{status}}", rate("holdfast_http_responses_total", "status", '{status=~"[45].."}')),
                 ),
             ),
+            Panel(
+                "Connections cut off and calls reset",
+                "reqps",
+                (
+                    ("{{protocol}}: {{reason}}", rate("holdfast_connections_cut_total", "protocol, reason")),
+                    ("calls reset", "sum(rate(holdfast_calls_reset_total[$__rate_interval]))"),
+                ),
+            ),
         ),
     ),
     (
