@@ -94,7 +94,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Connections cut off and calls reset",
                 "reqps",
                 (
-                    ("{{protocol}}: {{reason}}", rate("holdfast_connections_cut_total", "protocol, reason")),
+                    ("{{protocol}}: {{reason}}", rate("holdfast_connections_cut_total", "protocol, reason", "")),
                     ("calls reset", "sum(rate(holdfast_calls_reset_total[$__rate_interval]))"),
                 ),
             ),

@@ -95,7 +95,7 @@ OF_CONNECTIONS: Final = (
         "Clients' connections that the router has closed: resets (limits.max_resets_per_s), calls_without_key "
         "(limits.max_unauthenticated_calls_per_s), connections_without_key (limits.max_unauthenticated_connections)",
     ),
-    Metric("holdfast_calls_reset_total", C, (), "gRPC calls that their clients have ended within a second"),
+    Metric("holdfast_calls_reset_total", C, (), "Calls over gRPC that their clients have ended within a second"),
 )
 OF_REPLICAS: Final = (
     Metric("holdfast_replica_requests_running", G, _REPLICA, "Sequences that a replica runs"),
