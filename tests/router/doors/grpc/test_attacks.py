@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.router.config import RouterConfig
 from holdfast.router.doors.grpc.server import ENDING_STREAMS
-from holdfast.v1 import inference_pb2_grpc
+from holdfast.v1 import inference_pb2, inference_pb2_grpc
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop
 from tests.router.doors.test_keys_by_door import locked
@@ -121,15 +121,24 @@ async def test_calls_that_are_reset_at_once_are_bounded_and_cut_off(has_key, cap
 @on_a_loop
 async def test_a_proxy_some_of_whose_clients_are_hasty_is_not_cut_off():
     """Far more calls are reset than the budget has, on a connection most of whose calls are not."""
-    replica = await FakeReplica.start(step_s=0.0)
+    replica, metadata = await FakeReplica.start(step_s=0.0), with_key(secret_of("a"))
+    replica.pause()
     async with site(replica, **locked(key_of("a"), max_resets_per_s=1)) as place:
-        call = lambda: place.stub.Generate(request(max_tokens=2), metadata=with_key(secret_of("a")))  # noqa: E731
         for _ in range(30):
-            hasty = call()
-            await asyncio.sleep(0)
+            hasty = place.stub.GenerateStream(request(), metadata=metadata)
+            await replica.until(lambda: replica.running)
             hasty.cancel()
-            await asyncio.gather(*(call() for _ in range(3)))
-        assert not guard_of(place).num_cut
+            await replica.until(lambda: replica.is_idle)
+            for _ in range(3):
+                await place.stub.ListModels(inference_pb2.ListModelsRequest(), metadata=metadata)
+        guard = guard_of(place)
+
+        async def all_are_counted() -> bool:
+            return guard.num_resets > 25
+
+        await eventually(all_are_counted)
+        assert not guard.num_cut
+        replica.resume()
 
 
 @pytest.mark.parametrize(
