@@ -169,7 +169,10 @@ class ConnectionGuard:
                 await self._look()
             if self._to_cut:
                 peers, self._to_cut = self._to_cut, set()
-                await asyncio.to_thread(cut_off, peers, frozenset(self._ports))
+                missed = peers - await asyncio.to_thread(cut_off, peers, frozenset(self._ports))
+                if missed:  # they are gone, or are tried again
+                    await self._look()
+                    self._to_cut |= {caller for caller in missed if caller in self._by_peer}
 
     def _may_be_too_many(self) -> bool:
         return self.budgets.asks_for_keys and num_descriptors() > self._limits.max_unauthenticated_connections
