@@ -79,7 +79,8 @@ async def by_http(place: Site, tenant: str, request_id: str, num_prompts: int = 
     """A list of prompts whose stream goes on, as its client says, under that id."""
     noted = Noted(identity=Identity(request_id, 1)).content
     body = {"prompt": ["hello"] * num_prompts, "max_tokens": NUM_TOKENS, "seed": SEED, "stream": True}
-    headers = {"x-api-key": secret_of(tenant), HOLD: "1", RESUME: str(len(noted))}
+    known = {HOLD: "1", RESUME: str(len(noted)), "content-type": "application/json"}
+    headers = {"x-api-key": secret_of(tenant), **known}
     texts = [""] * num_prompts
     async with httpx.AsyncClient(base_url=f"http://{place.router.http_address}", timeout=30) as client:
         answer = await client.post("/v1/completions", content=json.dumps(body).encode() + noted, headers=headers)
