@@ -44,7 +44,14 @@ class LimitsConfig(Settings):
     default_timeout_s: float = Field(600.0, gt=0, description="timeout of a request that sets none, in seconds")
     max_timeout_s: float = Field(3600.0, gt=0, description="longest timeout that a request may set, in seconds")
     max_prompt_bytes: Bytes = Field(512 * 2**10, ge=1, description="maximum bytes of a prompt's text, in UTF-8")
-    max_message_bytes: Bytes = Field(32 * 2**20, ge=2**20, description="maximum bytes of a gRPC request")
+    max_prompt_tokens: int = Field(
+        2**20, ge=1, description="maximum token ids of a prompt, of what a client resumes after, or to be made text of"
+    )
+    max_messages: int = Field(4096, ge=1, description="maximum messages of a chat, and calls in all of them")
+    max_tools: int = Field(1024, ge=0, description="maximum tools of a chat")
+    max_message_bytes: Bytes = Field(
+        16 * 2**20, ge=2**20, description="maximum bytes of a gRPC message or an HTTP body, whatever is in it"
+    )
     max_header_bytes: Bytes = Field(
         32 * 2**10, ge=2**12, description="maximum bytes of a request's headers or metadata, over HTTP and gRPC"
     )
@@ -79,6 +86,12 @@ class LimitsConfig(Settings):
     max_stop_string_length: int = Field(1024, ge=1, description="maximum characters of one stop string")
     max_bad_words: int = Field(256, ge=0, description="maximum number of bad words of one request")
     max_bad_word_length: int = Field(256, ge=1, description="maximum characters of one bad word")
+    max_logit_bias: int = Field(4096, ge=0, description="maximum entries of logit_bias of one request")
+    max_stop_token_ids: int = Field(4096, ge=0, description="maximum stop_token_ids of one request")
+    max_allowed_token_ids: int = Field(
+        2**19, ge=1, description="maximum allowed_token_ids of one request: more than any vocabulary has"
+    )
+    max_choices: int = Field(4096, ge=1, description="maximum texts of a choice that an output is one of")
     max_sequences: int = Field(64, ge=1, description="maximum n or best_of of one request")
     max_open_per_tenant: int | None = Field(
         None,

@@ -82,6 +82,7 @@ class GenerationRequest:
         if self.resume is not None:
             self._check_resume(self.resume)
         self._check_sequences(limits)
+        self._check_token_ids(limits)
         if len(self.request_id) > limits.max_request_id_length:
             limit = f"must have at most {limits.max_request_id_length} characters"
             raise InvalidRequestError("request_id", self.request_id, limit)
@@ -105,6 +106,9 @@ class GenerationRequest:
             check_text(self.prompt, limits)
         elif not self.prompt:
             raise InvalidRequestError("token_ids", self.prompt, EMPTY_PROMPT)
+        elif len(self.prompt) > limits.max_prompt_tokens:
+            limit = f"must be at most {limits.max_prompt_tokens} tokens (limits.max_prompt_tokens)"
+            raise InvalidRequestError("token_ids", len(self.prompt), limit)
 
     def _check_resume(self, resume: Resume) -> None:
         resume.check(self.request_id, self.sampling_params)
@@ -137,6 +141,18 @@ class GenerationRequest:
             raise InvalidRequestError(
                 f"sampling_params.structured_outputs.{structure.kind}", structure.text[:100], limit
             )
+
+    def _check_token_ids(self, limits: LimitsConfig) -> None:
+        params = self.sampling_params
+        for name, number, setting in (
+            ("logit_bias", len(params.logit_bias), "max_logit_bias"),
+            ("stop_token_ids", len(params.stop_token_ids), "max_stop_token_ids"),
+            ("allowed_token_ids", len(params.allowed_token_ids or ()), "max_allowed_token_ids"),
+        ):
+            most = getattr(limits, setting)
+            if number > most:
+                limit = f"must have at most {most} entries (limits.{setting}), not {number}"
+                raise InvalidRequestError(f"sampling_params.{name}", number, limit)
 
     def _check_sequences(self, limits: LimitsConfig) -> None:
         params = self.sampling_params

@@ -13,6 +13,7 @@ from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.connection_guard import ConnectionGuard
+from holdfast.router.doors.decode_worker import DecodeWorker
 from holdfast.router.doors.grpc import admin, endpoint_picker, health, server
 from holdfast.router.doors.grpc.load_reports import LoadReports
 from holdfast.router.doors.http.app import HttpDoor
@@ -112,6 +113,7 @@ class Router:
     def _open_doors(self, gate: Gate, send_change: SendChange, tls: ServerTls | None) -> None:
         """What is served, though nowhere yet."""
         config, parts = self._config, (self._request_processor, self._dispatch_host)
+        worker = self._decode_worker = DecodeWorker()
         operators = Operators(
             *parts,
             gate=gate,
@@ -122,17 +124,19 @@ class Router:
         )
         servicers = {
             admin.SERVICE: admin.AdminServicer(operators),
-            server.SERVICE: server.InferenceServicer(*parts),
+            server.SERVICE: server.InferenceServicer(*parts, worker),
             open_inference.SERVICE: open_inference.InferenceProtocolServicer(*parts),
             health.SERVICE: self._health,
         }
         if self._picker is not None:
             servicers[endpoint_picker.SERVICE] = endpoint_picker.EndpointPickerServicer(self._picker)
         guard = ConnectionGuard(self._limits, asks_for_keys=gate.is_locked)
-        build_server = partial(server.build_server, config=config, limits=self._limits, gate=gate, guard=guard)
+        build_server = partial(
+            server.build_server, config=config, limits=self._limits, gate=gate, guard=guard, decode_worker=worker
+        )
         trailers = LoadReports(self._dispatch_host).trailers if config.load_reports else None
         self._ports = Ports(build_server(servicers, trailers=trailers), build_server, tls, guard)
-        self._http_door = HttpDoor(*parts, self._limits, gate, operators, lambda: self.warnings, guard)
+        self._http_door = HttpDoor(*parts, self._limits, gate, operators, lambda: self.warnings, guard, worker)
 
     @classmethod
     async def start(
@@ -198,6 +202,7 @@ class Router:
             logger.info("%d requests did not end in time; they are ended", self._dispatch_host.num_open)
         self._dispatch_host.close_all(stopping())
         await self._ports.stop(CLOSE_GRACE_S)
+        self._decode_worker.close()
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])

@@ -26,6 +26,10 @@ to gRPC or HTTP codes (`router/wire/statuses.py`), and anything that imports tor
 """
 
 from enum import Enum
+from typing import Final
+
+MAX_TEXT_BYTES: Final = 1024
+"""Of a text that tells of an error, in UTF-8: gRPC sends it in a header, and clients take few bytes of headers."""
 
 
 class Fault(Enum):
@@ -61,6 +65,7 @@ class InvalidRequestError(CallerError, ValueError):
     """
 
     def __init__(self, field: str, value: object, limit: str) -> None:
+        field, limit = cut(field), cut(limit)
         super().__init__(f"{field} = {shortened(value)}: {limit}")
         self.field = field
         self.value = value
@@ -197,3 +202,16 @@ def shortened(value: object, limit: int = 80) -> str:
     except ValueError:  # Python does not write out integers of thousands of digits
         text = f"a {type(value).__name__} too large to be shown"
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def cut(text: str, most: int = MAX_TEXT_BYTES) -> str:
+    """A text of at most `most` bytes in UTF-8: where it is longer, its middle is left out. What a text of a compiler
+    or a library repeats of a request may be as long as the request.
+    """
+    written = text.encode(errors="replace")
+    if len(written) <= most:
+        return text
+    gap = " [...] "
+    end = (most - len(gap)) // 3
+    begin = most - len(gap) - end
+    return written[:begin].decode(errors="ignore") + gap + written[-end:].decode(errors="ignore")

@@ -6,6 +6,8 @@ the link to replicas (`worker/wire/`).
 """
 
 import json
+from collections.abc import Sequence
+from itertools import chain
 from typing import Final
 
 from holdfast.router.chat import Chat, check_messages
@@ -25,6 +27,7 @@ from holdfast.worker.sampling_fields import fields_of, params_of
 from holdfast.worker.sampling_params import SamplingParams
 
 MAX_TIMEOUT_MS: Final = 2**32 - 1
+_PIECE: Final = 2**16
 
 
 def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequest:
@@ -87,11 +90,16 @@ def _prompt(message: inference_pb2.GenerateRequest) -> str | tuple[int, ...]:
         case "text":
             return message.text
         case "token_ids":
-            return tuple(message.token_ids.ids)
+            return _in_pieces(message.token_ids.ids)
         case "chat":
             return ()
         case _:
             raise InvalidRequestError("prompt", None, "one of text, token_ids and chat must be set")
+
+
+def _in_pieces(numbers: Sequence[int]) -> tuple[int, ...]:
+    """All of a repeated field. A copy at one go would hold Python's lock to its end."""
+    return tuple(chain.from_iterable(numbers[start : start + _PIECE] for start in range(0, len(numbers), _PIECE)))
 
 
 def _set_prompt(message: inference_pb2.GenerateRequest, request: GenerationRequest) -> None:
@@ -150,7 +158,7 @@ def _progress(index: int, message: inference_pb2.SequenceProgress) -> Progress:
         limit = f"must be unset, or what a stream's last chunk may say: {said}"
         raise InvalidRequestError(f"resume.sequences[{index}].finish_reason", number, limit)
     return Progress(
-        token_ids=tuple(message.token_ids),
+        token_ids=_in_pieces(message.token_ids),
         text_length=message.text_length,
         finish_reason=FINISH_REASONS_READ[number],
     )

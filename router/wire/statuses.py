@@ -7,7 +7,7 @@ code alone decides the error. What may not live here: which errors to retry (`cl
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,13 +38,16 @@ from holdfast.worker.errors import (
     UnsupportedModelError,
     UpdateRolledBackError,
     VersionGoneError,
+    cut,
     shortened,
 )
 
 DOMAIN: Final = "holdfast"
 DETAILS_KEY: Final = "grpc-status-details-bin"
-MAX_FIELD_LENGTH: Final = 200
-"""Characters of a field's text. Details travel in a header, and headers are small."""
+MAX_FIELD_BYTES: Final = 200
+"""Of a field's text. Details travel in a header, and headers are small."""
+MAX_LIST_BYTES: Final = 600
+"""Of all texts of a field that is a list, as JSON writes them; what is beyond is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +126,14 @@ class CallStatus:
 def call_status(error: HoldfastError) -> CallStatus:
     """The status of an error, by its most specific class in the table."""
     kind = next(KINDS[one] for one in type(error).__mro__ if one in KINDS)
-    status = Status(code=kind.code.value[0], message=str(error))
+    message = cut(str(error))
+    status = Status(code=kind.code.value[0], message=message)
     for detail in _details(error, kind):
         status.details.add().Pack(detail)
     trailers: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]
     if error.retry_after_s is not None:
         trailers.append(("grpc-retry-pushback-ms", str(round(error.retry_after_s * 1000))))
-    return CallStatus(code=kind.code, message=str(error), trailing_metadata=tuple(trailers))
+    return CallStatus(code=kind.code, message=message, trailing_metadata=tuple(trailers))
 
 
 def error_of(status: CallStatus) -> HoldfastError:
@@ -152,12 +156,12 @@ def error_of(status: CallStatus) -> HoldfastError:
 
 def _details(error: HoldfastError, kind: Kind) -> list[Message]:
     metadata = {"fault": error.fault.value}
-    metadata |= {name: getattr(error, name)[:MAX_FIELD_LENGTH] for name in kind.texts}
-    metadata |= {name: json.dumps([text[:MAX_FIELD_LENGTH] for text in getattr(error, name)]) for name in kind.lists}
+    metadata |= {name: cut(getattr(error, name), MAX_FIELD_BYTES) for name in kind.texts}
+    metadata |= {name: json.dumps(_first(getattr(error, name))) for name in kind.lists}
     info = ErrorInfo(reason=kind.reason, domain=DOMAIN, metadata=metadata)
     details: list[Message] = [info]
     if isinstance(error, InvalidRequestError):
-        info.metadata["value"] = shortened(error.value)
+        info.metadata["value"] = cut(shortened(error.value), MAX_FIELD_BYTES)
         violation = BadRequest.FieldViolation(field=error.field, description=error.limit)
         details.append(BadRequest(field_violations=[violation]))
     if error.retry_after_s is not None:
@@ -165,6 +169,18 @@ def _details(error: HoldfastError, kind: Kind) -> list[Message]:
         delay.FromMilliseconds(round(error.retry_after_s * 1000))
         details.append(RetryInfo(retry_delay=delay))
     return details
+
+
+def _first(texts: Sequence[str]) -> list[str]:
+    """As many as there is room for."""
+    found, left = list[str](), MAX_LIST_BYTES
+    for text in texts:
+        short = cut(text, MAX_FIELD_BYTES)
+        left -= len(json.dumps(short))
+        if left < 0:
+            break
+        found.append(short)
+    return found
 
 
 def _fields(kind: Kind, metadata: Mapping[str, str], bad: BadRequest) -> dict[str, object]:

@@ -8,12 +8,12 @@ requests that came through it are aborted.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from holdfast.v1 import engine_pb2, engine_pb2_grpc
+from holdfast.v1 import engine_pb2
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.log_level import log_level, set_log_level
@@ -23,6 +23,7 @@ from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import AttemptKey, EngineRequest
 from holdfast.worker.security.link_security import UNSECURED, LinkSecurity
 from holdfast.worker.step_update import Heartbeat, Hello, Rejection, StepUpdate
+from holdfast.worker.wire.link_bounds import link_request_parser
 from holdfast.worker.wire.link_requests import (
     engine_request,
 )
@@ -32,6 +33,7 @@ from holdfast.worker.wire.link_responses import (
     hello_message,
     step_messages,
 )
+from holdfast.worker.wire.message_bounds import MalformedMessageError
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -49,6 +51,8 @@ SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
+
+SERVICE: Final = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
 
 REFUSED: Final = "this replica is not of the caller's cluster: it asks for another token"
 
@@ -80,8 +84,7 @@ class LinkServer:
         `ConfigurationError` for certificates that cannot be used.
         """
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        servicer = EngineServicer(replica, replica_id, security, tracer, on_kill)
-        engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+        server.add_generic_rpc_handlers((_handler(EngineServicer(replica, replica_id, security, tracer, on_kill)),))
         bound = security.add_port(server, f"{host}:{port}")
         await server.start()
         return cls(server, f"{host}:{bound}")
@@ -91,7 +94,14 @@ class LinkServer:
         await self._server.stop(grace_s)
 
 
-class EngineServicer(engine_pb2_grpc.EngineServicer):
+def _handler(servicer: "EngineServicer") -> "grpc.GenericRpcHandler[Any, Any]":
+    """The generated one would read messages of any size."""
+    serializer = engine_pb2.LinkResponse.SerializeToString
+    link = grpc.stream_stream_rpc_method_handler(servicer.Link, link_request_parser(), serializer)
+    return grpc.method_handlers_generic_handler(SERVICE, {"Link": link})
+
+
+class EngineServicer:
     """Turns each router's call into a `RouterLink`."""
 
     def __init__(
@@ -183,7 +193,7 @@ class RouterLink:
                 self._take(request)
         except HoldfastError as error:
             self.failure = self.failure or error
-        except DecodeError:
+        except (DecodeError, MalformedMessageError):
             self.failure = self.failure or LinkMessageError("the router has sent bytes that are no message")
         finally:
             self._outbox.put_nowait(None)

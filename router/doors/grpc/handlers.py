@@ -1,7 +1,7 @@
 """gRPC method handlers: register a servicer whose methods take a message and raise `HoldfastError`.
 
-Unlike generated handlers, these answer unparsable bytes (a string that is not UTF-8, say) with INVALID_ARGUMENT rather
-than UNKNOWN, and convert errors to statuses in one place. A method is cancelled as soon as its client is gone.
+Unlike generated handlers, these take messages as bytes, which are decoded within their bounds (`decoding.py`), and
+convert errors to statuses in one place. A method is cancelled as soon as its client is gone.
 What may not live here: single methods (`server.py`), the codes of errors (`router/wire/statuses.py`).
 """
 
@@ -15,9 +15,10 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from holdfast.router.doors.grpc.decoding import Decode, MessageDecoder
 from holdfast.router.wire.statuses import call_status
 from holdfast.worker.errors import HoldfastError, InternalError, InvalidRequestError
 
@@ -52,86 +53,81 @@ class CallHooks:
 
 
 def generic_handler(
-    service: ServiceDescriptor, servicer: object, hooks: CallHooks = CallHooks()
+    service: ServiceDescriptor, servicer: object, decoder: MessageDecoder, hooks: CallHooks = CallHooks()
 ) -> "grpc.GenericRpcHandler[Any, Any]":
     """Handlers for all methods of a service: unary ones are coroutines, streams to the client are coroutines that write
     or asynchronous generators, and streams both ways are generators that take `Requests`.
     """
-    handlers = {method.name: _handler(method, getattr(servicer, method.name), hooks) for method in service.methods}
+    handlers = {
+        method.name: _handler(method, getattr(servicer, method.name), decoder, hooks) for method in service.methods
+    }
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
-def _handler(method: MethodDescriptor, implementation: Any, hooks: CallHooks) -> "grpc.RpcMethodHandler[Any, Any]":
-    deserializer = _tolerant_parser(method)
+def _handler(
+    method: MethodDescriptor, implementation: Any, decoder: MessageDecoder, hooks: CallHooks
+) -> "grpc.RpcMethodHandler[Any, Any]":
+    decode = decoder.of(method.input_type)
     serializer = GetMessageClass(method.output_type).SerializeToString
     if method.client_streaming:
-        return grpc.stream_stream_rpc_method_handler(_streams(implementation, hooks), deserializer, serializer)
+        streams = _streams(implementation, decode, hooks)
+        return grpc.stream_stream_rpc_method_handler(streams, response_serializer=serializer)
     if isasyncgenfunction(implementation):
-        return grpc.unary_stream_rpc_method_handler(_generated(implementation, hooks), deserializer, serializer)
+        generated = _generated(implementation, decode, hooks)
+        return grpc.unary_stream_rpc_method_handler(generated, response_serializer=serializer)
     if method.server_streaming:
-        return grpc.unary_stream_rpc_method_handler(_stream(implementation, hooks), deserializer)
-    return grpc.unary_unary_rpc_method_handler(_unary(implementation, hooks), deserializer, serializer)
-
-
-def _tolerant_parser(method: MethodDescriptor) -> Callable[[bytes], Message | InvalidRequestError]:
-    """Returns the error instead of raising it: gRPC would answer UNKNOWN, the method handler can answer precisely."""
-    message_class: type[Message] = GetMessageClass(method.input_type)
-
-    def parse(data: bytes) -> Message | InvalidRequestError:
-        try:
-            message: Message = message_class.FromString(data)
-            return message
-        except DecodeError:
-            limit = f"must be a {method.input_type.full_name}: well-formed protobuf, with strings in UTF-8"
-            return InvalidRequestError("request", data, limit)
-
-    return parse
+        return grpc.unary_stream_rpc_method_handler(_stream(implementation, decode, hooks))
+    return grpc.unary_unary_rpc_method_handler(_unary(implementation, decode, hooks), response_serializer=serializer)
 
 
 def _unary(
-    method: UnaryMethod, hooks: CallHooks
-) -> Callable[[Message | InvalidRequestError, Context], Awaitable[Message]]:
-    async def call(request: Message | InvalidRequestError, context: Context) -> Message:
+    method: UnaryMethod, decode: Decode, hooks: CallHooks
+) -> Callable[[bytes, Context], Awaitable[Message]]:
+    async def call(request: bytes, context: Context) -> Message:
         async with _answering(context, hooks):
-            return await method(_checked(request), context)
+            return await method(await decode(request), context)
 
     return call
 
 
 def _stream(
-    method: StreamMethod, hooks: CallHooks
-) -> Callable[[Message | InvalidRequestError, Context], Awaitable[None]]:
-    async def call(request: Message | InvalidRequestError, context: Context) -> None:
+    method: StreamMethod, decode: Decode, hooks: CallHooks
+) -> Callable[[bytes, Context], Awaitable[None]]:
+    async def call(request: bytes, context: Context) -> None:
         async with _answering(context, hooks):
-            await method(_checked(request), context)
+            await method(await decode(request), context)
 
     return call
 
 
 def _generated(
-    method: GeneratorMethod, hooks: CallHooks
-) -> Callable[[Message | InvalidRequestError, Context], Awaitable[None]]:
-    async def call(request: Message | InvalidRequestError, context: Context) -> None:
-        async with _answering(context, hooks), aclosing(method(_checked(request), context)) as messages:
+    method: GeneratorMethod, decode: Decode, hooks: CallHooks
+) -> Callable[[bytes, Context], Awaitable[None]]:
+    async def call(request: bytes, context: Context) -> None:
+        async with _answering(context, hooks), aclosing(method(await decode(request), context)) as messages:
             async for message in messages:
                 await context.write(message)
 
     return call
 
 
-def _streams(method: GeneratorMethod, hooks: CallHooks) -> Callable[[Requests, Context], Awaitable[None]]:
-    async def call(requests: Requests, context: Context) -> None:
-        async with _answering(context, hooks), aclosing(method(requests, context)) as messages:
+def _streams(
+    method: GeneratorMethod, decode: Decode, hooks: CallHooks
+) -> Callable[[AsyncIterator[bytes], Context], Awaitable[None]]:
+    async def call(requests: AsyncIterator[bytes], context: Context) -> None:
+        async with _answering(context, hooks), aclosing(method(_decoded(requests, decode), context)) as messages:
             async for message in messages:
                 await context.write(message)
 
     return call
 
 
-def _checked(request: Message | InvalidRequestError) -> Message:
-    if isinstance(request, InvalidRequestError):
-        raise request
-    return request
+async def _decoded(requests: AsyncIterator[bytes], decode: Decode) -> AsyncGenerator[Message | InvalidRequestError]:
+    async for request in requests:
+        try:
+            yield await decode(request)
+        except InvalidRequestError as error:
+            yield error
 
 
 @asynccontextmanager

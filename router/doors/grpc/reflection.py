@@ -4,7 +4,7 @@ grpcio-reflection knows v1alpha alone, and one pool. v1 is the same protocol in 
 live here: the services.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -14,13 +14,18 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import Default, DescriptorPool
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from holdfast.router.doors.grpc.decoding import Decode, MessageDecoder
+from holdfast.router.doors.grpc.handlers import Context
+from holdfast.router.wire.statuses import call_status
+from holdfast.worker.errors import InvalidRequestError
+
 T = TypeVar("T")
 
 _ALPHA: Final = "grpc.reflection.v1alpha"
 _V1: Final = "grpc.reflection.v1"
 
 
-def add_reflection(server: grpc.aio.Server, services: Iterable[ServiceDescriptor]) -> None:
+def add_reflection(server: grpc.aio.Server, services: Iterable[ServiceDescriptor], decoder: MessageDecoder) -> None:
     """Tells clients of these services, and of reflection itself. Not yet started, as `server`."""
     served = tuple(services)
     alpha = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
@@ -28,13 +33,31 @@ def add_reflection(server: grpc.aio.Server, services: Iterable[ServiceDescriptor
     pools = dict.fromkeys([*own, _v1_pool(), Default()])  # others may have registered less of a protocol by default
     names = [*(service.full_name for service in served), alpha.full_name, alpha.full_name.replace(_ALPHA, _V1)]
     servicer = reflection.aio.ReflectionServicer(names, pool=_Pools(tuple(pools)))  # type: ignore[attr-defined]
+    decode = decoder.of(alpha.methods_by_name["ServerReflectionInfo"].input_type)
     handler = grpc.stream_stream_rpc_method_handler(
-        servicer.ServerReflectionInfo,
-        reflection_pb2.ServerReflectionRequest.FromString,
-        reflection_pb2.ServerReflectionResponse.SerializeToString,
+        _bounded(servicer.ServerReflectionInfo, decode),
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
     handlers = {"ServerReflectionInfo": handler}
     server.add_generic_rpc_handlers(tuple(grpc.method_handlers_generic_handler(name, handlers) for name in names[-2:]))
+
+
+def _bounded(method: Callable[..., AsyncIterator[Any]], decode: Decode) -> Callable[..., AsyncGenerator[Any, None]]:
+    """The method, with messages as bytes; one that is beyond its bounds ends the call."""
+
+    async def decoded(requests: AsyncIterator[bytes]) -> AsyncGenerator[Any, None]:
+        async for request in requests:
+            yield await decode(request)
+
+    async def call(requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[Any, None]:
+        try:
+            async for answer in method(decoded(requests), context):
+                yield answer
+        except InvalidRequestError as error:
+            status = call_status(error)
+            await context.abort(status.code, status.message, status.trailing_metadata)
+
+    return call
 
 
 def _v1_pool() -> DescriptorPool:

@@ -7,6 +7,7 @@ What may live here: the methods, and the server's options. What may not: other s
 import math
 from collections.abc import Mapping
 from contextlib import closing
+from functools import partial
 from typing import Final
 
 import grpc
@@ -16,17 +17,21 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.chat_answer import ChatDeltas, ChatPlan
 from holdfast.router.doors.connection_guard import ConnectionGuard
+from holdfast.router.doors.decode_worker import DecodeWorker
 from holdfast.router.doors.grpc.authentication import Authentication
 from holdfast.router.doors.grpc.call_watch import CallWatch
 from holdfast.router.doors.grpc.chunk_encoder import ChunkEncoder
 from holdfast.router.doors.grpc.chunk_writer import ChunkWriter
 from holdfast.router.doors.grpc.compression import GZIP_OPTIONS, Gzip
+from holdfast.router.doors.grpc.decoding import MessageDecoder
 from holdfast.router.doors.grpc.handlers import CallHooks, Context, Trailers, generic_handler
 from holdfast.router.doors.grpc.reflection import add_reflection
 from holdfast.router.doors.grpc.request_ids import REQUEST_ID_HEADER, with_request_id
 from holdfast.router.doors.public_answer import public_generation
+from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.security.gate import Gate
+from holdfast.router.wire.bounds import public_bounds
 from holdfast.router.wire.request_codec import generation_request
 from holdfast.router.wire.response_codec import generation_message
 from holdfast.router.wire.serving_state import load_response, models_response
@@ -55,14 +60,21 @@ HANDSHAKE_MS: Final = 20_000
 class InferenceServicer:
     """`holdfast.v1.Inference`, method by method. Errors are raised as `HoldfastError`."""
 
-    def __init__(self, request_processor: RequestProcessor, dispatch_host: DispatchHost) -> None:
+    def __init__(
+        self,
+        request_processor: RequestProcessor,
+        dispatch_host: DispatchHost,
+        decode_worker: DecodeWorker | None = None,
+    ) -> None:
+        """Requests are made of large messages by the `decode_worker`, or one of its own."""
         self._request_processor = request_processor
         self._dispatch_host = dispatch_host
+        self._decode_worker = decode_worker or DecodeWorker()
 
     async def Generate(
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
-        request = generation_request(with_request_id(message, context))
+        request = await self._request(message, context)
         if request.resume is not None:
             raise InvalidRequestError("resume", "set", "is for GenerateStream; Generate answers with the whole output")
         plan = await ChatPlan.of(request, self._request_processor)
@@ -77,7 +89,7 @@ class InferenceServicer:
 
     async def GenerateStream(self, message: inference_pb2.GenerateRequest, context: Context) -> None:
         """What comes while a chunk is being written goes into the next one."""
-        request = generation_request(with_request_id(message, context))
+        request = await self._request(message, context)
         request.check_streamable()
         plan = await ChatPlan.of(request, self._request_processor)
         async with self._request_processor.open(plan.request, context.time_remaining()) as answer:
@@ -92,6 +104,10 @@ class InferenceServicer:
                     await writer.settle()
                     if (delivery := answer.read()) is not None:
                         await context.write(encode(delivery))
+
+    async def _request(self, message: inference_pb2.GenerateRequest, context: Context) -> GenerationRequest:
+        named = with_request_id(message, context)
+        return await self._decode_worker.run(message.ByteSize(), partial(generation_request, named))
 
     async def Abort(self, message: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         return inference_pb2.AbortResponse(was_open=self._request_processor.abort(message.request_id))
@@ -127,10 +143,11 @@ def build_server(
     trailers: Trailers | None = None,
     gate: Gate | None = None,
     guard: ConnectionGuard | None = None,
+    decode_worker: DecodeWorker | None = None,
 ) -> grpc.aio.Server:
     """A server with these services and reflection, not yet bound or started. Made on a running event loop. `trailers`
     go with the end of every call. The `gate` lets calls in; without it all may come. The `guard` knows their
-    connections.
+    connections. Large messages are decoded by the `decode_worker`, or one of the server's own.
     """
     gate = gate or Gate()
     watch = CallWatch(guard or ConnectionGuard(limits, asks_for_keys=gate.is_locked), gate)
@@ -141,9 +158,10 @@ def build_server(
         interceptors.append(Gzip(config.gzip_above))
     server = grpc.aio.server(interceptors=interceptors, options=_options(config, limits))
     hooks = CallHooks(trailers, watch.begun)
-    handlers = [generic_handler(service, servicer, hooks) for service, servicer in servicers.items()]
+    decoder = MessageDecoder(public_bounds(limits), decode_worker or DecodeWorker())
+    handlers = [generic_handler(service, servicer, decoder, hooks) for service, servicer in servicers.items()]
     server.add_generic_rpc_handlers(tuple(handlers))
-    add_reflection(server, servicers)
+    add_reflection(server, servicers, decoder)
     return server
 
 

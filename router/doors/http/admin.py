@@ -19,6 +19,7 @@ from holdfast.router.doors.http.answering import Endpoint, json_response
 from holdfast.router.doors.http.bodies import Reads
 from holdfast.router.doors.http.request_origin import JSON, host_name, is_loopback
 from holdfast.router.doors.operators import Operators
+from holdfast.router.wire.json_bounds import JsonBounds
 
 _FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip")
 
@@ -60,8 +61,11 @@ class AdminEndpoints:
         "/admin/log-level": (LogLevelBody, "How much routers and replicas log."),
     }
 
-    def __init__(self, operators: Operators, content: Callable[[Request], Awaitable[bytes]]) -> None:
+    def __init__(
+        self, operators: Operators, content: Callable[[Request], Awaitable[bytes]], bounds: JsonBounds | None = None
+    ) -> None:
         """`content` reads a request's body."""
+        self._bounds = bounds
         self._operators = operators
         self._content = content
 
@@ -85,7 +89,7 @@ class AdminEndpoints:
     def _order(self, body: type[Reads], order: Callable[[Any, str], Awaitable[int]]) -> Endpoint:
         async def call(request: Request) -> ASGIApp:
             self._operators.check(_not_local(request))
-            read = body.read(await self._content(request) or b"{}")
+            read = body.read(await self._content(request) or b"{}", self._bounds)
             return json_response({"revision": await order(read, request.path_params.get("replica_id", ""))})
 
         return call

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,10 +23,12 @@ from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.chat_answer import ChatPlan
 from holdfast.router.doors.connection_guard import ConnectionGuard
+from holdfast.router.doors.decode_worker import DecodeWorker
 from holdfast.router.doors.http.admin import AdminEndpoints
 from holdfast.router.doors.http.answering import Endpoint, answering, headers_of, json_response, not_found, unless_gone
 from holdfast.router.doors.http.authentication import guarded
-from holdfast.router.doors.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from holdfast.router.doors.http.bodies import ChatBody, CompletionBody, DetokenizeBody, Reads, TokenizeBody
+from holdfast.router.doors.http.body_bounds import body_bounds
 from holdfast.router.doors.http.chat_completions import ChatChunks, chat_request, whole_chat
 from holdfast.router.doors.http.completions import Completions, completion_requests
 from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, PLAIN_SEND, EventStream, Shape, Shortcut
@@ -58,6 +60,9 @@ from holdfast.worker.errors import InvalidRequestError
 
 TENANT: Final = "x-tenant"
 
+B = TypeVar("B", bound=Reads)
+T = TypeVar("T")
+
 
 class Door(Starlette):
     """The application. Streams write past its middlewares, which would take part in every event: theirs is to answer
@@ -81,15 +86,19 @@ class HttpDoor:
         operators: Operators | None = None,
         warnings: Callable[[], Sequence[str]] = tuple,
         guard: ConnectionGuard | None = None,
+        decode_worker: DecodeWorker | None = None,
     ) -> None:
         """The `gate` lets requests in; without it all may come. Without `operators` there are no paths for them.
-        `warnings`: what health says besides. The `guard` knows the connections of the server.
+        `warnings`: what health says besides. The `guard` knows the connections of the server. Large bodies are decoded
+        by the `decode_worker`, or one of its own.
         """
+        self._decode_worker = decode_worker or DecodeWorker()
+        self._bounds = body_bounds(limits)
         self._requests = request_processor
         self._gate = gate or Gate()
         self._limits = limits
         self._guard = guard
-        self._admin = [] if operators is None else AdminEndpoints(operators, self._content).routes()
+        self._admin = [] if operators is None else AdminEndpoints(operators, self._content, self._bounds).routes()
         self._responses: Counter[tuple[str, int]] = Counter()
         is_killable = operators is not None and operators.may_kill
         self._state = StateEndpoints(request_processor, dispatch_host, self._responses, warnings, is_killable, guard)
@@ -138,8 +147,8 @@ class HttpDoor:
 
     async def chat_completions(self, request: Request) -> ASGIApp:
         submission, content = await self._submission(request)
-        body = ChatBody.read(content)
-        plan = await self._plan(request, body)
+        body, bare = await self._decoded(content, ChatBody, partial(chat_request, tenant=_tenant(request)))
+        plan = await self._plan(bare)
         generation = submission.of(plan.request, choices=plan.request.sampling_params.n)
         created = submission.identity.created
         if not body.streams:
@@ -158,8 +167,7 @@ class HttpDoor:
 
     async def completions(self, request: Request) -> ASGIApp:
         submission, content = await self._submission(request)
-        body = CompletionBody.read(content)
-        bare = completion_requests(body, _tenant(request))
+        body, bare = await self._decoded(content, CompletionBody, partial(completion_requests, tenant=_tenant(request)))
         choices = bare[0].sampling_params.n
         generations = [
             submission.of(one, number=number, num_prompts=len(bare), choices=choices) for number, one in enumerate(bare)
@@ -194,8 +202,9 @@ class HttpDoor:
 
     async def responses(self, request: Request) -> ASGIApp:
         submission, content = await self._submission(request)
-        body = ResponsesBody.read(content)
-        plan = await self._plan(request, responses_chat(body))
+        tenant = _tenant(request)
+        body, bare = await self._decoded(content, ResponsesBody, lambda one: chat_request(responses_chat(one), tenant))
+        plan = await self._plan(bare)
         generation, created = submission.of(plan.request), submission.identity.created
         if not body.stream:
             async with self._requests.open(generation) as answer:
@@ -207,8 +216,9 @@ class HttpDoor:
 
     async def messages(self, request: Request) -> ASGIApp:
         submission, content = await self._submission(request)
-        body = MessagesBody.read(content)
-        plan = await self._plan(request, messages_chat(body))
+        tenant = _tenant(request)
+        body, bare = await self._decoded(content, MessagesBody, lambda one: chat_request(messages_chat(one), tenant))
+        plan = await self._plan(bare)
         generation = submission.of(plan.request)
         if not body.stream:
             async with self._requests.open(generation) as answer:
@@ -218,14 +228,15 @@ class HttpDoor:
         )
 
     async def count_tokens(self, request: Request) -> ASGIApp:
-        body = CountBody.read(await self._content(request))
-        plan = await self._plan(request, messages_chat(body))
+        tenant, content = _tenant(request), await self._content(request)
+        body, bare = await self._decoded(content, CountBody, lambda one: chat_request(messages_chat(one), tenant))
+        plan = await self._plan(bare)
         assert plan.request.chat is not None, "a chat's request has one"
         token_ids = await self._requests.tokenize_chat(body.model or "", plan.request.chat)
         return json_response({"input_tokens": len(token_ids)})
 
-    async def _plan(self, request: Request, body: ChatBody) -> ChatPlan:
-        return await ChatPlan.of(chat_request(body, _tenant(request)), self._requests, shape_field="response_format")
+    async def _plan(self, generation: GenerationRequest) -> ChatPlan:
+        return await ChatPlan.of(generation, self._requests, shape_field="response_format")
 
     async def _submission(self, request: Request) -> tuple[Submission, bytes]:
         """Which request it is, and its body's own bytes."""
@@ -258,7 +269,7 @@ class HttpDoor:
     # --- tokens ---
 
     async def tokenize(self, request: Request) -> ASGIApp:
-        body = TokenizeBody.read(await self._content(request))
+        body, _ = await self._decoded(await self._content(request), TokenizeBody, _same)
         model = self._requests.model(body.model or "")
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("prompt", body.prompt, "or messages must be there, and not both")
@@ -274,7 +285,7 @@ class HttpDoor:
         return json_response({"tokens": token_ids, "count": len(token_ids), "max_model_len": model.facts.max_model_len})
 
     async def detokenize(self, request: Request) -> ASGIApp:
-        body = DetokenizeBody.read(await self._content(request))
+        body, _ = await self._decoded(await self._content(request), DetokenizeBody, _same)
         return json_response({"prompt": await self._requests.detokenize(body.model or "", body.tokens)})
 
     def _text_of(self, model: str) -> Callable[[int], str]:
@@ -298,6 +309,15 @@ class HttpDoor:
     def _count(self, path: str, status: int) -> None:
         self._responses[path, status] += 1
 
+    async def _decoded(self, content: bytes, kind: type[B], made_of: Callable[[B], T]) -> tuple[B, T]:
+        """A body, and what is made of it, off the event loop where it is large. Raises `InvalidRequestError`."""
+
+        def decode() -> tuple[B, T]:
+            body = kind.read(content, self._bounds)
+            return body, made_of(body)
+
+        return await self._decode_worker.run(len(content), decode)
+
     async def _content(self, request: Request) -> bytes:
         """The bytes of a request's body, which must be called JSON, as many as are allowed."""
         check_json(request)
@@ -308,6 +328,10 @@ class HttpDoor:
                 raise InvalidRequestError("body", size, f"must have at most {most} bytes (limits.max_message_bytes)")
             parts.append(part)
         return b"".join(parts)
+
+
+def _same(body: B) -> B:
+    return body
 
 
 def _tenant(request: Request) -> str:

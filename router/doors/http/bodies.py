@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.router.doors.http.errors import invalid_body
 from holdfast.router.doors.loggable import loggable
+from holdfast.router.wire.json_bounds import JsonBounds, token_ids
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import PARAMETERS
 
@@ -91,13 +92,22 @@ class Reads(BaseModel):
         """A sampling parameter as the body says it; None where it does not."""
         return (self.model_extra or {}).get(name)
 
+    lists_of_ids: ClassVar[tuple[str, ...]] = ()
+    """Fields that may be long lists of token ids, which are read apart: pydantic takes ten times as long."""
+
     @classmethod
-    def read(cls, content: bytes) -> Self:
-        """The body that JSON text says. Raises `InvalidRequestError`, naming the field."""
+    def read(cls, content: bytes, bounds: JsonBounds | None = None) -> Self:
+        """The body that JSON text says, within bounds. Raises `InvalidRequestError`, naming the field."""
+        long = {} if bounds is None else bounds.check(content)
+        apart = {name: token_ids(name, content[long[name]]) for name in cls.lists_of_ids if name in long}
+        for place in sorted((long[name] for name in apart), key=lambda one: -int(one.start)):
+            content = b"%b[]%b" % (content[: place.start], content[place.stop :])
         try:
             body = cls.model_validate_json(content)
         except ValidationError as error:
             raise invalid_body(error) from None
+        for name, ids in apart.items():
+            setattr(body, name, ids)
         body._check_extra()
         return body
 
@@ -168,6 +178,7 @@ class Body(Reads):
 class CompletionBody(Body):
     """`POST /v1/completions`."""
 
+    lists_of_ids = ("prompt",)
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {**Body.neutral, "suffix": ("",)}
 
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -217,5 +228,6 @@ class TokenizeBody(Reads):
 class DetokenizeBody(Reads):
     """`POST /detokenize`."""
 
+    lists_of_ids = ("tokens",)
     model: str | None = None
     tokens: list[Token]

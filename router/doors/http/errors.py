@@ -26,6 +26,7 @@ from holdfast.worker.errors import (
     RequestSupersededError,
     UnknownModelError,
     VersionGoneError,
+    cut,
 )
 
 _BAD: Final = "invalid_request_error"
@@ -113,7 +114,7 @@ class HttpError:
 def http_error(error: HoldfastError) -> HttpError:
     """The answer to an error, by its most specific class in the table."""
     kind = next(_KINDS[one] for one in type(error).__mro__ if one in _KINDS)
-    param, message, code = None, str(error), kind.code
+    param, message, code = None, cut(str(error)), kind.code
     if isinstance(error, InvalidRequestError):
         param = _param(error.field)
         message = f"{param} {error.limit}" if error.limit.startswith("must") else f"{param}: {error.limit}"

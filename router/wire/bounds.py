@@ -1,0 +1,179 @@
+"""Static bounds of every field of the messages that a router takes, by protocol: one table, from `LimitsConfig`.
+
+They hold for a whole message, wherever in it a field stands, and are checked on its bytes (`worker/wire/
+message_bounds.py`). A field that can grow and is not here fails a test, and the start. What may not live here: what
+fields mean, and bounds of JSON bodies (`router/doors/http/body_bounds.py`), of the link (`worker/wire/link_bounds.py`).
+"""
+
+from typing import Final
+
+from holdfast.router.config import LimitsConfig
+from holdfast.worker.wire.message_bounds import Bound, Bounds
+
+MAX_NAME_BYTES: Final = 1024
+"""Of a model, a service, a version, a level: names that somebody has chosen once."""
+
+MAX_CHUNK_BYTES: Final = 4 * 2**20
+"""Of an HTTP body that a gateway sends on: the longest message of a gRPC server that says nothing else."""
+
+MAX_PARAMETER_BYTES: Final = 4 * 2**20
+"""Of sampling parameters as JSON text, which may list a whole vocabulary."""
+
+_UTF8: Final = 4
+"""Bytes of a character at most."""
+
+_NAME: Final = Bound(size=MAX_NAME_BYTES)
+
+
+def public_bounds(limits: LimitsConfig) -> Bounds:
+    """By message and field, of everything that is served on a router's ports."""
+    return {**_inference(limits), **_open_inference(limits), **_vllm_engine(limits), **_CONTROL, **_ENDPOINT_PICKER}
+
+
+def _inference(limits: LimitsConfig) -> Bounds:
+    identifier = Bound(size=_UTF8 * limits.max_request_id_length, setting="limits.max_request_id_length")
+    text = Bound(size=limits.max_prompt_bytes, setting="limits.max_prompt_bytes")
+    grammar = Bound(size=_UTF8 * limits.max_grammar_length, setting="limits.max_grammar_length")
+    tokens = Bound(count=limits.max_prompt_tokens, setting="limits.max_prompt_tokens")
+    return {
+        "holdfast.v1.GenerateRequest": {
+            "model": _NAME,
+            "request_id": identifier,
+            "text": text,
+            "cache_salt": identifier,
+            "tenant": identifier,
+            "session_id": identifier,
+        },
+        "holdfast.v1.TokenIds": {"ids": tokens},
+        "holdfast.v1.Chat": {
+            "messages": Bound(count=limits.max_messages, setting="limits.max_messages"),
+            "template_kwargs": text,
+            "tools": Bound(count=limits.max_tools, setting="limits.max_tools"),
+        },
+        "holdfast.v1.ChatMessage": {
+            **dict.fromkeys(("role", "content", "tool_call_id", "name", "reasoning"), text),
+            "tool_calls": Bound(count=limits.max_messages, setting="limits.max_messages"),
+        },
+        "holdfast.v1.Tool": dict.fromkeys(("name", "description", "parameters"), text),
+        "holdfast.v1.ToolChoice": {"name": _NAME},
+        "holdfast.v1.ToolCall": dict.fromkeys(("id", "name", "arguments"), text),
+        "holdfast.v1.Resume": {
+            "sequences": Bound(count=limits.max_sequences, setting="limits.max_sequences"),
+            "system_fingerprint": _NAME,
+        },
+        "holdfast.v1.SequenceProgress": {"token_ids": tokens},
+        "holdfast.v1.SamplingParams": {
+            **_sampling(limits),
+            "allowed_token_ids": Bound(count=limits.max_allowed_token_ids, setting="limits.max_allowed_token_ids"),
+            "bad_words": Bound(
+                count=limits.max_bad_words,
+                size=_UTF8 * limits.max_bad_words * limits.max_bad_word_length,
+                setting="limits.max_bad_words",
+            ),
+        },
+        "holdfast.v1.StructuredOutputs": dict.fromkeys(("json", "regex", "grammar"), grammar),
+        "holdfast.v1.Choice": {"texts": Bound(count=limits.max_choices, size=grammar.size, setting=grammar.setting)},
+        "holdfast.v1.AbortRequest": {"request_id": identifier},
+        "holdfast.v1.TokenizeRequest": {"model": _NAME, "text": text},
+        "holdfast.v1.DetokenizeRequest": {"model": _NAME, "token_ids": tokens},
+    }
+
+
+def _sampling(limits: LimitsConfig) -> dict[str, Bound]:
+    """What two protocols call by the same names."""
+    return {
+        "stop": Bound(
+            count=limits.max_stop_strings,
+            size=_UTF8 * limits.max_stop_strings * limits.max_stop_string_length,
+            setting="limits.max_stop_strings",
+        ),
+        "stop_token_ids": Bound(count=limits.max_stop_token_ids, setting="limits.max_stop_token_ids"),
+        "logit_bias": Bound(count=limits.max_logit_bias, setting="limits.max_logit_bias"),
+    }
+
+
+def _open_inference(limits: LimitsConfig) -> Bounds:
+    few = Bound(count=64, size=64 * MAX_NAME_BYTES)
+    names = Bound(size=64 * MAX_NAME_BYTES)
+    contents = Bound(count=64, size=limits.max_prompt_bytes + MAX_PARAMETER_BYTES)
+    numbers = ("bool", "int", "int64", "uint", "uint64", "fp32", "fp64")
+    model = {"name": _NAME, "version": _NAME}
+    return {
+        "inference.ModelInferRequest": {
+            "model_name": _NAME,
+            "model_version": _NAME,
+            "id": Bound(size=MAX_NAME_BYTES),
+            "parameters": Bound(count=1024, size=contents.size),
+            "inputs": few,
+            "outputs": few,
+            "raw_input_contents": contents,
+        },
+        "inference.ModelInferRequest.InferInputTensor": {
+            "name": names,
+            "datatype": names,
+            "shape": Bound(count=1024),
+            "parameters": few,
+        },
+        "inference.ModelInferRequest.InferRequestedOutputTensor": {"name": names, "parameters": few},
+        "inference.InferParameter": {"string_param": contents},
+        "inference.InferTensorContents": {
+            **{f"{kind}_contents": Bound(count=1024) for kind in numbers},
+            "bytes_contents": contents,
+        },
+        **{
+            f"inference.{name}Request": model
+            for name in ("ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics")
+        },
+    }
+
+
+def _vllm_engine(limits: LimitsConfig) -> Bounds:
+    own = _inference(limits)
+    grammar = own["holdfast.v1.StructuredOutputs"]["grammar"]
+    request = own["holdfast.v1.GenerateRequest"]
+    return {
+        "vllm.grpc.engine.GenerateRequest": {
+            "request_id": request["request_id"],
+            "text": request["text"],
+            "kv_transfer_params_json": Bound(size=64 * MAX_NAME_BYTES),
+            "extra_mm_inputs": Bound(count=64),
+        },
+        "vllm.grpc.engine.TokenizedInput": {
+            "original_text": Bound(size=2 * limits.max_prompt_bytes + MAX_PARAMETER_BYTES),  # it is not read
+            "input_ids": own["holdfast.v1.TokenIds"]["ids"],
+        },
+        "vllm.grpc.engine.SamplingParams": {
+            **_sampling(limits),
+            **dict.fromkeys(("json_schema", "regex", "grammar", "structural_tag"), grammar),
+        },
+        "vllm.grpc.engine.ChoiceConstraint": {"choices": own["holdfast.v1.Choice"]["texts"]},
+        "vllm.grpc.engine.AbortRequest": {"request_ids": Bound(count=1024, size=1024 * MAX_NAME_BYTES)},
+        "vllm.grpc.engine.GetLoadsRequest": {"include": Bound(count=64, size=64 * MAX_NAME_BYTES)},
+    }
+
+
+_CONTROL: Final[Bounds] = {
+    "holdfast.v1.DrainRequest": {"replica_id": _NAME},
+    "holdfast.v1.UndrainRequest": {"replica_id": _NAME},
+    "holdfast.v1.PauseRequest": {"model": _NAME},
+    "holdfast.v1.ResumeRequest": {"model": _NAME},
+    "holdfast.v1.SetLogLevelRequest": {"level": _NAME},
+    "grpc.health.v1.HealthCheckRequest": {"service": _NAME},
+    "grpc.reflection.v1alpha.ServerReflectionRequest": dict.fromkeys(
+        ("host", "file_by_filename", "file_containing_symbol", "all_extension_numbers_of_type", "list_services"), _NAME
+    ),
+    "grpc.reflection.v1alpha.ExtensionRequest": {"containing_type": _NAME},
+}
+
+_HEADERS: Final = Bound(size=256 * 2**10)
+"""Of an HTTP request, as a gateway tells them: more than gateways let in."""
+
+_ENDPOINT_PICKER: Final[Bounds] = {
+    "envoy.service.ext_proc.v3.HttpBody": {"body": Bound(size=MAX_CHUNK_BYTES)},
+    "envoy.service.ext_proc.v3.HeaderMap": {"headers": Bound(count=1024)},
+    "envoy.service.ext_proc.v3.HeaderValue": dict.fromkeys(("key", "value", "raw_value"), _HEADERS),
+    "envoy.service.ext_proc.v3.Metadata": {"filter_metadata": Bound(count=64, size=_HEADERS.size)},
+    "envoy.service.ext_proc.v3.Struct": {"fields": Bound(count=4096, size=_HEADERS.size)},
+    "envoy.service.ext_proc.v3.Value": {"string_value": _HEADERS},
+    "envoy.service.ext_proc.v3.ListValue": {"values": Bound(count=4096)},
+}
