@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict, Unpack
@@ -29,6 +30,7 @@ from holdfast.router.links.link_pool import LinkPool
 from holdfast.router.links.replica_directory import DirectoryView, ReplicaDirectory, RouterEndpoint
 from holdfast.router.orders import NO_ORDERS, Change, Orders
 from holdfast.router.replicas.versions import VersionCounts
+from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.requests.slow_requests import SlowRequests
 from holdfast.router.security.gate import Gate
@@ -97,6 +99,8 @@ class Router:
         dispatch = Dispatch(config, limits, random.Random().randrange, order=options.get("order"))
         self._dispatch_host = DispatchHost(dispatch, asyncio.get_running_loop(), self._publish_health)
         tokenizers = TokenizerRegistry(options.get("load_tokenizer", Tokenizer.load), config.inline_tokenize_bytes)
+        self.poison_watch = PoisonWatch(now=time.time)
+        """Requests that routers were lost with."""
         self._request_processor = RequestProcessor(self._dispatch_host, tokenizers, limits, gate, options.get("tracer"))
         telemetry, stats = options.get("telemetry") or TelemetryConfig(), self._request_processor.stats
         if telemetry.slow_request_s is not None:
@@ -132,11 +136,26 @@ class Router:
             servicers[endpoint_picker.SERVICE] = endpoint_picker.EndpointPickerServicer(self._picker)
         guard = ConnectionGuard(self._limits, asks_for_keys=gate.is_locked)
         build_server = partial(
-            server.build_server, config=config, limits=self._limits, gate=gate, guard=guard, decode_worker=worker
+            server.build_server,
+            config=config,
+            limits=self._limits,
+            gate=gate,
+            guard=guard,
+            decode_worker=worker,
+            poison_watch=self.poison_watch,
         )
         trailers = LoadReports(self._dispatch_host).trailers if config.load_reports else None
         self._ports = Ports(build_server(servicers, trailers=trailers), build_server, tls, guard)
-        self._http_door = HttpDoor(*parts, self._limits, gate, operators, lambda: self.warnings, guard, worker)
+        self._http_door = HttpDoor(
+            *parts,
+            self._limits,
+            gate,
+            operators,
+            lambda: self.warnings,
+            guard=guard,
+            decode_worker=worker,
+            poison_watch=self.poison_watch,
+        )
 
     @classmethod
     async def start(
@@ -247,6 +266,7 @@ class Router:
 
     def _see(self, view: DirectoryView) -> None:
         self.warnings = (FULL_DISKS.format(view.num_on_full_disks),) if view.num_on_full_disks else ()
+        self.poison_watch.note(view.router_losses)
         if self._picker is not None:
             self._picker.set_routers(view.routers)
 

@@ -195,8 +195,13 @@ class AsyncClient:
 
     def _call(self, method: str, request: GenerationRequest, retry_policy: RetryPolicy) -> AsyncGenerator[Any, None]:
         """What the router that is talked to answers to a submission. Raises `CallFailed`."""
-        message = generation_request_message(request)
-        return self._transport.call(self._addresses[self._at], method, message, retry_policy.note_taken)
+        return self._sent(method, generation_request_message(request), retry_policy)
+
+    def _sent(self, method: str, message: Any, retry_policy: RetryPolicy) -> AsyncGenerator[Any, None]:
+        retry_policy.note_sent()
+        return self._transport.call(
+            self._addresses[self._at], method, message, retry_policy.note_taken, retry_policy.num_routers_lost
+        )
 
     async def _ask(self, method: str, message: Any) -> Any:
         """The answer of a call that is the same whichever router gives it."""
@@ -204,7 +209,7 @@ class AsyncClient:
         while True:
             at = self._at
             try:
-                return await _only(self._transport.call(self._addresses[at], method, message))
+                return await _only(self._sent(method, message, retry_policy))
             except CallFailed as failure:
                 await self._pause(at, failure, retry_policy)
 
@@ -222,6 +227,8 @@ class AsyncClient:
         if task is not None and task.cancelling():  # a call that fails just then hides that its caller has gone
             raise asyncio.CancelledError from failure
         error, pause_s = error_of(failure.status), None
+        if failure.is_router_lost:
+            retry_policy.note_router_lost()
         may_begin_anew = is_whole and isinstance(error, VersionGoneError)
         if may_begin_anew or is_worth_another_try(failure.status, was_taken=retry_policy.was_taken):
             pause_s = retry_policy.pause_s(self._clock.now(), error.retry_after_s)

@@ -9,12 +9,19 @@ from typing import Final, Literal, TypeAlias
 
 from holdfast.cluster.client.retry_policy import RetryPolicy
 from holdfast.router.held_stream import HOLD, MARK, RESUME, Identity, Noted
+from holdfast.router.router_losses import ROUTERS_LOST
 
 _COMMENT: Final = b":"
 _MARK_AT: Final = b"\n" + MARK
 _BUSY: Final = 429
 _AWAY: Final = 503
 _OF_PROXIES: Final = (502, 503, 504)
+
+PROOF_S: Final = 0.05
+"""A connection that breaks sooner after a request was sent may be that of a proxy that has no router behind it."""
+
+LONGEST_READ_S: Final = 15.0
+"""A router that is lost later than this after a request was sent has read it: its supervisor ends it sooner."""
 
 Verdict: TypeAlias = Literal["take", "again", "end"]
 """What is to become of a response: its client gets it, it is asked for again, or it ends a stream that has begun."""
@@ -28,6 +35,7 @@ class HeldCall:
         self._retry_policy = retry_policy
         self._began_at = now
         self._attempt = 0
+        self._sent_at = now
         self._buffer = b""
         self.noted: Noted | None = None
         """Of a stream that has begun."""
@@ -44,8 +52,11 @@ class HeldCall:
     def submission(self, now: float) -> tuple[dict[str, str], bytes]:
         """Headers and body of the next submission."""
         self._attempt += 1
-        self._buffer, self.failed = b"", None
+        self._buffer, self.failed, self._sent_at = b"", None, now
+        self._retry_policy.note_sent()
         headers = {HOLD: str(self._attempt)}
+        if num_lost := self._retry_policy.num_routers_lost:
+            headers[ROUTERS_LOST] = str(num_lost)
         if self.noted is None:
             return headers, self._content
         self.noted.age_s = now - self._began_at
@@ -110,10 +121,11 @@ class HeldCall:
         if self._buffer.startswith(_COMMENT) and 0 <= end == len(self._buffer) - 2:
             self._buffer = b""
 
-    def note_lost(self, *, was_sent: bool) -> None:
-        """The connection is gone; where the request `was_sent`, a router may have taken it."""
-        if was_sent and not self._retry_policy.was_taken:
-            self._retry_policy.note_taken()
+    def note_lost(self, now: float, *, was_sent: bool) -> None:
+        """The connection is gone; where the request `was_sent`, a router may have been reading it."""
+        if was_sent:
+            is_proof = PROOF_S <= now - self._sent_at < LONGEST_READ_S
+            self._retry_policy.note_router_lost(is_proof=is_proof)
 
     def pause_s(self, now: float, hint_s: float | None = None) -> float | None:
         """How long to wait before the next submission; None: give up."""

@@ -151,6 +151,7 @@ class HoldingTransport:
             timeout_s=None,
             draw=self._draw,
             now=time.monotonic(),
+            sees_admission=False,
         )
 
 
@@ -191,7 +192,7 @@ class _Held:
                 if verdict != "again":
                     return response
             except self._io.lost as lost:
-                self._call.note_lost(was_sent=not isinstance(lost, self._io.unsent))
+                self._call.note_lost(time.monotonic(), was_sent=not isinstance(lost, self._io.unsent))
                 if not await self._has_paused():
                     raise
                 continue
@@ -216,8 +217,7 @@ class _Held:
             await self._close()
             if call.is_over:
                 return
-            if (failed := call.failed) is None:
-                call.note_lost(was_sent=True)
+            failed = call.failed
             if failed is not None and not (failed.may_retry and await self._has_paused(failed.retry_after_s)):
                 yield failed.events
                 return

@@ -40,7 +40,7 @@ class Io(ABC):
 
     def __init__(self, package: Package, options: Mapping[str, Any]) -> None:
         self.package = package
-        self.transport = getattr(package, self.transport_name)(**{"socket_options": _keepalive(), **options})
+        self.transport = getattr(package, self.transport_name)(**{"socket_options": keepalive_options(), **options})
         self.unsent: tuple[type[Exception], ...] = (package.ConnectError, package.ConnectTimeout)
         """No router was reached."""
         self.lost: tuple[type[Exception], ...] = (*self.unsent, package.NetworkError, package.RemoteProtocolError)
@@ -179,7 +179,7 @@ def _stream_class(package: Package, base: str, own: type[_Stream]) -> type[_Stre
     return type(own.__name__, (own, getattr(package, base)), {})
 
 
-def _keepalive() -> list[tuple[int, int, int]]:
+def keepalive_options() -> list[tuple[int, int, int]]:
     """Options of sockets by which the kernel finds out, in some seconds, that the other host is gone."""
     options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
     for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):

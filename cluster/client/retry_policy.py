@@ -9,9 +9,14 @@ from typing import Final
 import grpc
 
 from holdfast.router.replicas.backoff import growing_pause_s
+from holdfast.router.router_losses import MAX_ROUTERS_LOST
 from holdfast.router.wire.statuses import CallStatus
+from holdfast.worker.errors import RequestQuarantinedError
 
 MAX_PAUSE_S: Final = 2.0
+
+NEWS_S: Final = 15.0
+"""By then a router that was started in the place of one that ended has told all routers what that was reading."""
 
 _BROKEN_CODES: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 _BUG_CODES: Final = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
@@ -43,10 +48,13 @@ class RetryPolicy:
         timeout_s: float | None,
         draw: Callable[[], float],
         now: float,
+        sees_admission: bool = True,
     ) -> None:
         """Retries end with the timeout, counted from now, or some time after the first of the failures in a row.
 
-        That time is `connect_s` until a router has admitted the request, and `reconnect_s` from then on.
+        That time is `connect_s` until a router has got the request, and `reconnect_s` from then on. They also end after
+        `MAX_ROUTERS_LOST` routers in a row that ended while they were reading it. Where the client does not see when a
+        router has read it (`sees_admission` False), it waits for so long then that routers know whether it may be sent.
         """
         self._num_routers = num_routers
         self._limit_s = connect_s
@@ -55,13 +63,45 @@ class RetryPolicy:
         self._draw = draw
         self._first_failed_at: float | None = None
         self._num_failed = 0
+        self._sees_admission = sees_admission
+        self._num_proofs = 0
+        self._is_being_read = False
         self.was_taken = False
-        """Some router has admitted the request."""
+        """Some router has admitted the request, or was lost while it was reading it."""
+        self.num_routers_lost = 0
+        """Routers in a row that have ended while they were reading the request."""
+
+    def note_sent(self) -> None:
+        """It is sent to a router, which reads it from here on, and admits it at the end of that."""
+        self._is_being_read = True
 
     def note_taken(self) -> None:
         """A router has admitted the request. The time limit starts anew, but the pauses do not: routers that admit and
         lose it again and again are asked less and less often.
         """
+        self.num_routers_lost = self._num_proofs = 0
+        self._is_being_read = False
+        self._note_reached()
+
+    def note_router_lost(self, *, is_proof: bool = True) -> None:
+        """The connection to the router that it was sent to broke, without a word.
+
+        `is_proof`: a router was reading it when it ended. Raises `RequestQuarantinedError` after so many of these in a
+        row that the request is taken for the cause.
+        """
+        if not self._is_being_read:
+            return
+        if not self.num_routers_lost:
+            self._note_reached()
+        self.num_routers_lost += 1
+        self._num_proofs += is_proof
+        if self._sees_admission and self._num_proofs >= MAX_ROUTERS_LOST:
+            raise RequestQuarantinedError(
+                f"{self._num_proofs} routers ended, one after the other, while they were reading this request; it is "
+                "not sent again, lest it end all of them"
+            )
+
+    def _note_reached(self) -> None:
         self.was_taken = True
         self._limit_s = self._reconnect_s
         self._first_failed_at = None
@@ -80,10 +120,13 @@ class RetryPolicy:
         if self._first_failed_at is None:
             self._first_failed_at = now
         self._num_failed += 1
-        if self._num_failed < self._num_routers:
+        is_suspect = self._num_proofs >= MAX_ROUTERS_LOST
+        if self._num_failed < self._num_routers and not is_suspect:
             return 0.0
-        num_rounds = self._num_failed - self._num_routers
+        num_rounds = max(0, self._num_failed - self._num_routers)
         pause_s = growing_pause_s(num_rounds, MAX_PAUSE_S, self._draw(), hint_s or 0.0)
+        if is_suspect:
+            pause_s, self._num_proofs = pause_s + NEWS_S, MAX_ROUTERS_LOST - 1
         end = self._first_failed_at + self._limit_s
         return pause_s if now + pause_s < (end if self._deadline is None else min(end, self._deadline)) else None
 

@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 
 import grpc
 
+from holdfast.router.router_losses import ROUTERS_LOST
 from holdfast.router.wire.statuses import CallStatus
 from holdfast.v1 import inference_pb2_grpc
 from holdfast.worker.security.tls import Tls
@@ -35,25 +36,39 @@ CHANNEL_OPTIONS: Final = (
 )
 
 
+_OF_CONNECTIONS: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+
+_UNREACHED: Final = "failed to connect to all addresses"
+_NO_LOSS: Final = ("ping timeout", "keepalive watchdog timeout", "GOAWAY", "Cancelling all calls")
+"""What grpcio's core (read in 1.85) says of connections besides "Socket closed" and the like."""
+
+
 class CallFailed(Exception):
     """A call has ended with another status than OK: a router said so, or none could be reached."""
 
-    def __init__(self, status: CallStatus) -> None:
+    def __init__(self, status: CallStatus, *, is_router_lost: bool = False) -> None:
+        """`is_router_lost`: a connection that there was has ended without the router's word."""
         super().__init__(f"{status.code.name}: {status.message}")
         self.status = status
+        self.is_router_lost = is_router_lost
 
 
 class Transport(Protocol):
     """Carries the calls of one client, on one event loop."""
 
     def call(
-        self, address: str, method: str, request: Any, on_taken: Callable[[], None] | None = None
+        self,
+        address: str,
+        method: str,
+        request: Any,
+        on_taken: Callable[[], None] | None = None,
+        num_routers_lost: int = 0,
     ) -> AsyncGenerator[Any, None]:
         """What the router at `address` answers to a method of `holdfast.v1.Inference`, message by message; a unary
         method answers with one. Closing the generator cancels the call.
 
-        `on_taken` is called when the router has let the request in, which may be long before it answers. Raises
-        `CallFailed`.
+        `on_taken` is called when the router has let the request in, which may be long before it answers. The router is
+        told of `num_routers_lost`, which have ended while they were reading the request. Raises `CallFailed`.
         """
 
     async def close(self) -> None:
@@ -70,10 +85,18 @@ class GrpcTransport:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def call(
-        self, address: str, method: str, request: Any, on_taken: Callable[[], None] | None = None
+        self,
+        address: str,
+        method: str,
+        request: Any,
+        on_taken: Callable[[], None] | None = None,
+        num_routers_lost: int = 0,
     ) -> AsyncGenerator[Any, None]:
         stub = inference_pb2_grpc.InferenceStub(self._channel(address))  # type: ignore[no-untyped-call]
-        call = getattr(stub, method)(request, metadata=_with_trace(self._metadata))
+        metadata = self._metadata
+        if num_routers_lost:
+            metadata = (*(metadata or ()), (ROUTERS_LOST, str(num_routers_lost)))
+        call = getattr(stub, method)(request, metadata=_with_trace(metadata))
         try:
             if await call.initial_metadata() and on_taken is not None:
                 on_taken()
@@ -83,7 +106,8 @@ class GrpcTransport:
                 async for message in call:
                     yield message
         except grpc.aio.AioRpcError as error:
-            raise CallFailed(_status(error)) from error
+            status = _status(error)
+            raise CallFailed(status, is_router_lost=_is_router_lost(status)) from error
         finally:
             call.cancel()
 
@@ -104,6 +128,14 @@ class GrpcTransport:
 def _status(error: grpc.aio.AioRpcError) -> CallStatus:
     trailers: Any = error.trailing_metadata() or ()  # pairs, whatever the stubs say
     return CallStatus(code=error.code(), message=error.details() or "", trailing_metadata=tuple(trailers))
+
+
+def _is_router_lost(status: CallStatus) -> bool:
+    """Whether a connection broke. One that could not be made has cost no router, and a router that answers no ping is
+    frozen or far away, which no request makes it: gRPC answers pings on threads of its own.
+    """
+    is_unreached = status.message.startswith(_UNREACHED) or any(word in status.message for word in _NO_LOSS)
+    return status.details is None and status.code in _OF_CONNECTIONS and not is_unreached
 
 
 def _with_trace(metadata: tuple[tuple[str, str], ...] | None) -> tuple[tuple[str, str], ...] | None:

@@ -101,6 +101,7 @@ _COMMANDS = (
     ("status", _FIRST, "Show whether a cluster is well: routers, replicas, load and caches."),
     ("logs", _MORE, "Show what the processes of a cluster on this machine have written."),
     ("doctor", _MORE, "Look at this machine, and say what to do about each finding."),
+    ("front", _MORE, "Serve HTTP before several routers, so that stock clients' streams outlive one of them."),
     ("completion", _MORE, "Print the script by which a shell completes commands and flags."),
     ("stats", _MORE, "Show how busy a running cluster's replicas are, and what their caches do."),
     ("simulate", _MORE, "Run the cluster's deciders in virtual time under faults, and check every token."),

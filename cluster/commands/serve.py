@@ -119,6 +119,8 @@ def _announce(cluster: "Serving", config: "HoldfastConfig", seconds: float) -> N
     security = config.security
     scheme = "http" if security.tls_cert is None else "https"
     header = "" if security.api_keys is None else ' -H "Authorization: Bearer $HOLDFAST_API_KEY"'
+    if cluster.front:
+        print(f"HTTP, at which streams outlive a router: {scheme}://{cluster.front}/v1")
     if cluster.http:
         print(f"HTTP, for OpenAI's clients: {' and '.join(f'{scheme}://{address}/v1' for address in cluster.http)}")
         body = f'{{"model": "{cluster.models[0]}", "prompt": "The capital of France is", "max_tokens": 16}}'

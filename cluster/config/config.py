@@ -100,6 +100,13 @@ class ClusterConfig(Settings):
     http_port: int | None = Field(
         8000, ge=0, le=65535, description="HTTP port of the first router; 0: a free one, none: no HTTP"
     )
+    http_front_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of one HTTP address before all routers of this machine, under which streams of any client "
+        "survive the loss of a router; 0: a free one, none: none",
+    )
     admin_port: int | None = Field(
         None,
         ge=0,
@@ -163,6 +170,17 @@ class ClusterConfig(Settings):
             raise ValueError("domain_label needs span_nodes: without it, the ranks of a replica lie on one node anyway")
         if self.domain_label in self.rank_labels:
             raise ValueError(f"domain_label = {self.domain_label!r}: rank_labels chooses among its values already")
+        return self
+
+    @model_validator(mode="after")
+    def _check_front(self) -> "ClusterConfig":
+        if self.http_front_port is not None and not (self.http_port and self.port):
+            raise ValueError(
+                "http_front_port needs a port and an http_port that are given: a router that replaces another one must "
+                "be found where that was"
+            )
+        if self.http_front_port is not None and self.address is not None:
+            raise ValueError("http_front_port is for a cluster of this machine; beside others run `holdfast front`")
         return self
 
     @property

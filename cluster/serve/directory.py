@@ -21,6 +21,7 @@ from holdfast.cluster.serve.serve_port import listen_on_the_node_alone
 from holdfast.router.demand import ModelDemand
 from holdfast.router.orders import NO_ORDERS, Change, Orders
 from holdfast.router.replicas.versions import VersionCounts
+from holdfast.router.router_losses import RouterLoss
 from holdfast.worker.errors import InternalError
 from holdfast.worker.supervision.oom_score import OomScore, lower_oom_score
 from holdfast.worker.supervision.process_id import ProcessId
@@ -85,6 +86,8 @@ class Member:
     """There is little room under Ray's session folder of its node."""
     orders: Orders = NO_ORDERS
     """Of a router: what it obeys. A directory that was replaced learns the orders from it."""
+    router_losses: tuple[RouterLoss, ...] = ()
+    """Of a router: what it knows of requests that routers were reading when they ended."""
     model_path: str = ""
     """The folder of the model, of a replica that serves. Routers read the tokenizer there: it is the same on every
     node."""

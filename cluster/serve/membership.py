@@ -101,6 +101,7 @@ class WatchedDirectory:
                 orders=orders,
                 routers=_routers(snapshot, known),
                 num_on_full_disks=sum(member.is_disk_full for member in snapshot.members),
+                router_losses=frozenset(loss for member in snapshot.members for loss in member.router_losses),
             )
             if found != known:
                 known = found

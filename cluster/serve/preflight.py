@@ -8,6 +8,7 @@ import socket
 from holdfast.cluster.checks.machine import Machine, check_fits
 from holdfast.cluster.checks.model_files import check_files as check_model_files
 from holdfast.cluster.config.config import HoldfastConfig
+from holdfast.cluster.serve.front_process import command_of
 from holdfast.cluster.serve.local import LOOPBACK
 from holdfast.cluster.serve.security import check_exposed, check_files
 from holdfast.worker.errors import ConfigurationError
@@ -29,13 +30,17 @@ def check_here(config: HoldfastConfig) -> None:
 def check_ports(config: HoldfastConfig) -> None:
     """Raises `ConfigurationError` for one that is taken."""
     cluster = config.cluster
-    for ports in cluster.router_ports:
-        firsts = {name: getattr(cluster, name) for name in ("port", "http_port", "admin_port")}
-        for (setting, first), port in zip(firsts.items(), ports, strict=True):
-            try:
-                socket.create_server((cluster.host or LOOPBACK, port or 0)).close()
-            except OSError as error:
-                flag = f"--{setting.replace('_', '-')}"
-                way_out = f"is another `holdfast serve` running? Choose another by {flag} (0: a free one)"
-                reason = f"cluster.{setting} = {first}: port {port} is not free ({error}); {way_out}"
-                raise ConfigurationError(reason) from error
+    firsts = {name: getattr(cluster, name) for name in ("port", "http_port", "admin_port")}
+    wanted = [pair for ports in cluster.router_ports for pair in zip(firsts.items(), ports, strict=True)]
+    if cluster.http_front_port is not None:
+        command_of(config)
+    if cluster.http_front_port:
+        wanted.append((("http_front_port", cluster.http_front_port), cluster.http_front_port))
+    for (setting, first), port in wanted:
+        try:
+            socket.create_server((cluster.host or LOOPBACK, port or 0)).close()
+        except OSError as error:
+            flag = f"--{setting.replace('_', '-')}"
+            way_out = f"is another `holdfast serve` running? Choose another by {flag} (0: a free one)"
+            reason = f"cluster.{setting} = {first}: port {port} is not free ({error}); {way_out}"
+            raise ConfigurationError(reason) from error

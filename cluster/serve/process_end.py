@@ -44,8 +44,9 @@ class ProcessEnd:
             os._exit(EXIT_CODE)
 
 
-def end_when_out_of_memory() -> None:
+def end_when_out_of_memory(last_words: Callable[[], object] = lambda: None) -> None:
     """From now on an out-of-memory error that is logged, or ends a thread, ends this process, as if it were killed.
+    `last_words` is called before; it must need no memory.
 
     Unforeseen errors are always logged, here as in gRPC and asyncio: the log is the one place that sees them all,
     whatever its level. Not for libraries: they must not end their caller's process.
@@ -55,11 +56,11 @@ def end_when_out_of_memory() -> None:
     def end_or_make(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
         if record.exc_info:
-            _end_if_out_of_memory(record.exc_info[1])
+            _end_if_out_of_memory(record.exc_info[1], last_words)
         return record
 
     def end_or_pass_on(told: threading.ExceptHookArgs) -> None:
-        _end_if_out_of_memory(told.exc_value)
+        _end_if_out_of_memory(told.exc_value, last_words)
         hook(told)
 
     logging.setLogRecordFactory(end_or_make)
@@ -73,10 +74,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_THREAD in str(error))
 
 
-def _end_if_out_of_memory(error: BaseException | None) -> None:
+def _end_if_out_of_memory(error: BaseException | None, last_words: Callable[[], object]) -> None:
     if error is None or not is_out_of_memory(error):
         return
     try:
+        last_words()
         os.write(2, b"out of memory: this process ends\n")
     finally:  # the disk of the log may be full
         os._exit(EXIT_CODE)

@@ -15,6 +15,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Unpack
+from urllib.parse import quote
 
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
@@ -22,6 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 from holdfast.cluster.call_options import CallOptions
 from holdfast.cluster.client.async_client import submission
 from holdfast.cluster.config.config import HoldfastConfig
+from holdfast.cluster.serve.crash_journal import CrashJournals
 from holdfast.cluster.serve.directory import Member, Role
 from holdfast.cluster.serve.disk_guard import DiskGuard, session_folder
 from holdfast.cluster.serve.log_lines import date_log_lines
@@ -88,7 +90,8 @@ class RouterDeployment:
         """
         listen_on_the_node_alone()
         date_log_lines(config.telemetry.log_format)
-        end_when_out_of_memory()
+        self._journals: CrashJournals | None = None
+        end_when_out_of_memory(self._note_no_memory)
         self._directory = directory
         self._drain_timeout_s = config.cluster.drain_timeout_s
         member_id = serve.get_replica_context().replica_tag
@@ -111,6 +114,7 @@ class RouterDeployment:
             self._lease.update(replace(self._lease.member, error=str(error)))
             await self._lease.flush()
             raise
+        self._begin_journal(self._router, config.cluster.namespace)
         address, http_address = reachable(self._router.address), reachable(self._router.http_address)
         self._router.advertised_http_address = http_address
         self._picks = config.router.endpoint_picker
@@ -126,6 +130,25 @@ class RouterDeployment:
             self._heartbeat_pipe = HeartbeatPipe(config.health.hangs_after_s, [])
             self._beating = asyncio.create_task(self._heartbeat_pipe.keep_beating())
         set_aside()
+
+    def _begin_journal(self, router: Router, namespace: str) -> None:
+        """From here on it is known what this router was reading when it ended, and what others were."""
+        router.poison_watch.on_change = partial(self._tell_losses, router)
+        try:
+            self._journals = CrashJournals(
+                session_folder() / "holdfast" / quote(namespace, safe=""), router.poison_watch
+            )
+        except OSError as error:
+            logger.warning("what is read here will not be known if this router ends: %s", error)
+            return
+        self._following = asyncio.create_task(self._journals.follow(), name="crash journals")
+
+    def _tell_losses(self, router: Router) -> None:
+        self._lease.update(replace(self._lease.member, router_losses=router.poison_watch.told()))
+
+    def _note_no_memory(self) -> None:
+        if self._journals is not None:
+            self._journals.own.note_no_memory()
 
     async def _until_linked(self) -> None:
         """Until it has reached every replica that serves, for so long at most: no request is to find it empty."""
@@ -166,7 +189,14 @@ class RouterDeployment:
             is_disk_full = await asyncio.to_thread(guard.look)
             told, counts = self._lease.member, router.version_counts()
             num_open = router.num_open if self._picks else 0
-            news = replace(told, orders=router.orders, counts=counts, is_disk_full=is_disk_full, num_open=num_open)
+            news = replace(
+                told,
+                orders=router.orders,
+                counts=counts,
+                is_disk_full=is_disk_full,
+                num_open=num_open,
+                router_losses=router.poison_watch.told(),
+            )
             if news != told:
                 self._lease.update(news)
 
@@ -226,6 +256,8 @@ class RouterDeployment:
             await asyncio.to_thread(self._tracing.shutdown)
         if self._heartbeat_pipe is not None:
             self._heartbeat_pipe.cut()
+        if self._journals is not None:
+            self._journals.own.close()
 
 
 def called(

@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from holdfast.cluster.checks.model_files import check_files, check_hub
@@ -20,6 +21,7 @@ from holdfast.cluster.serve.canary import KnownAnswer
 from holdfast.cluster.serve.difference import Running
 from holdfast.cluster.serve.directory import Role, Snapshot
 from holdfast.cluster.serve.disk_guard import RESERVE_BYTES, DiskGuard, guarded_disk, session_folder
+from holdfast.cluster.serve.front_process import front_process
 from holdfast.cluster.serve.local import num_cpus_of_our_own, ray_connection, room_of_our_own, share_cores
 from holdfast.cluster.serve.memory_watch import MemoryWatch, ended_by_ray, watched_memory
 from holdfast.cluster.serve.preflight import check_here
@@ -65,7 +67,9 @@ def serving(
         directory = _deploy(config, report)
         try:
             wanted = {one.model.name: one.first_replicas for one in config.each_model}
-            yield wait_until_up(config, wanted, directory, report)
+            up = wait_until_up(config, wanted, directory, report)
+            with front_process(config, _warn) as front:
+                yield replace(up, front=front)
         finally:
             models.delete([config.cluster.namespace], config.cluster.drain_timeout_s)
             models.remove_all(config.cluster.namespace, config.cluster.drain_timeout_s)

@@ -33,6 +33,8 @@ class Serving:
     """`host:port` of each router's gRPC API."""
     http: tuple[str, ...]
     """`host:port` of each router's HTTP API, in the same order; empty without."""
+    front: str = ""
+    """`host:port` of the one HTTP address before all routers; empty without."""
     engines: tuple[str, ...] = ()
     """`host:port` of each replica's engine protocol, where it is served."""
     num_replicas: Mapping[str, int]

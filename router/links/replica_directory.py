@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from holdfast.router.orders import NO_ORDERS, Orders
+from holdfast.router.router_losses import RouterLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,8 @@ class DirectoryView:
     """All routers that serve HTTP."""
     num_on_full_disks: int = 0
     """Routers and replicas on nodes where nothing that ends is replaced, because there is no room for its files."""
+    router_losses: frozenset[RouterLoss] = frozenset()
+    """What routers were reading when they ended."""
 
 
 class ReplicaDirectory(Protocol):

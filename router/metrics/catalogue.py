@@ -65,6 +65,12 @@ OF_REQUESTS: Final = (
     Metric("holdfast_reader_wait_seconds", H, _MODEL, "How long the output of a request has waited for its reader"),
     Metric("holdfast_slow_requests_total", C, _MODEL, "Requests that took longer than telemetry.slow_request_s"),
     Metric("holdfast_http_responses_total", C, ("path", "status"), "Responses of the HTTP door"),
+    Metric(
+        "holdfast_router_suspects_total",
+        C,
+        ("verdict",),
+        "Requests that routers were reading when they ended: read alone on trial, and refused as the cause",
+    ),
 )
 OF_FAILOVER: Final = (
     Metric(

@@ -12,6 +12,7 @@ from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.dispatch_stats import DispatchStats
 from holdfast.router.metrics.exposition import Sample
 from holdfast.router.metrics.replica_samples import gateway_samples, process_samples, replica_samples
+from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_stats import ModelStats, RequestStats
 from holdfast.worker.request import Priority
 
@@ -32,8 +33,9 @@ def router_samples(
     host: DispatchHost,
     responses: Mapping[tuple[str, int], int],
     connections: ConnectionCounts | None = None,
+    watch: PoisonWatch | None = None,
 ) -> Iterator[Sample]:
-    """As they are now. `responses` are those of the HTTP door, by path and status."""
+    """As they are now. `responses` are those of the HTTP door, by path and status; the `watch` is the router's."""
     if connections is not None:
         for labels, count in connections.num_cut.items():
             yield Sample("holdfast_connections_cut_total", labels, count)
@@ -42,6 +44,8 @@ def router_samples(
         yield from _of_model(model, one)
     for (path, status), count in responses.items():
         yield Sample("holdfast_http_responses_total", (path, str(status)), count)
+    for verdict, count in () if watch is None else (("trial", watch.num_trials), ("refused", watch.num_refused)):
+        yield Sample("holdfast_router_suspects_total", (verdict,), count)
     yield Sample("holdfast_requests_open", (), host.num_open)
     yield Sample("holdfast_requests_queued", (), host.num_queued)
     yield from _of_dispatch(host.stats)

@@ -24,6 +24,7 @@ from holdfast.router.requests.beam_search import BeamSearch
 from holdfast.router.requests.open_answers import OpenAnswers
 from holdfast.router.requests.output_signal import OutputSignal
 from holdfast.router.requests.pauses import Pauses
+from holdfast.router.requests.poison_watch import current_reading
 from holdfast.router.requests.request_admission import AdmittedRequest, RequestAdmission
 from holdfast.router.requests.request_stats import RequestStats, RequestWatch, watching
 from holdfast.router.requests.tracing import RequestTracer
@@ -158,6 +159,7 @@ class RequestProcessor:
             watch=watch,
             texts=[sequence.text for sequence in sequences],
         )
+        _note_admitted()
         with closing(call), self._open_answers.holding(answer, engine_request.key):
             try:
                 yield answer
@@ -189,6 +191,7 @@ class RequestProcessor:
             echo=admitted.echo,
             client_attempt=admitted.attempt,
         )
+        _note_admitted()
         with watching(self._watch(admitted)), self._open_answers.holding(answer, engine_request.key):
             try:
                 yield answer
@@ -273,6 +276,11 @@ class RequestProcessor:
             raise InvalidRequestError("token_ids", tuple(token_ids[:10]), limit)
         check_vocabulary("token_ids", token_ids, status.facts.vocab_size)
         return await self._tokenizers.decode(status.name, tuple(token_ids))
+
+
+def _note_admitted() -> None:
+    if (reading := current_reading()) is not None:
+        reading.admitted()
 
 
 def _received(sequences: Sequence[NewSequence], resume: Resume, echo: str) -> tuple[Deliver, ...]:

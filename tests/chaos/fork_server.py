@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from ctypes import c_uint32
@@ -26,10 +27,14 @@ from typing import Any
 import torch
 
 from holdfast.cluster.bundled_model.bundled_model import located
+from holdfast.cluster.serve.crash_journal import LOOK_S as TURN_S
+from holdfast.cluster.serve.crash_journal import CrashJournals
 from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.links.replica_directory import DirectoryView, ReplicaEndpoint
+from holdfast.router.requests.poison_watch import HUNG_S
 from holdfast.router.router import Router
+from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.config import (
     CacheConfig,
     HealthConfig,
@@ -156,11 +161,32 @@ class ForkServer:
         endpoint = ReplicaEndpoint(replica_id=id, address=server.address, model=info.model, model_path=info.path)
         await _for_ever(id=id, pid=os.getpid(), rank_pid=rank_pid, **asdict(endpoint))
 
-    async def _router(self, id: str, directory: str, port: int, http_port: int) -> None:
+    async def _router(self, id: str, directory: str, port: int, http_port: int, poison: str) -> None:
         router = await Router.start(
             RouterConfig(), LimitsConfig(), FileDirectory(directory), port=port, http_port=http_port
         )
+        journals = CrashJournals(Path(directory).parent / "journals", router.poison_watch)
+        following = asyncio.create_task(journals.follow())
+        if poison:
+            plant(poison)
         await _for_ever(id=id, pid=os.getpid(), address=router.address, http_address=router.http_address)
+        following.cancel()
+
+
+def plant(poison: str) -> None:
+    """From here on a prompt that begins with this ends the process when it is tokenized: at once, or, if it says
+    "hangs", once the event loop has stood still for as long as proves it.
+    """
+    encode = TokenizerRegistry.encode
+
+    async def poisoned(registry: TokenizerRegistry, model: str, text: str, *arguments: Any, **options: Any) -> Any:
+        if text.startswith(poison):
+            if "hangs" in text:
+                time.sleep(HUNG_S + 2 * TURN_S)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await encode(registry, model, text, *arguments, **options)
+
+    TokenizerRegistry.encode = poisoned  # type: ignore[method-assign]
 
 
 async def _for_ever(**news: Any) -> None:

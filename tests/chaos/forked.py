@@ -109,8 +109,10 @@ class ForkedCluster:
         num_ranks: int,
         wired: bool,
         self_check_every_s: float,
+        poison: str = "",
     ) -> None:
         self._fork_server = fork_server
+        self._poison = poison
         self._self_check_every_s = self_check_every_s
         self._directory = directory
         self._step_s = step_s
@@ -168,7 +170,8 @@ class ForkedCluster:
 
     async def add_router(self, port: int = 0, http_port: int = 0) -> Forked:
         name = f"router-{next(self._numbers)}"
-        news = await self._order(name, directory=str(self._directory), port=port, http_port=http_port)
+        directory = str(self._directory)
+        news = await self._order(name, directory=directory, port=port, http_port=http_port, poison=self._poison)
         return Forked(name, news["address"], news["pid"], http_address=news["http_address"])
 
     async def replace_router(self, lost: Forked) -> Forked:
@@ -287,13 +290,16 @@ async def forked_cluster(
     wired: bool = False,
     self_check_every_s: float = 0.0,
     stderr: IO[str] | None = None,
+    poison: str = "",
 ) -> AsyncIterator[ForkedCluster]:
-    """Two routers and three replicas, of one rank or two, whose steps take at least `step_s`.
+    """Two routers and three replicas, of one rank or two, whose steps take at least `step_s`. Prompts that begin with
+    `poison` end the router that reads them.
 
     Without self-checks unless asked for: with them, what replicas compute is not for clients alone.
     """
     fork_server = await asyncio.to_thread(lambda: fork_servers().fork(num_blocks, stderr))
-    cluster = ForkedCluster(fork_server, folder / "replicas.json", step_s, num_ranks, wired, self_check_every_s)
+    directory = folder / "replicas.json"
+    cluster = ForkedCluster(fork_server, directory, step_s, num_ranks, wired, self_check_every_s, poison)
     try:
         await cluster.come_up()
         yield cluster

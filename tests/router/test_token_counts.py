@@ -210,7 +210,12 @@ class PreparedTransport:
         self._chunks = chunks
 
     async def call(
-        self, address: str, method: str, request: Any, on_taken: Callable[[], None] | None = None
+        self,
+        address: str,
+        method: str,
+        request: Any,
+        on_taken: Callable[[], None] | None = None,
+        num_routers_lost: int = 0,
     ) -> AsyncGenerator[Any, None]:
         for chunk in self._chunks:
             yield inference_pb2.GenerateStreamResponse.FromString(chunk)

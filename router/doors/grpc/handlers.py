@@ -19,6 +19,8 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from holdfast.router.doors.grpc.decoding import Decode, MessageDecoder
+from holdfast.router.requests.poison_watch import PoisonWatch, begin_reading, end_reading
+from holdfast.router.requests.request_digest import lasting_part
 from holdfast.router.wire.statuses import call_status
 from holdfast.worker.errors import HoldfastError, InternalError, InvalidRequestError
 
@@ -50,6 +52,8 @@ class CallHooks:
 
     trailers: Trailers | None = None
     begun: Begun | None = None
+    poison_watch: PoisonWatch | None = None
+    """Told what is read; streams of requests it is not told of."""
 
 
 def generic_handler(
@@ -68,6 +72,8 @@ def _handler(
     method: MethodDescriptor, implementation: Any, decoder: MessageDecoder, hooks: CallHooks
 ) -> "grpc.RpcMethodHandler[Any, Any]":
     decode = decoder.of(method.input_type)
+    if hooks.poison_watch is not None and not method.client_streaming:
+        decode = _noted(decode, method, hooks.poison_watch)
     serializer = GetMessageClass(method.output_type).SerializeToString
     if method.client_streaming:
         streams = _streams(implementation, decode, hooks)
@@ -80,9 +86,19 @@ def _handler(
     return grpc.unary_unary_rpc_method_handler(_unary(implementation, decode, hooks), response_serializer=serializer)
 
 
-def _unary(
-    method: UnaryMethod, decode: Decode, hooks: CallHooks
-) -> Callable[[bytes, Context], Awaitable[Message]]:
+def _noted(decode: Decode, method: MethodDescriptor, watch: PoisonWatch) -> Decode:
+    """Notes what is read, in the task of its call, before any of it is decoded: it may end this process."""
+    kind, may_come_again = method.full_name, method.input_type.full_name == "holdfast.v1.GenerateRequest"
+
+    async def noted(data: bytes) -> Message:
+        if data:
+            begin_reading(watch, kind, lasting_part(data) if may_come_again else data)
+        return await decode(data)
+
+    return noted
+
+
+def _unary(method: UnaryMethod, decode: Decode, hooks: CallHooks) -> Callable[[bytes, Context], Awaitable[Message]]:
     async def call(request: bytes, context: Context) -> Message:
         async with _answering(context, hooks):
             return await method(await decode(request), context)
@@ -138,11 +154,17 @@ async def _answering(context: Context, hooks: CallHooks) -> AsyncIterator[None]:
     trailers = hooks.trailers
     try:
         yield
+        end_reading()
         if trailers is not None:
             context.set_trailing_metadata(trailers(is_error=False))
     except grpc.aio.BaseError as gone:
+        end_reading(gone)
         raise asyncio.CancelledError from gone  # the client is gone
+    except asyncio.CancelledError as gone:
+        end_reading(gone)
+        raise
     except Exception as error:
+        end_reading(error)
         await _abort(context, error, () if trailers is None else trailers(is_error=True))
 
 

@@ -29,6 +29,7 @@ from holdfast.router.doors.grpc.reflection import add_reflection
 from holdfast.router.doors.grpc.request_ids import REQUEST_ID_HEADER, with_request_id
 from holdfast.router.doors.public_answer import public_generation
 from holdfast.router.request import GenerationRequest
+from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.security.gate import Gate
 from holdfast.router.wire.bounds import public_bounds
@@ -144,10 +145,12 @@ def build_server(
     gate: Gate | None = None,
     guard: ConnectionGuard | None = None,
     decode_worker: DecodeWorker | None = None,
+    poison_watch: PoisonWatch | None = None,
 ) -> grpc.aio.Server:
     """A server with these services and reflection, not yet bound or started. Made on a running event loop. `trailers`
     go with the end of every call. The `gate` lets calls in; without it all may come. The `guard` knows their
-    connections. Large messages are decoded by the `decode_worker`, or one of the server's own.
+    connections. Large messages are decoded by the `decode_worker`, or one of the server's own. The `poison_watch` is
+    told what is read.
     """
     gate = gate or Gate()
     watch = CallWatch(guard or ConnectionGuard(limits, asks_for_keys=gate.is_locked), gate)
@@ -157,7 +160,7 @@ def build_server(
     if config.gzip_above is not None:
         interceptors.append(Gzip(config.gzip_above))
     server = grpc.aio.server(interceptors=interceptors, options=_options(config, limits))
-    hooks = CallHooks(trailers, watch.begun)
+    hooks = CallHooks(trailers, watch.begun, poison_watch)
     decoder = MessageDecoder(public_bounds(limits), decode_worker or DecodeWorker())
     handlers = [generic_handler(service, servicer, decoder, hooks) for service, servicer in servicers.items()]
     server.add_generic_rpc_handlers(tuple(handlers))

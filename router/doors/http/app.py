@@ -46,6 +46,7 @@ from holdfast.router.doors.http.submission import (
     Submission,
     answer_events,
     catch_up,
+    note_reading,
     numbered_events,
     straight,
 )
@@ -53,12 +54,15 @@ from holdfast.router.doors.operators import Operators
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
+from holdfast.router.requests.poison_watch import PoisonWatch, current_reading, end_reading
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.requests.tracing import TRACEPARENT, note_incoming
 from holdfast.router.security.gate import Gate
 from holdfast.worker.errors import InvalidRequestError
 
 TENANT: Final = "x-tenant"
+NO_CONTENT: Final = 204
+"""By the standard of server-sent events, what tells a client not to come again."""
 
 B = TypeVar("B", bound=Reads)
 T = TypeVar("T")
@@ -71,7 +75,12 @@ class Door(Starlette):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[PLAIN_SEND] = send
-        await super().__call__(scope, receive, send)
+        try:
+            await super().__call__(scope, receive, send)
+        except BaseException as error:
+            end_reading(error)
+            raise
+        end_reading()
 
 
 class HttpDoor:
@@ -87,13 +96,15 @@ class HttpDoor:
         warnings: Callable[[], Sequence[str]] = tuple,
         guard: ConnectionGuard | None = None,
         decode_worker: DecodeWorker | None = None,
+        poison_watch: PoisonWatch | None = None,
     ) -> None:
         """The `gate` lets requests in; without it all may come. Without `operators` there are no paths for them.
         `warnings`: what health says besides. The `guard` knows the connections of the server. Large bodies are decoded
-        by the `decode_worker`, or one of its own.
+        by the `decode_worker`, or one of its own. The `poison_watch` is told what is read.
         """
         self._decode_worker = decode_worker or DecodeWorker()
         self._bounds = body_bounds(limits)
+        self._poison_watch = poison_watch or PoisonWatch()
         self._requests = request_processor
         self._gate = gate or Gate()
         self._limits = limits
@@ -101,7 +112,9 @@ class HttpDoor:
         self._admin = [] if operators is None else AdminEndpoints(operators, self._content, self._bounds).routes()
         self._responses: Counter[tuple[str, int]] = Counter()
         is_killable = operators is not None and operators.may_kill
-        self._state = StateEndpoints(request_processor, dispatch_host, self._responses, warnings, is_killable, guard)
+        self._state = StateEndpoints(
+            request_processor, dispatch_host, self._responses, warnings, is_killable, guard, self._poison_watch
+        )
 
     def stop(self) -> None:
         """From here on `/health` and `/ready` say no."""
@@ -158,7 +171,7 @@ class HttpDoor:
                 completed = await unless_gone(request, answer.whole())
             return json_response(whole_chat(body, completed, created, self._text_of(completed.model), plan.new_reader))
         generation.check_streamable()
-        return self._streamed(
+        return await self._streamed(
             request,
             submission,
             generation,
@@ -172,6 +185,8 @@ class HttpDoor:
         generations = [
             submission.of(one, number=number, num_prompts=len(bare), choices=choices) for number, one in enumerate(bare)
         ]
+        if (reading := current_reading()) is not None:
+            reading.expect(len(generations))
         if not body.streams:
             async with AsyncExitStack() as stack:
                 answers = await self._open(stack, generations)
@@ -179,6 +194,10 @@ class HttpDoor:
                 response = Completions(body, answers, submission.identity.created, text_of)
                 return json_response(await unless_gone(request, response.whole()))
         generations[0].check_streamable()
+        if submission.comes_again:
+            submission, generations = await unless_gone(request, self._redone(submission, generations))
+        if submission.is_over:
+            return Response(status_code=NO_CONTENT)
         shortcut = Shortcut()
         events = self._completion_stream(body, generations, submission, shortcut)
         headers = headers_of(request) | submission.headers
@@ -210,7 +229,7 @@ class HttpDoor:
             async with self._requests.open(generation) as answer:
                 completed = await unless_gone(request, answer.whole())
             return json_response(whole_response(body, completed, created, plan.new_reader()))
-        return self._streamed(
+        return await self._streamed(
             request, submission, generation, lambda answer: ResponseEvents(body, answer, created, plan.new_reader())
         )
 
@@ -223,7 +242,7 @@ class HttpDoor:
         if not body.stream:
             async with self._requests.open(generation) as answer:
                 return json_response(whole_message(await unless_gone(request, answer.whole()), plan.new_reader()))
-        return self._streamed(
+        return await self._streamed(
             request, submission, generation, lambda answer: MessageEvents(answer, plan.new_reader()), ANTHROPIC
         )
 
@@ -243,14 +262,37 @@ class HttpDoor:
         note_incoming(request.headers.get(TRACEPARENT, ""))
         return Submission.read(request.headers, await self._content(request))
 
-    def _streamed(
+    async def _redone(
+        self, submission: Submission, generations: Sequence[GenerationRequest]
+    ) -> tuple[Submission, list[GenerationRequest]]:
+        """A submission whose client says where it is, with the tokens until there, which are computed once more."""
+        choices = generations[0].sampling_params.n
+        tokens: dict[int, tuple[int, ...]] = {}
+        for number, bare in enumerate(generations):
+            if (again := submission.until_there(bare, number * choices)) is not None:
+                async with self._requests.open(again) as answer:
+                    completed = (await answer.whole()).completions
+                outputs = [one.output for one in completed]
+                tokens |= {number * choices + one.sequence_index: one.token_ids for one in outputs}
+        known = submission.with_tokens(tokens)
+        requests = [
+            known.of(one, number=number, num_prompts=len(generations), choices=choices)
+            for number, one in enumerate(generations)
+        ]
+        return known, requests
+
+    async def _streamed(
         self,
         request: Request,
         submission: Submission,
         generation: GenerationRequest,
         encoder_of: Callable[[SampledAnswer], Encoder],
         shape: Shape = OPENAI,
-    ) -> EventStream:
+    ) -> ASGIApp:
+        if submission.comes_again:
+            submission, (generation,) = await unless_gone(request, self._redone(submission, [generation]))
+        if submission.is_over:
+            return Response(status_code=NO_CONTENT)
         shortcut = Shortcut()
         events = answer_events(self._requests.open(generation), encoder_of, submission, shortcut)
         headers = headers_of(request) | submission.headers
@@ -327,7 +369,9 @@ class HttpDoor:
             if size > most:
                 raise InvalidRequestError("body", size, f"must have at most {most} bytes (limits.max_message_bytes)")
             parts.append(part)
-        return b"".join(parts)
+        content = b"".join(parts)
+        note_reading(self._poison_watch, request.url.path, request.headers, content)
+        return content
 
 
 def _same(body: B) -> B:

@@ -19,6 +19,8 @@ from holdfast.router.doors.http.openapi import description
 from holdfast.router.events import ModelStatus
 from holdfast.router.metrics.exposition import exposed
 from holdfast.router.metrics.router_samples import ConnectionCounts, router_samples
+from holdfast.router.metrics.router_samples import router_samples
+from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.worker.errors import ReplicaError
 
@@ -34,6 +36,7 @@ class StateEndpoints:
         warnings: Callable[[], Sequence[str]],
         is_killable: bool,
         connections: ConnectionCounts | None = None,
+        poison_watch: PoisonWatch | None = None,
     ) -> None:
         """`responses` counts them by path and status; `warnings` is what health says besides."""
         self.is_stopping = False
@@ -44,6 +47,7 @@ class StateEndpoints:
         self._warnings = warnings
         self._is_killable = is_killable
         self._connections = connections
+        self._poison_watch = poison_watch
 
     def routes(self) -> list[tuple[str, str, Endpoint]]:
         """Method, path and endpoint of each."""
@@ -112,6 +116,8 @@ class StateEndpoints:
         return json_response(description())
 
     async def metrics(self, request: Request) -> ASGIApp:
-        samples = router_samples(self._requests.stats, self._dispatch_host, self._responses, self._connections)
+        samples = router_samples(
+            self._requests.stats, self._dispatch_host, self._responses, self._connections, self._poison_watch
+        )
         text, media_type = exposed(samples)
         return Response(text, headers={"content-type": media_type})

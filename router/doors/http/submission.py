@@ -12,11 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 from holdfast.router.dispatch.output_stream import Taker
+from holdfast.router.doors.http.event_ids import LAST_EVENT_ID, EventIds, digest_of
 from holdfast.router.doors.http.event_stream import Shortcut
 from holdfast.router.events import Deliver
-from holdfast.router.held_stream import HOLD, REPLICAS, RESUME, Identity, Mark, Noted
+from holdfast.router.held_stream import HOLD, REPLICAS, RESUME, Identity, Mark, Noted, NotedSequence
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import SampledAnswer
+from holdfast.router.requests.poison_watch import PoisonWatch, begin_reading
+from holdfast.router.router_losses import ROUTERS_LOST, routers_lost
 from holdfast.worker.errors import InvalidRequestError
 
 _SHORTEST_S = 0.001
@@ -32,6 +35,8 @@ class Submission:
     noted: Noted | None = None
     tells_replicas: bool = False
     """Marks say which replica has made what they stand for."""
+    event_ids: EventIds | None = None
+    """Of a client that may come again with the id of its last event."""
 
     @classmethod
     def read(cls, headers: Mapping[str, str], content: bytes) -> tuple[Self, bytes]:
@@ -44,11 +49,54 @@ class Submission:
             known = cls(identity=noted.identity, attempt=attempt, noted=noted, tells_replicas=tells_replicas)
             return known, content[:-size]
         identity = Identity(uuid.uuid4().hex, int(time.time()))
+        if not attempt and (event_ids := EventIds.asked_by(headers, identity)) is not None:
+            return cls(identity=event_ids.identity, event_ids=event_ids), content
         return cls(identity=identity, attempt=attempt, tells_replicas=tells_replicas), content
 
     @property
     def is_held(self) -> bool:
         return self.attempt > 0
+
+    @property
+    def is_over(self) -> bool:
+        """The client has the whole stream, by the id of its last event."""
+        return self.event_ids is not None and self.event_ids.is_over
+
+    @property
+    def comes_again(self) -> bool:
+        """The client goes on after an event, and the tokens until there are to be computed once more."""
+        return self.event_ids is not None and bool(self.event_ids.places)
+
+    def until_there(self, request: GenerationRequest, first: int) -> GenerationRequest | None:
+        """The request whose choices are from number `first` on, up to where the client is; None if it has nothing."""
+        assert self.event_ids is not None, "it comes again"
+        places, params = self.event_ids.places, request.sampling_params
+        num_tokens = max((places[at].num_tokens for at in range(first, first + params.n) if at in places), default=0)
+        if not num_tokens:
+            return None
+        if params.max_tokens is not None and num_tokens > params.max_tokens:
+            raise InvalidRequestError(LAST_EVENT_ID, num_tokens, f"must be of at most max_tokens = {params.max_tokens}")
+        shorter = replace(
+            params,
+            max_tokens=num_tokens,
+            min_tokens=min(params.min_tokens, num_tokens),
+            logprobs=None,
+            prompt_logprobs=None,
+        )
+        return replace(request, sampling_params=shorter)
+
+    def with_tokens(self, tokens: Mapping[int, tuple[int, ...]]) -> "Submission":
+        """With what its client has of each choice. Raises `InvalidRequestError` if these are not the tokens it had."""
+        assert self.event_ids is not None, "it comes again"
+        noted = Noted(identity=self.identity, num_events=self.event_ids.num_events)
+        for choice, place in self.event_ids.places.items():
+            had = tokens.get(choice, ())[: place.num_tokens]
+            if len(had) < place.num_tokens or digest_of(had) != place.digest:
+                told = "must be of the same request: the tokens that were computed again are not those of the stream"
+                raise InvalidRequestError(LAST_EVENT_ID, choice, told)
+            reason = place.finish_reason
+            noted.sequences[choice] = NotedSequence(list(had), place.num_chars, reason and str(reason))
+        return replace(self, noted=noted)
 
     @property
     def num_events(self) -> int:
@@ -59,8 +107,18 @@ class Submission:
         """Of the response."""
         return {HOLD: self.identity.text} if self.is_held else {}
 
-    def mark(self, delivery: Deliver, encoder: "Encoder", *, is_last: bool) -> bytes:
-        """What stands behind the events of a delivery."""
+    @property
+    def marks(self) -> bool:
+        """Whether events say where their client is after them."""
+        return self.is_held or self.event_ids is not None
+
+    def marked(self, events: bytes, delivery: Deliver, encoder: "Encoder", *, is_last: bool) -> bytes:
+        """The events of a delivery, with what says where their client is after them."""
+        if self.event_ids is not None:
+            return self.event_ids.marked(events, delivery, encoder.num_events, is_last=is_last)
+        return events + self._mark(delivery, encoder, is_last=is_last)
+
+    def _mark(self, delivery: Deliver, encoder: "Encoder", *, is_last: bool) -> bytes:
         return Mark(
             choice=delivery.sequence_index,
             token_ids=delivery.token_ids,
@@ -76,7 +134,7 @@ class Submission:
         self, request: GenerationRequest, *, number: int = 0, num_prompts: int = 1, choices: int = 1
     ) -> GenerationRequest:
         """A request of the body as it is submitted now: number `number` of `num_prompts`, each of so many choices."""
-        if not self.is_held:
+        if not self.marks:
             return request
         request_id, resume, timeout_s = self.identity.request_id, None, request.timeout_s
         if self.noted is not None:
@@ -123,7 +181,7 @@ async def answer_events(
     """The events of one answer, delivery by delivery; of a resumed one those that its client does not have. It is open
     as long as they are read. What is plain goes by the shortcut, where there is one, while the next one is waited for.
     """
-    is_held = submission.is_held
+    marks = submission.marks
     async with opening as answer:
         encoder = encoder_of(answer)
         catch_up(encoder, answer.received, submission)
@@ -133,21 +191,21 @@ async def answer_events(
             events, is_last = encoded(delivery), delivery.usage is not None
             if is_last:
                 events += encoder.end()
-            if is_held:
-                events += submission.mark(delivery, encoder, is_last=is_last)
+            if marks:
+                events = submission.marked(events, delivery, encoder, is_last=is_last)
             if events:
                 yield events
 
 
 def straight(answer: SampledAnswer, encoder: Encoder, shortcut: Shortcut, submission: Submission) -> Taker:
     """Writes plain deliveries while the answer's reader waits, which therefore has written all before them."""
-    has_output, plain, is_held, mark = answer.has_output, encoder.plain, submission.is_held, submission.mark
+    has_output, plain, marks, marked = answer.has_output, encoder.plain, submission.marks, submission.marked
 
     def take(delivery: Deliver) -> bool:
         waiter, connection = has_output.waiter, shortcut.connection
         if connection is None or waiter is None or waiter.done() or (events := plain(delivery)) is None:
             return False
-        return connection.write_chunk(events + mark(delivery, encoder, is_last=False) if is_held else events)
+        return connection.write_chunk(marked(events, delivery, encoder, is_last=False) if marks else events)
 
     return take
 
@@ -161,8 +219,8 @@ async def numbered_events(
         events = encoder.of(delivery)
         if not num_answers:
             events += encoder.end()
-        if submission.is_held:
-            events += submission.mark(delivery, encoder, is_last=not num_answers)
+        if submission.marks:
+            events = submission.marked(events, delivery, encoder, is_last=not num_answers)
         yield events
 
 
@@ -173,7 +231,18 @@ def catch_up(encoder: Encoder, received: Iterable[Deliver], submission: Submissi
     encoder.num_events = submission.num_events
 
 
+def note_reading(watch: PoisonWatch, path: str, headers: Mapping[str, str], content: bytes) -> None:
+    """A request is read from here on. What its client has noted of an answer is no part of what it is recognized by.
+
+    Raises as `PoisonWatch.begin` does, and `InvalidRequestError` for a header.
+    """
+    num_noted = _number(headers, RESUME) if HOLD in headers else 0
+    own = content[:-num_noted] if num_noted else content
+    begin_reading(watch, path, own).suspect(routers_lost(headers.get(ROUTERS_LOST, "0")))
+
+
 def _number(headers: Mapping[str, str], name: str) -> int:
+    """Of a header that says one; 0 without it. Raises `InvalidRequestError`."""
     value = headers.get(name, "0")
     if not value.isascii() or not value.isdecimal() or len(value) > 9:
         raise InvalidRequestError(name, value[:100], "must be a number")

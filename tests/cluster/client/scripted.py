@@ -41,6 +41,8 @@ class Script:
     status: CallStatus | None = None
     """Without `num_chunks`, in the place of any answer."""
     is_taken: bool = True
+    is_lost: bool = False
+    """The connection breaks, rather than that there is none."""
     is_silent: bool = False
     """Says nothing more, once the chunks are out."""
 
@@ -53,8 +55,11 @@ def refuses(error: HoldfastError) -> Script:
 
 
 def lost_after(num_chunks: int, status: CallStatus | None = None) -> Script:
-    return Script(num_chunks=num_chunks, status=status or broken())
+    return Script(num_chunks=num_chunks, status=status or broken(), is_lost=True)
 
+
+LOST_READING = Script(num_chunks=0, status=broken(), is_taken=False, is_lost=True)
+"""A router that ends while it reads the request."""
 
 UNREACHABLE = Script(num_chunks=0, status=broken(), is_taken=False)
 
@@ -84,13 +89,21 @@ class ScriptedTransport:
         """(address, method)."""
         self.wishes: list[GenerationRequest] = []
         """What came with the calls that ask for completions."""
+        self.stated: list[int] = []
+        """How many routers each call says were lost with it."""
         self.num_open = 0
         self.is_closed = False
 
     async def call(
-        self, address: str, method: str, request: Any, on_taken: Callable[[], None] | None = None
+        self,
+        address: str,
+        method: str,
+        request: Any,
+        on_taken: Callable[[], None] | None = None,
+        num_routers_lost: int = 0,
     ) -> AsyncGenerator[Any, None]:
         self.calls.append((address, method))
+        self.stated.append(num_routers_lost)
         scripts = self._scripts[address]
         script = scripts.pop(0) if len(scripts) > 1 else scripts[0]
         self.num_open += 1
@@ -101,7 +114,7 @@ class ScriptedTransport:
             for message in answers if script.num_chunks is None else answers[: script.num_chunks]:
                 yield message
             if script.status is not None:
-                raise CallFailed(script.status)
+                raise CallFailed(script.status, is_router_lost=script.is_lost)
             if script.is_silent:
                 await asyncio.Event().wait()
         finally:

@@ -1,6 +1,7 @@
 """When a client asks again, where, and what it asks then: with scripted routers and a clock that is moved."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
 import pytest
@@ -30,6 +31,7 @@ from holdfast.worker.sampling_params import SamplingParams
 from tests.cluster.client.scripted import (
     ANSWERS,
     FINGERPRINT,
+    LOST_READING,
     UNREACHABLE,
     MovedClock,
     Script,
@@ -271,3 +273,40 @@ async def test_an_answer_that_is_none_is_an_error():
     transport = ScriptedTransport(a=Script(num_chunks=0), b=ANSWERS)
     with pytest.raises(InternalError, match="without an answer"):
         await client_of(transport).generate("hello", PARAMS)
+
+
+@on_a_loop
+async def test_a_request_that_ends_routers_while_they_read_it_is_sent_twice():
+    """The second time it says that it has cost one. The first router may have ended for any reason."""
+    asks: list[Callable[[AsyncClient], Awaitable[object]]] = [
+        streamed,
+        lambda client: client.generate("hello", PARAMS),
+        lambda client: client.detokenize([104]),
+    ]
+    for ask in asks:
+        transport, clock = ScriptedTransport(a=LOST_READING, b=LOST_READING), MovedClock()
+        client = client_of(transport, clock)
+        with pytest.raises(RequestQuarantinedError, match="2 routers ended, one after the other, while they were read"):
+            await ask(client)
+        assert [address for address, _ in transport.calls] == ["a", "b"]
+        assert transport.stated == [0, 1]
+        assert clock.pauses == [0.0]
+
+
+@on_a_loop
+async def test_a_router_that_has_read_a_request_clears_it():
+    """Every second router is lost while it reads the request, the others later; and others are away or refuse."""
+    full = refuses(QueueFullError("another suspect is being read"))
+    scripts = [LOST_READING, UNREACHABLE, full, lost_after(1), refuses(RequestAbortedError("stopping"))]
+    transport = ScriptedTransport(a=scripts * 3 + [ANSWERS], b=UNREACHABLE)
+    assert await streamed(client_of(transport)) == RIGHT
+    of_a = [stated for (address, _), stated in zip(transport.calls, transport.stated, strict=True) if address == "a"]
+    assert of_a == [0, 1, 1, 1, 0] * 3 + [0]
+
+
+@on_a_loop
+async def test_a_router_that_was_reading_a_request_is_waited_for_as_one_that_had_it():
+    transport, clock = ScriptedTransport(a=[LOST_READING, UNREACHABLE], b=UNREACHABLE), MovedClock()
+    with pytest.raises(ReplicaError):
+        await streamed(client_of(transport, clock))
+    assert 55 < sum(clock.pauses) < 61

@@ -4,7 +4,7 @@ from holdfast.cluster.client.received import Received
 from holdfast.cluster.client.retry_policy import MAX_PAUSE_S, RetryPolicy
 from holdfast.router.generation import Chunk
 from holdfast.router.replicas.backoff import FIRST_PAUSE_S
-from holdfast.worker.errors import InternalError
+from holdfast.worker.errors import InternalError, RequestQuarantinedError
 from holdfast.worker.request import FinishReason
 
 
@@ -87,3 +87,19 @@ def test_a_lost_guarantee_stays_lost():
     received = Received()
     received.take(chunk(0, 1, replayed_without_guarantee=True))
     assert received.take(chunk(1, 2)).replayed_without_guarantee
+
+
+def test_losses_count_while_a_request_is_being_read_and_with_proof():
+    asked = retry_policy()
+    asked.note_router_lost()
+    assert (asked.num_routers_lost, asked.was_taken) == (0, False), "it was not sent yet"
+    for number in range(1, 6):
+        asked.note_sent()
+        asked.note_router_lost(is_proof=False)
+        assert asked.num_routers_lost == number
+    asked.note_router_lost()
+    with pytest.raises(RequestQuarantinedError):
+        asked.note_router_lost()
+    asked.note_taken()
+    asked.note_router_lost()
+    assert asked.num_routers_lost == 0, "it was read by then"

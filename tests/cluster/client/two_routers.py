@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import httpx2
@@ -53,8 +53,9 @@ class Cutter:
             self._tasks.add(asyncio.create_task(work))
 
     async def _up(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(2**16):
-            writer.write(data)
+        with suppress(ConnectionError):
+            while data := await reader.read(2**16):
+                writer.write(data)
         writer.close()
 
     async def _down(self, reader, writer, both) -> None:

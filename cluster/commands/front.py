@@ -1,0 +1,43 @@
+"""Command `holdfast front`: one HTTP address before several routers.
+
+What may not live here: what a front does (`cluster/front/`).
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from holdfast.worker.errors import ConfigurationError
+
+
+def front(
+    *,
+    routers: Annotated[
+        str, Parameter(help="HTTP addresses of the routers: host:port or https://host:port, by commas")
+    ] = "127.0.0.1:8000,127.0.0.1:8001",
+    host: Annotated[str, Parameter(help="address that it listens on")] = "127.0.0.1",
+    port: Annotated[int, Parameter(help="port that it listens on; 0: any free one")] = 8080,
+    tls_cert: Annotated[Path | None, Parameter(help="certificate chain, in PEM")] = None,
+    tls_key: Annotated[Path | None, Parameter(help="its private key")] = None,
+    tls_client_ca: Annotated[Path | None, Parameter(help="clients need a certificate that it has signed")] = None,
+    routers_ca: Annotated[Path | None, Parameter(help="signs the routers' certificates, or is the one")] = None,
+) -> int:
+    """Serve HTTP before several routers: a stream whose router is lost goes on at another one, whatever its client.
+
+    Keys are asked for by the routers, and what clients send is handed on to them.
+    """
+    import uvloop
+
+    from holdfast.cluster.front.front import FrontOptions, serve
+    from holdfast.worker.security.tls import Tls
+
+    addresses = [one.strip() for one in routers.split(",") if one.strip()]
+    try:
+        tls = Tls(cert=tls_cert, key=tls_key, ca=tls_client_ca) if tls_cert or tls_key or tls_client_ca else None
+        options = FrontOptions(routers=addresses, host=host, port=port, tls=tls, routers_ca=routers_ca)
+        uvloop.run(serve(options, lambda text: print(f"holdfast: {text}", file=sys.stderr, flush=True)))
+    except (ValueError, OSError) as error:
+        raise ConfigurationError(f"front: {error}") from error
+    return 0

@@ -1,0 +1,213 @@
+"""Connections of the front to routers: HTTP/1.1, one request at a time on each, kept for the next one.
+
+What may live here: sockets and the parser of responses. What may not: which router is asked, and what becomes of what
+it answers (`relay.py`).
+"""
+
+import asyncio
+import ssl
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final, cast
+
+import httptools
+
+from holdfast.cluster.client.http_packages import keepalive_options
+
+CONNECT_S: Final = 2.0
+"""The longest that a connection may take: another router may be there at once."""
+
+IDLE_S: Final = 30.0
+"""How long a connection is kept without a request; routers end theirs later."""
+
+MAX_HEAD_BYTES: Final = 2**16
+
+
+class RouterLostError(Exception):
+    """The connection ended, or never was."""
+
+    def __init__(self, message: str, *, was_sent: bool) -> None:
+        """`was_sent`: the router may have got the request."""
+        super().__init__(message)
+        self.was_sent = was_sent
+
+
+@dataclass(slots=True)
+class Head:
+    """Of a response."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+    def get(self, name: bytes) -> str | None:
+        """The first header of a name in lower case."""
+        return next((value.decode("latin-1") for key, value in self.headers if key == name), None)
+
+
+class Connection(asyncio.Protocol):
+    """One connection. `exchange` sends a request; what comes after the head of its response goes to `on_data`."""
+
+    def __init__(self, on_idle: "Callable[[Connection], None]") -> None:
+        self._on_idle = on_idle
+        self._parser: httptools.HttpResponseParser | None = None
+        self._head: asyncio.Future[Head] | None = None
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._num_head_bytes = 0
+        self._early: list[bytes] = []
+        self._on_data: Callable[[bytes], None] | None = None
+        self._on_end: Callable[[], None] = lambda: None
+        self._has_no_body = False
+        self._is_paused = False
+        self._idle: asyncio.TimerHandle | None = None
+        self.is_over = False
+        """The response is complete."""
+        self.is_lost = False
+        self.last_heard_s = 0.0
+
+    # --- one exchange ---
+
+    async def exchange(self, request: Iterable[bytes], *, is_head: bool = False) -> Head:
+        """Sends a request and returns the head of its response. Raises `RouterLostError`."""
+        if self._idle is not None:
+            self._idle.cancel()
+        if self.is_lost:
+            raise RouterLostError("the connection has ended", was_sent=False)
+        loop = asyncio.get_running_loop()
+        self._parser, self._head = httptools.HttpResponseParser(self), loop.create_future()
+        self._headers, self._num_head_bytes, self._early, self._on_data = [], 0, [], None
+        self._has_no_body, self.is_over = is_head, False
+        self.last_heard_s = loop.time()
+        self._transport.writelines(request)
+        return await self._head
+
+    def deliver(self, on_data: Callable[[bytes], None], on_end: Callable[[], None]) -> None:
+        """From here on the body goes to `on_data` as it comes; `on_end` is called when it is over, or lost."""
+        early, self._early, self._on_data, self._on_end = self._early, [], on_data, on_end
+        for data in early:
+            on_data(data)
+        if self.is_over or self.is_lost:
+            on_end()
+
+    def pause(self) -> None:
+        """Nothing is read until `go_on`: TCP tells the router."""
+        if not self._is_paused and not self._transport.is_closing():
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def go_on(self) -> None:
+        if self._is_paused and not self._transport.is_closing():
+            self._is_paused = False
+            self.last_heard_s = asyncio.get_running_loop().time()
+            self._transport.resume_reading()
+
+    def close(self) -> None:
+        """Ends the connection: nobody wants the rest."""
+        self._on_data, self._on_end = _nothing, lambda: None
+        if not self.is_lost:
+            self.is_lost = True
+            if self._transport.get_write_buffer_size():
+                self._transport.abort()
+            else:
+                self._transport.close()
+
+    def release(self) -> None:
+        """The response has been taken: the next request may come."""
+        if self.is_over and not self.is_lost and self._keeps_alive and not self._has_no_body:
+            self._idle = asyncio.get_running_loop().call_later(IDLE_S, self.close)
+            self._on_idle(self)
+        else:
+            self.close()
+
+    # --- the transport ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
+
+    def data_received(self, data: bytes) -> None:
+        if self._parser is None:
+            self._transport.abort()  # nothing was asked
+            return
+        self.last_heard_s = asyncio.get_running_loop().time()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._transport.abort()
+
+    def eof_received(self) -> None:
+        """A response without a length ends so; any other is cut off."""
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_lost = True
+        if self._idle is not None:
+            self._idle.cancel()
+        if self._head is not None and not self._head.done():
+            self._head.set_exception(RouterLostError("the connection broke", was_sent=True))
+        elif not self.is_over:
+            self._on_end()
+
+    # --- the parser ---
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_head_bytes += len(name) + len(value)
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self._transport.abort()
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None, "it calls"
+        assert self._head is not None, "it was asked for"
+        self._keeps_alive = self._parser.should_keep_alive()
+        if not self._head.done():
+            self._head.set_result(Head(self._parser.get_status_code(), self._headers))
+        if self._has_no_body:
+            self.is_over = True
+            self._on_end()
+
+    def on_body(self, body: bytes) -> None:
+        if self._on_data is None:
+            self._early.append(body)
+        else:
+            self._on_data(body)
+
+    def on_message_complete(self) -> None:
+        self.is_over = True
+        self._on_end()
+
+
+class Upstream:
+    """One router, as the front reaches it."""
+
+    def __init__(self, host: str, port: int, context: Callable[[], ssl.SSLContext] | None = None) -> None:
+        """With a `context`, over TLS."""
+        self.host, self.port = host, port
+        self.num_open = 0
+        """Requests that it has of this front."""
+        self.is_down_until_s = 0.0
+        """It was lost a moment ago."""
+        self._context = context
+        self._idle: list[Connection] = []
+
+    async def connection(self) -> Connection:
+        """One that is free, or a new one. Raises `RouterLostError`."""
+        while self._idle:
+            if not (kept := self._idle.pop()).is_lost:
+                return kept
+        context = None if self._context is None else self._context()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                transport, made = await asyncio.get_running_loop().create_connection(
+                    lambda: Connection(self._idle.append), self.host, self.port, ssl=context
+                )
+        except (OSError, TimeoutError) as error:
+            raise RouterLostError(f"{self.host}:{self.port} cannot be reached: {error}", was_sent=False) from error
+        for level, option, value in keepalive_options():
+            transport.get_extra_info("socket").setsockopt(level, option, value)
+        return made
+
+    def close(self) -> None:
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+
+def _nothing(data: bytes) -> None: ...

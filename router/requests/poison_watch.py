@@ -1,0 +1,243 @@
+"""Poison watch of a router: finds the request that ends routers while they read it. A core without IO.
+
+What `router/dispatch/quarantine.py` is for replicas, this is for routers, with the same levels of suspicion. A request
+is *read* from its last byte until it is admitted: decoded, checked, tokenized. It is noted in a journal that outlives
+the process (`Journal`), so that whoever finds the journal of a router that has ended knows what was being read then:
+
+    one router lost:   the request is a suspect. It runs on trial: while it is read, no other suspect is
+    two, or proof:     it is convicted, and refused
+
+Proof is a loss on trial, and the end of a router that hung, or had no memory, while it read nothing else. A suspect
+that is admitted is cleared. What may not live here: files, processes (`cluster/serve/crash_journal.py`), and what
+bytes are a request's (`request_digest.py`).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from holdfast.router.requests.request_digest import request_digest
+from holdfast.router.router_losses import MAX_ROUTERS_LOST, RouterLoss
+from holdfast.worker.errors import ReplicaError, RequestQuarantinedError
+from holdfast.worker.suspicion import Suspicion
+
+FORGET_S: Final = 600.0
+"""So long after the last loss a request is unsuspected again."""
+
+MAX_LOSSES: Final = 1024
+"""Most losses that are known at a time; older ones are forgotten first."""
+
+RETRY_S: Final = 0.05
+"""When to come again while another suspect is on trial: it is read within that time, or has ended the router."""
+
+HUNG_S: Final = 2.0
+"""A router that has not turned its loop for so long when it ended has hung."""
+
+
+class Journal(Protocol):
+    """Where a router notes what it reads, so that it is known after the process has ended in any way."""
+
+    def enter(self, digest: str, suspicion: Suspicion, *, is_known_good: bool) -> int:
+        """Notes a request that is read from here on, and returns the number of its place."""
+
+    def leave(self, place: int) -> None:
+        """It is not read any more."""
+
+
+class NoJournal:
+    """For a router whose end nobody looks into."""
+
+    def enter(self, digest: str, suspicion: Suspicion, *, is_known_good: bool) -> int:
+        return 0
+
+    def leave(self, place: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One request in the journal of a router that has ended."""
+
+    digest: str
+    suspicion: Suspicion = Suspicion.NONE
+    is_known_good: bool = False
+
+
+def losses_of(entries: Sequence[Entry], router: str, now: float, *, is_own_fault: bool) -> tuple[RouterLoss, ...]:
+    """What the end of a router says of the requests that it was reading.
+
+    `is_own_fault`: it hung, or had no memory; nobody has killed it for another reason. One on trial is the cause, and
+    the others are not even suspected.
+    """
+    on_trial = {entry.digest: entry for entry in entries if entry.suspicion is Suspicion.ON_TRIAL}
+    suspects = on_trial or {entry.digest: entry for entry in entries}
+    is_proof = bool(on_trial) or (is_own_fault and len(suspects) == 1)
+    return tuple(
+        RouterLoss(digest=one.digest, router=router, at_s=now, is_proof=is_proof, is_first=one.is_known_good)
+        for one in suspects.values()
+    )
+
+
+class PoisonWatch:
+    """What one router knows of requests that routers were lost with, and the one that it has on trial."""
+
+    def __init__(self, journal: Journal | None = None, now: Callable[[], float] = lambda: 0.0) -> None:
+        """`now`: seconds since 1970, on all machines of the cluster about alike."""
+        self.journal: Journal = journal or NoJournal()
+        self._now = now
+        self._losses: dict[str, dict[str, RouterLoss]] = {}
+        """By digest and router."""
+        self._cleared: dict[tuple[str, str], float] = {}
+        """Losses that are void here, because the request was admitted after them, and when it was."""
+        self._is_trial_on = False
+        self.num_refused = 0
+        self.num_trials = 0
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when there are other losses to be told of."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether requests are recognized: there is a journal, or something to look for."""
+        return bool(self._losses) or not isinstance(self.journal, NoJournal)
+
+    # --- what is known of losses ---
+
+    def note(self, losses: Iterable[RouterLoss]) -> None:
+        """Takes in what this router has found, or was told by others. What is known already changes nothing."""
+        now, is_news = self._now(), False
+        for loss in losses:
+            known = self._losses.get(loss.digest, {})
+            if loss.router in known or self._is_void(loss, known.values(), now):
+                continue
+            self._losses[loss.digest] = {loss.router: loss} if loss.is_first else {**known, loss.router: loss}
+            is_news = True
+        if is_news:
+            if sum(map(len, self._losses.values())) > MAX_LOSSES:
+                self._forget(now)
+            self.on_change()
+
+    def _is_void(self, loss: RouterLoss, known: Iterable[RouterLoss], now: float) -> bool:
+        is_cleared = (loss.digest, loss.router) in self._cleared
+        is_before = any(one.is_first and one.at_s >= loss.at_s for one in known)
+        return is_cleared or is_before or now - loss.at_s > FORGET_S
+
+    def told(self) -> tuple[RouterLoss, ...]:
+        """For the other routers, in an order of its own."""
+        self._forget(self._now())
+        return tuple(sorted(loss for known in self._losses.values() for loss in known.values()))
+
+    def _forget(self, now: float) -> None:
+        """What is long ago, and the oldest of too many."""
+        newest = sorted((max(one.at_s for one in known.values()), digest) for digest, known in self._losses.items())
+        num_too_many = max(0, sum(map(len, self._losses.values())) - MAX_LOSSES)
+        for number, (at_s, digest) in enumerate(newest):
+            if now - at_s > FORGET_S or number < num_too_many:
+                del self._losses[digest]
+        for key in [key for key, at_s in self._cleared.items() if now - at_s > FORGET_S]:
+            del self._cleared[key]
+
+    # --- requests that are read ---
+
+    def begin(self, digest: str) -> "Reading":
+        """A request is read from here on.
+
+        Raises `RequestQuarantinedError` for one that is convicted, and `ReplicaError` for a suspect while another one
+        is on trial.
+        """
+        known = self._losses.get(digest)
+        if known is None:
+            return Reading(self, digest, Suspicion.NONE)
+        if len(known) >= MAX_ROUTERS_LOST or any(one.is_proof for one in known.values()):
+            self.num_refused += 1
+            raise RequestQuarantinedError(_convicted(len(known)))
+        self.begin_trial()
+        return Reading(self, digest, Suspicion.ON_TRIAL)
+
+    def begin_trial(self) -> None:
+        """Raises `ReplicaError` while another suspect is on trial."""
+        if self._is_trial_on:
+            told = "another request that routers were lost with is being read here, and two are never read at a time"
+            raise ReplicaError(told, RETRY_S)
+        self._is_trial_on = True
+        self.num_trials += 1
+
+    def is_known_good(self, digest: str) -> bool:
+        """Whether it was read here after a loss, and this router lives."""
+        return bool(self._cleared) and any(cleared == digest for cleared, _ in self._cleared)
+
+    def end_trial(self, digest: str, *, is_cleared: bool) -> None:
+        """A suspect is read no more."""
+        self._is_trial_on = False
+        if is_cleared and (known := self._losses.pop(digest, None)) is not None:
+            self._cleared |= dict.fromkeys(((digest, router) for router in known), self._now())
+            self.on_change()
+
+
+class Reading:
+    """One request while it is read. Ended by `admitted`, or by `end` if nothing comes of it, whichever is first."""
+
+    __slots__ = ("_num_left", "_place", "_watch", "digest", "suspicion")
+
+    def __init__(self, watch: PoisonWatch, digest: str, suspicion: Suspicion) -> None:
+        self.digest = digest
+        self.suspicion = suspicion
+        self._watch: PoisonWatch | None = watch
+        self._num_left = 1
+        self._place = watch.journal.enter(digest, suspicion, is_known_good=watch.is_known_good(digest))
+
+    def suspect(self, num_lost: int) -> None:
+        """Its client says that so many routers were lost with it. Raises `ReplicaError` as `PoisonWatch.begin` does."""
+        watch = self._watch
+        if watch is None or not num_lost or self.suspicion is not Suspicion.NONE:
+            return
+        watch.begin_trial()
+        watch.journal.leave(self._place)
+        self.suspicion = Suspicion.ON_TRIAL
+        self._place = watch.journal.enter(self.digest, self.suspicion, is_known_good=False)
+
+    def expect(self, num_requests: int) -> None:
+        """So many requests come of it, each of which is admitted."""
+        self._num_left = num_requests
+
+    def admitted(self) -> None:
+        self._num_left -= 1
+        if self._num_left == 0:
+            self.end(is_cleared=True)
+
+    def end(self, *, is_cleared: bool) -> None:
+        """`is_cleared`: it was read to its end, be it admitted or refused, and the router lives."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.journal.leave(self._place)
+            if self.suspicion is Suspicion.ON_TRIAL:
+                watch.end_trial(self.digest, is_cleared=is_cleared)
+
+
+_reading: ContextVar[Reading | None] = ContextVar("holdfast_reading", default=None)
+
+
+def begin_reading(watch: PoisonWatch, kind: str, content: bytes) -> Reading:
+    """A request to the path or method `kind` is read by the running task from here on. Raises as `PoisonWatch.begin`.
+
+    `content` are the bytes by which it is recognized when it is sent again.
+    """
+    reading = watch.begin(request_digest(kind, content) if watch.is_on else "")
+    _reading.set(reading)
+    return reading
+
+
+def current_reading() -> Reading | None:
+    """That of the running task, if it reads a request."""
+    return _reading.get()
+
+
+def end_reading(error: BaseException | None = None) -> None:
+    """What the running task reads has been read, or has ended with this."""
+    if (reading := _reading.get()) is not None:
+        reading.end(is_cleared=error is None or isinstance(error, Exception))
+        _reading.set(None)
+
+
+def _convicted(num_lost: int) -> str:
+    routers = "a router has ended" if num_lost == 1 else f"{num_lost} routers have ended, one after the other,"
+    return f"{routers} while reading this request; it is refused for {FORGET_S / 60:g} minutes, lest it end all of them"

@@ -1,0 +1,41 @@
+"""Router losses: which requests a router was reading when it ended, as routers and clients tell each other of it.
+
+Plain data. What may not live here: the judgement (`router/requests/poison_watch.py`), where a router notes what it
+reads so that its end leaves it (`cluster/serve/crash_journal.py`).
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from holdfast.worker.errors import InvalidRequestError
+
+ROUTERS_LOST: Final = "x-holdfast-routers-lost"
+"""Header and metadata of a request: how many routers in a row have ended while they were reading it."""
+
+_MAX_DIGITS: Final = 3
+
+MAX_ROUTERS_LOST: Final = 2
+"""A request that so many routers were reading when they ended is taken for the cause, and is refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class RouterLoss:
+    """One request that one router was reading when it ended."""
+
+    digest: str
+    """Of the request, as `request_digest` has it."""
+    router: str
+    """The process that ended, by a name that no other process has."""
+    at_s: float
+    """When it was noticed, in seconds since 1970."""
+    is_proof: bool = False
+    """No other request can have been the cause."""
+    is_first: bool = False
+    """The request had been read by this router before, and nothing had come of it: what was known before is void."""
+
+
+def routers_lost(text: str) -> int:
+    """What a request says of `ROUTERS_LOST`. Raises `InvalidRequestError`."""
+    if not text.isascii() or not text.isdecimal() or len(text) > _MAX_DIGITS:
+        raise InvalidRequestError(ROUTERS_LOST, text[:100], f"must be a number of at most {_MAX_DIGITS} digits")
+    return int(text)

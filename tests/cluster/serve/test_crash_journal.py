@@ -1,0 +1,139 @@
+"""Journals of processes that end in every way, and what the others make of them."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from holdfast.cluster.serve.crash_journal import NUM_PLACES, SUFFIX, CrashJournal, CrashJournals, LeftJournal
+from holdfast.router.requests.poison_watch import FORGET_S, HUNG_S, Entry, PoisonWatch
+from holdfast.worker.suspicion import Suspicion
+from tests.loops import on_each_loop
+
+DIGEST = "ab" * 16
+
+ROUTER = """
+import os, sys
+from pathlib import Path
+from holdfast.cluster.serve.crash_journal import CrashJournal
+from holdfast.worker.suspicion import Suspicion
+journal = CrashJournal(Path(sys.argv[1]))
+place = journal.enter(sys.argv[2], Suspicion[sys.argv[3]], is_known_good=False)
+journal.leave(journal.enter("00" * 16, Suspicion.NONE, is_known_good=False))
+print(flush=True)
+sys.stdin.readline()
+if sys.argv[4] == "in order":
+    journal.close()
+elif sys.argv[4] == "no memory":
+    journal.note_no_memory()
+    os._exit(1)
+"""
+
+
+@asynccontextmanager
+async def other_router(folder: Path, end: str, suspicion: str = "NONE"):
+    """A process that reads one request, and ends when the block does."""
+    command = [sys.executable, "-c", ROUTER, str(folder), DIGEST, suspicion, end]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    await asyncio.to_thread(process.stdout.readline)
+    yield process
+    if end == "killed":
+        process.kill()
+    process.stdin.close()
+    await asyncio.to_thread(process.wait)
+    process.stdout.close()
+
+
+async def heard(watch: PoisonWatch) -> asyncio.Event:
+    event = asyncio.Event()
+    watch.on_change = event.set
+    return event
+
+
+@on_each_loop
+async def test_the_others_hear_at_once_of_a_router_that_ends(tmp_path: Path):
+    for number, (end, suspicion, is_proof) in enumerate(
+        [("killed", "NONE", False), ("killed", "ON_TRIAL", True), ("no memory", "NONE", True)]
+    ):
+        folder = tmp_path / str(number)
+        watch = PoisonWatch(now=time.time)
+        event = await heard(watch)
+        async with other_router(folder, end, suspicion):
+            journals = CrashJournals(folder, watch)
+            following = asyncio.create_task(journals.follow())
+            await asyncio.sleep(0)
+            assert watch.told() == (), "it is alive"
+        await asyncio.wait_for(event.wait(), 10)
+        (loss,) = watch.told()
+        assert (loss.digest, loss.is_proof) == (DIGEST, is_proof), end
+        following.cancel()
+        await asyncio.wait([following])
+        journals.own.close()
+        late = PoisonWatch(now=time.time)  # of a router that starts later
+        journals = CrashJournals(folder, late)
+        following = asyncio.create_task(journals.follow())
+        await asyncio.sleep(0)
+        assert late.told() == watch.told()
+        following.cancel()
+        await asyncio.wait([following])
+        journals.own.close()
+
+
+@on_each_loop
+async def test_a_router_that_ends_in_order_says_nothing(tmp_path: Path):
+    watch = PoisonWatch(now=time.time)
+    async with other_router(tmp_path, "in order") as process:
+        journals = CrashJournals(tmp_path, watch)
+        following = asyncio.create_task(journals.follow())
+        await asyncio.sleep(0)
+        ending = os.pidfd_open(process.pid)
+        gone = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(ending, gone.set)
+    await asyncio.wait_for(gone.wait(), 10)
+    loop.remove_reader(ending)
+    os.close(ending)
+    await asyncio.sleep(0.01)
+    assert watch.told() == ()
+    assert list(tmp_path.glob(f"*{SUFFIX}")) == [journals.own.path]
+    following.cancel()
+    await asyncio.wait([following])
+
+
+def test_what_is_read_lies_in_the_file(tmp_path: Path):
+    own = CrashJournal(tmp_path)
+    left = LeftJournal(own.path)
+    places = [own.enter(f"{number:032x}", Suspicion.NONE, is_known_good=True) for number in range(NUM_PLACES)]
+    assert own.enter(DIGEST, Suspicion.NONE, is_known_good=False) == 0, "there is no place left"
+    own.leave(0)
+    for place in places[:-1]:
+        own.leave(place)
+    assert list(left.entries()) == [Entry(digest=f"{NUM_PLACES - 1:032x}", is_known_good=True)]
+    assert oct(own.path.stat().st_mode & 0o777) == "0o600"
+    assert own.enter("", Suspicion.NONE, is_known_good=False) == 0
+    assert not left.says_nothing(time.time())
+    assert left.says_nothing(time.time() + FORGET_S + 1)
+
+
+@pytest.mark.parametrize(("later_s", "is_proof"), [(HUNG_S / 2, False), (HUNG_S + 1, True)])
+def test_a_loop_that_does_not_turn_has_hung(later_s, is_proof, tmp_path: Path):
+    own = CrashJournal(tmp_path)
+    own.enter(DIGEST, Suspicion.NONE, is_known_good=False)
+    LeftJournal(own.path).note_end(time.monotonic() + later_s)
+    (loss,) = LeftJournal(own.path).losses()
+    assert loss.is_proof == is_proof
+
+
+def test_other_files_are_left_alone(tmp_path: Path):
+    path = tmp_path / f"1:1{SUFFIX}"
+    path.write_bytes(bytes(100_000))
+    with pytest.raises(ValueError, match="no crash journal"):
+        LeftJournal(path)
+    journals = CrashJournals(tmp_path, PoisonWatch())
+    journals._look(None)
+    assert path.exists()
