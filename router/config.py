@@ -1,9 +1,10 @@
-"""Router configuration: validated, frozen settings in three groups. `cluster/config/` loads them.
+"""Router configuration: validated, frozen settings in four groups. `cluster/config/` loads them.
 
 What may not live here: reading files or the environment, and values that are known only once replicas are up.
 """
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -81,6 +82,12 @@ class LimitsConfig(Settings):
         description="seconds that a client may leave waiting what it was sent; its connection is then closed. Over "
         "gRPC, seconds after the request's timeout",
     )
+    max_unread_tokens: int | None = Field(
+        128,
+        ge=1,
+        description="tokens of a stream that may wait for its client to read; with more no replica runs it until it is "
+        "read; unset: any number",
+    )
     max_request_id_length: int = Field(128, ge=32, description="maximum characters of a request id")
     max_stop_strings: int = Field(64, ge=0, description="maximum number of stop strings of one request")
     max_stop_string_length: int = Field(1024, ge=1, description="maximum characters of one stop string")
@@ -103,6 +110,63 @@ class LimitsConfig(Settings):
         ge=0,
         description="maximum characters of a JSON schema, a regex, a grammar, or all choices of one request",
     )
+
+
+class OverloadConfig(Settings):
+    """How a router protects itself: budgets of bytes, limits of what it uses, pressures at which actions begin.
+
+    A pressure is what is used of a limit, as a fraction: of memory, of the loop's delay, of bytes, of open requests.
+    """
+
+    max_memory: Bytes | None = Field(
+        None,
+        ge=2**26,
+        description="resident memory of a router at which its pressure is 1; unset: half of the machine's or "
+        "container's memory, 4 GiB at most",
+    )
+    max_loop_delay_s: float = Field(
+        1.0, gt=0, description="delay of a router's event loop, in seconds, as an average, at which its pressure is 1"
+    )
+    max_open_requests: int = Field(32768, ge=1, description="open requests of a router at which its pressure is 1")
+    max_connection_bytes: Bytes = Field(
+        64 * 2**20, ge=2**20, description="bytes that requests of one connection may have in flight, not decoded yet"
+    )
+    max_key_bytes: Bytes = Field(
+        128 * 2**20, ge=2**20, description="the same of one API key, or of one address where no key is asked for"
+    )
+    max_router_bytes: Bytes = Field(
+        256 * 2**20, ge=2**20, description="the same of one router; with output that is not read, pressure 1"
+    )
+    shrink_heap_at: float = Field(0.7, gt=0, le=1, description="memory's pressure at which free memory is given back")
+    stop_accepting_at: float = Field(
+        0.8, gt=0, le=1, description="pressure at which new connections get health, operators and resumed streams alone"
+    )
+    shed_low_at: float = Field(
+        0.85, gt=0, le=1, description="pressure at which new requests of priority LOW are refused"
+    )
+    shed_new_at: float = Field(
+        0.92, gt=0, le=1, description="pressure at which all new requests are refused; at 1 resumed ones too"
+    )
+    close_greediest_at: float = Field(
+        0.97, gt=0, le=1, description="pressure of memory or bytes at which the request that holds the most is ended"
+    )
+    release_margin: float = Field(
+        0.1, ge=0, lt=1, description="how far a pressure must fall below the start of an action for it to end"
+    )
+
+    @model_validator(mode="after")
+    def _check_order(self) -> "OverloadConfig":
+        order = ("shrink_heap_at", "stop_accepting_at", "shed_low_at", "shed_new_at", "close_greediest_at")
+        for first, second in pairwise(order):
+            if getattr(self, first) > getattr(self, second):
+                told = f"{first} = {getattr(self, first)} must be at most {second} = {getattr(self, second)}"
+                raise ValueError(f"{told}: actions begin in this order")
+        budgets = ("max_connection_bytes", "max_key_bytes", "max_router_bytes")
+        for smaller, larger in pairwise(budgets):
+            if getattr(self, smaller) > getattr(self, larger):
+                told = f"{smaller} = {getattr(self, smaller)} must be at most {larger} = {getattr(self, larger)}"
+                raise ValueError(f"{told}: one contains the other")
+        return self
 
 
 class SecurityConfig(Settings):

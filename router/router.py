@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
-from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.config import LimitsConfig, OverloadConfig, RouterConfig
 from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch import Dispatch
@@ -20,8 +20,10 @@ from holdfast.router.doors.grpc.load_reports import LoadReports
 from holdfast.router.doors.http.app import HttpDoor
 from holdfast.router.doors.http.request_origin import RequestOrigins
 from holdfast.router.doors.in_process import InProcessDoor
+from holdfast.router.doors.intake import Intake
 from holdfast.router.doors.oip import servicer as open_inference
 from holdfast.router.doors.operators import Operators, SendChange
+from holdfast.router.doors.overload_probe import OverloadProbe, max_memory
 from holdfast.router.doors.ports import LOOPBACK, Ports
 from holdfast.router.doors.recent_errors import RecentErrors
 from holdfast.router.doors.state_dump import state_dump
@@ -29,6 +31,8 @@ from holdfast.router.events import ModelStatus
 from holdfast.router.links.link_pool import LinkPool
 from holdfast.router.links.replica_directory import DirectoryView, ReplicaDirectory, RouterEndpoint
 from holdfast.router.orders import NO_ORDERS, Change, Orders
+from holdfast.router.overload.byte_ledger import ByteLedger
+from holdfast.router.overload.overload import Overload
 from holdfast.router.replicas.versions import VersionCounts
 from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_processor import RequestProcessor
@@ -60,6 +64,8 @@ class RouterOptions(TypedDict, total=False):
 
     load_tokenizer: Callable[[str], Tokenizer]
     """Reads the tokenizer in a model's folder."""
+    overload: OverloadConfig | None
+    """How it protects itself."""
     order: ServiceOrderConfig | None
     """The order of the replicas' own queues."""
     gate: Gate | None
@@ -97,11 +103,17 @@ class Router:
         self._picker = endpoint_picker.EndpointPicker(self._as_endpoint, random.Random().randrange) if picks else None
         gate = options.get("gate") or Gate()
         dispatch = Dispatch(config, limits, random.Random().randrange, order=options.get("order"))
-        self._dispatch_host = DispatchHost(dispatch, asyncio.get_running_loop(), self._publish_health)
+        self._dispatch_host = DispatchHost(
+            dispatch, asyncio.get_running_loop(), self._publish_health, limits.max_unread_tokens
+        )
         tokenizers = TokenizerRegistry(options.get("load_tokenizer", Tokenizer.load), config.inline_tokenize_bytes)
         self.poison_watch = PoisonWatch(now=time.time)
         """Requests that routers were lost with."""
-        self._request_processor = RequestProcessor(self._dispatch_host, tokenizers, limits, gate, options.get("tracer"))
+        self._protection = options.get("overload") or OverloadConfig()
+        self.overload = Overload(self._protection, ByteLedger(self._protection), max_memory(self._protection))
+        self._request_processor = RequestProcessor(
+            self._dispatch_host, tokenizers, limits, gate, options.get("tracer"), self.overload
+        )
         telemetry, stats = options.get("telemetry") or TelemetryConfig(), self._request_processor.stats
         if telemetry.slow_request_s is not None:
             stats.on_end.append(SlowRequests(telemetry.slow_request_s, stats))
@@ -109,7 +121,7 @@ class Router:
         self._link_pool = LinkPool(self._dispatch_host, tokenizers, config, links, self._obey, self._see)
         self._recent_errors = RecentErrors()
         logging.getLogger(PACKAGE).addHandler(self._recent_errors)
-        self._following: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self.in_process = InProcessDoor(self._request_processor, gate)
         """For calls from this process."""
         self._open_doors(gate, options.get("send_change") or self._alone, options.get("tls"))
@@ -135,6 +147,7 @@ class Router:
         if self._picker is not None:
             servicers[endpoint_picker.SERVICE] = endpoint_picker.EndpointPickerServicer(self._picker)
         guard = ConnectionGuard(self._limits, asks_for_keys=gate.is_locked)
+        intake = Intake(self.overload, gate)
         build_server = partial(
             server.build_server,
             config=config,
@@ -145,16 +158,17 @@ class Router:
             poison_watch=self.poison_watch,
         )
         trailers = LoadReports(self._dispatch_host).trailers if config.load_reports else None
-        self._ports = Ports(build_server(servicers, trailers=trailers), build_server, tls, guard)
+        self._ports = Ports(build_server(servicers, trailers=trailers, intake=intake), build_server, tls, guard)
         self._http_door = HttpDoor(
             *parts,
             self._limits,
             gate,
             operators,
-            lambda: self.warnings,
+            self._all_warnings,
             guard=guard,
             decode_worker=worker,
             poison_watch=self.poison_watch,
+            intake=intake,
         )
 
     @classmethod
@@ -180,10 +194,14 @@ class Router:
         await router._ports.serve_grpc(host, port)
         if http_port is not None:
             app = router._http_door.app(RequestOrigins(host, config.http_allowed_hosts))
-            await router._ports.serve_http(app, limits, host, http_port)
+            await router._ports.serve_http(app, limits, host, http_port, router.overload)
         if admin_port is not None:
             await router._ports.serve_admin(router._health, admin_port)
-        router._following = asyncio.create_task(router._link_pool.follow(directory), name="replica directory")
+        probe = OverloadProbe(router.overload, lambda: router.num_open)
+        router._tasks = [
+            asyncio.create_task(router._link_pool.follow(directory), name="replica directory"),
+            asyncio.create_task(probe.run(), name="overload probe"),
+        ]
         return router
 
     @property
@@ -222,9 +240,10 @@ class Router:
         self._dispatch_host.close_all(stopping())
         await self._ports.stop(CLOSE_GRACE_S)
         self._decode_worker.close()
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.wait([self._following])
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         await self._link_pool.stop()
         logging.getLogger(PACKAGE).removeHandler(self._recent_errors)
 
@@ -248,7 +267,11 @@ class Router:
     def _dump(self) -> str:
         num_paused = self._request_processor.pauses.num_waiting
         errors = self._recent_errors.lines
-        return state_dump(self._dispatch_host, self.orders, self._config, self._limits, errors, num_paused)
+        parts = self._dispatch_host, self.orders, self._config, self._limits, errors, num_paused
+        return state_dump(*parts, self.overload, self._protection)
+
+    def _all_warnings(self) -> tuple[str, ...]:
+        return *self.warnings, *self.overload.warnings
 
     async def _alone(self, change: Change) -> Orders:
         """For a router without a cluster."""

@@ -117,6 +117,34 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
+        "Overload",
+        (
+            Panel(
+                "Pressure",
+                "percentunit",
+                (("{{resource}}", "max by (resource) (holdfast_overload_pressure_ratio)"),),
+            ),
+            Panel(
+                "Protective actions",
+                "reqps",
+                (
+                    ("on: {{action}}", "max by (action) (holdfast_overload_action_active)"),
+                    ("{{action}}", rate("holdfast_overload_actions_total", "action", "")),
+                    ("over {{setting}}", rate("holdfast_byte_budget_refusals_total", "setting", "")),
+                ),
+            ),
+            Panel("Bytes in flight", "bytes", (("all routers", "sum(holdfast_bytes_in_flight)"),)),
+            Panel(
+                "Suspended until read",
+                "short",
+                (
+                    ("suspended", "sum(holdfast_requests_suspended)"),
+                    ("suspensions {{model}}", rate("holdfast_suspensions_total", "model")),
+                ),
+            ),
+        ),
+    ),
+    (
         "Replicas",
         (
             Panel(

@@ -21,7 +21,19 @@ PROCESS = (
 ROOMS = {  # from the ground up: a room imports from those before it
     "worker": (*POLICY, *DEVICE, *PROCESS),
     "router": (
-        *("wire", "text", "tools", "replicas", "dispatch", "security", "requests", "metrics", "links", "doors"),
+        *(
+            "wire",
+            "text",
+            "tools",
+            "replicas",
+            "dispatch",
+            "overload",
+            "security",
+            "requests",
+            "metrics",
+            "links",
+            "doors",
+        ),
         "router",
     ),
     "cluster": (
@@ -48,7 +60,7 @@ DOORS = {  # what a package may import of those below it
     "cluster": {"worker": ("words", *ROOMS["worker"]), "router": ("words", *ROOMS["router"])},
     "cluster.simulate": {
         "worker": ("words", *POLICY),
-        "router": ("words", "text", "replicas", "dispatch", "requests"),
+        "router": ("words", "text", "replicas", "dispatch", "overload", "requests"),
         "cluster": ("words", "scaling"),
     },
     "worker.decoder": {"worker": ("words", *POLICY, *DEVICE[: DEVICE.index("decoder")])},
@@ -71,6 +83,7 @@ NEVER_LOADS = {  # by room; a package stands for all of its rooms
     "router.tools": TENSORS | IO,
     "router.replicas": TENSORS | IO,
     "router.dispatch": TENSORS | IO,
+    "router.overload": TENSORS | IO,
     "router.security": TENSORS | IO,  # keys are made by a command, and looked up at the time that is passed in
     "cluster.scaling": TENSORS | IO,
     "cluster.simulate": TENSORS | (IO - {"random"}),

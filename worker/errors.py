@@ -13,7 +13,9 @@ to gRPC or HTTP codes (`router/wire/statuses.py`), and anything that imports tor
     │   └── UnsupportedModelError    a model that would run wrongly is refused (also a ValueError)
     ├── CapacityError            nobody's fault; try again after `retry_after_s`
     │   ├── QueueFullError
-    │   └── RateLimitError           the caller's own rate is used up
+    │   ├── RateLimitError           the caller's own rate is used up
+    │   │   └── ByteBudgetError          the bytes that it may have in flight are used up
+    │   └── OverloadedError          a router protects itself: it refuses or ends what it could serve later
     ├── ReplicaError             a replica was lost or is not there yet; try again after `retry_after_s`
     │   ├── VersionGoneError         the model's version that the output came from is not served any more
     │   └── ModelPausedError         operators have paused the model
@@ -123,6 +125,16 @@ class QueueFullError(CapacityError):
 
 class RateLimitError(CapacityError):
     """The caller's own rate is used up. Others are not affected."""
+
+
+class ByteBudgetError(RateLimitError):
+    """The bytes of requests that a connection, a key or a router may have in flight are used up. The message names the
+    budget and its limit.
+    """
+
+
+class OverloadedError(CapacityError):
+    """A router protects itself: it refuses, or ends, what it could serve later. The message names the resource."""
 
 
 class ReplicaError(HoldfastError):

@@ -16,7 +16,7 @@ from holdfast.cluster.config.layers import Layer, Setting
 from holdfast.cluster.config.models import ModelEntries
 from holdfast.cluster.config.sources import environment_layer, file_layer, resolve
 from holdfast.cluster.scaling.settings import ScalingConfig
-from holdfast.router.config import LimitsConfig, RouterConfig, SecurityConfig
+from holdfast.router.config import LimitsConfig, OverloadConfig, RouterConfig, SecurityConfig
 from holdfast.worker.config import (
     Bytes,
     CacheConfig,
@@ -232,6 +232,7 @@ class HoldfastConfig(Settings):
     speculation: SpeculationConfig = SpeculationConfig()
     router: RouterConfig = RouterConfig()
     limits: LimitsConfig = LimitsConfig()
+    overload: OverloadConfig = OverloadConfig()
     security: SecurityConfig = SecurityConfig()
     client: ClientConfig = ClientConfig()
     telemetry: TelemetryConfig = TelemetryConfig()

@@ -128,6 +128,7 @@ class RouterDeployment:
         self._telling = [asyncio.create_task(told) for told in (demand, self._keep_telling(self._router))]
         if config.health.hangs_after_s is not None:
             self._heartbeat_pipe = HeartbeatPipe(config.health.hangs_after_s, [])
+            self._router.overload.ledger.on_input = self._heartbeat_pipe.note_input
             self._beating = asyncio.create_task(self._heartbeat_pipe.keep_beating())
         set_aside()
 
@@ -305,7 +306,7 @@ async def _start(
     """On the first free port of as many as there are routers, since several may share a machine."""
     check_exposed(security.settings, host)
     options |= {"gate": security.gate, "tls": security.server_tls, "links": security.links}
-    options |= {"order": config.scheduler, "telemetry": config.telemetry}
+    options |= {"overload": config.overload, "order": config.scheduler, "telemetry": config.telemetry}
     error = None
     for port, http_port, admin_port in config.cluster.router_ports:
         try:

@@ -36,7 +36,7 @@ def of_replica(config: HoldfastConfig) -> str:
 
 def of_router(config: HoldfastConfig) -> str:
     """Of the cluster's routers."""
-    sections = {"router", "limits", "telemetry", "health", "security"}
+    sections = {"router", "limits", "overload", "telemetry", "health", "security"}
     tree = config.model_dump(mode="json", include=sections)
     tree["scheduler"] = config.scheduler.model_dump(mode="json", include=set(ORDER))
     tree["cluster"] = config.cluster.model_dump(mode="json", exclude={"models"})

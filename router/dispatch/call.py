@@ -14,7 +14,7 @@ from holdfast.router.dispatch.parallel_sampling import merged_usage
 from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.resume import NewSequence, final_delivery
-from holdfast.worker.errors import RequestAbortedError
+from holdfast.worker.errors import HoldfastError, RequestAbortedError
 
 STOPPED_RETRY_S: Final = 1.0
 
@@ -29,6 +29,7 @@ class Call:
         close: Callable[[], None],
         echo: str = "",
         abort: Callable[[OutputStream], bool] = lambda stream: False,
+        fail: Callable[[OutputStream, HoldfastError], bool] = lambda stream, error: False,
     ) -> None:
         self.request_id = request_id
         self.num_completions = len(streams)
@@ -36,6 +37,7 @@ class Call:
         self.close = close
         """Cancels what has not ended. Nothing is read after it."""
         self._abort = abort
+        self._fail = fail
         self._echo = echo
         self._is_alone = len(streams) == 1 and not echo
         """What its one stream delivers is the call's own."""
@@ -71,6 +73,16 @@ class Call:
         """Ends what has not ended, with finish reason ABORT, for the reader to read. Returns whether there was any."""
         were_open = [self._abort(stream) for stream in self._streams.values()]
         return any(were_open)
+
+    def fail(self, error: HoldfastError) -> None:
+        """Ends what has not ended with an error, which the reader gets after what there is."""
+        for stream in list(self._streams.values()):
+            self._fail(stream, error)
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens that wait for the reader, of all sequences; none of a reader that waits for their ends."""
+        return sum(stream.num_unread for stream in self._every if stream.notifies_each_step)
 
     def await_ends(self) -> None:
         """From here on `on_output` is called only when a sequence ends, so the reader is not woken by every step."""
@@ -155,7 +167,7 @@ def open_call(
                 opened.callback(dispatch_host.close, stream)
             stream.watch = watch
             streams.append(stream)
-        return Call(request_id, streams, opened.pop_all().close, echo, dispatch_host.abort)
+        return Call(request_id, streams, opened.pop_all().close, echo, dispatch_host.abort, dispatch_host.fail)
 
 
 def stopping() -> RequestAbortedError:

@@ -3,10 +3,11 @@
 Events come in as method calls that carry the time. Actions (`router/events.py`) come out as a list, in the order in
 which to perform them. No sockets, tasks, clocks, random numbers or wire formats here.
 
-A request waits or runs until it ends, with one Deliver that has a finish reason or with one Fail; its transitions are
-the table in `request_status.py`. A cancelled request ends without either. A running request has an *attempt*, whose
-number this router never uses twice. Messages about an attempt that is over are dropped, so a late message does no harm.
-Output tokens are counted by index: repeated tokens are dropped, and a gap is a bug.
+A request waits or runs, or is suspended while its client does not read, until it ends, with one Deliver that has a
+finish reason or with one Fail; its transitions are the table in `request_status.py`. A cancelled request ends without
+either. A running request has an *attempt*, whose number this router never uses twice. Messages about an attempt that is
+over are dropped, so a late message does no harm. Output tokens are counted by index: repeated tokens are dropped, and a
+gap is a bug.
 
 Failover: a lost attempt is replaced by a new one, which submits the prompt and the output so far and continues after
 it. The text state is kept. A retiring replica is drained the same way. Clients see none of this.
@@ -25,7 +26,7 @@ from holdfast.router.dispatch.outages import Outages
 from holdfast.router.dispatch.placement import Placement
 from holdfast.router.dispatch.progress import Progress
 from holdfast.router.dispatch.request_state import RequestState
-from holdfast.router.dispatch.request_status import RequestEvent
+from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import (
@@ -162,6 +163,31 @@ class Dispatch:
         assert delivery is not None, "an end is always told"
         return [delivery, *self._endings.close(state, RequestEvent.CANCEL), *self._drain(state.model, now)]
 
+    def suspend(self, key: SequenceKey, now: float) -> list[Action]:
+        """The client of a request does not read its output: no replica is to run it meanwhile.
+
+        Returns nothing for one that no replica runs, or that is on trial, and then it goes on.
+        """
+        state = self._requests.get(key)
+        if state is None or state.attempt is None or state.status is RequestStatus.ON_TRIAL:
+            return []
+        return [self._placement.suspend(state, now), *self._drain(state.model, now)]
+
+    def go_on(self, key: SequenceKey, now: float) -> list[Action]:
+        """The client of a suspended request has read all of its output. Any other request is left as it is."""
+        state = self._requests.get(key)
+        if state is None or state.status is not RequestStatus.SUSPENDED:
+            return []
+        self._placement.go_on(state, now)
+        return self._drain(state.model, now)
+
+    def fail(self, key: SequenceKey, error: HoldfastError, now: float) -> list[Action]:
+        """Ends a request with an error, after the output that it has. A key that is not open is ignored."""
+        state = self._requests.get(key)
+        if state is None:
+            return []
+        return [*self._endings.fail(state, error), *self._drain(state.model, now)]
+
     # --- events from replicas ---
 
     def replica_up(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> list[Action]:
@@ -272,6 +298,11 @@ class Dispatch:
     @property
     def num_queued(self) -> int:
         return len(self._queue)
+
+    @property
+    def num_suspended(self) -> int:
+        """Open requests whose clients do not read, and which no replica runs for that. Linear in the open requests."""
+        return sum(state.status is RequestStatus.SUSPENDED for state in self._requests)
 
     def is_busy(self, replica_id: str) -> bool:
         """Whether a replica that is up has an attempt of this router."""

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_stats import DispatchStats
-from holdfast.router.dispatch.output_stream import OutputStream
+from holdfast.router.dispatch.output_stream import OutputStream, UnreadLimit
 from holdfast.router.events import (
     Action,
     ClusterEvent,
@@ -68,7 +68,14 @@ class Clock(Protocol):
 class DispatchHost:
     """Connects clients' output streams and replicas' links to the core. Single-threaded, callbacks included."""
 
-    def __init__(self, dispatch: Dispatch, clock: Clock, on_models_changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        clock: Clock,
+        on_models_changed: Callable[[], None],
+        max_unread_tokens: int | None = None,
+    ) -> None:
+        """A request with `max_unread_tokens` that its client does not read is suspended until it does; None: never."""
         self._dispatch = dispatch
         self._clock = clock
         self._on_models_changed = on_models_changed
@@ -79,6 +86,13 @@ class DispatchHost:
         """When the timer fires; infinity without one."""
         self.news: deque[ClusterEvent] = deque(maxlen=NUM_NEWS)
         """What has happened to replicas of late, the oldest first."""
+        self._unread: list[OutputStream] = []
+        """Streams whose requests are to be suspended, once the actions under way are done."""
+        self._unread_limit: UnreadLimit | None = None
+        if max_unread_tokens is not None:
+            self._unread_limit = UnreadLimit(
+                max_tokens=max_unread_tokens, on_unread=self._unread.append, on_read=self._go_on
+            )
         self._when_idle: list[Callable[[], None]] = []
         self._when_free: list[tuple[str, Callable[[], None]]] = []
 
@@ -109,7 +123,7 @@ class DispatchHost:
         Whoever opens a stream closes it.
         """
         request = sequence.request
-        stream = OutputStream(request.sequence_key, on_output, self._clock.time)
+        stream = OutputStream(request.sequence_key, on_output, self._clock.time, self._unread_limit)
         actions = self._dispatch.submit(
             request,
             model=model,
@@ -135,6 +149,13 @@ class DispatchHost:
         is_open = self._streams.get(stream.key) is stream
         if is_open:
             self.perform(self._dispatch.abort(stream.key, self.now()))
+        return is_open
+
+    def fail(self, stream: OutputStream, error: HoldfastError) -> bool:
+        """Ends the request of a stream, if it is still open, with an error. Returns whether it was."""
+        is_open = self._streams.get(stream.key) is stream
+        if is_open:
+            self.perform(self._dispatch.fail(stream.key, error, self.now()))
         return is_open
 
     # --- for links ---
@@ -222,6 +243,11 @@ class DispatchHost:
     def stats(self) -> DispatchStats:
         return self._dispatch.stats
 
+    @property
+    def num_suspended(self) -> int:
+        """As `Dispatch.num_suspended`."""
+        return self._dispatch.num_suspended
+
     def waiting(self) -> Counter[tuple[str, str, str]]:
         """How many requests wait for a replica, by model, class and tenant."""
         return self._dispatch.waiting()
@@ -265,8 +291,24 @@ class DispatchHost:
         self._set_timer()
         for action in broken:
             self._end_broken(action)
+        if self._unread:
+            self._suspend_unread()
 
     # --- inside ---
+
+    def _suspend_unread(self) -> None:
+        """A request that cannot be suspended now is tried again at its next delivery."""
+        unread = self._unread.copy()
+        self._unread.clear()
+        for stream in unread:
+            if self._streams.get(stream.key) is stream and not stream.is_suspended:
+                actions = self._dispatch.suspend(stream.key, self.now())
+                stream.is_suspended = bool(actions)
+                self.perform(actions)
+
+    def _go_on(self, stream: OutputStream) -> None:
+        if self._streams.get(stream.key) is stream:
+            self.perform(self._dispatch.go_on(stream.key, self.now()))
 
     def _note_news(self, kind: str, replica_id: str, model: str = "", told: str = "") -> None:
         num_requests = self._dispatch.num_attempts(replica_id)

@@ -17,6 +17,7 @@ _CAUSES: Final = {
     RequestEvent.SUSPECT: Cause.LOST,
     RequestEvent.GIVE_BACK: Cause.RETURNED,
     RequestEvent.MOVE: Cause.MOVED,
+    RequestEvent.SUSPEND: Cause.UNREAD,
 }
 IN_ROUTER: Final = "router"
 IN_REPLICA: Final = "replica"
@@ -34,6 +35,8 @@ class DispatchStats:
         """Output tokens that were sent along, to be continued after, by model."""
         self.pause_s: defaultdict[str, Histogram] = defaultdict(Histogram)
         """From the end of an attempt that had output to the first output of the next one, by model."""
+        self.suspended: Counter[str] = Counter()
+        """Requests whose replica was given to others because their clients did not read, by model."""
         self.replicas_lost: Counter[str] = Counter()
         """Replicas whose links were lost while they were up and not leaving, by model."""
 
@@ -43,7 +46,8 @@ class DispatchStats:
         if attempts:
             cause = attempts[-1].cause
             assert cause is not None, "one attempt ends before the next begins"
-            self.failovers[state.model, str(cause)] += 1
+            if cause is not Cause.UNREAD:
+                self.failovers[state.model, str(cause)] += 1
         else:
             waited_s = now - state.timeline.opened_s
             self.queue_s[state.model, _class_of(state), IN_ROUTER].note(waited_s)
@@ -57,13 +61,14 @@ class DispatchStats:
         attempt.first_output_s, attempt.queued_s = now, queued_s
         self.queue_s[state.model, _class_of(state), IN_REPLICA].note(queued_s)
         had_output = [one for one in earlier if one.first_output_s is not None]
-        if had_output and had_output[-1].ended_s is not None:
+        if had_output and had_output[-1].ended_s is not None and earlier[-1].cause is not Cause.UNREAD:
             self.pause_s[state.model].note(now - had_output[-1].ended_s)
 
     def note_taken_back(self, state: RequestState, event: RequestEvent, now: float) -> None:
         """An attempt has ended, and its request has not."""
         attempt = state.timeline.attempts[-1]
         attempt.ended_s, attempt.cause = now, _CAUSES[event]
+        self.suspended[state.model] += event is RequestEvent.SUSPEND
 
 
 def _class_of(state: RequestState) -> str:

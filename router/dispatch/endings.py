@@ -9,7 +9,7 @@ from typing import Final
 
 from holdfast.router.dispatch.placement import Placement
 from holdfast.router.dispatch.request_state import RequestState
-from holdfast.router.dispatch.request_status import RequestEvent
+from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.events import Action, Fail, SendAbort
 from holdfast.router.replicas.versions import VersionLedger
@@ -54,6 +54,7 @@ class Endings:
     def expire(self, state: RequestState) -> list[Action]:
         """Ends one whose deadline has passed."""
         doing = "waited for a replica" if state.status.is_waiting else "ran"
+        doing = "waited for its client to read" if state.status is RequestStatus.SUSPENDED else doing
         num_tokens = len(state.output_token_ids)
         error = DeadlineExceededError(f"time was up while the request {doing}, after {num_tokens} output tokens")
         return self.fail(state, error)
@@ -74,7 +75,7 @@ class Endings:
         actions: list[Action] = []
         if state.status.is_waiting:
             self._queue.remove(state)
-        else:
+        elif state.status is not RequestStatus.SUSPENDED:
             attempt = self._requests.end_attempt(state)
             if event is RequestEvent.FINISH:
                 self._ledger.note_finished(state.model, attempt.replica.version)

@@ -1,16 +1,21 @@
 """Output buffer of one sequence, between the dispatch host and one reader. A pure core.
 
-Output that the reader has not fetched is merged into one delivery: a slow reader delays nobody, and the buffer is
-bounded by the request's own output. What may not live here: who reads, and how the reader waits.
+Output that the reader has not fetched is merged into one delivery: a slow reader delays nobody. The buffer is bounded
+by the request's own output, and where there is a limit (`UnreadLimit`), its request is suspended soon after the buffer
+has exceeded that. What may not live here: who reads, and how the reader waits.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import Deliver
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.request import SequenceKey
+
+BEHIND_AT_LEAST_S: Final = 1.0
+"""A reader that is behind for less may be held up by its own event loop, and is not called slow."""
 
 MERGED_AT: Final = 64
 """This many unfetched deliveries are merged into one, because each costs more memory than its tokens."""
@@ -21,6 +26,18 @@ inside the dispatch host, and must not call back into it.
 """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadLimit:
+    """When a stream's reader is too far behind for its request to keep a replica, and who is told."""
+
+    max_tokens: int
+    """That wait for a reader which has been behind for `BEHIND_AT_LEAST_S`."""
+    on_unread: Callable[["OutputStream"], None]
+    """Called at each delivery from there on. It runs inside the dispatch host, and must not call back into it."""
+    on_read: Callable[["OutputStream"], None]
+    """Called once a stream that `is_suspended` has been read to its last token. It runs in the reader."""
+
+
 class OutputStream:
     """Filled by `push` and `fail`, emptied by `poll`. `on_output` is called whenever there is something to poll.
 
@@ -29,22 +46,36 @@ class OutputStream:
 
     __slots__ = (
         "_behind_since",
+        "_limit",
         "_now",
         "_on_output",
         "_pending",
         "behind_s",
         "error",
+        "is_suspended",
         "key",
         "notifies_each_step",
         "num_tokens",
+        "num_unread",
         "taker",
         "timeline",
         "watch",
     )
 
-    def __init__(self, key: SequenceKey, on_output: Callable[[], None], now: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(
+        self,
+        key: SequenceKey,
+        on_output: Callable[[], None],
+        now: Callable[[], float] = lambda: 0.0,
+        limit: UnreadLimit | None = None,
+    ) -> None:
         """`now` is asked when the reader falls behind and when it has caught up, and not for each delivery."""
         self.key = key
+        self._limit = limit
+        self.num_unread = 0
+        """Tokens that wait for the reader."""
+        self.is_suspended = False
+        """No replica runs its request, since they do; set by `on_unread`."""
         self.timeline = Timeline()
         """Of its request; the dispatcher fills it."""
         self.behind_s = 0.0
@@ -74,6 +105,9 @@ class OutputStream:
         if is_last or (self._pending and self.notifies_each_step):
             self._note_behind()
         self._pending.append(delivery)
+        self.num_unread += len(delivery.token_ids)
+        if self._limit is not None and not is_last and self.num_unread >= self._limit.max_tokens:
+            self._check_reader(self._limit)
         if self.notifies_each_step or is_last:
             self._on_output()
         elif len(self._pending) >= MERGED_AT:
@@ -91,10 +125,23 @@ class OutputStream:
             if self._behind_since is not None:
                 self.behind_s += self._now() - self._behind_since
                 self._behind_since = None
+            self._note_read(delivery)
             return delivery
         if self.error is not None:
             raise self.error.with_traceback(None)  # one error may end many streams
         return None
+
+    def _check_reader(self, limit: UnreadLimit) -> None:
+        """A reader that waits for the end is never behind."""
+        since = self._behind_since
+        if since is not None and not self.is_suspended and self._now() - since >= BEHIND_AT_LEAST_S:
+            limit.on_unread(self)
+
+    def _note_read(self, delivery: Deliver) -> None:
+        self.num_unread -= len(delivery.token_ids)
+        if self.is_suspended and not self._pending and self._limit is not None:
+            self.is_suspended = False
+            self._limit.on_read(self)
 
     def _first(self) -> Deliver:
         """All that waits, as far as one replica has made it."""

@@ -141,6 +141,18 @@ class Placement:
         state.note(event)
         self.queue.put_back(state, now)
 
+    def suspend(self, state: RequestState, now: float) -> SendAbort:
+        """Takes back the attempt of a request whose client does not read: its replica has room for others."""
+        attempt = self._requests.end_attempt(state)
+        self.stats.note_taken_back(state, RequestEvent.SUSPEND, now)
+        state.note(RequestEvent.SUSPEND)
+        return SendAbort(replica_id=attempt.replica.facts.replica_id, attempt=attempt.number)
+
+    def go_on(self, state: RequestState, now: float) -> None:
+        """The client of a suspended request has read what there was: it waits, ahead of new ones of its class."""
+        state.note(RequestEvent.CONTINUE)
+        self.queue.put_back(state, now)
+
     def lose_all(self, replica: ReplicaState, now: float) -> list[RequestState]:
         """A replica was lost. Requeues its requests, except those that must not be retried, which are returned.
 
@@ -191,11 +203,12 @@ class Placement:
                     yield gone_at
 
     def check_integrity(self) -> None:
-        """Asserts that every request is either queued or running on a replica that is up."""
+        """Asserts that every request is queued, or running on a replica that is up, or suspended."""
         self.queue.check_integrity()
         self.quarantine.check_integrity()
         num_running = sum(len(replica.attempts) for replica in self._registry)
-        assert len(self._requests) == len(self.queue) + num_running
+        num_suspended = sum(state.status is RequestStatus.SUSPENDED for state in self._requests)
+        assert len(self._requests) == len(self.queue) + num_running + num_suspended
         num_waiting = sum(state.status.is_waiting for state in self._requests)
         assert num_waiting == len(self.queue), f"{num_waiting} requests wait, {len(self.queue)} of them in the queue"
 

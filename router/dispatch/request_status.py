@@ -3,14 +3,15 @@
 What may live here: states, events, and the order in which requests of each state wait. What may not: the request itself
 (`request_state.py`), and when an event comes (`dispatch.py`, `placement.py`, `progress.py`).
 
-                SEND      OUTPUT    CLEAR    GIVE_BACK  LOSE      SUSPECT  MOVE      FINISH
+                SEND      OUTPUT    CLEAR    GIVE_BACK  LOSE      SUSPECT  MOVE      SUSPEND    CONTINUE  FINISH
     QUEUED      SENT
     RETURNED    SENT
     RETRYING    SENT
     HELD        ON_TRIAL
-    SENT                  RUNNING            RETURNED   RETRYING  HELD     SENT
-    RUNNING               RUNNING            RETURNED   RETRYING  HELD     SENT      FINISHED
-    ON_TRIAL              ON_TRIAL  RUNNING  HELD       HELD               ON_TRIAL  FINISHED
+    SENT                  RUNNING            RETURNED   RETRYING  HELD     SENT      SUSPENDED
+    RUNNING               RUNNING            RETURNED   RETRYING  HELD     SENT      SUSPENDED            FINISHED
+    ON_TRIAL              ON_TRIAL  RUNNING  HELD       HELD               ON_TRIAL                       FINISHED
+    SUSPENDED                                                                                   RETURNED
 
 From each of these FAIL leads to FAILED, CANCEL to CANCELLED, HAND_OVER to HANDED_OVER. Any other event is a bug of ours
 and raises `InternalError`.
@@ -27,7 +28,7 @@ class RequestStatus(Enum):
     QUEUED = "queued"
     """It waits for its first replica."""
     RETURNED = "returned"
-    """It waits for another replica: the last one was full, or left while it was retiring."""
+    """It waits for another replica: the last one was full, or left while it was retiring; or it was suspended."""
     RETRYING = "retrying"
     """It waits for another replica because the last one failed: sending it again uses the retry budget."""
     HELD = "held"
@@ -38,6 +39,8 @@ class RequestStatus(Enum):
     """It has an attempt with output."""
     ON_TRIAL = "on trial"
     """It has an attempt, and if the replica crashes now, the request is the culprit."""
+    SUSPENDED = "suspended"
+    """It waits for its client to read the output that there is, and no replica runs it."""
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -89,6 +92,10 @@ class RequestEvent(Enum):
     """Its replica crashed, which makes it a quarantine suspect."""
     MOVE = "move"
     """Another replica continues it without a wait in the queue."""
+    SUSPEND = "suspend"
+    """Its client does not read: its attempt is taken back."""
+    CONTINUE = "continue"
+    """Its client has read all that there was: it waits for a replica again."""
     FINISH = "finish"
     FAIL = "fail"
     CANCEL = "cancel"
@@ -106,6 +113,7 @@ _RUNS: Final = {
     RequestEvent.LOSE: RequestStatus.RETRYING,
     RequestEvent.SUSPECT: RequestStatus.HELD,
     RequestEvent.MOVE: RequestStatus.SENT,
+    RequestEvent.SUSPEND: RequestStatus.SUSPENDED,
 }
 TRANSITIONS: Final[Mapping[RequestStatus, Mapping[RequestEvent, RequestStatus]]] = {
     RequestStatus.QUEUED: {RequestEvent.SEND: RequestStatus.SENT, **_ENDS},
@@ -123,6 +131,7 @@ TRANSITIONS: Final[Mapping[RequestStatus, Mapping[RequestEvent, RequestStatus]]]
         RequestEvent.FINISH: RequestStatus.FINISHED,
         **_ENDS,
     },
+    RequestStatus.SUSPENDED: {RequestEvent.CONTINUE: RequestStatus.RETURNED, **_ENDS},
     RequestStatus.FINISHED: {},
     RequestStatus.FAILED: {},
     RequestStatus.CANCELLED: {},

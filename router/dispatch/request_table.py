@@ -133,7 +133,8 @@ class RequestTable:
         """Asserts that the indices agree with the states."""
         assert len(self.deadlines) == len(self._states)
         for state in self._states.values():
-            assert state.status.is_waiting or state.status.has_attempt, f"{state.request_id} is over and open"
+            is_suspended = state.status is RequestStatus.SUSPENDED
+            assert state.status.is_waiting or state.status.has_attempt or is_suspended, f"{state.request_id} is over"
             assert state.status.has_attempt == (state.attempt is not None), f"{state.request_id}: {state.status}"
         assert sum(map(len, self._by_request.values())) == len(self._states)
         running = {key: state.attempt for key, state in self._states.items() if state.attempt is not None}

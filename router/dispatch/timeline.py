@@ -18,6 +18,8 @@ class Cause(StrEnum):
     """Its replica was full, or left in peace."""
     MOVED = "moved"
     """Its replica was leaving, and another one had room."""
+    UNREAD = "unread"
+    """Its client did not read what there was."""
 
 
 @dataclass(slots=True)
@@ -49,6 +51,8 @@ class Phases:
     decode_s: float = 0.0
     failover_s: float = 0.0
     """From each end of an attempt to the first output of the next one; and of an attempt without output, all of it."""
+    suspended_s: float = 0.0
+    """Until it was sent to a replica again after its client had not read."""
 
 
 @dataclass(slots=True)
@@ -60,8 +64,8 @@ class Timeline:
 
     @property
     def num_failovers(self) -> int:
-        """How often it was sent to a replica once more."""
-        return max(0, len(self.attempts) - 1)
+        """How often it was sent to a replica once more, and not because its client had not read."""
+        return sum(one.cause is not Cause.UNREAD for one in self.attempts[:-1])
 
     def phases(self, ended_s: float) -> Phases:
         """Of a request that has ended."""
@@ -75,13 +79,17 @@ class Timeline:
             prefill_s = first.first_output_s - first.sent_s - replica_queue_s
         elif len(self.attempts) == 1 and first.ended_s is None:
             prefill_s = ended_s - first.sent_s
-        known_s = queue_s + replica_queue_s + prefill_s + decode_s
+        sent_again = [*(one.sent_s for one in self.attempts[1:]), ended_s]
+        suspended = zip(self.attempts, sent_again, strict=True)
+        suspended_s = sum(again_s - (one.ended_s or 0.0) for one, again_s in suspended if one.cause is Cause.UNREAD)
+        known_s = queue_s + replica_queue_s + prefill_s + decode_s + suspended_s
         return Phases(
             queue_s=queue_s,
             replica_queue_s=replica_queue_s,
             prefill_s=prefill_s,
             decode_s=decode_s,
             failover_s=max(0.0, ended_s - self.opened_s - known_s),
+            suspended_s=suspended_s,
         )
 
 

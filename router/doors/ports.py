@@ -10,6 +10,7 @@ from holdfast.router.config import LimitsConfig
 from holdfast.router.doors.connection_guard import ConnectionGuard
 from holdfast.router.doors.grpc import health
 from holdfast.router.doors.http.server import HttpServer
+from holdfast.router.overload.overload import Overload
 from holdfast.worker.security.tls import ServerTls, add_port
 
 if TYPE_CHECKING:
@@ -49,11 +50,13 @@ class Ports:
         self.grpc = f"{host}:{bound}"
         logger.info("the router listens on %s", self.grpc)
 
-    async def serve_http(self, app: "ASGIApp", limits: LimitsConfig, host: str, port: int) -> None:
+    async def serve_http(
+        self, app: "ASGIApp", limits: LimitsConfig, host: str, port: int, overload: Overload | None = None
+    ) -> None:
         """Raises `RuntimeError` if the port is taken; then nothing is served."""
         tls = None if self._tls is None else self._tls.context()
         try:
-            self._http_server = HttpServer(app, host, port, tls, limits, self._guard)
+            self._http_server = HttpServer(app, host, port, tls, limits, self._guard, overload)
         except OSError as taken:
             await self._server.stop(None)
             raise RuntimeError(f"HTTP cannot listen on {host}:{port}: {taken}") from taken

@@ -11,9 +11,10 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.config import LimitsConfig, OverloadConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.orders import Orders
+from holdfast.router.overload.overload import Overload
 
 _LIBRARIES: Final = ("holdfast", "grpcio", "protobuf", "tokenizers", "ray")
 
@@ -25,6 +26,8 @@ def state_dump(
     limits: LimitsConfig,
     recent_errors: Sequence[str],
     num_paused: int,
+    overload: Overload,
+    protection: OverloadConfig,
 ) -> str:
     """One JSON object, with its keys in order."""
     state = {
@@ -41,12 +44,28 @@ def state_dump(
             "queued": host.num_queued,
             "resent": host.stats.failovers.total(),
             "paused": num_paused,
+            "suspended": host.num_suspended,
         },
+        "overload": overload_state(overload),
         "orders": asdict(orders),
         "recent_errors": list(recent_errors),
-        "settings": {"router": config.model_dump(mode="json"), "limits": limits.model_dump(mode="json")},
+        "settings": {
+            name: one.model_dump(mode="json")
+            for name, one in (("router", config), ("limits", limits), ("overload", protection))
+        },
     }
     return json.dumps(state, indent=1, default=_plain)
+
+
+def overload_state(overload: Overload) -> dict[str, Any]:
+    """Pressures, the actions that are on with what they are on for, counts of what each has done, bytes in flight."""
+    return {
+        "pressures": {str(name): round(pressure, 3) for name, pressure in overload.pressures.items()},
+        "active": {str(action): str(resource) for action, resource in overload.active.items()},
+        "counts": {str(action): count for action, count in overload.counts.items()},
+        "bytes_in_flight": overload.ledger.num_bytes,
+        "over_budget": dict(overload.ledger.refusals),
+    }
 
 
 def _plain(value: Any) -> Any:

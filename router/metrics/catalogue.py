@@ -42,8 +42,8 @@ OF_REQUESTS: Final = (
         C,
         ("model", "outcome"),
         "Requests that have ended, through all doors, by how: stop, length, abort, cancelled, invalid, denied, "
-        "rate_limit, capacity, unavailable, deadline, handed_over, internal. What was refused before its model was "
-        "known has an empty one",
+        "rate_limit, capacity, overload, unavailable, deadline, handed_over, internal. What was refused before its "
+        "model was known has an empty one",
     ),
     Metric("holdfast_requests_open", G, (), "Requests that are open in this router"),
     Metric("holdfast_requests_queued", G, (), "Those of them that wait for a replica"),
@@ -103,6 +103,43 @@ OF_CONNECTIONS: Final = (
     ),
     Metric("holdfast_calls_reset_total", C, (), "Calls over gRPC that their clients have ended within a second"),
 )
+OF_OVERLOAD: Final = (
+    Metric(
+        "holdfast_overload_pressure_ratio",
+        G,
+        ("resource",),
+        "What a router uses of its limits, 1 being all of it: memory, loop_delay, bytes (in flight, or not read), "
+        "requests (open)",
+    ),
+    Metric(
+        "holdfast_overload_action_active",
+        G,
+        ("action",),
+        "Whether (1) or not (0) a router protects itself by it now: shrink_heap, stop_accepting, shed_low, shed_new, "
+        "close_greediest, shed_resumed",
+    ),
+    Metric(
+        "holdfast_overload_actions_total",
+        C,
+        ("action",),
+        "What each of these has done: connections and requests refused, requests ended, times that memory was given "
+        "back",
+    ),
+    Metric("holdfast_bytes_in_flight", G, (), "Bytes of requests that have arrived and are not decoded"),
+    Metric(
+        "holdfast_byte_budget_refusals_total",
+        C,
+        ("setting",),
+        "Requests refused because a budget of bytes in flight was used up, by the setting of the budget",
+    ),
+    Metric("holdfast_requests_suspended", G, (), "Open requests that no replica runs, since their clients do not read"),
+    Metric(
+        "holdfast_suspensions_total",
+        C,
+        _MODEL,
+        "Requests taken off their replica because their clients did not read (limits.max_unread_tokens)",
+    ),
+)
 OF_REPLICAS: Final = (
     Metric("holdfast_replica_requests_running", G, _REPLICA, "Sequences that a replica runs"),
     Metric("holdfast_replica_requests_waiting", G, _REPLICA, "Sequences that wait in a replica"),
@@ -160,6 +197,7 @@ SECTIONS: Final[Mapping[str, tuple[Metric, ...]]] = {
     "Requests": OF_REQUESTS,
     "Failover": OF_FAILOVER,
     "Connections": OF_CONNECTIONS,
+    "Overload": OF_OVERLOAD,
     "Replicas": OF_REPLICAS,
     "Gateways": OF_GATEWAYS,
     "Process": OF_THE_PROCESS,

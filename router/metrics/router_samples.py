@@ -13,6 +13,7 @@ from holdfast.router.dispatch.dispatch_stats import DispatchStats
 from holdfast.router.metrics.exposition import Sample
 from holdfast.router.metrics.replica_samples import gateway_samples, process_samples, replica_samples
 from holdfast.router.requests.poison_watch import PoisonWatch
+from holdfast.router.overload.overload import Overload, OverloadAction
 from holdfast.router.requests.request_stats import ModelStats, RequestStats
 from holdfast.worker.request import Priority
 
@@ -34,6 +35,7 @@ def router_samples(
     responses: Mapping[tuple[str, int], int],
     connections: ConnectionCounts | None = None,
     watch: PoisonWatch | None = None,
+    overload: Overload | None = None,
 ) -> Iterator[Sample]:
     """As they are now. `responses` are those of the HTTP door, by path and status; the `watch` is the router's."""
     if connections is not None:
@@ -48,6 +50,9 @@ def router_samples(
         yield Sample("holdfast_router_suspects_total", (verdict,), count)
     yield Sample("holdfast_requests_open", (), host.num_open)
     yield Sample("holdfast_requests_queued", (), host.num_queued)
+    yield Sample("holdfast_requests_suspended", (), host.num_suspended)
+    if overload is not None:
+        yield from _of_overload(overload)
     yield from _of_dispatch(host.stats)
     yield from _of_replicas(host)
     yield from process_samples(version("holdfast"))
@@ -76,8 +81,21 @@ def _of_dispatch(stats: DispatchStats) -> Iterator[Sample]:
         yield Sample("holdfast_replayed_tokens_total", (model,), count)
     for model, histogram in stats.pause_s.items():
         yield Sample("holdfast_pause_seconds", (model,), histogram)
+    for model, count in stats.suspended.items():
+        yield Sample("holdfast_suspensions_total", (model,), count)
     for model, count in stats.replicas_lost.items():
         yield Sample("holdfast_replicas_lost_total", (model,), count)
+
+
+def _of_overload(overload: Overload) -> Iterator[Sample]:
+    for resource, pressure in overload.pressures.items():
+        yield Sample("holdfast_overload_pressure_ratio", (resource,), pressure)
+    for action in OverloadAction:
+        yield Sample("holdfast_overload_action_active", (action,), float(action in overload.active))
+        yield Sample("holdfast_overload_actions_total", (action,), overload.counts[action])
+    yield Sample("holdfast_bytes_in_flight", (), overload.ledger.num_bytes)
+    for setting, count in overload.ledger.refusals.items():
+        yield Sample("holdfast_byte_budget_refusals_total", (setting,), count)
 
 
 def _of_replicas(host: DispatchHost) -> Iterator[Sample]:

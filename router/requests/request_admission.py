@@ -13,6 +13,8 @@ from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.events import ModelStatus
+from holdfast.router.overload.byte_ledger import current_lease
+from holdfast.router.overload.overload import Overload
 from holdfast.router.request import GenerationRequest, check_text
 from holdfast.router.requests.open_answers import OpenAnswers
 from holdfast.router.requests.pauses import Pauses
@@ -23,7 +25,7 @@ from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.router.text.vocabulary import check_vocabulary, resolved
 from holdfast.worker.errors import InvalidRequestError, RateLimitError, ReplicaError, UnknownModelError
-from holdfast.worker.request import EngineRequest
+from holdfast.worker.request import EngineRequest, Priority
 
 OPEN_RETRY_S: Final = 1.0
 """When to come again where a tenant has as many open requests as it may have."""
@@ -52,12 +54,14 @@ class RequestAdmission:
         limits: LimitsConfig,
         gate: Gate,
         open_answers: OpenAnswers,
+        overload: Overload | None = None,
     ) -> None:
         self._dispatch_host = dispatch_host
         self._tokenizers = tokenizers
         self._limits = limits
         self._gate = gate
         self._open_answers = open_answers
+        self._overload = overload
         self.is_closed = False
         """New requests are refused."""
         self.pauses = Pauses(limits.max_queued)
@@ -90,6 +94,7 @@ class RequestAdmission:
 
     async def admit(self, request: GenerationRequest, time_remaining_s: float | None) -> AdmittedRequest:
         self.check_open()
+        self.check_overload(request.priority, is_resumed=request.resume is not None)
         request.check(self._limits)
         caller, now = self._gate.caller(), self._dispatch_host.now()
         request = caller.charged(request, now)
@@ -132,6 +137,13 @@ class RequestAdmission:
         check_ends(field, received, sibling, facts.eos_token_ids)
         await self._tokenizers.check_output(admitted.model.name, field, sibling.grammar, received, facts.eos_token_ids)
         return await asyncio.to_thread(new_sequence, sibling, text, resume, index, len(admitted.echo))
+
+    def check_overload(self, priority: Priority = Priority.NORMAL, *, is_resumed: bool = False) -> None:
+        """Raises `OverloadedError` where the router protects itself from what the running task asks for."""
+        if self._overload is not None:
+            lease, now = current_lease(), self._dispatch_host.now()
+            is_guest = lease is not None and lease.is_guest
+            self._overload.check_new(priority, is_resumed=is_resumed, now=now, is_guest=is_guest)
 
     def check_open(self) -> None:
         if self.is_closed:

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
-from holdfast.router.dispatch.call import open_call
+from holdfast.router.dispatch.call import Call, open_call
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.parallel_sampling import siblings
 from holdfast.router.events import Deliver, ModelStatus
+from holdfast.router.overload.byte_ledger import current_lease
+from holdfast.router.overload.overload import Overload
 from holdfast.router.request import GenerationRequest, check_text
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
@@ -38,6 +40,7 @@ from holdfast.worker.errors import (
     DeadlineExceededError,
     InvalidRequestError,
 )
+from holdfast.worker.request import Priority
 from holdfast.worker.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -54,15 +57,18 @@ class RequestProcessor:
         limits: LimitsConfig,
         gate: Gate | None = None,
         tracer: "Tracer | None" = None,
+        overload: Overload | None = None,
     ) -> None:
-        """Without a `gate` everyone may ask for everything; without a `tracer` nothing is traced."""
+        """Without a `gate` everyone may ask for everything; without a `tracer` nothing is traced; without an `overload`
+        manager nothing is shed.
+        """
         self._dispatch_host = dispatch_host
         self._gate = gate or Gate()
         self._tokenizers = tokenizers
         self._limits = limits
         self._chat_styles: dict[str, tuple[Tokenizer, ChatStyle]] = {}
         self._open_answers = OpenAnswers()
-        self._admission = RequestAdmission(dispatch_host, tokenizers, limits, self._gate, self._open_answers)
+        self._admission = RequestAdmission(dispatch_host, tokenizers, limits, self._gate, self._open_answers, overload)
         self.stats = RequestStats()
         self._tracer = None if tracer is None else RequestTracer(tracer, dispatch_host.now)
 
@@ -74,6 +80,10 @@ class RequestProcessor:
     def close(self) -> None:
         """From here on new requests are refused; open ones go on."""
         self._admission.is_closed = True
+
+    def check_overload(self, priority: Priority = Priority.NORMAL, *, is_resumed: bool = False) -> None:
+        """As `RequestAdmission.check_overload`, for what is asked before a request is known, or is none."""
+        self._admission.check_overload(priority, is_resumed=is_resumed)
 
     @property
     def pauses(self) -> Pauses:
@@ -160,7 +170,7 @@ class RequestProcessor:
             texts=[sequence.text for sequence in sequences],
         )
         _note_admitted()
-        with closing(call), self._open_answers.holding(answer, engine_request.key):
+        with closing(call), _leased(call), self._open_answers.holding(answer, engine_request.key):
             try:
                 yield answer
             finally:
@@ -227,11 +237,13 @@ class RequestProcessor:
 
     async def tokenize(self, model: str, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The token ids of a text prompt. Raises `HoldfastError`."""
+        self.check_overload()
         check_text(text, self._limits)
         return await self._tokenizers.encode(self.model(model).name, text, add_special_tokens)
 
     async def tokenize_chat(self, model: str, chat: Chat) -> tuple[int, ...]:
         """The token ids of a chat's prompt. Raises `HoldfastError`."""
+        self.check_overload()
         chat.check(self._limits)
         text = await self._tokenizers.render(self.model(model).name, chat)
         check_text(text, self._limits, "chat")
@@ -239,6 +251,7 @@ class RequestProcessor:
 
     async def render(self, model: str, chat: Chat) -> str:
         """The text of a chat's prompt. Raises `HoldfastError`."""
+        self.check_overload()
         chat.check(self._limits)
         return await self._tokenizers.render(self.model(model).name, chat)
 
@@ -270,6 +283,7 @@ class RequestProcessor:
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         """The text of token ids. Raises `HoldfastError`."""
+        self.check_overload()
         status = self.model(model)
         if len(token_ids) > status.facts.max_model_len:
             limit = f"must be at most {status.facts.max_model_len} token ids, the model's maximum context length"
@@ -281,6 +295,21 @@ class RequestProcessor:
 def _note_admitted() -> None:
     if (reading := current_reading()) is not None:
         reading.admitted()
+
+
+@contextmanager
+def _leased(call: Call) -> Iterator[None]:
+    """The input of the running task's request is decoded; what its lease holds from here on is unread output."""
+    lease = current_lease()
+    if lease is None:
+        yield
+        return
+    lease.give_back()
+    lease.endings.append(call)
+    try:
+        yield
+    finally:
+        lease.endings.remove(call)
 
 
 def _received(sequences: Sequence[NewSequence], resume: Resume, echo: str) -> tuple[Deliver, ...]:

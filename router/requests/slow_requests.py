@@ -49,6 +49,7 @@ def where_its_time_went(ended: EndedRequest) -> dict[str, float]:
         "prefill_s": phases.prefill_s,
         "decode_s": phases.decode_s,
         "failover_s": phases.failover_s,
+        "suspended_s": phases.suspended_s,
         "reader_s": ended.reader_wait_s,
     }
 

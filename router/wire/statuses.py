@@ -19,6 +19,7 @@ from google.rpc.status_pb2 import Status
 
 from holdfast.worker.errors import (
     AuthenticationError,
+    ByteBudgetError,
     CallerError,
     CapacityError,
     ConfigurationError,
@@ -27,6 +28,7 @@ from holdfast.worker.errors import (
     InternalError,
     InvalidRequestError,
     ModelPausedError,
+    OverloadedError,
     PermissionDeniedError,
     QueueFullError,
     RateLimitError,
@@ -74,6 +76,9 @@ KINDS: Final[dict[type[HoldfastError], Kind]] = {
     CallerError: Kind(grpc.StatusCode.INVALID_ARGUMENT, "CALLER"),
     QueueFullError: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     RateLimitError: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, "RATE_LIMIT"),
+    ByteBudgetError: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, "BYTE_BUDGET"),
+    # Not RESOURCE_EXHAUSTED: another router may have room, and clients go to the next one.
+    OverloadedError: Kind(grpc.StatusCode.UNAVAILABLE, "OVERLOADED"),
     CapacityError: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, "CAPACITY"),
     # ABORTED is gRPC's word for "try again, but from the start": sent again as it is, it would end in the same way.
     VersionGoneError: Kind(grpc.StatusCode.ABORTED, "VERSION_GONE", ("model", "version", "reason")),

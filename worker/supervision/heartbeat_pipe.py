@@ -6,18 +6,24 @@ What may live here: this side of the pipe. What may not: what happens to a proce
 
 import asyncio
 import logging
+import math
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from holdfast.worker.supervision.hang_supervisor import BEAT, INPUT, LARGE_INPUT
 from holdfast.worker.supervision.process_id import ProcessId
 
 logger = logging.getLogger(__name__)
+
+LARGE_BYTES: Final = 64 * 2**10
+"""Input of at least this size is always declared; smaller input as often as there are beats."""
 
 BEAT_EVERY_S: Final = 0.5
 """At most; a quarter of a shorter limit."""
@@ -40,6 +46,7 @@ class HeartbeatPipe:
         self._command = [sys.executable, "-I", "-S", "-c", program, str(limit_s), *whole_group]
         self._lock = threading.Lock()
         self._is_cut = False
+        self._declared_at = -math.inf
         self._hang_supervisor = self._start()
 
     @property
@@ -53,7 +60,7 @@ class HeartbeatPipe:
         """
         while not self._is_cut:
             try:
-                self._beat()
+                self._write(BEAT)
                 await asyncio.sleep(self._beat_every_s)
             except BrokenPipeError:
                 logger.warning("the hang supervisor of this process has ended: another takes its place")
@@ -64,6 +71,17 @@ class HeartbeatPipe:
                     logger.error("no hang supervisor can be started, and this process goes on without: %s", error)
                     return
 
+    def note_input(self, num_bytes: int) -> None:
+        """Declares that work on input of this size begins: a loop that it keeps is busy, and does not hang.
+
+        Cheap enough for every message. A pipe that is broken is the beats' to mend.
+        """
+        now, is_large = time.monotonic(), num_bytes >= LARGE_BYTES
+        if is_large or now - self._declared_at >= self._beat_every_s:
+            self._declared_at = now
+            with suppress(BrokenPipeError):
+                self._write(LARGE_INPUT if is_large else INPUT)
+
     def cut(self) -> None:
         """Ends the hang supervisor: this process, which ends its ranks, if any, itself, is not watched any more. Safe
         to call twice.
@@ -72,11 +90,11 @@ class HeartbeatPipe:
             self._is_cut = True
             self._dismiss()
 
-    def _beat(self) -> None:
+    def _write(self, what: bytes) -> None:
         with self._lock:
             if not self._is_cut:
                 with suppress(BlockingIOError):  # a hang supervisor that is stopped has more beats than it can read
-                    os.write(self._pipe, b".")
+                    os.write(self._pipe, what)
 
     def _start_again(self) -> None:
         with self._lock:

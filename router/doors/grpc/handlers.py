@@ -8,7 +8,7 @@ What may not live here: single methods (`server.py`), the codes of errors (`rout
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import isasyncgenfunction
 from typing import Any, NoReturn, Protocol, TypeAlias
@@ -19,6 +19,8 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from holdfast.router.doors.grpc.decoding import Decode, MessageDecoder
+from holdfast.router.doors.intake import Intake
+from holdfast.router.overload.byte_ledger import Lease, current_lease
 from holdfast.router.requests.poison_watch import PoisonWatch, begin_reading, end_reading
 from holdfast.router.requests.request_digest import lasting_part
 from holdfast.router.wire.statuses import call_status
@@ -54,6 +56,12 @@ class CallHooks:
     begun: Begun | None = None
     poison_watch: PoisonWatch | None = None
     """Told what is read; streams of requests it is not told of."""
+    intake: Intake | None = None
+    """Opens a lease for each call; without it nothing counts what calls hold."""
+
+    def lease(self, context: Context) -> AbstractContextManager[Lease | None]:
+        """Open while the call is."""
+        return nullcontext() if self.intake is None else self.intake.of_grpc(context.peer())
 
 
 def generic_handler(
@@ -71,7 +79,7 @@ def generic_handler(
 def _handler(
     method: MethodDescriptor, implementation: Any, decoder: MessageDecoder, hooks: CallHooks
 ) -> "grpc.RpcMethodHandler[Any, Any]":
-    decode = decoder.of(method.input_type)
+    decode = _taken(decoder.of(method.input_type))
     if hooks.poison_watch is not None and not method.client_streaming:
         decode = _noted(decode, method, hooks.poison_watch)
     serializer = GetMessageClass(method.output_type).SerializeToString
@@ -84,6 +92,17 @@ def _handler(
     if method.server_streaming:
         return grpc.unary_stream_rpc_method_handler(_stream(implementation, decode, hooks))
     return grpc.unary_unary_rpc_method_handler(_unary(implementation, decode, hooks), response_serializer=serializer)
+
+
+def _taken(decode: Decode) -> Decode:
+    """Takes the bytes of a message into the call's lease before anything is made of them."""
+
+    async def taken(data: bytes) -> Message:
+        if (lease := current_lease()) is not None:
+            lease.take(len(data))
+        return await decode(data)
+
+    return taken
 
 
 def _noted(decode: Decode, method: MethodDescriptor, watch: PoisonWatch) -> Decode:
@@ -153,7 +172,8 @@ async def _answering(context: Context, hooks: CallHooks) -> AsyncIterator[None]:
         hooks.begun(context)
     trailers = hooks.trailers
     try:
-        yield
+        with hooks.lease(context):
+            yield
         end_reading()
         if trailers is not None:
             context.set_trailing_metadata(trailers(is_error=False))

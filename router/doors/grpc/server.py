@@ -27,6 +27,7 @@ from holdfast.router.doors.grpc.decoding import MessageDecoder
 from holdfast.router.doors.grpc.handlers import CallHooks, Context, Trailers, generic_handler
 from holdfast.router.doors.grpc.reflection import add_reflection
 from holdfast.router.doors.grpc.request_ids import REQUEST_ID_HEADER, with_request_id
+from holdfast.router.doors.intake import Intake
 from holdfast.router.doors.public_answer import public_generation
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.poison_watch import PoisonWatch
@@ -43,6 +44,9 @@ SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 
 MAX_MS: Final = 2**31 - 1
 """gRPC's longest time, which means for ever."""
+
+UNCOUNTED: Final = ("grpc.health.v1.Health", "holdfast.v1.AdminService", "grpc.channelz.v1.Channelz")
+"""Services of balancers and operators, which are never refused for what others hold."""
 
 MAX_ARRIVING: Final = 2**15
 """Most calls that wait to be handled, about three seconds' worth."""
@@ -146,11 +150,12 @@ def build_server(
     guard: ConnectionGuard | None = None,
     decode_worker: DecodeWorker | None = None,
     poison_watch: PoisonWatch | None = None,
+    intake: Intake | None = None,
 ) -> grpc.aio.Server:
     """A server with these services and reflection, not yet bound or started. Made on a running event loop. `trailers`
     go with the end of every call. The `gate` lets calls in; without it all may come. The `guard` knows their
     connections. Large messages are decoded by the `decode_worker`, or one of the server's own. The `poison_watch` is
-    told what is read.
+    told what is read. The `intake` counts what calls hold, but for those of `UNCOUNTED`.
     """
     gate = gate or Gate()
     watch = CallWatch(guard or ConnectionGuard(limits, asks_for_keys=gate.is_locked), gate)
@@ -160,9 +165,13 @@ def build_server(
     if config.gzip_above is not None:
         interceptors.append(Gzip(config.gzip_above))
     server = grpc.aio.server(interceptors=interceptors, options=_options(config, limits))
-    hooks = CallHooks(trailers, watch.begun, poison_watch)
+    uncounted = CallHooks(trailers, watch.begun, poison_watch)
+    counted = replace(uncounted, intake=intake)
     decoder = MessageDecoder(public_bounds(limits), decode_worker or DecodeWorker())
-    handlers = [generic_handler(service, servicer, decoder, hooks) for service, servicer in servicers.items()]
+    handlers = [
+        generic_handler(service, servicer, decoder, uncounted if service.full_name in UNCOUNTED else counted)
+        for service, servicer in servicers.items()
+    ]
     server.add_generic_rpc_handlers(tuple(handlers))
     add_reflection(server, servicers, decoder)
     return server

@@ -31,6 +31,7 @@ from holdfast.router.doors.http.bodies import ChatBody, CompletionBody, Detokeni
 from holdfast.router.doors.http.body_bounds import body_bounds
 from holdfast.router.doors.http.chat_completions import ChatChunks, chat_request, whole_chat
 from holdfast.router.doors.http.completions import Completions, completion_requests
+from holdfast.router.doors.http.connection import CONNECTION, Connection
 from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, PLAIN_SEND, EventStream, Shape, Shortcut
 from holdfast.router.doors.http.messages import MessageEvents, whole_message
 from holdfast.router.doors.http.messages_body import CountBody, MessagesBody
@@ -50,7 +51,9 @@ from holdfast.router.doors.http.submission import (
     numbered_events,
     straight,
 )
+from holdfast.router.doors.intake import Intake, arriving
 from holdfast.router.doors.operators import Operators
+from holdfast.router.held_stream import RESUME
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
@@ -59,6 +62,7 @@ from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.requests.tracing import TRACEPARENT, note_incoming
 from holdfast.router.security.gate import Gate
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.request import Priority
 
 TENANT: Final = "x-tenant"
 NO_CONTENT: Final = 204
@@ -73,14 +77,26 @@ class Door(Starlette):
     exceptions, and streams answer their own.
     """
 
+    intake: Intake | None = None
+    """Opens the lease of each request."""
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[PLAIN_SEND] = send
         try:
-            await super().__call__(scope, receive, send)
+            await self._served(scope, receive, send)
         except BaseException as error:
             end_reading(error)
             raise
         end_reading()
+
+    async def _served(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.intake is None or scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        host, port = scope.get("client") or ("", 0)
+        connection: Connection | None = scope.get(CONNECTION)
+        with self.intake.of_http(host, port, is_guest=connection is not None and connection.is_guest):
+            await super().__call__(scope, receive, send)
 
 
 class HttpDoor:
@@ -97,10 +113,12 @@ class HttpDoor:
         guard: ConnectionGuard | None = None,
         decode_worker: DecodeWorker | None = None,
         poison_watch: PoisonWatch | None = None,
+        intake: Intake | None = None,
     ) -> None:
         """The `gate` lets requests in; without it all may come. Without `operators` there are no paths for them.
         `warnings`: what health says besides. The `guard` knows the connections of the server. Large bodies are decoded
-        by the `decode_worker`, or one of its own. The `poison_watch` is told what is read.
+        by the `decode_worker`, or one of its own. The `poison_watch` is told what is read. Without an `intake` nothing
+        counts what requests hold.
         """
         self._decode_worker = decode_worker or DecodeWorker()
         self._bounds = body_bounds(limits)
@@ -109,12 +127,14 @@ class HttpDoor:
         self._gate = gate or Gate()
         self._limits = limits
         self._guard = guard
+        self._intake = intake
         self._admin = [] if operators is None else AdminEndpoints(operators, self._content, self._bounds).routes()
         self._responses: Counter[tuple[str, int]] = Counter()
         is_killable = operators is not None and operators.may_kill
         self._state = StateEndpoints(
             request_processor, dispatch_host, self._responses, warnings, is_killable, guard, self._poison_watch
         )
+        self._state.overload = None if intake is None else intake.overload
 
     def stop(self) -> None:
         """From here on `/health` and `/ready` say no."""
@@ -143,7 +163,7 @@ class HttpDoor:
             ("POST", "/v1/messages", self.messages),
             ("POST", "/v1/messages/count_tokens", self.count_tokens),
         ]
-        return Door(
+        door = Door(
             routes=[
                 Route(
                     path,
@@ -155,6 +175,8 @@ class HttpDoor:
             ],
             exception_handlers={HTTPException: not_found},
         )
+        door.intake = self._intake
+        return door
 
     # --- generation ---
 
@@ -260,6 +282,8 @@ class HttpDoor:
     async def _submission(self, request: Request) -> tuple[Submission, bytes]:
         """Which request it is, and its body's own bytes."""
         note_incoming(request.headers.get(TRACEPARENT, ""))
+        # Before the body is read: what is shed whatever it says costs nothing more.
+        self._requests.check_overload(Priority.CRITICAL, is_resumed=RESUME in request.headers)
         return Submission.read(request.headers, await self._content(request))
 
     async def _redone(
@@ -364,11 +388,14 @@ class HttpDoor:
         """The bytes of a request's body, which must be called JSON, as many as are allowed."""
         check_json(request)
         parts, size, most = [], 0, self._limits.max_message_bytes
-        async for part in request.stream():
-            size += len(part)
-            if size > most:
-                raise InvalidRequestError("body", size, f"must have at most {most} bytes (limits.max_message_bytes)")
-            parts.append(part)
+        with arriving() as take:
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    limit = f"must have at most {most} bytes (limits.max_message_bytes)"
+                    raise InvalidRequestError("body", size, limit)
+                take(len(part))
+                parts.append(part)
         content = b"".join(parts)
         note_reading(self._poison_watch, request.url.path, request.headers, content)
         return content

@@ -13,6 +13,7 @@ from holdfast.router.doors.connection_guard import ConnectionGuard
 from holdfast.router.doors.http.connection import CONNECTION, Connection
 from holdfast.router.doors.http.page_files import PAGE
 from holdfast.router.doors.http.request_origin import RequestOrigins
+from holdfast.router.doors.intake import charge
 from holdfast.router.security.gate import Gate, bearer
 from holdfast.worker.errors import AuthenticationError
 
@@ -50,6 +51,7 @@ def guarded(
             _tell(guard, request, has_key=False)
             raise
         _tell(guard, request, has_key=True)
+        charge(caller)
         if path in OF_OPERATORS:
             caller.check_operator()
 

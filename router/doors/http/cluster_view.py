@@ -6,16 +6,20 @@ What may not live here: counting (`worker/stats.py`, `router/dispatch/dispatch_s
 from typing import Any
 
 from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.doors.state_dump import overload_state
 from holdfast.router.events import ReplicaLoad
+from holdfast.router.overload.overload import Overload
 
 
-def cluster_view(host: DispatchHost, *, is_killable: bool) -> dict[str, Any]:
+def cluster_view(host: DispatchHost, overload: Overload | None = None, *, is_killable: bool) -> dict[str, Any]:
     """As JSON. `is_killable`: operators may end replicas."""
     now = host.now()
     return {
         "is_killable": is_killable,
         "open": host.num_open,
         "queued": host.num_queued,
+        "suspended": host.num_suspended,
+        "overload": None if overload is None else overload_state(overload),
         "waiting": [
             {"model": model, "class": priority, "tenant": tenant, "count": count}
             for (model, priority, tenant), count in sorted(host.waiting().items())

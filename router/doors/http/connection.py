@@ -17,6 +17,8 @@ CONNECTION: Final = "holdfast.connection"
 class Connection(HttpToolsProtocol):
     """One client's. Its scopes have it."""
 
+    is_guest = False
+    """It came while the router accepted no connections: it may ask for health, for operators and to be resumed."""
     num_chunks = 0
     """Those that `write_chunk` has written."""
     client_connection: ClientConnection | None = None

@@ -11,12 +11,14 @@ from pydantic import ValidationError
 
 from holdfast.worker.errors import (
     AuthenticationError,
+    ByteBudgetError,
     CallerError,
     CapacityError,
     DeadlineExceededError,
     HoldfastError,
     InvalidRequestError,
     ModelPausedError,
+    OverloadedError,
     PermissionDeniedError,
     QueueFullError,
     RateLimitError,
@@ -57,6 +59,8 @@ _KINDS: Final[dict[type[HoldfastError], _Kind]] = {
     CallerError: _Kind(400, _BAD, "invalid_request"),
     QueueFullError: _Kind(429, "rate_limit_error", "queue_full", may_retry=True),
     RateLimitError: _Kind(429, "rate_limit_error", "rate_limit_exceeded", may_retry=True),
+    ByteBudgetError: _Kind(429, "rate_limit_error", "byte_budget", may_retry=True),
+    OverloadedError: _Kind(503, "server_error", "overloaded", may_retry=True),
     CapacityError: _Kind(429, "rate_limit_error", "no_capacity", may_retry=True),
     VersionGoneError: _Kind(503, "server_error", "version_gone"),  # sent again as it is, it would end alike
     ModelPausedError: _Kind(503, "server_error", "model_paused", may_retry=True),

@@ -10,6 +10,16 @@ from typing import Any, Final
 from holdfast.router.config import LimitsConfig
 from holdfast.router.doors.connection_guard import ConnectionGuard
 from holdfast.router.doors.http.connection import Connection
+from holdfast.router.overload.overload import Overload
+
+MOST_GUESTS: Final = 64
+"""Connections that came while none was accepted; more are refused before they say what they want."""
+
+REFUSED_RETRY_S: Final = 2
+MOST_BUFFERED: Final = 16 * 2**10
+"""Bytes that may wait in this process for a client to read before their writer waits: output that no longer counts as
+unread.
+"""
 
 HOST: Final = re.compile(rb"(\[[0-9A-Za-z:.%]+\]|[0-9A-Za-z._~!$&'()*+;=%-]*)(:[0-9]*)?")
 
@@ -18,10 +28,12 @@ class BoundedProtocol(Connection):
     """One connection. What goes over a bound is told its status where that can be told, and is closed."""
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
-        """`config` has `limits` and a `guard`, or None."""
+        """`config` has `limits`, a `guard` and an `overload` manager, or None, and the `guests` of the server."""
         super().__init__(config, *arguments, **options)
         self._limits: LimitsConfig = config.limits
         self._guard: ConnectionGuard | None = config.guard
+        self._overload: Overload | None = config.overload
+        self._guests: set[BoundedProtocol] = config.guests
         self._is_refused = False
         self._is_in_head = False
         self._num_head_bytes = 0
@@ -34,8 +46,11 @@ class BoundedProtocol(Connection):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(MOST_BUFFERED)
         if len(self.connections) > self._limits.max_connections:
             self._refuse(503, "the server has as many connections as it takes (limits.max_connections)")
+        elif self._overload is not None and not self._overload.takes_connection():
+            self._come_as_guest(self._overload)
         else:
             self._expect_request()
             if self._guard is not None and self.client is not None:
@@ -44,6 +59,7 @@ class BoundedProtocol(Connection):
                     self._close_strangers(self._guard)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._guests.discard(self)
         _cancel(self._arrival)
         _cancel(self._reading)
         super().connection_lost(exc)
@@ -79,6 +95,8 @@ class BoundedProtocol(Connection):
         self._check_upgrade(self._get_upgrade())
         if not self._is_refused:
             super().on_headers_complete()
+            if self.is_guest and self.cycle is not None:
+                self.cycle.keep_alive = False
 
     def _unsupported_upgrade_warning(self) -> None:
         """Of uvicorn 0.54: two lines of log for each request that offers another protocol, which it need not take."""
@@ -93,6 +111,15 @@ class BoundedProtocol(Connection):
             super().on_message_complete()
 
     # --- inside ---
+
+    def _come_as_guest(self, overload: Overload) -> None:
+        """It may send one request, which is served if it is one that is never refused for being new."""
+        if len(self._guests) >= MOST_GUESTS:
+            self._refuse(503, str(overload.refuse_connection()))
+            return
+        self.is_guest = True
+        self._guests.add(self)
+        self._expect_request()
 
     def _expect_request(self) -> None:
         _cancel(self._arrival)
@@ -135,6 +162,7 @@ class BoundedProtocol(Connection):
         if self.cycle is None or self.cycle.response_complete:
             body = message.encode()
             head = f"HTTP/1.1 {status} \r\ncontent-type: text/plain\r\ncontent-length: {len(body)}\r\nconnection: close"
+            head += f"\r\nretry-after: {REFUSED_RETRY_S}" if status == 503 else ""
             self.transport.write(head.encode() + b"\r\n\r\n" + body)
         self.transport.close()
 

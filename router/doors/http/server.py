@@ -15,7 +15,8 @@ from starlette.types import ASGIApp
 
 from holdfast.router.config import LimitsConfig
 from holdfast.router.doors.connection_guard import ConnectionGuard
-from holdfast.router.doors.http.protocol import BoundedProtocol
+from holdfast.router.doors.http.protocol import MOST_BUFFERED, BoundedProtocol
+from holdfast.router.overload.overload import Overload
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
@@ -34,6 +35,7 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
         limits: LimitsConfig | None = None,
         guard: ConnectionGuard | None = None,
+        overload: Overload | None = None,
     ) -> None:
         """Binds `host:port`, where port 0 is any free one. The `guard` is told of connections. Raises OSError if the
         port is taken.
@@ -44,6 +46,7 @@ class HttpServer:
             tls,
             limits or LimitsConfig(),
             guard,
+            overload,
             http=BoundedProtocol,
             ws="none",
             lifespan="off",
@@ -91,12 +94,15 @@ class _Config(uvicorn.Config):
         tls: ssl.SSLContext | None,
         limits: LimitsConfig,
         guard: ConnectionGuard | None,
+        overload: Overload | None,
         **options: Any,
     ) -> None:
         super().__init__(app, **options)
         self._tls = tls
         self.limits = limits
         self.guard = guard
+        self.overload = overload
+        self.guests: set[BoundedProtocol] = set()
 
     def load(self) -> None:
         super().load()
@@ -144,6 +150,7 @@ def _bound(host: str, port: int) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MOST_BUFFERED)  # connections inherit it
         bound.setblocking(False)
     except OSError:
         bound.close()

@@ -20,6 +20,7 @@ from holdfast.router.events import ModelStatus
 from holdfast.router.metrics.exposition import exposed
 from holdfast.router.metrics.router_samples import ConnectionCounts, router_samples
 from holdfast.router.metrics.router_samples import router_samples
+from holdfast.router.overload.overload import Overload
 from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.worker.errors import ReplicaError
@@ -41,6 +42,8 @@ class StateEndpoints:
         """`responses` counts them by path and status; `warnings` is what health says besides."""
         self.is_stopping = False
         """From when it is set, health says no."""
+        self.overload: Overload | None = None
+        """Whose state is told; None: there is none."""
         self._requests = request_processor
         self._dispatch_host = dispatch_host
         self._responses = responses
@@ -110,14 +113,19 @@ class StateEndpoints:
         return json_response({"server_load": host.num_open, "num_queued": host.num_queued, "replicas": replicas})
 
     async def cluster(self, request: Request) -> ASGIApp:
-        return json_response(cluster_view(self._dispatch_host, is_killable=self._is_killable))
+        return json_response(cluster_view(self._dispatch_host, self.overload, is_killable=self._is_killable))
 
     async def openapi(self, request: Request) -> ASGIApp:
         return json_response(description())
 
     async def metrics(self, request: Request) -> ASGIApp:
         samples = router_samples(
-            self._requests.stats, self._dispatch_host, self._responses, self._connections, self._poison_watch
+            self._requests.stats,
+            self._dispatch_host,
+            self._responses,
+            self._connections,
+            self._poison_watch,
+            self.overload,
         )
         text, media_type = exposed(samples)
         return Response(text, headers={"content-type": media_type})

@@ -13,8 +13,12 @@ from holdfast.cluster.serve import directory as directory_module
 from holdfast.cluster.serve.directory import DirectoryDeployment, Member, Role
 from holdfast.cluster.serve.membership import Lease
 from holdfast.cluster.serve.security import ClusterSecurity
+from holdfast.router.config import OverloadConfig
 from holdfast.router.doors.http.server import _Embedded
+from holdfast.router.doors.overload_probe import OverloadProbe
 from holdfast.router.links.link_watch import LinkWatch
+from holdfast.router.overload.byte_ledger import ByteLedger
+from holdfast.router.overload.overload import Overload
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.replica.link import RouterLink
 from holdfast.worker.supervision import hang_supervisor
@@ -42,7 +46,7 @@ class Pipe(HeartbeatPipe):
     def __init__(self) -> None:
         self._is_cut, self._beat_every_s = False, 0.5
 
-    def _beat(self) -> None:
+    def _write(self, what: bytes) -> None:
         pass
 
 
@@ -77,7 +81,10 @@ def test_an_idle_router_wakes_four_times_a_second():
                 limit_max_requests_jitter=0,
             )
         )
-        return await count(Pipe().keep_beating(), http.main_loop(), *(watch.until_frozen() for watch in watches))
+        probe = OverloadProbe(Overload(OverloadConfig(), ByteLedger(OverloadConfig()), 2**40), lambda: 0)
+        return await count(
+            Pipe().keep_beating(), http.main_loop(), probe.run(), *(watch.until_frozen() for watch in watches)
+        )
 
     assert run(router()) <= 4
 

@@ -139,6 +139,13 @@ class DispatchMachine(RuleBasedStateMachine):
         self.perform(self.dispatch.abort(SequenceKey("", request_id), self.now))
         assert self.clients[request_id].finish_reason == "abort"
 
+    @precondition(lambda self: self.open_clients())
+    @rule(data=st.data(), reads=st.booleans())
+    def reader_stops_or_reads_on(self, data, reads):
+        request_id = data.draw(st.sampled_from(self.open_clients()))
+        decide = self.dispatch.go_on if reads else self.dispatch.suspend
+        self.perform(decide(SequenceKey("", request_id), self.now))
+
     # --- replicas ---
 
     @rule(num_tokens=st.integers(0, 3), num_repeated=st.integers(0, 2), is_slow=st.booleans())

@@ -9,6 +9,7 @@ from collections import deque
 from hypothesis import settings
 
 from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.worker.request import SequenceKey
 from tests.examples import examples
 from tests.router.dispatch.test_dispatch_properties import REPLICAS, DispatchMachine, Replica
 
@@ -39,6 +40,8 @@ class FailoverMachine(DispatchMachine):
                 self.perform(self.dispatch.replica_retiring(replica_id, False, self.now))
             else:
                 self.replica_comes(replica_id)
+        for request_id in self.open_clients():
+            self.perform(self.dispatch.go_on(SequenceKey("", request_id), self.now))
         for _ in range(500):
             if not self.dispatch.num_open:
                 break

@@ -46,7 +46,8 @@ def test_every_state_can_be_reached():
 
 def test_a_request_waits_or_has_an_attempt_until_it_is_over():
     for status in RequestStatus:
-        assert [status.is_waiting, status.has_attempt, status in OVER].count(True) == 1
+        is_suspended = status is RequestStatus.SUSPENDED
+        assert [status.is_waiting, status.has_attempt, is_suspended, status in OVER].count(True) == 1
         assert TRANSITIONS[status].keys() >= ENDS or status in OVER
         assert not (status in OVER and TRANSITIONS[status])
 
@@ -58,7 +59,7 @@ def test_the_picture_shows_the_table():
     starts = [header.index(name) for name in header.split()]
     columns = list(zip(header.split(), starts, [*starts[1:], None], strict=True))
     shown = {}
-    for line in lines[start + 1 : start + 8]:
+    for line in lines[start + 1 : start + 9]:
         status = RequestStatus[line.split()[0]]
         cells = [(RequestEvent[name], line[start:end].split()) for name, start, end in columns]
         shown[status] = {event: RequestStatus[words[0]] for event, words in cells if words}

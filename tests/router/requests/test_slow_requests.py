@@ -89,7 +89,7 @@ def test_a_slow_request_is_logged_with_where_its_time_went(caplog):
     (record,) = caplog.records
     assert record.getMessage() == (
         "request r1 of model m was slow (length after 25.00 s): queue 2.00 s, replica queue 1.00 s, prefill 3.00 s, "
-        "decode 15.00 s, failover 4.00 s, reader 0.25 s; 3 prompt and 2 output tokens, replicas a, b"
+        "decode 15.00 s, failover 4.00 s, suspended 0.00 s, reader 0.25 s; 3 prompt and 2 output tokens, replicas a, b"
     )
     assert record.details["request_id"] == "r1"
     assert (record.details["num_failovers"], record.details["failover_s"]) == (1, 4.0)

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 
+from holdfast.worker.supervision.hang_supervisor import BUSY_SHARE, BUSY_TIMES, HangVerdict
 from holdfast.worker.supervision.process_id import ProcessId
 
 TIMEOUT_S = 30
@@ -36,6 +37,14 @@ async def live():
             ctypes.PyDLL(None).sleep(1000)
         if order == "hold the loop\\n":
             ctypes.CDLL(None).sleep(1000)
+        if order.startswith("work "):
+            _, num_bytes, wait_s, seconds = order.split()
+            if int(num_bytes) >= 0:
+                pipe.note_input(int(num_bytes))
+            until_s = time.monotonic() + float(seconds)
+            while time.monotonic() < until_s:
+                time.sleep(float(wait_s)) if float(wait_s) else sum(range(1000))
+            print("done", flush=True)
         if order == "fork\\n" and os.fork() == 0:
             print(os.getpid(), flush=True)
             time.sleep(1000)
@@ -109,6 +118,47 @@ def test_a_leader_that_hangs_is_ended_with_its_ranks(lead, rank, how):
     assert leader.process.wait(TIMEOUT_S) == -signal.SIGKILL
     assert rank.wait(TIMEOUT_S) == -signal.SIGKILL
     until(lambda: has_ended(leader.hang_supervisor))
+
+
+LARGE = 2**20
+
+
+def test_a_loop_that_is_held_by_large_input_is_busy_and_not_ended(lead):
+    """As 8 s of decoding where a loop may be silent for 5 s."""
+    leader = lead()
+    leader.order(f"work {LARGE} 0 {1.6 * 2 * LIMIT_S}")
+    assert leader.process.stdout.readline() == b"done\n"
+    assert leader.process.poll() is None
+    assert not has_ended(leader.hang_supervisor)
+
+
+@pytest.mark.parametrize(
+    "work",
+    ["work -1 0 1000", "work 10 0 1000", f"work {LARGE} 1000 1000"],
+    ids=["spins without input", "spins on small input", "waits for something on large input"],
+)
+def test_a_loop_that_is_held_by_anything_else_hangs(lead, rank, work):
+    leader = lead()
+    asked_s = time.monotonic()
+    leader.order(work)
+    assert leader.process.wait(TIMEOUT_S) == -signal.SIGKILL
+    assert rank.wait(TIMEOUT_S) == -signal.SIGKILL
+    assert time.monotonic() - asked_s > LIMIT_S / 2
+
+
+def test_a_process_that_is_stopped_on_large_input_hangs(lead):
+    leader = lead()
+    leader.order(f"work {LARGE} 0 1000")
+    leader.process.send_signal(signal.SIGSTOP)
+    assert leader.process.wait(TIMEOUT_S) == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_eight_seconds_of_decoding_are_no_hang_at_the_default_limit(lead):
+    leader = lead(limit_s=5.0)
+    leader.order(f"work {LARGE} 0 8")
+    assert leader.process.stdout.readline() == b"done\n"
+    assert leader.process.poll() is None
 
 
 def test_a_leader_that_is_killed_leaves_neither_ranks_nor_its_hang_supervisor(lead, rank):
@@ -200,3 +250,40 @@ def test_a_number_that_belongs_to_another_by_now_is_left_alone(lead, rank):
     leader.process.wait(TIMEOUT_S)
     until(lambda: has_ended(leader.hang_supervisor))
     assert rank.poll() is None
+
+
+# --- the rule, with a clock of its own ---
+
+LOOK_S = 0.25
+
+
+def hangs_after_s(said: Mapping[float, bytes], *, share: float = 1.0, most_s: float = 100.0) -> float | None:
+    """When a process is taken to hang whose limit is 5 s, which says this at these times and computes for a share of
+    the time; None: it is not.
+    """
+    verdict, now, left = HangVerdict(5.0), 0.0, dict(said)
+    while now < most_s:
+        news = b"".join(left.pop(when) for when in sorted(left) if when <= now)
+        if verdict.look(news, share * now, is_traced=False, now=now):
+            return now
+        now += LOOK_S
+    return None
+
+
+def test_the_rule_without_input_is_that_of_beats_alone():
+    assert hangs_after_s({}) is None, "it has not begun to beat"
+    assert hangs_after_s({0.0: b"."}) == 5.0
+    assert hangs_after_s({when / 2: b"." for when in range(200)}) is None
+    assert hangs_after_s({0.0: b".I."}) == 5.0, "the loop has turned since"
+
+
+def test_large_input_gives_time_to_a_process_that_computes_and_not_for_ever():
+    assert hangs_after_s({0.0: b".I"}) == 5.0 * BUSY_TIMES
+    assert hangs_after_s({0.0: b".I", 8.0: b"."}, most_s=12.0) is None
+    assert hangs_after_s({0.0: b".I"}, share=0.0) == 5.0
+    assert hangs_after_s({0.0: b"I.I"}, share=BUSY_SHARE / 2) == 5.0
+
+
+def test_small_input_is_a_sign_of_life_and_not_for_ever():
+    assert hangs_after_s({0.0: b".", 2.0: b"i"}) == 7.0
+    assert hangs_after_s({0.0: b".", **{when / 2: b"i" for when in range(1, 200)}}) == 5.0 * BUSY_TIMES

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from holdfast.worker.supervision.hang_supervisor import BEAT
 from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
 
 TIMEOUT_S = 30
@@ -51,5 +52,5 @@ def test_a_hang_supervisor_that_is_stopped_holds_nobody_up():
     heartbeat_pipe = HeartbeatPipe(1000, [])
     os.kill(heartbeat_pipe.hang_supervisor.pid, signal.SIGSTOP)
     for _ in range(70_000):
-        heartbeat_pipe._beat()
+        heartbeat_pipe._write(BEAT)
     heartbeat_pipe.cut()

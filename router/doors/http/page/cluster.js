@@ -34,6 +34,7 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
   }
 
   function show(cluster) {
+    overloaded(cluster.overload, cluster.suspended);
     told(`${cluster.open} open, ${cluster.queued} queued, ${counted(cluster.failovers, "failover")}`);
     drawRows(cluster.replicas, cluster.is_killable);
     at("waiting").replaceChildren(
@@ -46,6 +47,17 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
     const names = cluster.models.map((one) => one.model).join();
     if (names !== models) onModels();
     models = names;
+  }
+
+  /** What this router refuses to protect itself, and how near its limits it is. */
+  function overloaded(state, suspended) {
+    if (!state) return;
+    const active = Object.entries(state.active).map(([action, resource]) => `${action.replaceAll("_", " ")} (${resource.replaceAll("_", " ")})`);
+    const used = Object.entries(state.pressures).map(([name, share]) => `${name.replaceAll("_", " ")} ${percent(share)}`);
+    const parts = [active.length ? `Overload: ${active.join(", ")}` : "No overload", used.join(", ")];
+    if (suspended) parts.push(`${counted(suspended, "stream")} suspended until read`);
+    at("overload").textContent = parts.join("; ");
+    at("overload").classList.toggle("overloaded", active.length > 0);
   }
 
   /** For screen readers, once for each thing that happens; the list itself is drawn anew each second. */

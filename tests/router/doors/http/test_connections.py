@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from holdfast.router.config import LimitsConfig
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop
 from tests.router.doors.http.test_openai_sdk import HELLO, RENDERED, openai_site, text_of
@@ -61,7 +62,7 @@ async def test_what_a_slow_reader_has_not_read_is_merged(options):
     """The server writes no more than the sockets take, and its own small buffer; the rest waits as one event."""
     num_tokens = 5_000
     replica = await FakeReplica.start(model="a model of a long name " * 70, step_s=0.0)  # events of two kilobytes
-    async with openai_site(replica) as (place, _):
+    async with openai_site(replica, limits=LimitsConfig(max_unread_tokens=None)) as (place, _):
         reader, writer = await reading_slowly(place.router.http_address, num_tokens, stream_options=options)
         await replica.until(lambda: replica.num_tokens == 1)
         while place.router.num_open:  # until the router has all tokens
