@@ -18,7 +18,7 @@ import grpc
 
 from holdfast.cluster.call_options import CallOptions
 from holdfast.cluster.client.received import Received
-from holdfast.cluster.client.retry_policy import RetryPolicy, is_worth_another_try
+from holdfast.cluster.client.retry_policy import RECONNECT_S, RetryPolicy, is_worth_another_try
 from holdfast.cluster.client.transport import CallFailed, GrpcTransport, Transport
 from holdfast.cluster.service_options import ServiceOptions, check_timeout
 from holdfast.router.chat import Chat, Message
@@ -65,7 +65,7 @@ class AsyncClient:
         address: str | Sequence[str],
         *,
         connect_s: float = 5.0,
-        reconnect_s: float = 60.0,
+        reconnect_s: float = RECONNECT_S,
         api_key: str = "",
         tls: Tls | None = None,
         draw: Callable[[], float] = random.random,

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, Unpack
 from holdfast.cluster.call_options import CallOptions
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.client.handover import Handover
+from holdfast.cluster.client.retry_policy import RECONNECT_S
 from holdfast.router.chat import Message
 from holdfast.router.generation import Chunk, Generation
 from holdfast.worker.sampling_params import SamplingParams
@@ -28,7 +29,7 @@ class Client:
         address: str | Sequence[str],
         *,
         connect_s: float = 5.0,
-        reconnect_s: float = 60.0,
+        reconnect_s: float = RECONNECT_S,
         api_key: str = "",
         tls: Tls | None = None,
         draw: Callable[[], float] = random.random,

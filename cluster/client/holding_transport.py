@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from holdfast.cluster.client.held_call import HeldCall, error_event
 from holdfast.cluster.client.http_packages import AsyncIo, BlockingIo, Io, Package, at_once, package_of
-from holdfast.cluster.client.retry_policy import RetryPolicy
+from holdfast.cluster.client.retry_policy import RECONNECT_S, RetryPolicy
 from holdfast.router.held_stream import HOLD
 from holdfast.worker.security.tls import Tls
 
@@ -66,7 +66,7 @@ class HoldingTransport:
         addresses: Sequence[str],
         *,
         connect_s: float = 5.0,
-        reconnect_s: float = 60.0,
+        reconnect_s: float = RECONNECT_S,
         api_key: str = "",
         tls: Tls | None = None,
         draw: Callable[[], float] = random.random,

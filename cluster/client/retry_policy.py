@@ -17,6 +17,9 @@ MAX_PAUSE_S: Final = 2.0
 
 NEWS_S: Final = 15.0
 """By then a router that was started in the place of one that ended has told all routers what that was reading."""
+RECONNECT_S: Final = 120.0
+"""How long a client looks for a router after a loss, unless it is told otherwise: more than twice what a restart of a
+whole cluster takes on a machine with ten times as much work as it has cores for."""
 
 _BROKEN_CODES: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 _BUG_CODES: Final = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}

@@ -4,19 +4,24 @@ What may not live here: Serve, and what runs on the cluster (`app.py`).
 """
 
 import functools
+import logging
 import os
 import secrets
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
+from holdfast.cluster.serve.gcs_keeper import kept_gcs
 from holdfast.cluster.serve.grpc_threads import read_on_one_thread
+from holdfast.cluster.serve.private_ray import RECONNECT_S, private_ray
 from holdfast.cluster.serve.running import noted, running_cluster
 from holdfast.worker.errors import ReplicaError
+
+logger = logging.getLogger(__name__)
 
 LOOPBACK: Final = "127.0.0.1"
 ANY_INTERFACE: Final = "0.0.0.0"
@@ -24,41 +29,41 @@ REACH_S: Final = 10.0
 
 
 @contextmanager
-def ray_connection(config: ClusterConfig, num_cpus: int) -> Iterator[None]:
+def ray_connection(config: ClusterConfig, num_cpus: int, say: Callable[[str], None] = logger.warning) -> Iterator[None]:
     """Connects to `config.address`, or starts a Ray of our own that counts `num_cpus` CPUs. Always disconnects.
 
     Our own Ray asks every client for a token that only our processes know, because whoever reaches its ports can run
-    code. It listens on loopback alone, also where this process has imported Ray before.
+    code. It listens on loopback alone, also where this process has imported Ray before. `say` hears when its GCS has
+    ended, which then starts again.
     """
     if config.address is None:
         _close_our_own()
     else:
         check_reachable(config.address)
-    import ray
+    with ExitStack() as stack:
+        address, place = config.address, {}
+        if address is None:
+            address, place = stack.enter_context(_our_own_ray(config, num_cpus, say)), {"_node_ip_address": LOOPBACK}
+        import ray
 
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    quiet = {"log_to_driver": False, "configure_logging": False, "namespace": config.namespace}
-    with plain_ray_errors(config.address):
-        if config.address is not None:
-            ray.init(address=config.address, **quiet)
-        else:
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                object_store_memory=config.object_store_memory,
-                include_dashboard=False,
-                _node_ip_address=LOOPBACK,
-                **quiet,
-            )
-    signal.signal(signal.SIGTERM, on_sigterm)  # Ray has installed its own handler, which exits at once
-    try:
-        with ExitStack() as stack:
-            if config.address is None:
-                address = ray.get_runtime_context().gcs_address
-                stack.enter_context(noted(config.namespace, address, _token()))
-            yield
-    finally:
-        ray.shutdown()
+        on_sigterm = signal.getsignal(signal.SIGTERM)
+        stack.callback(ray.shutdown)
+        with plain_ray_errors(config.address):
+            ray.init(address=address, log_to_driver=False, configure_logging=False, namespace=config.namespace, **place)
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has installed its own handler, which exits at once
+        if config.address is None:
+            stack.enter_context(noted(config.namespace, address, _token()))
+        yield
+
+
+@contextmanager
+def _our_own_ray(config: ClusterConfig, num_cpus: int, say: Callable[[str], None]) -> Iterator[str]:
+    """Its address. It outlives this process's connection, which needs its GCS in order to end."""
+    with ExitStack() as stack:
+        with plain_ray_errors(None):
+            ray = stack.enter_context(private_ray(LOOPBACK, num_cpus, config.object_store_memory))
+        stack.enter_context(kept_gcs(ray, say, ray.answers))
+        yield ray.address
 
 
 def check_reachable(address: str) -> None:
@@ -159,13 +164,13 @@ def _close_our_own(token: str | None = None) -> None:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on Linux as well: one machine, on loopback
     read_on_one_thread(os.environ)  # for the processes that Ray starts; this one may have imported gRPC
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token or _token(), RAY_USAGE_STATS_ENABLED="0")
+    os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = str(RECONNECT_S)  # noqa: SIM112  # as Ray spells it
     if was_imported:
+        from ray._private import ray_constants
         from ray._raylet import Config  # type: ignore[attr-defined]  # compiled
 
+        ray_constants.ENABLE_RAY_CLUSTER = False  # the variable above, which was read when Ray was imported
         Config.initialize("")  # reads the environment again
-        from ray._private import ray_constants
-
-        ray_constants.ENABLE_RAY_CLUSTER = False  # what it makes of the variable when it is imported, in Ray 2.60
 
 
 @functools.cache

@@ -1,6 +1,7 @@
-"""Watch over the Ray that this process has started: without its GCS server or its raylet there is no cluster.
+"""Watch over the raylet of the Ray that this process has started: with it, all that runs on Ray ends.
 
-What may live here: finding those processes and hearing of their end. What may not: what follows from it.
+What may live here: finding that process and hearing of its end. What may not: what follows from it, and the end of the
+GCS (`gcs_keeper.py`).
 """
 
 import os
@@ -12,21 +13,20 @@ from typing import Final
 
 from holdfast.cluster.serve.reaper import descendants
 
-VITAL: Final = ("gcs_server", "raylet")
+RAYLET: Final = "raylet"
 
 
 @contextmanager
-def watched_ray(on_loss: Callable[[str], None]) -> Iterator[None]:
-    """Calls back once, from a thread of its own, with the name of the first vital process that ends in the block."""
-    found = {os.pidfd_open(pid): name for pid in descendants(os.getpid()) if (name := _name(pid)) in VITAL}
-    assert sorted(found.values()) == sorted(VITAL), f"Ray's processes should be {VITAL}: {found}"
-
+def watched_raylet(on_loss: Callable[[str], None]) -> Iterator[None]:
+    """Calls back once, from a thread of its own, with the name of the raylet if it ends in the block."""
+    (raylet,) = [pid for pid in descendants(os.getpid()) if _name(pid) == RAYLET]
+    end = os.pidfd_open(raylet)
     is_over, over = os.pipe()
 
     def wait() -> None:
-        ended, _, _ = select.select([is_over, *found], [], [])
+        ended, _, _ = select.select([is_over, end], [], [])
         if is_over not in ended:
-            on_loss(found[ended[0]])
+            on_loss(RAYLET)
 
     thread = threading.Thread(target=wait, name="ray-watch", daemon=True)
     thread.start()
@@ -35,7 +35,7 @@ def watched_ray(on_loss: Callable[[str], None]) -> Iterator[None]:
     finally:
         os.close(over)
         thread.join()
-        for descriptor in (is_over, *found):
+        for descriptor in (is_over, end):
             os.close(descriptor)
 
 

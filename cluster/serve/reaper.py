@@ -1,6 +1,7 @@
 """Reaper: a process that runs a command, and when that has ended, ends every process that it has started.
 
     python -m holdfast.cluster.serve.reaper COMMAND...
+    python reaper.py --tied-to PARENT COMMAND...      # becomes a command that ends with its parent
 
 Ray's processes outlive a driver that is killed, for up to a minute, and keep its ports. The reaper is their subreaper
 (prctl(2)): whatever loses its parent becomes its child. It ends all of them with SIGKILL once the command has ended, or
@@ -21,6 +22,7 @@ from typing import Final
 PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
 PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM)
+TIED_TO: Final = "--tied-to"
 KILL_LIMIT_S: Final = 10.0
 _STDIN: Final = 0
 
@@ -106,14 +108,22 @@ def _start(command: list[str], line: bytes) -> int:
 def _become(command: list[str], stdin: int, reaper: int) -> None:
     """In the new process: the command, which ends when the reaper does."""
     try:
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == reaper:
-            for number in (*PASSED_ON, signal.SIGCHLD):
-                signal.signal(number, signal.SIG_DFL)
-            os.dup2(stdin, _STDIN)
-            os.execvp(command[0], command)
+        for number in (*PASSED_ON, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        os.dup2(stdin, _STDIN)
+        become_tied(command, reaper)
     finally:
         os._exit(127)
+
+
+def become_tied(command: list[str], parent: int) -> None:
+    """Turns this process into the command, which the kernel ends with the thread of `parent` that has started it.
+
+    Returns only where that parent has ended already.
+    """
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == parent:
+        os.execvp(command[0], command)
 
 
 def _first_line() -> bytes:
@@ -130,4 +140,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    if sys.argv[1] == TIED_TO:
+        become_tied(sys.argv[3:], int(sys.argv[2]))
+    else:
+        sys.exit(run(sys.argv[1:]))

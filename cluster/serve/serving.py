@@ -25,7 +25,7 @@ from holdfast.cluster.serve.front_process import front_process
 from holdfast.cluster.serve.local import num_cpus_of_our_own, ray_connection, room_of_our_own, share_cores
 from holdfast.cluster.serve.memory_watch import MemoryWatch, ended_by_ray, watched_memory
 from holdfast.cluster.serve.preflight import check_here
-from holdfast.cluster.serve.ray_watch import watched_ray
+from holdfast.cluster.serve.ray_watch import watched_raylet
 from holdfast.cluster.serve.security import check_exposed
 from holdfast.cluster.serve.serve_steps import ServeSteps
 from holdfast.cluster.serve.start_up import LINK_TIMEOUT_S, Serving, wait_until_up
@@ -55,10 +55,10 @@ def serving(
             check_hub(one)
     config = share_cores(config)
     report("starting Ray", 0, 1)
-    with ray_connection(config.cluster, num_cpus_of_our_own(config)), ExitStack() as stack:
+    with ray_connection(config.cluster, num_cpus_of_our_own(config), _warn), ExitStack() as stack:
         report("starting Ray", 1, 1)
         if on_ray_lost is not None and config.cluster.address is None:
-            stack.enter_context(watched_ray(on_ray_lost))
+            stack.enter_context(watched_raylet(on_ray_lost))
         if config.cluster.address is None:
             guard = DiskGuard(session_folder(), _warn, reserve_bytes=RESERVE_BYTES)
             stack.enter_context(guarded_disk(guard))

@@ -1,10 +1,11 @@
 """Supervisor of a local cluster: runs it in a process of its own, starts it again when it is lost, ends it on a signal.
 
-What may live here: that process, its signals, and when to give up. What may not: what the cluster is, and how it
+What may live here: that process, its signals, and when it starts again. What may not: what the cluster is, and how it
 notices that it is lost (`ray_watch.py`); ending what is left of it (`reaper.py`).
 """
 
 import os
+import random
 import select
 import signal
 import subprocess
@@ -12,16 +13,21 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final
 
 from holdfast.cluster.serve.memory_watch import MemoryWatch
 from holdfast.cluster.serve.reaper import adopt_orphans, kill_descendants
 from holdfast.cluster.serve.stop_signals import STOP_SIGNALS, stop_signals
-from holdfast.worker.errors import ReplicaError
+from holdfast.router.replicas.backoff import Backoff
 
 EXIT_LOST: Final = 75
 """Exit code of a cluster that was lost and may be started again: EX_TEMPFAIL of sysexits.h."""
+
+EXIT_FAILED: Final = 1
+"""Exit code of a command that has failed for a reason that may pass (`cluster/commands/cli.py`)."""
+
+EXIT_INTERRUPTED: Final = 130
+"""Exit code of a command that a signal has ended while no cluster ran, likewise."""
 
 STOP_SLACK_S: Final = 30.0
 """How much longer than its requests may take to finish a cluster may take to end."""
@@ -29,43 +35,60 @@ STOP_SLACK_S: Final = 30.0
 LOST: Final = (EXIT_LOST, *(128 + number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)))
 """Exit codes that a cluster does not choose by itself."""
 
-MAX_QUICK_LOSSES: Final = 3
-QUICK_S: Final = 60.0
+MAX_PAUSE_S: Final = 30.0
+"""Between two starts of a cluster that is lost again and again. A start takes the machine's cores for seconds."""
 
 
-@dataclass(slots=True)
-class RestartPolicy:
-    """Counts losses that follow each other quickly: after `MAX_QUICK_LOSSES` of them in a row a restart is no help."""
-
-    num_quick: int = 0
-
-    def may_restart(self, lasted_s: float) -> bool:
-        """Whether to start again a cluster that was lost after so long."""
-        self.num_quick = self.num_quick + 1 if lasted_s < QUICK_S else 0
-        return self.num_quick < MAX_QUICK_LOSSES
-
-
-def supervise(command: Sequence[str], line: str, stop_limit_s: float, say: Callable[[str], None]) -> int:
+def supervise(
+    command: Sequence[str],
+    line: str,
+    stop_limit_s: float,
+    say: Callable[[str], None],
+    max_pause_s: float = MAX_PAUSE_S,
+) -> int:
     """Runs a cluster's command until it ends by itself or a signal ends it. On the main thread.
 
     `line` is written to its standard input. The command is told of SIGINT and SIGTERM, and killed with all its
-    processes `stop_limit_s` after the first. One that exits with `EXIT_LOST`, or is killed, is started again. Returns
-    the exit code; raises `ReplicaError` for a cluster that is lost again and again.
+    processes `stop_limit_s` after the first. One that exits with `EXIT_LOST`, or is killed, is started again, as often
+    as that happens: at once, and after pauses that grow up to `max_pause_s` where it does not last. Once it has been
+    lost, a start that fails is repeated as well; the caller's mistake (`EXIT_USAGE`) never is. Returns the exit code.
     """
     adopt_orphans()
-    policy, watch = RestartPolicy(), MemoryWatch(say)
+    backoff, watch = Backoff(max_pause_s=max_pause_s), MemoryWatch(say)
+    may_restart = LOST
     with stop_signals() as news:
         while True:
             started_s = time.monotonic()
             code, was_told = _run_once(command, line, stop_limit_s, news)
             kill_descendants()  # where the reaper itself was killed
-            if was_told or code not in LOST:
+            if was_told or code not in may_restart:
                 return code
-            lasted_s = time.monotonic() - started_s
+            may_restart = (*LOST, EXIT_FAILED)
             watch.look()
-            if not policy.may_restart(lasted_s):
-                raise ReplicaError(f"the cluster was lost {policy.num_quick} times in a row, within {QUICK_S:g} s each")
-            say(f"the cluster was lost after {lasted_s:.0f} s; starting it again, at the same addresses")
+            if stops_within(pause_s(backoff, time.monotonic() - started_s, say), news):
+                return EXIT_INTERRUPTED
+
+
+def pause_s(
+    backoff: Backoff, lasted_s: float, say: Callable[[str], None], draw: Callable[[], float] = random.random
+) -> float:
+    """How long to wait after a life of `lasted_s`. `draw` gives numbers in [0, 1)."""
+    backoff.note_fault(lasted_s)
+    found_s = backoff.pause_s(draw())
+    times = "" if backoff.num_faults == 1 else f", the {backoff.num_faults}. time in a row"
+    say(
+        f"the cluster was lost after {lasted_s:.0f} s{times}; it starts again in {found_s:.1f} s, at the same addresses"
+    )
+    return found_s
+
+
+def stops_within(limit_s: float, news: int) -> bool:
+    """Waits that long, or until a signal comes that ends the command: True."""
+    deadline_s = time.monotonic() + limit_s
+    while select.select([news], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+        if set(os.read(news, 4096)).intersection(STOP_SIGNALS):
+            return True
+    return False
 
 
 def _run_once(command: Sequence[str], line: str, stop_limit_s: float, news: int) -> tuple[int, bool]:

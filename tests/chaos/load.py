@@ -54,9 +54,9 @@ class Load:
             row.judge(answer, right)
         self._unjudged.clear()
 
-    async def run(self, number: int, addresses: Sequence[str]) -> None:
+    async def run(self, number: int, addresses: Sequence[str], connect_s: float) -> None:
         """One client, for ever."""
-        async with AsyncClient(addresses, draw=lambda: (number % 2) / 2) as client:
+        async with AsyncClient(addresses, draw=lambda: (number % 2) / 2, connect_s=connect_s) as client:
             for turn in itertools.count(number):
                 index = turn % len(self._kinds)
                 answer = await ask(client, self._kinds[index], lambda answer: self._open.update({number: answer}))
@@ -65,13 +65,15 @@ class Load:
 
 
 @asynccontextmanager
-async def steady_load(addresses: Sequence[str], kinds: Sequence[Kind], num_clients: int) -> AsyncIterator[Load]:
-    """Asks for each kind once, while nothing goes wrong; then goes on until the block ends."""
+async def steady_load(
+    addresses: Sequence[str], kinds: Sequence[Kind], num_clients: int, connect_s: float = 5.0
+) -> AsyncIterator[Load]:
+    """Asks for each kind once, while nothing goes wrong; then goes on until the block ends. `connect_s` as clients'."""
     async with AsyncClient(addresses) as client:
         right = [await ask(client, kind) for kind in kinds]
     assert all(answer.is_whole for answer in right)
     load = Load(kinds, right)
-    tasks = [asyncio.create_task(load.run(number, addresses)) for number in range(num_clients)]
+    tasks = [asyncio.create_task(load.run(number, addresses, connect_s)) for number in range(num_clients)]
     try:
         yield load
     finally:

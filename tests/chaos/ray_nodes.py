@@ -176,10 +176,10 @@ def other_thread() -> Iterator[Do]:
 
 
 @contextmanager
-def loaded(nodes: Cluster, routers: tuple[str, ...]) -> Iterator[Site]:
+def loaded(nodes: Cluster, routers: tuple[str, ...], connect_s: float = 5.0) -> Iterator[Site]:
     kinds = [kind.longer(MAX_TOKENS) for kind in KINDS if kind.may_meet_itself]
     with other_thread() as do:
-        loading = steady_load(routers, kinds, NUM_CLIENTS)
+        loading = steady_load(routers, kinds, NUM_CLIENTS, connect_s)
         load = do(loading.__aenter__())
         try:
             yield Site(nodes, routers, load, do)

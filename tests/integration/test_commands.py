@@ -163,7 +163,7 @@ def test_a_cluster_that_has_lost_its_ray_is_started_again_and_its_streams_go_on(
     broken, whole = asyncio.run(_stream_through_the_end_of_ray(addresses, command))
     assert len(broken) == 150
     assert broken == whole
-    assert any("starting it again" in line for line in command.lines) or command.wait_for("starting it again")
+    assert any("starts again" in line for line in command.lines) or command.wait_for("starts again")
     processes = command.descendants()
     command.process.kill()
     assert_all_gone(processes)

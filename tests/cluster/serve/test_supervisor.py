@@ -10,8 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from holdfast.cluster.serve import supervisor
 from holdfast.cluster.serve.reaper import descendants
-from holdfast.cluster.serve.supervisor import EXIT_LOST, MAX_QUICK_LOSSES, QUICK_S, RestartPolicy
+from holdfast.cluster.serve.supervisor import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST
+from holdfast.router.replicas.backoff import FORGIVEN_S, Backoff
 
 LIMIT_S = 60
 
@@ -30,8 +32,8 @@ print("started", flush=True)
 SUPERVISED = """
 import sys
 from holdfast.cluster.serve.supervisor import supervise
-command, limit_s = [sys.executable, "-c", sys.argv[1]], float(sys.argv[2])
-sys.exit(supervise(command, "settings", limit_s, lambda text: print(text, flush=True)))
+command, limit_s, max_pause_s = [sys.executable, "-c", sys.argv[1]], float(sys.argv[2]), float(sys.argv[3])
+sys.exit(supervise(command, "settings", limit_s, lambda text: print(text, flush=True), max_pause_s))
 """
 
 WAIT = "signal.pause()"
@@ -42,9 +44,9 @@ IGNORE = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=Tr
 class Supervised:
     """A supervisor in a process of its own."""
 
-    def __init__(self, rest: str, stop_limit_s: float = 60.0) -> None:
+    def __init__(self, rest: str, stop_limit_s: float = 60.0, max_pause_s: float = 0.01) -> None:
         command = textwrap.dedent(COMMAND).format(rest=rest)
-        arguments = [sys.executable, "-c", SUPERVISED, command, str(stop_limit_s)]
+        arguments = [sys.executable, "-c", SUPERVISED, command, str(stop_limit_s), str(max_pause_s)]
         self.process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
         self.below: list[psutil.Process] = []
 
@@ -119,11 +121,54 @@ def test_a_killed_reaper_leaves_nothing_behind_and_the_command_is_started_again(
     one.wait_for("started")
 
 
-def test_a_command_that_says_it_is_lost_is_started_again_a_few_times(supervised):
+NUM_LOSSES = 6
+
+
+def test_a_command_that_says_it_is_lost_is_started_again_each_time(supervised):
     one = supervised(f"sys.exit({EXIT_LOST})")
-    for _ in range(MAX_QUICK_LOSSES):
+    for number in range(1, NUM_LOSSES):
         one.wait_for("started")
-    assert one.process.wait(LIMIT_S) == 1, "ReplicaError"
+        line = one.wait_for("the cluster was lost")
+        assert f"the {number}. time in a row" in line or number == 1
+    one.process.terminate()
+    assert one.process.wait(LIMIT_S) in (EXIT_INTERRUPTED, EXIT_LOST), "during a pause, or a life"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_pause_and_another_one_does_not(number: int):
+    news, tell = os.pipe()
+    try:
+        os.write(tell, bytes([signal.SIGCHLD]))
+        assert not supervisor.stops_within(0.01, news)
+        os.write(tell, bytes([signal.SIGCHLD, number]))
+        assert supervisor.stops_within(3600.0, news)
+    finally:
+        os.close(news)
+        os.close(tell)
+
+
+def test_pauses_grow_while_a_cluster_does_not_last_and_begin_anew_once_it_has_lasted():
+    said: list[str] = []
+    backoff = Backoff(max_pause_s=supervisor.MAX_PAUSE_S)
+    pauses_s = [supervisor.pause_s(backoff, 1.0, said.append, lambda: 0.999) for _ in range(14)]
+    assert pauses_s == sorted(pauses_s)
+    assert pauses_s[0] < 0.2, "the first loss costs no time besides the start"
+    assert pauses_s[-1] == pytest.approx(supervisor.MAX_PAUSE_S, rel=0.01)
+    assert supervisor.pause_s(backoff, FORGIVEN_S, said.append, lambda: 0.999) == pauses_s[0]
+    assert "the 14. time in a row" in said[13]
+    assert "in a row" not in said[14]
+
+
+def test_a_start_that_fails_after_a_loss_is_repeated_and_before_it_is_not(supervised, tmp_path: Path):
+    lives = tmp_path / "lives"
+    rest = textwrap.dedent(f"""
+        lives = open({str(lives)!r}, "a+"); lives.write("x"); lives.flush(); lives.seek(0)
+        sys.exit({{1: {EXIT_LOST}, 2: {EXIT_FAILED}, 3: {EXIT_FAILED}}}.get(len(lives.read()), 2))
+    """)
+    assert supervised(rest).process.wait(LIMIT_S) == 2, "the caller's mistake is no loss"
+    assert lives.read_text() == "xxxx"
+    one = supervised(f"sys.exit({EXIT_FAILED})")
+    assert one.process.wait(LIMIT_S) == EXIT_FAILED
 
 
 def test_a_killed_command_is_started_again_without_what_it_had_started(supervised):
@@ -141,10 +186,3 @@ def test_a_command_that_ends_by_itself_is_not_started_again(supervised):
     one = supervised("sys.exit(2)")
     one.wait_for("started")
     assert one.process.wait(LIMIT_S) == 2
-
-
-def test_only_losses_that_follow_each_other_quickly_are_counted():
-    policy = RestartPolicy()
-    assert [policy.may_restart(1.0) for _ in range(MAX_QUICK_LOSSES)] == [True] * (MAX_QUICK_LOSSES - 1) + [False]
-    policy = RestartPolicy()
-    assert all(policy.may_restart(lasted_s) for lasted_s in (1.0, 1.0, QUICK_S, 1.0, 1.0))

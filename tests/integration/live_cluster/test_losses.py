@@ -1,4 +1,4 @@
-"""What is lost or hangs: a rank, a leader, a router, the directory. Streams go on, and it is replaced."""
+"""What is lost or hangs: Ray's GCS, a rank, a leader, a router, the directory. Streams go on, and it is replaced."""
 
 import asyncio
 import signal
@@ -18,6 +18,7 @@ from tests.under_way import were_under_way
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
+GCS = "gcs/gcs_server"
 GONE_S = 20.0  # by itself, Serve waits for a silent process until its time to drain is over, which is longer
 
 
@@ -54,6 +55,42 @@ async def _strike(address: str, victim: psutil.Process, fault: signal.Signals) -
         later = await asyncio.gather(*(ask(client, long_wish(number)) for number in range(8)))
         await until(lambda: is_idle(client), 10.0)
     return answers, later
+
+
+async def _lose_the_gcs(address: str, victim: psutil.Process) -> tuple[list[Answer], list[Answer]]:
+    """The answers to streams that were under way when it died, and to those that began while it was away."""
+    started = asyncio.Semaphore(0)
+
+    async def is_back() -> bool:
+        return any(process != victim for process in processes_named(GCS))
+
+    async with AsyncClient(address) as client:
+        streams = [asyncio.create_task(ask(client, long_wish(number), started.release)) for number in range(8)]
+        for _ in range(8):
+            await started.acquire()
+        victim.kill()
+        assert not any(stream.done() for stream in streams), "they were to be under way"
+        later = await asyncio.gather(*(ask(client, long_wish(number)) for number in range(8)))
+        await until(is_back, 60.0)
+    return await asyncio.gather(*streams), later
+
+
+def test_streams_go_on_while_rays_gcs_starts_again(cluster: Serving, expected: Callable[[list[Wish]], list[Answer]]):
+    """In the processes in which they ran. What dies in the tests that follow is replaced through the new one."""
+    import ray  # not before the cluster has been started: it closes Ray off only then
+
+    (victim,) = processes_named(GCS)
+    parts = (":Router", ":Replica", "RankActor")
+    before = [processes_named(part) for part in parts]
+    answers, later = asyncio.run(_lose_the_gcs(cluster.routers[0], victim))
+    right = expected([long_wish(number) for number in range(8)])
+    for answer, again, wanted in zip(answers, later, right, strict=True):
+        assert answer.error is None
+        assert (answer.token_ids, answer.text) == (wanted.token_ids, wanted.text)
+        assert (again.token_ids, again.text) == (wanted.token_ids, wanted.text)
+    print(f"the longest pause within a stream was {max(answer.longest_pause_s for answer in answers):.2f} s")
+    assert [processes_named(part) for part in parts] == before
+    assert [node["Alive"] for node in ray.nodes()] == [True], "the new one knows what the old one knew"
 
 
 async def _not(condition: Callable[[], Awaitable[bool]]) -> bool:

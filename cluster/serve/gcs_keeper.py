@@ -1,0 +1,120 @@
+"""Keeper of a private Ray's GCS: starts it again when it has ended, and ends it when it answers no more.
+
+Streams do not need the GCS. What dies while it is away is replaced once it is back. What may live here: when it is
+started and ended. What may not: how (`private_ray.py`), and the end of the raylet (`ray_watch.py`).
+"""
+
+import logging
+import os
+import random
+import select
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from holdfast.cluster.serve.regular_looks import regular_looks
+from holdfast.router.replicas.backoff import Backoff
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S: Final = 5.0
+SILENT_S: Final = 30.0
+"""A GCS that answers nothing for so long hangs. On a busy machine it answers late; to end it costs no stream."""
+
+MAX_PAUSE_S: Final = 5.0
+"""Between two starts of a GCS that ends again and again."""
+
+
+class Gcs(Protocol):
+    """What is kept."""
+
+    @property
+    def gcs(self) -> subprocess.Popen[bytes]: ...
+
+    def start_gcs(self) -> subprocess.Popen[bytes]: ...
+
+
+@dataclass(slots=True)
+class Silence:
+    """Since when a GCS has not answered. Times are in seconds of any one clock."""
+
+    answered_s: float
+    limit_s: float = SILENT_S
+
+    def note(self, has_answered: bool, now_s: float) -> bool:
+        """Notes one look at it. True: it hangs, and is given as long again from now on."""
+        if has_answered:
+            self.answered_s = now_s
+        hangs = now_s - self.answered_s >= self.limit_s
+        if hangs:
+            self.answered_s = now_s
+        return hangs
+
+
+@contextmanager
+def kept_gcs(
+    ray: Gcs,
+    say: Callable[[str], None],
+    answers: Callable[[], bool],
+    *,
+    look_every_s: float = LOOK_EVERY_S,
+    silent_s: float = SILENT_S,
+) -> Iterator[None]:
+    """Keeps the GCS for as long as the block lasts, on threads of its own. `say` hears of each loss.
+
+    `answers` asks the GCS something and says whether it has answered in a few seconds.
+    """
+    silence = Silence(time.monotonic(), silent_s)
+
+    def look() -> None:
+        if silence.note(answers(), time.monotonic()):
+            say(f"Ray's GCS has answered nothing for {silent_s:g} s and is ended")
+            ray.gcs.kill()
+
+    is_over, over = os.pipe()
+    thread = threading.Thread(target=_keep, args=(ray, say, is_over), name="gcs-keeper", daemon=True)
+    thread.start()
+    try:
+        with regular_looks(look, look_every_s, "gcs-look"):
+            yield
+    finally:
+        os.close(over)
+        thread.join()
+        os.close(is_over)
+
+
+def _keep(ray: Gcs, say: Callable[[str], None], is_over: int) -> None:
+    """Starts the GCS again each time that it ends, until `is_over` can be read."""
+    backoff = Backoff(max_pause_s=MAX_PAUSE_S)
+    while True:
+        started_s = time.monotonic()
+        if _is_over_before_end_of(ray.gcs, is_over):
+            return
+        backoff.note_fault(time.monotonic() - started_s)
+        pause_s = backoff.pause_s(random.random())
+        say(f"Ray's GCS has ended ({_reason(ray.gcs)}); it starts again in {pause_s:.1f} s, and streams go on")
+        if select.select([is_over], [], [], pause_s)[0]:
+            return
+        with suppress(OSError):  # no memory for a process, no descriptors: the next turn tries again
+            ray.start_gcs()
+
+
+def _is_over_before_end_of(process: subprocess.Popen[bytes], is_over: int) -> bool:
+    try:
+        end = os.pidfd_open(process.pid)
+    except ProcessLookupError:  # someone has waited for it already
+        return bool(select.select([is_over], [], [], 0.0)[0])
+    try:
+        ready, _, _ = select.select([is_over, end], [], [])
+        return is_over in ready
+    finally:
+        os.close(end)
+
+
+def _reason(process: subprocess.Popen[bytes]) -> str:
+    code = process.wait()
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
