@@ -108,14 +108,17 @@ class Noted:
     age_s: float = 0.0
 
     def note(self, said: Mapping[str, Any]) -> None:
-        """Takes a mark, as its JSON reads."""
-        sequence = self.sequences.setdefault(said["s"], NotedSequence())
-        sequence.token_ids += said["t"]
-        sequence.num_chars += said["c"]
-        sequence.finish_reason = said.get("f", sequence.finish_reason)
-        self.fingerprint = said["p"]
-        self.num_events = said.get("e", 0)
-        self.is_over = said.get("end", False)
+        """Takes a mark, as its JSON reads. Raises `ValueError` for what is none."""
+        try:
+            sequence = self.sequences.setdefault(said["s"], NotedSequence())
+            sequence.token_ids += said["t"]
+            sequence.num_chars += said["c"]
+            sequence.finish_reason = said.get("f", sequence.finish_reason)
+            self.fingerprint = said["p"]
+            self.num_events = said.get("e", 0)
+            self.is_over = said.get("end", False)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"a stream has a mark that no router writes: {error!r}") from None
 
     @property
     def content(self) -> bytes:

@@ -213,6 +213,7 @@ class FakeReplica:
             token_ids=[token_id],
             finish_reason=finish_reason,
             logprobs=_logprobs(submit.sampling_params, token_id),
+            prompt_logprobs=_prompt_logprobs(submit) if done == 0 else (),
         )
 
     def hello(self) -> engine_pb2.LinkResponse:
@@ -297,3 +298,20 @@ class Wire:
         finally:
             if self._is_lit:
                 sink.close()
+
+
+def _prompt_logprobs(submit: engine_pb2.Submit) -> list[engine_pb2.EngineTokenLogprob]:
+    """Where they are asked for, of every prompt token but the first."""
+    if not submit.sampling_params.HasField("prompt_logprobs"):
+        return []
+    num_top = submit.sampling_params.prompt_logprobs
+    return [
+        engine_pb2.EngineTokenLogprob(
+            token_id=token_id,
+            logprob=-0.5,
+            rank=1,
+            top_token_ids=[(token_id + place) % 256 for place in range(num_top)],
+            top_logprobs=[-0.5 - place for place in range(num_top)],
+        )
+        for token_id in submit.prompt_token_ids[1:]
+    ]

@@ -61,7 +61,7 @@ DOORS = {  # what a package may import of those below it
     "cluster.simulate": {
         "worker": ("words", *POLICY),
         "router": ("words", "text", "replicas", "dispatch", "overload", "requests"),
-        "cluster": ("words", "scaling"),
+        "cluster": ("words", "scaling", "client"),  # the clients' retry policy
     },
     "worker.decoder": {"worker": ("words", *POLICY, *DEVICE[: DEVICE.index("decoder")])},
 }
@@ -86,7 +86,7 @@ NEVER_LOADS = {  # by room; a package stands for all of its rooms
     "router.overload": TENSORS | IO,
     "router.security": TENSORS | IO,  # keys are made by a command, and looked up at the time that is passed in
     "cluster.scaling": TENSORS | IO,
-    "cluster.simulate": TENSORS | (IO - {"random"}),
+    "cluster.simulate": TENSORS | (IO - {"random", "grpc"}),  # the retry policy names its codes
 }
 STUBS = (
     "worker.wire",

@@ -17,12 +17,15 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
 from holdfast.cluster.config.layers import Layer, Setting
-from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.errors import ConfigurationError, shortened
 
 ENV_PREFIX: Final = "HOLDFAST_"
 ENV_SEPARATOR: Final = "__"
 
 Tree = TypeVar("Tree", bound=BaseModel)
+
+MAX_SHOWN: Final = 500
+"""Characters of a value, or of a name, that an error tells."""
 
 
 def leaves(tree: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -118,7 +121,7 @@ def _parse(path: Path, text: str) -> object:
     if path.suffix == ".toml":
         try:
             return tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise ConfigurationError(f"{path} is not valid TOML: {error}") from error
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigurationError(f"{path}: a configuration file ends in .yaml, .yml or .toml")
@@ -126,7 +129,7 @@ def _parse(path: Path, text: str) -> object:
 
     try:
         return yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none is a ValueError
         raise ConfigurationError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
@@ -142,7 +145,9 @@ def _flatten(tree: type[BaseModel], content: Mapping[str, object], prefix: str, 
         elif isinstance(value, Mapping):
             _flatten(tree, value, f"{path}.", source, layer)
         elif value is not None:
-            raise ConfigurationError(f"{path} = {value!r} (from {source}): this is a section of settings")
+            raise ConfigurationError(
+                f"{path} = {shortened(value, MAX_SHOWN)} (from {source}): this is a section of settings"
+            )
 
 
 def _insert(nested: dict[str, object], path: list[str], value: object) -> None:
@@ -167,11 +172,12 @@ def _explain(problem: Mapping[str, object], chosen: Layer) -> str:
     setting = next((chosen[known] for known in chosen if path == known or path.startswith(f"{known}.")), None)
     if setting is None:
         return f"{path or 'configuration'}: {message}"
-    return f"{path} = {setting.value!r} (from {setting.source}): {message}"
+    return f"{path} = {shortened(setting.value, MAX_SHOWN)} (from {setting.source}): {message}"
 
 
 def _unknown(path: str, tree: type[BaseModel], source: str) -> ConfigurationError:
     """Suggests the section or setting that is spelled most like `path`, or else most like its last part."""
+    path = path[:MAX_SHOWN]
     known = [known for known, _ in leaves(tree)]
     by_last_name = {known.rpartition(".")[2]: known for known in reversed(known)}
     sections = {known.rpartition(".")[0] for known in known}

@@ -74,7 +74,7 @@ class KeyRing:
             first = error.errors(include_url=False, include_input=False)[0]
             field = ".".join(map(str, first["loc"])) or "a key"
             raise ConfigurationError(f"security.api_keys: {source}: {field}: {first['msg']}") from None
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             told = 'must be a JSON object with a list "keys", as `holdfast keys add` writes it'
             raise ConfigurationError(f"security.api_keys: {source}: {told}") from None
         for names in ([key.name for key in keys], [key.sha256 for key in keys]):

@@ -27,7 +27,7 @@ def weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             named = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
             named = set()  # loading says what is wrong with it
         if found := [folder / name for name in sorted(named) if (folder / name).is_file()]:
             return found
@@ -45,7 +45,7 @@ def _checkpoint_dtype(folder: Path) -> str:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return str(config.get("dtype", config.get("torch_dtype", "")))
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return ""
 
 
@@ -53,7 +53,7 @@ def _bytes_of(path: Path, dtype: str) -> int:
     """By the header; of a file whose header cannot be read, its size."""
     try:
         return sum(_served_bytes(stored, num_bytes, dtype) for stored, num_bytes in _tensors(path))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
         return path.stat().st_size
 
 
@@ -67,6 +67,8 @@ def _tensors(path: Path) -> Iterator[tuple[str, int]]:
     for name, entry in header.items():
         if name != "__metadata__":
             first, end = entry["data_offsets"]
+            if not 0 <= first <= end:
+                raise ValueError(f"{path}: {name} lies from {first} to {end}")
             yield entry["dtype"], end - first
 
 

@@ -8,7 +8,8 @@ import random
 from dataclasses import dataclass
 from typing import Any, Final
 
-from holdfast.cluster.simulate.actors.messages import Generate
+from holdfast.cluster.client.retry_policy import RetryPolicy
+from holdfast.cluster.simulate.actors.messages import Admitted, Generate
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.actors.stragglers import Straggler
 from holdfast.cluster.simulate.kernel.network import Connection, Network
@@ -32,7 +33,10 @@ from holdfast.worker.model_info import version_of
 from holdfast.worker.request import EngineRequest
 
 SITE: Final = "clients"
+PATIENCE_S: Final = 120.0
+"""`connect_s` and `reconnect_s` of its retries: longer than any fault keeps all routers away."""
 RETRY_S: Final = 0.2
+"""After which the caller of a client comes again, where the client itself gives up."""
 HELD_UP_SHARE: Final = 0.03
 HELD_UP_S: Final = 1.0
 """`HELD_UP_SHARE` of the calls are delayed, for `HELD_UP_S` at most; their clients submit again long before that."""
@@ -110,7 +114,16 @@ class SimulatedClient:
 
     def begin(self) -> None:
         """The request is made."""
-        self._deadline_s = self._timeline.now + self.planned.timeout_s
+        now = self._timeline.now
+        self._deadline_s = now + self.planned.timeout_s
+        self._retry_policy = RetryPolicy(
+            num_routers=len(self._routers),
+            connect_s=PATIENCE_S,
+            reconnect_s=PATIENCE_S,
+            timeout_s=self.planned.timeout_s,
+            draw=self._network.rng.random,
+            now=now,
+        )
         self._timeline.at(self._deadline_s + self.planned.grace_s, self._time_up)
         self._expect_all()
         if self.planned.cancel_after == 0:
@@ -139,14 +152,18 @@ class SimulatedClient:
     def receive(self, connection: Connection, message: Any) -> None:
         if self.outcome is not None:
             raise Violation(f"{self}: {message} came after the end")
-        if isinstance(message, Deliver):
-            self._take(message)
-        elif isinstance(message, Fail):
-            self._fail(message.error)
+        match message:
+            case Admitted():
+                self._retry_policy.note_taken()
+            case Deliver():
+                self._retry_policy.note_news()
+                self._take(message)
+            case Fail():
+                self._fail(message.error)
 
     def closed(self, connection: Connection) -> None:
         if self.outcome is None and connection is self._connection:
-            self._reconnect()
+            self._retry()
 
     def __str__(self) -> str:
         return self.planned.request.request_id
@@ -177,6 +194,12 @@ class SimulatedClient:
         self.stragglers.append(straggler)
         self._timeline.after(self._network.rng.uniform(RETRY_S, HELD_UP_S), straggler.arrive)
         self._timeline.after(RETRY_S, self._connect)
+
+    def _retry(self, hint_s: float | None = None) -> None:
+        """Goes on as a client does that has lost its router, or was sent away for a while."""
+        pause_s = self._retry_policy.pause_s(self._timeline.now, hint_s)
+        if pause_s is not None:  # else its time is up before it can come again
+            self._reconnect(pause_s)
 
     def _reconnect(self, after_s: float = RETRY_S) -> None:
         """Goes on at the next router."""
@@ -251,7 +274,7 @@ class SimulatedClient:
     def _fail(self, error: HoldfastError) -> None:
         match error:
             case CapacityError() if self.num_connections > 1:
-                self._reconnect(error.retry_after_s or RETRY_S)  # it has come before, and may have output
+                self._retry(error.retry_after_s)  # it has come before, and may have output
             case CapacityError():
                 require(not self.num_tokens, f"{self}: {error}, after {self.num_tokens} tokens")
                 self._over("shed")
@@ -269,8 +292,10 @@ class SimulatedClient:
                 self.num_begun_anew += 1
                 self._expect_all()
                 self._reconnect()
-            case ReplicaError() | UnknownModelError() | RequestAbortedError():
-                self._reconnect()
+            case ReplicaError() | RequestAbortedError():
+                self._retry(error.retry_after_s)
+            case UnknownModelError():
+                self._reconnect()  # its router has no replica yet: the caller comes again
             case _:
                 raise Violation(f"{self}: {type(error).__name__}: {error}")
 

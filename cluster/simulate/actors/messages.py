@@ -2,10 +2,11 @@
 (`worker/step_update.py`).
 
 Replica to router: `Hello`, then `StepUpdate` and `Retiring`. Router to replica: `DialReplica`, then `SendSubmit` and
-`SendAbort`. Client to router: `Generate`. Router to client: `Deliver` and `Fail`. Plain data.
+`SendAbort`. Client to router: `Generate`, or `Resets`. Router to client: `Admitted`, `Deliver` and `Fail`. Plain data.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 from holdfast.router.resume import Resume
 from holdfast.worker.request import EngineRequest
@@ -24,6 +25,20 @@ class Retiring:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MessageSize:
+    """What a call asks of the router that reads it, before it is admitted."""
+
+    num_bytes: int = 1024
+    num_entries: int = 0
+    """Of its largest map or list."""
+    compile_s: float = 0.0
+    """Seconds of a thread for its grammar."""
+
+
+ORDINARY: Final = MessageSize()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Generate:
     """A client's request; where its stream was cut off, with what it has received already."""
 
@@ -32,3 +47,18 @@ class Generate:
     timeout_s: float
     attempt: int = 1
     """Of the client, from 1."""
+    size: MessageSize = ORDINARY
+    ends_reader: bool = False
+    """The router that reads it crashes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resets:
+    """Streams of one connection that are opened and reset at once, as they arrive together."""
+
+    num_streams: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """A router has taken a call: its initial metadata."""

@@ -2,7 +2,8 @@
 
 Written anew is only what asyncio and gRPC would bring: dialling, hearing of a lost connection (in place of
 `router/links/link.py` and `router/links/link_pool.py`), and waiting for calls (in place of
-`router/requests/request_processor.py` and `router/requests/answer.py`). What may not live here: decisions.
+`router/requests/request_processor.py` and `router/requests/answer.py`); and what its event loop costs
+(`loop_costs.py`). What may not live here: decisions.
 """
 
 import random
@@ -12,12 +13,14 @@ from functools import partial
 from typing import Any, Final
 
 from holdfast.cluster.simulate.actors.audit import AuditedDispatchHost
-from holdfast.cluster.simulate.actors.messages import DialReplica, Generate, Retiring
+from holdfast.cluster.simulate.actors.loop_costs import FREE, LoopCosts
+from holdfast.cluster.simulate.actors.messages import Admitted, DialReplica, Generate, Resets, Retiring
 from holdfast.cluster.simulate.actors.replica import MODEL, SimulatedReplica
 from holdfast.cluster.simulate.kernel.clock import SettableClock
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.process import Process
 from holdfast.cluster.simulate.kernel.promises import Violation, require
+from holdfast.cluster.simulate.kernel.thread_pool import ThreadPool
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.admission import OVERFLOW
 from holdfast.router.dispatch.call import Call, open_call, stopping
@@ -28,11 +31,21 @@ from holdfast.router.orders import NO_ORDERS, Orders
 from holdfast.router.replicas.backoff import Backoff
 from holdfast.router.resume import new_sequence
 from holdfast.worker.config import ServiceOrderConfig
-from holdfast.worker.errors import HoldfastError, ReplicaError
+from holdfast.worker.errors import HoldfastError, InvalidRequestError, ReplicaError
 from holdfast.worker.request import EngineRequest, SequenceKey
 from holdfast.worker.step_update import Hello, StepUpdate
 
 RESTART_S: Final = 0.5
+NUM_THREADS: Final = 6
+"""Of `asyncio.to_thread` on a machine with two cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateWait:
+    """How long a step update waited in a router for its event loop."""
+
+    at_s: float
+    wait_s: float
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -68,9 +81,14 @@ class SimulatedRouter(Process):
         seed: int,
         order: ServiceOrderConfig | None = None,
         max_lag_s: float = 0.0,
+        costs: LoopCosts = FREE,
+        hangs_after_s: float | None = None,
     ) -> None:
-        """Calls are read with a lag of up to `max_lag_s`, most of them with little; what has come by then is merged."""
-        super().__init__(site, network)
+        """Calls are read with a lag of up to `max_lag_s`, most of them with little; what has come by then is merged.
+
+        Its hang supervisor kills it after `hangs_after_s` without a sign of life; None: never.
+        """
+        super().__init__(site, network, hangs_after_s)
         self._config = config
         self._limits = limits
         self._replicas = replicas
@@ -79,6 +97,14 @@ class SimulatedRouter(Process):
         self._rng = random.Random(seed)
         self._max_lag_s = max_lag_s
         self._orders = NO_ORDERS
+        self._costs = costs
+        self._threads = ThreadPool(NUM_THREADS)
+        self.num_hung = 0
+        """Times that its hang supervisor killed it."""
+        self.num_crashed = 0
+        """Times that it crashed while it read a call."""
+        self.update_waits: list[UpdateWait] = []
+        """Of step updates with tokens, in all lives."""
 
     def on_start(self) -> None:
         dispatch = Dispatch(self._config, self._limits, self._rng.randrange, order=self._order)
@@ -90,16 +116,31 @@ class SimulatedRouter(Process):
         self._unread: dict[Connection, None] = {}
         """Calls with news, in the order in which it came."""
         self.is_stopping = False
+        self._num_streams_reset: dict[Connection, int] = {}
+        self._threads.clear()
         for replica in self._replicas:
             self._dial(replica, Backoff(max_pause_s=self._config.max_reconnect_s))
 
     def on_message(self, connection: Connection, message: Any) -> None:
         if isinstance(message, Generate):
-            self._open(connection, message)
+            self._decode(connection, message)
+        elif isinstance(message, Resets):
+            self._note_resets(connection, message.num_streams)
         elif connection in self._links:
             self._handle(self._links[connection], message)
 
+    def cost_s(self, message: Any) -> float:
+        return self._costs.on_loop_s(message)
+
+    def on_hang(self) -> None:
+        self.num_hung += 1
+        for callback in self.loop.undone():
+            if any(isinstance(argument, StepUpdate) for argument in callback.args):  # it is never handled
+                self.update_waits.append(UpdateWait(self.timeline.now, self.timeline.now - callback.came_s))
+        self._restart()
+
     def on_closed(self, connection: Connection) -> None:
+        self._num_streams_reset.pop(connection, None)
         if connection in self._links:
             self._link_lost(connection)
         elif connection in self._calls:
@@ -118,8 +159,11 @@ class SimulatedRouter(Process):
     def replace(self) -> None:
         """If it is stopping, ends it and starts the next one."""
         if self.is_up and self.is_stopping:
-            self.kill()
-            self.timeline.after(RESTART_S, self.revive)
+            self._restart()
+
+    def _restart(self) -> None:
+        self.kill()
+        self.timeline.after(RESTART_S, self.revive)
 
     def join(self, replica: SimulatedReplica) -> None:
         """A replica that was not there has started: the router dials it."""
@@ -158,6 +202,8 @@ class SimulatedRouter(Process):
     def _handle(self, link: SimulatedLink, message: Any) -> None:
         match message:
             case StepUpdate() if link.replica_id is not None:
+                if message.deltas or message.plain.attempts:
+                    self.update_waits.append(UpdateWait(self.timeline.now, self.loop.wait_s))
                 self.dispatch_host.replica_update(link.replica_id, message)
             case Hello():
                 link.backoff.note_up()
@@ -177,9 +223,34 @@ class SimulatedRouter(Process):
 
     # --- calls ---
 
+    def _decode(self, connection: Connection, message: Generate) -> None:
+        """Reads a call, on a thread if it is large or has a costly grammar."""
+        if message.ends_reader:
+            self.num_crashed += 1
+            self._restart()
+        elif on_thread_s := self._costs.on_thread_s(message.size):
+            done_s = self._threads.done_s(self.timeline.now, on_thread_s)
+            self.after(done_s - self.timeline.now, self._open, connection, message)
+        else:
+            self._open(connection, message)
+
+    def _note_resets(self, connection: Connection, num_streams: int) -> None:
+        """Closes a connection that has reset too many streams."""
+        if connection not in self.connections:
+            return
+        num_reset = self._num_streams_reset.get(connection, 0) + num_streams
+        self._num_streams_reset[connection] = num_reset
+        if self._costs.max_resets is not None and num_reset > self._costs.max_resets:
+            self._num_streams_reset.pop(connection)
+            self.hang_up(connection)
+
     def _open(self, connection: Connection, message: Generate) -> None:
+        if connection not in self.connections:
+            return  # its client has gone meanwhile
         request, num_before = message.request, self.dispatch_host.num_queued
         try:
+            if self._costs.is_refused(message.size):
+                raise InvalidRequestError("logit_bias", message.size.num_entries, "has too many entries")
             if self.is_stopping:
                 raise stopping()
             sequences = [
@@ -199,6 +270,7 @@ class SimulatedRouter(Process):
             connection.send(self, Fail(key=request.sequence_key, error=error))
             self.hang_up(connection)
             return
+        connection.send(self, Admitted())
         is_new, most = not any(one.request.output_token_ids for one in sequences), OVERFLOW * self._limits.max_queued
         if is_new and self.dispatch_host.num_queued > max(num_before, most):
             raise Violation(f"{self}: {request.request_id} is queued beyond {most}")

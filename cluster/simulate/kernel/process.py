@@ -5,15 +5,20 @@ What may live here: what any process goes through. What may not: what a replica,
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from holdfast.cluster.simulate.kernel.event_loop import EventLoop
 from holdfast.cluster.simulate.kernel.network import KEEPALIVE_S, Connection, Network
 
 
 class Process:
-    """One simulated process. Subclasses implement `on_start`, `on_message` and `on_closed`."""
+    """One simulated process. Subclasses implement `on_start`, `on_message`, `on_closed` and `on_hang`."""
 
-    def __init__(self, site: str, network: Network) -> None:
+    def __init__(self, site: str, network: Network, hangs_after_s: float | None = None) -> None:
+        """`on_hang` is called once its event loop has done nothing else for `hangs_after_s` than one callback, or
+        nothing at all; None: never.
+        """
         self.site = site
         self.network = network
         self.timeline = network.timeline
@@ -23,8 +28,9 @@ class Process:
         """Times it was started; what was scheduled in an earlier life does not happen."""
         self.clock_offset_s = 0.0
         self.connections: dict[Connection, None] = {}
+        self.loop = EventLoop(self, network.timeline, hangs_after_s, self._hang)
+        self._hangs_after_s = hangs_after_s
         self._num_freezes = 0
-        self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     @property
     def clock(self) -> float:
@@ -33,8 +39,8 @@ class Process:
 
     @property
     def has_backlog(self) -> bool:
-        """Something has come in while it was frozen."""
-        return bool(self._backlog)
+        """Something has come in while it was frozen or busy."""
+        return self.loop.has_waiting
 
     # --- for subclasses ---
 
@@ -45,6 +51,13 @@ class Process:
 
     def on_closed(self, connection: Connection) -> None:
         """The other side has gone, and `connections` has forgotten it."""
+
+    def on_hang(self) -> None:
+        """Its hang supervisor finds that it hangs."""
+
+    def cost_s(self, message: Any) -> float:
+        """How long its event loop is busy with a message."""
+        return 0.0
 
     def check_integrity(self) -> None:
         """Asserts that its books agree with each other."""
@@ -83,16 +96,17 @@ class Process:
         """SIGSTOP: whatever comes in waits, and peers that get no answer to their pings give up."""
         if self.is_up and not self.is_frozen:
             self.is_frozen = True
+            self.loop.pause()
             self._num_freezes += 1
             self.timeline.after(KEEPALIVE_S, self._give_up, self._num_freezes)
+            if self._hangs_after_s is not None:
+                self.timeline.after(self._hangs_after_s, self._still_frozen, self._num_freezes)
 
     def thaw(self) -> None:
         """SIGCONT: what has waited happens now, in its order."""
         if self.is_frozen:
             self.is_frozen = False
-            backlog, self._backlog = self._backlog, []
-            for action, args in backlog:
-                self._do(action, *args)
+            self.loop.resume()
 
     def revive(self) -> None:
         """Starts it unless it is up."""
@@ -104,7 +118,7 @@ class Process:
     def receive(self, connection: Connection, message: Any) -> None:
         if self.is_up:
             self.connections.setdefault(connection)
-            self._do(self.on_message, connection, message)
+            self.loop.call(partial(self._cost_s, connection, message), self.on_message, connection, message)
         else:
             connection.close(self)  # nobody listens: the connection is refused
 
@@ -121,10 +135,11 @@ class Process:
         return self.site
 
     def _do(self, action: Callable[..., None], *args: Any) -> None:
-        if self.is_frozen:
-            self._backlog.append((action, args))
-        else:
-            action(*args)
+        self.loop.call(None, action, *args)
+
+    def _cost_s(self, connection: Connection, message: Any) -> float:
+        """What has come over a connection that was hung up since is dropped."""
+        return self.cost_s(message) if connection in self.connections else 0.0
 
     def _due(self, life: int, action: Callable[..., None], args: tuple[Any, ...]) -> None:
         if self.is_up and life == self.num_lives:
@@ -132,10 +147,17 @@ class Process:
 
     def _die(self) -> list[Connection]:
         self.is_up = self.is_frozen = False
-        self._backlog.clear()
+        self.loop.reset()
         connections = list(self.connections)
         self.connections.clear()
         return connections
+
+    def _hang(self) -> None:
+        self.on_hang()
+
+    def _still_frozen(self, freeze: int) -> None:
+        if self.is_frozen and freeze == self._num_freezes:
+            self.on_hang()
 
     def _give_up(self, freeze: int) -> None:
         if self.is_frozen and freeze == self._num_freezes:

@@ -36,6 +36,9 @@ def print_campaign(console: Console, campaign: Campaign, wall_s: float) -> None:
         ("condemned", f"{tally.num_condemned:,} frozen replicas"),
         ("begun anew", f"{tally.num_begun_anew:,} requests, whose version an update had taken away"),
         ("poisoned", f"{tally.num_poisoned:,} replicas, by requests that kill whoever runs them"),
+        ("attacks", f"{sum(tally.attacks.values()):,}"),
+        ("", _counts(tally.attacks)),
+        ("hung", f"{tally.num_hung:,} routers, killed by their hang supervisors"),
         ("wronged", f"{tally.num_wronged:,} requests, quarantined for deaths that were not their fault"),
         ("promises broken", str(len(campaign.failures))),
     )

@@ -1,16 +1,17 @@
-"""Scenario of a seed: the size of the cluster, its settings, its requests and its faults.
+"""Scenario of a seed: the size of the cluster, its settings, its requests, its faults and an attack.
 
 What may not live here: running it (`world.py`).
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.cluster.simulate.actors.client import PlannedRequest
 from holdfast.cluster.simulate.actors.replica_shape import ReplicaShape
 from holdfast.cluster.simulate.oracle.proposers import PROPOSERS
 from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE
 from holdfast.cluster.simulate.oracle.pseudo_runner import PseudoRunner
+from holdfast.cluster.simulate.world.attacks import Attack, draw_attack
 from holdfast.cluster.simulate.world.faults import SimulatedFault, draw_faults, draw_updates
 from holdfast.cluster.simulate.world.traffic import draw_requests, draw_storm
 from holdfast.router.config import LimitsConfig, RouterConfig
@@ -35,6 +36,8 @@ class Scenario:
     """The draft proposer of each replica (`cluster/simulate/oracle/proposers.py`); None: no drafts."""
     requests: list[PlannedRequest]
     faults: list[SimulatedFault]
+    attack: Attack | None
+    """Requests of a class that costs routers much; None: only ordinary ones come."""
 
     @property
     def is_calm(self) -> bool:
@@ -48,8 +51,11 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
     num_routers, num_replicas = rng.randint(1, 3), rng.randint(1, 4)
     span_s = rng.uniform(1.0, 5.0)
     replica = _draw_shape(rng, async_scheduling)
+    attack_rng = random.Random(f"attack {seed}")
+    attack = draw_attack(attack_rng, seed, span_s, num_routers)
+    is_quiet = attack is not None and attack_rng.random() < 0.6
     are_plain = random.Random(f"plain {seed}").random() < 0.25
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         num_routers=num_routers,
         num_replicas=num_replicas,
@@ -74,7 +80,15 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
             ],
             key=lambda fault: fault.time_s,
         ),
+        attack=attack,
     )
+    return _without_trouble(scenario) if is_quiet else scenario
+
+
+def _without_trouble(scenario: Scenario) -> Scenario:
+    """The same without faults and poison: whatever goes wrong comes of the attack."""
+    requests = [planned for planned in scenario.requests if not planned.is_poison]
+    return replace(scenario, faults=[], requests=requests)
 
 
 def _draw_shape(rng: random.Random, async_scheduling: bool) -> ReplicaShape:

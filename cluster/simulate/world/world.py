@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from holdfast.cluster.simulate.actors.attacker import Attacker
 from holdfast.cluster.simulate.actors.client import SimulatedClient
+from holdfast.cluster.simulate.actors.loop_costs import LoopCosts
 from holdfast.cluster.simulate.actors.replica import MODEL, SimulatedReplica
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.kernel.network import KEEPALIVE_S, Network
@@ -18,12 +20,15 @@ from holdfast.cluster.simulate.kernel.promises import Violation, require
 from holdfast.cluster.simulate.kernel.timeline import Event, Timeline
 from holdfast.cluster.simulate.oracle.proposers import PROPOSERS
 from holdfast.cluster.simulate.oracle.pseudo_model import pseudo_tokenizer
+from holdfast.cluster.simulate.world.attack_checks import check_ended, check_pauses
+from holdfast.cluster.simulate.world.attacks import SPREAD_S
 from holdfast.cluster.simulate.world.checks import Checks
 from holdfast.cluster.simulate.world.faults import UPDATE, SimulatedFault, slowness, strike
 from holdfast.cluster.simulate.world.scenario import Scenario, draw_scenario
 from holdfast.cluster.simulate.world.traffic import LONGEST_S
 from holdfast.router.orders import Orders
 from holdfast.router.text.text_stream import TextStream
+from holdfast.worker.config import HealthConfig
 from holdfast.worker.tuning.step_time import StepShape
 
 LOSSES: Final = frozenset(
@@ -34,6 +39,8 @@ ANSWER_S: Final = 60.0
 """After the last fault is over and the last request has come, everyone has an answer within so many seconds."""
 MAX_EVENTS: Final = 200_000
 """Many times what any simulation needs: beyond it, processes are in a livelock."""
+COSTS: Final = LoopCosts()
+"""Of every router."""
 MAX_LAG_S: Final = 0.05
 """Longest time that a router's event loop lets the reader of a call wait."""
 SETTLE_S: Final = 2 * KEEPALIVE_S + 5.0
@@ -64,11 +71,14 @@ class Tally:
     num_begun_anew: int = 0
     """Requests whose version was gone before their end, and that clients made anew."""
     num_poisoned: int = 0
+    num_hung: int = 0
+    """Routers that their hang supervisors killed."""
     num_wronged: int = 0
     """Requests that were quarantined and are no poison."""
     simulated_s: float = 0.0
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
+    attacks: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: "Tally") -> None:
         for name in self.__slots__:
@@ -125,6 +135,8 @@ class World:
                 seed=rng.getrandbits(32),
                 order=scenario.replica.scheduler,
                 max_lag_s=MAX_LAG_S,
+                costs=COSTS,
+                hangs_after_s=HealthConfig().hangs_after_s,
             )
             for i in range(scenario.num_routers)
         ]
@@ -134,6 +146,9 @@ class World:
         ]
         for client in self.clients:
             client.hopeless_s = self._prefill_s(len(client.planned.request.prompt_token_ids))
+        attack = scenario.attack
+        self.attackers: list[Attacker] = [] if attack is None else attack.attackers(self.network, self.routers)
+        self._attack_s = self._attack_end_s = 0.0 if attack is None else attack.time_s
         self._revision = 0
         self._checks = Checks(self.routers, self.replicas)
 
@@ -145,14 +160,24 @@ class World:
             self.timeline.at(client.planned.arrival_s, client.begin)
         for fault in self.scenario.faults:
             self.timeline.at(fault.time_s, self.strike, fault)
+        for number, attacker in enumerate(self.attackers):
+            spread_s = SPREAD_S * number / len(self.attackers)
+            self.timeline.at(self._attack_s + spread_s, attacker.begin)
         healed_s = self._healed_s()
-        self._run_until(healed_s + ANSWER_S, lambda: all(client.outcome for client in self.clients))
+        self._run_until(healed_s + ANSWER_S, self._is_all_answered)
         for client in self.clients:
             require(client.outcome is not None, f"{client} was not answered within {ANSWER_S:g} s after all was well")
         self._run_until(max(healed_s, self.timeline.now) + SETTLE_S)
         self._checks.at_end()
         self._check_poison()
         self._check_calm()
+        self._check_attack()
+
+    def _is_all_answered(self) -> bool:
+        is_attack_over = all(attacker.is_over for attacker in self.attackers)
+        if not is_attack_over:
+            self._attack_end_s = self.timeline.now
+        return is_attack_over and all(client.outcome for client in self.clients)
 
     def strike(self, fault: SimulatedFault) -> None:
         strike(self, fault)
@@ -190,9 +215,11 @@ class World:
             num_begun_anew=sum(client.num_begun_anew for client in self.clients),
             num_poisoned=sum(replica.num_poisoned for replica in self.replicas),
             num_wronged=sum(client.is_wronged for client in self.clients),
+            num_hung=sum(router.num_hung for router in self.routers),
             simulated_s=self.timeline.now,
             outcomes=Counter(str(client.outcome) for client in self.clients),
             faults=Counter(fault.kind for fault in self.scenario.faults),
+            attacks=Counter([] if self.scenario.attack is None else [self.scenario.attack.kind]),
         )
 
     def _run_until(self, time_s: float, is_enough: Callable[[], bool] = lambda: False) -> None:
@@ -238,6 +265,13 @@ class World:
                 f"{client} listened for {client.planned.grace_s:g} s, and was not told that its time was up",
             )
 
+    def _check_attack(self) -> None:
+        """Checks what came of an attack that nothing else went wrong beside."""
+        attack = self.scenario.attack
+        if attack is not None and self.scenario.is_calm:
+            check_ended(attack, self.routers)
+            check_pauses(attack, self.attackers, self.routers, self._attack_end_s)
+
     def _prefill_s(self, num_tokens: int) -> float:
         """How long a prompt takes in full steps of a replica that is as slow as any gets."""
         shape, faults = self.scenario.replica, self.scenario.faults
@@ -249,7 +283,8 @@ class World:
     def _healed_s(self) -> float:
         """When the last fault is over and the last request has come."""
         ends = [fault.time_s + fault.duration_s for fault in self.scenario.faults]
-        return max([*ends, *(planned.arrival_s for planned in self.scenario.requests)], default=0.0)
+        attacked_s = [] if self.scenario.attack is None else [self.scenario.attack.time_s + SPREAD_S]
+        return max([*ends, *attacked_s, *(planned.arrival_s for planned in self.scenario.requests)], default=0.0)
 
 
 def simulate(seed: int, watch: Callable[[Event], None] | None = None, *, async_scheduling: bool = False) -> Outcome:

@@ -1,0 +1,147 @@
+"""Simulated attackers: calls that cost their router much, and floods of streams that are reset at once.
+
+A call is sent again as `AsyncClient` does it, by the real retry policy. What may not live here: drawing attacks
+(`cluster/simulate/world/attacks.py`), and what a router may lose by them (`cluster/simulate/world/attack_checks.py`).
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from holdfast.cluster.client.retry_policy import RetryPolicy
+from holdfast.cluster.simulate.actors.client import SITE
+from holdfast.cluster.simulate.actors.messages import Admitted, Generate, MessageSize, Resets
+from holdfast.cluster.simulate.actors.router import SimulatedRouter
+from holdfast.cluster.simulate.kernel.network import Connection, Network
+from holdfast.router.events import Deliver, Fail
+from holdfast.worker.errors import HoldfastError, ReplicaError, RequestAbortedError
+from holdfast.worker.request import EngineRequest
+
+CONNECT_S: Final = 5.0
+RECONNECT_S: Final = 60.0
+"""As `AsyncClient` has them by default."""
+STREAMS_AT_ONCE: Final = 50
+"""Of a flood, as many as arrive together."""
+RESETS_PER_S: Final = 20_000
+"""Of one connection."""
+
+
+class Attacker(Protocol):
+    """Someone who wants a router to have more to do than it can."""
+
+    is_over: bool
+
+    def begin(self) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class CostlyCall:
+    """One call, and what `AsyncClient` makes of its end."""
+
+    request: EngineRequest
+    size: MessageSize
+    ends_reader: bool
+    network: Network
+    routers: list[SimulatedRouter]
+    at: int
+    """The router that it is sent to, by its number."""
+    attempt: int = 0
+    is_over: bool = False
+    _connection: Connection | None = None
+    _retry_policy: RetryPolicy | None = None
+
+    def begin(self) -> None:
+        self._retry_policy = RetryPolicy(
+            num_routers=len(self.routers),
+            connect_s=CONNECT_S,
+            reconnect_s=RECONNECT_S,
+            timeout_s=None,
+            draw=self.network.rng.random,
+            now=self.network.timeline.now,
+        )
+        self._send()
+
+    # --- as an endpoint ---
+
+    def receive(self, connection: Connection, message: Any) -> None:
+        assert self._retry_policy is not None, "it has begun"
+        match message:
+            case Admitted():
+                self._retry_policy.note_taken()
+            case Deliver():
+                self._retry_policy.note_news()
+                self.is_over = self.is_over or message.usage is not None
+            case Fail():
+                self._connection = None
+                self._fail(message.error)
+
+    def closed(self, connection: Connection) -> None:
+        if connection is self._connection and not self.is_over:
+            self._retry(None)
+
+    def __str__(self) -> str:
+        return self.request.request_id
+
+    # --- inside ---
+
+    def _send(self) -> None:
+        router = self.routers[self.at]
+        self.attempt += 1
+        path = self.network.path(SITE, router.site)
+        self._connection = Connection(self.network, path, (self, router))
+        call = Generate(
+            request=self.request,
+            resume=None,
+            timeout_s=RECONNECT_S,
+            attempt=self.attempt,
+            size=self.size,
+            ends_reader=self.ends_reader,
+        )
+        self._connection.send(self, call)
+
+    def _fail(self, error: HoldfastError) -> None:
+        if isinstance(error, ReplicaError | RequestAbortedError):
+            self._retry(error.retry_after_s)
+        else:
+            self.is_over = True
+
+    def _retry(self, hint_s: float | None) -> None:
+        assert self._retry_policy is not None, "it has begun"
+        pause_s = self._retry_policy.pause_s(self.network.timeline.now, hint_s)
+        if pause_s is None:
+            self.is_over = True
+        else:
+            self.at = (self.at + 1) % len(self.routers)
+            self.network.timeline.after(pause_s, self._send)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ResetFlood:
+    """One connection on which streams are opened and reset at once, for as long as it is open."""
+
+    num_streams: int
+    network: Network
+    router: SimulatedRouter
+    is_over: bool = False
+    _num_sent: int = 0
+
+    def begin(self) -> None:
+        path = self.network.path(SITE, self.router.site)
+        self._send(Connection(self.network, path, (self, self.router)))
+
+    def receive(self, connection: Connection, message: Any) -> None:
+        """It reads no answer."""
+
+    def closed(self, connection: Connection) -> None:
+        self.is_over = True
+
+    def __str__(self) -> str:
+        return "flood"
+
+    def _send(self, connection: Connection) -> None:
+        if self._num_sent >= self.num_streams:
+            connection.close(self)
+            self.is_over = True
+        elif not self.is_over:
+            self._num_sent += STREAMS_AT_ONCE
+            connection.send(self, Resets(num_streams=STREAMS_AT_ONCE))
+            self.network.timeline.after(STREAMS_AT_ONCE / RESETS_PER_S, self._send, connection)

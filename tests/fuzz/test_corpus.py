@@ -1,0 +1,57 @@
+"""The kept inputs once more: every decoder answers each of them as it documents, after so much work at most."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.fuzz.kinds import CORPUS, KINDS, corpus, opened
+
+MAX_CALLS, CALLS_PER_BYTE = 60_000, 400
+"""Calls of Python functions that an input may cost: so many, and more for each of its bytes."""
+MAX_CORPUS = 300_000
+"""Bytes of all inputs that are kept."""
+
+
+class Work:
+    """Counts calls of Python functions on this thread."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        self.num_calls = 0
+        sys.setprofile(self._note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def _note(self, frame: object, event: str, argument: object) -> None:
+        self.num_calls += event == "call"
+
+
+def replay(read: Callable[[bytes], None], kind: str) -> None:
+    work = Work()
+    for path in corpus(kind):
+        data = path.read_bytes()
+        try:
+            with work.counted():
+                read(data)
+        except Exception as error:
+            raise AssertionError(f"repeat it with: python -m tests.fuzz --repeat {kind} {path}") from error
+        most = MAX_CALLS + CALLS_PER_BYTE * len(data)
+        assert work.num_calls <= most, f"{path}: {work.num_calls} calls, {most} are allowed"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_inputs_are_answered_as_documented(kind):
+    with opened(kind) as read:
+        replay(read, kind)
+
+
+def test_the_corpus_is_small_and_has_all_kinds():
+    assert sorted(path.name for path in CORPUS.iterdir()) == sorted(KINDS)
+    assert sum(path.stat().st_size for path in CORPUS.rglob("*") if path.is_file()) < MAX_CORPUS
