@@ -12,8 +12,8 @@ from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.dispatch_stats import DispatchStats
 from holdfast.router.metrics.exposition import Sample
 from holdfast.router.metrics.replica_samples import gateway_samples, process_samples, replica_samples
-from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.overload.overload import Overload, OverloadAction
+from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_stats import ModelStats, RequestStats
 from holdfast.worker.request import Priority
 

@@ -125,9 +125,7 @@ def _unary(method: UnaryMethod, decode: Decode, hooks: CallHooks) -> Callable[[b
     return call
 
 
-def _stream(
-    method: StreamMethod, decode: Decode, hooks: CallHooks
-) -> Callable[[bytes, Context], Awaitable[None]]:
+def _stream(method: StreamMethod, decode: Decode, hooks: CallHooks) -> Callable[[bytes, Context], Awaitable[None]]:
     async def call(request: bytes, context: Context) -> None:
         async with _answering(context, hooks):
             await method(await decode(request), context)

@@ -7,6 +7,7 @@ What may live here: the methods, and the server's options. What may not: other s
 import math
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Final
 

@@ -19,7 +19,6 @@ from holdfast.router.doors.http.openapi import description
 from holdfast.router.events import ModelStatus
 from holdfast.router.metrics.exposition import exposed
 from holdfast.router.metrics.router_samples import ConnectionCounts, router_samples
-from holdfast.router.metrics.router_samples import router_samples
 from holdfast.router.overload.overload import Overload
 from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_processor import RequestProcessor
