@@ -53,6 +53,7 @@ class Cluster:
     name: str
     process: "subprocess.Popen[str]"
     addresses: list[str]
+    http: list[str]
     first: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     errors: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -64,10 +65,11 @@ def started(name: str, flags: list[str]) -> Iterator[Cluster]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None, "it is a pipe"
-        line = next((line for line in process.stdout if line.startswith("ready after")), "")
-        if not line:
+        lines = [next((line for line in process.stdout if line.startswith(start)), "") for start in ("ready", "HTTP")]
+        if not all(lines):
             raise RuntimeError(f"cluster {name} did not start")
-        yield Cluster(name, process, re.findall(r"127\.0\.0\.1:\d+", line.partition("gRPC on")[2]))
+        grpc, http = (re.findall(r"127\.0\.0\.1:\d+", line) for line in lines)
+        yield Cluster(name, process, grpc, http)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(STOP_LIMIT_S)

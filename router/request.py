@@ -6,6 +6,7 @@ model (`router/requests/request_processor.py`).
 
 import hashlib
 import math
+from collections.abc import Sized
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -118,18 +119,14 @@ class GenerationRequest:
 
     def _check_stop(self, limits: LimitsConfig) -> None:
         stop = self.sampling_params.stop_strings
-        if len(stop) > limits.max_stop_strings:
-            limit = f"must be at most {limits.max_stop_strings} strings, not {len(stop)}"
-            raise InvalidRequestError("sampling_params.stop", stop, limit)
+        _check_count("stop", stop, limits.max_stop_strings, "max_stop_strings")
         if any(len(text) > limits.max_stop_string_length for text in stop):
             limit = f"stop strings must have at most {limits.max_stop_string_length} characters"
             raise InvalidRequestError("sampling_params.stop", stop, limit)
 
     def _check_bad_words(self, limits: LimitsConfig) -> None:
         words = self.sampling_params.bad_words
-        if len(words) > limits.max_bad_words:
-            limit = f"must be at most {limits.max_bad_words} words, not {len(words)}"
-            raise InvalidRequestError("sampling_params.bad_words", words, limit)
+        _check_count("bad_words", words, limits.max_bad_words, "max_bad_words")
         if any(len(word) > limits.max_bad_word_length for word in words):
             limit = f"bad words must have at most {limits.max_bad_word_length} characters"
             raise InvalidRequestError("sampling_params.bad_words", words, limit)
@@ -144,15 +141,10 @@ class GenerationRequest:
 
     def _check_token_ids(self, limits: LimitsConfig) -> None:
         params = self.sampling_params
-        for name, number, setting in (
-            ("logit_bias", len(params.logit_bias), "max_logit_bias"),
-            ("stop_token_ids", len(params.stop_token_ids), "max_stop_token_ids"),
-            ("allowed_token_ids", len(params.allowed_token_ids or ()), "max_allowed_token_ids"),
-        ):
-            most = getattr(limits, setting)
-            if number > most:
-                limit = f"must have at most {most} entries (limits.{setting}), not {number}"
-                raise InvalidRequestError(f"sampling_params.{name}", number, limit)
+        _check_count("logit_bias", params.logit_bias, limits.max_logit_bias, "max_logit_bias")
+        _check_count("stop_token_ids", params.stop_token_ids, limits.max_stop_token_ids, "max_stop_token_ids")
+        allowed = params.allowed_token_ids or ()
+        _check_count("allowed_token_ids", allowed, limits.max_allowed_token_ids, "max_allowed_token_ids")
 
     def _check_sequences(self, limits: LimitsConfig) -> None:
         params = self.sampling_params
@@ -179,12 +171,19 @@ class GenerationRequest:
             raise InvalidRequestError("sampling_params.best_of", params.best_of, limit)
 
 
+def _check_count(name: str, given: Sized, most: int, setting: str) -> None:
+    """Raises `InvalidRequestError` in the words of the scan before a message is parsed, which counts no further."""
+    if len(given) > most:
+        limit = f"must have at most {most} elements (limits.{setting}), not {most + 1} or more"
+        raise InvalidRequestError(f"sampling_params.{name}", most + 1, limit)
+
+
 def check_text(text: str, limits: LimitsConfig, field: str = "text") -> None:
     """Raises `InvalidRequestError` for a text above `limits.max_prompt_bytes`."""
     num_bytes = len(text.encode())
     if num_bytes > limits.max_prompt_bytes:
         limit = f"must be at most {limits.max_prompt_bytes} bytes (limits.max_prompt_bytes), not {num_bytes}"
-        raise InvalidRequestError(field, text, limit)
+        raise InvalidRequestError(field, f"{num_bytes} bytes", limit)
 
 
 def derived_seed(request_id: str) -> int:

@@ -35,8 +35,12 @@ NOT_OURS = (
     "router/doors/vllm/",
     "router/doors/http/messages_body.py",
     "router/doors/http/responses_body.py",
+    "worker/wire/link_bounds.py",
+    "router/wire/bounds.py",
+    "router/doors/http/body_bounds.py",
 )
-"""A model's own numbers (`top_k` experts), and protocols of others, which get a parameter when their authors say so."""
+"""A model's own numbers (`top_k` experts), protocols of others, which get a parameter when their authors say so, and
+the bounds of what can grow: a field without one is found when a server starts, and by a test that names it."""
 IN_ONE_PLACE = {"min_p", "length_penalty", "truncate_prompt_tokens"}
 """Parameters whose whole meaning is in a file or two, so that their very name is in no more than `MOST`."""
 

@@ -91,7 +91,7 @@ class DispatchHost:
         self._unread_limit: UnreadLimit | None = None
         if max_unread_tokens is not None:
             self._unread_limit = UnreadLimit(
-                max_tokens=max_unread_tokens, on_unread=self._unread.append, on_read=self._go_on
+                num_tokens=max_unread_tokens, on_unread=self._unread.append, on_read=self._go_on
             )
         self._when_idle: list[Callable[[], None]] = []
         self._when_free: list[tuple[str, Callable[[], None]]] = []

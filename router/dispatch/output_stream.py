@@ -30,7 +30,7 @@ inside the dispatch host, and must not call back into it.
 class UnreadLimit:
     """When a stream's reader is too far behind for its request to keep a replica, and who is told."""
 
-    max_tokens: int
+    num_tokens: int
     """That wait for a reader which has been behind for `BEHIND_AT_LEAST_S`."""
     on_unread: Callable[["OutputStream"], None]
     """Called at each delivery from there on. It runs inside the dispatch host, and must not call back into it."""
@@ -106,7 +106,7 @@ class OutputStream:
             self._note_behind()
         self._pending.append(delivery)
         self.num_unread += len(delivery.token_ids)
-        if self._limit is not None and not is_last and self.num_unread >= self._limit.max_tokens:
+        if self._limit is not None and not is_last and self.num_unread >= self._limit.num_tokens:
             self._check_reader(self._limit)
         if self.notifies_each_step or is_last:
             self._on_output()

@@ -30,7 +30,7 @@ from tests.worker.decoder.gpu import runs
 from tests.worker.decoder.gpu.runs import Fp8Reference, Part
 from tests.worker.decoder.gpu.test_executor import size_of
 from tests.worker.decoder.models import MODELS, config_of, expected_logits, on_ranks, parallelized, share_of
-from tests.worker.engine.test_turn_counts import INFO
+from tests.worker.engine.turns import INFO
 from tests.worker.engine.two_plans import make_request
 
 TEXT = """Each request goes to one replica, and a replica that is lost takes no request with it: the router keeps what \

@@ -22,7 +22,7 @@ from tests.worker.decoder.cpu.runs import layout_of, tokens
 from tests.worker.decoder.gpu import runs
 from tests.worker.decoder.gpu.runs import Part, batch_of
 from tests.worker.decoder.gpu.test_executor import FakeDevice
-from tests.worker.engine.test_turn_counts import INFO
+from tests.worker.engine.turns import INFO
 from tests.worker.engine.two_plans import Listener, make_request
 from tests.worker.fake_device import VirtualClock
 
