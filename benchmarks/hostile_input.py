@@ -92,7 +92,7 @@ def routers_of(cluster: Cluster) -> list[psutil.Process]:
 
 
 def resident_mb(cluster: Cluster) -> float:
-    return float(sum(one.memory_info().rss for one in routers_of(cluster)) / MB)
+    return sum(float(one.memory_info().rss) for one in routers_of(cluster)) / MB
 
 
 class Beside:
@@ -109,7 +109,7 @@ class Beside:
         while not self._longest_s.value:
             await asyncio.sleep(LOOK_S)
         with self._longest_s.get_lock():
-            longest_s, self._longest_s.value = self._longest_s.value, 0.0
+            longest_s, self._longest_s.value = float(self._longest_s.value), 0.0
         return longest_s
 
     def end(self) -> None:

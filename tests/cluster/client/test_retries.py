@@ -309,4 +309,4 @@ async def test_a_router_that_was_reading_a_request_is_waited_for_as_one_that_had
     transport, clock = ScriptedTransport(a=[LOST_READING, UNREACHABLE], b=UNREACHABLE), MovedClock()
     with pytest.raises(ReplicaError):
         await streamed(client_of(transport, clock))
-    assert 55 < sum(clock.pauses) < 61
+    assert RECONNECT_S - 5 < sum(clock.pauses) < RECONNECT_S + 1

@@ -34,6 +34,7 @@ class FakeRouter:
     address, http_address = "127.0.0.1:1", "127.0.0.1:2"
 
     def __init__(self) -> None:
+        self.overload = SimpleNamespace(ledger=SimpleNamespace(on_input=None))
         self.stops: list[bool] = []
         """Of each call to `stop`, whether it hands over."""
 
@@ -73,6 +74,7 @@ def router(monkeypatch: pytest.MonkeyPatch) -> FakeRouter:
         monkeypatch.setattr(router_deployment, name, lambda *arguments, **options: None)
     monkeypatch.setattr(router_deployment.serve, "get_replica_context", lambda: SimpleNamespace(replica_tag="new"))
     monkeypatch.setattr(router_deployment, "_start", start)
+    monkeypatch.setattr(RouterDeployment, "_begin_journal", lambda self, router, namespace: None)
     monkeypatch.setattr(RouterDeployment, "_keep_telling", lambda self, router: asyncio.Event().wait())
     return router
 

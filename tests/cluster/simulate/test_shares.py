@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cluster.simulate.actors.messages import Generate
+from holdfast.cluster.simulate.actors.messages import Admitted, Generate
 from holdfast.cluster.simulate.actors.replica import SimulatedReplica
 from holdfast.cluster.simulate.actors.replica_shape import ReplicaShape
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
@@ -110,6 +110,8 @@ class Customer:
 
     def receive(self, connection: Connection, message: Any) -> None:
         now, load = self.load.timeline.now, self.load
+        if isinstance(message, Admitted):
+            return
         assert isinstance(message, Deliver), message
         if self.first_token_s is None:
             self.first_token_s = now

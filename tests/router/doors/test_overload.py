@@ -179,7 +179,8 @@ async def _sending(place: Site, num_bytes: int) -> tuple[asyncio.StreamReader, a
     """A body that arrives but for its last byte."""
     host, _, port = place.router.http_address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {num_bytes + 1}\r\n\r\n".encode())
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {num_bytes + 1}\r\n"
+    writer.write(f"{head}content-type: application/json\r\n\r\n".encode())
     writer.write(b" " * num_bytes)
     with suppress(ConnectionError):
         await writer.drain()

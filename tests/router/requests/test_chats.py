@@ -95,10 +95,14 @@ REFUSED = {
         "set",
     ),
     "a time without a calendar": (chat(("user", "x"), now_s=2**60), "chat.now_s", "253402300799"),
-    "larger than a text": (chat(("user", "x" * 300)), "chat.messages", "at most 200 bytes (limits.max_prompt_bytes)"),
+    "larger than a text": (
+        chat(("user", "x" * 300)),
+        "chat.messages.content",
+        "at most 200 bytes (limits.max_prompt_bytes)",
+    ),
     "larger by its variables": (
         chat(("user", "x"), template_kwargs='{"x": "' + 300 * "y" + '"}'),
-        "chat.messages",
+        "chat.template_kwargs",
         "at most 200 bytes",
     ),
     "larger once it is rendered": (LONG, "chat", "at most 200 bytes (limits.max_prompt_bytes)"),

@@ -92,7 +92,7 @@ BAD = {
     "bad_words": [
         ({"bad_words": ["a", ""]}, "empty"),
         ({"bad_words": [" "]}, "only spaces"),
-        ({"bad_words": ["x"] * 257}, "at most 256 words"),
+        ({"bad_words": ["x"] * 257}, "at most 256 elements"),
         ({"bad_words": ["x" * 257]}, "at most 256 characters"),
     ],
 }
