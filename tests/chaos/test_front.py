@@ -82,13 +82,14 @@ def body_of(seed: int) -> str:
 
 async def by_httpx(address: str, seed: int) -> str:
     async with httpx2.AsyncClient(verify=False, timeout=60) as http:
-        answer = await http.post(f"http://{address}/v1/completions", content=body_of(seed))
+        headers = {"content-type": "application/json"}
+        answer = await http.post(f"http://{address}/v1/completions", content=body_of(seed), headers=headers)
         assert answer.status_code == 200
         return text_of(answer.text)
 
 
 async def by_curl(address: str, seed: int) -> str:
-    command = ["curl", "-sSN", "--fail", f"http://{address}/v1/completions", "-d", body_of(seed)]
+    command = ["curl", "-sSN", "--fail", f"http://{address}/v1/completions", "--json", body_of(seed)]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=True)
     return text_of(done.stdout)
 

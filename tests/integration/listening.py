@@ -61,7 +61,7 @@ def counted(found: list[Listener]) -> Counter[tuple[str, str, str]]:
 def name_of(process: psutil.Process) -> str:
     """What a process is for, without what differs from start to start."""
     title = " ".join(process.cmdline())
-    for name in ("Router", "Directory", "ServeController", "RankActor", "DashboardAgent", "RuntimeEnvAgent"):
+    for name in ("Router", "Directory", "ServeController", "RankActor"):
         if re.search(rf"^ray::\S*\b{name}\b", title):
             return name
     if re.match(r"ray::ServeReplica:\S*:Replica", title):

@@ -50,7 +50,8 @@ async def called(application: Application, method: MethodDescriptor, content: by
         if method.client_streaming:
             await _read(channel.stream_stream(path)(iter([content]), timeout=ANSWER_S))
         elif method.server_streaming:
-            await _read(channel.unary_stream(path)(content, timeout=ANSWER_S))
+            most = 1 if method.name in ENDLESS else MAX_ANSWERS
+            await _read(channel.unary_stream(path)(content, timeout=ANSWER_S), most)
         else:
             await channel.unary_unary(path)(content, timeout=ANSWER_S)
     except grpc.aio.AioRpcError as error:
@@ -58,12 +59,12 @@ async def called(application: Application, method: MethodDescriptor, content: by
         assert len(error.details() or "") <= MAX_TEXT, f"{path}: a long error"  # noqa: PT017
 
 
-async def _read(call: object) -> None:
+async def _read(call: object, most: int = MAX_ANSWERS) -> None:
     """The first answers. What goes on is left."""
     num_read = 0
     async for _ in call:  # type: ignore[attr-defined]
         num_read += 1
-        if num_read == MAX_ANSWERS:
+        if num_read == most:
             call.cancel()  # type: ignore[attr-defined]
             return
 

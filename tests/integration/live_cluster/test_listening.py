@@ -21,7 +21,6 @@ OF_RAY = Counter(
         ("raylet", "tcp", LOOPBACK): 2,  # node manager, object manager
         ("raylet", "unix", "raylet"): 1,
         ("raylet", "unix", "plasma_store"): 1,
-        ("RuntimeEnvAgent", "tcp", LOOPBACK): 1,
         ("ServeController", "tcp", LOOPBACK): 1,
     }
 )
@@ -33,8 +32,6 @@ OF_CLUSTER = Counter(  # two routers, two replicas of two ranks, the directory; 
         ("RankActor", "tcp", LOOPBACK): 2,
     }
 )
-AGENT = ("DashboardAgent", "tcp", LOOPBACK)
-"""gRPC, metrics, and HTTP where its fixed port is free."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +41,6 @@ def found(cluster: Serving) -> list[Listener]:
 
 def test_exactly_these_sockets_listen_and_all_on_loopback(found: list[Listener]):
     of_cluster = counted([one for one in found if one.process not in ("idle worker", "starter")])
-    assert of_cluster.pop(AGENT) in (2, 3)
     assert of_cluster == OF_RAY + OF_CLUSTER
     strange = [one for one in found if one.kind != "unix" and one.host != LOOPBACK]
     assert strange == []
@@ -59,7 +55,17 @@ def test_nobody_else_may_connect_to_the_unix_sockets(found: list[Listener]):
             assert not stat.S_IMODE(status.st_mode) & 0o022, "to connect is to write"
 
 
-def test_ray_and_serve_refuse_a_stranger(found: list[Listener]):
+def code_for(one: Listener, method: str) -> grpc.StatusCode:
+    """What somebody without the token is told."""
+    with grpc.insecure_channel(f"{one.host}:{one.port}") as channel:
+        ask = channel.unary_unary(method, request_serializer=bytes, response_deserializer=bytes)
+        with pytest.raises(grpc.RpcError) as refused:
+            ask(b"", timeout=30)
+        code: grpc.StatusCode = refused.value.code()
+        return code
+
+
+def test_ray_refuses_a_stranger(found: list[Listener]):
     """What has no token: UNAUTHENTICATED, before anything is read."""
     asked = [
         *((one, "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo") for one in found if one.process == "gcs_server"),
@@ -68,8 +74,16 @@ def test_ray_and_serve_refuse_a_stranger(found: list[Listener]):
     ]
     assert len(asked) == 4
     for one, method in asked:
-        with grpc.insecure_channel(f"{one.host}:{one.port}") as channel:
-            ask = channel.unary_unary(method, request_serializer=bytes, response_deserializer=bytes)
-            with pytest.raises(grpc.RpcError) as refused:
-                ask(b"", timeout=30)
-            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED, one
+        assert code_for(one, method) is grpc.StatusCode.UNAUTHENTICATED, one
+
+
+def test_each_port_of_a_raylet_refuses_a_stranger(found: list[Listener]):
+    """One has the node manager, the other the object manager, and neither knows the other's methods."""
+    ports = [one for one in found if (one.process, one.kind) == ("raylet", "tcp")]
+    assert len(ports) == 2
+    for one in ports:
+        codes = {
+            code_for(one, "/ray.rpc.NodeManagerService/GetNodeStats"),
+            code_for(one, "/ray.rpc.ObjectManagerService/Pull"),
+        }
+        assert codes == {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED}, one

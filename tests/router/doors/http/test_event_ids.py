@@ -137,7 +137,8 @@ NODE = """
 const [url, body] = process.argv.slice(2);
 let text = "", last = "", cuts = 0, done = false;
 while (!done) {
-  const headers = last ? {"last-event-id": last} : {"x-holdfast-event-ids": "1"};
+  const mine = last ? {"last-event-id": last} : {"x-holdfast-event-ids": "1"};
+  const headers = {"content-type": "application/json", ...mine};
   const response = await fetch(url, {method: "POST", body, headers});
   if (response.status === 204) break;
   let buffer = "", seen = 0;
