@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -72,7 +73,8 @@ def start() -> Iterator[Callable[..., Command]]:
     for command in commands:
         if command.process.poll() is None:
             for process in [*command.descendants(), command.process]:
-                process.kill()
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 async def _stream_through_a_signal(address: str, process: "subprocess.Popen[str]") -> tuple[int, FinishReason | None]:

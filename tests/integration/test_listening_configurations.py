@@ -20,7 +20,9 @@ WIDE = "0.0.0.0"
 
 def expected(tp: int, host: str) -> Counter[tuple[str, str, str]]:
     """Of one router and one replica. `--host` is for gRPC, HTTP and the engine protocol alone."""
-    of_clients = Counter({("Router", "tcp", host): 2, ("Replica", "tcp", host): 1})
+    of_grpc = "::" if host == WIDE else host  # gRPC takes 0.0.0.0 for every address of either family
+    of_clients = Counter({("Router", "tcp", host): 1})
+    of_clients += Counter({("Router", "tcp", of_grpc): 1, ("Replica", "tcp", of_grpc): 1})
     own = {"Directory": 2, "Router": 3, "Replica": 3, "RankActor": tp - 1, "starter": 1}
     return OF_RAY + of_clients + Counter({(name, "tcp", LOOPBACK): number for name, number in own.items()})
 
