@@ -71,9 +71,10 @@ def kept_gcs(
     silence = Silence(time.monotonic(), silent_s)
 
     def look() -> None:
+        asked = ray.gcs  # by the time that it has not answered, the next one may have started
         if silence.note(answers(), time.monotonic()):
             say(f"Ray's GCS has answered nothing for {silent_s:g} s and is ended")
-            ray.gcs.kill()
+            asked.kill()
 
     is_over, over = os.pipe()
     thread = threading.Thread(target=_keep, args=(ray, say, is_over), name="gcs-keeper", daemon=True)

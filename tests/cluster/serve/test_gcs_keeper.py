@@ -1,7 +1,6 @@
 """The keeper of a GCS starts it again each time that it ends, and ends one that hangs."""
 
 import queue
-import select
 import signal
 import subprocess
 import sys
@@ -61,14 +60,21 @@ def test_a_start_that_fails_is_tried_again(ray: FakeRay):
 
 def test_a_gcs_that_hangs_is_ended_and_starts_again(ray: FakeRay):
     said: list[str] = []
-    with kept_gcs(ray, said.append, lambda: ray.started.qsize() == 0, look_every_s=0.01, silent_s=0.05):
-        first = ray.gcs  # answers nothing as long as it has not been taken from the queue
+    first = ray.started.get()  # never answers; the next one always does
+    answered: queue.Queue[None] = queue.Queue()
+
+    def answers() -> bool:
+        if ray.gcs is first:
+            return False
+        answered.put(None)
+        return True
+
+    with kept_gcs(ray, said.append, answers, look_every_s=0.01, silent_s=0.05):
         assert first.wait(LIMIT_S) == -signal.SIGKILL
-        while ray.gcs is first:
-            select.select([], [], [], 0.01)
-        ray.started.get(), ray.started.get()
-        second = ray.gcs
-    assert second.poll() is None, "it answers"
+        second = ray.started.get(timeout=LIMIT_S)
+        for _ in range(10):  # looks, together longer than the silence that ends one
+            answered.get(timeout=LIMIT_S)
+        assert second.poll() is None, "it answers"
     assert "answered nothing" in said[0]
 
 
