@@ -12,6 +12,8 @@ MAX_CALLS, CALLS_PER_BYTE = 60_000, 400
 """Calls of Python functions that an input may cost: so many, and more for each of its bytes."""
 MAX_CORPUS = 300_000
 """Bytes of all inputs that are kept."""
+OPENED_LATE = frozenset(("native",))
+"""Kinds that take many seconds to open: left to the long run."""
 
 
 class Work:
@@ -46,7 +48,9 @@ def replay(read: Callable[[bytes], None], kind: str) -> None:
         assert work.num_calls <= most, f"{path}: {work.num_calls} calls, {most} are allowed"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in OPENED_LATE else kind for kind in KINDS]
+)
 def test_kept_inputs_are_answered_as_documented(kind):
     with opened(kind) as read:
         replay(read, kind)
