@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from holdfast.router.config import RouterConfig
+from holdfast.router.doors.connection_guard import LOG_S
 from holdfast.router.doors.grpc.server import ENDING_STREAMS
 from holdfast.v1 import inference_pb2, inference_pb2_grpc
 from tests.fakes import FakeReplica
@@ -97,10 +98,15 @@ def guard_of(place: Site):
 @pytest.mark.parametrize("has_key", [False, True])
 @on_a_loop
 async def test_calls_that_are_reset_at_once_are_bounded_and_cut_off(has_key, caplog):
-    """Ten connections send 10,000 calls each, and reset every one of them at once."""
+    """Ten connections send 10,000 calls each, and reset every one of them at once.
+
+    gRPC refuses most of them, and how many reach the guard in a second depends on the machine. So the budget is one
+    that each connection exceeds, however slow the machine is.
+    """
     key, over = secret_of("a"), asyncio.Event()
-    async with site(await FakeReplica.start(step_s=0.0), **locked(key_of("a"))) as place:
-        guard = guard_of(place)
+    budget = {"max_resets_per_s" if has_key else "max_unauthenticated_calls_per_s": 1}
+    async with site(await FakeReplica.start(step_s=0.0), **locked(key_of("a"), **budget)) as place:
+        guard, began_at = guard_of(place), time.monotonic()
         watching = asyncio.create_task(longest_hold(over))
         before = memory_mib()
         flood = Attack.started(place, "resets", CONNECTIONS, 10_000, key if has_key else "")
@@ -111,11 +117,11 @@ async def test_calls_that_are_reset_at_once_are_bounded_and_cut_off(has_key, cap
         reason = "resets" if has_key else "calls_without_key"
         assert guard.num_cut == {("grpc", reason): CONNECTIONS}
         assert guard.num_resets < 2 * CONNECTIONS * MOST_ALIVE  # the rest was refused without work of this loop
-        assert await watching < 0.25
+        assert await watching < 0.5  # gRPC hands over at once all calls that wait, at most `MOST_ALIVE` of a connection
         assert memory_mib() - before < 300
-        (told,) = [line.getMessage() for line in caplog.records if "was cut off" in line.getMessage()]
-        assert "127.0.0.1:" in told
-        assert "limits.max_" in told
+        warnings = [line.getMessage() for line in caplog.records if "was cut off" in line.getMessage()]
+        assert 1 <= len(warnings) <= 1 + (time.monotonic() - began_at) / LOG_S
+        assert all("127.0.0.1:" in warning and "limits.max_" in warning for warning in warnings)
 
 
 @on_a_loop
