@@ -60,6 +60,9 @@ async def test_a_router_is_lost_if_its_connection_breaks_and_not_if_it_says_so_o
         assert failed.is_router_lost is is_lost, failed
         server.kill()
         server.wait()
+        channel = transport._channel(address)
+        while (state := channel.get_state()) is grpc.ChannelConnectivity.READY:
+            await channel.wait_for_state_change(state)  # what is sent before the channel knows breaks as well
         gone = await ask("")
         assert isinstance(gone, CallFailed)
         assert (gone.status.code, gone.is_router_lost) == (grpc.StatusCode.UNAVAILABLE, False), gone

@@ -151,12 +151,14 @@ def one_is_not_wanted(routers: list[psutil.Process]) -> None:
     set_num_routers(1)
 
 
-async def _ask_until(over: asyncio.Event, address: str, others: Sequence[str], number: int) -> list[Answer]:
-    """One client that begins at a router, and all that it is told."""
+async def _ask_until(
+    over: asyncio.Event, has_begun: asyncio.Event, address: str, others: Sequence[str], number: int
+) -> list[Answer]:
+    """One client that begins at a router, and all that it is told. `has_begun` is set by its first tokens."""
     answers: list[Answer] = []
     async with AsyncClient([address, *others], draw=lambda: 0.0) as client:
         while not over.is_set():
-            answers.append(await ask(client, long_wish(number)))
+            answers.append(await ask(client, long_wish(number), has_begun.set))
     return answers
 
 
@@ -164,8 +166,11 @@ async def _lose_a_router(
     addresses: Sequence[str], routers: list[psutil.Process], strike: Callable[[list[psutil.Process]], None]
 ) -> list[list[Answer]]:
     """The answers to eight clients at two routers, before, while and after one of these goes."""
-    over = asyncio.Event()
-    clients = [asyncio.create_task(_ask_until(over, addresses[number % 2], addresses, number)) for number in range(8)]
+    over, begun = asyncio.Event(), [asyncio.Event() for _ in range(8)]
+    clients = [
+        asyncio.create_task(_ask_until(over, has_begun, addresses[number % 2], addresses, number))
+        for number, has_begun in enumerate(begun)
+    ]
 
     async def one_is_gone() -> bool:
         return not all(router.is_running() for router in routers)
@@ -173,6 +178,8 @@ async def _lose_a_router(
     async with AsyncClient(addresses[0]) as first, AsyncClient(addresses[1]) as second:
         for client in (first, second):
             await until(lambda client=client: has_load(client, num_open=4), 10.0)
+    for has_begun in begun:
+        await has_begun.wait()
     struck_s = time.monotonic()
     strike(routers)
     await until(one_is_gone, GONE_S)
