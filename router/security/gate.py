@@ -116,7 +116,10 @@ class Gate:
         return self._keys is not None
 
     def enter(self, presented: str | None) -> Caller:
-        """Who presents this; the caller of the running task from here on. Raises `AuthenticationError`."""
+        """Who presents this; the caller of the running task from here on. Raises `AuthenticationError`: the task then
+        has no caller, whatever the context had that it was started in.
+        """
+        _caller.set(None)
         caller = self._who(presented or "") if self._keys is not None else ANYONE
         _caller.set(caller)
         return caller

@@ -170,6 +170,17 @@ def test_a_door_that_did_not_ask_lets_nobody_in():
         contextvars.Context().run(gate.caller)
 
 
+def test_who_presents_no_valid_key_is_not_the_caller_that_the_context_had():
+    gate = Gate(Keys(key_of("a")))
+    gate.enter(secret_of("a"))
+    assert gate.has_entered
+    with pytest.raises(AuthenticationError):
+        gate.enter("hfk_wrong")
+    assert not gate.has_entered
+    with pytest.raises(AuthenticationError):
+        gate.caller()
+
+
 def test_a_request_is_charged_to_the_tenant_of_its_key():
     gate = Gate(Keys(key_of("a", tenant="t"), key_of("b")))
     for name, tenant in (("a", "t"), ("b", "b")):
