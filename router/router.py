@@ -18,6 +18,7 @@ from holdfast.router.doors.decode_worker import DecodeWorker
 from holdfast.router.doors.grpc import admin, endpoint_picker, health, server
 from holdfast.router.doors.grpc.load_reports import LoadReports
 from holdfast.router.doors.http.app import HttpDoor
+from holdfast.router.doors.http.body_bounds import body_bounds
 from holdfast.router.doors.http.request_origin import RequestOrigins
 from holdfast.router.doors.in_process import InProcessDoor
 from holdfast.router.doors.intake import Intake
@@ -141,7 +142,7 @@ class Router:
         servicers = {
             admin.SERVICE: admin.AdminServicer(operators),
             server.SERVICE: server.InferenceServicer(*parts, worker),
-            open_inference.SERVICE: open_inference.InferenceProtocolServicer(*parts),
+            open_inference.SERVICE: open_inference.InferenceProtocolServicer(*parts, body_bounds(self._limits)),
             health.SERVICE: self._health,
         }
         if self._picker is not None:

@@ -1,4 +1,4 @@
-"""Static bounds of JSON bodies, by field: one table for all endpoints, from `LimitsConfig`.
+"""Static bounds of JSON bodies, and of JSON in other messages, by field: one table for all, from `LimitsConfig`.
 
 A field that is not in it has those of `OTHER`, so that none is without. What may not live here: how bounds are checked
 (`router/wire/json_bounds.py`), types of fields (`bodies.py`).
@@ -46,7 +46,7 @@ def body_bounds(limits: LimitsConfig) -> JsonBounds:
         **dict.fromkeys(("prompt", "tokens"), tokens),
         **dict.fromkeys(("messages", "input", "system", "instructions", "tools", "documents"), chat),
         **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), grammar),
-        **dict.fromkeys(("response_format", "structured_outputs", "text"), grammar),
+        **dict.fromkeys(("response_format", "structured_outputs", "guided_decoding", "text"), grammar),
         "chat_template_kwargs": Bound(count=OTHER.count, size=text),
         "logit_bias": bias,
         "allowed_token_ids": allowed,

@@ -14,6 +14,7 @@ from holdfast.foreign import grpc_service_pb2
 from holdfast.router.doors.oip.parameters import SAMPLING, is_sampling_parameter, parsed_object, sampling_params
 from holdfast.router.doors.oip.tensors import BOOL, BYTES, FP32, UINT32, Datatype, Value, input_values
 from holdfast.router.request import GenerationRequest
+from holdfast.router.wire.json_bounds import JsonBounds
 from holdfast.worker.errors import InvalidRequestError, UnknownModelError
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
@@ -70,8 +71,10 @@ class InferRequest:
     """Request parameters without a meaning here."""
 
 
-def infer_request(message: grpc_service_pb2.ModelInferRequest, request_id: str = "") -> InferRequest:
-    """Raises `InvalidRequestError`, naming the field, and `UnknownModelError`."""
+def infer_request(
+    message: grpc_service_pb2.ModelInferRequest, bounds: JsonBounds, request_id: str = ""
+) -> InferRequest:
+    """The `bounds` are those of JSON. Raises `InvalidRequestError`, naming the field, and `UnknownModelError`."""
     check_version(message.model_name, message.model_version)
     inputs = input_values(message, {**INPUTS, _STREAM_ALIAS: BOOL})
     parameters = {name: _parameter(value) for name, value in message.parameters.items()}
@@ -79,7 +82,7 @@ def infer_request(message: grpc_service_pb2.ModelInferRequest, request_id: str =
     outputs = _outputs(message, inputs)
     service: dict[str, Any] = {name: parameters[name] for name in _SERVICE if name in parameters}
     given = {name: value for name, value in parameters.items() if is_sampling_parameter(name)}
-    given |= parsed_object(_single(inputs, SAMPLING)) if SAMPLING in inputs else {}
+    given |= parsed_object(_single(inputs, SAMPLING), bounds) if SAMPLING in inputs else {}
     exclude = _flag(inputs, EXCLUDE_INPUT)
     if exclude is not None or "echo" not in given:
         given["echo"] = not is_streamed if exclude is None else not exclude
@@ -88,7 +91,7 @@ def infer_request(message: grpc_service_pb2.ModelInferRequest, request_id: str =
             prompt=_text(inputs),
             model=message.model_name,
             request_id=request_id,
-            sampling_params=_reporting(sampling_params(given), outputs),
+            sampling_params=_reporting(sampling_params(given, bounds), outputs),
             priority=_priority(parameters.get("priority", 0)),
             timeout_s=_timeout_s(parameters.get("timeout", 0)),
             **service,

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from holdfast.router.wire.json_bounds import JsonBounds
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import BIASES, FIELD, NUMBER, SWITCH, TEXTS, WHOLE, Kind
 from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
@@ -23,8 +24,9 @@ def is_sampling_parameter(name: str) -> bool:
     return name in PARAMETERS or name in _ALIASES
 
 
-def parsed_object(text: bytes) -> dict[str, Any]:
-    """Raises `InvalidRequestError` if it is no JSON object in UTF-8."""
+def parsed_object(text: bytes, bounds: JsonBounds) -> dict[str, Any]:
+    """Raises `InvalidRequestError` if it is no JSON object in UTF-8, or beyond its bounds."""
+    _check(text, bounds)
     try:
         values = json.loads(text.decode() or "{}")
     except (ValueError, RecursionError):
@@ -34,8 +36,10 @@ def parsed_object(text: bytes) -> dict[str, Any]:
     return values
 
 
-def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
-    """From values by name. Null is as if left out. Raises `InvalidRequestError`, naming the parameter."""
+def sampling_params(given: Mapping[str, Any], bounds: JsonBounds) -> SamplingParams:
+    """From values by name. Null is as if left out. The `bounds` are those of JSON in strings.
+    Raises `InvalidRequestError`, naming the parameter.
+    """
     values = {}
     for name, value in given.items():
         known = _ALIASES.get(name, name)
@@ -45,7 +49,10 @@ def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
         if known in values:
             raise InvalidRequestError(SAMPLING, name, f"must not be set with {known}")
         if value is not None:
-            values[known] = _typed(PARAMETERS[known].kind, value)
+            kind = PARAMETERS[known].kind
+            if isinstance(value, str) and kind not in (NUMBER, WHOLE, SWITCH, TEXTS):
+                value = _from_json(known, value, bounds)
+            values[known] = _typed(kind, value)
     return SamplingParams(**values)
 
 
@@ -58,17 +65,24 @@ def in_clients_words(error: InvalidRequestError) -> InvalidRequestError:
     return InvalidRequestError(field, error.value, error.limit) if field != error.field else error
 
 
+def _check(text: bytes, bounds: JsonBounds) -> None:
+    """Before a parser builds anything."""
+    try:
+        bounds.check(text)
+    except InvalidRequestError as error:
+        field = SAMPLING if error.field == "body" else f"{SAMPLING}.{error.field}"
+        raise InvalidRequestError(field, error.value, error.limit) from None
+
+
 def _typed(kind: Kind, value: Any) -> Any:
     """A value that the parameter's own check takes or refuses. What is unreadable stays as it is, to be refused."""
     if kind is BIASES:
-        return _biases(_from_json(value))
-    if not isinstance(value, str) or kind is TEXTS:
+        return _biases(value)
+    if not isinstance(value, str):
         return value
     if kind is SWITCH:
         return _SWITCHES.get(value.strip().lower(), value)
-    if kind in (NUMBER, WHOLE):
-        return _number(kind, value)
-    return _from_json(value)  # token ids, and the kinds of structured outputs
+    return _number(kind, value) if kind in (NUMBER, WHOLE) else value
 
 
 def _number(kind: Kind, text: str) -> Any:
@@ -78,9 +92,9 @@ def _number(kind: Kind, text: str) -> Any:
         return text
 
 
-def _from_json(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
+def _from_json(name: str, value: str, bounds: JsonBounds) -> Any:
+    """Of biases, token ids, and the kinds of structured outputs."""
+    _check(b'{"%b":%b}' % (name.encode(), value.encode(errors="replace")), bounds)
     try:
         return json.loads(value)
     except (ValueError, RecursionError):

@@ -27,6 +27,7 @@ from holdfast.router.events import ModelStatus
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
 from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.wire.json_bounds import JsonBounds
 from holdfast.worker.errors import HoldfastError, InternalError, InvalidRequestError, ReplicaError, UnknownModelError
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,9 @@ MAX_NOTED: Final = 100
 class InferenceProtocolServicer:
     """`inference.GRPCInferenceService`. Errors are raised as `HoldfastError`, and are answers on a stream."""
 
-    def __init__(self, request_processor: RequestProcessor, dispatch_host: DispatchHost) -> None:
+    def __init__(self, request_processor: RequestProcessor, dispatch_host: DispatchHost, bounds: JsonBounds) -> None:
+        """The `bounds` are those of the JSON in requests."""
+        self._bounds = bounds
         self._request_processor = request_processor
         self._dispatch_host = dispatch_host
         self._counts = InferCounts()
@@ -99,7 +102,7 @@ class InferenceProtocolServicer:
         self, message: grpc_service_pb2.ModelInferRequest, context: Context
     ) -> grpc_service_pb2.ModelInferResponse:
         try:
-            request = infer_request(message, given_request_id(context))
+            request = infer_request(message, self._bounds, given_request_id(context))
             if request.is_streamed:
                 raise InvalidRequestError(STREAM, True, "must be false here: ModelStreamInfer answers in a stream")
             return await self._whole(request, context)
@@ -127,7 +130,7 @@ class InferenceProtocolServicer:
             if isinstance(message, InvalidRequestError):
                 raise message
             header = given_request_id(context)
-            request = infer_request(message, header)
+            request = infer_request(message, self._bounds, header)
             if header:
                 part = request.generation.as_part(number, f"{header}/{number}")
                 request = replace(request, generation=part)

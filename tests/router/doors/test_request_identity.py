@@ -82,7 +82,9 @@ async def by_http(place: Site, tenant: str, request_id: str, num_prompts: int = 
     known = {HOLD: "1", RESUME: str(len(noted)), "content-type": "application/json"}
     headers = {"x-api-key": secret_of(tenant), **known}
     texts = [""] * num_prompts
-    async with httpx.AsyncClient(base_url=f"http://{place.router.http_address}", timeout=30) as client:
+    url = f"http://{place.router.http_address}"
+    # Each client would read certificates for 50 ms on the loop of the router, which would then shed requests.
+    async with httpx.AsyncClient(base_url=url, timeout=30, verify=False) as client:
         answer = await client.post("/v1/completions", content=json.dumps(body).encode() + noted, headers=headers)
     for line in answer.text.splitlines():
         if line.startswith("data: {"):
