@@ -37,7 +37,10 @@ def served(
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ, preexec_fn=before)
     try:
         assert process.stdout is not None
-        ready, http = (next(line for line in process.stdout if start in line) for start in ("ready after", "HTTP, for"))
+        ready, http = (
+            next((line for line in process.stdout if start in line), "") for start in ("ready after", "HTTP, for")
+        )
+        assert ready, "the cluster did not start; standard error says why"
         addresses = [tuple(re.findall(r"127\.0\.0\.1:\d+", line)) for line in (ready, http)]
         yield Served(psutil.Process(process.pid), *addresses)
     finally:
