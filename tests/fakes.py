@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 
 import grpc
+from tokenizers.pre_tokenizers import ByteLevel
 
 from holdfast.router.links.replica_directory import ReplicaEndpoint
+from holdfast.router.text.token_table import bytes_of_piece
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.v1 import engine_pb2
 
@@ -30,7 +32,14 @@ class ByteCodec:
         return bytes(token_ids).decode(errors="replace")
 
     def token_id(self, token: str) -> int | None:
-        return None
+        return ord(" ") if token == "Ġ" else None
+
+    def token(self, token_id: int) -> str:
+        """As byte-level vocabularies write it."""
+        return PIECES[token_id]
+
+
+PIECES = {byte: piece for piece in ByteLevel.alphabet() for byte in bytes_of_piece(piece)}
 
 
 def byte_tokenizer(path: str = "", chat_template: str | None = None) -> Tokenizer:

@@ -16,7 +16,8 @@ class Logprob:
     rank: int
     """1 for the likeliest."""
     decoded_token: str
-    """The token's text by itself; special tokens are written out."""
+    """What the token adds to a text; special tokens are written out, and so are bytes that are no whole character
+    (`bytes:\\xf0`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,5 +49,4 @@ def ranked(top: Iterable[tuple[int, float]], tokenizer: Tokenizer) -> dict[int, 
 
 
 def _logprob(token_id: int, logprob: float, rank: int, tokenizer: Tokenizer) -> Logprob:
-    text = tokenizer.decode((token_id,), skip_special_tokens=False)
-    return Logprob(logprob=logprob, rank=rank, decoded_token=text)
+    return Logprob(logprob=logprob, rank=rank, decoded_token=tokenizer.tokens.name_of(token_id))

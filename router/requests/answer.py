@@ -59,7 +59,10 @@ class SampledAnswer:
         received: tuple[Deliver, ...] = (),
         watch: RequestWatch | None = None,
         texts: Sequence[TextState] = (),
+        echo: str = "",
     ) -> None:
+        self.echo = echo
+        """The prompt's text, with which each completion begins."""
         self.request_id = call.request_id
         self.model = model
         self.prompt_token_ids = prompt_token_ids
@@ -68,7 +71,7 @@ class SampledAnswer:
         """What the client of a resumed request has already, one delivery for each sequence of which it has any."""
         self._call = call
         self.has_output = has_output
-        self._params = params
+        self.params = params
         self._watch = watch
         self._texts = texts
 
@@ -146,26 +149,26 @@ class SampledAnswer:
         earlier = (one.token_ids for one in self.received if one.sequence_index == index)
         token_ids = delivery.token_ids or next(earlier, ())
         matched = self._texts[index].matched if index < len(self._texts) else None
-        return stop_reason(self._params, delivery.finish_reason, token_ids, matched)
+        return stop_reason(self.params, delivery.finish_reason, token_ids, matched)
 
     def completions(self, outputs: Sequence[Deliver]) -> tuple[CompletedSequence, ...]:
         """The completions to return, from the whole output of every sequence. Each output is one delivery."""
         completions = tuple(map(self._completion, outputs))
-        return self._chosen(outputs, completions) if is_ranked(self._params) else completions
+        return self._chosen(outputs, completions) if is_ranked(self.params) else completions
 
     def _chosen(
         self, outputs: Sequence[Deliver], completions: Sequence[CompletedSequence]
     ) -> tuple[CompletedSequence, ...]:
         """The best ones, with new indices. The prompt's log-probabilities, which sequence 0 has, go to the first."""
-        ranking = best([[item.logprob for item in output.logprobs] for output in outputs], self._params.n)
+        ranking = best([[item.logprob for item in output.logprobs] for output in outputs], self.params.n)
         prompt_logprobs = outputs[0].prompt_logprobs
         return tuple(_as_number(number, completions[index], prompt_logprobs) for number, index in enumerate(ranking))
 
     def _completion(self, output: Deliver) -> CompletedSequence:
         """Log-probabilities that only the ranking needed are left out; their sum is kept."""
-        is_known = self._params.logprobs is not None or is_ranked(self._params)
+        is_known = self.params.logprobs is not None or is_ranked(self.params)
         total = math.fsum(item.logprob for item in output.logprobs) if is_known else None
-        kept = output if self._params.logprobs is not None else output._replace(logprobs=())
+        kept = output if self.params.logprobs is not None else output._replace(logprobs=())
         reason = self.stop_reason(output.sequence_index, output)
         return CompletedSequence(output=kept, cumulative_logprob=total, stop_reason=reason)
 

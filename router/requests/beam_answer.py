@@ -43,12 +43,13 @@ class BeamAnswer:
         self.model = model
         self.prompt_token_ids = request.prompt_token_ids
         """The tokens of the prompt that truncation has left."""
+        self.params = request.sampling_params
         self._request = request
         self._search = search
         self._dispatch_host = dispatch_host
         self._tokenizer = tokenizer
         self._deadline = deadline
-        self._echo = echo
+        self.echo = echo
         self._client_attempt = client_attempt
         self._num_extensions = 0
         self._call: Call | None = None
@@ -122,7 +123,7 @@ class BeamAnswer:
             sequence_index=index,
             first_token_index=0,
             token_ids=beam.token_ids,
-            text=self._echo + text.push(beam.token_ids).text + text.finish(),
+            text=self.echo + text.push(beam.token_ids).text + text.finish(),
             finish_reason=self._finish_reason(beam),
             fingerprint=self._fingerprints[0] if self._fingerprints else "",
             identity_guaranteed=len(self._fingerprints) <= 1,

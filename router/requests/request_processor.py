@@ -168,6 +168,7 @@ class RequestProcessor:
             received=_received(sequences, request.resume or Resume(), admitted.echo),
             watch=watch,
             texts=[sequence.text for sequence in sequences],
+            echo=admitted.echo,
         )
         _note_admitted()
         with closing(call), _leased(call), self._open_answers.holding(answer, engine_request.key):
@@ -277,9 +278,9 @@ class RequestProcessor:
         """Whether a model that is served here takes chats."""
         return self._tokenizers[model].chat_template is not None
 
-    def token_text(self, model: str, token_id: int) -> str:
-        """The text of a single token of a model that is served here; incomplete characters are U+FFFD."""
-        return self._tokenizers[model].decode((token_id,), skip_special_tokens=False)
+    def tokenizer(self, model: str) -> Tokenizer:
+        """That of a model that is served here."""
+        return self._tokenizers[model]
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         """The text of token ids. Raises `HoldfastError`."""

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from holdfast.router.text.byte_runs import fallback_bytes
+from holdfast.router.text.token_table import TokenTable
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ class Codec(Protocol):
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str: ...
 
     def token_id(self, token: str) -> int | None: ...
+
+    def token(self, token_id: int) -> str | None:
+        """As the vocabulary writes it."""
 
 
 class Tokenizer:
@@ -61,6 +65,8 @@ class Tokenizer:
         """The ids that decoding skips."""
         self.fallback_bytes = fallback_bytes(codec)
         """The byte of each byte-fallback token, by token id (see `byte_runs.py`)."""
+        self.tokens = TokenTable(codec, self.fallback_bytes)
+        """What single tokens stand for."""
         self.decode_known: Callable[[list[int]], str] = partial(codec.decode, skip_special_tokens=False)
         """As `decode`, special tokens included, of ids that the tokenizer knows: what streams do for every token."""
         self.lengths: dict[int, int] = {}
@@ -142,6 +148,9 @@ class _FastCodec:
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 
+    def token(self, token_id: int) -> str | None:
+        return self._tokenizer.id_to_token(token_id)
+
 
 class _SlowCodec:
     """Any other format that transformers supports, such as a sentencepiece model without tokenizer.json."""
@@ -170,6 +179,9 @@ class _SlowCodec:
 
     def token_id(self, token: str) -> int | None:
         return cast("int | None", self._tokenizer.get_vocab().get(token))
+
+    def token(self, token_id: int) -> str | None:
+        return cast("str | None", self._tokenizer.convert_ids_to_tokens(token_id))
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:

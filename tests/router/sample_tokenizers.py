@@ -14,7 +14,7 @@ from holdfast.router.text.tokenizer import Tokenizer
 
 WORDS = "the quick brown fox jumps over the lazy dog and the hen says good morning to the other hens\n"
 SPECIAL_TOKENS = ["<s>", "</s>", "<pad>"]
-KINDS = ["byte_level", "byte_fallback", "gemma", "metaspace", "byte_names"]
+KINDS = ["byte_level", "byte_fallback", "gemma", "metaspace", "byte_names", "unigram", "word_piece"]
 
 
 def byte_level() -> Fast:
@@ -75,11 +75,35 @@ def metaspace() -> Fast:
     return tokenizer
 
 
+def unigram() -> Fast:
+    """As in T5 and ALBERT, by likelihoods."""
+    tokenizer = Fast(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    special_tokens = [*SPECIAL_TOKENS, "<unk>"]
+    trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=special_tokens, unk_token="<unk>")
+    tokenizer.train_from_iterator([WORDS], trainer)
+    return tokenizer
+
+
+def word_piece() -> Fast:
+    """As in BERT: tokens are words, and ## goes on with one."""
+    tokenizer = Fast(models.WordPiece(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    trainer = trainers.WordPieceTrainer(vocab_size=90, special_tokens=[*SPECIAL_TOKENS, "<unk>"])
+    tokenizer.train_from_iterator([WORDS], trainer)
+    return tokenizer
+
+
 @cache
 def loaded(kind: str, root: Path) -> Tokenizer:
     """The tokenizer of that kind, through a folder under `root`, as Holdfast reads it."""
     folder = root / kind
-    makers = {maker.__name__: maker for maker in (byte_level, byte_fallback, gemma, metaspace, byte_names)}
+    makers = {
+        maker.__name__: maker
+        for maker in (byte_level, byte_fallback, gemma, metaspace, byte_names, unigram, word_piece)
+    }
     write(folder, makers[kind]())
     return Tokenizer.load(str(folder))
 

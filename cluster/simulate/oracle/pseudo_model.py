@@ -68,6 +68,9 @@ class PseudoCodec:
     def token_id(self, token: str) -> int | None:
         return _PIECES.index(token.encode()) if token.encode() in _PIECES else None
 
+    def token(self, token_id: int) -> str:
+        return _PIECES[token_id].decode("utf-8", "replace")
+
 
 def pseudo_tokenizer() -> Tokenizer:
     return Tokenizer(PseudoCodec(), special_tokens={"eos_token": "</s>"}, eos_token_id=EOS_TOKEN_ID)

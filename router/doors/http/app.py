@@ -29,7 +29,7 @@ from holdfast.router.doors.http.answering import Endpoint, answering, headers_of
 from holdfast.router.doors.http.authentication import guarded
 from holdfast.router.doors.http.bodies import ChatBody, CompletionBody, DetokenizeBody, Reads, TokenizeBody
 from holdfast.router.doors.http.body_bounds import body_bounds
-from holdfast.router.doors.http.chat_completions import ChatChunks, chat_request, whole_chat
+from holdfast.router.doors.http.chat_completions import ChatChunks, ChatView, chat_request, whole_chat
 from holdfast.router.doors.http.completions import Completions, completion_requests
 from holdfast.router.doors.http.connection import CONNECTION, Connection
 from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, PLAIN_SEND, EventStream, Shape, Shortcut
@@ -185,20 +185,25 @@ class HttpDoor:
         body, bare = await self._decoded(content, ChatBody, partial(chat_request, tenant=_tenant(request)))
         plan = await self._plan(bare)
         generation = submission.of(plan.request, choices=plan.request.sampling_params.n)
-        created = submission.identity.created
+        view = ChatView(
+            body=body,
+            created=submission.identity.created,
+            tokens=self._requests.tokenizer(self._requests.model(generation.model).name).tokens,
+            new_reader=plan.new_reader,
+            prompt_text=await self._prompt_text(generation) if body.return_prompt_text else None,
+        )
         if not body.streams:
             answer: SampledAnswer | BeamAnswer
             async with AsyncExitStack() as stack:
                 (answer,) = await self._open(stack, [generation])
                 completed = await unless_gone(request, answer.whole())
-            return json_response(whole_chat(body, completed, created, self._text_of(completed.model), plan.new_reader))
+            return json_response(whole_chat(view, completed, answer.prompt_token_ids))
         generation.check_streamable()
-        return await self._streamed(
-            request,
-            submission,
-            generation,
-            lambda answer: ChatChunks(body, answer, created, self._text_of(answer.model), plan.new_reader),
-        )
+        return await self._streamed(request, submission, generation, lambda answer: ChatChunks(view, answer))
+
+    async def _prompt_text(self, generation: GenerationRequest) -> str:
+        assert generation.chat is not None, "a chat's request has one"
+        return await self._requests.render(generation.model, generation.chat)
 
     async def completions(self, request: Request) -> ASGIApp:
         submission, content = await self._submission(request)
@@ -212,8 +217,8 @@ class HttpDoor:
         if not body.streams:
             async with AsyncExitStack() as stack:
                 answers = await self._open(stack, generations)
-                text_of = self._text_of(answers[0].model)
-                response = Completions(body, answers, submission.identity.created, text_of)
+                tokenizer = self._requests.tokenizer(answers[0].model)
+                response = Completions(body, answers, submission.identity.created, tokenizer)
                 return json_response(await unless_gone(request, response.whole()))
         generations[0].check_streamable()
         if submission.comes_again:
@@ -234,7 +239,8 @@ class HttpDoor:
     ) -> AsyncGenerator[bytes, None]:
         async with AsyncExitStack() as stack:
             answers = await self._open(stack, generations)
-            encoder = Completions(body, answers, submission.identity.created, self._text_of(answers[0].model))
+            tokenizer = self._requests.tokenizer(answers[0].model)
+            encoder = Completions(body, answers, submission.identity.created, tokenizer)
             catch_up(encoder, encoder.received(), submission)
             if len(answers) == 1 and isinstance(answers[0], SampledAnswer):
                 answers[0].hand_to(straight(answers[0], encoder, shortcut, submission))
@@ -348,14 +354,14 @@ class HttpDoor:
             token_ids = await self._requests.tokenize(
                 model.name, body.prompt, add_special_tokens=body.add_special_tokens
             )
-        return json_response({"tokens": token_ids, "count": len(token_ids), "max_model_len": model.facts.max_model_len})
+        answer = {"tokens": token_ids, "count": len(token_ids), "max_model_len": model.facts.max_model_len}
+        if body.return_token_strs:
+            answer["token_strs"] = [self._requests.tokenizer(model.name).tokens.piece_of(one) for one in token_ids]
+        return json_response(answer)
 
     async def detokenize(self, request: Request) -> ASGIApp:
         body, _ = await self._decoded(await self._content(request), DetokenizeBody, _same)
         return json_response({"prompt": await self._requests.detokenize(body.model or "", body.tokens)})
-
-    def _text_of(self, model: str) -> Callable[[int], str]:
-        return partial(self._requests.token_text, model)
 
     # --- inside ---
 

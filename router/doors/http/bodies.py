@@ -30,9 +30,7 @@ _ACCEPTED = frozenset(
         "moderation",
         "verbosity",
         "request_id",
-        "include_reasoning",
         "stream_interval",
-        "return_prompt_text",
     ]
 )
 """Known fields that change nothing of the output."""
@@ -60,7 +58,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
     """A last chunk without choices has the usage; the others say null."""
     continuous_usage_stats: bool = False
-    """Every chunk has the usage so far."""
+    """With `include_usage`, every chunk has the usage so far."""
 
 
 class ResponseFormat(BaseModel):
@@ -79,9 +77,17 @@ class Reads(BaseModel):
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "spaces_between_special_tokens": (True,),
-        "truncation_side": ("left",),
-        "logprob_token_ids": ([],),
+        "include_reasoning": (True,),
+        "return_prompt_text": (False,),
+        "return_token_strs": (False,),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "return_token_offsets": (False,),
+        "return_weight_versions": (False,),
+        "watermarking": (False,),
         "kv_transfer_params": ({},),
+        "ec_transfer_params": ({},),
+        "prompt_embeds": ([],),
         "vllm_xargs": ({},),
         "thinking_token_budget": (),
         "repetition_detection": (),
@@ -109,6 +115,7 @@ class Reads(BaseModel):
         for name, ids in apart.items():
             setattr(body, name, ids)
         body._check_extra()
+        body._check_together()
         return body
 
     @classmethod
@@ -119,7 +126,11 @@ class Reads(BaseModel):
         except ValidationError as error:
             raise invalid_body(error) from None
         body._check_extra()
+        body._check_together()
         return body
+
+    def _check_together(self) -> None:
+        """Raises `InvalidRequestError` for a field that means nothing beside the others."""
 
     def _check_extra(self) -> None:
         for name, value in (self.model_extra or {}).items():
@@ -154,7 +165,13 @@ class Body(Reads):
     timeout: float | None = None
     """Seconds that the caller waits, as a deadline of the request."""
     return_token_ids: bool | None = None
-    """Choices and chunks have the output's `token_ids`."""
+    """Choices and chunks have the output's `token_ids`, and the prompt's where they begin."""
+    return_tokens_as_token_ids: bool | None = None
+    """Log-probabilities write tokens as `token_id:7`."""
+
+    def _check_together(self) -> None:
+        if self.stream_options is not None and self.stream_options.model_fields_set and not self.stream:
+            raise InvalidRequestError("stream_options", "set", "must come with stream = true")
 
     @property
     def session(self) -> str:
@@ -172,7 +189,7 @@ class Body(Reads):
 
     @property
     def tells_usage_always(self) -> bool:
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+        return self.tells_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
 class CompletionBody(Body):
@@ -212,6 +229,14 @@ class ChatBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
+    include_reasoning: bool | None = None
+    """False: thoughts are not told, nor are tokens by which they could be read."""
+    return_prompt_text: bool | None = None
+    """The answer has the prompt that the template made, as `prompt_text`."""
+
+    @property
+    def hides_reasoning(self) -> bool:
+        return self.include_reasoning is False
 
 
 class TokenizeBody(Reads):
@@ -221,6 +246,8 @@ class TokenizeBody(Reads):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+    """The answer has the tokens as the vocabulary writes them."""
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
 

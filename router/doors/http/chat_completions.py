@@ -4,20 +4,23 @@ What may not live here: fields (`bodies.py`), parameters (`sampling.py`), the HT
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from holdfast.router.chat import Chat, flat_message, with_arguments
 from holdfast.router.doors.chat_answer import call_prefix
 from holdfast.router.doors.http.bodies import ChatBody
 from holdfast.router.doors.http.calls import delta_of, finish_after_calls, whole_message
-from holdfast.router.doors.http.choices import TokenText, chat_logprobs, prompt_logprobs_of, usage_of
+from holdfast.router.doors.http.choices import TokenNames, chat_logprobs, prompt_logprobs_of, usage_of
 from holdfast.router.doors.http.frames import PLACE, Frame, frame_of, json_text
 from holdfast.router.doors.http.sampling import chat_params, service_of
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
-from holdfast.router.tools.chat_style import ChatReader
+from holdfast.router.text.token_table import TokenTable
+from holdfast.router.tools.call_events import CallEvent
+from holdfast.router.tools.chat_style import ChatReader, Reasoning
 
 DONE: Final = b"data: [DONE]\n\n"
 
@@ -56,43 +59,73 @@ def chat_id(request_id: str) -> str:
     return f"chatcmpl-{request_id}"
 
 
-def whole_chat(
-    body: ChatBody, completed: CompletedRequest, created: int, text_of: TokenText, new_reader: NewReader
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatView:
+    """What an answer to a body is made with, besides the output."""
+
+    body: ChatBody
+    created: int
+    tokens: TokenTable
+    new_reader: NewReader
+    prompt_text: str | None = None
+    """The prompt, where the answer tells it."""
+
+    @property
+    def names(self) -> TokenNames:
+        return TokenNames(self.tokens, bool(self.body.return_tokens_as_token_ids))
+
+    def tells_tokens(self, reader: ChatReader | None) -> bool:
+        """Whether single tokens are told: thoughts that are not to be told could be read from them."""
+        return not (self.body.hides_reasoning and reader is not None)
+
+    def read(self, events: list[Reasoning | CallEvent]) -> list[Reasoning | CallEvent]:
+        """What is told of what a reader has found."""
+        if self.body.hides_reasoning:
+            return [event for event in events if not isinstance(event, Reasoning)]
+        return events
+
+    def of_prompt(self, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+        """What is asked for of the prompt, but its log-probabilities."""
+        ids = {"prompt_token_ids": list(prompt_token_ids)} if self.body.return_token_ids else {}
+        return ids if self.prompt_text is None else {**ids, "prompt_text": self.prompt_text}
+
+
+def whole_chat(view: ChatView, completed: CompletedRequest, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
     """The whole response."""
+    body = view.body
     first = completed.completions[0].output
     response: dict[str, Any] = {
         "id": chat_id(completed.request_id),
         "object": "chat.completion",
-        "created": created,
+        "created": view.created,
         "model": completed.model,
-        "choices": [_whole_choice(body, item, text_of, new_reader()) for item in completed.completions],
+        "choices": [_whole_choice(view, item, view.new_reader()) for item in completed.completions],
         "usage": usage_of(completed.usage),
         "system_fingerprint": first.fingerprint or None,
         "service_tier": None,
+        "prompt_logprobs": None,
+        **view.of_prompt(prompt_token_ids),
     }
     if body.given("prompt_logprobs") is not None:
-        response["prompt_logprobs"] = prompt_logprobs_of(first.prompt_logprobs, text_of)
+        response["prompt_logprobs"] = prompt_logprobs_of(first.prompt_logprobs, view.tokens)
     return response
 
 
-def _whole_choice(
-    body: ChatBody, completion: CompletedSequence, text_of: TokenText, reader: ChatReader | None
-) -> dict[str, Any]:
+def _whole_choice(view: ChatView, completion: CompletedSequence, reader: ChatReader | None) -> dict[str, Any]:
     output = completion.output
-    message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None, "reasoning": None}
     if reader is not None:
-        message |= whole_message(
-            call_prefix(output.request_id, output.sequence_index), [*reader.push(output.text), *reader.finish()]
-        )
+        read = view.read([*reader.push(output.text), *reader.finish()])
+        message |= whole_message(call_prefix(output.request_id, output.sequence_index), read)
+    tells_tokens = view.tells_tokens(reader)
     choice: dict[str, Any] = {
         "index": output.sequence_index,
         "message": message,
-        "logprobs": chat_logprobs(output.logprobs, text_of),
+        "logprobs": chat_logprobs(output.logprobs, view.names) if tells_tokens else None,
         "finish_reason": finish_after_calls(output.finish_reason, reader),
         "stop_reason": completion.stop_reason,
     }
-    if body.return_token_ids:
+    if view.body.return_token_ids and tells_tokens:
         choice["token_ids"] = list(output.token_ids)
     return choice
 
@@ -100,19 +133,17 @@ def _whole_choice(
 class ChatChunks:
     """Writes the chunks of one stream. What all of them have in common is made once."""
 
-    def __init__(
-        self, body: ChatBody, answer: SampledAnswer, created: int, text_of: TokenText, new_reader: NewReader
-    ) -> None:
+    def __init__(self, view: ChatView, answer: SampledAnswer) -> None:
         self.num_events = 0
-        self._body = body
-        self._text_of = text_of
-        self._new_reader = new_reader
+        self._view = view
+        self._names = view.names
+        self._body = body = view.body
         self._answer = answer
         self._num_prompt_tokens = len(answer.prompt_token_ids)
         self._head = {
             "id": chat_id(answer.request_id),
             "object": "chat.completion.chunk",
-            "created": created,
+            "created": view.created,
             "model": answer.model,
         }
         self._readers: dict[int, ChatReader | None] = {}
@@ -144,26 +175,36 @@ class ChatChunks:
         return DONE
 
     def _choice(self, index: int, delivery: Deliver) -> bytes:
-        self._num_completion_tokens += len(delivery.token_ids)
         if delivery.fingerprint != self._fingerprint:
             self._fingerprint = delivery.fingerprint
             self._head["system_fingerprint"] = delivery.fingerprint or None
             self._plain.clear()
         events = b""
         if index not in self._readers:
-            self._readers[index] = self._new_reader()
-            events = self._event(index, {"role": "assistant", "content": ""}, None, None)
+            self._readers[index] = self._view.new_reader()
+            events = self._beginning(index, delivery)
+        self._num_completion_tokens += len(delivery.token_ids)
         *earlier, last = self._deltas(delivery) or [{}]
         for delta in earlier:
             events += self._event(index, delta, None, None)
-        logprobs = chat_logprobs(delivery.logprobs, self._text_of)
+        tells_tokens = self._view.tells_tokens(self._readers[index])
+        logprobs = chat_logprobs(delivery.logprobs, self._names) if tells_tokens else None
         finish_reason = finish_after_calls(delivery.finish_reason, self._readers[index])
-        extra: dict[str, Any] = {"token_ids": list(delivery.token_ids)} if self._body.return_token_ids else {}
+        extra: dict[str, Any] = {}
+        if self._body.return_token_ids and tells_tokens:
+            extra["token_ids"] = list(delivery.token_ids)
         if delivery.finish_reason is not None:
             extra["stop_reason"] = self._answer.stop_reason(index, delivery)
         events += self._event(index, last, logprobs, finish_reason, extra)
         self._note(index, delivery)
         return events
+
+    def _beginning(self, index: int, delivery: Deliver) -> bytes:
+        """The first chunk of a choice: its role, and what is asked for of the prompt."""
+        of_prompt = self._view.of_prompt(self._answer.prompt_token_ids)
+        if delivery.prompt_logprobs:
+            of_prompt["prompt_logprobs"] = prompt_logprobs_of(delivery.prompt_logprobs, self._names.tokens)
+        return self._event(index, {"role": "assistant", "content": ""}, None, None, of_prompt=of_prompt)
 
     def _note(self, index: int, delivery: Deliver) -> None:
         """What is known of the choice's chunks from here on."""
@@ -181,6 +222,7 @@ class ChatChunks:
         read = reader.push(delivery.text)
         if delivery.finish_reason is not None:
             read += reader.finish()
+        read = self._view.read(read)
         prefix = call_prefix(delivery.request_id, delivery.sequence_index)
         return [delta for event in read if (delta := delta_of(prefix, event))]
 
@@ -191,9 +233,10 @@ class ChatChunks:
         logprobs: dict[str, Any] | None,
         finish_reason: str | None,
         extra: Mapping[str, Any] | None = None,
+        of_prompt: Mapping[str, Any] | None = None,
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason, **(extra or {})}
-        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
+        chunk: dict[str, Any] = {**self._head, "choices": [choice], **(of_prompt or {})}
         if self._body.tells_usage_always:
             chunk["usage"] = usage_of(
                 Usage(num_prompt_tokens=self._num_prompt_tokens, num_completion_tokens=self._num_completion_tokens)

@@ -3,14 +3,34 @@
 Pure functions of the router's deliveries. What may not live here: events (`event_stream.py`), requests.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from holdfast.router.doors.token_logprobs import by_token_id, logprob_of
 from holdfast.router.events import Usage
+from holdfast.router.text.token_table import TokenTable
 from holdfast.worker.request import FinishReason, TokenLogprob
 
-TokenText = Callable[[int], str]
-"""The text of a single token."""
+
+@dataclass(frozen=True, slots=True)
+class TokenNames:
+    """How one response writes tokens: as texts, or as `token_id:7` where the request asks for that."""
+
+    tokens: TokenTable
+    are_ids: bool = False
+
+    def in_chat(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.are_ids else self.tokens.text_of(token_id)
+
+    def in_completion(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.are_ids else self.tokens.name_of(token_id)
+
+    def keys(self, token_ids: Iterable[int]) -> dict[int, str]:
+        """A different name for each token, for objects that have tokens as their keys."""
+        if self.are_ids:
+            return {token_id: f"token_id:{token_id}" for token_id in token_ids}
+        return self.tokens.distinct_names(token_ids)
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
@@ -28,65 +48,57 @@ def finish_of(reason: FinishReason | None) -> str | None:
     return None if reason is None else "stop" if reason is FinishReason.ABORT else str(reason)
 
 
-def chat_logprobs(logprobs: Sequence[TokenLogprob], text_of: TokenText) -> dict[str, Any] | None:
+def chat_logprobs(logprobs: Sequence[TokenLogprob], names: TokenNames) -> dict[str, Any] | None:
     """The logprobs object of a chat's choice; null where none are asked for."""
     if not logprobs:
         return None
-    content = [
+    return {"content": listed_logprobs(logprobs, names), "refusal": None}
+
+
+def listed_logprobs(logprobs: Sequence[TokenLogprob], names: TokenNames) -> list[dict[str, Any]]:
+    """Of each token: itself and the best ones."""
+    return [
         {
-            **_named(item.token_id, item.logprob, text_of),
-            "top_logprobs": [_named(token_id, logprob, text_of) for token_id, logprob in item.top],
+            **_named(item.token_id, item.logprob, names),
+            "top_logprobs": [_named(token_id, logprob, names) for token_id, logprob in item.top],
         }
         for item in logprobs
     ]
-    return {"content": content, "refusal": None}
 
 
-def _named(token_id: int, logprob: float, text_of: TokenText) -> dict[str, Any]:
-    text = text_of(token_id)
-    return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+def _named(token_id: int, logprob: float, names: TokenNames) -> dict[str, Any]:
+    written = list(names.tokens.bytes_of(token_id))
+    return {"token": names.in_chat(token_id), "logprob": logprob_of(logprob), "bytes": written}
 
 
 def completion_logprobs(
-    logprobs: Sequence[TokenLogprob | None], text_of: TokenText, *, first_offset: int = 0, first_token_id: int = 0
+    logprobs: Sequence[TokenLogprob | None],
+    names: TokenNames,
+    *,
+    text_offsets: Sequence[int],
+    first_token_id: int = 0,
 ) -> dict[str, Any] | None:
-    """The logprobs object of a completion's choice, from a character of its text on. `None` among them is the first
-    token of a prompt, `first_token_id`, of which nothing can be said."""
+    """The logprobs object of a completion's choice. `None` among them is the first token of a prompt,
+    `first_token_id`, of which nothing can be said. `text_offsets` has one for each.
+    """
     if not logprobs:
         return None
-    tokens = [text_of(first_token_id if item is None else item.token_id) for item in logprobs]
-    offsets, at = [], first_offset
-    for token in tokens:
-        offsets.append(at)
-        at += len(token)
     return {
-        "tokens": tokens,
-        "token_logprobs": [None if item is None else max(item.logprob, -9999.0) for item in logprobs],
-        "top_logprobs": [None if item is None else _best(item, text_of) for item in logprobs],
-        "text_offset": offsets,
+        "tokens": [names.in_completion(first_token_id if item is None else item.token_id) for item in logprobs],
+        "token_logprobs": [None if item is None else logprob_of(item.logprob) for item in logprobs],
+        "top_logprobs": [None if item is None else _best(item, names) for item in logprobs],
+        "text_offset": list(text_offsets),
     }
 
 
-def _best(item: TokenLogprob, text_of: TokenText) -> dict[str, float]:
-    """The likeliest tokens and the token itself, by text; of several tokens of one text the likeliest."""
-    best: dict[str, float] = {}
-    for token_id, logprob in (*item.top, (item.token_id, item.logprob)):
-        best.setdefault(text_of(token_id), max(logprob, -9999.0))
-    return best
+def _best(item: TokenLogprob, names: TokenNames) -> dict[str, float]:
+    """The likeliest tokens and the token itself, by text."""
+    said = dict(item.top)
+    said.setdefault(item.token_id, item.logprob)
+    keys = names.keys(said)
+    return {keys[token_id]: logprob_of(logprob) for token_id, logprob in said.items()}
 
 
-def prompt_logprobs_of(logprobs: Sequence[TokenLogprob], text_of: TokenText) -> list[dict[str, Any] | None]:
+def prompt_logprobs_of(logprobs: Sequence[TokenLogprob], tokens: TokenTable) -> list[dict[str, Any] | None]:
     """vLLM's `prompt_logprobs`: by prompt position, null for the first, entries by token id."""
-    entries: list[dict[str, Any] | None] = [None]
-    for item in logprobs:
-        told = {
-            str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": text_of(token_id)}
-            for rank, (token_id, logprob) in enumerate(item.top, 1)
-        }
-        told[str(item.token_id)] = {
-            "logprob": item.logprob,
-            "rank": item.rank,
-            "decoded_token": text_of(item.token_id),
-        }
-        entries.append(told)
-    return entries
+    return [None, *(by_token_id(item, tokens) for item in logprobs)]

@@ -12,7 +12,7 @@ from typing import Any, Final
 from holdfast.router.doors.http.bodies import CompletionBody
 from holdfast.router.doors.http.chat_completions import DONE, event_of
 from holdfast.router.doors.http.choices import (
-    TokenText,
+    TokenNames,
     completion_logprobs,
     finish_of,
     prompt_logprobs_of,
@@ -22,8 +22,10 @@ from holdfast.router.doors.http.frames import PLACE, Frame, frame_of, json_text
 from holdfast.router.doors.http.sampling import completion_params, scores_only, service_of
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.request import GenerationRequest
-from holdfast.router.requests.answer import CompletedRequest, SampledAnswer
+from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
+from holdfast.router.text.text_offsets import TextOffsets
+from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import TokenLogprob
 
@@ -64,7 +66,7 @@ class Completions:
         body: CompletionBody,
         answers: Sequence[SampledAnswer | BeamAnswer],
         created: int,
-        text_of: TokenText,
+        tokenizer: Tokenizer,
     ) -> None:
         self.num_events = 0
         self._usages: list[Usage] = []
@@ -72,15 +74,21 @@ class Completions:
         self._num_tokens = 0
         self._body = body
         self._answers = answers
-        self._text_of = text_of
+        self._tokenizer = tokenizer
+        self._names = TokenNames(tokenizer.tokens, bool(body.return_tokens_as_token_ids))
         self._per_prompt = body.given("n") or 1
-        self._offsets: dict[int, int] = {}
+        self._lengths: dict[int, int] = {}
         """By choice that has begun: the length of its text."""
+        self._offsets: dict[int, TextOffsets] = {}
+        """By choice, where log-probabilities are asked for."""
+        self._tells_logprobs = body.given("logprobs") is not None
+        self._order = _PromptsFirst(len(answers), self._per_prompt if self._tells_prompts else 1)
         self._is_plain = not (
             body.tells_usage_always
             or body.return_token_ids
             or scores_only(body)
-            or any(body.given(name) is not None for name in ("logprobs", "prompt_logprobs"))
+            or self._tells_logprobs
+            or body.given("prompt_logprobs") is not None
         )
         self._plain: dict[tuple[int, str], Frame] = {}
         """By choice and fingerprint."""
@@ -95,13 +103,17 @@ class Completions:
         """The whole response."""
         completed = await _all_of(self._answers)
         choices = [
-            self._choice(self._numbered(number, item.output), self._answers[number], item.stop_reason)
-            for number, one in enumerate(completed)
-            for item in one.completions
+            self._whole_choice(number, one, item) for number, one in enumerate(completed) for item in one.completions
         ]
         usage = _sum([one.usage for one in completed])
         fingerprint = completed[0].completions[0].output.fingerprint or None
         return {**self._head, "choices": choices, "usage": usage_of(usage), "system_fingerprint": fingerprint}
+
+    def _whole_choice(self, number: int, request: CompletedRequest, item: CompletedSequence) -> dict[str, Any]:
+        """The prompt's log-probabilities, which the first completion has, are those of all."""
+        output = item.output._replace(prompt_logprobs=request.completions[0].output.prompt_logprobs)
+        choice = self._choice(self._numbered(number, output), self._answers[number], item.stop_reason)
+        return {**choice, "prompt_logprobs": choice.get("prompt_logprobs")}
 
     def of(self, delivery: Deliver) -> bytes:
         """The chunk of a delivery that is numbered as its choice is; of the last one of all the usage as well."""
@@ -117,14 +129,14 @@ class Completions:
 
     def plain(self, delivery: Deliver) -> bytes | None:
         index, fingerprint, text = delivery.sequence_index, delivery.fingerprint, delivery.text
-        if delivery.logprobs or not self._is_plain or index not in self._offsets:
+        if delivery.logprobs or not self._is_plain or index not in self._lengths:
             return None
         frame = self._plain.get((index, fingerprint))
         if frame is None:
             said = self._chunk(delivery._replace(text=PLACE))
-            self._offsets[index] -= len(PLACE)
+            self._lengths[index] -= len(PLACE)
             frame = self._plain[index, fingerprint] = frame_of(said)
-        self._offsets[index] += len(text)
+        self._lengths[index] += len(text)
         return b"%b%b%b" % (frame[0], json_text(text).encode(errors="replace"), frame[1])
 
     def end(self) -> bytes:
@@ -135,8 +147,12 @@ class Completions:
 
     async def numbered(self) -> AsyncIterator[Deliver]:
         """The deliveries of all answers, numbered as their choices are."""
+        for number, answer in enumerate(self._answers):
+            if isinstance(answer, SampledAnswer) and any(one.sequence_index == 0 for one in answer.received):
+                self._order.has_begun(number)
         async for number, delivery in _side_by_side(self._answers):
-            yield self._numbered(number, delivery)
+            for one in self._order.of(number, delivery):
+                yield self._numbered(number, one)
 
     def received(self) -> Iterator[Deliver]:
         """What the client of a resumed request has already, numbered as choices are."""
@@ -163,39 +179,88 @@ class Completions:
         index = number * self._per_prompt + delivery.sequence_index
         return delivery if index == delivery.sequence_index else delivery._replace(sequence_index=index)
 
+    @property
+    def _tells_prompts(self) -> bool:
+        """Whether choices tell log-probabilities of their prompts."""
+        return self._body.given("prompt_logprobs") is not None or bool(
+            self._body.given("echo") and self._tells_logprobs
+        )
+
     def _choice(
         self, output: Deliver, answer: SampledAnswer | BeamAnswer, stop_reason: str | int | None
     ) -> dict[str, Any]:
-        index = output.sequence_index
-        text, logprobs = output.text, output.logprobs
-        told: tuple[TokenLogprob | None, ...] = logprobs
-        if scores_only(self._body):
-            text, logprobs, told = self._without_drawn(text, output), (), ()
-        if self._body.given("echo") and output.first_token_index == 0 and self._body.given("logprobs") is not None:
-            told = (None, *output.prompt_logprobs, *logprobs)
+        index, text, is_first = output.sequence_index, output.text, output.first_token_index == 0
+        if scores_only(self._body):  # what the one drawn token adds is left out
+            text = answer.echo if is_first else ""
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
-            "logprobs": completion_logprobs(
-                told,
-                self._text_of,
-                first_offset=self._offsets.get(index, 0),
-                first_token_id=answer.prompt_token_ids[0] if answer.prompt_token_ids else 0,
-            ),
+            "logprobs": self._logprobs(output, answer, len(text)) if self._tells_logprobs else None,
             "finish_reason": finish_of(output.finish_reason),
             "stop_reason": stop_reason,
         }
-        self._offsets[index] = self._offsets.get(index, 0) + len(text)
+        self._lengths[index] = self._lengths.get(index, 0) + len(text)
         if self._body.return_token_ids:
             choice["token_ids"] = list(output.token_ids)
-        if self._body.given("prompt_logprobs") is not None and output.first_token_index == 0:
-            choice["prompt_logprobs"] = prompt_logprobs_of(output.prompt_logprobs, self._text_of)
+            if is_first:
+                choice["prompt_token_ids"] = list(answer.prompt_token_ids)
+        if self._body.given("prompt_logprobs") is not None and is_first:
+            choice["prompt_logprobs"] = prompt_logprobs_of(output.prompt_logprobs, self._names.tokens)
         return choice
 
-    def _without_drawn(self, text: str, output: Deliver) -> str:
-        """The prompt's text alone: what the one drawn token added is left out."""
-        drawn = "".join(self._text_of(token_id) for token_id in output.token_ids)
-        return text.removesuffix(drawn) if drawn else text
+    def _logprobs(self, output: Deliver, answer: SampledAnswer | BeamAnswer, num_chars: int) -> dict[str, Any] | None:
+        """Of the tokens of a delivery that brings so many characters, and of the prompt's where they are echoed."""
+        index, said, places = output.sequence_index, list[TokenLogprob | None](), list[int]()
+        if index not in self._offsets:
+            start = len(answer.echo)
+            self._offsets[index] = TextOffsets(self._tokenizer, answer.params, answer.prompt_token_ids, start=start)
+        if self._body.given("echo") and output.first_token_index == 0 and output.prompt_logprobs:
+            said, places = [None, *output.prompt_logprobs], self._prompt_offsets(answer)
+        offsets = [self._offsets[index].push(token_id) for token_id in output.token_ids]
+        if output.finish_reason is not None:  # a stop string is not part of the text
+            most = self._lengths.get(index, 0) + num_chars
+            offsets = [min(at, most) for at in offsets]
+        if not scores_only(self._body) and output.logprobs:
+            said += output.logprobs
+            places += offsets
+        first = answer.prompt_token_ids[0] if answer.prompt_token_ids else 0
+        return completion_logprobs(said, self._names, text_offsets=places, first_token_id=first)
+
+    def _prompt_offsets(self, answer: SampledAnswer | BeamAnswer) -> list[int]:
+        offsets = TextOffsets(self._tokenizer, answer.params, text=answer.echo)
+        return [min(offsets.push(token_id), len(answer.echo)) for token_id in answer.prompt_token_ids]
+
+
+class _PromptsFirst:
+    """Holds back the first deliveries of a prompt's choices until that of its first one, which alone has the prompt's
+    log-probabilities: they are those of all.
+    """
+
+    def __init__(self, num_prompts: int, num_choices: int) -> None:
+        """With one choice nothing is held back."""
+        self._known: list[tuple[TokenLogprob, ...] | None] = [None if num_choices > 1 else ()] * num_prompts
+        self._held: list[list[Deliver]] = [[] for _ in range(num_prompts)]
+        self._is_alone = num_choices == 1
+
+    def has_begun(self, number: int) -> None:
+        """The client of a resumed stream has the first choice's beginning."""
+        self._known[number] = ()
+
+    def of(self, number: int, delivery: Deliver) -> list[Deliver]:
+        """What can be told now."""
+        if self._is_alone:
+            return [delivery]
+        if self._known[number] is None:
+            if delivery.sequence_index:
+                self._held[number].append(delivery)
+                return []
+            self._known[number] = delivery.prompt_logprobs
+        told, self._held[number] = [delivery, *self._held[number]], []
+        return [self._with_prompt(number, one) for one in told]
+
+    def _with_prompt(self, number: int, delivery: Deliver) -> Deliver:
+        known = self._known[number]
+        return delivery._replace(prompt_logprobs=known) if delivery.first_token_index == 0 and known else delivery
 
 
 async def _all_of(answers: Sequence[SampledAnswer | BeamAnswer]) -> list[CompletedRequest]:

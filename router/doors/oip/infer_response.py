@@ -6,22 +6,21 @@ tensors (`tensors.py`), and where answers come from (`servicer.py`).
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from holdfast.foreign import grpc_service_pb2
 from holdfast.router.doors.oip.infer_request import OUTPUTS, VERSION, InferRequest
 from holdfast.router.doors.oip.tensors import Tensor, Value, add_outputs
+from holdfast.router.doors.token_logprobs import by_token_id
 from holdfast.router.generation import Chunk, Generation
+from holdfast.router.text.token_table import TokenTable
 from holdfast.router.wire.statuses import call_status
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.request import FinishReason, TokenLogprob
 
 FINAL: Final = "triton_final_response"
-
-TextOf = Callable[[int], str]
-"""The text of a single token."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,11 +37,11 @@ class _Row:
 class InferResponses:
     """Makes the answers to one request."""
 
-    def __init__(self, request: InferRequest, model: str, num_input_tokens: int, text_of: TextOf) -> None:
+    def __init__(self, request: InferRequest, model: str, num_input_tokens: int, tokens: TokenTable) -> None:
         self._request = request
         self._model = model
         self._num_input_tokens = num_input_tokens
-        self._text_of = text_of
+        self._tokens = tokens
         self._rows = [_Row() for _ in range(request.generation.sampling_params.n)]
 
     def whole(self, generation: Generation) -> grpc_service_pb2.ModelInferResponse:
@@ -88,20 +87,11 @@ class InferResponses:
             case "cumulative_logprob":
                 return [math.nan if row.cumulative_logprob is None else row.cumulative_logprob for row in rows]
             case "logprobs":
-                return [json.dumps([self._by_token(item) for item in row.logprobs]).encode() for row in rows]
+                return [json.dumps([by_token_id(item, self._tokens) for item in row.logprobs]).encode() for row in rows]
             case "num_input_tokens":
                 return [self._num_input_tokens]
             case _:
                 return [row.num_tokens for row in rows]
-
-    def _by_token(self, item: TokenLogprob) -> dict[int, dict[str, object]]:
-        """The candidates at one position by token id, as in vLLM. The token itself is among them."""
-        ranked = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(item.top, start=1)}
-        ranked[item.token_id] = (item.logprob, item.rank)
-        return {
-            token_id: {"logprob": logprob, "rank": rank, "decoded_token": self._text_of(token_id)}
-            for token_id, (logprob, rank) in ranked.items()
-        }
 
 
 def empty(request: InferRequest, model: str) -> grpc_service_pb2.ModelInferResponse:

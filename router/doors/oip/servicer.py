@@ -175,8 +175,8 @@ class InferenceProtocolServicer:
                 return self._responses(request, answer).whole(public_generation(await answer.whole()))
 
     def _responses(self, request: InferRequest, answer: SampledAnswer | BeamAnswer) -> InferResponses:
-        text_of = partial(self._request_processor.token_text, answer.model)
-        return InferResponses(request, answer.model, len(answer.prompt_token_ids), text_of)
+        tokens = self._request_processor.tokenizer(answer.model).tokens
+        return InferResponses(request, answer.model, len(answer.prompt_token_ids), tokens)
 
     def _model(self, name: str, version: str = "") -> ModelStatus:
         check_version(name, version)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from holdfast.router.dispatch.call import Call
 from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.doors.http.bodies import ChatBody, CompletionBody
-from holdfast.router.doors.http.chat_completions import ChatChunks
+from holdfast.router.doors.http.chat_completions import ChatChunks, ChatView
 from holdfast.router.doors.http.completions import Completions
 from holdfast.router.doors.http.event_stream import Shortcut
 from holdfast.router.doors.http.submission import Encoder, Submission, straight
@@ -23,6 +23,7 @@ from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 from tests import loops
 from tests.examples import examples
+from tests.fakes import byte_tokenizer
 
 OPTIONS = [{}, {"stream_options": {"include_usage": True}}, {"n": 2}]
 SAID = TokenLogprob(token_id=7, logprob=-1.5, rank=3, top=())
@@ -36,11 +37,13 @@ def answer(stream: OutputStream | None = None) -> SampledAnswer:
 
 def chat(fields: dict, one: SampledAnswer) -> Encoder:
     body = ChatBody.made({"messages": [{"role": "user", "content": "hi"}], "stream": True, **fields})
-    return ChatChunks(body, one, 1_700_000_000, str, lambda: None)
+    view = ChatView(body=body, created=1_700_000_000, tokens=byte_tokenizer().tokens, new_reader=lambda: None)
+    return ChatChunks(view, one)
 
 
 def completion(fields: dict, one: SampledAnswer) -> Encoder:
-    return Completions(CompletionBody.made({"prompt": "hi", "stream": True, **fields}), [one], 1_700_000_000, str)
+    body = CompletionBody.made({"prompt": "hi", "stream": True, **fields})
+    return Completions(body, [one], 1_700_000_000, byte_tokenizer())
 
 
 def piece(index: int, text: str, choice: int = 0, fingerprint: str = "m/1", **fields) -> Deliver:
@@ -84,7 +87,9 @@ def test_an_event_in_a_frame_reads_as_the_event_that_is_made_as_a_whole(make, fi
 
 @pytest.mark.parametrize("make", [chat, completion])
 @pytest.mark.parametrize(
-    "fields", [{"return_token_ids": True}, {"stream_options": {"continuous_usage_stats": True}}], ids=str
+    "fields",
+    [{"return_token_ids": True}, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}],
+    ids=str,
 )
 def test_what_says_more_than_text_has_no_frame(make, fields):
     async def run() -> None:
