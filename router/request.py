@@ -12,6 +12,7 @@ from typing import Final
 
 from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
+from holdfast.router.field_names import Namer, own_names
 from holdfast.router.resume import Resume
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import Priority, check_service
@@ -53,6 +54,8 @@ class GenerationRequest:
     """Number of this submission of the request, from 1; 0: the client does not submit again."""
     part: int = 0
     """Which of several prompts that came under one `request_id`, as a door counts them. Clients cannot set it."""
+    names: Namer = field(default=own_names, compare=False, repr=False)
+    """What its client calls its fields."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", checked_prompt(self.prompt))
@@ -95,7 +98,8 @@ class GenerationRequest:
                 raise InvalidRequestError(name, value, limit)
         if self.timeout_s is not None and not 0 < self.timeout_s <= limits.max_timeout_s:
             timeout_ms = round(self.timeout_s * 1000) if math.isfinite(self.timeout_s) else self.timeout_s
-            raise InvalidRequestError("timeout_ms", timeout_ms, f"must be in [1, {round(limits.max_timeout_s * 1000)}]")
+            limit = f"must be above 0, and at most {limits.max_timeout_s:g} seconds (limits.max_timeout_s)"
+            raise InvalidRequestError("timeout_ms", timeout_ms, limit)
 
     def _check_prompt(self, limits: LimitsConfig) -> None:
         if self.chat is not None:

@@ -10,6 +10,7 @@ from typing import Final, Self
 
 from holdfast.router.chat import Chat
 from holdfast.router.events import Deliver
+from holdfast.router.field_names import naming
 from holdfast.router.generation import ChatDelta, ChatOutput, Generation, ToolCall, ToolCallDelta
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.request_processor import RequestProcessor
@@ -39,9 +40,14 @@ class ChatPlan:
 
     @classmethod
     async def of(cls, request: GenerationRequest, processor: RequestProcessor, *, shape_field: str = SHAPE) -> Self:
-        """`shape_field` is where the shape of its output stands. Raises `HoldfastError`: for tools that are wrong, or
-        that the model's template cannot call.
+        """`shape_field` is where the shape of its output stands. Raises `HoldfastError`, in the client's words: for
+        tools that are wrong, or that the model's template cannot call.
         """
+        with naming(request.names):
+            return await cls._of(request, processor, shape_field)
+
+    @classmethod
+    async def _of(cls, request: GenerationRequest, processor: RequestProcessor, shape_field: str) -> Self:
         chat = request.chat
         if chat is None or not (chat.tools or chat.split_reasoning or chat.tool_choice is not None):
             return cls(request=request)

@@ -17,6 +17,7 @@ from holdfast.router.dispatch.call import Call, open_call
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.parallel_sampling import siblings
 from holdfast.router.events import Deliver, ModelStatus
+from holdfast.router.field_names import naming
 from holdfast.router.overload.byte_ledger import current_lease
 from holdfast.router.overload.overload import Overload
 from holdfast.router.request import GenerationRequest, check_text
@@ -104,8 +105,17 @@ class RequestProcessor:
     ) -> AsyncIterator[SampledAnswer]:
         """Opens a request and yields its response. Leaving the context cancels what has not ended.
 
-        `time_remaining_s` is the time until the call's own deadline; the earliest limit holds. Raises `HoldfastError`.
+        `time_remaining_s` is the time until the call's own deadline; the earliest limit holds. Raises `HoldfastError`,
+        in the words of the request's client.
         """
+        with naming(request.names):
+            async with self._open_named(request, time_remaining_s) as answer:
+                yield answer
+
+    @asynccontextmanager
+    async def _open_named(
+        self, request: GenerationRequest, time_remaining_s: float | None
+    ) -> AsyncIterator[SampledAnswer]:
         admitted = await self._counted(self._admission.admit(request, time_remaining_s))
         watch = self._watch(admitted)
         if self._tracer is not None:
@@ -183,6 +193,14 @@ class RequestProcessor:
         self, request: GenerationRequest, time_remaining_s: float | None = None
     ) -> AsyncIterator[BeamAnswer]:
         """As `open`, for a request with a `beam_width`. The search begins with `whole`."""
+        with naming(request.names):
+            async with self._search_named(request, time_remaining_s) as answer:
+                yield answer
+
+    @asynccontextmanager
+    async def _search_named(
+        self, request: GenerationRequest, time_remaining_s: float | None
+    ) -> AsyncIterator[BeamAnswer]:
         admitted = await self._counted(self._admission.admit(request, time_remaining_s))
         engine_request, model = admitted.engine_request, admitted.model
         self._admission.check_tenant(engine_request.tenant)

@@ -8,12 +8,14 @@ import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from holdfast.router.doors.http.errors import invalid_body
 from holdfast.router.doors.loggable import loggable
+from holdfast.router.field_names import FieldNames, naming
 from holdfast.router.wire.json_bounds import JsonBounds, token_ids
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.parameters import FIELD
 from holdfast.worker.sampling_params import PARAMETERS
 
 logger = logging.getLogger(__name__)
@@ -75,6 +77,9 @@ class Reads(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
+    _origin: "Reads | None" = PrivateAttr(default=None)
+    """The body that this one is made of."""
+
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "spaces_between_special_tokens": (True,),
         "include_reasoning": (True,),
@@ -97,6 +102,26 @@ class Reads(BaseModel):
     def given(self, name: str) -> Any:
         """A sampling parameter as the body says it; None where it does not."""
         return (self.model_extra or {}).get(name)
+
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Own fields that say what the request has under another name; by this table they are read, and named in errors."""
+
+    fixed_names: ClassVar[Mapping[str, str]] = {}
+    """Client's names by fields of the request, whatever a body says."""
+
+    def given_renamed(self) -> dict[str, Any]:
+        """What the body says in fields that are renamed, by the request's name; of dotted ones nothing."""
+        given = ((other, getattr(self, own, None)) for own, other in self.renamed.items() if "." not in own + other)
+        return {other: value for other, value in given if value is not None}
+
+    def names(self) -> FieldNames:
+        """What this body calls the fields of what is made of it."""
+        said = {other: own for own, other in self.renamed.items() if self._says(own)}
+        return FieldNames({**self.fixed_names, **said})
+
+    def _says(self, own: str) -> bool:
+        value = getattr(self, own.partition(".")[0], None)
+        return value is not None
 
     lists_of_ids: ClassVar[tuple[str, ...]] = ()
     """Fields that may be long lists of token ids, which are read apart: pydantic takes ten times as long."""
@@ -129,6 +154,14 @@ class Reads(BaseModel):
         body._check_together()
         return body
 
+    @classmethod
+    def made_of(cls, origin: "Reads", fields: Mapping[str, Any]) -> Self:
+        """As `made`, of a body that names what is wrong in its own words."""
+        with naming(origin.names):
+            body = cls.made(fields)
+        body._origin = origin
+        return body
+
     def _check_together(self) -> None:
         """Raises `InvalidRequestError` for a field that means nothing beside the others."""
 
@@ -146,6 +179,33 @@ class Body(Reads):
     """What OpenAI's generating endpoints take, but for the sampling parameters: these are read by their declarations
     (`sampling.py`).
     """
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        "guided_json": "structured_outputs.json",
+        "guided_regex": "structured_outputs.regex",
+        "guided_choice": "structured_outputs.choice",
+        "guided_grammar": "structured_outputs.grammar",
+        "response_format": "structured_outputs",
+        "response_format.json_schema.schema": "structured_outputs.json",
+        "prompt_cache_key": "session_id",
+    }
+    fixed_names: ClassVar[Mapping[str, str]] = {
+        f"{FIELD}.": "",
+        "chat.": "",
+        "chat": "messages",
+        "chat.template_kwargs": "chat_template_kwargs",
+        "text": "prompt",
+        "token_ids": "prompt",
+        "timeout_ms": "timeout",
+        "timeout_s": "timeout",
+    }
+
+    def names(self) -> FieldNames:
+        said = {_field_of(other): own for own, other in self.renamed.items() if self._says(own)}
+        if self.use_beam_search:
+            said[f"{FIELD}.beam_width"] = "n" if self.given("n") is not None else "use_beam_search"
+        then = None if self._origin is None else self._origin.names()
+        return FieldNames({**self.fixed_names, **said}, then)
 
     model: str | None = None
     stream: bool | None = None
@@ -192,6 +252,11 @@ class Body(Reads):
         return self.tells_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
+def _field_of(parameter: str) -> str:
+    """Where a request has what a body renames."""
+    return f"{FIELD}.{parameter}" if parameter.partition(".")[0] in PARAMETERS else parameter
+
+
 class CompletionBody(Body):
     """`POST /v1/completions`."""
 
@@ -205,6 +270,11 @@ class CompletionBody(Body):
 class ChatBody(Body):
     """`POST /v1/chat/completions`."""
 
+    renamed: ClassVar[Mapping[str, str]] = {
+        **Body.renamed,
+        "max_completion_tokens": "max_tokens",
+        "top_logprobs": "logprobs",
+    }
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **Body.neutral,
         "audio": (),
@@ -242,6 +312,8 @@ class ChatBody(Body):
 class TokenizeBody(Reads):
     """`POST /tokenize`: a prompt or a chat."""
 
+    fixed_names: ClassVar[Mapping[str, str]] = Body.fixed_names
+
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -254,6 +326,8 @@ class TokenizeBody(Reads):
 
 class DetokenizeBody(Reads):
     """`POST /detokenize`."""
+
+    fixed_names: ClassVar[Mapping[str, str]] = {"token_ids": "tokens"}
 
     lists_of_ids = ("tokens",)
     model: str | None = None

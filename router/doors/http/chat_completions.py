@@ -16,6 +16,7 @@ from holdfast.router.doors.http.choices import TokenNames, chat_logprobs, prompt
 from holdfast.router.doors.http.frames import PLACE, Frame, frame_of, json_text
 from holdfast.router.doors.http.sampling import chat_params, service_of
 from holdfast.router.events import Deliver, Usage
+from holdfast.router.field_names import naming
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
 from holdfast.router.text.token_table import TokenTable
@@ -30,11 +31,8 @@ NewReader: TypeAlias = Callable[[], ChatReader | None]
 
 def chat_request(body: ChatBody, tenant: str = "") -> GenerationRequest:
     """The request that a body makes. Raises `InvalidRequestError`, naming the field."""
-    return GenerationRequest(
-        chat=_chat(body),
-        sampling_params=chat_params(body),
-        **service_of(body, tenant),
-    )
+    with naming(body.names):
+        return GenerationRequest(chat=_chat(body), sampling_params=chat_params(body), **service_of(body, tenant))
 
 
 def _chat(body: ChatBody) -> Chat:

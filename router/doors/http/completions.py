@@ -21,6 +21,7 @@ from holdfast.router.doors.http.choices import (
 from holdfast.router.doors.http.frames import PLACE, Frame, frame_of, json_text
 from holdfast.router.doors.http.sampling import completion_params, scores_only, service_of
 from holdfast.router.events import Deliver, Usage
+from holdfast.router.field_names import naming
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
@@ -34,12 +35,13 @@ MAX_PROMPTS: Final = 1024
 
 def completion_requests(body: CompletionBody, tenant: str = "") -> list[GenerationRequest]:
     """A request for each prompt. Raises `InvalidRequestError`, naming the field."""
-    params = completion_params(body)
-    prompts = prompts_of(body)
-    if len(prompts) > MAX_PROMPTS:
-        raise InvalidRequestError("prompt", len(prompts), f"must be at most {MAX_PROMPTS} prompts")
-    service = service_of(body, tenant)
-    return [GenerationRequest(prompt=prompt, sampling_params=params, **service) for prompt in prompts]
+    with naming(body.names):
+        params = completion_params(body)
+        prompts = prompts_of(body)
+        if len(prompts) > MAX_PROMPTS:
+            raise InvalidRequestError("prompt", len(prompts), f"must be at most {MAX_PROMPTS} prompts")
+        service = service_of(body, tenant)
+        return [GenerationRequest(prompt=prompt, sampling_params=params, **service) for prompt in prompts]
 
 
 def prompts_of(body: CompletionBody) -> Sequence[str | tuple[int, ...]]:

@@ -72,10 +72,6 @@ _KINDS: Final[dict[type[HoldfastError], _Kind]] = {
     HoldfastError: _Kind(500, "server_error", "internal_error"),
 }
 
-_PARAMS: Final = {"text": "prompt", "token_ids": "prompt", "chat": "messages", "timeout_ms": "timeout"}
-"""Fields of our own requests by their names in OpenAI's."""
-
-
 _ANTHROPIC: Final = {
     401: "authentication_error",
     403: "permission_error",
@@ -120,7 +116,7 @@ def http_error(error: HoldfastError) -> HttpError:
     kind = next(_KINDS[one] for one in type(error).__mro__ if one in _KINDS)
     param, message, code = None, cut(str(error)), kind.code
     if isinstance(error, InvalidRequestError):
-        param = _param(error.field)
+        param = error.field
         message = f"{param} {error.limit}" if error.limit.startswith("must") else f"{param}: {error.limit}"
         if _CONTEXT in error.limit:
             code = "context_length_exceeded"
@@ -128,7 +124,7 @@ def http_error(error: HoldfastError) -> HttpError:
     elif isinstance(error, UnknownModelError):
         param = "model"
     elif isinstance(error, PermissionDeniedError):
-        param = _param(error.field)
+        param = error.field
     headers = {"x-should-retry": "true" if kind.may_retry else "false"}
     if isinstance(error, AuthenticationError):
         headers |= {"www-authenticate": "Bearer"}
@@ -145,9 +141,3 @@ def invalid_body(error: ValidationError) -> InvalidRequestError:
     field = "".join(places).lstrip(".") or "body"
     value = "the body" if first["type"] == "json_invalid" else first["input"]
     return InvalidRequestError(field, value, f"is not valid: {first['msg']}")
-
-
-def _param(field: str) -> str:
-    """A field of ours as OpenAI's clients know it."""
-    name = field.removeprefix("sampling_params.").removeprefix("chat.")
-    return _PARAMS.get(name, name)

@@ -26,6 +26,8 @@ class MessagesBody(Reads):
         "container": (),
     }
 
+    renamed: ClassVar[Mapping[str, str]] = {"stop_sequences": "stop"}
+
     model: str | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     system: str | list[dict[str, Any]] | None = None
@@ -47,8 +49,7 @@ class CountBody(MessagesBody):
 def chat_body(body: MessagesBody) -> ChatBody:
     """The same request in OpenAI's words. Raises `InvalidRequestError`, naming the field."""
     own: dict[str, Any] = {"messages": list(_messages(body)), "max_tokens": body.max_tokens, "model": body.model}
-    if body.stop_sequences:
-        own["stop"] = body.stop_sequences
+    own |= body.given_renamed()
     if body.tools:
         own["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
     if body.tool_choice is not None:
@@ -57,7 +58,7 @@ def chat_body(body: MessagesBody) -> ChatBody:
     if body.thinking is not None:
         thinks = _thinks(body.thinking)
         own["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
-    return ChatBody.made({**(body.model_extra or {}), **own})
+    return ChatBody.made_of(body, {**(body.model_extra or {}), **own})
 
 
 def _thinks(thinking: Mapping[str, Any]) -> bool:

@@ -31,6 +31,14 @@ class ResponsesBody(Reads):
         "max_tool_calls": (),
     }
 
+    renamed: ClassVar[Mapping[str, str]] = {
+        "max_output_tokens": "max_tokens",
+        "input": "messages",
+        "text.format": "response_format",
+        "text.format.schema": "response_format.json_schema.schema",
+        "reasoning.effort": "reasoning_effort",
+    }
+
     model: str | None = None
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -47,9 +55,9 @@ class ResponsesBody(Reads):
 def chat_body(body: ResponsesBody) -> ChatBody:
     """The same request in the older words. Raises `InvalidRequestError`, naming the field."""
     own: dict[str, Any] = {
-        "messages": list(_messages(body)),
         "model": body.model,
-        "max_tokens": body.max_output_tokens,
+        **body.given_renamed(),
+        "messages": list(_messages(body)),
         "response_format": _format(body),
         "parallel_tool_calls": body.parallel_tool_calls,
     }
@@ -61,7 +69,7 @@ def chat_body(body: ResponsesBody) -> ChatBody:
     if effort is not None and not isinstance(effort, str):
         raise InvalidRequestError("reasoning.effort", effort, "must be text")
     own["reasoning_effort"] = effort
-    return ChatBody.made({**(body.model_extra or {}), **own})
+    return ChatBody.made_of(body, {**(body.model_extra or {}), **own})
 
 
 def _tool(tool: Mapping[str, Any], field: str) -> dict[str, Any]:

@@ -7,28 +7,21 @@ from collections.abc import Mapping
 from typing import Any, Final, TypedDict
 
 from holdfast.router.doors.http.bodies import Body, ChatBody, CompletionBody, Reads
-from holdfast.worker.errors import InvalidRequestError
+from holdfast.router.field_names import Namer
+from holdfast.worker.errors import InvalidRequestError, shortened
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
 from holdfast.worker.structured_outputs import StructuredOutputs
 
-_OLD_STRUCTURES: Final = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
 _MOST_SEEDS: Final = 2**63
 
 
 def chat_params(body: ChatBody) -> SamplingParams:
     """The parameters of a chat. Raises `InvalidRequestError`."""
-    own: dict[str, Any] = {"max_tokens": body.max_completion_tokens, "logprobs": None}
-    if own["max_tokens"] is None:
-        own["max_tokens"] = body.given("max_tokens")
-    if body.logprobs:
-        own["logprobs"] = body.top_logprobs or 0
-    elif body.top_logprobs:
+    own: dict[str, Any] = {"max_tokens": body.given("max_tokens"), "logprobs": 0, **body.given_renamed()}
+    if not body.logprobs:
+        own["logprobs"] = None
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs", body.top_logprobs, "must come with logprobs = true")
     if (structure := structure_of(body)) is not None:
         own["structured_outputs"] = structure
@@ -80,12 +73,15 @@ def _of_63_bits(seed: object) -> object:
 
 
 def _by_token_id(biases: object) -> object:
-    if not isinstance(biases, Mapping):
-        return biases
+    return {_token_id(key): bias for key, bias in biases.items()} if isinstance(biases, Mapping) else biases
+
+
+def _token_id(key: object) -> int:
     try:
-        return {int(token_id): bias for token_id, bias in biases.items()}
+        return int(key)  # type: ignore[call-overload,no-any-return]  # keys of JSON are texts
     except ValueError:
-        raise InvalidRequestError("logit_bias", list(biases)[:10], "must have token ids as its keys") from None
+        told = f"must have token ids as its keys, not {shortened(key)}"
+        raise InvalidRequestError("logit_bias", key, told) from None
 
 
 _OTHER_VALUES: Final = {"top_k": _all_if_negative, "seed": _of_63_bits} | {"logit_bias": _by_token_id}
@@ -97,9 +93,9 @@ def structure_of(body: Body) -> StructuredOutputs | None:
     if isinstance(asked := body.given("structured_outputs"), Mapping):
         chosen = {name: value for name, value in asked.items() if value not in (None, False)}
         found["structured_outputs"] = StructuredOutputs.of(chosen)
-    for old, name in _OLD_STRUCTURES.items():
-        if (value := getattr(body, old)) is not None:
-            found[old] = StructuredOutputs.of({name: value})
+    for old, name in body.renamed.items():
+        if old.startswith("guided_") and (value := getattr(body, old)) is not None:
+            found[old] = StructuredOutputs.of({name.rpartition(".")[2]: value})
     if (shape := _format(body)) is not None:
         found["response_format"] = shape
     if len(found) > 1:
@@ -130,6 +126,7 @@ class ServiceFields(TypedDict):
     cache_salt: str
     session_id: str
     tenant: str
+    names: Namer
 
 
 def service_of(body: Body, tenant: str) -> ServiceFields:
@@ -141,6 +138,7 @@ def service_of(body: Body, tenant: str) -> ServiceFields:
         cache_salt=body.cache_salt or "",
         session_id=body.session,
         tenant=tenant,
+        names=body.names,
     )
 
 
