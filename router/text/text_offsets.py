@@ -51,7 +51,7 @@ class TextOffsets:
         data = self._new_bytes(token_id)
         if token_id in self._tokenizer.fallback_bytes:
             at = self._at + self._run.num_chars
-            self._run.push(data)
+            self._run.push(self._tokenizer.tokens.bytes_of(token_id), is_dropped=not data)
             return at
         if self._run.num_bytes:
             if not data and is_nothing(self._tokenizer, self._tokenizer.fallback_bytes, token_id):
@@ -123,13 +123,19 @@ class _Run:
         self.num_bytes = 0
         self._num_whole = 0
         self._given_bytes = self._given_chars = 0
+        self._num_dropped = 0
+        """Spaces at the beginning of a text that its decoder drops, unless the run is broken."""
         self._is_broken = False
         self._utf8 = codecs.getincrementaldecoder("utf-8")()
 
     @property
     def num_chars(self) -> int:
         """Those so far that are whole, without the prompt's."""
-        return self.num_bytes - self._given_bytes if self._is_broken else self._num_whole - self._given_chars
+        return self.num_bytes - self._given_bytes if self._is_broken else self._num_shown
+
+    @property
+    def _num_shown(self) -> int:
+        return self._num_whole - self._given_chars - self._num_dropped
 
     @property
     def final_num_chars(self) -> int:
@@ -141,8 +147,9 @@ class _Run:
         if self._is_broken or not self._utf8.getstate()[0]:
             self._given_bytes, self._given_chars = self.num_bytes, self._num_whole
 
-    def push(self, data: bytes) -> None:
+    def push(self, data: bytes, *, is_dropped: bool = False) -> None:
         self.num_bytes += len(data)
+        self._num_dropped += is_dropped
         try:
             self._num_whole += len(self._utf8.decode(data))
         except UnicodeDecodeError:
