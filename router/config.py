@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from holdfast.worker.config import Bytes, Settings
+from holdfast.worker.sampling_params import MAX_LOGPROBS
 
 PolicyName = Literal["prefix_aware", "session_affinity", "power_of_two", "least_loaded", "round_robin", "random"]
 """The routing policies, which are in `replicas/policy.py`."""
@@ -93,6 +94,9 @@ class LimitsConfig(Settings):
     max_stop_string_length: int = Field(1024, ge=1, description="maximum characters of one stop string")
     max_bad_words: int = Field(256, ge=0, description="maximum number of bad words of one request")
     max_bad_word_length: int = Field(256, ge=1, description="maximum characters of one bad word")
+    max_logprobs: int = Field(
+        20, ge=0, le=MAX_LOGPROBS, description="maximum logprobs and prompt_logprobs of one request"
+    )
     max_logit_bias: int = Field(4096, ge=0, description="maximum entries of logit_bias of one request")
     max_stop_token_ids: int = Field(4096, ge=0, description="maximum stop_token_ids of one request")
     max_allowed_token_ids: int = Field(

@@ -145,6 +145,10 @@ class GenerationRequest:
 
     def _check_token_ids(self, limits: LimitsConfig) -> None:
         params = self.sampling_params
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > limits.max_logprobs:
+                limit = f"must be in [0, {limits.max_logprobs}] (limits.max_logprobs)"
+                raise InvalidRequestError(f"sampling_params.{name}", getattr(params, name), limit)
         _check_count("logit_bias", params.logit_bias, limits.max_logit_bias, "max_logit_bias")
         _check_count("stop_token_ids", params.stop_token_ids, limits.max_stop_token_ids, "max_stop_token_ids")
         allowed = params.allowed_token_ids or ()

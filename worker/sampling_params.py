@@ -34,10 +34,10 @@ MAX_SEED: Final = 2**63 - 1
 GREEDY_TEMPERATURE: Final = 1e-5
 """Below this temperature a draw is an argmax."""
 
-MAX_LOGPROBS: Final = 20
+MAX_LOGPROBS: Final = 1024
 """Alternatives that can be asked for at each token."""
 
-MAX_BEAM_WIDTH: Final = MAX_LOGPROBS // 2
+MAX_BEAM_WIDTH: Final = 10
 """A beam search looks at twice as many candidates as it has beams."""
 
 
@@ -263,6 +263,11 @@ class SamplingParams:
         AfterValidator(_without_zero),
         _report(world=World.TEXT, limit="must be at least 1, or -1 for as many as fit", limits="1 or more, or -1"),
     ] = None
+    truncate_right: Annotated[
+        bool,
+        Field(description="truncate_prompt_tokens keeps the first tokens of the prompt"),
+        _report(world=World.TEXT),
+    ] = False
     skip_special_tokens: Annotated[
         bool,
         Field(description="leaves special tokens, such as the end of sequence, out of the text"),

@@ -13,7 +13,7 @@ from holdfast.worker.sampling_params import SamplingParams
 
 
 def kept_tokens(token_ids: tuple[int, ...], params: SamplingParams, max_sequence_len: int) -> tuple[int, ...]:
-    """The prompt's last tokens that `truncate_prompt_tokens` keeps.
+    """The prompt's tokens that `truncate_prompt_tokens` keeps: its last ones, or with `truncate_right` its first ones.
 
     With -1 it keeps as many as leave room for `max_tokens` within `max_sequence_len`, or for one without a limit.
     """
@@ -21,7 +21,7 @@ def kept_tokens(token_ids: tuple[int, ...], params: SamplingParams, max_sequence
     if wanted is None:
         return token_ids
     num_kept = wanted if wanted > 0 else max(1, max_sequence_len - (params.max_tokens or 1))
-    return token_ids[-num_kept:]
+    return token_ids[:num_kept] if params.truncate_right else token_ids[-num_kept:]
 
 
 def check_length(

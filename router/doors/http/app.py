@@ -61,6 +61,7 @@ from holdfast.router.requests.poison_watch import PoisonWatch, current_reading, 
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.requests.tracing import TRACEPARENT, note_incoming
 from holdfast.router.security.gate import Gate
+from holdfast.router.text.token_table import TokenTable
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import Priority
 
@@ -188,7 +189,7 @@ class HttpDoor:
         view = ChatView(
             body=body,
             created=submission.identity.created,
-            tokens=self._requests.tokenizer(self._requests.model(generation.model).name).tokens,
+            tokens=self._tokens(generation),
             new_reader=plan.new_reader,
             prompt_text=await self._prompt_text(generation) if body.return_prompt_text else None,
         )
@@ -200,6 +201,9 @@ class HttpDoor:
             return json_response(whole_chat(view, completed, answer.prompt_token_ids))
         generation.check_streamable()
         return await self._streamed(request, submission, generation, lambda answer: ChatChunks(view, answer))
+
+    def _tokens(self, generation: GenerationRequest) -> TokenTable:
+        return self._requests.tokenizer(self._requests.model(generation.model).name).tokens
 
     async def _prompt_text(self, generation: GenerationRequest) -> str:
         assert generation.chat is not None, "a chat's request has one"
@@ -253,12 +257,16 @@ class HttpDoor:
         body, bare = await self._decoded(content, ResponsesBody, lambda one: chat_request(responses_chat(one), tenant))
         plan = await self._plan(bare)
         generation, created = submission.of(plan.request), submission.identity.created
+        tokens = self._tokens(generation)
         if not body.stream:
             async with self._requests.open(generation) as answer:
                 completed = await unless_gone(request, answer.whole())
-            return json_response(whole_response(body, completed, created, plan.new_reader()))
+            return json_response(whole_response(body, completed, created, plan.new_reader(), tokens))
         return await self._streamed(
-            request, submission, generation, lambda answer: ResponseEvents(body, answer, created, plan.new_reader())
+            request,
+            submission,
+            generation,
+            lambda answer: ResponseEvents(body, answer, created, plan.new_reader(), tokens),
         )
 
     async def messages(self, request: Request) -> ASGIApp:

@@ -3,13 +3,14 @@
 What may not live here: how a vendor's events tell of them (`messages.py`, `responses.py`), reading (`router/tools/`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from holdfast.router.events import Deliver
 from holdfast.router.tools.call_events import CallArguments, CallBegin, CallEnd, CallEvent, Content
 from holdfast.router.tools.chat_style import ChatReader, Reasoning
+from holdfast.worker.request import TokenLogprob
 
 Kind: TypeAlias = Literal["text", "thinking", "call"]
 
@@ -25,6 +26,8 @@ class Block:
     """Of a called function."""
     call_index: int = 0
     pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of a text's tokens."""
 
     @property
     def text(self) -> str:
@@ -39,6 +42,8 @@ class BlockEvent:
     what: Literal["begin", "more", "end"]
     block: Block
     piece: str = ""
+    logprobs: Sequence[TokenLogprob] = ()
+    """Of the tokens that have come with the piece of a text."""
 
 
 class Blocks:
@@ -48,6 +53,8 @@ class Blocks:
         """Without a reader all is text."""
         self._reader = reader
         self._current: Block | None = None
+        self._logprobs: list[TokenLogprob] = []
+        """Of tokens whose text has not come yet."""
         self.blocks: list[Block] = []
 
     @property
@@ -56,12 +63,15 @@ class Blocks:
 
     def push(self, delivery: Deliver) -> Iterator[BlockEvent]:
         """What a delivery comes to. At the end all blocks are closed, and there is one at least."""
+        self._logprobs += delivery.logprobs
         for event in self._read(delivery):
             if isinstance(event, Reasoning):
+                self._logprobs.clear()
                 yield from self._more("thinking", event.text)
             elif isinstance(event, Content):
-                yield from self._more("text", event.text)
+                yield from self._more("text", event.text, self._of_text())
             elif isinstance(event, CallBegin):
+                self._logprobs.clear()
                 yield from self._begin("call", event.name, event.index)
             elif isinstance(event, CallArguments):
                 yield from self._more("call", event.json)
@@ -78,14 +88,20 @@ class Blocks:
         read = self._reader.push(delivery.text)
         return read + self._reader.finish() if delivery.finish_reason is not None else read
 
-    def _more(self, kind: Kind, piece: str) -> Iterator[BlockEvent]:
+    def _of_text(self) -> Sequence[TokenLogprob]:
+        """Those that came with a delivery, and with deliveries that were no text yet: once."""
+        told, self._logprobs = self._logprobs, []
+        return told
+
+    def _more(self, kind: Kind, piece: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[BlockEvent]:
         if not piece:
             return
         if self._current is None or self._current.kind != kind:
             yield from self._begin(kind)
         assert self._current is not None, "a block has begun"
         self._current.pieces.append(piece)
-        yield BlockEvent("more", self._current, piece)
+        self._current.logprobs += logprobs
+        yield BlockEvent("more", self._current, piece, logprobs)
 
     def _begin(self, kind: Kind, name: str = "", call_index: int = 0) -> Iterator[BlockEvent]:
         yield from self._end()

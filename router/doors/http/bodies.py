@@ -224,6 +224,8 @@ class Body(Reads):
     """OpenAI's word for nearly the same: requests with one key are sent to where their prompts are cached."""
     timeout: float | None = None
     """Seconds that the caller waits, as a deadline of the request."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where `truncate_prompt_tokens` cuts."""
     return_token_ids: bool | None = None
     """Choices and chunks have the output's `token_ids`, and the prompt's where they begin."""
     return_tokens_as_token_ids: bool | None = None

@@ -4,15 +4,17 @@ What may not live here: bodies (`responses_body.py`), the HTTP server (`app.py`)
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from holdfast.router.doors.http.blocks import Block, BlockEvent, Blocks
+from holdfast.router.doors.http.choices import TokenNames, listed_logprobs
 from holdfast.router.doors.http.responses_body import ResponsesBody
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.requests.answer import CompletedRequest, SampledAnswer
+from holdfast.router.text.token_table import TokenTable
 from holdfast.router.tools.chat_style import ChatReader
-from holdfast.worker.request import FinishReason
+from holdfast.worker.request import FinishReason, TokenLogprob
 
 _COMPLETED: Final = "completed"
 _INCOMPLETE: Final = "incomplete"
@@ -21,22 +23,29 @@ _PARTS: Final = {"text": "response.output_text", "thinking": "response.reasoning
 
 
 def whole_response(
-    body: ResponsesBody, completed: CompletedRequest, created: int, reader: ChatReader | None
+    body: ResponsesBody, completed: CompletedRequest, created: int, reader: ChatReader | None, tokens: TokenTable
 ) -> dict[str, Any]:
     """The whole response."""
     output, blocks = completed.completions[0].output, Blocks(reader)
     for _ in blocks.push(output):
         pass
-    made = _Response(body, completed.request_id, completed.model, created)
+    made = _Response(body, completed.request_id, completed.model, created, TokenNames(tokens))
     return made.ended(blocks.blocks, output.finish_reason, completed.usage)
 
 
 class ResponseEvents:
     """Writes the numbered events of one stream: its items, from the response's creation to its end."""
 
-    def __init__(self, body: ResponsesBody, answer: SampledAnswer, created: int, reader: ChatReader | None) -> None:
+    def __init__(
+        self,
+        body: ResponsesBody,
+        answer: SampledAnswer,
+        created: int,
+        reader: ChatReader | None,
+        tokens: TokenTable,
+    ) -> None:
         self.num_events = 0
-        self._made = _Response(body, answer.request_id, answer.model, created)
+        self._made = _Response(body, answer.request_id, answer.model, created, TokenNames(tokens))
         self._blocks = Blocks(reader)
         self._has_begun = False
 
@@ -70,14 +79,15 @@ class ResponseEvents:
         if block.kind == "call":
             return self._event("response.function_call_arguments.delta", {**at, "delta": event.piece})
         more = {**at, "content_index": 0, "delta": event.piece}
-        return self._event(f"{_PARTS[block.kind]}.delta", {**more, "logprobs": []} if block.kind == "text" else more)
+        told = {**more, "logprobs": self._made.logprobs(event.logprobs)}
+        return self._event(f"{_PARTS[block.kind]}.delta", more if block.kind != "text" else told)
 
     def _begin(self, block: Block, at: Mapping[str, Any]) -> bytes:
         item = self._made.item(block, "in_progress", is_begun=True)
         events = self._event("response.output_item.added", {"output_index": block.index, "item": item})
         if block.kind == "call":
             return events
-        part = {**at, "content_index": 0, "part": _part(block.kind, "")}
+        part = {**at, "content_index": 0, "part": self._made.part(block, is_begun=True)}
         return events + self._event("response.content_part.added", part)
 
     def _end(self, block: Block, at: Mapping[str, Any], reason: FinishReason | None) -> bytes:
@@ -86,9 +96,9 @@ class ResponseEvents:
             events = self._event("response.function_call_arguments.done", done)
         else:
             said = {**at, "content_index": 0, "text": block.text}
-            logprobs: dict[str, list[Any]] = {"logprobs": []} if block.kind == "text" else {}
+            logprobs = {"logprobs": self._made.logprobs(block.logprobs)} if block.kind == "text" else {}
             events = self._event(f"{_PARTS[block.kind]}.done", {**said, **logprobs})
-            part = {**at, "content_index": 0, "part": _part(block.kind, block.text)}
+            part = {**at, "content_index": 0, "part": self._made.part(block)}
             events += self._event("response.content_part.done", part)
         item = self._made.item(block, _INCOMPLETE if reason is FinishReason.LENGTH else _COMPLETED)
         return events + self._event("response.output_item.done", {"output_index": block.index, "item": item})
@@ -103,8 +113,9 @@ class ResponseEvents:
 class _Response:
     """One response object and its items."""
 
-    def __init__(self, body: ResponsesBody, request_id: str, model: str, created: int) -> None:
+    def __init__(self, body: ResponsesBody, request_id: str, model: str, created: int, names: TokenNames) -> None:
         self._request_id = request_id
+        self._names = names
         self._head: dict[str, Any] = {
             "id": f"resp_{request_id}",
             "object": "response",
@@ -123,6 +134,7 @@ class _Response:
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": _or_one(body.given("top_p")),
             "truncation": "disabled",
             "output": [],
@@ -164,16 +176,20 @@ class _Response:
         if block.kind == "call":
             call_id = f"call_{self._request_id[:24]}_{block.call_index}"
             return {"type": "function_call", **item, "call_id": call_id, "name": block.name, "arguments": text}
-        content = [] if is_begun else [_part(block.kind, text)]
+        content = [] if is_begun else [self.part(block)]
         if block.kind == "thinking":
             return {"type": "reasoning", **item, "summary": [], "content": content}
         return {"type": "message", **item, "role": "assistant", "content": content}
 
+    def part(self, block: Block, *, is_begun: bool = False) -> dict[str, Any]:
+        """A part of an item's content, likewise."""
+        text = "" if is_begun else block.text
+        if block.kind == "thinking":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs(block.logprobs)}
 
-def _part(kind: str, text: str) -> dict[str, Any]:
-    if kind == "thinking":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    def logprobs(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+        return listed_logprobs(logprobs, self._names)
 
 
 def _or_one(value: float | None) -> float:

@@ -5,7 +5,7 @@ What may not live here: answers (`responses.py`), checks of what is the same in 
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field
 
@@ -13,6 +13,10 @@ from holdfast.router.chat import flat_message
 from holdfast.router.doors.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Reads
 from holdfast.router.tools.tools import checked_tool
 from holdfast.worker.errors import InvalidRequestError
+
+LOGPROBS: Final = "message.output_text.logprobs"
+NOTHING: Final = "reasoning.encrypted_content"
+"""What may be included, and asks for nothing here: no content is kept from a client."""
 
 
 class ResponsesBody(Reads):
@@ -25,8 +29,6 @@ class ResponsesBody(Reads):
         "conversation": (),
         "background": (False,),
         "prompt": (),
-        "top_logprobs": (0,),
-        "include": ([], ["reasoning.encrypted_content"]),
         "truncation": ("disabled",),
         "max_tool_calls": (),
     }
@@ -50,6 +52,20 @@ class ResponsesBody(Reads):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    """Of each token of the text, with `LOGPROBS` in `include`."""
+
+    @property
+    def tells_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    def _check_together(self) -> None:
+        for item in self.include or ():
+            if item not in (LOGPROBS, NOTHING):
+                raise InvalidRequestError("include", item, f"must be {LOGPROBS} or {NOTHING}")
+        if self.top_logprobs and not self.tells_logprobs:
+            raise InvalidRequestError("top_logprobs", self.top_logprobs, f"must come with include = [{LOGPROBS!r}]")
 
 
 def chat_body(body: ResponsesBody) -> ChatBody:
@@ -61,6 +77,8 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         "response_format": _format(body),
         "parallel_tool_calls": body.parallel_tool_calls,
     }
+    if body.tells_logprobs:
+        own |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.tools:
         own["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
     if body.tool_choice is not None and (body.tools or body.tool_choice != "auto"):

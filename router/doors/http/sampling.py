@@ -58,6 +58,8 @@ def declared_params(body: Reads, **own: Any) -> SamplingParams:
     given = {name: value for name in PARAMETERS if (value := body.given(name)) is not None}
     if isinstance(body, Body) and body.use_beam_search:
         given |= {"beam_width": given.get("n", 1)}
+    if isinstance(body, Body) and body.truncation_side is not None:
+        given |= {"truncate_right": body.truncation_side == "right"}
     for name, read in _OTHER_VALUES.items():
         if name in given:
             given[name] = read(given[name])

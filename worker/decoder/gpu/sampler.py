@@ -37,7 +37,9 @@ from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.plan.step_plan import DrawParams, PromptLogprobParams
 from holdfast.worker.sampling.head_output import HeadOutput
 from holdfast.worker.sampling.step_sampler import Sampled
-from holdfast.worker.sampling_params import MAX_LOGPROBS
+
+USUAL_LOGPROBS: Final = 20
+"""Room for the best tokens that a graph of the sampler has at least, so that most requests share one."""
 
 _FEWEST_WORDS: Final = 4096
 
@@ -189,7 +191,7 @@ class DeviceSampler:
         numbers = [NONE] * len(draws) if table is None else table.numbers
         packed = [*map(draw_record, draws, numbers), *given_records(prompts)]
         told = most_logprobs(draws, prompts)
-        most = NONE if told == NONE else max(told, MAX_LOGPROBS)
+        most = NONE if told == NONE else max(told, USUAL_LOGPROBS)
         padded = (bucket_of(len(packed)) or len(packed)) if self._graphs.are_used else len(packed)
         rows = Rows(logits, logits.shape[1], self._records(packed, padded))
         if table is not None and len(table.masks):
