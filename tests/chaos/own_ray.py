@@ -74,6 +74,12 @@ class OwnRay:
         lost.kill()
         return self.successor(word, lost)
 
+    def kill_fork_server(self) -> None:
+        """SIGKILL. It has no successor: workers that start later are started by Ray."""
+        server = self.processes(ROUTER)[0].parent()
+        assert server is not None
+        server.kill()
+
     def successor(self, word: str, lost: psutil.Process) -> psutil.Process:
         limit_s = time.monotonic() + LIMIT_S
         while not (found := [one for one in self.processes(word) if one.pid != lost.pid]):
