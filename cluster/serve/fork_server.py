@@ -11,6 +11,7 @@ end, which means that its parent is gone. What may not live here: what a worker 
 import json
 import os
 import runpy
+import select
 import selectors
 import signal
 import socket
@@ -29,6 +30,9 @@ from holdfast.cluster.serve.gcs_tables import tables_folder
 
 READ_LIMIT_S: Final = 10.0
 """How long a launcher may take to send its request. The fork server serves nobody meanwhile."""
+
+END_LIMIT_S: Final = 10.0
+"""How long a fork server may take to end its workers."""
 
 NUM_STREAMS: Final = 3
 """Standard input, output and error, which come with a request."""
@@ -195,25 +199,44 @@ def started_server(path: Path, modules: Iterable[str] = IMPORTED) -> Iterator[Pa
 
 @contextmanager
 def forked_server() -> Iterator[Path]:
-    """Keeps a fork server with what this process has imported, which must have one thread. Yields where it listens."""
+    """Keeps a fork server with what this process has imported, which must have one thread. Yields where it listens.
+
+    The server is the child of whoever adopts this process's orphans, and reaps it where it is killed.
+    """
     with tables_folder() as folder:
         path = folder / "forks"
         listening = _listen(path)
         is_over, over = os.pipe()
-        pid = os.fork()
-        if pid == 0:
+        told, tell = os.pipe()
+        between = os.fork()
+        if between == 0:
             os.close(over)
-            os.dup2(is_over, _STDIN)
-            os.close(is_over)
-            os.setpgid(0, 0)
-            _run(listening)
-        os.close(is_over)
+            os.close(told)
+            _fork_server(listening, is_over, tell)
+        for ours in (is_over, tell):
+            os.close(ours)
         listening.close()
+        os.waitpid(between, 0)
+        end = os.pidfd_open(int(os.read(told, 32)))
+        os.close(told)
         try:
             yield path
         finally:
             os.close(over)
-            os.waitpid(pid, 0)
+            select.select([end], [], [], END_LIMIT_S)
+            os.close(end)
+
+
+def _fork_server(listening: socket.socket, is_over: int, tell: int) -> NoReturn:
+    """In a process that ends at once: the fork server becomes an orphan, and tells its pid."""
+    if os.fork():
+        os._exit(0)
+    os.setpgid(0, 0)  # Ctrl-C is not for it
+    os.write(tell, str(os.getpid()).encode())
+    os.close(tell)
+    os.dup2(is_over, _STDIN)
+    os.close(is_over)
+    _run(listening)
 
 
 def _run(listening: socket.socket) -> NoReturn:

@@ -32,15 +32,15 @@ class Load:
             while sum(bool(answer.arrivals_s) for answer in list(self._open.values())) < at_least:
                 await asyncio.sleep(POLL_S)
 
-    async def settle(self, struck_s: float) -> list[float]:
+    async def settle(self, struck_s: float, at_least: int = 1) -> list[float]:
         """Waits until every stream that was open then has come to its end. The longest pause of each of them since.
-        One of them at least was under way then.
+        So many of them were under way then.
         """
         caught = [answer for answer in self._open.values() if answer.arrivals_s]
         async with asyncio.timeout(SETTLED_S):
             while any(not answer.is_over for answer in caught):
                 await asyncio.sleep(POLL_S)
-        were_under_way([answer.arrivals_s for answer in caught], struck_s)
+        were_under_way([answer.arrivals_s for answer in caught], struck_s, at_least)
         pauses_s = [answer.longest_pause_after(struck_s) for answer in caught]
         return [pause_s for pause_s in pauses_s if pause_s is not None]
 

@@ -180,3 +180,24 @@ def test_the_imports_start_no_thread_and_forks_draw_numbers_of_their_own():
     threads, *ids = said.stdout.split()
     assert threads == "1", "a thread does not live on in a fork, and what it holds stays locked"
     assert len(set(ids)) == 3, "equal numbers are equal ids of tasks, which end Ray's processes"
+
+
+FORKED = """
+import os, sys
+from holdfast.cluster.serve.fork_server import forked_server
+from holdfast.cluster.serve.worker_launcher import ask, stand_for
+with forked_server() as path:
+    code = stand_for(*ask(str(path), [sys.argv[1], "end", "7"]))
+    connection, pid = ask(str(path), [sys.argv[1], "wait"])
+    print(path, pid, code)
+"""
+
+
+def test_a_process_forks_a_fork_server_of_its_own_which_ends_with_its_workers(worker: str):
+    said = subprocess.run([sys.executable, "-c", FORKED, worker], capture_output=True, text=True, timeout=LIMIT_S)
+    *_, path, pid, code = said.stdout.split()
+    assert code == "7"
+    assert (
+        psutil.wait_procs([psutil.Process(int(pid))] if psutil.pid_exists(int(pid)) else [], timeout=LIMIT_S)[1] == []
+    )
+    assert not Path(path).exists()
