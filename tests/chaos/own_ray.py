@@ -100,10 +100,10 @@ class OwnRay:
         site.do(site.load.judge_all(Row()))
         before, began_s = self.data_plane(), time.monotonic()
         for fault in faults:
-            site.do(site.load.under_way(NUM_CLIENTS - 1))
+            struck = site.do(site.load.under_way(NUM_CLIENTS - 1))
             struck_s = time.monotonic()
             fault()
-            row.pauses_s += site.do(site.load.settle(struck_s))
+            row.pauses_s += site.do(site.load.settle(struck_s, struck))
         seconds = time.monotonic() - began_s
         row.pauses_s += self._pauses(HOLD_S)
         site.do(site.load.under_way(NUM_CLIENTS - 1))  # of those that have begun since
@@ -129,7 +129,7 @@ class OwnRay:
         end_s = time.monotonic() + seconds
         while (now_s := time.monotonic()) < end_s:
             self.site.do(self.site.load.under_way(1))
-            pauses_s += self.site.do(self.site.load.settle(now_s, at_least=0))  # nothing is struck
+            pauses_s += self.site.do(self.site.load.settle(now_s))
         return pauses_s
 
 
