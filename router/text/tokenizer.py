@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
@@ -18,6 +19,11 @@ from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 
 if TYPE_CHECKING:
     import tokenizers
+
+_LONG: Final = 2**10
+"""Characters, or token ids, from which on the library is called so that it lets go of Python's lock meanwhile: what it
+does with 512 KiB of text takes a second.
+"""
 
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -118,6 +124,8 @@ class _FastCodec:
         tokenizer.no_truncation()  # a file may contain the settings of the training
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._reading = Lock()
+        """One list of ids is made at a time: that holds Python's lock, and an event loop is to get it in between."""
         added = tokenizer.get_added_tokens_decoder()
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
@@ -134,10 +142,17 @@ class _FastCodec:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         text.encode()  # raises UnicodeEncodeError; the library's own error says less
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < _LONG:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        with self._reading:
+            return encoding.ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        if len(token_ids) < _LONG:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return text
 
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)

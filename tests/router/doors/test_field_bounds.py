@@ -11,7 +11,7 @@ from holdfast.v1 import engine_pb2, inference_pb2
 from holdfast.worker.errors import MAX_TEXT_BYTES, InvalidRequestError
 from holdfast.worker.wire.link_bounds import LINK_BOUNDS
 from holdfast.worker.wire.message_bounds import MessageBounds, UnboundedFieldError
-from tests.router.doors.hostile_fields import BODIES, REQUESTS, hostile_bodies, hostile_messages
+from benchmarks.router_parts.hostile_fields import BODIES, REQUESTS, hostile_bodies, hostile_messages
 
 LIMITS = LimitsConfig(
     max_prompt_bytes=1000,
