@@ -51,7 +51,7 @@ class LimitsConfig(Settings):
     max_messages: int = Field(4096, ge=1, description="maximum messages of a chat, and calls in all of them")
     max_tools: int = Field(1024, ge=0, description="maximum tools of a chat")
     max_message_bytes: Bytes = Field(
-        16 * 2**20, ge=2**20, description="maximum bytes of a gRPC message or an HTTP body, whatever is in it"
+        8 * 2**20, ge=2**20, description="maximum bytes of a gRPC message or an HTTP body, whatever is in it"
     )
     max_header_bytes: Bytes = Field(
         32 * 2**10, ge=2**12, description="maximum bytes of a request's headers or metadata, over HTTP and gRPC"

@@ -142,7 +142,7 @@ class Router:
         servicers = {
             admin.SERVICE: admin.AdminServicer(operators),
             server.SERVICE: server.InferenceServicer(*parts, worker),
-            open_inference.SERVICE: open_inference.InferenceProtocolServicer(*parts, body_bounds(self._limits)),
+            open_inference.SERVICE: open_inference.InferenceProtocolServicer(*parts, body_bounds(self._limits), worker),
             health.SERVICE: self._health,
         }
         if self._picker is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from benchmarks.router_parts.hostile_fields import BODIES, REQUESTS, Hostile, paths, varint
@@ -202,7 +202,9 @@ def _values(name: str) -> dict[str, Filling]:
         made["turns"] = partial(_listed, turn)
         made["one turn"] = lambda size: turn[:-3].join((b"[", b"")) + b"word " * (size // 5) + b'"}]'
     if name in ("tools",):
-        made["functions"] = partial(_listed, b'{"type":"function","name":"f","function":{"name":"f"},"input_schema":{}}')
+        made["functions"] = partial(
+            _listed, b'{"type":"function","name":"f","function":{"name":"f"},"input_schema":{}}'
+        )
     return made
 
 

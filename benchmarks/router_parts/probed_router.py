@@ -4,7 +4,6 @@ It says its addresses by protocol, and answers the orders of a `LoopProbe`.
 """
 
 import argparse
-import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 

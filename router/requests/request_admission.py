@@ -132,8 +132,8 @@ class RequestAdmission:
             return new_sequence(sibling, text, None, index)
         received, facts = resume.progress(index).token_ids, admitted.model.facts
         field, num_prompt_tokens = f"resume.sequences[{index}].token_ids", len(sibling.prompt_token_ids)
-        check_vocabulary(field, received, facts.vocab_size)
         _check_room(field, len(received), num_prompt_tokens, facts.max_model_len)
+        check_vocabulary(field, received, facts.vocab_size)
         check_ends(field, received, sibling, facts.eos_token_ids)
         await self._tokenizers.check_output(admitted.model.name, field, sibling.grammar, received, facts.eos_token_ids)
         return await asyncio.to_thread(new_sequence, sibling, text, resume, index, len(admitted.echo))
@@ -162,6 +162,8 @@ class RequestAdmission:
         check_length(
             request.prompt_field, shown, len(token_ids), max_sequence_len=max_sequence_len, max_model_len=max_model_len
         )
+        if request.chat is None and not isinstance(request.prompt, str):
+            check_vocabulary("token_ids", token_ids, model.facts.vocab_size)  # not of more than a model takes
         return EngineRequest(
             request_id=request_id,
             part=request.part,
@@ -185,7 +187,6 @@ class RequestAdmission:
             return await self._tokenizers.encode(model.name, text, add_special_tokens=False)
         if isinstance(request.prompt, str):
             return await self._tokenizers.encode(model.name, request.prompt)
-        check_vocabulary("token_ids", request.prompt, model.facts.vocab_size)
         return request.prompt
 
     async def _echo(self, request: GenerationRequest, model: str, engine_request: EngineRequest) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from holdfast.router.chat import Chat, Message
 from holdfast.router.generation import ChatDelta, ChatOutput, ToolCall, ToolCallDelta
+from holdfast.router.wire.json_bounds import check_inner
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
 
@@ -28,6 +29,7 @@ _TURN_FIELDS: Final = {"role", "content", "tool_calls", "tool_call_id", "name", 
 
 def json_object(field: str, text: str) -> dict[str, Any]:
     """Of JSON text; empty text is an empty object. Raises `InvalidRequestError`."""
+    check_inner(field, text)
     try:
         values = json.loads(text or "{}")
     except (ValueError, RecursionError):

@@ -76,4 +76,3 @@ class CallWatch(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # it tak
     def _ended(self, arrival: _Arrival, task: "asyncio.Task[Any]") -> None:
         if not arrival.has_begun or task.cancelling():
             self._guard.reset(arrival.peer, arrival.at)
-

@@ -24,7 +24,7 @@ from holdfast.router.doors.grpc.staged_reads import StagedReads
 from holdfast.router.doors.intake import Intake
 from holdfast.router.overload.byte_ledger import Lease, current_lease
 from holdfast.router.requests.poison_watch import PoisonWatch, begin_reading, end_reading
-from holdfast.router.requests.request_digest import lasting_part
+from holdfast.router.requests.request_digest import lasting_parts
 from holdfast.router.wire.statuses import call_status
 from holdfast.worker.errors import HoldfastError, InternalError, InvalidRequestError
 
@@ -116,7 +116,7 @@ def _noted(decode: Decode, method: MethodDescriptor, watch: PoisonWatch) -> Deco
 
     async def noted(data: bytes) -> Message:
         if data:
-            begin_reading(watch, kind, lasting_part(data) if may_come_again else data)
+            begin_reading(watch, kind, *(lasting_parts(data) if may_come_again else [data]))
         return await decode(data)
 
     return noted
@@ -170,9 +170,7 @@ def _streams(method: GeneratorMethod, decode: Decode, hooks: CallHooks) -> Calla
     return call
 
 
-async def _decoded(
-    context: Context, decode: Decode, hooks: CallHooks
-) -> AsyncGenerator[Message | InvalidRequestError]:
+async def _decoded(context: Context, decode: Decode, hooks: CallHooks) -> AsyncGenerator[Message | InvalidRequestError]:
     while (request := await hooks.reads.read(context.read())) is not None:
         try:
             yield await decode(request)

@@ -284,7 +284,10 @@ class HttpDoor:
         note_incoming(request.headers.get(TRACEPARENT, ""))
         # Before the body is read: what is shed whatever it says costs nothing more.
         self._requests.check_overload(Priority.CRITICAL, is_resumed=RESUME in request.headers)
-        return Submission.read(request.headers, await self._content(request))
+        content = await self._content(request)
+        num_bytes = len(content) if RESUME in request.headers else 0  # what the client notes is to be read too
+        read = partial(Submission.read, request.headers, content, self._limits)
+        return await self._decode_worker.run(num_bytes, read)
 
     async def _redone(
         self, submission: Submission, generations: Sequence[GenerationRequest]

@@ -43,7 +43,7 @@ def body_bounds(limits: LimitsConfig) -> JsonBounds:
     )
     bias = Bound(count=limits.max_logit_bias, size=64 * limits.max_logit_bias + 64, setting="limits.max_logit_bias")
     fields = {
-        **dict.fromkeys(("prompt", "tokens"), tokens),
+        "prompt": Bound(count=2048, size=text + _OTHER_SIZE, setting="limits.max_prompt_bytes"),
         **dict.fromkeys(("messages", "input", "system", "instructions", "tools", "documents"), chat),
         **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), grammar),
         **dict.fromkeys(("response_format", "structured_outputs", "guided_decoding", "text"), grammar),
@@ -55,7 +55,7 @@ def body_bounds(limits: LimitsConfig) -> JsonBounds:
         "bad_words": _texts(limits.max_bad_words, limits.max_bad_word_length),
     }
     whole = Bound(count=limits.max_prompt_tokens + limits.max_allowed_token_ids + 2 * values)
-    return JsonBounds(fields, OTHER, whole, string=text)
+    return JsonBounds(fields, OTHER, whole, string=text, lists=dict.fromkeys(("prompt", "tokens"), tokens))
 
 
 def _texts(count: int, length: int) -> Bound:

@@ -18,6 +18,7 @@ from holdfast.router.events import Deliver, Usage
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
 from holdfast.router.tools.chat_style import ChatReader
+from holdfast.router.wire.json_bounds import check_inner
 
 DONE: Final = b"data: [DONE]\n\n"
 
@@ -42,6 +43,8 @@ def _chat(body: ChatBody) -> Chat:
         variables["documents"] = body.documents
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
+    for index, message in enumerate(body.messages):
+        _check_calls(f"messages[{index}].tool_calls", message.get("tool_calls"))
     return Chat(
         messages=[with_arguments(flat_message(message)) for message in body.messages],
         template_kwargs=variables,
@@ -50,6 +53,15 @@ def _chat(body: ChatBody) -> Chat:
         parallel_tool_calls=body.parallel_tool_calls is not False,
         split_reasoning=True,
     )
+
+
+def _check_calls(field: str, calls: object) -> None:
+    """Arguments as JSON text are checked before they are parsed."""
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        arguments = function.get("arguments") if isinstance(function, Mapping) else None
+        if isinstance(arguments, str):
+            check_inner(f"{field}.arguments", arguments)
 
 
 def chat_id(request_id: str) -> str:

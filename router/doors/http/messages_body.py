@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import Field
 
 from holdfast.router.chat import flat_message
-from holdfast.router.doors.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Reads
+from holdfast.router.doors.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, Reads
 from holdfast.router.tools.tools import checked_tool
 from holdfast.worker.errors import InvalidRequestError
 
@@ -27,13 +27,13 @@ class MessagesBody(Reads):
     }
 
     model: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    system: str | list[dict[str, Any]] | None = None
+    messages: Annotated[Listed[dict[str, Any]], Field(min_length=1)]
+    system: str | Listed[dict[str, Any]] | None = None
     max_tokens: Annotated[int, Field(ge=1)]
     """Asked for by Anthropic's protocol."""
-    stop_sequences: list[str] | None = None
+    stop_sequences: Listed[str] | None = None
     stream: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
 

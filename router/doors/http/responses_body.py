@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from holdfast.router.chat import flat_message
-from holdfast.router.doors.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Reads
+from holdfast.router.doors.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, Reads
 from holdfast.router.tools.tools import checked_tool
 from holdfast.worker.errors import InvalidRequestError
 
@@ -32,14 +32,14 @@ class ResponsesBody(Reads):
     }
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | Listed[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     text: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 

@@ -117,7 +117,7 @@ def test_an_answer_without_completions_can_be_read():
     assert generation(inference_pb2.GenerateResponse()).completions == ()
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", "x", "[" * 100_000])
+@pytest.mark.parametrize("text", ["[1]", "{", "x", "[" * 60_000])
 def test_variables_that_are_no_object_are_refused(text):
     with pytest.raises(InvalidRequestError, match=r"chat.template_kwargs = .*the text of a JSON object"):
         generation_request(inference_pb2.GenerateRequest(chat=inference_pb2.Chat(template_kwargs=text)))
