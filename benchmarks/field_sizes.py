@@ -1,6 +1,6 @@
 """Every field of every API, as large as may be sent: how long a router's loop stands still for one, and for eight.
 
-    python -m benchmarks.field_sizes [--only TEXT ...] [--tokenizer FOLDER] [--worst 40] [--json FILE]
+    python -m benchmarks.field_sizes [--only TEXT ...] [--worst 40] [--json FILE]
 
 A router with default limits and all of its doors, a replica that only counts, and a client that streams beside; each is
 a process. Fields are found in the schemas. Each is filled up to `max_message_bytes`, and up to what its bounds let
@@ -24,10 +24,11 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.hostile_input import MB, Beside
+from benchmarks.hostile_input import Beside
 from benchmarks.router_parts.hostile_fields import SERVICES, Hostile, hostile_bodies, hostile_messages
 from benchmarks.router_parts.large_fields import large_bodies, large_messages
 from benchmarks.router_parts.part import Part
+from benchmarks.soak import MB
 from holdfast.router.config import LimitsConfig
 
 AT_ONCE: Final = (1, 8)
@@ -62,15 +63,15 @@ class Attacker:
         path, method = METHODS[one.api]
         channel = self._channels[path.startswith("/vllm.")]
         if method.client_streaming:
-            stream = channel.stream_stream(path)(iter([one.data]))
+            stream = channel.stream_stream(path, None, None)(iter([one.data]))
             async for _ in stream:
                 break
             stream.cancel()
         elif method.server_streaming:
-            async for _ in channel.unary_stream(path)(one.data):
+            async for _ in channel.unary_stream(path, None, None)(one.data):
                 pass
         else:
-            await channel.unary_unary(path)(one.data)
+            await channel.unary_unary(path, None, None)(one.data)
         return "OK"
 
     async def _post(self, one: Hostile) -> str:
@@ -126,7 +127,9 @@ async def run(router: Part, limits: LimitsConfig, only: Sequence[str]) -> list[R
     await beside.since_last()
     before = router.order("look")["resident_bytes"] / MB
     for one in cases(limits, only):
-        rows += [await measure(attacker, router, beside, one, count) for count in AT_ONCE]
+        for count in AT_ONCE:
+            rows.append(await measure(attacker, router, beside, one, count))
+            print(" ".join(f"{value:.1f}" if isinstance(value, float) else str(value) for value in rows[-1].values()))
     beside.end()
     time.sleep(AFTER_S)
     print(f"resident: {before:.0f} MB before, {router.order('look')['resident_bytes'] / MB:.0f} MB after")
@@ -136,16 +139,14 @@ async def run(router: Part, limits: LimitsConfig, only: Sequence[str]) -> list[R
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=(), help="parts of the names of APIs and fields")
-    parser.add_argument("--tokenizer", help="a folder that has one; the bundled model's by default")
     parser.add_argument("--limits", default="{}", help="JSON: limits by name")
     parser.add_argument("--worst", type=int, default=40, help="rows that are shown")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     limits = LimitsConfig.model_validate_json(options.limits)
-    tokenizer = () if options.tokenizer is None else ("--tokenizer", options.tokenizer)
     with ExitStack() as stack:
         replica = stack.enter_context(Part("replica", STEPS_PER_S))
-        router = stack.enter_context(Part("probed_router", replica.address, "--limits", options.limits, *tokenizer))
+        router = stack.enter_context(Part("probed_router", replica.address, "--limits", options.limits))
         rows = asyncio.run(run(router, limits, options.only))
     rows.sort(key=lambda row: -float(row["stall, ms"]))
     table = Table(*rows[0])

@@ -77,7 +77,7 @@ def large_messages(limits: LimitsConfig, wanted: Callable[[str], bool]) -> Itera
                     break
 
 
-def _message(name: str, wraps: tuple[FieldDescriptor, ...], filling: Filling, size: int) -> bytes:
+def _message(name: str, wraps: tuple[Any, ...], filling: Filling, size: int) -> bytes:
     whole = filling(size)
     for field in reversed(wraps[:-1]):
         inside = _INSIDE.get(field.message_type.full_name)
@@ -121,17 +121,26 @@ def _fillings(field: Any) -> Iterator[tuple[str, Filling]]:
         yield "messages", partial(_repeated, varint(tag | _LENGTH) + varint(len(part)) + part)
     elif field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
         for kind, text in texts().items():
-            yield f"one text of {kind}", lambda size, text=text: _text(tag, text(size))
+            yield f"one text of {kind}", partial(_one_text, tag, text)
         if field.is_repeated:
             yield "texts", partial(_repeated, varint(tag | _LENGTH) + b"\1a")
     elif field.is_repeated:
-        yield "packed", lambda size: varint(tag | _LENGTH) + varint(size // 8 * 8) + bytes(size // 8 * 8)
+        yield "packed", partial(_one_text, tag, _zeros)
 
 
 def texts() -> dict[str, Filling]:
     """Texts of about so many bytes, by what they are made of."""
-    plain = {kind: partial(_repeated, part) for kind, part in _TEXTS.items()}
-    return plain | {f"JSON of {kind}": partial(_object_text, part) for kind, part in _ELEMENTS.items()}
+    plain: dict[str, Filling] = {kind: partial(_repeated, part) for kind, part in _TEXTS.items()}
+    plain |= {f"JSON of {kind}": partial(_object_text, part) for kind, part in _ELEMENTS.items()}
+    return plain
+
+
+def _zeros(size: int) -> bytes:
+    return bytes(size // 8 * 8)
+
+
+def _one_text(tag: int, text: Filling, size: int) -> bytes:
+    return _text(tag, text(size))
 
 
 def _object_text(element: bytes, size: int) -> bytes:
@@ -165,6 +174,7 @@ def _entries(field: Any, size: int) -> bytes:
 
 _PROMPTS: Final = {"/v1/completions": ("prompt", "x"), "/tokenize": ("prompt", "x"), "/detokenize": ("tokens", [1])}
 _MESSAGES: Final = [{"role": "user", "content": "x"}]
+_TOOL: Final = b'{"type":"function","name":"f","function":{"name":"f"},"input_schema":{}}'
 
 
 def large_bodies(limits: LimitsConfig, wanted: Callable[[str], bool]) -> Iterator[Hostile]:
@@ -177,7 +187,8 @@ def large_bodies(limits: LimitsConfig, wanted: Callable[[str], bool]) -> Iterato
             if not wanted(f"{path} {name}"):
                 continue
             for kind, value in _values(name).items():
-                data = largest(partial(_body, path, name, value), bounds.check, limits.max_message_bytes)
+                check = partial(bounds.check, apart=body.lists_of_ids)
+                data = largest(partial(_body, path, name, value), check, limits.max_message_bytes)
                 yield Hostile(path, f"{name}: {kind}", data)
                 if len(data) < _SMALL:
                     break
@@ -194,18 +205,19 @@ def _body(path: str, name: str, value: Filling, size: int) -> bytes:
 
 
 def _values(name: str) -> dict[str, Filling]:
-    quoted = {f"one text of {kind}": partial(_quoted, text) for kind, text in texts().items() if "JSON" not in kind}
-    lists = {f"list of {kind}": partial(_listed, part) for kind, part in _ELEMENTS.items()}
-    made = {**quoted, **lists, "object": _object}
+    made: dict[str, Filling] = {"object": _object}
+    made |= {f"one text of {kind}": partial(_quoted, text) for kind, text in texts().items() if "JSON" not in kind}
+    made |= {f"list of {kind}": partial(_listed, part) for kind, part in _ELEMENTS.items()}
+    turn = json.dumps(_MESSAGES[0]).encode()
     if name in ("messages", "input"):
-        turn = json.dumps(_MESSAGES[0]).encode()
-        made["turns"] = partial(_listed, turn)
-        made["one turn"] = lambda size: turn[:-3].join((b"[", b"")) + b"word " * (size // 5) + b'"}]'
-    if name in ("tools",):
-        made["functions"] = partial(
-            _listed, b'{"type":"function","name":"f","function":{"name":"f"},"input_schema":{}}'
-        )
+        made |= {"turns": partial(_listed, turn), "one turn": partial(_one_turn, turn)}
+    if name == "tools":
+        made["functions"] = partial(_listed, _TOOL)
     return made
+
+
+def _one_turn(turn: bytes, size: int) -> bytes:
+    return b'[%b%b"}]' % (turn.removesuffix(b'"}'), b"word " * (size // 5))
 
 
 def _quoted(text: Filling, size: int) -> bytes:

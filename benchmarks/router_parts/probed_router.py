@@ -22,9 +22,9 @@ from holdfast.worker.request import EngineLoad
 LOAD = EngineLoad(num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=1, num_total_blocks=1)
 
 
-async def main(replica: str, model: str, limits: LimitsConfig) -> None:
+async def main(replica: str, limits: LimitsConfig) -> None:
     config = RouterConfig(endpoint_picker=True)
-    endpoint = ReplicaEndpoint(replica_id="r0", address=replica, model=info().model, model_path=model)
+    endpoint = ReplicaEndpoint(replica_id="r0", address=replica, model=info().model, model_path=str(model_path()))
     router = await Router.start(config, limits, StaticDirectory([endpoint]), http_port=0)
     await until_up(router, 1)
     engine = cast(Any, SimpleNamespace(load=LOAD, failure=None))
@@ -42,7 +42,6 @@ async def main(replica: str, model: str, limits: LimitsConfig) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("replica", help="address of its link")
-    parser.add_argument("--tokenizer", default=str(model_path()), help="the folder that has it")
     parser.add_argument("--limits", default="{}", help="JSON: limits by name")
     arguments = parser.parse_args()
-    run(main(arguments.replica, arguments.tokenizer, LimitsConfig.model_validate_json(arguments.limits)))
+    run(main(arguments.replica, LimitsConfig.model_validate_json(arguments.limits)))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from holdfast.router.doors.free_memory import give_back
+from holdfast.worker.free_memory import give_back
 
 T = TypeVar("T")
 

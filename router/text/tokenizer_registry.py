@@ -7,6 +7,7 @@ do (`tokenizer.py`, `grammar.py`).
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from typing import Final
 
 from holdfast.router.chat import Chat
 from holdfast.router.text.chat import FEW_STEPS, TemplateBudgetError, chat_text
@@ -14,8 +15,15 @@ from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.prompt import echoed_text
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.vocabulary import bad_word_token_ids
+from holdfast.worker.free_memory import give_back
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.structured_outputs import StructuredOutputs
+
+LONG: Final = 2**16
+"""Characters of a text that is long: it takes a tenth of a second and 250 times its size in memory."""
+
+LONG_AT_ONCE: Final = 2
+"""More of them wait, so that others find a thread, and memory stays within limits."""
 
 
 class TokenizerRegistry:
@@ -29,6 +37,8 @@ class TokenizerRegistry:
         self._sources: dict[str, tuple[str, str]] = {}
         """By model: the folder, and the chat template that was given."""
         self._loading = asyncio.Lock()
+        self._long = asyncio.Semaphore(LONG_AT_ONCE)
+        self._num_long = 0
 
     def __getitem__(self, model: str) -> Tokenizer:
         return self._tokenizers[model]
@@ -53,7 +63,16 @@ class TokenizerRegistry:
         tokenizer = self._tokenizers[model]
         if len(text) <= self._inline_bytes:
             return tuple(tokenizer.encode(text, add_special_tokens))
-        return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens))
+        if len(text) < LONG:
+            return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens))
+        self._num_long += 1
+        try:
+            async with self._long:
+                return await asyncio.to_thread(lambda: tuple(tokenizer.encode(text, add_special_tokens)))
+        finally:
+            self._num_long -= 1
+            if not self._num_long:
+                asyncio.get_running_loop().run_in_executor(None, give_back)
 
     async def render(self, model: str, chat: Chat) -> str:
         """As `chat_text`. What takes more than a few steps is done anew on a thread."""

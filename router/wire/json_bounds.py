@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeAlias
 
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.wire.message_bounds import Bound
@@ -51,6 +51,17 @@ class JsonBounds:
         Raises `InvalidRequestError`, naming the first field beyond its bound.
         """
         return _Scan(self, text, apart).run()
+
+    def take_apart(self, text: bytes, names: Collection[str]) -> tuple[bytes, dict[str, "TokenIds"]]:
+        """The text with long lists of token ids in these fields left empty, and the lists by field.
+
+        Raises `InvalidRequestError` as `check` does, and for what is no list of token ids.
+        """
+        long = self.check(text, names)
+        lists = {name: token_ids(name, text[long[name]]) for name in names if name in long}
+        for place in sorted((long[name] for name in lists), key=lambda one: -int(one.start)):
+            text = b"%b[]%b" % (text[: place.start], text[place.stop :])
+        return text, lists
 
 
 class _Scan:
@@ -203,7 +214,13 @@ def check_inner(field: str, text: str) -> None:
 # --- token ids ---
 
 
-def token_ids(field: str, text: bytes) -> list[int] | list[list[int]]:
+TokenIds: TypeAlias = list[int] | list[list[int]]
+
+MAX_LISTS: Final = 2048
+"""Most lists of token ids in one."""
+
+
+def token_ids(field: str, text: bytes) -> TokenIds:
     """Of a JSON list of token ids, or of such lists. Raises `InvalidRequestError`."""
     inner = text.strip()
     if not (inner.startswith(b"[") and inner.endswith(b"]")):
@@ -211,6 +228,8 @@ def token_ids(field: str, text: bytes) -> list[int] | list[list[int]]:
     inner = inner[1:-1]
     if b"[" not in inner:
         return _flat(field, inner)
+    if inner.count(b"[") > MAX_LISTS:
+        raise InvalidRequestError(field, "more", f"must have at most {MAX_LISTS} lists")
     lists = []
     for number, part in enumerate(inner.split(b"[")):
         ids, closing, rest = part.rpartition(b"]")

@@ -49,13 +49,13 @@ def body_bounds(limits: LimitsConfig) -> JsonBounds:
         **dict.fromkeys(("response_format", "structured_outputs", "guided_decoding", "text"), grammar),
         "chat_template_kwargs": Bound(count=OTHER.count, size=text),
         "logit_bias": bias,
-        "allowed_token_ids": allowed,
         "stop_token_ids": Bound(count=limits.max_stop_token_ids, size=OTHER.size, setting="limits.max_stop_token_ids"),
         **dict.fromkeys(("stop", "stop_sequences"), _texts(limits.max_stop_strings, limits.max_stop_string_length)),
         "bad_words": _texts(limits.max_bad_words, limits.max_bad_word_length),
     }
     whole = Bound(count=limits.max_prompt_tokens + limits.max_allowed_token_ids + 2 * values)
-    return JsonBounds(fields, OTHER, whole, string=text, lists=dict.fromkeys(("prompt", "tokens"), tokens))
+    lists = {**dict.fromkeys(("prompt", "tokens"), tokens), "allowed_token_ids": allowed}
+    return JsonBounds(fields, OTHER, whole, string=text, lists=lists)
 
 
 def _texts(count: int, length: int) -> Bound:
