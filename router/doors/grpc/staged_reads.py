@@ -9,13 +9,14 @@ here: what is made of messages (`decoding.py`), budgets of bytes (`router/overlo
 import asyncio
 from collections import deque
 from collections.abc import Coroutine
-from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import grpc
 
 TURN_BYTES: Final = 2**20
 """Once a turn has copied so many, nothing more is copied in it."""
+
+_EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # it is there
 
 
 class _Arrived(NamedTuple):
@@ -32,18 +33,19 @@ class StagedReads:
     def __init__(self) -> None:
         self._waiting: deque[_Arrived] = deque()
         self._num_bytes = 0
-        """Copied in this turn."""
-        self._is_counting = False
+        """Copied since the last turn that was full."""
+        self._is_full = False
         self.most_bytes = 0
-        """The most that a turn has copied, since the start."""
+        """The most that a full turn has copied, with what came in those before it."""
 
     async def read(self, read: Coroutine[Any, Any, Any]) -> bytes | None:
         """The message of a call, whose context's `read` this is; None where the call has ended without one."""
         arrived = read.send(None)
         arrived._asyncio_future_blocking = False  # it may be waited for once more
         try:
-            with suppress(grpc.aio.BaseError):  # `read` raises it again, and knows what it means
-                await arrived
+            await arrived
+        except grpc.aio.BaseError:
+            pass  # `read` raises it again, and knows what it means
         except asyncio.CancelledError:
             read.close()
             raise
@@ -58,22 +60,21 @@ class StagedReads:
         try:
             read.send(None)
         except StopIteration as end:
-            message = None if end.value is grpc.aio.EOF else end.value  # type: ignore[attr-defined]  # it is there
+            message = end.value
         else:
             raise RuntimeError("grpcio reads a message in more steps than it did when this was written")
-        self._count(0 if message is None else len(message))
-        return message
-
-    def _count(self, num_bytes: int) -> None:
-        self._num_bytes += num_bytes
-        self.most_bytes = max(self.most_bytes, self._num_bytes)
-        if not self._is_counting and self._num_bytes >= TURN_BYTES:
-            self._is_counting = True
+        if message is _EOF:
+            return None
+        self._num_bytes += len(message)
+        if self._num_bytes >= TURN_BYTES and not self._is_full:
+            self._is_full = True
+            self.most_bytes = max(self.most_bytes, self._num_bytes)
             asyncio.get_running_loop().call_soon(self._turn)
+        return message  # type: ignore[no-any-return]
 
     def _turn(self) -> None:
         """A new turn: as many of those that wait as it may copy."""
-        self._num_bytes, self._is_counting = 0, False
+        self._num_bytes, self._is_full = 0, False
         while self._waiting and self._num_bytes < TURN_BYTES:
             read, copied = self._waiting.popleft()
             try:
