@@ -66,10 +66,11 @@ class StagedReads:
         if message is _EOF:
             return None
         self._num_bytes += len(message)
-        if self._num_bytes >= TURN_BYTES and not self._is_full:
-            self._is_full = True
+        if self._num_bytes >= TURN_BYTES:
             self.most_bytes = max(self.most_bytes, self._num_bytes)
-            asyncio.get_running_loop().call_soon(self._turn)
+            if not self._is_full:
+                self._is_full = True
+                asyncio.get_running_loop().call_soon(self._turn)
         return message  # type: ignore[no-any-return]
 
     def _turn(self) -> None:

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
+from pydantic import ValidationError
 
 from benchmarks.router_parts.hostile_fields import BODIES
 from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
-from holdfast.router.doors.http.bodies import ChatBody
+from holdfast.router.doors.http.bodies import ChatBody, CompletionBody
 from holdfast.router.doors.http.body_bounds import body_bounds
 from holdfast.router.doors.http.chat_completions import chat_request
 from holdfast.router.wire.chat_codec import json_object
@@ -78,6 +79,26 @@ def test_no_value_of_any_field_of_any_body_costs_hundreds_of_times_what_its_numb
                     dear[f"{path} {name}: {kind}"] = taken
     assert not dear
     assert tried > 300
+
+
+def test_of_a_list_one_wrong_element_is_complained_about():
+    """For each kind of list that a field may be, so that no complaint costs more than the body."""
+    tried = 0
+    for body in BODIES.values():
+        for name, field in body.model_fields.items():
+            if "list" in str(field.annotation) or "Listed" in str(field.annotation):
+                with pytest.raises(ValidationError) as caught:
+                    body.model_validate_json(json.dumps({name: [0.5] * 1000}))
+                assert caught.value.error_count() < 10, f"{body.__name__}.{name}"
+                tried += 1
+    assert tried > 10
+
+
+@pytest.mark.parametrize("value", ['[%s,"a"]', '["a",%s]', '["a",[%s]]'])
+def test_a_list_of_texts_may_not_be_as_long_as_one_of_numbers(value):
+    content = b'{"prompt":%b}' % (value % ",".join(["1"] * 3000)).encode()
+    with pytest.raises(InvalidRequestError, match=r"prompt = .*must have at most 2048 values"):
+        CompletionBody.read(content, BOUNDS)
 
 
 @pytest.mark.parametrize("element", ["[]", "1", '{"a":1}'])
