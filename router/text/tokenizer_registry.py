@@ -25,6 +25,9 @@ LONG: Final = 2**16
 LONG_AT_ONCE: Final = 2
 """More of them wait, so that others find a thread, and memory stays within limits."""
 
+GIVE_BACK_AFTER_S: Final = 0.5
+"""After the last of them: then what was made of it is gone too."""
+
 
 class TokenizerRegistry:
     """Tokenizers and grammar compilers by model name."""
@@ -72,7 +75,12 @@ class TokenizerRegistry:
         finally:
             self._num_long -= 1
             if not self._num_long:
-                asyncio.get_running_loop().run_in_executor(None, give_back)
+                asyncio.get_running_loop().call_later(GIVE_BACK_AFTER_S, self._give_back)
+
+    def _give_back(self) -> None:
+        """What long texts took goes back to the system."""
+        if not self._num_long:
+            asyncio.get_running_loop().run_in_executor(None, give_back)
 
     async def render(self, model: str, chat: Chat) -> str:
         """As `chat_text`. What takes more than a few steps is done anew on a thread."""

@@ -23,7 +23,11 @@ def check_logits_settings(params: SamplingParams, vocab_size: int) -> None:
     """Raises `InvalidRequestError`, naming the parameter, if one has a token id outside the vocabulary."""
     check_vocabulary("sampling_params.stop_token_ids", params.stop_token_ids, vocab_size)
     check_vocabulary("sampling_params.logit_bias", tuple(params.logit_bias), vocab_size)
-    check_vocabulary("sampling_params.allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    allowed = params.allowed_token_ids or ()
+    if len(allowed) > vocab_size:
+        limit = f"must have at most as many token ids as the vocabulary, {vocab_size}"
+        raise InvalidRequestError("sampling_params.allowed_token_ids", len(allowed), limit)
+    check_vocabulary("sampling_params.allowed_token_ids", allowed, vocab_size)
 
 
 def resolved(params: SamplingParams, seed_key: str, *, vocab_size: int, max_model_len: int) -> SamplingParams:
