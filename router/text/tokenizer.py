@@ -107,7 +107,10 @@ class Tokenizer:
 
         Unknown ids are no error, because a model's vocabulary may be padded beyond the tokenizer's.
         """
-        return self._codec.decode([i for i in token_ids if 0 <= i < self.vocab_size], skip_special_tokens)
+        known = [i for i in token_ids if 0 <= i < self.vocab_size]
+        if len(known) >= _LONG and isinstance(self._codec, _FastCodec):
+            return self._codec.decode_many(known, skip_special_tokens)
+        return self._codec.decode(known, skip_special_tokens)
 
     def length_of(self, token_id: int) -> int:
         """Characters of a single token, special or not. Cached."""
@@ -149,8 +152,10 @@ class _FastCodec:
             return encoding.ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        if len(token_ids) < _LONG:
-            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def decode_many(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The same, without Python's lock."""
         (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
 
