@@ -7,9 +7,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
-from holdfast.router.chat import Chat, flat_message, with_arguments
+from holdfast.router.chat import Chat
+from holdfast.router.chat_messages import plain_message
 from holdfast.router.doors.chat_answer import call_prefix
-from holdfast.router.doors.http.bodies import ChatBody
+from holdfast.router.doors.http.bodies import ChatBody, ChatFields
 from holdfast.router.doors.http.calls import delta_of, finish_after_calls, whole_message
 from holdfast.router.doors.http.choices import TokenText, chat_logprobs, prompt_logprobs_of, usage_of
 from holdfast.router.doors.http.frames import PLACE, Frame, frame_of, json_text
@@ -28,13 +29,14 @@ NewReader: TypeAlias = Callable[[], ChatReader | None]
 def chat_request(body: ChatBody, tenant: str = "") -> GenerationRequest:
     """The request that a body makes. Raises `InvalidRequestError`, naming the field."""
     return GenerationRequest(
-        chat=_chat(body),
+        chat=chat_of(body, body.messages),
         sampling_params=chat_params(body),
         **service_of(body, tenant),
     )
 
 
-def _chat(body: ChatBody) -> Chat:
+def chat_of(body: ChatFields, messages: list[dict[str, Any]]) -> Chat:
+    """The chat of a body and its messages."""
     variables = dict(body.chat_template_kwargs or {})
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
@@ -43,13 +45,24 @@ def _chat(body: ChatBody) -> Chat:
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     return Chat(
-        messages=[with_arguments(flat_message(message)) for message in body.messages],
+        messages=messages,
         template_kwargs=variables,
         tools=body.tools or (),
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         split_reasoning=True,
+        continue_final_message=bool(body.continue_final_message),
+        template=body.chat_template or "",
     )
+
+
+def _echo(body: ChatBody) -> str:
+    """What the answer begins with, where `echo` asks for it: the last message, if the answer goes on in its role."""
+    last = body.messages[-1] if body.echo else {}
+    goes_on = body.continue_final_message or body.add_generation_prompt is False
+    if not body.echo or not (goes_on or last.get("role") == "assistant"):
+        return ""
+    return plain_message(last, f"messages[{len(body.messages) - 1}]")["content"]
 
 
 def chat_id(request_id: str) -> str:
@@ -85,6 +98,8 @@ def _whole_choice(
         message |= whole_message(
             call_prefix(output.request_id, output.sequence_index), [*reader.push(output.text), *reader.finish()]
         )
+    if echo := _echo(body):
+        message["content"] = echo + (message["content"] or "")
     choice: dict[str, Any] = {
         "index": output.sequence_index,
         "message": message,
@@ -153,6 +168,8 @@ class ChatChunks:
         if index not in self._readers:
             self._readers[index] = self._new_reader()
             events = self._event(index, {"role": "assistant", "content": ""}, None, None)
+            if echo := _echo(self._body):
+                events += self._event(index, {"content": echo}, None, None)
         *earlier, last = self._deltas(delivery) or [{}]
         for delta in earlier:
             events += self._event(index, delta, None, None)
