@@ -1,4 +1,4 @@
-"""Messages of a chat in one form, whichever API they came by: OpenAI's shape, texts as text, arguments as objects.
+"""Messages of a chat in one form, whichever API they came by: OpenAI's shape, with each content as one text.
 
 What may not live here: what a model's chat template takes of them (`router/text/adapted_messages.py`).
 """
@@ -17,9 +17,8 @@ REASONING: Final = ("reasoning", "reasoning_content", "thinking")
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], field: str = "chat.messages") -> list[dict[str, Any]]:
-    """The messages with content as one text and arguments as objects, without fields that are null. Idempotent.
+    """The messages with content as one text, without fields that are null. Idempotent.
 
-    Arguments that are not the JSON of an object, such as those of a call that was cut off, stay the text that they are.
     Raises `InvalidRequestError`, naming the field, for what is no text and no call of a function.
     """
     return [plain_message(message, f"{field}[{index}]") for index, message in enumerate(messages)]
@@ -85,17 +84,20 @@ def _call(call: object, field: str) -> dict[str, Any]:
 
 
 def call_arguments(arguments: object, field: str) -> Mapping[str, Any] | str:
-    """A call's arguments as an object, of JSON text or an object; text that says no object stays as it is."""
-    if arguments is None:
+    """A call's arguments: an object, or text, which should be JSON."""
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
-    if isinstance(arguments, Mapping):
-        return arguments
-    if not isinstance(arguments, str):
+    if not isinstance(arguments, str | Mapping):
         raise InvalidRequestError(field, arguments, "must be JSON text or an object")
-    try:
-        read = json.loads(arguments) if arguments.strip() else None
-    except (ValueError, RecursionError):
+    return arguments
+
+
+def arguments_object(arguments: Mapping[str, Any] | str) -> Mapping[str, Any] | None:
+    """The object that arguments are, also as JSON text; None of text that is none, such as that of a cut call."""
+    if not isinstance(arguments, str):
         return arguments
-    if read is None:
-        return {}
-    return read if isinstance(read, dict) else arguments
+    try:
+        read = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return None
+    return {} if read is None else read if isinstance(read, dict) else None

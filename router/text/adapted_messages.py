@@ -6,9 +6,11 @@ A pure function of the messages and the template's traits. What may not live her
 """
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
+from holdfast.router.chat_messages import arguments_object
 from holdfast.router.text.generic_tools import calls_text, result_text, tools_text
 from holdfast.router.text.template_traits import TemplateTraits
 
@@ -29,7 +31,7 @@ def adapted(messages: Messages, traits: TemplateTraits, tools: Sequence[Mapping[
     messages = [_with_known_role(message, traits) for message in messages]
     messages = list(_with_calls(messages, traits))
     if tools and not traits.shows_tools:
-        messages = _told_tools(messages, tools_text(tools))
+        messages = _told_tools(messages, tools_text(tools, says_how=not traits.shows_calls))
     messages = _with_systems(messages, traits)
     return messages if traits.takes_equal_roles else _alternating(messages)
 
@@ -79,11 +81,20 @@ def _turn_with_calls(message: dict[str, Any], traits: TemplateTraits) -> Iterato
 
 def _taken_call(call: dict[str, Any], traits: TemplateTraits) -> dict[str, Any]:
     function = call["function"]
-    if isinstance(function["arguments"], str) and not traits.shows_text_arguments:
-        call = {**call, "function": {**function, "arguments": {"arguments": function["arguments"]}}}
+    call = {**call, "function": {**function, "arguments": _taken_arguments(function["arguments"], traits)}}
     if not traits.takes_long_ids and isinstance(call.get("id"), str):
         call = {**call, "id": _short_id(call["id"])}
     return call
+
+
+def _taken_arguments(arguments: Mapping[str, Any] | str, traits: TemplateTraits) -> Mapping[str, Any] | str:
+    """What is no JSON object, such as arguments that were cut off, is shown as the text that it is."""
+    if traits.takes_json_text:
+        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    read = arguments_object(arguments)
+    if read is not None:
+        return read
+    return arguments if traits.shows_text_arguments else {"arguments": arguments}
 
 
 def _short_id(call_id: str) -> str:

@@ -19,8 +19,8 @@ You may call one or more functions to assist with the user query.
 You are provided with function signatures within <tools></tools> XML tags:
 <tools>
 """
-_AFTER: Final = """
-</tools>
+_END: Final = "\n</tools>"
+_HOW: Final = """
 
 For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
 <tool_call>
@@ -28,9 +28,12 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
-def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
-    """What the system message says of tools, in OpenAI's shape."""
-    return _BEFORE + "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools) + _AFTER
+def tools_text(tools: Sequence[Mapping[str, Any]], *, says_how: bool = True) -> str:
+    """What the system message says of tools, in OpenAI's shape. `says_how` calls are written: not to a model whose
+    template writes calls in a format of its own.
+    """
+    told = _BEFORE + "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools) + _END
+    return told + _HOW if says_how else told
 
 
 def calls_text(calls: Sequence[Mapping[str, Any]]) -> str:

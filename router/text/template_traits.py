@@ -39,8 +39,10 @@ class TemplateTraits:
     shows_calls: bool = True
     shows_calls_beside_text: bool = True
     shows_several_calls: bool = True
+    takes_json_text: bool = False
+    """It takes arguments as their JSON text alone; else as an object."""
     shows_text_arguments: bool = True
-    """It shows arguments that are a text; else they must be an object."""
+    """It shows arguments that are a text, such as one that is no JSON; else they must be an object."""
     shows_results: bool = True
     takes_long_ids: bool = True
     """It takes ids of calls as this server makes them; else they must be nine letters or digits."""
@@ -77,13 +79,17 @@ class _Probe:
     def __init__(self, render: Render) -> None:
         self._render = render
 
-    def shows(self, messages: Sequence[Turn], *texts: str, tools: Sequence[Mapping[str, Any]] | None = None) -> bool:
-        """Whether all the texts are there. A chat that the template refuses shows nothing."""
+    def text(self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None = None) -> str | None:
+        """What comes out; None of a chat that the template refuses."""
         try:
-            rendered = self._render(messages, tools)
+            return self._render(messages, tools)
         except Exception:  # a template may raise anything
-            return False
-        return all(text in rendered for text in texts)
+            return None
+
+    def shows(self, messages: Sequence[Turn], *texts: str, tools: Sequence[Mapping[str, Any]] | None = None) -> bool:
+        """Whether all the texts are there."""
+        rendered = self.text(messages, tools)
+        return rendered is not None and all(text in rendered for text in texts)
 
 
 def _user(content: str = _USER) -> Turn:
@@ -118,61 +124,68 @@ def _shows_tools(probe: _Probe) -> bool:
 
 def _call_traits(probe: _Probe) -> dict[str, bool]:
     """Of calls in the history, and their results."""
-    calls = _Calls(probe)
-    shows_calls = calls.alone("") or calls.alone(None)
-    content = None if shows_calls and not calls.alone("") else ""
-    if not shows_calls:
-        return {"shows_calls": False, "shows_results": calls.shows_result_of_text()}
-    has_results = calls.with_result(content, _ID)
-    takes_long_ids = has_results or not calls.with_result(content, _SHORT_ID)
+    objects, texts = _Calls(probe, {"qzkey": _VALUE}), _Calls(probe, f'{{"qzkey": "{_VALUE}"}}')
+    calls = objects if objects.are_shown("") or objects.are_shown(None) else texts
+    is_null = not calls.are_shown("") and calls.are_shown(None)
+    content = None if is_null else ""
+    if not is_null and not calls.are_shown(""):
+        return {"shows_calls": False, "shows_results": objects.shows_result_of_text()}
+    takes_long_ids = calls.shows_result(content, _ID) or not calls.shows_result(content, _SHORT_ID)
     return {
-        "null_beside_calls": content is None,
-        "shows_calls_beside_text": calls.alone(_SAID, _SAID) or not calls.split(_SAID, content),
-        "shows_several_calls": calls.several(content),
-        "shows_text_arguments": calls.alone(content, _CUT, arguments=_CUT),
-        "shows_results": has_results or not takes_long_ids,
+        "null_beside_calls": is_null,
+        "shows_calls_beside_text": calls.show(_SAID, _SAID, _TOOL) or not calls.show_split(content),
+        "shows_several_calls": calls.show_several(content),
+        "takes_json_text": calls is texts,
+        "shows_text_arguments": _Calls(probe, _CUT).show(content, _CUT),
+        "shows_results": calls.shows_result(content, _ID) or calls.shows_result(content, _SHORT_ID),
         "takes_long_ids": takes_long_ids,
     }
 
 
 class _Calls:
-    """Chats in which the model has called tools."""
+    """Chats in which the model has called tools with such arguments. Ids are of either length, but where they are asked
+    about.
+    """
 
-    def __init__(self, probe: _Probe) -> None:
+    def __init__(self, probe: _Probe, arguments: object) -> None:
         self._probe = probe
+        self._arguments = arguments
 
-    def alone(self, content: str | None, *texts: str, arguments: object = None) -> bool:
-        return any(self._with_id(content, call_id, arguments, texts) for call_id in (_ID, _SHORT_ID))
+    def are_shown(self, content: str | None) -> bool:
+        """Whether a call leaves any mark beside such content."""
+        without = self._probe.text([_user(), {"role": "assistant", "content": content}])
+        found = [self._probe.text([_user(), self._called(content, one)]) for one in (_ID, _SHORT_ID)]
+        return any(text is not None and (text != without or _TOOL in text) for text in found)
 
-    def _with_id(self, content: str | None, call_id: str, arguments: object, texts: Sequence[str]) -> bool:
-        wanted = texts or (_VALUE,)
-        return self._probe.shows([_user(), _called(content, call_id, arguments=arguments)], _TOOL, *wanted)
+    def show(self, content: str | None, *texts: str, names: Sequence[str] = (_TOOL,)) -> bool:
+        chats = [[_user(), self._called(content, one, names)] for one in (_ID, _SHORT_ID)]
+        return any(self._probe.shows(chat, *texts) for chat in chats)
 
-    def with_result(self, content: str | None, call_id: str) -> bool:
-        return self._probe.shows([_user(), _called(content, call_id), _result(call_id)], _TOOL, _RESULT)
+    def show_split(self, content: str | None) -> bool:
+        """Whether text is shown in a turn of its own before the calls, and the chat can go on."""
+        before, after = ({"role": "assistant", "content": text} for text in (_SAID, _LATER))
+        chats = [
+            [_user(), before, self._called(content, one), _result(one), after, _user(_AGAIN)]
+            for one in (_ID, _SHORT_ID)
+        ]
+        return any(self._probe.shows(chat, _SAID, _TOOL, _RESULT, _LATER, _AGAIN) for chat in chats)
 
-    def split(self, text: str, content: str | None) -> bool:
-        """Whether the text is shown in a turn of its own before the calls."""
-        said: Turn = {"role": "assistant", "content": text}
-        return any(
-            self._probe.shows([_user(), said, _called(content, call_id)], text, _TOOL) for call_id in (_ID, _SHORT_ID)
-        )
+    def show_several(self, content: str | None) -> bool:
+        """Of a template that does not write names, whether it takes them."""
+        texts = (_TOOL, _OTHER) if self.show(content, _TOOL) else ()
+        return self.show(content, *texts, names=(_TOOL, _OTHER))
 
-    def several(self, content: str | None) -> bool:
-        return any(
-            self._probe.shows([_user(), _called(content, call_id, names=(_TOOL, _OTHER))], _TOOL, _OTHER)
-            for call_id in (_ID, _SHORT_ID)
-        )
+    def shows_result(self, content: str | None, call_id: str) -> bool:
+        return self._probe.shows([_user(), self._called(content, call_id), _result(call_id)], _RESULT)
 
     def shows_result_of_text(self) -> bool:
         """Whether a result is shown after a call that is written as text."""
         return self._probe.shows([_user(), {"role": "assistant", "content": _SAID}, _result(_ID)], _SAID, _RESULT)
 
-
-def _called(content: str | None, call_id: str, *, arguments: object = None, names: Sequence[str] = (_TOOL,)) -> Turn:
-    given = {"qzkey": _VALUE} if arguments is None else arguments
-    calls = [{"id": call_id, "type": "function", "function": {"name": name, "arguments": given}} for name in names]
-    return {"role": "assistant", "content": content, "tool_calls": calls}
+    def _called(self, content: str | None, call_id: str, names: Sequence[str] = (_TOOL,)) -> Turn:
+        functions = ({"name": name, "arguments": self._arguments} for name in names)
+        calls = [{"id": call_id, "type": "function", "function": function} for function in functions]
+        return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
 def _result(call_id: str) -> Turn:

@@ -9,6 +9,7 @@ from typing import Self
 
 from holdfast.router.text import generic_tools
 from holdfast.router.text.chat import template_traits
+from holdfast.router.text.template_traits import TemplateTraits
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.tools.call_events import CallEvent, Content
 from holdfast.router.tools.call_grammar import markers, single_tokens, tool_grammar
@@ -47,14 +48,14 @@ class ChatStyle:
         not compile.
         """
         call_format, reasoning = detect_format(template), detect_reasoning(template)
-        is_generic = template is not None and not template_traits(template, tokenizer.special_tokens).shows_tools
-        if is_generic:
+        traits = TemplateTraits() if template is None else template_traits(template, tokenizer.special_tokens)
+        if not traits.shows_tools and not traits.shows_calls:
             call_format = generic_tools.FORMAT
         looked_for = markers(call_format, reasoning)
         special = {tokenizer.decode((i,), skip_special_tokens=False) for i in tokenizer.special_token_ids}
         return cls(
             call_format=call_format,
-            is_generic=is_generic,
+            is_generic=not traits.shows_tools,
             reasoning=reasoning,
             unwanted=unwanted_texts(special, looked_for),
             token_ids=single_tokens(looked_for, lambda text: tokenizer.encode(text, add_special_tokens=False)),

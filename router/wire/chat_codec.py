@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from holdfast.router.chat import Chat, Message
-from holdfast.router.chat_messages import REASONING, plain_message
+from holdfast.router.chat_messages import plain_message
 from holdfast.router.generation import ChatDelta, ChatOutput, ToolCall, ToolCallDelta
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError

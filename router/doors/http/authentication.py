@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from holdfast.router.doors.connection_guard import ConnectionGuard
 from holdfast.router.doors.http.connection import CONNECTION, Connection
 from holdfast.router.doors.http.page_files import PAGE
-from holdfast.router.doors.http.request_origin import RequestOrigins
+from holdfast.router.doors.http.request_origin import OF_OPERATORS, RequestOrigins
 from holdfast.router.doors.intake import charge
 from holdfast.router.security.gate import Gate, bearer
 from holdfast.worker.errors import AuthenticationError
@@ -21,9 +21,6 @@ OPEN: Final = ("/health", "/ping", "/ready", *PAGE)
 """For balancers and Kubernetes, which have no key: they tell whether this router serves, and nothing else. The page,
 which is the same everywhere, knows nothing of itself, and sends the key that its reader fills in.
 """
-
-OF_OPERATORS: Final = ("/cluster", "/load", "/metrics")
-"""They tell of all tenants. Paths of `admin.py` are operators' too, and ask themselves."""
 
 
 def guarded(
