@@ -62,7 +62,7 @@ def _echo(body: ChatBody) -> str:
     goes_on = body.continue_final_message or body.add_generation_prompt is False
     if not body.echo or not (goes_on or last.get("role") == "assistant"):
         return ""
-    return plain_message(last, f"messages[{len(body.messages) - 1}]")["content"]
+    return str(plain_message(last, f"messages[{len(body.messages) - 1}]")["content"])
 
 
 def chat_id(request_id: str) -> str:
