@@ -42,7 +42,7 @@ def test_siblings_speak_as_their_request_and_the_last_one_tells_what_all_cost():
     assert {first.request_id, second.request_id} == {"r"}
     assert (first.sequence_index, first.text, first.usage) == (0, "> bc", None)
     assert (second.sequence_index, second.text, second.finish_reason) == (1, "> d", FinishReason.STOP)
-    assert second.usage == call.usage == Usage(num_prompt_tokens=2, num_completion_tokens=3)
+    assert second.usage == call.usage == Usage(num_prompt_tokens=2, num_completion_tokens=4)
     assert call.is_over
     assert call.poll() is None
     board.dispatch_host.check_integrity()

@@ -30,6 +30,8 @@ WEATHER = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 CUT = '{"city": "Bo'
+END = 256
+"""The token `<end>` of `with_end`."""
 
 
 @asynccontextmanager
@@ -37,6 +39,7 @@ async def asked(
     template: str | dict[str, str], load: Any = None
 ) -> AsyncIterator[tuple[Site, httpx.AsyncClient, FakeReplica]]:
     replica = await FakeReplica.start()
+    replica.vocab_size = END + 1
     load = load or (lambda path: byte_tokenizer(path, template))  # type: ignore[arg-type]
     async with site(replica, load_tokenizer=load, http=True) as place, client_of(place) as client:
         yield place, client, replica
@@ -240,9 +243,6 @@ async def test_named_templates_are_chosen_as_transformers_chooses_them():
         assert "default, rag, tool_use" in refused["message"]
 
 
-END = 256
-
-
 def with_end(folder: Path, template: str, **config: object) -> Tokenizer:
     """Bytes and `<end>`, which tokenizer.json does not call special; with a tokenizer.json grammars can be compiled."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -354,8 +354,7 @@ async def test_what_has_ended_an_output_is_no_text(is_special, is_kept, tmp_path
     ids = [*tokenizer.encode("so"), END]
     monkeypatch.setattr("tests.fakes.fake_token", lambda prompt, seed, index: ids[index])
     body = {"messages": [say("user", "hi")], "max_tokens": 9, "include_stop_str_in_output": is_kept}
-    async with asked(CHATML, lambda path: tokenizer) as (_, client, replica):
-        replica.vocab_size = 257
+    async with asked(CHATML, lambda path: tokenizer) as (_, client, _):
         for stop in ({"stop_token_ids": [END]}, {"stop_token_ids": [END], "skip_special_tokens": False}):
             shows = is_kept and (not is_special or "skip_special_tokens" in stop)
             answer = (await client.post("/v1/chat/completions", json={**body, **stop})).json()["choices"][0]
