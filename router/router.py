@@ -19,7 +19,6 @@ from holdfast.router.doors.grpc import admin, endpoint_picker, health, server
 from holdfast.router.doors.grpc.load_reports import LoadReports
 from holdfast.router.doors.http.app import HttpDoor
 from holdfast.router.doors.http.body_bounds import body_bounds
-from holdfast.router.doors.http.cross_origin import with_cors
 from holdfast.router.doors.http.request_origin import RequestOrigins
 from holdfast.router.doors.in_process import InProcessDoor
 from holdfast.router.doors.intake import Intake
@@ -195,8 +194,8 @@ class Router:
         router = cls(config, limits, **options)
         await router._ports.serve_grpc(host, port)
         if http_port is not None:
-            cors = config.http_cors_origin
-            app = with_cors(router._http_door.app(RequestOrigins(host, config.http_allowed_hosts, cors)), cors)
+            origins = RequestOrigins(host, config.http_allowed_hosts, config.http_cors_origin)
+            app = router._http_door.app_for_pages(origins)
             await router._ports.serve_http(app, limits, host, http_port, router.overload)
         if admin_port is not None:
             await router._ports.serve_admin(router._health, admin_port)

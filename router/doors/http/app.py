@@ -31,6 +31,7 @@ from holdfast.router.doors.http.body_bounds import body_bounds
 from holdfast.router.doors.http.chat_completions import ChatChunks, chat_of, chat_request, whole_chat
 from holdfast.router.doors.http.completions import Completions, completion_requests
 from holdfast.router.doors.http.connection import CONNECTION, Connection
+from holdfast.router.doors.http.cross_origin import with_cors
 from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, PLAIN_SEND, EventStream, Shape, Shortcut
 from holdfast.router.doors.http.messages import MessageEvents, whole_message
 from holdfast.router.doors.http.messages_body import CountBody, MessagesBody
@@ -176,6 +177,10 @@ class HttpDoor:
         )
         door.intake = self._intake
         return door
+
+    def app_for_pages(self, origins: RequestOrigins) -> ASGIApp:
+        """The application, also for pages of the origins that are given (`cross_origin.py`)."""
+        return with_cors(self.app(origins), origins.cors_origins, self._guard)
 
     # --- generation ---
 

@@ -45,15 +45,15 @@ def guarded(
         try:
             caller = gate.enter(_presented(request))
         except AuthenticationError:
-            _tell(guard, request, has_key=False)
+            tell_guard(guard, request, has_key=False)
             raise
-        _tell(guard, request, has_key=True)
+        tell_guard(guard, request, has_key=True)
         charge(caller)
         if path in OF_OPERATORS:
             caller.check_operator()
 
     async def open_call(request: Request) -> ASGIApp:
-        _tell(guard, request, has_key=False)
+        tell_guard(guard, request, has_key=False)
         return await endpoint(request)
 
     if path in OPEN:
@@ -61,7 +61,7 @@ def guarded(
     return call
 
 
-def _tell(guard: ConnectionGuard | None, request: Request, *, has_key: bool) -> None:
+def tell_guard(guard: ConnectionGuard | None, request: Request, *, has_key: bool) -> None:
     """Counts the request on its connection, which ends with the answer if it has come to too many."""
     connection: Connection | None = request.scope.get(CONNECTION)
     if guard is None or connection is None or connection.client_connection is None:

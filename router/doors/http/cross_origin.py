@@ -8,8 +8,11 @@ from collections.abc import Collection
 from typing import Final
 
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from holdfast.router.doors.connection_guard import ConnectionGuard
+from holdfast.router.doors.http.authentication import tell_guard
 from holdfast.router.doors.http.request_origin import is_operators_path
 
 _METHODS: Final = ("GET", "POST")
@@ -17,9 +20,11 @@ _EXPOSED: Final = ("x-request-id", "x-should-retry", "retry-after", "retry-after
 """Headers of answers that clients read."""
 
 
-def with_cors(app: ASGIApp, origins: Collection[str]) -> ASGIApp:
-    """The application for pages of these origins, too; `*` is any. Without origins it is the application itself."""
-    return CrossOrigin(app, origins) if origins else app
+def with_cors(app: ASGIApp, origins: Collection[str], guard: ConnectionGuard | None = None) -> ASGIApp:
+    """The application for pages of these origins, too; `*` is any. Without origins it is the application itself. The
+    `guard` is told of preflights, which have no key.
+    """
+    return CrossOrigin(app, origins, guard) if origins else app
 
 
 class CrossOrigin:
@@ -27,8 +32,9 @@ class CrossOrigin:
     origin.
     """
 
-    def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, origins: Collection[str], guard: ConnectionGuard | None) -> None:
         self._app = app
+        self._guard = guard
         self._cors = CORSMiddleware(
             app,
             allow_origins=origins,
@@ -40,4 +46,6 @@ class CrossOrigin:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_own = scope["type"] != "http" or is_operators_path(scope["path"])
+        if not is_own and scope["method"] == "OPTIONS":
+            tell_guard(self._guard, Request(scope), has_key=False)
         await (self._app if is_own else self._cors)(scope, receive, send)

@@ -185,7 +185,7 @@ ANSWER = say("assistant", "The end is")
 async def test_a_last_message_is_continued_where_it_is_asked_for():
     begun = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nThe end is"
     messages = [say("user", "hi"), ANSWER]
-    async with asked(CHATML) as (_, client, replica):
+    async with asked(CHATML) as (place, client, replica):
         for more in ({}, {"add_generation_prompt": False}):
             body = {"messages": messages, "max_tokens": 3, "seed": 1, "continue_final_message": True, **more}
             plain = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]["content"]
@@ -203,6 +203,10 @@ async def test_a_last_message_is_continued_where_it_is_asked_for():
         told = await client.post("/v1/messages", json={"messages": messages, "max_tokens": 3, "seed": 1})
         assert last_prompt(replica) == begun
         assert told.json()["content"] == [{"type": "text", "text": plain}]
+        async with AsyncClient(place.router.address) as ours:
+            params = SamplingParams(max_tokens=3, seed=1)
+            told = await ours.generate(messages=messages, continue_final_message=True, params=params)
+            assert (last_prompt(replica), told.completions[0].text) == (begun, plain)
         closed = await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1, "echo": True})
         assert last_prompt(replica) == begun + "<|im_end|>\n<|im_start|>assistant\n"
         assert closed.json()["choices"][0]["message"]["content"].startswith("The end is")
@@ -225,7 +229,7 @@ async def test_named_templates_are_chosen_as_transformers_chooses_them():
     body = {"messages": [say("user", "hi")], "max_tokens": 1}
     tools = {"tools": [{"type": "function", "function": WEATHER}]}
     documents = {"documents": [{"text": "fact"}]}
-    async with asked(NAMED) as (_, client, replica):
+    async with asked(NAMED) as (place, client, replica):
         for more, prompt in (
             ({}, "<user>hi<assistant>"),
             (documents, "<user>hi<assistant>"),
@@ -238,6 +242,12 @@ async def test_named_templates_are_chosen_as_transformers_chooses_them():
             assert last_prompt(replica).startswith(prompt)
             counted = (await client.post("/tokenize", json={**body, **more})).json()["tokens"]
             assert bytes(counted).decode() == last_prompt(replica)
+        async with AsyncClient(place.router.address) as ours:
+            params = SamplingParams(max_tokens=1)
+            await ours.generate(
+                messages=body["messages"], chat_template="rag", chat_template_kwargs=documents, params=params
+            )
+            assert last_prompt(replica) == "[fact]<user>hi<assistant>"
         refused = (await client.post("/v1/chat/completions", json={**body, "chat_template": "other"})).json()["error"]
         assert refused["param"] == "chat_template"
         assert "default, rag, tool_use" in refused["message"]
@@ -357,7 +367,9 @@ async def test_what_has_ended_an_output_is_no_text(is_special, is_kept, tmp_path
     async with asked(CHATML, lambda path: tokenizer) as (_, client, _):
         for stop in ({"stop_token_ids": [END]}, {"stop_token_ids": [END], "skip_special_tokens": False}):
             shows = is_kept and (not is_special or "skip_special_tokens" in stop)
-            answer = (await client.post("/v1/chat/completions", json={**body, **stop})).json()["choices"][0]
-            assert (answer["message"]["content"], answer["finish_reason"]) == ("so<end>" if shows else "so", "stop")
+            answer = await client.post("/v1/chat/completions", json={**body, **stop})
+            assert answer.status_code == 200, answer.text
+            choice = answer.json()["choices"][0]
+            assert (choice["message"]["content"], choice["finish_reason"]) == ("so<end>" if shows else "so", "stop")
             streamed = (await client.post("/v1/chat/completions", json={**body, **stop, "stream": True})).text
             assert ("<end>" in streamed) == shows
