@@ -7,6 +7,7 @@ import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -32,6 +33,26 @@ def parse_host_names(value: object) -> object:
 
 
 HostNames = Annotated[tuple[str, ...], BeforeValidator(parse_host_names)]
+
+
+def parse_origins(value: object) -> object:
+    """`https://app.example, http://localhost:3000`, or `*`, or a list of them, as browsers write origins."""
+    items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        return value
+    return tuple(_origin(item) for item in items)
+
+
+def _origin(item: object) -> str:
+    parts = urlsplit(item) if isinstance(item, str) else None
+    if item == "*":
+        return "*"
+    if parts is None or not parts.scheme or not parts.hostname or parts.path not in ("", "/") or parts.query:
+        raise ValueError(f"{item!r} must be * or an origin, such as https://app.example or http://localhost:3000")
+    return f"{parts.scheme}://{parts.netloc}".lower()
+
+
+Origins = Annotated[tuple[str, ...], BeforeValidator(parse_origins)]
 
 
 class LimitsConfig(Settings):
@@ -279,6 +300,11 @@ class RouterConfig(Settings):
         (),
         description="without keys: further host names that HTTP requests may call the server by, and whose pages may "
         "call it, e.g. llm.example.org,localhost; unset: those of loopback, or any where it listens on more than that",
+    )
+    http_cors_origin: Origins = Field(
+        (),
+        description="origins of pages that browsers let call the HTTP API (CORS), e.g. https://app.example,"
+        "http://localhost:3000, or * for any; unset: pages of the server's own origin alone",
     )
     killable: bool = Field(
         False, description="for demonstrations and tests: operators may end a replica's process as `kill -9` does"

@@ -10,11 +10,12 @@ from contextlib import suppress
 from typing import Final
 
 from holdfast.router.chat import Chat
-from holdfast.router.text.chat import FEW_STEPS, TemplateBudgetError, chat_text
+from holdfast.router.text.chat import FEW_STEPS, TemplateBudgetError, chat_text, template_traits
 from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.prompt import echoed_text
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.vocabulary import bad_word_token_ids
+from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.free_memory import give_back
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.structured_outputs import StructuredOutputs
@@ -57,6 +58,7 @@ class TokenizerRegistry:
                 tokenizer = await asyncio.to_thread(self._load, path)
                 if chat_template:
                     tokenizer = tokenizer.with_chat_template(chat_template)
+                await asyncio.to_thread(_probe_templates, tokenizer)
                 self._tokenizers[model] = tokenizer
                 self._compilers[model] = GrammarCompiler(tokenizer)
                 self._sources[model] = source
@@ -117,8 +119,17 @@ class TokenizerRegistry:
         return await asyncio.to_thread(echoed_text, *arguments)
 
     async def decode(self, model: str, token_ids: tuple[int, ...]) -> str:
-        """The text of token ids. Four bytes are assumed for each token to decide where to decode."""
+        """The text of token ids, special tokens included. Four bytes are assumed for each to decide where to decode."""
         tokenizer = self._tokenizers[model]
         if 4 * len(token_ids) <= self._inline_bytes:
-            return tokenizer.decode(token_ids)
-        return await asyncio.to_thread(tokenizer.decode, token_ids)
+            return tokenizer.decode(token_ids, skip_special_tokens=False)
+        return await asyncio.to_thread(tokenizer.decode, token_ids, skip_special_tokens=False)
+
+
+def _probe_templates(tokenizer: Tokenizer) -> None:
+    """Finds the traits of the chat templates out, before the first chat waits for them. One that does not compile is
+    told of by the chats that ask for it.
+    """
+    for template in tokenizer.chat_templates.values():
+        with suppress(ConfigurationError):
+            template_traits(template, tokenizer.special_tokens)

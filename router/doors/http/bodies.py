@@ -196,7 +196,23 @@ class CompletionBody(Body):
     add_special_tokens: bool | None = None
 
 
-class ChatBody(Body):
+class ChatFields(BaseModel):
+    """What a chat's prompt is made of, beside its messages: the same wherever one is sent."""
+
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: Listed[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """The output goes on with the last message, whose turn stays open."""
+    chat_template: str | None = None
+    """The name of one of the model's own templates."""
+
+
+class ChatBody(Body, ChatFields):
     """`POST /v1/chat/completions`."""
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -208,32 +224,23 @@ class ChatBody(Body):
         "functions": ([],),
         "function_call": ("none", "auto"),
         "add_special_tokens": (False,),
-        "chat_template": (),
-        "continue_final_message": (False,),
     }
 
     messages: Listed[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: Listed[dict[str, Any]] | None = None
-    add_generation_prompt: bool | None = None
+    echo: bool | None = None
+    """The answer begins with the last message's content, where that is of the answer's own role."""
 
 
-class TokenizeBody(Reads):
+class TokenizeBody(Reads, ChatFields):
     """`POST /tokenize`: a prompt or a chat."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Listed[dict[str, Any]] | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeBody(Reads):

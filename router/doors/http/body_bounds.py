@@ -47,6 +47,7 @@ def body_bounds(limits: LimitsConfig) -> JsonBounds:
         **dict.fromkeys(("messages", "input", "system", "instructions", "tools", "documents"), chat),
         **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), grammar),
         **dict.fromkeys(("response_format", "structured_outputs", "guided_decoding", "text"), grammar),
+        **dict.fromkeys(("output_config", "output_format"), grammar),
         "chat_template_kwargs": Bound(count=OTHER.count, size=text),
         "logit_bias": bias,
         "stop_token_ids": Bound(count=limits.max_stop_token_ids, size=OTHER.size, setting="limits.max_stop_token_ids"),

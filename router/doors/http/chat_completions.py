@@ -7,9 +7,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
-from holdfast.router.chat import Chat, flat_message, with_arguments
+from holdfast.router.chat import Chat
+from holdfast.router.chat_messages import plain_message
 from holdfast.router.doors.chat_answer import call_prefix
-from holdfast.router.doors.http.bodies import ChatBody
+from holdfast.router.doors.http.bodies import ChatBody, ChatFields
 from holdfast.router.doors.http.calls import delta_of, finish_after_calls, whole_message
 from holdfast.router.doors.http.choices import TokenText, chat_logprobs, prompt_logprobs_of, usage_of
 from holdfast.router.doors.http.frames import PLACE, Frame, frame_of, json_text
@@ -18,7 +19,6 @@ from holdfast.router.events import Deliver, Usage
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
 from holdfast.router.tools.chat_style import ChatReader
-from holdfast.router.wire.json_bounds import check_inner
 
 DONE: Final = b"data: [DONE]\n\n"
 
@@ -29,13 +29,14 @@ NewReader: TypeAlias = Callable[[], ChatReader | None]
 def chat_request(body: ChatBody, tenant: str = "") -> GenerationRequest:
     """The request that a body makes. Raises `InvalidRequestError`, naming the field."""
     return GenerationRequest(
-        chat=_chat(body),
+        chat=chat_of(body, body.messages),
         sampling_params=chat_params(body),
         **service_of(body, tenant),
     )
 
 
-def _chat(body: ChatBody) -> Chat:
+def chat_of(body: ChatFields, messages: list[dict[str, Any]]) -> Chat:
+    """The chat of a body and its messages."""
     variables = dict(body.chat_template_kwargs or {})
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
@@ -43,25 +44,25 @@ def _chat(body: ChatBody) -> Chat:
         variables["documents"] = body.documents
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
-    for index, message in enumerate(body.messages):
-        _check_calls(f"messages[{index}].tool_calls", message.get("tool_calls"))
     return Chat(
-        messages=[with_arguments(flat_message(message)) for message in body.messages],
+        messages=messages,
         template_kwargs=variables,
         tools=body.tools or (),
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         split_reasoning=True,
+        continue_final_message=bool(body.continue_final_message),
+        template=body.chat_template or "",
     )
 
 
-def _check_calls(field: str, calls: object) -> None:
-    """Arguments as JSON text are checked before they are parsed."""
-    for call in calls if isinstance(calls, list) else ():
-        function = call.get("function") if isinstance(call, Mapping) else None
-        arguments = function.get("arguments") if isinstance(function, Mapping) else None
-        if isinstance(arguments, str):
-            check_inner(f"{field}.arguments", arguments)
+def _echo(body: ChatBody) -> str:
+    """What the answer begins with, where `echo` asks for it: the last message, if the answer goes on in its role."""
+    last = body.messages[-1] if body.echo else {}
+    goes_on = body.continue_final_message or body.add_generation_prompt is False
+    if not body.echo or not (goes_on or last.get("role") == "assistant"):
+        return ""
+    return str(plain_message(last, f"messages[{len(body.messages) - 1}]")["content"])
 
 
 def chat_id(request_id: str) -> str:
@@ -97,6 +98,8 @@ def _whole_choice(
         message |= whole_message(
             call_prefix(output.request_id, output.sequence_index), [*reader.push(output.text), *reader.finish()]
         )
+    if echo := _echo(body):
+        message["content"] = echo + (message["content"] or "")
     choice: dict[str, Any] = {
         "index": output.sequence_index,
         "message": message,
@@ -165,6 +168,8 @@ class ChatChunks:
         if index not in self._readers:
             self._readers[index] = self._new_reader()
             events = self._event(index, {"role": "assistant", "content": ""}, None, None)
+            if echo := _echo(self._body):
+                events += self._event(index, {"content": echo}, None, None)
         *earlier, last = self._deltas(delivery) or [{}]
         for delta in earlier:
             events += self._event(index, delta, None, None)

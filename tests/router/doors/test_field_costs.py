@@ -13,10 +13,13 @@ from pydantic import ValidationError
 
 from benchmarks.router_parts.hostile_fields import BODIES
 from holdfast.router.chat import Chat
+from holdfast.router.chat_messages import plain_messages
 from holdfast.router.config import LimitsConfig
 from holdfast.router.doors.http.bodies import ChatBody, CompletionBody
 from holdfast.router.doors.http.body_bounds import body_bounds
 from holdfast.router.doors.http.chat_completions import chat_request
+from holdfast.router.text.adapted_messages import adapted
+from holdfast.router.text.template_traits import TemplateTraits
 from holdfast.router.wire.chat_codec import json_object
 from holdfast.router.wire.json_bounds import MAX_VALUES
 from holdfast.worker.errors import InvalidRequestError
@@ -86,7 +89,8 @@ def test_of_a_list_one_wrong_element_is_complained_about():
     tried = 0
     for body in BODIES.values():
         for name, field in body.model_fields.items():
-            if "list" in str(field.annotation) or "Listed" in str(field.annotation):
+            kind = str(field.annotation)
+            if ("list" in kind or "Listed" in kind) and "list[typing.Any]" not in kind:
                 with pytest.raises(ValidationError) as caught:
                     body.model_validate_json(json.dumps({name: [0.5] * 1000}))
                 assert caught.value.error_count() < 10, f"{body.__name__}.{name}"
@@ -108,9 +112,8 @@ def test_json_in_a_string_has_so_few_values_that_a_parser_is_soon_done(element):
         json_object("chat.x", text)
     function = {"name": "f", "arguments": text}
     turn = {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
-    body = ChatBody.made({"messages": [turn]})
-    with pytest.raises(InvalidRequestError, match=r"messages\[0\]\.tool_calls\.arguments = .*at most 65536"):
-        chat_request(body)
+    with pytest.raises(InvalidRequestError, match=r"chat\.messages\.tool_calls\.function\.arguments = .*at most 65536"):
+        adapted(plain_messages([turn]), TemplateTraits())
 
 
 def test_json_in_a_string_that_has_few_values_is_read():

@@ -96,7 +96,7 @@ UNSENDABLE = (
     ({"prompt": "x", "timeout_s": 1e10}, "timeout_s", "at most 4294967"),
     ({"chat": Chat(messages=[])}, "chat.messages", "at least one"),
     ({"chat": Chat(messages=[{"role": "user", "content": "\ud800"}])}, "chat", "valid Unicode"),
-    ({"chat": Chat(messages=[{"role": "user", "content": ["x"]}])}, "chat.messages[0].content", "must be text"),
+    ({"chat": Chat(messages=[{"role": "user", "content": [7]}])}, "chat.messages[0].content[0].type", "must be text"),
     ({"chat": Chat(messages=HELLO, template_kwargs={"x": [b"y"]})}, "chat.template_kwargs", "what JSON can say"),
 )
 
