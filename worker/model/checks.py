@@ -61,6 +61,9 @@ def check_config(config: Any) -> None:
 
 def _check_architecture(config: Any) -> None:
     names = tuple(config.architectures or ())
+    if getattr(config, "text_config", None) is not None and not hasattr(config, "vocab_size"):
+        reason = "its config describes several models, of which one is for text"
+        raise UnsupportedModelError(config.model_type, reason, "Serve the text model alone, saved as ...ForCausalLM")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(config.model_type, "it is an encoder-decoder model", OTHER_ENGINE)
     if names and not names[0].endswith(CAUSAL_SUFFIXES):
@@ -151,9 +154,19 @@ def check_loaded(model_type: str, missing: Collection[str], unexpected: Collecti
 
 def check_attention_calls(config: Any, called: Sequence[object]) -> None:
     """Refuses a model that did not call the paged attention once a layer. `called` has the caller of each call."""
-    if len(called) != config.num_hidden_layers or len(set(map(id, called))) != len(called):
+    num_layers, num_modules = config.num_hidden_layers, len(set(map(id, called)))
+    if len(called) == num_layers == num_modules:
+        return
+    if not called:
         reason = (
-            f"{len(called)} attention calls in {len(set(map(id, called)))} modules went through the paged cache, "
-            f"where {config.num_hidden_layers} layers should make one each"
+            "its modeling code has attention, or a state, of its own: none of its layers calls the attention function "
+            "that the paged cache is behind"
         )
-        raise UnsupportedModelError(config.model_type, reason, OTHER_ENGINE)
+    elif len(called) > num_modules:
+        reason = (
+            f"its layers attend several times a token ({len(called)} attention calls in {num_modules} modules), and "
+            "the paged cache holds one set of keys and values a layer"
+        )
+    else:
+        reason = f"{num_modules} of its {num_layers} layers attend, and the others keep a state that the cache does not"
+    raise UnsupportedModelError(config.model_type, reason, OTHER_ENGINE)
