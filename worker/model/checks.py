@@ -97,7 +97,7 @@ def choose_max_model_len(config: Any, requested: int | None) -> int:
     Raises `ConfigurationError` above what the model was made for, and `UnsupportedModelError` where rotary angles
     would depend on the longest sequence of a batch (`dynamic` and `longrope` beyond their original length).
     """
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = _length_of_recipe(config)
     original = _length_with_fixed_angles(config)
     if requested is None:
         limits = [length for length in (limit, original) if length is not None]
@@ -115,6 +115,16 @@ def choose_max_model_len(config: Any, requested: int | None) -> int:
             f"set it to at most {limit}"
         )
     return requested
+
+
+def _length_of_recipe(config: Any) -> int | None:
+    """The positions that a model has: those of its config, or more where a model card has yarn added to that."""
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if limit is None or rope.get("rope_type") != "yarn":
+        return limit
+    original = rope.get("original_max_position_embeddings") or limit
+    return max(limit, int(original * rope.get("factor", 1.0)))
 
 
 def _length_with_fixed_angles(config: Any) -> int | None:
