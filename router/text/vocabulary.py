@@ -20,7 +20,7 @@ def check_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> N
 
 
 def check_encoded(field: str, token_ids: Sequence[int], tokenizer: Tokenizer, vocab_size: int) -> None:
-    """As `check_vocabulary`, of a text's tokens: a tokenizer may have added ones that the model has no embedding for."""
+    """As `check_vocabulary`, of a text's tokens: a tokenizer may have added some that the model lacks."""
     if (largest := max(token_ids, default=0)) >= vocab_size:
         token = tokenizer.decode((largest,), skip_special_tokens=False)
         limit = f"its text has this token, of id {largest}, and the model's vocabulary ends at {vocab_size - 1}"

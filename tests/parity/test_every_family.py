@@ -1,5 +1,5 @@
-"""Every causal language model of the installed transformers, as a tiny random model: served as Hugging Face computes it,
-or refused by its name, for a reason that says what Holdfast lacks.
+"""Every causal language model of the installed transformers, as a tiny random model: served as Hugging Face computes
+it, or refused by its name, for a reason that says what Holdfast lacks.
 """
 
 import re

@@ -12,17 +12,41 @@ from tests.parity.families import BASE, LATENT, MOE, REFUSED, ROUTED, SERVED, ra
 
 MOST_PARAMETERS: Final = 2_000_000
 
-_EXPERTS: Final = {**MOE, "num_experts": 4, "num_local_experts": 4, "moe_topk": 2, "shared_expert_intermediate_size": 16}
+_EXPERTS: Final = {
+    **MOE,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "moe_topk": 2,
+    "shared_expert_intermediate_size": 16,
+}
 _STATES: Final = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "mamba_n_heads": 4, "mamba_d_head": 16}
 _PER_LAYER: Final = {
-    **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 126, "num_kv_shared_layers": 0},
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 126,
+    "num_kv_shared_layers": 0,
     "layer_types": ["sliding_attention", "full_attention"],
 }
 _OLD_NAMES: Final = {
-    **{"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48, "rotary_dim": 4},
-    **{"d_model": 32, "n_heads": 4, "n_layers": 2, "d_ff": 48, "ffn_dim": 48, "attention_heads": 4, "num_layers": 2},
-    **{"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_layers": 1},
-    **{"encoder_attention_heads": 4, "encoder_ffn_dim": 48, "embedding_size": 32},
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "n_inner": 48,
+    "rotary_dim": 4,
+    "d_model": 32,
+    "n_heads": 4,
+    "n_layers": 2,
+    "d_ff": 48,
+    "ffn_dim": 48,
+    "attention_heads": 4,
+    "num_layers": 2,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 48,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "embedding_size": 32,
     "attention_types": [[["global", "local"], 1]],
 }
 
@@ -31,7 +55,9 @@ _OWN_SHAPES: Final[dict[str, dict[str, Any]]] = {
     **REFUSED,
     "gemma3n_text": {
         **_PER_LAYER,
-        **{"laurel_rank": 4, "intermediate_size": [48, 48], "activation_sparsity_pattern": [0.0, 0.0]},
+        "laurel_rank": 4,
+        "intermediate_size": [48, 48],
+        "activation_sparsity_pattern": [0.0, 0.0],
     },
     "gemma4_text": {**_PER_LAYER, "global_head_dim": 8},
     "lfm2_moe": {**MOE, "num_experts": 4, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},

@@ -1,4 +1,4 @@
-"""Files of a model's folder: which of them are empty, cut, pointers to what was not fetched, or of no type that is read.
+"""Files of a model's folder: which of them are empty, cut, pointers to what was not fetched, or of a type not read.
 
 It needs no torch, so that commands look at a folder as loading does, before anything is started. What may not live
 here: what the files' values mean (`checks.py`), and how much memory weights take (`weight_files.py`).
@@ -107,7 +107,16 @@ def _check_weights(path: Path, given: str, *, check_dtypes: bool) -> None:
         header, header_bytes = read_header(path)
         ends = [int(entry["data_offsets"][1]) for entry in header.values()]
         dtypes = {name: (str(entry["dtype"]), len(entry["shape"])) for name, entry in header.items()}
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, struct.error) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        RecursionError,
+        struct.error,
+    ) as error:
         raise _refused(given, path, "is no safetensors file, or cut short within its header") from error
     needed = header_bytes + max(ends, default=0)
     if size < needed:

@@ -30,8 +30,16 @@ DUMMY_STD: Final = 0.02
 NO_OVERRIDES: Final[Mapping[str, Any]] = MappingProxyType({})
 
 _SPELLINGS: Final = {
-    **{"float32": "float32", "float": "float32", "fp32": "float32", "float64": "float32", "double": "float32"},
-    **{"float16": "float16", "half": "float16", "fp16": "float16", "bfloat16": "bfloat16", "bf16": "bfloat16"},
+    "float32": "float32",
+    "float": "float32",
+    "fp32": "float32",
+    "float64": "float32",
+    "double": "float32",
+    "float16": "float16",
+    "half": "float16",
+    "fp16": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
 }
 """How config.json may name the type of a model, and the one that it is served in."""
 

@@ -1,4 +1,4 @@
-"""A model's folder with a file that is empty, cut short, a pointer of git-lfs, or of no type that is read, is refused by
+"""A model's folder with a file that is empty, cut short, a pointer of git-lfs, or of no type that is read is refused by
 that file's name; what is there and whole is not.
 """
 
@@ -110,7 +110,19 @@ def test_an_adapter_is_called_one(folder, base):
 
 
 FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-OTHERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool", "complex64", "float8_e8m0fnu")
+OTHERS = (
+    "int8",
+    "uint8",
+    "int16",
+    "uint16",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+    "bool",
+    "complex64",
+    "float8_e8m0fnu",
+)
 
 
 def store_as(folder: Path, dtype: str, name: str) -> None:
