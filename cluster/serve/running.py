@@ -13,6 +13,7 @@ from pathlib import Path
 
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.supervision.process_id import ProcessId
+from holdfast.worker.user_folder import user_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ def living() -> Iterator[RunningCluster]:
 def _folder() -> Path:
     """Of this user alone. Raises `ConfigurationError` if someone else could have put notes there."""
     base = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(base) / "holdfast" if base else Path.home() / ".cache" / "holdfast" / "running"
+    folder = Path(base) / "holdfast" if base else user_folder() / "running"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022:

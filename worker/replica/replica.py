@@ -6,11 +6,13 @@ Ray, gRPC and everything else that decides where a replica runs and who talks to
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.worker.config import HealthConfig, WorkerConfig
@@ -52,6 +54,15 @@ T = TypeVar("T")
 
 Progress = Callable[[str, int, int], None]
 """Called as `progress(phase, done, total)` while a replica loads."""
+
+
+def _import_apart(module: str) -> None:
+    """Imports a module on a thread of its own. Torch keeps the stack by which it was first imported, and with it all
+    that its frames hold: a caller's `LLM` among them would never be freed.
+    """
+    if module not in sys.modules:
+        with ThreadPoolExecutor(1, thread_name_prefix="import") as thread:
+            thread.submit(import_module, module).result()
 
 
 class Replica:
@@ -101,6 +112,7 @@ class Replica:
         Raises `UnsupportedModelError` or `ConfigurationError` where the settings cannot work, `ReplicaError` when a
         rank dies on the way. Nothing is left running then.
         """
+        _import_apart("holdfast.worker.engine.model_runner")
         from holdfast.worker.engine.model_runner import ModelRunner
 
         device = default_device(config, rank=0)
