@@ -1,4 +1,4 @@
-"""An `LLM` and its process: what `del` gives back, and what a process has that was forked from the one that loaded it."""
+"""An `LLM` and its process: what `del` gives back, and what a process has that was forked from a loading one."""
 
 import json
 import subprocess
