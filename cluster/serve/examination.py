@@ -23,6 +23,7 @@ from holdfast.cluster.serve.preflight import check_ports, check_socket_paths
 from holdfast.cluster.serve.security import check_exposed
 from holdfast.worker.available_memory import readable_bytes
 from holdfast.worker.errors import HoldfastError
+from holdfast.worker.security.loopback import check_loopback
 from holdfast.worker.user_folder import user_folder
 
 _PACKAGES: Final = ("holdfast", "torch", "transformers", "ray", "grpcio")
@@ -67,6 +68,7 @@ def _quick(config: HoldfastConfig) -> Iterator[Finding]:
     host = config.cluster.host or "127.0.0.1"
     yield home()
     if config.cluster.address is None:
+        yield checked("loopback", check_loopback, "127.0.0.1 is there, for Ray and ranks")
         yield checked("sockets", check_socket_paths, f"paths in {ray_folder()} are short enough")
     if (proxy := proxies()) is not None:
         yield proxy

@@ -16,6 +16,7 @@ from holdfast.cluster.serve.local import LOOPBACK
 from holdfast.cluster.serve.log_files import RAY_VARIABLES, ray_folder
 from holdfast.cluster.serve.security import check_exposed, check_files
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.security.loopback import check_loopback
 
 _LONGEST_PATH: Final = 107
 """Of a Unix socket: unix(7)."""
@@ -29,6 +30,7 @@ def check_here(config: HoldfastConfig) -> None:
     cluster = config.cluster
     if cluster.address is not None:
         return
+    check_loopback()
     check_socket_paths()
     check_exposed(config.security, cluster.host or LOOPBACK)
     check_files(config.security)
@@ -49,7 +51,8 @@ def check_ports(config: HoldfastConfig) -> None:
         wanted.append((("http_front_port", cluster.http_front_port), cluster.http_front_port))
     for (setting, first), port in wanted:
         try:
-            socket.create_server((cluster.host or LOOPBACK, port or 0)).close()
+            family = socket.AF_INET6 if ":" in (cluster.host or LOOPBACK) else socket.AF_INET
+            socket.create_server((cluster.host or LOOPBACK, port or 0), family=family).close()
         except OSError as error:
             flag = f"--{setting.replace('_', '-')}"
             way_out = f"is another `holdfast serve` running? Choose another by {flag} (0: a free one)"

@@ -24,6 +24,7 @@ from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.plan.step_plan import StepRunner
 from holdfast.worker.replica.gpu_stats import gpu_watch
 from holdfast.worker.replica.rank import (
+    LOOPBACK,
     LocalLauncher,
     RankLauncher,
     Ranks,
@@ -33,6 +34,7 @@ from holdfast.worker.replica.rank import (
     with_device,
 )
 from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.security.loopback import check_loopback
 from holdfast.worker.speculation.speculation import Speculation
 from holdfast.worker.step_update import StepUpdate
 from holdfast.worker.supervision.core_wait import CoreWait
@@ -317,6 +319,8 @@ def _gather_ranks(
     if config.parallel.tensor_parallel_size == 1:
         return SingleRank(), None
     host = launcher.meeting_host
+    if host == LOOPBACK:
+        check_loopback(host)
     with RankListener(host) as listener:  # before any rank is started: nobody else can have the port
         rendezvous = Rendezvous.at(host, listener.port)
         ranks = launcher.launch(config, rendezvous)

@@ -17,12 +17,13 @@ from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.layers import Setting
 from holdfast.cluster.serve.examination import Level, examine
 from holdfast.cluster.serve.local import check_reachable, plain_ray_errors
-from holdfast.cluster.serve.preflight import check_socket_paths
+from holdfast.cluster.serve.preflight import check_ports, check_socket_paths
 from holdfast.router.text.chat import render_chat
 from holdfast.router.wire.statuses import CallStatus, error_of
 from holdfast.worker.errors import ConfigurationError, HoldfastError, InvalidRequestError, ReplicaError
 from holdfast.worker.model.weight_files import weight_bytes
 from holdfast.worker.model.weights import resolve_model
+from holdfast.worker.security.loopback import check_loopback, host_port
 
 GIB = 2**30
 LAPTOP = Machine(num_cores=2, available_bytes=8 * GIB, num_gpus=0)
@@ -327,3 +328,24 @@ def test_a_doctor_finds_files_that_are_not_whole(tmp_path, content):
     found = {finding.what: finding for finding in examine(config(model__model=str(folder)), quick=True)}
     files = next(finding for what, finding in found.items() if what.startswith("files of"))
     assert (files.level, "model.safetensors is " in files.found) == (Level.BAD, True)
+
+
+def test_a_machine_without_the_loopback_of_ipv4_is_told_so():
+    check_loopback()
+    with pytest.raises(ConfigurationError, match=r"cannot listen on 192\.0\.2\.1 .*ip addr add"):
+        check_loopback("192.0.2.1")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_ports_are_looked_at_in_the_family_of_their_host(host):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"port {port} is not free"):
+            check_ports(config(cluster__host=host, cluster__port=port, cluster__routers=1))
+    check_ports(config(cluster__host=host, cluster__port=0, cluster__http_port=None))
+
+
+@pytest.mark.parametrize(("host", "address"), [("::1", "[::1]:5"), ("127.0.0.1", "127.0.0.1:5"), ("a.b", "a.b:5")])
+def test_addresses_of_ipv6_are_in_brackets(host, address):
+    assert host_port(host, 5) == address
