@@ -164,6 +164,8 @@ class RequestAdmission:
         )
         if request.chat is None and not isinstance(request.prompt, str):
             check_vocabulary("token_ids", token_ids, model.facts.vocab_size)  # not of more than a model takes
+        else:
+            check_encoded(request.prompt_field, token_ids, self._tokenizers[model.name], model.facts.vocab_size)
         return EngineRequest(
             request_id=request_id,
             part=request.part,
@@ -184,13 +186,9 @@ class RequestAdmission:
         if request.chat is not None:
             text = await self._tokenizers.render(model.name, request.chat)
             check_text(text, self._limits, "chat")  # a template adds to each message
-            token_ids = await self._tokenizers.encode(model.name, text, add_special_tokens=False)
-            check_encoded(request.prompt_field, token_ids, self._tokenizers[model.name], model.facts.vocab_size)
-            return token_ids
+            return await self._tokenizers.encode(model.name, text, add_special_tokens=False)
         if isinstance(request.prompt, str):
-            token_ids = await self._tokenizers.encode(model.name, request.prompt)
-            check_encoded(request.prompt_field, token_ids, self._tokenizers[model.name], model.facts.vocab_size)
-            return token_ids
+            return await self._tokenizers.encode(model.name, request.prompt)
         return request.prompt
 
     async def _bad_words(self, request: GenerationRequest, model: ModelStatus) -> tuple[tuple[int, ...], ...]:
