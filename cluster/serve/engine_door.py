@@ -28,6 +28,7 @@ from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.replica.replica import Replica
+from holdfast.worker.security.loopback import host_port
 from holdfast.worker.security.tls import add_port
 
 NUM_PORTS: Final = 64
@@ -88,7 +89,7 @@ class EngineDoor:
         door = cls(replica, settings.router, settings.limits, order, security)
         await door._tokenizers.load(replica.info.model, replica.info.path, replica.info.chat_template)
         door._local.connect()
-        door.address = f"{settings.host}:{door._bind(settings.host, settings.port)}"
+        door.address = host_port(settings.host, door._bind(settings.host, settings.port))
         await door._server.start()
         door._guard.start(int(door.address.rpartition(":")[2]))
         return door
@@ -109,7 +110,7 @@ class EngineDoor:
         error: RuntimeError | None = None
         for candidate in range(port, port + NUM_PORTS) if port else (0,):
             try:
-                return add_port(self._server, f"{host}:{candidate}", self._tls)
+                return add_port(self._server, host_port(host, candidate), self._tls)
             except RuntimeError as taken:
                 error = taken
         raise ConfigurationError(f"cluster.engine_port = {port}: none of {NUM_PORTS} ports on {host} is free ({error})")

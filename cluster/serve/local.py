@@ -59,7 +59,7 @@ def ray_connection(
             ray.init(address=address, log_to_driver=False, configure_logging=False, namespace=config.namespace, **place)
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has installed its own handler, which exits at once
         if config.address is None:
-            stack.enter_context(noted(config.namespace, address, _token()))
+            stack.enter_context(noted(config.namespace, address, _token(), [ports[0] for ports in config.router_ports]))
         yield
 
 

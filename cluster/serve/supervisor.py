@@ -51,10 +51,10 @@ def supervise(
     """Runs a cluster until it ends by itself or a signal ends it. On the main thread.
 
     `starter` is the command line of a life starter. `line` is written to the standard input of each life. A life is
-    told of SIGINT and SIGTERM, and killed with all its processes `stop_limit_s` after the first. A cluster that exits
-    with `EXIT_LOST`, or is killed, is started again, as often
-    as that happens: at once, and after pauses that grow up to `max_pause_s` where it does not last. Once it has been
-    lost, a start that fails is repeated as well; the caller's mistake (`EXIT_USAGE`) never is. Returns the exit code.
+    told of SIGINT and SIGTERM, of SIGHUP as of SIGTERM, and killed with all its processes `stop_limit_s` after the
+    first. A cluster that exits with `EXIT_LOST`, or is killed, is started again, as often as that happens: at once, and
+    after pauses that grow up to `max_pause_s` where it does not last. Once it has been lost, a start that fails is
+    repeated as well; the caller's mistake (`EXIT_USAGE`) never is. Returns the exit code.
     """
     adopt_orphans()
     backoff, watch = Backoff(max_pause_s=max_pause_s), MemoryWatch(say)
@@ -167,6 +167,6 @@ def _wait(pid: int, stdin: io.FileIO, stop_limit_s: float, news: int) -> tuple[i
                 continue
             for number in set(os.read(news, 4096)).intersection(STOP_SIGNALS):
                 kill_at_s = kill_at_s or time.monotonic() + stop_limit_s
-                os.kill(pid, number)
+                os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)
     finally:
         os.close(end)

@@ -23,7 +23,7 @@ from holdfast.router.security.gate import Caller, Gate
 from holdfast.router.text.prompt import check_length, kept_tokens
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
-from holdfast.router.text.vocabulary import check_vocabulary, resolved
+from holdfast.router.text.vocabulary import check_encoded, check_vocabulary, resolved
 from holdfast.worker.errors import InvalidRequestError, RateLimitError, ReplicaError, UnknownModelError
 from holdfast.worker.request import EngineRequest, Priority
 
@@ -164,6 +164,8 @@ class RequestAdmission:
         )
         if request.chat is None and not isinstance(request.prompt, str):
             check_vocabulary("token_ids", token_ids, model.facts.vocab_size)  # not of more than a model takes
+        else:
+            check_encoded(request.prompt_field, token_ids, self._tokenizers[model.name], model.facts.vocab_size)
         return EngineRequest(
             request_id=request_id,
             part=request.part,
@@ -175,7 +177,7 @@ class RequestAdmission:
             cache_salt=request.cache_salt,
             tenant=request.tenant,
             session_id=request.session_id,
-            bad_word_token_ids=await self._tokenizers.bad_words(model.name, request.sampling_params.bad_words),
+            bad_word_token_ids=await self._bad_words(request, model),
             grammar=await self._tokenizers.grammar(model.name, request.sampling_params.structure),
         )
 
@@ -188,6 +190,11 @@ class RequestAdmission:
         if isinstance(request.prompt, str):
             return await self._tokenizers.encode(model.name, request.prompt)
         return request.prompt
+
+    async def _bad_words(self, request: GenerationRequest, model: ModelStatus) -> tuple[tuple[int, ...], ...]:
+        """Those that the model can write: of a token beyond its vocabulary it has no logit."""
+        words = await self._tokenizers.bad_words(model.name, request.sampling_params.bad_words)
+        return tuple(word for word in words if max(word) < model.facts.vocab_size)
 
     async def _echo(self, request: GenerationRequest, model: str, engine_request: EngineRequest) -> str:
         """The text that `echo` puts before the output; of a chat, the rendered prompt."""

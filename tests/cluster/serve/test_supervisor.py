@@ -13,6 +13,7 @@ import pytest
 
 from holdfast.cluster.serve import supervisor
 from holdfast.cluster.serve.reaper import descendants
+from holdfast.cluster.serve.stop_signals import stop_signals
 from holdfast.cluster.serve.supervisor import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST
 from holdfast.router.replicas.backoff import FORGIVEN_S, Backoff
 
@@ -109,6 +110,29 @@ def test_a_signal_reaches_the_command_whose_exit_code_counts(supervised):
     one.assert_nothing_is_left()
 
 
+def test_a_life_knows_which_process_a_user_has_started(supervised):
+    one = supervised("from holdfast.cluster.serve.running import _serve_pid; print('serve', _serve_pid(), flush=True)")
+    assert one.wait_for("serve").split()[1] == str(one.process.pid)
+
+
+def test_where_the_terminal_goes_the_command_ends_in_order(supervised):
+    one = supervised(OBEY)
+    one.wait_for("ready")
+    one.remember()
+    one.process.send_signal(signal.SIGHUP)
+    assert one.process.wait(LIMIT_S) == 7
+    one.assert_nothing_is_left()
+
+
+def test_below_nohup_a_terminal_that_goes_ends_nothing():
+    earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, earlier)
+
+
 def test_a_command_that_does_not_obey_is_killed_in_time(supervised):
     one = supervised(IGNORE, stop_limit_s=0.2)
     one.wait_for("ready")
@@ -150,7 +174,7 @@ def test_a_command_that_says_it_is_lost_is_started_again_each_time(supervised):
     assert one.process.wait(LIMIT_S) in (EXIT_INTERRUPTED, EXIT_LOST), "during a pause, or a life"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_pause_and_another_one_does_not(number: int):
     news, tell = os.pipe()
     try:
