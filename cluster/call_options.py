@@ -15,6 +15,10 @@ class CallOptions(ServiceOptions, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     """Further variables of the chat template, such as `enable_thinking`; `add_generation_prompt` is true unless it is
     here."""
+    continue_final_message: bool
+    """The output goes on with the last message, whose turn stays open."""
+    chat_template: str | None
+    """The name of one of the model's chat templates."""
     tools: Sequence[Mapping[str, Any]]
     """Functions that the model may call, in OpenAI's shape. Answers then have `chat`."""
     tool_choice: str | Mapping[str, Any] | None

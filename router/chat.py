@@ -1,10 +1,9 @@
-"""Chat request as plain data: messages, variables of the chat template, and the checks that need no template; and
-messages in OpenAI's shape in the form that templates take.
+"""Chat request as plain data: messages, variables of the chat template, and the checks that need no template.
 
-What may not live here: rendering (`router/text/chat.py`), tokens, wire formats.
+What may not live here: the form of messages (`chat_messages.py`), rendering (`router/text/chat.py`), tokens, wire
+formats.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,9 @@ Message: TypeAlias = Mapping[str, Any]
 
 _ROLE: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 """The allowed roles. Templates insert the role between control tokens, so it must not inject any."""
+
+_MAY_BE_EMPTY: Final = ("assistant", "tool", "function")
+"""Roles whose content may be null: of a turn with calls alone, or of a call that returned nothing."""
 
 MAX_NOW_S: Final = 253_402_300_799
 """The end of the year 9999, the last that `datetime` supports."""
@@ -40,6 +42,10 @@ class Chat:
     """One answer may have several calls."""
     split_reasoning: bool = False
     """Answers tell thoughts apart, where the template knows them. With tools they do so anyway."""
+    continue_final_message: bool = False
+    """The output goes on with the last message's content, whose turn stays open."""
+    template: str = ""
+    """The name of one of the model's chat templates; empty: `tool_use` with tools, and else `default`."""
 
     def check(self, limits: LimitsConfig) -> None:
         """Raises `InvalidRequestError`, naming field and limit."""
@@ -49,6 +55,10 @@ class Chat:
         if self.num_bytes > limits.max_prompt_bytes:
             limit = f"must have at most {limits.max_prompt_bytes} bytes (limits.max_prompt_bytes), not {self.num_bytes}"
             raise InvalidRequestError("chat.messages", f"{len(self.messages)} messages", limit)
+
+        if self.continue_final_message and self.template_kwargs.get("add_generation_prompt"):
+            limit = "must not be set with add_generation_prompt: a new message would begin"
+            raise InvalidRequestError("chat.continue_final_message", True, limit)
 
     @property
     def num_bytes(self) -> int:
@@ -73,48 +83,8 @@ def _check_message(name: str, message: Message) -> None:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
         raise InvalidRequestError(f"{name}.role", role, "must be a name like user or assistant")
-    if not isinstance(content, str | list) and not (content is None and role == "assistant"):
+    if not isinstance(content, str | list) and not (content is None and role in _MAY_BE_EMPTY):
         raise InvalidRequestError(f"{name}.content", content, "must be text")
-
-
-def with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose calls have their arguments as objects, as templates take them, and not as JSON text."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [_with_object(call) for call in calls]}
-
-
-def _with_object(call: object) -> object:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-        raise InvalidRequestError("messages.tool_calls", call, "must be objects with a function")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError:
-            raise InvalidRequestError("messages.tool_calls", arguments, "must have arguments in JSON") from None
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def flat_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message with its content as one text, where it is a list of texts. What is no text is refused."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": "".join(map(_text_of_part, content))}
-
-
-def _text_of_part(part: object) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text"):
-        text = part.get("text")
-        if isinstance(text, str):
-            return text
-    kind = part.get("type") if isinstance(part, Mapping) else part
-    raise InvalidRequestError("messages.content", kind, "must be text: this model takes no other kind of input")
 
 
 def _num_bytes(part: object) -> int:

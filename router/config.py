@@ -7,6 +7,7 @@ import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -35,6 +36,26 @@ def parse_host_names(value: object) -> object:
 HostNames = Annotated[tuple[str, ...], BeforeValidator(parse_host_names)]
 
 
+def parse_origins(value: object) -> object:
+    """`https://app.example, http://localhost:3000`, or `*`, or a list of them, as browsers write origins."""
+    items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        return value
+    return tuple(_origin(item) for item in items)
+
+
+def _origin(item: object) -> str:
+    parts = urlsplit(item) if isinstance(item, str) else None
+    if item == "*":
+        return "*"
+    if parts is None or not parts.scheme or not parts.hostname or parts.path not in ("", "/") or parts.query:
+        raise ValueError(f"{item!r} must be * or an origin, such as https://app.example or http://localhost:3000")
+    return f"{parts.scheme}://{parts.netloc}".lower()
+
+
+Origins = Annotated[tuple[str, ...], BeforeValidator(parse_origins)]
+
+
 class LimitsConfig(Settings):
     """Limits on requests."""
 
@@ -52,7 +73,7 @@ class LimitsConfig(Settings):
     max_messages: int = Field(4096, ge=1, description="maximum messages of a chat, and calls in all of them")
     max_tools: int = Field(1024, ge=0, description="maximum tools of a chat")
     max_message_bytes: Bytes = Field(
-        16 * 2**20, ge=2**20, description="maximum bytes of a gRPC message or an HTTP body, whatever is in it"
+        8 * 2**20, ge=2**20, description="maximum bytes of a gRPC message or an HTTP body, whatever is in it"
     )
     max_header_bytes: Bytes = Field(
         32 * 2**10, ge=2**12, description="maximum bytes of a request's headers or metadata, over HTTP and gRPC"
@@ -283,6 +304,11 @@ class RouterConfig(Settings):
         (),
         description="without keys: further host names that HTTP requests may call the server by, and whose pages may "
         "call it, e.g. llm.example.org,localhost; unset: those of loopback, or any where it listens on more than that",
+    )
+    http_cors_origin: Origins = Field(
+        (),
+        description="origins of pages that browsers let call the HTTP API (CORS), e.g. https://app.example,"
+        "http://localhost:3000, or * for any; unset: pages of the server's own origin alone",
     )
     killable: bool = Field(
         False, description="for demonstrations and tests: operators may end a replica's process as `kill -9` does"

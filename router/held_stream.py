@@ -2,16 +2,16 @@
 
 A client that asks for it (`HOLD`) gets a mark, an SSE comment, behind the events of each delivery: the tokens and the
 number of characters that the events stand for. When its router is lost it sends the same body to another one, with all
-that it has noted behind it (`RESUME` says how many bytes). What may not live here: HTTP, and what events say.
+that it has noted behind it (`RESUME` says how many bytes). What may not live here: HTTP,
+how such a record is read (`router/doors/http/resume_record.py`), and what events say.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from holdfast.router.resume import Progress, Resume
-from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import FinishReason
 
 HOLD: Final = "x-holdfast-hold"
@@ -136,22 +136,6 @@ class Noted:
         }
         return json.dumps(said, separators=(",", ":")).encode()
 
-    @classmethod
-    def read(cls, content: bytes) -> Self:
-        """What a client says it has. Raises `InvalidRequestError`."""
-        try:
-            said = json.loads(content)
-            noted = cls(
-                identity=_checked(Identity.of(said["id"])),
-                sequences={int(index): _sequence(one) for index, one in said["sequences"].items()},
-                fingerprint=_checked(said["p"], str),
-                num_events=_checked(said["e"], int),
-                age_s=float(said["age"]),
-            )
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-            raise InvalidRequestError(RESUME, content[:100], f"is not what a client of ours sends: {error!r}") from None
-        return noted
-
     def resume(self, first: int, count: int) -> Resume:
         """For the request whose choices are the `count` from `first` on."""
         have = [index - first for index in self.sequences if first <= index < first + count]
@@ -162,15 +146,3 @@ class Noted:
         one = self.sequences.get(choice, NotedSequence())
         reason = None if one.finish_reason is None else FinishReason(one.finish_reason)
         return Progress(token_ids=tuple(one.token_ids), text_length=one.num_chars, finish_reason=reason)
-
-
-def _sequence(said: Mapping[str, Any]) -> NotedSequence:
-    reason = said["f"]
-    token_ids: Sequence[Any] = [_checked(token_id, int) for token_id in said["t"]]
-    return NotedSequence(list(token_ids), _checked(said["c"], int), reason and str(FinishReason(reason)))
-
-
-def _checked(value: Any, kind: type | None = None) -> Any:
-    if value is None or (kind is not None and type(value) is not kind) or (kind is int and value < 0):
-        raise ValueError(f"{value!r} cannot be there")
-    return value

@@ -142,7 +142,7 @@ class Router:
         servicers = {
             admin.SERVICE: admin.AdminServicer(operators),
             server.SERVICE: server.InferenceServicer(*parts, worker),
-            open_inference.SERVICE: open_inference.InferenceProtocolServicer(*parts, body_bounds(self._limits)),
+            open_inference.SERVICE: open_inference.InferenceProtocolServicer(*parts, body_bounds(self._limits), worker),
             health.SERVICE: self._health,
         }
         if self._picker is not None:
@@ -194,7 +194,8 @@ class Router:
         router = cls(config, limits, **options)
         await router._ports.serve_grpc(host, port)
         if http_port is not None:
-            app = router._http_door.app(RequestOrigins(host, config.http_allowed_hosts))
+            origins = RequestOrigins(host, config.http_allowed_hosts, config.http_cors_origin)
+            app = router._http_door.app_for_pages(origins)
             await router._ports.serve_http(app, limits, host, http_port, router.overload)
         if admin_port is not None:
             await router._ports.serve_admin(router._health, admin_port)

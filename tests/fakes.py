@@ -65,6 +65,7 @@ class FakeReplica:
         self.step_s = step_s
         self.max_model_len = 100_000
         self.chat_template = ""
+        self.vocab_size = 256
         self.heartbeat_ms = 0
         self.frozen_after_ms = 1000
         """What its hello says. Heartbeats come by `beat` alone."""
@@ -232,7 +233,7 @@ class FakeReplica:
             model=self.model,
             max_model_len=self.max_model_len,
             chat_template=self.chat_template,
-            vocab_size=256,
+            vocab_size=self.vocab_size,
             tensor_parallel_size=2,
             block_size=16,
             num_blocks=self.num_blocks,

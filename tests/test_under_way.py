@@ -42,7 +42,7 @@ def test_a_load_whose_streams_were_over_does_not_settle(ended_before):
     load._open = {
         0: Answer(usage=(1, 2), arrivals_s=[now_s - 2, now_s - 1] if ended_before else [now_s - 2, now_s + 1])
     }
-    settling = load.settle(now_s)
+    settling = load.settle(now_s, list(load._open.values()))
     if ended_before:
         with pytest.raises(AssertionError, match="under way when the fault came"):
             loops.run(settling)

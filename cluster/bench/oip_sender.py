@@ -14,6 +14,7 @@ from holdfast.cluster.bench.sender import Ask, OnPiece, Reply, SendFailed
 from holdfast.cluster.client.transport import CHANNEL_OPTIONS
 from holdfast.foreign import grpc_service_pb2 as oip
 from holdfast.foreign import grpc_service_pb2_grpc
+from holdfast.worker.security.loopback import reaching
 from holdfast.worker.security.tls import Tls
 
 _FLAGS: Final = ("stream", "exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens")
@@ -28,10 +29,11 @@ class OipSender:
         self._model = model
         self._params = dict(params)
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else None
+        options = reaching(address, CHANNEL_OPTIONS)
         self._channel = (
-            grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            grpc.aio.insecure_channel(address, options=options)
             if tls is None
-            else grpc.aio.secure_channel(address, tls.channel_credentials(), options=CHANNEL_OPTIONS)
+            else grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
         )
         self._stub = grpc_service_pb2_grpc.GRPCInferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
 

@@ -15,6 +15,7 @@ from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.model import weight_files
 from holdfast.worker.model.checks import check_heads, check_kv_cache_dtype
+from holdfast.worker.model.folder_files import check_folder
 
 _HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _WAY_OUT: Final = "give a Hugging Face folder with config.json, tokenizer.json and *.safetensors, a hub id, or demo"
@@ -32,8 +33,9 @@ def check_files(config: HoldfastConfig) -> None:
     if folder is None:
         return
     given = f"model.model = {config.model.model!r}"
-    hf_config = _read_config(folder, given)
     is_dummy = config.model.load_format == "dummy"
+    check_folder(folder, given, with_weights=not is_dummy)
+    hf_config = _read_config(folder, given)
     if not is_dummy and not any(folder.glob("*.safetensors")):
         others = " (PyTorch's *.bin and *.gguf are not read)" if _has_other_weights(folder) else ""
         raise ConfigurationError(f"{given}: the folder has no *.safetensors{others}; {_WAY_OUT}")

@@ -10,6 +10,7 @@ import grpc
 
 from holdfast.router.wire.statuses import CallStatus, error_of
 from holdfast.v1 import admin_pb2, admin_pb2_grpc
+from holdfast.worker.security.loopback import reaching
 from holdfast.worker.security.tls import Tls
 
 TIMEOUT_S: Final = 30.0
@@ -23,7 +24,12 @@ def call_admin(
     Raises `HoldfastError`.
     """
     request = getattr(admin_pb2, f"{method}Request")(**fields)
-    channel = grpc.insecure_channel(server) if tls is None else grpc.secure_channel(server, tls.channel_credentials())
+    options = reaching(server, ())
+    channel = (
+        grpc.insecure_channel(server, options)
+        if tls is None
+        else grpc.secure_channel(server, tls.channel_credentials(), options)
+    )
     metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
     with channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)  # type: ignore[no-untyped-call]

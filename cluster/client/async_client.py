@@ -273,8 +273,13 @@ def submission(
         raise InvalidRequestError(name, of_chat[name], "is for messages alone")
     chat = None
     if messages is not None:
-        template_kwargs = of_chat.pop("chat_template_kwargs", {})
-        chat = Chat(messages=messages, template_kwargs=template_kwargs, now_s=int(time.time()), **of_chat)
+        chat = Chat(
+            messages=messages,
+            template_kwargs=of_chat.pop("chat_template_kwargs", {}),
+            template=of_chat.pop("chat_template", ""),
+            now_s=int(time.time()),
+            **of_chat,
+        )
     request = GenerationRequest(
         prompt=() if prompt is None else prompt,  # type: ignore[arg-type]  # it becomes a tuple there
         chat=chat,

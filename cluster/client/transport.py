@@ -13,6 +13,7 @@ import grpc
 from holdfast.router.router_losses import ROUTERS_LOST
 from holdfast.router.wire.statuses import CallStatus
 from holdfast.v1 import inference_pb2_grpc
+from holdfast.worker.security.loopback import reaching
 from holdfast.worker.security.tls import Tls
 
 KEEPALIVE_MS: Final = 1_200
@@ -117,10 +118,11 @@ class GrpcTransport:
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
+            options = reaching(address, CHANNEL_OPTIONS)
             self._channels[address] = (
-                grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+                grpc.aio.insecure_channel(address, options=options)
                 if self._tls is None
-                else grpc.aio.secure_channel(address, self._tls.channel_credentials(), options=CHANNEL_OPTIONS)
+                else grpc.aio.secure_channel(address, self._tls.channel_credentials(), options=options)
             )
         return self._channels[address]
 

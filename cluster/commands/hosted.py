@@ -1,6 +1,7 @@
-"""Process that `holdfast serve` keeps for a cluster of this machine.
+"""Process that `holdfast serve` keeps for a cluster of this machine: one life of the cluster.
 
-What may live here: reading its settings, a line of JSON on standard input. What may not: what serving is (`serve.py`).
+What may live here: reading its settings, a line of JSON on standard input. What may not: what serving is (`serve.py`),
+and how this process starts (`life_starter.py`).
 """
 
 import sys
@@ -8,13 +9,11 @@ import sys
 from holdfast.cluster.commands.cli import exit_code
 from holdfast.cluster.commands.serve import host
 from holdfast.cluster.config.config import HoldfastConfig
+from holdfast.cluster.serve.fork_server import forked_server
 
 
 def main() -> None:
     """Serves until a signal comes, or exits with `EXIT_LOST` when the Ray below is lost."""
-    config = HoldfastConfig.model_validate_json(sys.stdin.readline())
-    sys.exit(exit_code(lambda: host(config)))
-
-
-if __name__ == "__main__":
-    main()
+    with forked_server() as forks:
+        config = HoldfastConfig.model_validate_json(sys.stdin.readline())
+        sys.exit(exit_code(lambda: host(config, forks)))

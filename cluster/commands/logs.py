@@ -61,12 +61,13 @@ def _process(namespace: str, pid: int | None) -> int | None:
     """Of the cluster that is meant; None: none runs. Raises `ConfigurationError` where several do."""
     from holdfast.cluster.serve.running import living
 
-    found = [one.pid for one in living() if one.namespace == namespace]
-    if pid is not None or not found:
+    running = [one for one in living() if one.namespace == namespace]
+    found = [one for one in running if pid is None or one.is_below(pid)]
+    if not found:
         return pid
     if len(found) > 1:
-        raise ConfigurationError(f"{len(found)} clusters run here; choose one by --pid: {', '.join(map(str, found))}")
-    return found[0]
+        raise ConfigurationError(f"{len(found)} clusters run here; choose one by --pid: {'; '.join(map(str, found))}")
+    return found[0].pid
 
 
 def _show(new: list[tuple[str, str]]) -> None:

@@ -61,21 +61,24 @@ def run(config: "HoldfastConfig") -> int:
         host(config)
         return 0
     from holdfast.cluster.checks.machine import Machine, crowding
+    from holdfast.cluster.serve import life_starter
+    from holdfast.cluster.serve.forkable_imports import IMPORTED
     from holdfast.cluster.serve.preflight import check_here
     from holdfast.cluster.serve.supervisor import STOP_SLACK_S, supervise
 
     check_here(config)
     if crowded := crowding(config.each_model, Machine.here()):
         _say(crowded)
-    command = [sys.executable, "-m", "holdfast.cluster.commands.hosted"]
+    starter = [sys.executable, "-m", life_starter.__name__, "holdfast.cluster.commands.hosted", *IMPORTED]
     limit_s = config.cluster.drain_timeout_s + STOP_SLACK_S
-    return supervise(command, config.model_dump_json(), limit_s, _say)
+    return supervise(starter, config.model_dump_json(), limit_s, _say)
 
 
-def host(config: "HoldfastConfig") -> None:
+def host(config: "HoldfastConfig", forks: Path | None = None) -> None:
     """Serves in this process until a signal comes. Interrupted while it starts, raises `KeyboardInterrupt`.
 
-    Where the Ray is our own and is lost, this process ends at once, with `EXIT_LOST`.
+    `forks`: the socket of a fork server for the processes of a Ray of our own, which else starts one. Where the Ray is
+    our own and is lost, this process ends at once, with `EXIT_LOST`.
     """
     from holdfast.cluster.serve.serving import serving
 
@@ -83,7 +86,7 @@ def host(config: "HoldfastConfig") -> None:
     with ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))
         with progress(sys.stderr) as report:
-            cluster = stack.enter_context(serving(config, report, _end_as_lost))
+            cluster = stack.enter_context(serving(config, report, _end_as_lost, forks))
         _announce(cluster, config, time.monotonic() - started_s)
         wait_for_stop()
         print("stopping: running requests may finish; once more ends them", file=sys.stderr, flush=True)

@@ -6,7 +6,7 @@ What may not live here: templates themselves (`router/text/chat.py`), and readin
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from holdfast.router.chat import Message, check_messages, flat_message, with_arguments
+from holdfast.router.chat import Message
 from holdfast.router.text.chat import render_chat
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.tools.tools import checked_tools
@@ -29,28 +29,42 @@ def chat_token_ids(
 
     Raises `InvalidRequestError` for messages that are malformed, and where there is no chat template.
     """
+    return tokenizer.encode(
+        chat_prompt(
+            tokenizer,
+            messages,
+            template=template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=template_kwargs,
+        ),
+        add_special_tokens=False,
+    )
+
+
+def chat_prompt(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    template: str | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] = _NOTHING,
+) -> str:
+    """The same as text. `template` may also be the name of one of the model's own."""
     if continue_final_message and add_generation_prompt:
         limit = "must not be set with add_generation_prompt: a new message would begin"
         raise InvalidRequestError("continue_final_message", True, limit)
-    check_messages(messages)
-    flat = [with_arguments(flat_message(message)) for message in messages]
-    text = render_chat(
-        template or tokenizer.chat_template,
-        flat,
+    told = [tool.for_template() for tool in checked_tools(tools)]
+    if template is None or template in tokenizer.chat_templates:
+        template = tokenizer.template_of(has_tools=bool(told), name=template or "")
+    return render_chat(
+        template,
+        messages,
         add_generation_prompt,
         special_tokens=tokenizer.special_tokens,
-        template_kwargs={**template_kwargs, "tools": [tool.for_template() for tool in checked_tools(tools)] or None},
+        template_kwargs={**template_kwargs, "tools": told or None},
+        continue_final_message=continue_final_message,
     )
-    if continue_final_message:
-        text = _cut_after(text, flat[-1])
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
-def _cut_after(text: str, final: Message) -> str:
-    """A rendered chat up to the end of its final message's content, as Hugging Face's tokenizers cut it."""
-    content = final.get("content") or ""
-    begin = text.rfind(content.strip())
-    if not content.strip() or begin < 0:
-        raise InvalidRequestError("messages", content, "must end with a message that the template shows as it stands")
-    kept = content.lstrip() if text.startswith(content.lstrip(), begin) else content.strip()
-    return text[: begin + len(kept)]

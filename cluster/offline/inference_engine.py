@@ -6,8 +6,10 @@ a request of the router's. What may not: running requests (`local_router.py`, `l
 
 import asyncio
 import itertools
+import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Unpack
@@ -26,13 +28,14 @@ from holdfast.router.request import GenerationRequest, derived_seed
 from holdfast.router.requests.answer import CompletedSequence
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import ModelConfig, WorkerConfig
-from holdfast.worker.errors import InvalidRequestError, RequestAbortedError
+from holdfast.worker.errors import InvalidRequestError, ReplicaError, RequestAbortedError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.replica.rank import RankLauncher
 from holdfast.worker.replica.replica import Progress, Replica
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.stats import EngineStats
+from holdfast.worker.supervision.process_id import is_forked
 from holdfast.worker.tuning.batching_optimizer import Recommendation
 
 if TYPE_CHECKING:
@@ -100,21 +103,31 @@ class InferenceEngine:
         self._updating = threading.Lock()
         self._num_updates = 0
         self._replica: Replica | None = None
+        self._pid = os.getpid()
+        """Of the process that has loaded the model: one that was forked from it has none of its threads."""
         self._router: LocalRouter | None = None
 
     def start(self) -> None:
         """Loads the model. Blocking: seconds. Raises what `Replica.start` and `Tokenizer.load` raise."""
         assert self._replica is None, "started twice"
-        replica = Replica.start(self._config, self._launcher, self._progress)
+        if is_forked():
+            with ThreadPoolExecutor(1, thread_name_prefix="load") as thread:  # this one's OpenMP may lack its threads
+                replica = thread.submit(Replica.start, self._config, self._launcher, self._progress).result()
+        else:
+            replica = Replica.start(self._config, self._launcher, self._progress)
         try:
             self._router = LocalRouter.start(replica, self._limits, max_waiting=self.max_num_waiting)
         except BaseException:  # an interrupt as well: the replica may not be left running
             replica.stop()
             raise
-        self._replica = replica
+        self._replica, self._pid = replica, os.getpid()
 
     def stop(self) -> None:
-        """Aborts what is running, answers everyone, and ends the replica. Safe to call twice."""
+        """Aborts what is running, answers everyone, and ends the replica. Safe to call twice. In a process that was
+        forked from the one that loaded the model, nothing is there to be ended.
+        """
+        if self._pid != os.getpid():
+            return
         if self._replica is not None and self._router is not None:
             self._router.end_all()
             self._replica.stop()
@@ -312,6 +325,11 @@ class InferenceEngine:
     def _running(self) -> tuple[Replica, LocalRouter]:
         if self._replica is None or self._router is None:
             raise RequestAbortedError("the engine is not running: call start(), or use it in a `with` block")
+        if self._pid != os.getpid():
+            raise ReplicaError(
+                "this process was forked from the one that loaded the model, without its threads: load it here, or use "
+                "multiprocessing.get_context('spawn')"
+            )
         return self._replica, self._router
 
 

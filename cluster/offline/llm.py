@@ -18,6 +18,7 @@ from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import keyword_layer
 from holdfast.cluster.offline.beams import BeamSearchParams, beam_sequence
 from holdfast.cluster.offline.chat_prompts import chat_token_ids
+from holdfast.cluster.offline.chat_tokenizer import ChatTokenizer
 from holdfast.cluster.offline.default_params import default_params
 from holdfast.cluster.offline.engine_metrics import Metric, metrics_of
 from holdfast.cluster.offline.inference_engine import InferenceEngine, RequestHandle
@@ -26,7 +27,6 @@ from holdfast.cluster.offline.prompts import Given, PromptInput, prompt_list
 from holdfast.cluster.offline.vllm_arguments import WHERE, translated
 from holdfast.cluster.progress_bars import progress
 from holdfast.cluster.service_options import ServiceOptions
-from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
@@ -143,7 +143,7 @@ class LLM:
                 chat_token_ids(
                     self.get_tokenizer(),
                     conversation,  # type: ignore[arg-type]  # it is checked there
-                    template=None if chat_template is None else template_text(chat_template),
+                    template=self._template(chat_template),
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     tools=tools,
@@ -172,8 +172,9 @@ class LLM:
         handles = self._run(given, [params.sampling_params()] * len(given), False, None, service)
         return [self._beams(handle, keep_end=params.include_stop_str_in_output) for handle in handles]
 
-    def get_tokenizer(self) -> Tokenizer:
-        return self._engine.tokenizer
+    def get_tokenizer(self) -> ChatTokenizer:
+        """Encodes and decodes, and renders chats by `apply_chat_template`."""
+        return ChatTokenizer.of(self._engine.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What holds for a request without parameters: what the model's generation_config.json says, else neutral."""
@@ -226,6 +227,11 @@ class LLM:
                 for completion in handle.beams
             ]
         )
+
+    def _template(self, chat_template: str | None) -> str | None:
+        """A template, out of a file where one is named, or the name of one of the model's own."""
+        is_name = chat_template is None or chat_template in self._engine.tokenizer.chat_templates
+        return chat_template if is_name else template_text(str(chat_template))
 
     def _params(
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int

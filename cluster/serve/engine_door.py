@@ -18,6 +18,7 @@ from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.connection_guard import ConnectionGuard
+from holdfast.router.doors.decode_worker import DecodeWorker
 from holdfast.router.doors.grpc import health, server
 from holdfast.router.doors.vllm import servicer as vllm_engine
 from holdfast.router.requests.request_processor import RequestProcessor
@@ -27,6 +28,7 @@ from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.replica.replica import Replica
+from holdfast.worker.security.loopback import host_port
 from holdfast.worker.security.tls import add_port
 
 NUM_PORTS: Final = 64
@@ -67,12 +69,15 @@ class EngineDoor:
         self._request_processor = RequestProcessor(self._dispatch_host, self._tokenizers, limits, gate)
         self._health = health.HealthServicer(("", vllm_engine.SERVICE.full_name))
         self._local = LocalReplica(replica, self._dispatch_host, loop)
+        worker = self._decode_worker = DecodeWorker()
         engine = vllm_engine.VllmEngineServicer(
-            self._request_processor, replica.engine, replica.info, order.max_num_seqs
+            self._request_processor, replica.engine, replica.info, order.max_num_seqs, worker
         )
         servicers = {vllm_engine.SERVICE: engine, health.SERVICE: self._health}
         self._guard = ConnectionGuard(limits, asks_for_keys=gate.is_locked)
-        self._server: grpc.aio.Server = server.build_server(servicers, config, limits, gate=gate, guard=self._guard)
+        self._server: grpc.aio.Server = server.build_server(
+            servicers, config, limits, gate=gate, guard=self._guard, decode_worker=worker
+        )
         self.address = ""
         """`host:port`, once started."""
 
@@ -84,7 +89,7 @@ class EngineDoor:
         door = cls(replica, settings.router, settings.limits, order, security)
         await door._tokenizers.load(replica.info.model, replica.info.path, replica.info.chat_template)
         door._local.connect()
-        door.address = f"{settings.host}:{door._bind(settings.host, settings.port)}"
+        door.address = host_port(settings.host, door._bind(settings.host, settings.port))
         await door._server.start()
         door._guard.start(int(door.address.rpartition(":")[2]))
         return door
@@ -98,13 +103,14 @@ class EngineDoor:
         """Ends what is open. The engine may have ended before."""
         self._dispatch_host.close_all(stopping())
         await self._server.stop(CLOSE_GRACE_S)
+        self._decode_worker.close()
         await self._guard.stop()
 
     def _bind(self, host: str, port: int) -> int:
         error: RuntimeError | None = None
         for candidate in range(port, port + NUM_PORTS) if port else (0,):
             try:
-                return add_port(self._server, f"{host}:{candidate}", self._tls)
+                return add_port(self._server, host_port(host, candidate), self._tls)
             except RuntimeError as taken:
                 error = taken
         raise ConfigurationError(f"cluster.engine_port = {port}: none of {NUM_PORTS} ports on {host} is free ({error})")

@@ -3,6 +3,7 @@
 What may not live here: showing findings, and the checks that `serve` makes itself (`preflight.py`, `cluster/checks/`).
 """
 
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -17,14 +18,16 @@ from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.checks.machine import Machine, check_fits, crowding
 from holdfast.cluster.checks.model_files import check_files, check_hub, local_folder
 from holdfast.cluster.config.config import HoldfastConfig
-from holdfast.cluster.serve.preflight import check_ports
+from holdfast.cluster.serve.log_files import ray_folder
+from holdfast.cluster.serve.preflight import check_ports, check_socket_paths
 from holdfast.cluster.serve.security import check_exposed
 from holdfast.worker.available_memory import readable_bytes
 from holdfast.worker.errors import HoldfastError
+from holdfast.worker.security.loopback import check_loopback
+from holdfast.worker.user_folder import user_folder
 
 _PACKAGES: Final = ("holdfast", "torch", "transformers", "ray", "grpcio")
 _ROOM_BYTES: Final = 2**30
-_FOLDERS: Final = {"/tmp": "Ray's logs and sockets", "/dev/shm": "Ray's object store"}
 
 
 class Level(IntEnum):
@@ -63,6 +66,12 @@ def _quick(config: HoldfastConfig) -> Iterator[Finding]:
     yield devices(machine)
     yield from room()
     host = config.cluster.host or "127.0.0.1"
+    yield home()
+    if config.cluster.address is None:
+        yield checked("loopback", check_loopback, "127.0.0.1 is there, for Ray and ranks")
+        yield checked("sockets", check_socket_paths, f"paths in {ray_folder()} are short enough")
+    if (proxy := proxies()) is not None:
+        yield proxy
     yield checked("ports", lambda: check_ports(config), "those of the settings are free")
     yield checked(
         "exposure",
@@ -123,7 +132,8 @@ def devices(machine: Machine) -> Finding:
 
 
 def room() -> Iterator[Finding]:
-    for folder, use in _FOLDERS.items():
+    folders = {str(ray_folder().parent): "Ray's logs and sockets", "/dev/shm": "Ray's object store"}
+    for folder, use in folders.items():
         if not Path(folder).is_dir():
             yield Finding(Level.NOTE, folder, "is not there", f"{use}: make it, with room for {_ROOM_BYTES >> 30} GiB")
             continue
@@ -133,6 +143,33 @@ def room() -> Iterator[Finding]:
             yield Finding(Level.NOTE, folder, f"{readable_bytes(free)} free", advice)
         else:
             yield Finding(Level.GOOD, folder, f"{readable_bytes(free)} free")
+
+
+def home() -> Finding:
+    """Where this user's files lie."""
+    try:
+        folder = user_folder()
+    except HoldfastError as error:
+        return Finding(Level.BAD, "home", str(error))
+    if folder.parent.name == ".cache":
+        return Finding(Level.GOOD, "home", str(folder))
+    advice = "set HOME to a folder of yours, or layouts and compiled libraries are lost with the temporary files"
+    return Finding(Level.NOTE, "home", f"this user has none that can be written to; {folder} takes its place", advice)
+
+
+def proxies() -> Finding | None:
+    """A proxy that clients would go by."""
+    found = [name for name in ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy") if getenv(name)]
+    if not found:
+        return None
+    said = f"{' and '.join(found)} set: links between routers and replicas, and our clients to loopback, go past it"
+    advice = "other clients (curl, OpenAI's) go by it, unless no_proxy names the routers' addresses"
+    return Finding(Level.NOTE, "proxy", said, advice)
+
+
+def getenv(name: str) -> str:
+    """As programs read it that know either spelling."""
+    return os.environ.get(name) or os.environ.get(name.upper()) or ""
 
 
 def tokenizer(config: HoldfastConfig) -> Finding:

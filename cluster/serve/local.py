@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Final
 
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
@@ -29,12 +30,17 @@ REACH_S: Final = 10.0
 
 
 @contextmanager
-def ray_connection(config: ClusterConfig, num_cpus: int, say: Callable[[str], None] = logger.warning) -> Iterator[None]:
+def ray_connection(
+    config: ClusterConfig,
+    num_cpus: int,
+    say: Callable[[str], None] = logger.warning,
+    forks: Path | None = None,
+) -> Iterator[None]:
     """Connects to `config.address`, or starts a Ray of our own that counts `num_cpus` CPUs. Always disconnects.
 
     Our own Ray asks every client for a token that only our processes know, because whoever reaches its ports can run
     code. It listens on loopback alone, also where this process has imported Ray before. `say` hears when its GCS has
-    ended, which then starts again.
+    ended, which then starts again. `forks`: the socket of a fork server for its workers, where one runs already.
     """
     if config.address is None:
         _close_our_own()
@@ -43,7 +49,8 @@ def ray_connection(config: ClusterConfig, num_cpus: int, say: Callable[[str], No
     with ExitStack() as stack:
         address, place = config.address, {}
         if address is None:
-            address, place = stack.enter_context(_our_own_ray(config, num_cpus, say)), {"_node_ip_address": LOOPBACK}
+            address = stack.enter_context(_our_own_ray(config, num_cpus, say, forks))
+            place = {"_node_ip_address": LOOPBACK}
         import ray
 
         on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -52,16 +59,16 @@ def ray_connection(config: ClusterConfig, num_cpus: int, say: Callable[[str], No
             ray.init(address=address, log_to_driver=False, configure_logging=False, namespace=config.namespace, **place)
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has installed its own handler, which exits at once
         if config.address is None:
-            stack.enter_context(noted(config.namespace, address, _token()))
+            stack.enter_context(noted(config.namespace, address, _token(), [ports[0] for ports in config.router_ports]))
         yield
 
 
 @contextmanager
-def _our_own_ray(config: ClusterConfig, num_cpus: int, say: Callable[[str], None]) -> Iterator[str]:
+def _our_own_ray(config: ClusterConfig, num_cpus: int, say: Callable[[str], None], forks: Path | None) -> Iterator[str]:
     """Its address. It outlives this process's connection, which needs its GCS in order to end."""
     with ExitStack() as stack:
         with plain_ray_errors(None):
-            ray = stack.enter_context(private_ray(LOOPBACK, num_cpus, config.object_store_memory))
+            ray = stack.enter_context(private_ray(LOOPBACK, num_cpus, config.object_store_memory, forks))
         stack.enter_context(kept_gcs(ray, say, ray.answers))
         yield ray.address
 

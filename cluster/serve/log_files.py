@@ -4,6 +4,7 @@ What may live here: which file is whose, and reading the new lines of files. Wha
 (`cluster/commands/logs.py`).
 """
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -13,7 +14,9 @@ from typing import Final
 
 from holdfast.worker.errors import ConfigurationError
 
-RAY_FOLDER: Final = Path("/tmp/ray")
+RAY_VARIABLES: Final = ("RAY_TMPDIR", "TMPDIR")
+"""Where Ray (2.60) puts its files, by the first that is set."""
+
 _HEAD_BYTES: Final = 1000
 _ACTOR: Final = re.compile(
     r"^:actor_name:ServeReplica:(?P<app>[^:\s]+):(?:(?P<model>\S+):)?(?P<role>\w+)$", re.MULTILINE
@@ -32,11 +35,17 @@ class LogFile:
     path: Path
 
 
-def session_folder(pid: int | None, base: Path = RAY_FOLDER) -> Path:
+def ray_folder() -> Path:
+    """Where Ray keeps logs and sockets of the clusters that are started in this environment."""
+    return Path(next((os.environ[name] for name in RAY_VARIABLES if os.environ.get(name)), "/tmp")) / "ray"
+
+
+def session_folder(pid: int | None, base: Path | None = None) -> Path:
     """The logs of the cluster whose process is `pid`; None: those of the last one of ours, which may have ended.
 
     Raises `ConfigurationError` where there are none.
     """
+    base = ray_folder() if base is None else base
     found = sorted(base.glob("session_[0-9]*" if pid is None else f"session_[0-9]*_{pid}"), reverse=True)
     for session in found:
         if any(log_files(session / "logs")):

@@ -26,6 +26,7 @@ from holdfast.router.metrics.replica_samples import gateway_samples, process_sam
 from holdfast.router.security.gate import Gate
 from holdfast.worker.errors import ConfigurationError, ReplicaError
 from holdfast.worker.replica.replica import Replica
+from holdfast.worker.security.loopback import host_port
 
 NUM_PORTS: Final = 64
 """Ports that are tried in turn: several replicas may share a machine."""
@@ -51,7 +52,7 @@ class MetricsDoor:
         self._replica = replica
         self._replica_id = replica_id
         self._server = _bound(self._app(security.gate, RequestOrigins(settings.host)), settings, security)
-        self.address = f"{settings.host}:{self._server.port}"
+        self.address = host_port(settings.host, self._server.port)
         """`host:port`."""
 
     @classmethod

@@ -11,10 +11,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Final
 
-from holdfast.cluster.serve import agent_stand_in, reaper
+from holdfast.cluster.serve import agent_stand_in, reaper, worker_launcher
+from holdfast.cluster.serve.fork_server import started_server
 from holdfast.cluster.serve.gcs_tables import tables_folder
 
 logger = logging.getLogger(__name__)
@@ -72,10 +74,11 @@ class PrivateRay:
 
 
 @contextmanager
-def private_ray(host: str, num_cpus: int, object_store_memory: int) -> Iterator[PrivateRay]:
+def private_ray(host: str, num_cpus: int, object_store_memory: int, forks: Path | None = None) -> Iterator[PrivateRay]:
     """Starts it with so many CPUs to count and so many bytes of shared memory, and ends all of it after the block.
 
-    All of its processes listen on the address `host` alone. On the main thread, whose end is that of Ray's processes.
+    All of its processes listen on the address `host` alone. Its workers are forked by the server at `forks`, else by
+    one that starts here. On the main thread, whose end is that of Ray's processes.
     Raises what Ray raises where it does not start.
     """
     from ray._private.parameter import RayParams
@@ -88,7 +91,10 @@ def private_ray(host: str, num_cpus: int, object_store_memory: int) -> Iterator[
         include_log_monitor=False,
         no_monitor=True,
     )
-    with tables_folder() as tables:
+    with ExitStack() as stack:
+        tables = stack.enter_context(tables_folder())
+        params.setup_worker_path = worker_launcher.__file__
+        params.worker_path = str(forks or stack.enter_context(started_server(tables / "forks")))
         params._system_config = {"gcs_storage": "rocksdb", "gcs_storage_path": str(tables)}
         node = _node_class()(params, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
         try:

@@ -1,13 +1,12 @@
-"""Reaper: a process that runs a command, and when that has ended, ends every process that it has started.
+"""Reaper: a process that runs a life of a cluster in a fork, and ends every process that the life has started.
 
-    python -m holdfast.cluster.serve.reaper COMMAND...
     python reaper.py --tied-to PARENT COMMAND...      # becomes a command that ends with its parent
 
 Ray's processes outlive a driver that is killed, for up to a minute, and keep its ports. The reaper is their subreaper
-(prctl(2)): whatever loses its parent becomes its child. It ends all of them with SIGKILL once the command has ended, or
-once its own standard input is at its end, which means that its parent is gone. The first line of standard input is the
-command's. SIGINT and SIGTERM are passed on to the command. What may live here: the standard library, since this process
-stays; what the command is, may not.
+(prctl(2)): whatever loses its parent becomes its child. It ends all of them with SIGKILL once the life has ended, or
+once its own standard input is at its end, which means that the supervisor is gone. The first line of standard input is
+the life's. SIGINT and SIGTERM are passed on to the life. What may live here: the standard library; what the life is,
+may not.
 """
 
 import ctypes
@@ -16,14 +15,20 @@ import select
 import signal
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
 PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM)
+_AT_START: Final[tuple[Any, ...]] = (signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL)
+"""What an interpreter does on `PASSED_ON` and SIGCHLD."""
+
 TIED_TO: Final = "--tied-to"
 KILL_LIMIT_S: Final = 10.0
+EXIT_FAILED: Final = 1
 _STDIN: Final = 0
 
 
@@ -48,26 +53,27 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def kill_descendants(limit_s: float = KILL_LIMIT_S) -> None:
-    """SIGKILL to every process below this one, until there is none. Needs `adopt_orphans` to miss none."""
+def kill_descendants(spared: int | None = None, limit_s: float = KILL_LIMIT_S) -> None:
+    """SIGKILL to every process below this one but `spared`, until there is none. Needs `adopt_orphans` to miss none."""
     deadline_s = time.monotonic() + limit_s
-    while (left := descendants(os.getpid())) and time.monotonic() < deadline_s:
+    while (left := set(descendants(os.getpid())) - {spared}) and time.monotonic() < deadline_s:
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(-1, 0)
+        for pid in left:
+            with suppress(ChildProcessError):  # a grandchild, which becomes a child when its parent has ended
+                os.waitpid(pid, 0)
 
 
-def run(command: list[str]) -> int:
-    """Runs a command to its end. Returns its exit code; of one that a signal ended, 128 and the signal's number."""
+def run(life: Callable[[], None]) -> int:
+    """Runs it in a fork to its end. Returns its exit code; of one that a signal ended, 128 and the signal's number."""
     adopt_orphans()
     news, tell = os.pipe()
     os.set_blocking(tell, False)
     signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
     for number in (*PASSED_ON, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
-    child = _start(command, _first_line())
+    child = _start(life, _first_line())
     try:
         while True:
             ready, _, _ = select.select([news, _STDIN], [], [])
@@ -80,7 +86,7 @@ def run(command: list[str]) -> int:
 
 
 def _take(signals: bytes, child: int) -> int | None:
-    """Passes signals on, and reaps what has ended. Returns the exit code of the command, once it has one."""
+    """Passes signals on, and reaps what has ended. Returns the exit code of the life, once it has one."""
     for number in signals:
         if number in PASSED_ON:
             with suppress(ProcessLookupError):
@@ -93,27 +99,40 @@ def _take(signals: bytes, child: int) -> int | None:
     return None
 
 
-def _start(command: list[str], line: bytes) -> int:
+def _start(life: Callable[[], None], line: bytes) -> int:
     read_end, write_end = os.pipe()
     reaper = os.getpid()
     child = os.fork()
     if child == 0:
-        _become(command, read_end, reaper)
+        os.close(write_end)
+        _live(life, read_end, reaper)
     os.close(read_end)
     with open(write_end, "wb") as stdin:
         stdin.write(line)
     return child
 
 
-def _become(command: list[str], stdin: int, reaper: int) -> None:
-    """In the new process: the command, which ends when the reaper does."""
+def _live(life: Callable[[], None], stdin: int, reaper: int) -> None:
+    """In the new process, which ends when the reaper does."""
+    signal.set_wakeup_fd(-1)
+    for number, handler in zip((*PASSED_ON, signal.SIGCHLD), _AT_START, strict=True):
+        signal.signal(number, handler)
+    os.dup2(stdin, _STDIN)
+    os.close(stdin)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != reaper:
+        os._exit(EXIT_FAILED)
+    code: object = 0
     try:
-        for number in (*PASSED_ON, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        os.dup2(stdin, _STDIN)
-        become_tied(command, reaper)
-    finally:
-        os._exit(127)
+        life()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:  # as the interpreter says what it does not handle
+        traceback.print_exc()
+        code = EXIT_FAILED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else EXIT_FAILED)
 
 
 def become_tied(command: list[str], parent: int) -> None:
@@ -140,7 +159,5 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == TIED_TO:
-        become_tied(sys.argv[3:], int(sys.argv[2]))
-    else:
-        sys.exit(run(sys.argv[1:]))
+    assert sys.argv[1] == TIED_TO
+    become_tied(sys.argv[3:], int(sys.argv[2]))

@@ -4,7 +4,6 @@ What may live here: checks before a start, and building gates and credentials fr
 does (`router/security/`), TLS itself (`worker/security/`), and how processes come by all this (`directory.py`).
 """
 
-import ipaddress
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from holdfast.router.security.gate import Gate
 from holdfast.router.security.key_file import KeyFile, read_keys
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.security.link_security import LinkSecurity
+from holdfast.worker.security.loopback import is_loopback
 from holdfast.worker.security.tls import ServerTls, Tls
 
 LEAST_TOKEN: Final = 32
@@ -67,16 +67,6 @@ def check_exposed(settings: SecurityConfig, host: str) -> None:
             "`holdfast keys add` and name their file by --api-keys (security.api_keys); or say --insecure "
             "(security.insecure) where the network itself lets nobody in; or listen on 127.0.0.1"
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine reaches an address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def cluster_token(settings: SecurityConfig) -> str:

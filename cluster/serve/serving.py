@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from holdfast.cluster.checks.model_files import check_files, check_hub
@@ -38,14 +39,17 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def serving(
-    config: HoldfastConfig, report: Report, on_ray_lost: Callable[[str], None] | None = None
+    config: HoldfastConfig,
+    report: Report,
+    on_ray_lost: Callable[[str], None] | None = None,
+    forks: Path | None = None,
 ) -> Iterator[Serving]:
     """Runs a cluster for as long as the block lasts: on Ray of our own, or on the cluster at `cluster.address`.
 
     Enters the block when every router and replica is up; `report` hears of nothing after that. Leaving it drains and
     stops routers and replicas; then our own Ray, and with it every process. `on_ray_lost` is called from a thread when
-    our own Ray is lost in the block, with the name of what has ended. Must run on the main thread. Raises
-    `ConfigurationError` for what cannot work, `ReplicaError` where Serve gives up.
+    our own Ray is lost in the block, with the name of what has ended. `forks` is as of `ray_connection`. Must run on
+    the main thread. Raises `ConfigurationError` for what cannot work, `ReplicaError` where Serve gives up.
     """
     config = with_template_texts(config)
     check_exposed(config.security, config.cluster.host or models.default_host(config.cluster))
@@ -55,7 +59,7 @@ def serving(
             check_hub(one)
     config = share_cores(config)
     report("starting Ray", 0, 1)
-    with ray_connection(config.cluster, num_cpus_of_our_own(config), _warn), ExitStack() as stack:
+    with ray_connection(config.cluster, num_cpus_of_our_own(config), _warn, forks), ExitStack() as stack:
         report("starting Ray", 1, 1)
         if on_ray_lost is not None and config.cluster.address is None:
             stack.enter_context(watched_raylet(on_ray_lost))

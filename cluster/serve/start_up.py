@@ -3,7 +3,6 @@
 What may not live here: starting anything (`serving.py`), and what members tell of themselves (`directory.py`).
 """
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -16,13 +15,14 @@ from holdfast.cluster.serve import models
 from holdfast.cluster.serve.directory import Member, Role, Snapshot
 from holdfast.worker.errors import ConfigurationError, ReplicaError
 
-logger = logging.getLogger(__name__)
-
 STATUS_PERIOD_S: Final = 1.0
 """How often Serve is asked whether it has given up."""
 
 LINK_TIMEOUT_S: Final = 10.0
-"""How long routers may take to reach replicas that serve."""
+"""How long routers take to reach replicas that serve, with much to spare."""
+
+UNLINKED_S: Final = 60.0
+"""Routers that have not reached them by then do not: something lies between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +59,12 @@ def wait_until_up(config: HoldfastConfig, wanted: Mapping[str, int], directory: 
         serving = Counter(replica.model for replica in snapshot.serving(Role.REPLICA))
         if serving >= Counter(wanted) and len(routers) >= config.cluster.routers:
             up_since_s = time.monotonic() if up_since_s is None else up_since_s
-            if not are_linked(routers, serving) and time.monotonic() - up_since_s < LINK_TIMEOUT_S:
+            if not are_linked(routers, serving):
+                _check_reaching(routers, serving, time.monotonic() - up_since_s)
                 continue  # from the first moment on, no request is to find a router empty
             ordered = sorted(routers, key=lambda router: str(router.address))
-            addresses = tuple(str(router.address) for router in ordered)
-            if not are_linked(routers, serving):
-                logger.warning("not all of the routers at %s say that they have their replicas", ", ".join(addresses))
             return Serving(
-                routers=addresses,
+                routers=tuple(str(router.address) for router in ordered),
                 http=tuple(router.http_address for router in ordered if router.http_address),
                 engines=tuple(one.engine_address for one in snapshot.serving(Role.REPLICA) if one.engine_address),
                 num_replicas={name: serving[name] for name in wanted},
@@ -77,6 +75,22 @@ def are_linked(routers: Sequence[Member], num_replicas: Mapping[str, int]) -> bo
     """Whether each router says that it has reached every replica."""
     return all(
         dict(router.linked).get(name, 0) >= number for router in routers for name, number in num_replicas.items()
+    )
+
+
+def _check_reaching(routers: Sequence[Member], num_replicas: Mapping[str, int], waited_s: float) -> None:
+    """Raises `ReplicaError` where routers have not reached replicas for so long that waiting has no point."""
+    if waited_s < UNLINKED_S:
+        return
+    found = "; ".join(
+        f"the router at {router.address} reaches {dict(router.linked).get(name, 0)} of {number} replicas of {name}"
+        for router in routers
+        for name, number in num_replicas.items()
+        if dict(router.linked).get(name, 0) < number
+    )
+    raise ReplicaError(
+        f"all processes are up, and {found}, after {waited_s:.0f} s: does something lie between their nodes that lets "
+        "no connection through? `holdfast logs` shows what the routers say"
     )
 
 

@@ -1,4 +1,4 @@
-"""Stop signals, SIGINT and SIGTERM, as bytes of a pipe.
+"""Stop signals, SIGINT, SIGTERM and SIGHUP, as bytes of a pipe.
 
 An exception out of a handler could strike inside of a lock and leave it broken. What may not live here: what a signal
 means to a process. On the main thread alone.
@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""SIGHUP: the terminal has gone. Where it is ignored, as below `nohup`, it stays so."""
 
 
 @contextmanager
@@ -19,7 +20,8 @@ def stop_signals() -> Iterator[int]:
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     earlier_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    earlier = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
+    taken = [number for number in STOP_SIGNALS if not _is_ignored(number)]
+    earlier = {number: signal.signal(number, lambda *_: None) for number in taken}
     try:
         yield read_end
     finally:
@@ -28,3 +30,7 @@ def stop_signals() -> Iterator[int]:
         signal.set_wakeup_fd(earlier_fd)
         os.close(read_end)
         os.close(write_end)
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN

@@ -4,17 +4,19 @@ What may live here: that process, its signals, and when it starts again. What ma
 notices that it is lost (`ray_watch.py`); ending what is left of it (`reaper.py`).
 """
 
+import io
 import os
 import random
 import select
 import signal
+import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, Self
 
+from holdfast.cluster.serve.life_starter import READY, start_life
 from holdfast.cluster.serve.memory_watch import MemoryWatch
 from holdfast.cluster.serve.reaper import adopt_orphans, kill_descendants
 from holdfast.cluster.serve.stop_signals import STOP_SIGNALS, stop_signals
@@ -40,27 +42,28 @@ MAX_PAUSE_S: Final = 30.0
 
 
 def supervise(
-    command: Sequence[str],
+    starter: Sequence[str],
     line: str,
     stop_limit_s: float,
     say: Callable[[str], None],
     max_pause_s: float = MAX_PAUSE_S,
 ) -> int:
-    """Runs a cluster's command until it ends by itself or a signal ends it. On the main thread.
+    """Runs a cluster until it ends by itself or a signal ends it. On the main thread.
 
-    `line` is written to its standard input. The command is told of SIGINT and SIGTERM, and killed with all its
-    processes `stop_limit_s` after the first. One that exits with `EXIT_LOST`, or is killed, is started again, as often
-    as that happens: at once, and after pauses that grow up to `max_pause_s` where it does not last. Once it has been
-    lost, a start that fails is repeated as well; the caller's mistake (`EXIT_USAGE`) never is. Returns the exit code.
+    `starter` is the command line of a life starter. `line` is written to the standard input of each life. A life is
+    told of SIGINT and SIGTERM, of SIGHUP as of SIGTERM, and killed with all its processes `stop_limit_s` after the
+    first. A cluster that exits with `EXIT_LOST`, or is killed, is started again, as often as that happens: at once, and
+    after pauses that grow up to `max_pause_s` where it does not last. Once it has been lost, a start that fails is
+    repeated as well; the caller's mistake (`EXIT_USAGE`) never is. Returns the exit code.
     """
     adopt_orphans()
     backoff, watch = Backoff(max_pause_s=max_pause_s), MemoryWatch(say)
     may_restart = LOST
-    with stop_signals() as news:
+    with LifeStarter(starter) as lives, stop_signals() as news:
         while True:
             started_s = time.monotonic()
-            code, was_told = _run_once(command, line, stop_limit_s, news)
-            kill_descendants()  # where the reaper itself was killed
+            code, was_told = _run_once(lives, line, stop_limit_s, news)
+            kill_descendants(lives.pid)  # where the reaper itself was killed
             if was_told or code not in may_restart:
                 return code
             may_restart = (*LOST, EXIT_FAILED)
@@ -91,32 +94,79 @@ def stops_within(limit_s: float, news: int) -> bool:
     return False
 
 
-def _run_once(command: Sequence[str], line: str, stop_limit_s: float, news: int) -> tuple[int, bool]:
+class LifeStarter:
+    """A process that starts lives (`life_starter.py`). One that has ended is started again with the next life."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.wait()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self, stdin: int, news: int) -> int:
+        """The pid of a new life. Raises `OSError` where the starter ends, `KeyboardInterrupt` on a signal before it."""
+        if self._control is None or self._process is None or self._process.poll() is not None:
+            self._control, self._process = self._started()
+            control = self._control.fileno()
+            while control not in select.select([news, control], [], [])[0]:
+                if set(os.read(news, 4096)).intersection(STOP_SIGNALS):
+                    self._process.kill()
+                    raise KeyboardInterrupt
+            if self._control.recv(len(READY)) != READY:
+                raise ConnectionResetError("the life starter has ended while it imported")
+        return start_life(self._control, stdin)
+
+    def _started(self) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
+        ours, theirs = socket.socketpair()
+        with theirs:
+            return ours, subprocess.Popen(self._command, stdin=theirs.fileno(), process_group=0)
+
+
+def _run_once(lives: LifeStarter, line: str, stop_limit_s: float, news: int) -> tuple[int, bool]:
     """The exit code of one life, and whether it was told to end."""
-    reaper = subprocess.Popen(
-        [sys.executable, "-m", "holdfast.cluster.serve.reaper", *command], stdin=subprocess.PIPE, start_new_session=True
-    )
-    assert reaper.stdin is not None
-    with suppress(BrokenPipeError):
-        reaper.stdin.write(line.encode() + b"\n")
-        reaper.stdin.flush()
-    end = os.pidfd_open(reaper.pid)
+    read_end, write_end = os.pipe()
+    with open(write_end, "wb", buffering=0) as stdin:
+        try:
+            pid = lives.start(read_end, news)
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED, True
+        except OSError:  # the starter has said why, or was killed
+            return EXIT_FAILED, False
+        finally:
+            os.close(read_end)
+        with suppress(BrokenPipeError):
+            stdin.write(line.encode() + b"\n")
+        return _wait(pid, stdin, stop_limit_s, news)
+
+
+def _wait(pid: int, stdin: io.FileIO, stop_limit_s: float, news: int) -> tuple[int, bool]:
+    """For the end of a life, likewise."""
+    end = os.pidfd_open(pid)
     kill_at_s: float | None = None
-    is_killed = False
     try:
         while True:
-            left_s = None if kill_at_s is None or is_killed else max(0.0, kill_at_s - time.monotonic())
+            left_s = None if kill_at_s is None or stdin.closed else max(0.0, kill_at_s - time.monotonic())
             ready, _, _ = select.select([news, end], [], [], left_s)
             if end in ready:
-                code = reaper.wait()
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 return (code if code >= 0 else 128 - code), kill_at_s is not None
             if not ready:
-                is_killed = True
-                reaper.stdin.close()  # which ends everything
+                stdin.close()  # which ends everything
                 continue
             for number in set(os.read(news, 4096)).intersection(STOP_SIGNALS):
                 kill_at_s = kill_at_s or time.monotonic() + stop_limit_s
-                reaper.send_signal(number)
+                os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)
     finally:
         os.close(end)
-        reaper.stdin.close()

@@ -12,6 +12,7 @@ from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import CaughtUp, Deliver, TextState, Usage
 from holdfast.router.replicas.prefix_index import PromptPrefix
 from holdfast.router.replicas.replica_state import ReplicaState
+from holdfast.router.text.stop_reason import shown_tokens
 from holdfast.worker.errors import InternalError
 from holdfast.worker.model_info import ModelInfo, version_of
 from holdfast.worker.request import EngineRequest, FinishReason, Priority, SequenceKey, TokenLogprob
@@ -149,11 +150,14 @@ class RequestState:
     ) -> Deliver | None:
         """Appends output. Returns the delivery for the client, or None if nothing is new.
 
-        A complete stop string ends the output; tokens after it are dropped. `logprobs` are cut as the tokens.
+        A complete stop string ends the output; tokens after it are dropped. `logprobs` are cut as the tokens. A token
+        that ends the output is no text, special or not.
         """
         first_token_index = len(self.output_token_ids)
-        piece = self.text.push(token_ids)
-        kept, text = token_ids[: piece.num_tokens], self.unsent_text + piece.text
+        shown = shown_tokens(token_ids, finish_reason, self.request.sampling_params)
+        piece = self.text.push(shown)
+        num_kept = piece.num_tokens if piece.stopped else len(token_ids)
+        kept, text = token_ids[:num_kept], self.unsent_text + piece.text
         self.output_token_ids += kept
         if piece.stopped:
             finish_reason = FinishReason.STOP
@@ -169,7 +173,7 @@ class RequestState:
             text,
             finish_reason,
             None if finish_reason is None else self._usage(),
-            logprobs[: piece.num_tokens],
+            logprobs[:num_kept],
             self._of_prompt(prompt_logprobs) if first_token_index == 0 else (),
             0,  # the sequence's index is its call's to say
             self.num_cached_tokens,

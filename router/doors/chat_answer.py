@@ -51,13 +51,14 @@ class ChatPlan:
         chat = request.chat
         if chat is None or not (chat.tools or chat.split_reasoning or chat.tool_choice is not None):
             return cls(request=request)
-        style, params = processor.chat_style(request.model), request.sampling_params
+        style = processor.chat_style(request.model, has_tools=bool(chat.tools), template=chat.template)
+        params = request.sampling_params
         tools, choice = _checked(chat, style)
         if params.echo:
             raise InvalidRequestError(
                 "sampling_params.echo", True, "must not be set where the answer of a chat is read"
             )
-        chat = _with_tools(chat, tools)
+        chat = _with_tools(chat, () if style.is_generic and choice.mode == "none" else tools)
         callable_tools = tools if choice.mode != "none" else ()
         splits = style.reasoning is not None and params.structure is None
         prompt = await processor.render(request.model, chat) if splits or callable_tools else ""
@@ -143,7 +144,7 @@ def _checked(chat: Chat, style: ChatStyle) -> tuple[tuple[Tool, ...], ToolChoice
 def _with_tools(chat: Chat, tools: Sequence[Tool]) -> Chat:
     """The chat with its tools as the template reads them."""
     if not tools:
-        return chat
+        return replace(chat, tools=())
     told = {**chat.template_kwargs, "tools": [tool.for_template() for tool in tools]}
     return replace(chat, template_kwargs=told, tools=())
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Final
 
 from holdfast.router.config import OverloadConfig
-from holdfast.router.doors.free_memory import give_back
 from holdfast.router.overload.overload import Overload, OverloadAction
 from holdfast.router.overload.pressure import Readings
 from holdfast.worker.available_memory import readable_bytes, total_memory
+from holdfast.worker.free_memory import give_back
 
 logger = logging.getLogger(__name__)
 

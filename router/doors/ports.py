@@ -11,6 +11,7 @@ from holdfast.router.doors.connection_guard import ConnectionGuard
 from holdfast.router.doors.grpc import health
 from holdfast.router.doors.http.server import HttpServer
 from holdfast.router.overload.overload import Overload
+from holdfast.worker.security.loopback import host_port
 from holdfast.worker.security.tls import ServerTls, add_port
 
 if TYPE_CHECKING:
@@ -44,10 +45,10 @@ class Ports:
 
     async def serve_grpc(self, host: str, port: int) -> None:
         """Raises `RuntimeError` if the port is taken."""
-        bound = add_port(self._server, f"{host}:{port}", self._tls)
+        bound = add_port(self._server, host_port(host, port), self._tls)
         await self._server.start()
         self._guard.start(bound)
-        self.grpc = f"{host}:{bound}"
+        self.grpc = host_port(host, bound)
         logger.info("the router listens on %s", self.grpc)
 
     async def serve_http(
@@ -59,9 +60,9 @@ class Ports:
             self._http_server = HttpServer(app, host, port, tls, limits, self._guard, overload)
         except OSError as taken:
             await self._server.stop(None)
-            raise RuntimeError(f"HTTP cannot listen on {host}:{port}: {taken}") from taken
+            raise RuntimeError(f"HTTP cannot listen on {host_port(host, port)}: {taken}") from taken
         await self._http_server.start()
-        self.http = f"{host}:{self._http_server.port}"
+        self.http = host_port(host, self._http_server.port)
         logger.info("the router serves HTTP on %s", self.http)
 
     async def serve_admin(self, servicer: health.HealthServicer, port: int) -> None:

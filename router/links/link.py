@@ -25,6 +25,7 @@ from holdfast.worker.errors import HoldfastError, InternalError, ReplicaError
 from holdfast.worker.log_level import LogLevel
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.security.link_security import UNSECURED, LinkSecurity
+from holdfast.worker.security.loopback import NO_PROXY
 from holdfast.worker.step_update import Heartbeat, Hello, StepUpdate
 from holdfast.worker.wire.link_requests import (
     abort_message,
@@ -288,4 +289,5 @@ def _channel_options(config: RouterConfig) -> list[tuple[str, int]]:
         # Each session dials for itself; a pool shared by the process would impose its own, longer pauses.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_retries", 0),
+        NO_PROXY,
     ]

@@ -14,7 +14,7 @@ from holdfast.router.requests.answer import CompletedRequest, CompletedSequence,
 from holdfast.router.requests.beam_search import Beam, BeamSearch, extension
 from holdfast.router.requests.output_signal import OutputSignal
 from holdfast.router.resume import NewSequence
-from holdfast.router.text.stop_reason import stop_reason
+from holdfast.router.text.stop_reason import shown_tokens, stop_reason
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.request import EngineRequest, FinishReason
@@ -118,13 +118,15 @@ class BeamAnswer:
     def _completion(self, index: int, beam: Beam) -> CompletedSequence:
         params = self._request.sampling_params
         text = TextStream(self._tokenizer, params, self._request.prompt_token_ids)
+        finish_reason = self._finish_reason(beam)
+        shown = shown_tokens(beam.token_ids, finish_reason, params)
         output = Deliver(
             request_id=self.request_id,
             sequence_index=index,
             first_token_index=0,
             token_ids=beam.token_ids,
-            text=self.echo + text.push(beam.token_ids).text + text.finish(),
-            finish_reason=self._finish_reason(beam),
+            text=self.echo + text.push(shown).text + text.finish(),
+            finish_reason=finish_reason,
             fingerprint=self._fingerprints[0] if self._fingerprints else "",
             identity_guaranteed=len(self._fingerprints) <= 1,
             num_cached_tokens=self._num_cached_tokens,

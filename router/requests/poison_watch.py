@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from holdfast.router.requests.request_digest import request_digest
+from holdfast.router.requests.request_digest import Part, request_digest
 from holdfast.router.router_losses import MAX_ROUTERS_LOST, RouterLoss
 from holdfast.worker.errors import ReplicaError, RequestQuarantinedError
 from holdfast.worker.suspicion import Suspicion
@@ -216,12 +216,12 @@ class Reading:
 _reading: ContextVar[Reading | None] = ContextVar("holdfast_reading", default=None)
 
 
-def begin_reading(watch: PoisonWatch, kind: str, content: bytes) -> Reading:
+def begin_reading(watch: PoisonWatch, kind: str, *content: Part) -> Reading:
     """A request to the path or method `kind` is read by the running task from here on. Raises as `PoisonWatch.begin`.
 
     `content` are the bytes by which it is recognized when it is sent again.
     """
-    reading = watch.begin(request_digest(kind, content) if watch.is_on else "")
+    reading = watch.begin(request_digest(kind, *content) if watch.is_on else "")
     _reading.set(reading)
     return reading
 

@@ -23,7 +23,7 @@ from holdfast.router.security.gate import Caller, Gate
 from holdfast.router.text.prompt import check_length, kept_tokens
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
-from holdfast.router.text.vocabulary import check_vocabulary, resolved
+from holdfast.router.text.vocabulary import check_encoded, check_vocabulary, resolved
 from holdfast.worker.errors import InvalidRequestError, RateLimitError, ReplicaError, UnknownModelError
 from holdfast.worker.request import EngineRequest, Priority
 
@@ -132,8 +132,8 @@ class RequestAdmission:
             return new_sequence(sibling, text, None, index)
         received, facts = resume.progress(index).token_ids, admitted.model.facts
         field, num_prompt_tokens = f"resume.sequences[{index}].token_ids", len(sibling.prompt_token_ids)
-        check_vocabulary(field, received, facts.vocab_size)
         _check_room(field, len(received), num_prompt_tokens, facts.max_model_len)
+        check_vocabulary(field, received, facts.vocab_size)
         check_ends(field, received, sibling, facts.eos_token_ids)
         await self._tokenizers.check_output(admitted.model.name, field, sibling.grammar, received, facts.eos_token_ids)
         return await asyncio.to_thread(new_sequence, sibling, text, resume, index, len(admitted.echo))
@@ -162,6 +162,10 @@ class RequestAdmission:
         check_length(
             request.prompt_field, shown, len(token_ids), max_sequence_len=max_sequence_len, max_model_len=max_model_len
         )
+        if request.chat is None and not isinstance(request.prompt, str):
+            check_vocabulary("token_ids", token_ids, model.facts.vocab_size)  # not of more than a model takes
+        else:
+            check_encoded(request.prompt_field, token_ids, self._tokenizers[model.name], model.facts.vocab_size)
         return EngineRequest(
             request_id=request_id,
             part=request.part,
@@ -173,7 +177,7 @@ class RequestAdmission:
             cache_salt=request.cache_salt,
             tenant=request.tenant,
             session_id=request.session_id,
-            bad_word_token_ids=await self._tokenizers.bad_words(model.name, request.sampling_params.bad_words),
+            bad_word_token_ids=await self._bad_words(request, model),
             grammar=await self._tokenizers.grammar(model.name, request.sampling_params.structure),
         )
 
@@ -185,8 +189,12 @@ class RequestAdmission:
             return await self._tokenizers.encode(model.name, text, add_special_tokens=False)
         if isinstance(request.prompt, str):
             return await self._tokenizers.encode(model.name, request.prompt)
-        check_vocabulary("token_ids", request.prompt, model.facts.vocab_size)
         return request.prompt
+
+    async def _bad_words(self, request: GenerationRequest, model: ModelStatus) -> tuple[tuple[int, ...], ...]:
+        """Those that the model can write: of a token beyond its vocabulary it has no logit."""
+        words = await self._tokenizers.bad_words(model.name, request.sampling_params.bad_words)
+        return tuple(word for word in words if max(word) < model.facts.vocab_size)
 
     async def _echo(self, request: GenerationRequest, model: str, engine_request: EngineRequest) -> str:
         """The text that `echo` puts before the output; of a chat, the rendered prompt."""

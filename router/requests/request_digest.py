@@ -5,7 +5,7 @@ What may not live here: what is done with it (`poison_watch.py`).
 
 from collections.abc import Iterator
 from hashlib import blake2b
-from typing import Final
+from typing import Final, TypeAlias
 
 WHOLE_BYTES: Final = 2**18
 """Bytes up to this are hashed whole. Of more, so many at both ends and pieces between: no loop waits for 32 MB."""
@@ -19,30 +19,43 @@ _OF_A_SUBMISSION: Final = frozenset((2, 7, 10, 11))
 _MAX_FIELDS: Final = 64
 
 
-def request_digest(kind: str, content: bytes) -> str:
-    """Of a request to the path or method `kind`."""
-    size = len(content)
+Part: TypeAlias = bytes | memoryview
+
+
+def request_digest(kind: str, *parts: Part) -> str:
+    """Of a request to the path or method `kind`, whose bytes are these. Nothing is copied."""
+    size = sum(map(len, parts))
     digest = blake2b(kind.encode(), digest_size=16)
     digest.update(b"%d:" % size)
-    if size <= 2 * WHOLE_BYTES:
-        digest.update(content)
-        return digest.hexdigest()
-    view = memoryview(content)
-    digest.update(view[:WHOLE_BYTES])
-    step = (size - 2 * WHOLE_BYTES) // PIECES
-    for at in range(WHOLE_BYTES, WHOLE_BYTES + PIECES * step, max(step, 1)):
-        digest.update(view[at : at + PIECE_BYTES])
-    digest.update(view[-WHOLE_BYTES:])
+    for part in parts:
+        if size <= 2 * WHOLE_BYTES:
+            digest.update(part)
+        else:
+            _add_samples(digest, memoryview(part), len(parts))
     return digest.hexdigest()
 
 
-def lasting_part(message: bytes) -> bytes:
+def _add_samples(digest: blake2b, part: memoryview, num_parts: int) -> None:
+    """Of one of several parts: both of its ends, and pieces between."""
+    num_whole = WHOLE_BYTES // num_parts
+    if len(part) <= 2 * num_whole:
+        digest.update(part)
+        return
+    digest.update(part[:num_whole])
+    step = max(1, (len(part) - 2 * num_whole) * num_parts // PIECES)
+    for at in range(num_whole, len(part) - num_whole, step):
+        digest.update(part[at : at + PIECE_BYTES])
+    digest.update(part[-num_whole:])
+
+
+def lasting_parts(message: bytes) -> list[memoryview]:
     """A serialized `GenerateRequest` without what changes when it is sent again. What is none stays as it is."""
+    view = memoryview(message)
     try:
-        kept = [message[begin:end] for number, begin, end in _fields(message) if number not in _OF_A_SUBMISSION]
+        kept = [(begin, end) for number, begin, end in _fields(message) if number not in _OF_A_SUBMISSION]
     except (IndexError, ValueError):
-        return message
-    return b"".join(kept)
+        return [view]
+    return [view[begin:end] for begin, end in kept]
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int, int]]:

@@ -67,7 +67,8 @@ class RequestProcessor:
         self._gate = gate or Gate()
         self._tokenizers = tokenizers
         self._limits = limits
-        self._chat_styles: dict[str, tuple[Tokenizer, ChatStyle]] = {}
+        self._chat_styles: dict[str, tuple[Tokenizer, dict[str | None, ChatStyle]]] = {}
+        """By model: its tokenizer, and the style of each of its chat templates that was asked for."""
         self._open_answers = OpenAnswers()
         self._admission = RequestAdmission(dispatch_host, tokenizers, limits, self._gate, self._open_answers, overload)
         self.stats = RequestStats()
@@ -282,26 +283,30 @@ class RequestProcessor:
             raise InvalidRequestError("structured_outputs", structure.text[:100], told)
         await self._tokenizers.grammar(self.model(model).name, structure)
 
-    def chat_style(self, model: str) -> ChatStyle:
-        """In which formats a model that is served here writes calls and reasoning. Raises `HoldfastError`."""
+    def chat_style(self, model: str, *, has_tools: bool = False, template: str = "") -> ChatStyle:
+        """In which formats a model that is served here writes calls and reasoning, by the chat template that chats with
+        or without tools have, or the one named. Raises `HoldfastError`.
+        """
         name = self.model(model).name
         tokenizer = self._tokenizers[name]
-        known, style = self._chat_styles.get(name, (None, None))
-        if style is None or known is not tokenizer:
-            style = ChatStyle.of(tokenizer)
-            self._chat_styles[name] = tokenizer, style
-        return style
+        used = tokenizer.template_of(has_tools=has_tools, name=template)
+        known, styles = self._chat_styles.get(name, (None, {}))
+        if known is not tokenizer:
+            self._chat_styles[name] = tokenizer, (styles := {})
+        if used not in styles:
+            styles[used] = ChatStyle.of(tokenizer, used)
+        return styles[used]
 
     def has_chat_template(self, model: str) -> bool:
         """Whether a model that is served here takes chats."""
-        return self._tokenizers[model].chat_template is not None
+        return bool(self._tokenizers[model].chat_templates)
 
     def tokenizer(self, model: str) -> Tokenizer:
         """That of a model that is served here."""
         return self._tokenizers[model]
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
-        """The text of token ids. Raises `HoldfastError`."""
+        """The text of token ids, special tokens included. Raises `HoldfastError`."""
         self.check_overload()
         status = self.model(model)
         if len(token_ids) > status.facts.max_model_len:

@@ -1,14 +1,15 @@
 """Chat template renderer: turns a list of messages into the prompt text that the model was trained on.
 
 A template is untrusted code that comes with a model, so it runs in jinja2's sandbox, within a budget of steps
-(`template_budget.py`), and gets only plain data and a few helpers. What may not live here: tokens, and which roles
-there are: the template decides that.
+(`template_budget.py`), and gets only plain data and a few helpers. Every API's chats are rendered here, so what is done
+for messages that a template does not take is done for all of them (`adapted_messages.py`). What may not live here:
+tokens.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
@@ -18,7 +19,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from holdfast.router.chat import Chat, Message, check_messages
+from holdfast.router.chat_messages import plain_messages
+from holdfast.router.text.adapted_messages import adapted
 from holdfast.router.text.template_budget import BudgetedEnvironment, SpentError, spending
+from holdfast.router.text.template_traits import TemplateTraits, drops_role, traits_of
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 
@@ -29,6 +33,13 @@ FEW_STEPS: Final = 20_000
 _STEPS: Final = 4_000_000
 _STEPS_PER_BYTE: Final = 20
 
+_TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Put behind the content that an output goes on with, to find its end in the rendered text, as transformers does. By
+the space it is seen whether the template trims content.
+"""
+_PROBED_AT: Final = datetime(2024, 2, 29, tzinfo=UTC)
+_KNOWN_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+
 
 def chat_text(tokenizer: Tokenizer, chat: Chat, steps: int | None = None) -> str:
     """The prompt for a chat, by the tokenizer's chat template. Raises what `render_chat` raises.
@@ -38,10 +49,11 @@ def chat_text(tokenizer: Tokenizer, chat: Chat, steps: int | None = None) -> str
     """
     now = datetime.now(UTC) if chat.now_s is None else datetime.fromtimestamp(chat.now_s, UTC)
     return render_chat(
-        tokenizer.chat_template,
+        tokenizer.template_of(has_tools=bool(chat.template_kwargs.get("tools")), name=chat.template),
         chat.messages,
         special_tokens=tokenizer.special_tokens,
         template_kwargs=chat.template_kwargs,
+        continue_final_message=chat.continue_final_message,
         now=lambda: now,
         steps=_STEPS + _STEPS_PER_BYTE * chat.num_bytes if steps is None else steps,
     )
@@ -54,37 +66,101 @@ def render_chat(
     *,
     special_tokens: Mapping[str, str] = _NOTHING,
     template_kwargs: Mapping[str, Any] = _NOTHING,
+    continue_final_message: bool = False,
     now: Callable[[], datetime] = datetime.now,
     steps: int = _STEPS,
 ) -> str:
     """The prompt for `messages`. It contains its special tokens: encode it with `add_special_tokens=False`.
 
     `special_tokens` are the names that templates use (`bos_token`, `eos_token`, ...), see `Tokenizer.special_tokens`.
-    Raises `InvalidRequestError` for messages that are malformed or that the template refuses, `TemplateBudgetError`,
-    which is one, for a template that takes more than so many `steps` or makes too long a text, and `ConfigurationError`
-    for a template that does not compile.
+    With `continue_final_message` the prompt ends with the last message's content, and begins no other.
+
+    Raises `InvalidRequestError` for messages that are malformed or that the template refuses or does not show,
+    `TemplateBudgetError`, which is one, for a template that takes more than so many `steps` or makes too long a text,
+    and `ConfigurationError` for a template that does not compile.
     """
     if template is None:
         way_out = "send a text prompt instead, or serve it with a template (--chat-template)"
         raise InvalidRequestError("chat", messages, f"this model has no chat template; {way_out}")
     check_messages(messages)
-    compiled = _compiled(template)
-    variables = {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None, **template_kwargs}
-    own = {
-        **special_tokens,
-        "messages": [dict(message) for message in messages],
-        "strftime_now": lambda form: now().strftime(form),
+    variables = {
+        "add_generation_prompt": add_generation_prompt and not continue_final_message,
+        "tools": None,
+        "documents": None,
+        **template_kwargs,
     }
+    traits = template_traits(template, special_tokens)
+    tools = variables["tools"]
+    taken = adapted(plain_messages(messages), traits, tools if isinstance(tools, list) else ())
+    _check_roles(template, special_tokens, taken)
+    if continue_final_message:
+        taken[-1] = {**taken[-1], "content": (taken[-1]["content"] or "") + _TAG}
+    own = {**special_tokens, "messages": taken, "strftime_now": lambda form: now().strftime(form)}
     if reserved := sorted(own.keys() & template_kwargs.keys()):
         raise InvalidRequestError("chat.template_kwargs", reserved, "are not for a request to set")
     try:
-        with spending(steps):
-            return compiled.render(variables | own)
+        text = _rendered(template, variables | own, steps)
     except SpentError as error:
         raise TemplateBudgetError(error.message or "") from error
     except Exception as error:  # a template may raise anything, and most failures are due to the messages
         limit = f"the model's chat template refuses them: {error}"
         raise InvalidRequestError("chat.messages", messages, limit) from error
+    return _cut_at_tag(text, messages) if continue_final_message else text
+
+
+def _rendered(template: str, variables: Mapping[str, Any], steps: int) -> str:
+    compiled = _compiled(template)
+    with spending(steps):
+        return compiled.render(variables)
+
+
+def _cut_at_tag(text: str, messages: Sequence[Message]) -> str:
+    """A rendered chat up to the end of its last message's content."""
+    end = text.rfind(_TAG.strip())
+    if end < 0:
+        limit = "must end with a message whose content the model's chat template shows: it is to go on"
+        raise InvalidRequestError("chat.messages", messages[-1], limit)
+    return text[:end] if text.startswith(_TAG, end) else text[:end].rstrip()
+
+
+def template_traits(template: str, special_tokens: Mapping[str, str] = _NOTHING) -> TemplateTraits:
+    """What a template takes, found out once. Raises `ConfigurationError` for one that does not compile."""
+    _compiled(template)
+    return _traits(template, tuple(special_tokens.items()))
+
+
+@lru_cache(maxsize=64)
+def _traits(template: str, special_tokens: tuple[tuple[str, str], ...]) -> TemplateTraits:
+    return traits_of(template, partial(_probed, template, special_tokens))
+
+
+@lru_cache(maxsize=256)
+def _drops_role(template: str, special_tokens: tuple[tuple[str, str], ...], role: str) -> bool:
+    return drops_role(role, partial(_probed, template, special_tokens))
+
+
+def _probed(
+    template: str,
+    special_tokens: tuple[tuple[str, str], ...],
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> str:
+    variables = {
+        **dict(special_tokens),
+        "messages": list(messages),
+        "tools": tools,
+        "documents": None,
+        "add_generation_prompt": True,
+        "strftime_now": _PROBED_AT.strftime,
+    }
+    return _rendered(template, variables, FEW_STEPS)
+
+
+def _check_roles(template: str, special_tokens: Mapping[str, str], messages: Sequence[Message]) -> None:
+    """Raises `InvalidRequestError` for a role whose messages the template would silently drop."""
+    for role in {message["role"] for message in messages} - _KNOWN_ROLES:
+        if _drops_role(template, tuple(special_tokens.items()), role):
+            raise InvalidRequestError("chat.messages", role, f"the model's chat template shows no messages of {role!r}")
 
 
 def check_template(template: str, name: str) -> None:

@@ -1,4 +1,5 @@
-"""Stop reason of a sequence: the stop string, or the token among the request's own, that ended it.
+"""Stop reason of a sequence: the stop string, or the token among the request's own, that ended it; and which tokens its
+text is of.
 
 What may not live here: whether the output ends, and finding stop strings (`text_stream.py`).
 """
@@ -22,3 +23,13 @@ def stop_reason(
         return matched
     last = token_ids[-1] if token_ids else None
     return last if last in params.stop_token_ids else None
+
+
+def shown_tokens(
+    token_ids: tuple[int, ...], finish_reason: FinishReason | None, params: SamplingParams
+) -> tuple[int, ...]:
+    """Those of the last tokens of an output that its text is of. `finish_reason` is the engine's: an output that it
+    ends with `STOP` has an end of sequence or a stop token as its last token, which is no text.
+    """
+    is_shown = finish_reason is not FinishReason.STOP or params.include_stop_str_in_output
+    return token_ids if is_shown else token_ids[:-1]

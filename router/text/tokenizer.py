@@ -6,10 +6,11 @@ that file needs transformers. What may not live here: incremental decoding (`det
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
@@ -20,7 +21,14 @@ from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 if TYPE_CHECKING:
     import tokenizers
 
+_LONG: Final = 2**10
+"""Characters, or token ids, from which on the library is called so that it lets go of Python's lock meanwhile: what it
+does with 512 KiB of text takes a second.
+"""
+
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"
+"""Names of chat templates, as transformers has them."""
 
 
 class Codec(Protocol):
@@ -48,14 +56,15 @@ class Tokenizer:
         codec: Codec,
         *,
         special_tokens: Mapping[str, str],
-        chat_template: str | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
         eos_token_id: int | None = None,
         json_path: Path | None = None,
     ) -> None:
         self._codec = codec
         self.special_tokens = MappingProxyType(dict(special_tokens))
         """`bos_token`, `eos_token`, ... as templates name them."""
-        self.chat_template = chat_template
+        self.chat_templates = _named_templates(chat_template)
+        """By name: `default` for any chat, `tool_use` for those with tools, and others that requests name."""
         self.eos_token_id = eos_token_id
         """The tokenizer's own end of sequence. A model may have more of them: see `ModelInfo.eos_token_ids`."""
         self.json_path = json_path
@@ -80,11 +89,11 @@ class Tokenizer:
             raise ConfigurationError(f"no tokenizer at {path}: it is not a folder; give the model's local folder")
         special_tokens = _special_tokens(folder)
         json_path = folder / "tokenizer.json"
-        codec = _FastCodec.load(folder) if json_path.is_file() else _SlowCodec.load(folder)
+        codec = _FastCodec.load(folder, special_tokens) if json_path.is_file() else _SlowCodec.load(folder)
         return cls(
             codec,
             special_tokens=special_tokens,
-            chat_template=_chat_template(folder),
+            chat_template=_chat_templates(folder),
             eos_token_id=_eos_token_id(folder, codec, special_tokens),
             json_path=json_path if json_path.is_file() else None,
         )
@@ -92,8 +101,25 @@ class Tokenizer:
     def with_chat_template(self, chat_template: str) -> "Tokenizer":
         """The same with another chat template."""
         other = copy(self)
-        other.chat_template = chat_template
+        other.chat_templates = _named_templates(chat_template)
         return other
+
+    @property
+    def chat_template(self) -> str | None:
+        """That of a chat without tools."""
+        return self.chat_templates.get(_DEFAULT)
+
+    def template_of(self, *, has_tools: bool = False, name: str = "") -> str | None:
+        """The chat template of a chat, as transformers chooses it. Raises `InvalidRequestError` for a name that is none
+        of this model's.
+        """
+        if name and name not in self.chat_templates:
+            names = ", ".join(sorted(self.chat_templates)) or "none, for it has no chat template"
+            raise InvalidRequestError("chat_template", name, f"must be a name of this model's templates: {names}")
+        if name:
+            return self.chat_templates[name]
+        used = _WITH_TOOLS if has_tools and _WITH_TOOLS in self.chat_templates else _DEFAULT
+        return self.chat_templates.get(used)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; `add_special_tokens` adds those that the model expects around a text, such as BOS."""
@@ -107,7 +133,10 @@ class Tokenizer:
 
         Unknown ids are no error, because a model's vocabulary may be padded beyond the tokenizer's.
         """
-        return self._codec.decode([i for i in token_ids if 0 <= i < self.vocab_size], skip_special_tokens)
+        known = [i for i in token_ids if 0 <= i < self.vocab_size]
+        if len(known) >= _LONG and isinstance(self._codec, _FastCodec):
+            return self._codec.decode_many(known, skip_special_tokens)
+        return self._codec.decode(known, skip_special_tokens)
 
     def length_of(self, token_id: int) -> int:
         """Characters of a single token, special or not. Cached."""
@@ -120,30 +149,50 @@ class Tokenizer:
 class _FastCodec:
     """A tokenizer.json, with the `tokenizers` library."""
 
-    def __init__(self, tokenizer: "tokenizers.Tokenizer") -> None:
+    def __init__(self, tokenizer: "tokenizers.Tokenizer", also_special: Iterable[str | int] = ()) -> None:
+        """`also_special` are tokens, or ids of added tokens, that tokenizer.json does not mark as special."""
         tokenizer.no_truncation()  # a file may contain the settings of the training
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._reading = Lock()
+        """One list of ids is made at a time: that holds Python's lock, and an event loop is to get it in between."""
         added = tokenizer.get_added_tokens_decoder()
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        named = {i if isinstance(i, int) else tokenizer.token_to_id(i) for i in also_special}
+        marked = {i for i, token in added.items() if token.special}
+        self._also_special = frozenset(i for i in named - marked if i is not None)
+        self.special_token_ids = frozenset(marked) | self._also_special
 
     @classmethod
-    def load(cls, folder: Path) -> "_FastCodec":
+    def load(cls, folder: Path, special_tokens: Mapping[str, str]) -> "_FastCodec":
         from tokenizers import Tokenizer as Fast
 
         path = folder / "tokenizer.json"
         try:
-            return cls(Fast.from_file(str(path)))
+            tokenizer = Fast.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise ConfigurationError(f"cannot read {path}: {error}; fetch the model again") from error
+        added = tokenizer.get_added_tokens_decoder()
+        ends = (i for i in _generation_ends(folder) if i in added)
+        return cls(tokenizer, [*special_tokens.values(), *_configured_special(folder), *ends])
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         text.encode()  # raises UnicodeEncodeError; the library's own error says less
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < _LONG:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        with self._reading:
+            return encoding.ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        if skip_special_tokens and self._also_special:
+            token_ids = [i for i in token_ids if i not in self._also_special]
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def decode_many(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The same, without Python's lock."""
+        (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return text
 
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
@@ -198,24 +247,49 @@ def _token_text(entry: object) -> str | None:
     return entry if isinstance(entry, str) else None
 
 
-def _chat_template(folder: Path) -> str | None:
-    """chat_template.jinja, else that of tokenizer_config.json: a string, or a list with one named `default`."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = _read_json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):
-        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
-    return template if isinstance(template, str) else None
+def _named_templates(given: str | Mapping[str, str] | None) -> Mapping[str, str]:
+    named = {_DEFAULT: given} if isinstance(given, str) else given or {}
+    return MappingProxyType(dict(named))
+
+
+def _chat_templates(folder: Path) -> dict[str, str]:
+    """chat_template.jinja and the files of additional_chat_templates; else those of tokenizer_config.json."""
+    files = {_DEFAULT: folder / "chat_template.jinja"} if (folder / "chat_template.jinja").is_file() else {}
+    files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if files:
+        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    given = _read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(given, list):
+        given = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
+    named = given if isinstance(given, dict) else {_DEFAULT: given}
+    return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+
+
+def _configured_special(folder: Path) -> list[str]:
+    """Tokens that tokenizer_config.json calls special, beside those with a name of their own."""
+    entries = _read_json(folder / "tokenizer_config.json")
+    added = entries.get("added_tokens_decoder")
+    found = [one for one in added.values() if _is_special(one)] if isinstance(added, dict) else []
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        more = entries.get(name)
+        found += more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
+    return [text for text in map(_token_text, found) if text is not None]
+
+
+def _is_special(entry: object) -> bool:
+    return isinstance(entry, dict) and entry.get("special") is True
 
 
 def _eos_token_id(folder: Path, codec: Codec, special_tokens: Mapping[str, str]) -> int | None:
     if "eos_token" in special_tokens:
         return codec.token_id(special_tokens["eos_token"])
+    return next(iter(_generation_ends(folder)), None)
+
+
+def _generation_ends(folder: Path) -> list[int]:
+    """The tokens by which generation_config.json has an output end."""
     eos = _read_json(folder / "generation_config.json").get("eos_token_id")
-    if isinstance(eos, list):
-        eos = next(iter(eos), None)
-    return eos if isinstance(eos, int) else None
+    return [i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

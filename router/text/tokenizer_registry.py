@@ -7,15 +7,27 @@ do (`tokenizer.py`, `grammar.py`).
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from typing import Final
 
 from holdfast.router.chat import Chat
-from holdfast.router.text.chat import FEW_STEPS, TemplateBudgetError, chat_text
+from holdfast.router.text.chat import FEW_STEPS, TemplateBudgetError, chat_text, template_traits
 from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.prompt import echoed_text
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.vocabulary import bad_word_token_ids
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.free_memory import give_back
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.structured_outputs import StructuredOutputs
+
+LONG: Final = 2**16
+"""Characters of a text that is long: it takes a tenth of a second and 250 times its size in memory."""
+
+LONG_AT_ONCE: Final = 2
+"""More of them wait, so that others find a thread, and memory stays within limits."""
+
+GIVE_BACK_AFTER_S: Final = 0.5
+"""After the last of them: then what was made of it is gone too."""
 
 
 class TokenizerRegistry:
@@ -29,6 +41,8 @@ class TokenizerRegistry:
         self._sources: dict[str, tuple[str, str]] = {}
         """By model: the folder, and the chat template that was given."""
         self._loading = asyncio.Lock()
+        self._long = asyncio.Semaphore(LONG_AT_ONCE)
+        self._num_long = 0
 
     def __getitem__(self, model: str) -> Tokenizer:
         return self._tokenizers[model]
@@ -44,6 +58,7 @@ class TokenizerRegistry:
                 tokenizer = await asyncio.to_thread(self._load, path)
                 if chat_template:
                     tokenizer = tokenizer.with_chat_template(chat_template)
+                await asyncio.to_thread(_probe_templates, tokenizer)
                 self._tokenizers[model] = tokenizer
                 self._compilers[model] = GrammarCompiler(tokenizer)
                 self._sources[model] = source
@@ -53,7 +68,21 @@ class TokenizerRegistry:
         tokenizer = self._tokenizers[model]
         if len(text) <= self._inline_bytes:
             return tuple(tokenizer.encode(text, add_special_tokens))
-        return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens))
+        if len(text) < LONG:
+            return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens))
+        self._num_long += 1
+        try:
+            async with self._long:
+                return await asyncio.to_thread(lambda: tuple(tokenizer.encode(text, add_special_tokens)))
+        finally:
+            self._num_long -= 1
+            if not self._num_long:
+                asyncio.get_running_loop().call_later(GIVE_BACK_AFTER_S, self._give_back)
+
+    def _give_back(self) -> None:
+        """What long texts took goes back to the system."""
+        if not self._num_long:
+            asyncio.get_running_loop().run_in_executor(None, give_back)
 
     async def render(self, model: str, chat: Chat) -> str:
         """As `chat_text`. What takes more than a few steps is done anew on a thread."""
@@ -90,8 +119,17 @@ class TokenizerRegistry:
         return await asyncio.to_thread(echoed_text, *arguments)
 
     async def decode(self, model: str, token_ids: tuple[int, ...]) -> str:
-        """The text of token ids. Four bytes are assumed for each token to decide where to decode."""
+        """The text of token ids, special tokens included. Four bytes are assumed for each to decide where to decode."""
         tokenizer = self._tokenizers[model]
         if 4 * len(token_ids) <= self._inline_bytes:
-            return tokenizer.decode(token_ids)
-        return await asyncio.to_thread(tokenizer.decode, token_ids)
+            return tokenizer.decode(token_ids, skip_special_tokens=False)
+        return await asyncio.to_thread(tokenizer.decode, token_ids, skip_special_tokens=False)
+
+
+def _probe_templates(tokenizer: Tokenizer) -> None:
+    """Finds the traits of the chat templates out, before the first chat waits for them. One that does not compile is
+    told of by the chats that ask for it.
+    """
+    for template in tokenizer.chat_templates.values():
+        with suppress(ConfigurationError):
+            template_traits(template, tokenizer.special_tokens)

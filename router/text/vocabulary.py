@@ -19,11 +19,23 @@ def check_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> N
         raise InvalidRequestError(field, largest, f"token ids must be below the vocabulary size, {vocab_size}")
 
 
+def check_encoded(field: str, token_ids: Sequence[int], tokenizer: Tokenizer, vocab_size: int) -> None:
+    """As `check_vocabulary`, of a text's tokens: a tokenizer may have added some that the model lacks."""
+    if (largest := max(token_ids, default=0)) >= vocab_size:
+        token = tokenizer.decode((largest,), skip_special_tokens=False)
+        limit = f"its text has this token, of id {largest}, and the model's vocabulary ends at {vocab_size - 1}"
+        raise InvalidRequestError(field, token, limit)
+
+
 def check_logits_settings(params: SamplingParams, vocab_size: int) -> None:
     """Raises `InvalidRequestError`, naming the parameter, if one has a token id outside the vocabulary."""
     check_vocabulary("sampling_params.stop_token_ids", params.stop_token_ids, vocab_size)
     check_vocabulary("sampling_params.logit_bias", tuple(params.logit_bias), vocab_size)
-    check_vocabulary("sampling_params.allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    allowed = params.allowed_token_ids or ()
+    if len(allowed) > vocab_size:
+        limit = f"must have at most as many token ids as the vocabulary, {vocab_size}"
+        raise InvalidRequestError("sampling_params.allowed_token_ids", len(allowed), limit)
+    check_vocabulary("sampling_params.allowed_token_ids", allowed, vocab_size)
 
 
 def resolved(params: SamplingParams, seed_key: str, *, vocab_size: int, max_model_len: int) -> SamplingParams:

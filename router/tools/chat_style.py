@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+from holdfast.router.text import generic_tools
+from holdfast.router.text.chat import template_traits
+from holdfast.router.text.template_traits import TemplateTraits
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.tools.call_events import CallEvent, Content
 from holdfast.router.tools.call_grammar import markers, single_tokens, tool_grammar
@@ -30,6 +33,8 @@ class ChatStyle:
 
     call_format: str | None = None
     """Of `FORMATS`; None: its template writes no calls that are known."""
+    is_generic: bool = False
+    """Its template knows no tools: they are told in the system message."""
     reasoning: str | None = None
     """Of `REASONING_TAGS`; None: its template knows no reasoning."""
     unwanted: tuple[str, ...] | None = None
@@ -38,13 +43,19 @@ class ChatStyle:
     """The markers that are single tokens."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Self:
-        """As the template and the tokenizer say."""
-        call_format, reasoning = detect_format(tokenizer.chat_template), detect_reasoning(tokenizer.chat_template)
+    def of(cls, tokenizer: Tokenizer, template: str | None) -> Self:
+        """As one of its chat templates, and the tokenizer, say. Raises `ConfigurationError` for a template that does
+        not compile.
+        """
+        call_format, reasoning = detect_format(template), detect_reasoning(template)
+        traits = TemplateTraits() if template is None else template_traits(template, tokenizer.special_tokens)
+        if not traits.shows_tools and not traits.shows_calls:
+            call_format = generic_tools.FORMAT
         looked_for = markers(call_format, reasoning)
         special = {tokenizer.decode((i,), skip_special_tokens=False) for i in tokenizer.special_token_ids}
         return cls(
             call_format=call_format,
+            is_generic=not traits.shows_tools,
             reasoning=reasoning,
             unwanted=unwanted_texts(special, looked_for),
             token_ids=single_tokens(looked_for, lambda text: tokenizer.encode(text, add_special_tokens=False)),

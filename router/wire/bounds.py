@@ -48,6 +48,7 @@ def _inference(limits: LimitsConfig) -> Bounds:
         "holdfast.v1.Chat": {
             "messages": Bound(count=limits.max_messages, setting="limits.max_messages"),
             "template_kwargs": text,
+            "template": _NAME,
             "tools": Bound(count=limits.max_tools, setting="limits.max_tools"),
         },
         "holdfast.v1.ChatMessage": {

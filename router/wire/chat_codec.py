@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from holdfast.router.chat import Chat, Message
+from holdfast.router.chat_messages import plain_message
 from holdfast.router.generation import ChatDelta, ChatOutput, ToolCall, ToolCallDelta
+from holdfast.router.wire.json_bounds import check_inner
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
 
@@ -23,11 +25,21 @@ _MODES_READ: Final = {int(number): mode for mode, number in _MODES.items()} | {
     int(inference_pb2.TOOL_CHOICE_MODE_UNSPECIFIED): "auto"
 }
 
-_TURN_FIELDS: Final = {"role", "content", "tool_calls", "tool_call_id", "name", "reasoning", "reasoning_content"}
+_TURN_FIELDS: Final = {
+    "role",
+    "content",
+    "tool_calls",
+    "tool_call_id",
+    "name",
+    "reasoning",
+    "reasoning_content",
+    "thinking",
+}
 
 
 def json_object(field: str, text: str) -> dict[str, Any]:
     """Of JSON text; empty text is an empty object. Raises `InvalidRequestError`."""
+    check_inner(field, text)
     try:
         values = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -40,48 +52,38 @@ def json_object(field: str, text: str) -> dict[str, Any]:
 # --- turns ---
 
 
-def turn(field: str, message: inference_pb2.ChatMessage) -> Message:
-    """As templates read it: arguments are objects, and what is not set is not there."""
+def turn(message: inference_pb2.ChatMessage) -> Message:
+    """In OpenAI's shape; what is not set is not there."""
     made: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
-        made["tool_calls"] = [
-            _call_for_template(f"{field}.tool_calls[{index}]", call) for index, call in enumerate(message.tool_calls)
-        ]
-        made["content"] = message.content or None
-    if message.reasoning:  # templates differ in what they call it
-        made |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
+        made["tool_calls"] = [_call(call) for call in message.tool_calls]
+    if message.reasoning:
+        made["reasoning"] = message.reasoning
     return made | {name: getattr(message, name) for name in ("tool_call_id", "name") if getattr(message, name)}
 
 
-def _call_for_template(field: str, call: inference_pb2.ToolCall) -> dict[str, Any]:
-    arguments = json_object(f"{field}.arguments", call.arguments)
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+def _call(call: inference_pb2.ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def turn_message(field: str, turn: Message) -> inference_pb2.ChatMessage:
     """Raises `InvalidRequestError`, naming the field."""
-    if unknown := sorted(turn.keys() - _TURN_FIELDS):
+    plain = plain_message(turn, field)
+    if unknown := sorted(plain.keys() - _TURN_FIELDS):
         raise InvalidRequestError(field, unknown, f"must have these fields alone: {', '.join(sorted(_TURN_FIELDS))}")
-    calls = turn.get("tool_calls") or ()
-    if not isinstance(turn.get("content"), str) and not calls:
-        raise InvalidRequestError(f"{field}.content", turn.get("content"), "must be text")
-    texts = {name: turn.get(name) or "" for name in ("content", "tool_call_id", "name")}
-    texts["reasoning"] = turn.get("reasoning") or turn.get("reasoning_content") or ""
-    for name, text in texts.items():
-        if not isinstance(text, str):
-            raise InvalidRequestError(f"{field}.{name}", text, "must be text")
-    calls = [_call_message(f"{field}.tool_calls[{index}]", call) for index, call in enumerate(calls)]
-    return inference_pb2.ChatMessage(role=turn["role"], tool_calls=calls, **texts)
+    calls = plain.get("tool_calls", ())
+    return inference_pb2.ChatMessage(
+        role=plain["role"],
+        tool_calls=[_call_message(f"{field}.tool_calls[{index}]", call) for index, call in enumerate(calls)],
+        **{name: plain.get(name, "") for name in ("content", "tool_call_id", "name", "reasoning")},
+    )
 
 
-def _call_message(field: str, call: object) -> inference_pb2.ToolCall:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-        raise InvalidRequestError(field, call, "must be an object with an id and a function")
+def _call_message(field: str, call: Mapping[str, Any]) -> inference_pb2.ToolCall:
     return inference_pb2.ToolCall(
-        id=_text(f"{field}.id", call.get("id") or ""),
-        name=_text(f"{field}.function.name", function.get("name")),
-        arguments=_json_text(f"{field}.function.arguments", function.get("arguments") or {}),
+        id=_text(f"{field}.id", call.get("id", "")),
+        name=call["function"]["name"],
+        arguments=_json_text(f"{field}.function.arguments", call["function"]["arguments"]),
     )
 
 

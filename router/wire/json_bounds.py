@@ -7,9 +7,9 @@ bytes: so token ids are read apart, in pieces. What may not live here: the bound
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NoReturn, TypeAlias
 
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.wire.message_bounds import Bound
@@ -42,20 +42,34 @@ class JsonBounds:
     """Of all fields together."""
     string: int
     """Bytes of the longest string, as JSON writes it."""
+    lists: Mapping[str, Bound] = field(default_factory=dict)
+    """Wider ones of fields that hold lists of numbers, for whoever reads these apart (`token_ids`)."""
 
-    def check(self, text: bytes) -> dict[str, slice]:
-        """Where the values of long fields without strings are, by name.
+    def check(self, text: bytes, apart: Collection[str] = ()) -> dict[str, slice]:
+        """Where the values of long fields without strings are, by name. Those of `apart` are read apart.
 
         Raises `InvalidRequestError`, naming the first field beyond its bound.
         """
-        return _Scan(self, text).run()
+        return _Scan(self, text, apart).run()
+
+    def take_apart(self, text: bytes, names: Collection[str]) -> tuple[bytes, dict[str, "TokenIds"]]:
+        """The text with long lists of token ids in these fields left empty, and the lists by field.
+
+        Raises `InvalidRequestError` as `check` does, and for what is no list of token ids.
+        """
+        long = self.check(text, names)
+        lists = {name: token_ids(name, text[long[name]]) for name in names if name in long}
+        for place in sorted((long[name] for name in lists), key=lambda one: -int(one.start)):
+            text = b"%b[]%b" % (text[: place.start], text[place.stop :])
+        return text, lists
 
 
 class _Scan:
     """One text."""
 
-    def __init__(self, bounds: JsonBounds, text: bytes) -> None:
+    def __init__(self, bounds: JsonBounds, text: bytes, apart: Collection[str]) -> None:
         self._bounds = bounds
+        self._lists = {name: bounds.lists[name] for name in apart if name in bounds.lists}
         self._text = text
         self._field = ""
         self._bound = bounds.other
@@ -91,7 +105,7 @@ class _Scan:
             if strings_left < 0:
                 self._refuse(f"must be in a body of at most {MAX_STRINGS} strings, keys included")
             if self._depth != 1:
-                self._has_strings = True
+                self._note_string()
                 key = b""
                 position = self._string_end(quote)
                 continue
@@ -101,7 +115,13 @@ class _Scan:
             if is_key:
                 self._end_field(quote, text.rfind(b",", 0, quote))
             else:
-                self._has_strings = True
+                self._note_string()
+
+    def _note_string(self) -> None:
+        """The field is no list of numbers."""
+        if not self._has_strings:
+            self._has_strings = True
+            self._bound = self._bounds.fields.get(self._field, self._bounds.other)
 
     def _walk(self, begin: int, end: int) -> None:
         """A long stretch without strings, piece by piece."""
@@ -129,7 +149,7 @@ class _Scan:
 
     def _begin_field(self, key: bytes, position: int) -> None:
         self._field = key.decode(errors="replace")
-        self._bound = self._bounds.fields.get(self._field, self._bounds.other)
+        self._bound = self._lists.get(self._field) or self._bounds.fields.get(self._field, self._bounds.other)
         self._begin, self._count, self._has_strings = position, 0, False
         self._num_keys += 1
         if self._num_keys > MAX_KEYS:
@@ -174,10 +194,33 @@ def _structure(text: bytes) -> tuple[int, int]:
     return text.count(b",") + opened, opened - text.count(b"]") - text.count(b"}")
 
 
+# --- JSON in strings ---
+
+MAX_VALUES: Final = 2**16
+"""Most values of JSON in a string: parsing more takes longer than a loop may stand still."""
+
+
+def check_inner(field: str, text: str) -> None:
+    """Checks JSON that a string of a message or a body holds. Raises `InvalidRequestError` for too many values."""
+    if len(text) <= MAX_VALUES:  # it has fewer
+        return
+    limit = Bound(count=MAX_VALUES, size=len(text) * 4)
+    try:
+        JsonBounds({}, limit, limit, string=len(text) * 4).check(text.encode(errors="replace"))
+    except InvalidRequestError as error:
+        raise InvalidRequestError(field, error.value, f"{error.limit}, in its JSON") from None
+
+
 # --- token ids ---
 
 
-def token_ids(field: str, text: bytes) -> list[int] | list[list[int]]:
+TokenIds: TypeAlias = list[int] | list[list[int]]
+
+MAX_LISTS: Final = 2048
+"""Most lists of token ids in one."""
+
+
+def token_ids(field: str, text: bytes) -> TokenIds:
     """Of a JSON list of token ids, or of such lists. Raises `InvalidRequestError`."""
     inner = text.strip()
     if not (inner.startswith(b"[") and inner.endswith(b"]")):
@@ -185,6 +228,8 @@ def token_ids(field: str, text: bytes) -> list[int] | list[list[int]]:
     inner = inner[1:-1]
     if b"[" not in inner:
         return _flat(field, inner)
+    if inner.count(b"[") > MAX_LISTS:
+        raise InvalidRequestError(field, "more", f"must have at most {MAX_LISTS} lists")
     lists = []
     for number, part in enumerate(inner.split(b"[")):
         ids, closing, rest = part.rpartition(b"]")

@@ -123,9 +123,11 @@ def _set_prompt(message: inference_pb2.GenerateRequest, request: GenerationReque
 
 def _chat(message: inference_pb2.Chat) -> Chat:
     return Chat(
-        messages=tuple(turn(f"chat.messages[{index}]", item) for index, item in enumerate(message.messages)),
+        messages=tuple(map(turn, message.messages)),
         template_kwargs=json_object("chat.template_kwargs", message.template_kwargs),
         now_s=message.now_s if message.HasField("now_s") else None,
+        continue_final_message=message.continue_final_message,
+        template=message.template,
         **tool_fields(message),
     )
 
@@ -138,7 +140,13 @@ def _chat_message(chat: Chat) -> inference_pb2.Chat:
     except (TypeError, ValueError, RecursionError) as error:
         limit = f"must be what JSON can say: {error}"
         raise InvalidRequestError("chat.template_kwargs", chat.template_kwargs, limit) from None
-    message = inference_pb2.Chat(messages=turns, template_kwargs=template_kwargs, now_s=chat.now_s)
+    message = inference_pb2.Chat(
+        messages=turns,
+        template_kwargs=template_kwargs,
+        now_s=chat.now_s,
+        continue_final_message=chat.continue_final_message,
+        template=chat.template,
+    )
     set_tools(message, chat)
     return message
 

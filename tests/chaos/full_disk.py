@@ -68,10 +68,10 @@ def _fill_and_empty(folder: Path, running: Any, site: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"warnings": _warnings(running.http[0])}
     found["logged"] = _num_lines(logs, "Ray replaces nothing that ends")
     _fill(filler, leave=0)
-    site.do(site.load.under_way(NUM_CLIENTS - 1))
+    struck = site.do(site.load.under_way(NUM_CLIENTS - 1))
     struck_s = time.monotonic()
     _a_leader().kill()
-    row.pauses_s += site.do(site.load.settle(struck_s))
+    row.pauses_s += site.do(site.load.settle(struck_s, struck))
     while time.monotonic() < struck_s + FULL_S:
         site.do(site.load.under_way(NUM_CLIENTS - 1))  # of those that have begun since
         site.do(site.load.judge_all(row))

@@ -26,21 +26,24 @@ class Load:
         self._open: dict[int, Answer] = {}
         self._unjudged: list[tuple[Answer, Answer]] = []
 
-    async def under_way(self, at_least: int) -> None:
-        """Returns when so many streams have come to a token, and have not ended."""
+    async def under_way(self, at_least: int) -> list[Answer]:
+        """Returns those streams that have come to a token and have not ended, once there are so many."""
         async with asyncio.timeout(SETTLED_S):
-            while sum(bool(answer.arrivals_s) for answer in list(self._open.values())) < at_least:
+            while len(found := [answer for answer in self._open.values() if answer.arrivals_s]) < at_least:
                 await asyncio.sleep(POLL_S)
+        return found
 
-    async def settle(self, struck_s: float) -> list[float]:
-        """Waits until every stream that was open then has come to its end. The longest pause of each of them since.
-        One of them at least was under way then.
+    async def settle(self, struck_s: float, struck: Sequence[Answer] = ()) -> list[float]:
+        """Waits until every stream that is open now, and each of `struck`, has come to its end. The longest pause of
+        each of them since. Where `struck` is given, one of those at least was under way then.
         """
-        caught = [answer for answer in self._open.values() if answer.arrivals_s]
+        open_now = [answer for answer in self._open.values() if answer.arrivals_s]
+        caught = list({id(answer): answer for answer in (*struck, *open_now)}.values())
         async with asyncio.timeout(SETTLED_S):
             while any(not answer.is_over for answer in caught):
                 await asyncio.sleep(POLL_S)
-        were_under_way([answer.arrivals_s for answer in caught], struck_s)
+        if struck:
+            were_under_way([answer.arrivals_s for answer in struck], struck_s)
         pauses_s = [answer.longest_pause_after(struck_s) for answer in caught]
         return [pause_s for pause_s in pauses_s if pause_s is not None]
 

@@ -74,6 +74,12 @@ class OwnRay:
         lost.kill()
         return self.successor(word, lost)
 
+    def kill_fork_server(self) -> None:
+        """SIGKILL. It has no successor: workers that start later are started by Ray."""
+        server = self.processes(ROUTER)[0].parent()
+        assert server is not None
+        server.kill()
+
     def successor(self, word: str, lost: psutil.Process) -> psutil.Process:
         limit_s = time.monotonic() + LIMIT_S
         while not (found := [one for one in self.processes(word) if one.pid != lost.pid]):
@@ -94,10 +100,10 @@ class OwnRay:
         site.do(site.load.judge_all(Row()))
         before, began_s = self.data_plane(), time.monotonic()
         for fault in faults:
-            site.do(site.load.under_way(NUM_CLIENTS - 1))
+            struck = site.do(site.load.under_way(NUM_CLIENTS - 1))
             struck_s = time.monotonic()
             fault()
-            row.pauses_s += site.do(site.load.settle(struck_s))
+            row.pauses_s += site.do(site.load.settle(struck_s, struck))
         seconds = time.monotonic() - began_s
         row.pauses_s += self._pauses(HOLD_S)
         site.do(site.load.under_way(NUM_CLIENTS - 1))  # of those that have begun since

@@ -85,10 +85,10 @@ class Site:
         self.until(is_whole)
         row = Row(num_faults=1)
         leader_and_ranks = replica_processes(node)
-        self.do(self.load.under_way(NUM_CLIENTS - 1))
+        struck = self.do(self.load.under_way(NUM_CLIENTS - 1))
         struck_s = time.monotonic()
         strike(node)
-        row.pauses_s += self.do(self.load.settle(struck_s))
+        row.pauses_s += self.do(self.load.settle(struck_s, struck))
         assert not ends or psutil.wait_procs(leader_and_ranks, GONE_S)[1] == [], (
             "they live on where their node does not"
         )

@@ -104,7 +104,7 @@ async def starve(cluster: Served, group: Group, load: Load, tally: Tally) -> Non
     """Three times the spare memory is taken for a while: somebody has to go."""
     await load.judge_all(Row())
     row = tally.row("memory of the container runs out")
-    await load.under_way(NUM_CLIENTS // 2)
+    struck = await load.under_way(NUM_CLIENTS // 2)
     group.limit(group.held + SPARE_BYTES)
     struck_s = time.monotonic()
     with neighbour(group, 3 * SPARE_BYTES):
@@ -112,7 +112,7 @@ async def starve(cluster: Served, group: Group, load: Load, tally: Tally) -> Non
             while not group.num_kills:
                 await asyncio.sleep(POLL_S)
         row.num_faults += 1
-        row.pauses_s += await load.settle(struck_s)
+        row.pauses_s += await load.settle(struck_s, struck)
         while time.monotonic() < struck_s + SHORT_S:
             await load.judge_all(row)
     print(f"the kernel has ended {group.num_kills} processes")

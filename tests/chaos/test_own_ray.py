@@ -23,6 +23,7 @@ FAULTS = {
     "SIGSTOP of Ray's GCS": lambda cluster: [lambda: cluster.hang(GCS)],
     "SIGKILL of Serve's controller": lambda cluster: [lambda: cluster.kill(CONTROLLER)],
     "SIGKILL of the directory": lambda cluster: [lambda: cluster.kill(DIRECTORY)],
+    "SIGKILL of the fork server": lambda cluster: [cluster.kill_fork_server],
     "SIGKILL of controller, directory and GCS": lambda cluster: [
         lambda: cluster.kill(CONTROLLER),
         lambda: cluster.kill(DIRECTORY),

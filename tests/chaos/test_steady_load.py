@@ -77,11 +77,11 @@ class Site:
         await self.load.judge_all(tally.row("no fault"))
         row = tally.row(fault.name)
         victim = await fault.choose(self)
-        await self.load.under_way(NUM_CLIENTS // 2)
+        struck = await self.load.under_way(NUM_CLIENTS // 2)
         struck_s = time.monotonic()
         victim.send_signal(fault.number)
         finding = asyncio.create_task(self.given_up()) if fault.takes_a_replica else None
-        pauses_s = await self.load.settle(struck_s)
+        pauses_s = await self.load.settle(struck_s, struck)
         if finding is not None:
             row.found_s.append(await finding - struck_s)
         row.num_faults += 1

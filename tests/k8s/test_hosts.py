@@ -110,10 +110,10 @@ async def lose(site: Site, host: Host) -> Row:
     kinds = [kind.longer(MAX_TOKENS) for kind in KINDS if kind.may_meet_itself]
     row = Row(num_faults=1)
     async with steady_load(site.routers, kinds, NUM_CLIENTS) as load:
-        await load.under_way(NUM_CLIENTS - 1)
+        struck = await load.under_way(NUM_CLIENTS - 1)
         struck_s = time.monotonic()
         host.cut()
-        row.pauses_s += await load.settle(struck_s)
+        row.pauses_s += await load.settle(struck_s, struck)
         await load.judge_all(row)
     return row
 

@@ -50,9 +50,9 @@ async def _under_streams(cluster: LocalCluster, strike: Callable[[], object]) ->
     kinds = [kind.longer(MAX_TOKENS) for kind in wanted]
     row = Row(num_faults=1)
     async with steady_load(addresses(cluster), kinds, NUM_CLIENTS) as load:
-        await load.under_way(NUM_CLIENTS - 1)
+        struck = await load.under_way(NUM_CLIENTS - 1)
         struck_s = time.monotonic()
-        settling = asyncio.create_task(load.settle(struck_s))
+        settling = asyncio.create_task(load.settle(struck_s, struck))
         await asyncio.to_thread(strike)
         row.pauses_s += await settling
         await load.judge_all(row)

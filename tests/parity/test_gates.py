@@ -36,9 +36,9 @@ def assert_names_type_reason_and_way_out(error: UnsupportedModelError, model_typ
 
 
 REASONS = {
-    "bloom": "0 attention calls",
-    "codegen": "0 attention calls",
-    "diffllama": "4 attention calls in 2 modules",
+    "bloom": "attention, or a state, of its own",
+    "codegen": "attention, or a state, of its own",
+    "diffllama": "several times a token (4 attention calls in 2 modules)",
     "falcon": "does not accept an attention function",
     "gptj": "does not accept an attention function",
     "lfm2": "conv layers",
@@ -48,7 +48,7 @@ REASONS = {
     "olmo_hybrid": "linear_attention layers",
     "qwen3_next": "linear_attention layers",
     "recurrent_gemma": "",  # by its layers or by its calls, as transformers describes it
-    "xglm": "0 attention calls",
+    "xglm": "attention, or a state, of its own",
 }
 
 
@@ -60,9 +60,36 @@ def test_families_with_other_state_than_keys_and_values_are_refused(family, tmp_
     assert_names_type_reason_and_way_out(refusal.value, family, REASONS[family])
 
 
+def test_code_that_uses_the_weights_of_linears_past_them_is_refused(tiny_model, monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def by_itself(self, x):
+        return self.down_proj(torch.nn.functional.linear(x, self.up_proj.weight.type(x.dtype)))
+
+    monkeypatch.setattr(LlamaMLP, "forward", by_itself)
+    with pytest.raises(UnsupportedModelError) as refusal:
+        load(worker_config(tiny_model("llama"), executor="skeleton"))
+    assert_names_type_reason_and_way_out(refusal.value, "llama", "values of a linear's weight are used past the linear")
+
+
+def test_code_that_asks_for_the_type_of_a_weight_and_views_its_attention_is_served(tiny_model, monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    plain = LlamaMLP.forward
+
+    def asking(self, x):
+        assert self.up_proj.weight.dtype == x.dtype
+        assert self.up_proj.weight.shape[1] == x.shape[-1]
+        return plain(self, x.view(-1).view(x.shape))
+
+    monkeypatch.setattr(LlamaMLP, "forward", asking)
+    load(worker_config(tiny_model("llama"), executor="skeleton"))
+
+
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
+        ({"text_config": SimpleNamespace()}, "several models"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"architectures": ["SomeForConditionalGeneration"]}, "not a causal language model"),
         ({"architectures": ["SomeForMaskedLM"]}, "not a causal language model"),

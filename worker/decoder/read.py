@@ -129,7 +129,7 @@ def activation(module: Any) -> Activation:
 
 
 def weight_of(linear: PlainLinear) -> Tensor:
-    if linear.weight is None:
+    if not isinstance(linear.weight, Tensor):
         raise NotReadable("a linear was packed before it was read")
     return linear.weight
 

@@ -173,7 +173,8 @@ def _computing_in(module: nn.Module, dtype: torch.dtype | None, files: MappedFil
     with ExitStack() as stack:
         for part in module.modules():
             if isinstance(part, Linear):
-                stack.enter_context(_instead(part, partial(_in_pieces, part, exact, files)))
+                assert isinstance(part.weight, Tensor), "a proof comes before the model is settled"
+                stack.enter_context(_instead(part, partial(_in_pieces, part, part.weight, exact, files)))
             elif not exact:
                 continue
             elif isinstance(part, VocabParallelEmbedding):
@@ -187,13 +188,11 @@ def _computing_in(module: nn.Module, dtype: torch.dtype | None, files: MappedFil
                 tensors[name] = tensor
 
 
-def _in_pieces(linear: Linear, exact: bool, files: MappedFiles, x: Tensor) -> Tensor:
+def _in_pieces(linear: Linear, weight: Tensor, exact: bool, files: MappedFiles, x: Tensor) -> Tensor:
     """The product of a linear, some outputs at a time: into one result, and by way of one buffer.
 
     Small results between large buffers would keep the C heap from using the buffers' memory again.
     """
-    weight = linear.weight
-    assert weight is not None, "a proof comes before the model is settled"
     rows = min(len(weight), max(1, (_CONVERTED_AT_A_TIME if exact else _AT_A_TIME) // linear.in_features))
     if not exact and rows == len(weight):
         y = F.linear(x, weight, linear.bias)

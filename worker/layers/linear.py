@@ -6,6 +6,8 @@ a checkpoint a rank has (`worker/model/parallel_plan.py`).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn, Self
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +28,22 @@ PACKED_FOR_ROWS = 32
 """The layout of a packed weight is chosen for calls of about this many rows."""
 
 
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """What modeling code may still ask of a weight that its kernel has taken: all but its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Self:
+        return cls(weight.shape, weight.dtype, weight.device)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"the values of a linear's weight are used past the linear: .{name}")
+
+
 class Linear(nn.Module):
     """y = x W^T + b for x [..., in_features]; once settled, with the same bits for a row whatever else is in the call.
 
@@ -33,8 +51,8 @@ class Linear(nn.Module):
     packed copy instead: drop other references, and do not move or cast the layer.
     """
 
-    weight: Tensor | None
-    """None once settled."""
+    weight: "Tensor | PackedWeight"
+    """Packed once settled."""
     bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -48,14 +66,14 @@ class Linear(nn.Module):
 
     def settle(self, tiles: RowTiles) -> None:
         """Chooses the row rule of this shape, and packs the weight where the rule says so. Once."""
-        assert self.weight is not None, "a linear is settled once"
+        assert isinstance(self.weight, Tensor), "a linear is settled once"
         self._rule = _choose_rule(tiles, self.weight, self.bias is not None)
         self._kernel = linear_kernel(self.weight.contiguous(), self.bias, packed=self._rule.packed)
-        self.weight = None
+        self.weight = PackedWeight.of(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         if self._kernel is None:
-            assert self.weight is not None
+            assert isinstance(self.weight, Tensor)
             return F.linear(x, self.weight, self.bias)
         if self._rule.allows(x.numel() // self.in_features):
             return self._kernel(x)

@@ -61,6 +61,9 @@ def check_config(config: Any) -> None:
 
 def _check_architecture(config: Any) -> None:
     names = tuple(config.architectures or ())
+    if getattr(config, "text_config", None) is not None and not hasattr(config, "vocab_size"):
+        reason = "its config describes several models, of which one is for text"
+        raise UnsupportedModelError(config.model_type, reason, "Serve the text model alone, saved as ...ForCausalLM")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(config.model_type, "it is an encoder-decoder model", OTHER_ENGINE)
     if names and not names[0].endswith(CAUSAL_SUFFIXES):
@@ -94,7 +97,7 @@ def choose_max_model_len(config: Any, requested: int | None) -> int:
     Raises `ConfigurationError` above what the model was made for, and `UnsupportedModelError` where rotary angles
     would depend on the longest sequence of a batch (`dynamic` and `longrope` beyond their original length).
     """
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = _length_of_recipe(config)
     original = _length_with_fixed_angles(config)
     if requested is None:
         limits = [length for length in (limit, original) if length is not None]
@@ -112,6 +115,16 @@ def choose_max_model_len(config: Any, requested: int | None) -> int:
             f"set it to at most {limit}"
         )
     return requested
+
+
+def _length_of_recipe(config: Any) -> int | None:
+    """The positions that a model has: those of its config, or more where a model card has yarn added to that."""
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if limit is None or rope.get("rope_type") != "yarn":
+        return limit
+    original = rope.get("original_max_position_embeddings") or limit
+    return max(limit, int(original * rope.get("factor", 1.0)))
 
 
 def _length_with_fixed_angles(config: Any) -> int | None:
@@ -151,9 +164,19 @@ def check_loaded(model_type: str, missing: Collection[str], unexpected: Collecti
 
 def check_attention_calls(config: Any, called: Sequence[object]) -> None:
     """Refuses a model that did not call the paged attention once a layer. `called` has the caller of each call."""
-    if len(called) != config.num_hidden_layers or len(set(map(id, called))) != len(called):
+    num_layers, num_modules = config.num_hidden_layers, len(set(map(id, called)))
+    if len(called) == num_layers == num_modules:
+        return
+    if not called:
         reason = (
-            f"{len(called)} attention calls in {len(set(map(id, called)))} modules went through the paged cache, "
-            f"where {config.num_hidden_layers} layers should make one each"
+            "its modeling code has attention, or a state, of its own: none of its layers calls the attention function "
+            "that the paged cache is behind"
         )
-        raise UnsupportedModelError(config.model_type, reason, OTHER_ENGINE)
+    elif len(called) > num_modules:
+        reason = (
+            f"its layers attend several times a token ({len(called)} attention calls in {num_modules} modules), and "
+            "the paged cache holds one set of keys and values a layer"
+        )
+    else:
+        reason = f"{num_modules} of its {num_layers} layers attend, and the others keep a state that the cache does not"
+    raise UnsupportedModelError(config.model_type, reason, OTHER_ENGINE)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from holdfast.worker.attention.kv_cache import KVSpec
 from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.layers.linear import Linear, PackedWeight
 from holdfast.worker.model.checks import OTHER_ENGINE, check_attention_calls, first_line
 from holdfast.worker.model.parallelize import Target
 
@@ -28,14 +29,17 @@ def find_attention(model: Any, forward: Callable[[], object], target: Target) ->
     where the paged cache would not hold the model's whole state, or where ranks come to different results.
     """
     calls: list[Call] = []
-    with _recording(model, calls, target.dtype), _equal_on_all_ranks(model, target), torch.inference_mode():
+    states: list[Tensor] = []
+    with torch.inference_mode():
         try:
-            forward()
+            with _recording(model, calls, target.dtype), _last_states(model, states), _as_settled(model):
+                forward()
         except UnsupportedModelError:
             raise
         except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
-            reason = f"a dry run of it failed ({first_line(error)})"
+            reason = f"its modeling code does not run on Holdfast's linears and attention ({first_line(error)})"
             raise UnsupportedModelError(model.config.model_type, reason, OTHER_ENGINE) from error
+        _check_states(model, states, target)
     check_attention_calls(model.config, [module for module, _ in calls])
     return calls
 
@@ -87,25 +91,42 @@ def _record(
 
 
 @contextmanager
-def _equal_on_all_ranks(model: Any, target: Target) -> Iterator[None]:
+def _as_settled(model: nn.Module) -> Iterator[None]:
+    """Inside it, modeling code sees of the linears' weights what it will see once they are settled: no values."""
+    linears = [part for part in model.modules() if isinstance(part, Linear)]
+    weights = [linear.weight for linear in linears]
+    for linear, weight in zip(linears, weights, strict=True):
+        assert isinstance(weight, Tensor), "a dry run comes before the model is settled"
+        linear.weight = PackedWeight.of(weight)
+    try:
+        yield
+    finally:
+        for linear, weight in zip(linears, weights, strict=True):
+            linear.weight = weight
+
+
+@contextmanager
+def _last_states(model: Any, states: list[Tensor]) -> Iterator[None]:
+    """What the head is called with is noted."""
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _check_states(model: Any, states: list[Tensor], target: Target) -> None:
     """Refuses a model whose last hidden states are not finite, or differ between ranks: somewhere a sum over ranks is
     missing.
     """
-
-    def compare(_: nn.Module, inputs: tuple[Tensor]) -> None:
-        mine = inputs[0].contiguous()
+    for state in states:
+        mine = state.contiguous()
         everyones = target.group.all_gather(mine, dim=0)
         if not everyones.isfinite().all():
             raise _not_finite(model, target.dtype)
         if not torch.equal(everyones, torch.cat([mine] * target.group.size)):
             reason = f"its {target.group.size} ranks do not agree: its tensor-parallel plan has a gap"
             raise UnsupportedModelError(model.config.model_type, reason, "Serve it with tensor_parallel_size 1")
-
-    hook = model.get_output_embeddings().register_forward_pre_hook(compare)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _not_finite(model: Any, dtype: torch.dtype) -> UnsupportedModelError:

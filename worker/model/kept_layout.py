@@ -21,6 +21,7 @@ from holdfast.worker.decoder.proof import Recognized
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.model.checkpoint_digest import checkpoint_digest
 from holdfast.worker.model.shipped_layout import find_shipped
+from holdfast.worker.user_folder import user_folder
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class KeptLayout:
 
 def layouts_folder() -> Path:
     """The user's layout files."""
-    return Path.home() / ".cache" / "holdfast" / "layouts"
+    return user_folder() / "layouts"
 
 
 def _digest(folder: Path, *settings: object) -> str:

@@ -192,4 +192,4 @@ def paged_attention(
     output = module.paged_attention(
         query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap, s_aux=s_aux
     )
-    return output, None
+    return output.contiguous(), None  # some models view it, as they may what transformers' own functions return

@@ -185,7 +185,7 @@ def _loaded(
         model_type=hf_config.model_type,
         vocab_size=hf_config.vocab_size,
         max_model_len=choose_max_model_len(hf_config, config.model.max_model_len),
-        eos_token_ids=tuple(sorted(read_eos_token_ids(folder, hf_config))),
+        eos_token_ids=tuple(sorted(i for i in read_eos_token_ids(folder, hf_config) if i < hf_config.vocab_size)),
     )
     if getattr(hf_config, "kv_lora_rank", None):
         logger.warning("latent attention is cached expanded, which takes many times the memory of the latents")

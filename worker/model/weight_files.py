@@ -8,9 +8,9 @@ import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-_INDEX: Final = "model.safetensors.index.json"
+INDEX: Final = "model.safetensors.index.json"
 _DUPLICATES: Final = "consolidated"
 """Some publishers add the weights once more in a format of their own, under names that begin so."""
 
@@ -23,7 +23,7 @@ _MAX_HEADER: Final = 100 * 2**20
 
 def weight_files(folder: Path) -> list[Path]:
     """The files that loading reads."""
-    index = folder / _INDEX
+    index = folder / INDEX
     if index.is_file():
         try:
             named = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
@@ -59,17 +59,26 @@ def _bytes_of(path: Path, dtype: str) -> int:
 
 def _tensors(path: Path) -> Iterator[tuple[str, int]]:
     """Type and bytes of each tensor of a file."""
+    header, _ = read_header(path)
+    for name, entry in header.items():
+        first, end = entry["data_offsets"]
+        if not 0 <= first <= end:
+            raise ValueError(f"{path}: {name} lies from {first} to {end}")
+        yield entry["dtype"], end - first
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """What a safetensors file says of each of its tensors, and the bytes before their values.
+
+    Raises `ValueError` and `struct.error` where there is no such header.
+    """
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if not 0 < length <= _MAX_HEADER:
             raise ValueError(f"{path}: a header of {length} bytes")
         header = json.loads(file.read(length))
-    for name, entry in header.items():
-        if name != "__metadata__":
-            first, end = entry["data_offsets"]
-            if not 0 <= first <= end:
-                raise ValueError(f"{path}: {name} lies from {first} to {end}")
-            yield entry["dtype"], end - first
+    header.pop("__metadata__", None)
+    return header, 8 + length
 
 
 def _served_bytes(stored: str, num_bytes: int, dtype: str) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from holdfast.worker.config import ModelConfig
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.model.checks import OTHER_ENGINE, check_config, check_loaded, first_line
+from holdfast.worker.model.folder_files import check_folder
 
 ATTENTION: Final = "holdfast_paged"
 """The name under which `model.py` registers the paged attention with transformers."""
@@ -27,6 +28,20 @@ ATTENTION: Final = "holdfast_paged"
 DUMMY_STD: Final = 0.02
 
 NO_OVERRIDES: Final[Mapping[str, Any]] = MappingProxyType({})
+
+_SPELLINGS: Final = {
+    "float32": "float32",
+    "float": "float32",
+    "fp32": "float32",
+    "float64": "float32",
+    "double": "float32",
+    "float16": "float16",
+    "half": "float16",
+    "fp16": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+}
+"""How config.json may name the type of a model, and the one that it is served in."""
 
 _SMALL_FILES: Final = ("*.json", "*.model", "*.txt", "*.jinja")
 _DUPLICATES: Final = ("original/*", "consolidated*")
@@ -65,18 +80,22 @@ def resolve_model(
     revision: str | None = None,
     download_dir: str | None = None,
 ) -> Path:
-    """The folder of a model: `model` itself, or where a hub id was downloaded to. The file `needs` must be in it.
+    """The folder of a model: `model` itself, or where a hub id was downloaded to. The file `needs` must be in it, and
+    what is in it must be readable.
 
     Raises `ConfigurationError`, naming the setting that `model` is the value of.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
+        check_folder(folder, f"{setting} = {model!r}", with_weights=with_weights)
         if not (folder / needs).is_file():
             raise ConfigurationError(f"{setting} = {model!r}: the folder has no {needs}")
         return folder
     if folder.is_absolute() or model.startswith((".", "~")):
         raise ConfigurationError(f"{setting} = {model!r}: there is no such folder")
-    return _download(model, with_weights, setting, revision, download_dir)
+    folder = _download(model, with_weights, setting, revision, download_dir)
+    check_folder(folder, f"{setting} = {model!r}", with_weights=with_weights)
+    return folder
 
 
 def _download(hub_id: str, with_weights: bool, setting: str, revision: str | None, download_dir: str | None) -> Path:
@@ -108,10 +127,16 @@ def read_config(folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> An
     """
     from transformers import AutoConfig
 
-    model_type = str(_read_json(folder / "config.json").get("model_type"))
+    raw = {**_read_json(folder / "config.json"), **overrides}
+    model_type = str(raw.get("model_type"))
+    dtype = _written_dtype(raw)
     try:
         config, unknown = AutoConfig.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True, return_unused_kwargs=True, **overrides
+            folder,
+            trust_remote_code=False,
+            local_files_only=True,
+            return_unused_kwargs=True,
+            **{**overrides, **({} if dtype is None else {"dtype": dtype})},
         )
     except Exception as error:  # unknown types, remote code and impossible values: transformers has no common class
         reason = f"transformers cannot read its config ({first_line(error)})"
@@ -119,8 +144,28 @@ def read_config(folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> An
         raise UnsupportedModelError(model_type, reason, way_out) from error
     if unknown := sorted(unknown.keys() & overrides.keys()):
         raise ConfigurationError(f"model.hf_overrides = {unknown}: a config of type {model_type} has no such entries")
+    if isinstance(config.dtype, str):
+        config.dtype = getattr(torch, config.dtype)
     check_config(config)
     return config
+
+
+def _written_dtype(raw: Mapping[str, Any]) -> str | None:
+    """The type that a config.json names, as torch spells it; None where it names none.
+
+    Raises `ConfigurationError` for one that no model is served in.
+    """
+    key = "dtype" if raw.get("dtype") is not None else "torch_dtype"
+    written = raw.get(key)
+    if written in (None, "auto"):
+        return None if written is None else "float32"
+    dtype = _SPELLINGS.get(str(written).removeprefix("torch."))
+    if dtype is None:
+        raise ConfigurationError(
+            f"config.json: {key} = {written!r}: models are served in {', '.join(sorted(set(_SPELLINGS.values())))}; "
+            f"fetch the file again, or replace the entry: model.hf_overrides = {{'dtype': 'bfloat16'}}"
+        )
+    return dtype
 
 
 def load_checkpoint(folder: Path, config: Any) -> Any:

@@ -6,11 +6,13 @@ Ray, gRPC and everything else that decides where a replica runs and who talks to
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.worker.config import HealthConfig, WorkerConfig
@@ -22,6 +24,7 @@ from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.plan.step_plan import StepRunner
 from holdfast.worker.replica.gpu_stats import gpu_watch
 from holdfast.worker.replica.rank import (
+    LOOPBACK,
     LocalLauncher,
     RankLauncher,
     Ranks,
@@ -31,6 +34,7 @@ from holdfast.worker.replica.rank import (
     with_device,
 )
 from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.security.loopback import check_loopback
 from holdfast.worker.speculation.speculation import Speculation
 from holdfast.worker.step_update import StepUpdate
 from holdfast.worker.supervision.core_wait import CoreWait
@@ -52,6 +56,15 @@ T = TypeVar("T")
 
 Progress = Callable[[str, int, int], None]
 """Called as `progress(phase, done, total)` while a replica loads."""
+
+
+def _import_apart(module: str) -> None:
+    """Imports a module on a thread of its own. Torch keeps the stack by which it was first imported, and with it all
+    that its frames hold: a caller's `LLM` among them would never be freed.
+    """
+    if module not in sys.modules:
+        with ThreadPoolExecutor(1, thread_name_prefix="import") as thread:
+            thread.submit(import_module, module).result()
 
 
 class Replica:
@@ -101,6 +114,7 @@ class Replica:
         Raises `UnsupportedModelError` or `ConfigurationError` where the settings cannot work, `ReplicaError` when a
         rank dies on the way. Nothing is left running then.
         """
+        _import_apart("holdfast.worker.engine.model_runner")
         from holdfast.worker.engine.model_runner import ModelRunner
 
         device = default_device(config, rank=0)
@@ -305,6 +319,8 @@ def _gather_ranks(
     if config.parallel.tensor_parallel_size == 1:
         return SingleRank(), None
     host = launcher.meeting_host
+    if host == LOOPBACK:
+        check_loopback(host)
     with RankListener(host) as listener:  # before any rank is started: nobody else can have the port
         rendezvous = Rendezvous.at(host, listener.port)
         ranks = launcher.launch(config, rendezvous)

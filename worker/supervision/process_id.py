@@ -5,7 +5,10 @@ What may live here: the standard library's os and signal. A hang supervisor load
 
 import os
 import signal
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+_PF_FORKNOEXEC: Final = 0x40
+"""The kernel's include/linux/sched.h."""
 
 
 class ProcessId(NamedTuple):
@@ -52,3 +55,10 @@ class ProcessId(NamedTuple):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         finally:
             os.close(descriptor)
+
+
+def is_forked() -> bool:
+    """Whether this process was forked and runs no new program: it has another's memory and none of its threads."""
+    with open("/proc/self/stat", "rb") as file:
+        flags = int(file.read().rpartition(b")")[2].split()[9 - 3])  # see proc(5)
+    return bool(flags & _PF_FORKNOEXEC)

@@ -55,12 +55,14 @@ def _right_output(request: EngineRequest, num_room: int) -> tuple[bytes, str, Fi
     output, before, text = b"", "", ""
     for index in range(max_tokens):
         output += bytes((right_token(request, output),))
-        text = PseudoCodec().decode(output, skip_special_tokens=True)
+        is_end = output[-1] in ends  # which is no text
+        shown = output[:-1] if is_end and not params.include_stop_str_in_output else output
+        text = PseudoCodec().decode(shown, skip_special_tokens=True)
         certain = text.rstrip(_REPLACEMENT)
         cut = _stop_cut(request, before, certain) if index >= params.min_tokens else None
         if cut is not None:
             return output, certain[:cut], FinishReason.STOP
-        if output[-1] in ends:
+        if is_end:
             return output, text, FinishReason.STOP
         before = certain
     return output, text, FinishReason.LENGTH

@@ -32,14 +32,10 @@ class Gzip(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # it takes no
             return None
         codec = handler.request_deserializer, handler.response_serializer
         if not handler.response_streaming:
-            return grpc.unary_unary_rpc_method_handler(self._unary(handler.unary_unary), *codec)
-        method = handler.stream_stream if handler.request_streaming else handler.unary_stream
-        if inspect.isasyncgenfunction(method):  # reflection, which has no stream to hold up
+            return grpc.stream_unary_rpc_method_handler(self._unary(handler.stream_unary), *codec)
+        if inspect.isasyncgenfunction(handler.stream_stream):  # reflection, which has no stream to hold up
             return handler
-        kind = (
-            grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
-        )
-        return kind(_plain(method), *codec)
+        return grpc.stream_stream_rpc_method_handler(_plain(handler.stream_stream), *codec)
 
     def _unary(self, method: Callable[[Any, Context], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
         async def call(request: Any, context: Context) -> Any:

@@ -1,7 +1,8 @@
 """gRPC method handlers: register a servicer whose methods take a message and raise `HoldfastError`.
 
 Unlike generated handlers, these take messages as bytes, which are decoded within their bounds (`decoding.py`), and
-convert errors to statuses in one place. A method is cancelled as soon as its client is gone.
+convert errors to statuses in one place. All begin without a message, and read their own (`staged_reads.py`): on the
+wire it is the same. A method is cancelled as soon as its client is gone.
 What may not live here: single methods (`server.py`), the codes of errors (`router/wire/statuses.py`).
 """
 
@@ -9,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import isasyncgenfunction
 from typing import Any, NoReturn, Protocol, TypeAlias
 
@@ -19,10 +20,11 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from holdfast.router.doors.grpc.decoding import Decode, MessageDecoder
+from holdfast.router.doors.grpc.staged_reads import StagedReads
 from holdfast.router.doors.intake import Intake
 from holdfast.router.overload.byte_ledger import Lease, current_lease
 from holdfast.router.requests.poison_watch import PoisonWatch, begin_reading, end_reading
-from holdfast.router.requests.request_digest import lasting_part
+from holdfast.router.requests.request_digest import lasting_parts
 from holdfast.router.wire.statuses import call_status
 from holdfast.worker.errors import HoldfastError, InternalError, InvalidRequestError
 
@@ -53,7 +55,10 @@ class CallHooks:
     """What happens around every call of a server."""
 
     trailers: Trailers | None = None
+    came: Callable[[Context], None] | None = None
+    """Told of each call before its message is there."""
     begun: Begun | None = None
+    reads: StagedReads = field(default_factory=StagedReads)
     poison_watch: PoisonWatch | None = None
     """Told what is read; streams of requests it is not told of."""
     intake: Intake | None = None
@@ -88,10 +93,10 @@ def _handler(
         return grpc.stream_stream_rpc_method_handler(streams, response_serializer=serializer)
     if isasyncgenfunction(implementation):
         generated = _generated(implementation, decode, hooks)
-        return grpc.unary_stream_rpc_method_handler(generated, response_serializer=serializer)
+        return grpc.stream_stream_rpc_method_handler(generated, response_serializer=serializer)
     if method.server_streaming:
-        return grpc.unary_stream_rpc_method_handler(_stream(implementation, decode, hooks))
-    return grpc.unary_unary_rpc_method_handler(_unary(implementation, decode, hooks), response_serializer=serializer)
+        return grpc.stream_stream_rpc_method_handler(_stream(implementation, decode, hooks))
+    return grpc.stream_unary_rpc_method_handler(_unary(implementation, decode, hooks), response_serializer=serializer)
 
 
 def _taken(decode: Decode) -> Decode:
@@ -111,32 +116,43 @@ def _noted(decode: Decode, method: MethodDescriptor, watch: PoisonWatch) -> Deco
 
     async def noted(data: bytes) -> Message:
         if data:
-            begin_reading(watch, kind, lasting_part(data) if may_come_again else data)
+            begin_reading(watch, kind, *(lasting_parts(data) if may_come_again else [data]))
         return await decode(data)
 
     return noted
 
 
-def _unary(method: UnaryMethod, decode: Decode, hooks: CallHooks) -> Callable[[bytes, Context], Awaitable[Message]]:
-    async def call(request: bytes, context: Context) -> Message:
+async def _message(context: Context, hooks: CallHooks) -> bytes:
+    """The one message of a call. Raises `asyncio.CancelledError` if its client ends it before."""
+    if hooks.came is not None:
+        hooks.came(context)
+    message = await hooks.reads.read(context.read())
+    if message is None:
+        raise asyncio.CancelledError
+    return message
+
+
+def _unary(method: UnaryMethod, decode: Decode, hooks: CallHooks) -> Callable[[Any, Context], Awaitable[Message]]:
+    async def call(_: Any, context: Context) -> Message:
+        request = await _message(context, hooks)
         async with _answering(context, hooks):
             return await method(await decode(request), context)
 
     return call
 
 
-def _stream(method: StreamMethod, decode: Decode, hooks: CallHooks) -> Callable[[bytes, Context], Awaitable[None]]:
-    async def call(request: bytes, context: Context) -> None:
+def _stream(method: StreamMethod, decode: Decode, hooks: CallHooks) -> Callable[[Any, Context], Awaitable[None]]:
+    async def call(_: Any, context: Context) -> None:
+        request = await _message(context, hooks)
         async with _answering(context, hooks):
             await method(await decode(request), context)
 
     return call
 
 
-def _generated(
-    method: GeneratorMethod, decode: Decode, hooks: CallHooks
-) -> Callable[[bytes, Context], Awaitable[None]]:
-    async def call(request: bytes, context: Context) -> None:
+def _generated(method: GeneratorMethod, decode: Decode, hooks: CallHooks) -> Callable[[Any, Context], Awaitable[None]]:
+    async def call(_: Any, context: Context) -> None:
+        request = await _message(context, hooks)
         async with _answering(context, hooks), aclosing(method(await decode(request), context)) as messages:
             async for message in messages:
                 await context.write(message)
@@ -144,19 +160,18 @@ def _generated(
     return call
 
 
-def _streams(
-    method: GeneratorMethod, decode: Decode, hooks: CallHooks
-) -> Callable[[AsyncIterator[bytes], Context], Awaitable[None]]:
-    async def call(requests: AsyncIterator[bytes], context: Context) -> None:
-        async with _answering(context, hooks), aclosing(method(_decoded(requests, decode), context)) as messages:
+def _streams(method: GeneratorMethod, decode: Decode, hooks: CallHooks) -> Callable[[Any, Context], Awaitable[None]]:
+    async def call(_: Any, context: Context) -> None:
+        requests = _decoded(context, decode, hooks)
+        async with _answering(context, hooks), aclosing(method(requests, context)) as messages:
             async for message in messages:
                 await context.write(message)
 
     return call
 
 
-async def _decoded(requests: AsyncIterator[bytes], decode: Decode) -> AsyncGenerator[Message | InvalidRequestError]:
-    async for request in requests:
+async def _decoded(context: Context, decode: Decode, hooks: CallHooks) -> AsyncGenerator[Message | InvalidRequestError]:
+    while (request := await hooks.reads.read(context.read())) is not None:
         try:
             yield await decode(request)
         except InvalidRequestError as error:

@@ -15,7 +15,8 @@ from google.protobuf.descriptor_pool import Default, DescriptorPool
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from holdfast.router.doors.grpc.decoding import Decode, MessageDecoder
-from holdfast.router.doors.grpc.handlers import Context
+from holdfast.router.doors.grpc.handlers import Begun, Context
+from holdfast.router.doors.grpc.staged_reads import StagedReads
 from holdfast.router.wire.statuses import call_status
 from holdfast.worker.errors import InvalidRequestError
 
@@ -25,7 +26,13 @@ _ALPHA: Final = "grpc.reflection.v1alpha"
 _V1: Final = "grpc.reflection.v1"
 
 
-def add_reflection(server: grpc.aio.Server, services: Iterable[ServiceDescriptor], decoder: MessageDecoder) -> None:
+def add_reflection(
+    server: grpc.aio.Server,
+    services: Iterable[ServiceDescriptor],
+    decoder: MessageDecoder,
+    reads: StagedReads,
+    begun: Begun,
+) -> None:
     """Tells clients of these services, and of reflection itself. Not yet started, as `server`."""
     served = tuple(services)
     alpha = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
@@ -35,23 +42,26 @@ def add_reflection(server: grpc.aio.Server, services: Iterable[ServiceDescriptor
     servicer = reflection.aio.ReflectionServicer(names, pool=_Pools(tuple(pools)))  # type: ignore[attr-defined]
     decode = decoder.of(alpha.methods_by_name["ServerReflectionInfo"].input_type)
     handler = grpc.stream_stream_rpc_method_handler(
-        _bounded(servicer.ServerReflectionInfo, decode),
+        _bounded(servicer.ServerReflectionInfo, decode, reads, begun),
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
     handlers = {"ServerReflectionInfo": handler}
     server.add_generic_rpc_handlers(tuple(grpc.method_handlers_generic_handler(name, handlers) for name in names[-2:]))
 
 
-def _bounded(method: Callable[..., AsyncIterator[Any]], decode: Decode) -> Callable[..., AsyncGenerator[Any, None]]:
+def _bounded(
+    method: Callable[..., AsyncIterator[Any]], decode: Decode, reads: StagedReads, begun: Begun
+) -> Callable[..., AsyncGenerator[Any, None]]:
     """The method, with messages as bytes; one that is beyond its bounds ends the call."""
 
-    async def decoded(requests: AsyncIterator[bytes]) -> AsyncGenerator[Any, None]:
-        async for request in requests:
+    async def decoded(context: Context) -> AsyncGenerator[Any, None]:
+        while (request := await reads.read(context.read())) is not None:
             yield await decode(request)
 
-    async def call(requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[Any, None]:
+    async def call(_: Any, context: Context) -> AsyncGenerator[Any, None]:
+        begun(context)
         try:
-            async for answer in method(decoded(requests), context):
+            async for answer in method(decoded(context), context):
                 yield answer
         except InvalidRequestError as error:
             status = call_status(error)

@@ -28,6 +28,7 @@ from holdfast.router.doors.grpc.decoding import MessageDecoder
 from holdfast.router.doors.grpc.handlers import CallHooks, Context, Trailers, generic_handler
 from holdfast.router.doors.grpc.reflection import add_reflection
 from holdfast.router.doors.grpc.request_ids import REQUEST_ID_HEADER, with_request_id
+from holdfast.router.doors.grpc.staged_reads import StagedReads
 from holdfast.router.doors.intake import Intake
 from holdfast.router.doors.public_answer import public_generation
 from holdfast.router.request import GenerationRequest
@@ -166,7 +167,8 @@ def build_server(
     if config.gzip_above is not None:
         interceptors.append(Gzip(config.gzip_above))
     server = grpc.aio.server(interceptors=interceptors, options=_options(config, limits))
-    uncounted = CallHooks(trailers, watch.begun, poison_watch)
+    reads = StagedReads()
+    uncounted = CallHooks(trailers, watch.came, watch.begun, reads, poison_watch)
     counted = replace(uncounted, intake=intake)
     decoder = MessageDecoder(public_bounds(limits), decode_worker or DecodeWorker())
     handlers = [
@@ -174,7 +176,7 @@ def build_server(
         for service, servicer in servicers.items()
     ]
     server.add_generic_rpc_handlers(tuple(handlers))
-    add_reflection(server, servicers, decoder)
+    add_reflection(server, servicers, decoder, reads, watch.begun)
     return server
 
 

@@ -18,7 +18,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from holdfast.router.chat import Chat, flat_message
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.chat_answer import ChatPlan
@@ -29,9 +28,10 @@ from holdfast.router.doors.http.answering import Endpoint, answering, headers_of
 from holdfast.router.doors.http.authentication import guarded
 from holdfast.router.doors.http.bodies import ChatBody, CompletionBody, DetokenizeBody, Reads, TokenizeBody
 from holdfast.router.doors.http.body_bounds import body_bounds
-from holdfast.router.doors.http.chat_completions import ChatChunks, ChatView, chat_request, whole_chat
+from holdfast.router.doors.http.chat_completions import ChatChunks, ChatView, chat_of, chat_request, whole_chat
 from holdfast.router.doors.http.completions import Completions, completion_requests
 from holdfast.router.doors.http.connection import CONNECTION, Connection
+from holdfast.router.doors.http.cross_origin import with_cors
 from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, PLAIN_SEND, EventStream, Shape, Shortcut
 from holdfast.router.doors.http.messages import MessageEvents, whole_message
 from holdfast.router.doors.http.messages_body import CountBody, MessagesBody
@@ -179,6 +179,10 @@ class HttpDoor:
         door.intake = self._intake
         return door
 
+    def app_for_pages(self, origins: RequestOrigins) -> ASGIApp:
+        """The application, also for pages of the origins that are given (`cross_origin.py`)."""
+        return with_cors(self.app(origins), origins.cors_origins, self._guard)
+
     # --- generation ---
 
     async def chat_completions(self, request: Request) -> ASGIApp:
@@ -255,7 +259,7 @@ class HttpDoor:
         submission, content = await self._submission(request)
         tenant = _tenant(request)
         body, bare = await self._decoded(content, ResponsesBody, lambda one: chat_request(responses_chat(one), tenant))
-        plan = await self._plan(bare)
+        plan = await self._plan(bare, "text.format")
         generation, created = submission.of(plan.request), submission.identity.created
         tokens = self._tokens(generation)
         if not body.stream:
@@ -273,7 +277,7 @@ class HttpDoor:
         submission, content = await self._submission(request)
         tenant = _tenant(request)
         body, bare = await self._decoded(content, MessagesBody, lambda one: chat_request(messages_chat(one), tenant))
-        plan = await self._plan(bare)
+        plan = await self._plan(bare, body.shape_field)
         generation = submission.of(plan.request)
         if not body.stream:
             async with self._requests.open(generation) as answer:
@@ -285,20 +289,23 @@ class HttpDoor:
     async def count_tokens(self, request: Request) -> ASGIApp:
         tenant, content = _tenant(request), await self._content(request)
         body, bare = await self._decoded(content, CountBody, lambda one: chat_request(messages_chat(one), tenant))
-        plan = await self._plan(bare)
+        plan = await self._plan(bare, body.shape_field)
         assert plan.request.chat is not None, "a chat's request has one"
         token_ids = await self._requests.tokenize_chat(body.model or "", plan.request.chat)
         return json_response({"input_tokens": len(token_ids)})
 
-    async def _plan(self, generation: GenerationRequest) -> ChatPlan:
-        return await ChatPlan.of(generation, self._requests, shape_field="response_format")
+    async def _plan(self, generation: GenerationRequest, shape_field: str = "response_format") -> ChatPlan:
+        return await ChatPlan.of(generation, self._requests, shape_field=shape_field)
 
     async def _submission(self, request: Request) -> tuple[Submission, bytes]:
         """Which request it is, and its body's own bytes."""
         note_incoming(request.headers.get(TRACEPARENT, ""))
         # Before the body is read: what is shed whatever it says costs nothing more.
         self._requests.check_overload(Priority.CRITICAL, is_resumed=RESUME in request.headers)
-        return Submission.read(request.headers, await self._content(request))
+        content = await self._content(request)
+        num_bytes = len(content) if RESUME in request.headers else 0  # what the client notes is to be read too
+        read = partial(Submission.read, request.headers, content, self._limits)
+        return await self._decode_worker.run(num_bytes, read)
 
     async def _redone(
         self, submission: Submission, generations: Sequence[GenerationRequest]
@@ -354,9 +361,9 @@ class HttpDoor:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("prompt", body.prompt, "or messages must be there, and not both")
         if body.messages is not None:
-            variables = {"add_generation_prompt": body.add_generation_prompt, **(body.chat_template_kwargs or {})}
-            chat = Chat(messages=[flat_message(one) for one in body.messages], template_kwargs=variables)
-            token_ids = await self._requests.tokenize_chat(model.name, chat)
+            plan = await self._plan(GenerationRequest(chat=chat_of(body, body.messages), model=model.name))
+            assert plan.request.chat is not None, "a chat's request has one"
+            token_ids = await self._requests.tokenize_chat(model.name, plan.request.chat)
         else:
             assert body.prompt is not None, "one of the two is there"
             token_ids = await self._requests.tokenize(

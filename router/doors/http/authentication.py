@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from holdfast.router.doors.connection_guard import ConnectionGuard
 from holdfast.router.doors.http.connection import CONNECTION, Connection
 from holdfast.router.doors.http.page_files import PAGE
-from holdfast.router.doors.http.request_origin import RequestOrigins
+from holdfast.router.doors.http.request_origin import OF_OPERATORS, RequestOrigins
 from holdfast.router.doors.intake import charge
 from holdfast.router.security.gate import Gate, bearer
 from holdfast.worker.errors import AuthenticationError
@@ -21,9 +21,6 @@ OPEN: Final = ("/health", "/ping", "/ready", *PAGE)
 """For balancers and Kubernetes, which have no key: they tell whether this router serves, and nothing else. The page,
 which is the same everywhere, knows nothing of itself, and sends the key that its reader fills in.
 """
-
-OF_OPERATORS: Final = ("/cluster", "/load", "/metrics")
-"""They tell of all tenants. Paths of `admin.py` are operators' too, and ask themselves."""
 
 
 def guarded(
@@ -48,15 +45,15 @@ def guarded(
         try:
             caller = gate.enter(_presented(request))
         except AuthenticationError:
-            _tell(guard, request, has_key=False)
+            tell_guard(guard, request, has_key=False)
             raise
-        _tell(guard, request, has_key=True)
+        tell_guard(guard, request, has_key=True)
         charge(caller)
         if path in OF_OPERATORS:
             caller.check_operator()
 
     async def open_call(request: Request) -> ASGIApp:
-        _tell(guard, request, has_key=False)
+        tell_guard(guard, request, has_key=False)
         return await endpoint(request)
 
     if path in OPEN:
@@ -64,7 +61,7 @@ def guarded(
     return call
 
 
-def _tell(guard: ConnectionGuard | None, request: Request, *, has_key: bool) -> None:
+def tell_guard(guard: ConnectionGuard | None, request: Request, *, has_key: bool) -> None:
     """Counts the request on its connection, which ends with the answer if it has come to too many."""
     connection: Connection | None = request.scope.get(CONNECTION)
     if guard is None or connection is None or connection.client_connection is None:

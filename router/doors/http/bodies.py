@@ -6,14 +6,14 @@ name if it asks for something. What may not live here: what the fields mean (`sa
 
 import logging
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, PrivateAttr, ValidationError
 
 from holdfast.router.doors.http.errors import invalid_body
 from holdfast.router.doors.loggable import loggable
 from holdfast.router.field_names import FieldNames, naming
-from holdfast.router.wire.json_bounds import JsonBounds, token_ids
+from holdfast.router.wire.json_bounds import JsonBounds, TokenIds
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import FIELD
 from holdfast.worker.sampling_params import PARAMETERS
@@ -48,6 +48,18 @@ ONE_PLAIN_CHOICE: Final[Mapping[str, tuple[object, ...]]] = {
 """What may be said of fields for more, where an answer has no place for more."""
 
 _logged: set[str] = set()
+
+T = TypeVar("T")
+
+
+class _First(FailFast):
+    """One that unions of types take."""
+
+    __hash__ = object.__hash__
+
+
+Listed = Annotated[list[T], _First()]
+"""A list, of which the first element that is wrong is told: telling all takes minutes, and gigabytes."""
 
 Token = Annotated[int, Field(ge=0)]
 
@@ -123,16 +135,15 @@ class Reads(BaseModel):
         value = getattr(self, own.partition(".")[0], None)
         return value is not None
 
-    lists_of_ids: ClassVar[tuple[str, ...]] = ()
+    lists_of_ids: ClassVar[tuple[str, ...]] = ("allowed_token_ids",)
     """Fields that may be long lists of token ids, which are read apart: pydantic takes ten times as long."""
 
     @classmethod
     def read(cls, content: bytes, bounds: JsonBounds | None = None) -> Self:
         """The body that JSON text says, within bounds. Raises `InvalidRequestError`, naming the field."""
-        long = {} if bounds is None else bounds.check(content)
-        apart = {name: token_ids(name, content[long[name]]) for name in cls.lists_of_ids if name in long}
-        for place in sorted((long[name] for name in apart), key=lambda one: -int(one.start)):
-            content = b"%b[]%b" % (content[: place.start], content[place.stop :])
+        apart = dict[str, TokenIds]()
+        if bounds is not None:
+            content, apart = bounds.take_apart(content, cls.lists_of_ids)
         try:
             body = cls.model_validate_json(content)
         except ValidationError as error:
@@ -214,7 +225,7 @@ class Body(Reads):
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Listed[str] | None = None
     guided_grammar: str | None = None
     priority: int | Literal["critical", "high", "normal", "low"] | None = None
     cache_salt: str | None = None
@@ -262,14 +273,30 @@ def _field_of(parameter: str) -> str:
 class CompletionBody(Body):
     """`POST /v1/completions`."""
 
-    lists_of_ids = ("prompt",)
+    lists_of_ids = (*Body.lists_of_ids, "prompt")
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {**Body.neutral, "suffix": ("",)}
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
     add_special_tokens: bool | None = None
 
 
-class ChatBody(Body):
+class ChatFields(BaseModel):
+    """What a chat's prompt is made of, beside its messages: the same wherever one is sent."""
+
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: Listed[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """The output goes on with the last message, whose turn stays open."""
+    chat_template: str | None = None
+    """The name of one of the model's own templates."""
+
+
+class ChatBody(Body, ChatFields):
     """`POST /v1/chat/completions`."""
 
     renamed: ClassVar[Mapping[str, str]] = {
@@ -286,21 +313,14 @@ class ChatBody(Body):
         "functions": ([],),
         "function_call": ("none", "auto"),
         "add_special_tokens": (False,),
-        "chat_template": (),
-        "continue_final_message": (False,),
     }
 
-    messages: list[dict[str, Any]]
+    messages: Listed[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool | None = None
+    echo: bool | None = None
+    """The answer begins with the last message's content, where that is of the answer's own role."""
     include_reasoning: bool | None = None
     """False: thoughts are not told, nor are tokens by which they could be read."""
     return_prompt_text: bool | None = None
@@ -311,19 +331,17 @@ class ChatBody(Body):
         return self.include_reasoning is False
 
 
-class TokenizeBody(Reads):
+class TokenizeBody(Reads, ChatFields):
     """`POST /tokenize`: a prompt or a chat."""
 
     fixed_names: ClassVar[Mapping[str, str]] = Body.fixed_names
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Listed[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
     """The answer has the tokens as the vocabulary writes them."""
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeBody(Reads):
@@ -331,6 +349,6 @@ class DetokenizeBody(Reads):
 
     fixed_names: ClassVar[Mapping[str, str]] = {"token_ids": "tokens"}
 
-    lists_of_ids = ("tokens",)
+    lists_of_ids = (*Reads.lists_of_ids, "tokens")
     model: str | None = None
-    tokens: list[Token]
+    tokens: Listed[Token]

@@ -43,19 +43,20 @@ def body_bounds(limits: LimitsConfig) -> JsonBounds:
     )
     bias = Bound(count=limits.max_logit_bias, size=64 * limits.max_logit_bias + 64, setting="limits.max_logit_bias")
     fields = {
-        **dict.fromkeys(("prompt", "tokens"), tokens),
+        "prompt": Bound(count=2048, size=text + _OTHER_SIZE, setting="limits.max_prompt_bytes"),
         **dict.fromkeys(("messages", "input", "system", "instructions", "tools", "documents"), chat),
         **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), grammar),
         **dict.fromkeys(("response_format", "structured_outputs", "guided_decoding", "text"), grammar),
+        **dict.fromkeys(("output_config", "output_format"), grammar),
         "chat_template_kwargs": Bound(count=OTHER.count, size=text),
         "logit_bias": bias,
-        "allowed_token_ids": allowed,
         "stop_token_ids": Bound(count=limits.max_stop_token_ids, size=OTHER.size, setting="limits.max_stop_token_ids"),
         **dict.fromkeys(("stop", "stop_sequences"), _texts(limits.max_stop_strings, limits.max_stop_string_length)),
         "bad_words": _texts(limits.max_bad_words, limits.max_bad_word_length),
     }
     whole = Bound(count=limits.max_prompt_tokens + limits.max_allowed_token_ids + 2 * values)
-    return JsonBounds(fields, OTHER, whole, string=text)
+    lists = {**dict.fromkeys(("prompt", "tokens"), tokens), "allowed_token_ids": allowed}
+    return JsonBounds(fields, OTHER, whole, string=text, lists=lists)
 
 
 def _texts(count: int, length: int) -> Bound:

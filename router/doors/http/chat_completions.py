@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from holdfast.router.chat import Chat, flat_message, with_arguments
+from holdfast.router.chat import Chat
+from holdfast.router.chat_messages import plain_message
 from holdfast.router.doors.chat_answer import call_prefix
-from holdfast.router.doors.http.bodies import ChatBody
+from holdfast.router.doors.http.bodies import ChatBody, ChatFields
 from holdfast.router.doors.http.calls import delta_of, finish_after_calls, whole_message
 from holdfast.router.doors.http.choices import TokenNames, chat_logprobs, prompt_logprobs_of, usage_of
 from holdfast.router.doors.http.frames import PLACE, Frame, frame_of, json_text
@@ -32,10 +33,13 @@ NewReader: TypeAlias = Callable[[], ChatReader | None]
 def chat_request(body: ChatBody, tenant: str = "") -> GenerationRequest:
     """The request that a body makes. Raises `InvalidRequestError`, naming the field."""
     with naming(body.names):
-        return GenerationRequest(chat=_chat(body), sampling_params=chat_params(body), **service_of(body, tenant))
+        return GenerationRequest(
+            chat=chat_of(body, body.messages), sampling_params=chat_params(body), **service_of(body, tenant)
+        )
 
 
-def _chat(body: ChatBody) -> Chat:
+def chat_of(body: ChatFields, messages: list[dict[str, Any]]) -> Chat:
+    """The chat of a body and its messages."""
     variables = dict(body.chat_template_kwargs or {})
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
@@ -44,13 +48,24 @@ def _chat(body: ChatBody) -> Chat:
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     return Chat(
-        messages=[with_arguments(flat_message(message)) for message in body.messages],
+        messages=messages,
         template_kwargs=variables,
         tools=body.tools or (),
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         split_reasoning=True,
+        continue_final_message=bool(body.continue_final_message),
+        template=body.chat_template or "",
     )
+
+
+def _echo(body: ChatBody) -> str:
+    """What the answer begins with, where `echo` asks for it: the last message, if the answer goes on in its role."""
+    last = body.messages[-1] if body.echo else {}
+    goes_on = body.continue_final_message or body.add_generation_prompt is False
+    if not body.echo or not (goes_on or last.get("role") == "assistant"):
+        return ""
+    return str(plain_message(last, f"messages[{len(body.messages) - 1}]")["content"])
 
 
 def chat_id(request_id: str) -> str:
@@ -115,6 +130,8 @@ def _whole_choice(view: ChatView, completion: CompletedSequence, reader: ChatRea
     if reader is not None:
         read = view.read([*reader.push(output.text), *reader.finish()])
         message |= whole_message(call_prefix(output.request_id, output.sequence_index), read)
+    if echo := _echo(view.body):
+        message["content"] = echo + (message["content"] or "")
     tells_tokens = view.tells_tokens(reader)
     choice: dict[str, Any] = {
         "index": output.sequence_index,
@@ -181,6 +198,8 @@ class ChatChunks:
         if index not in self._readers:
             self._readers[index] = self._view.new_reader()
             events = self._beginning(index, delivery)
+            if echo := _echo(self._view.body):
+                events += self._event(index, {"content": echo}, None, None)
         self._num_completion_tokens += len(delivery.token_ids)
         *earlier, last = self._deltas(delivery) or [{}]
         for delta in earlier:

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field
 
-from holdfast.router.chat import flat_message
-from holdfast.router.doors.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Reads
+from holdfast.router.chat_messages import content_text
+from holdfast.router.doors.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, Reads
 from holdfast.router.tools.tools import checked_tool
 from holdfast.worker.errors import InvalidRequestError
 
@@ -29,15 +29,24 @@ class MessagesBody(Reads):
     renamed: ClassVar[Mapping[str, str]] = {"stop_sequences": "stop"}
 
     model: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    system: str | list[dict[str, Any]] | None = None
+    messages: Annotated[Listed[dict[str, Any]], Field(min_length=1)]
+    system: str | Listed[dict[str, Any]] | None = None
     max_tokens: Annotated[int, Field(ge=1)]
     """Asked for by Anthropic's protocol."""
-    stop_sequences: list[str] | None = None
+    stop_sequences: Listed[str] | None = None
     stream: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    """The shape of the output (`format`), and the effort."""
+    output_format: dict[str, Any] | None = None
+    """The older place of the shape."""
+
+    @property
+    def shape_field(self) -> str:
+        """Where the shape of the output stands."""
+        return "output_format" if self.output_format is not None else "output_config.format"
 
 
 class CountBody(MessagesBody):
@@ -58,7 +67,47 @@ def chat_body(body: MessagesBody) -> ChatBody:
     if body.thinking is not None:
         thinks = _thinks(body.thinking)
         own["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
+    own["response_format"] = _format(body)
+    if (effort := (body.output_config or {}).get("effort")) is not None:
+        if not isinstance(effort, str):
+            raise InvalidRequestError("output_config.effort", effort, "must be text")
+        own["reasoning_effort"] = effort
+    if is_prefilled(body):
+        own |= _prefilled(body, own)
     return ChatBody.made_of(body, {**(body.model_extra or {}), **own})
+
+
+def is_prefilled(body: MessagesBody) -> bool:
+    """Whether the last message begins the answer."""
+    return body.messages[-1].get("role") == "assistant"
+
+
+def _prefilled(body: MessagesBody, own: Mapping[str, Any]) -> dict[str, Any]:
+    """As the API has it, the answer goes on where the last message ends."""
+    last = own["messages"][-1]
+    field = f"messages[{len(body.messages) - 1}]"
+    if last.get("tool_calls"):
+        raise InvalidRequestError(field, "tool_use", "must not be the last message: it has calls without their results")
+    if own["response_format"] is not None:
+        limit = "must not be an assistant's where the output has a shape: the shape is that of a whole answer"
+        raise InvalidRequestError(field, body.shape_field, limit)
+    if not last.get("content"):
+        return {"messages": own["messages"][:-1]} if len(own["messages"]) > 1 else {}
+    return {"continue_final_message": True, "add_generation_prompt": False}
+
+
+def _format(body: MessagesBody) -> dict[str, Any] | None:
+    """The shape of the output in OpenAI's words."""
+    asked = body.output_format if body.output_format is not None else (body.output_config or {}).get("format")
+    if asked is None:
+        return None
+    field = body.shape_field
+    if not isinstance(asked, Mapping) or asked.get("type") != "json_schema":
+        kind = asked.get("type") if isinstance(asked, Mapping) else asked
+        raise InvalidRequestError(f"{field}.type", kind, "must be json_schema")
+    if not isinstance(asked.get("schema"), Mapping):
+        raise InvalidRequestError(f"{field}.schema", asked.get("schema"), "must be a JSON schema")
+    return {"type": "json_schema", "json_schema": {"schema": dict(asked["schema"])}}
 
 
 def _thinks(thinking: Mapping[str, Any]) -> bool:
@@ -89,7 +138,7 @@ def _choice(choice: Mapping[str, Any]) -> object:
 def _messages(body: MessagesBody) -> Iterator[Mapping[str, Any]]:
     """The conversation, with the system prompt as its first message."""
     if body.system:
-        yield flat_message({"role": "system", "content": body.system})
+        yield {"role": "system", "content": content_text(body.system, "system")}
     for index, message in enumerate(body.messages):
         content, field = message.get("content"), f"messages[{index}].content"
         role = message.get("role")
@@ -105,38 +154,64 @@ def _messages(body: MessagesBody) -> Iterator[Mapping[str, Any]]:
 
 def _said(content: Sequence[object], field: str) -> Mapping[str, Any]:
     """A turn of the model: what it thought, said and called."""
-    texts: list[object] = []
+    text = ""
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for index, block in enumerate(content):
         kind = block.get("type") if isinstance(block, Mapping) else None
         if isinstance(block, Mapping) and kind == "tool_use":
-            arguments = block.get("input", {})
-            if not isinstance(arguments, Mapping):
-                raise InvalidRequestError(f"{field}[{index}].input", arguments, "must be an object")
-            function = {"name": block.get("name"), "arguments": arguments}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
+            calls.append(_call(block, f"{field}[{index}]"))
         elif isinstance(block, Mapping) and kind == "thinking":
             thoughts.append(str(block.get("thinking", "")))
         elif kind != "redacted_thinking":
-            texts.append(block)
-    message = dict(flat_message({"role": "assistant", "content": texts}))
+            text += _block_text(block, f"{field}[{index}]")
+    message: dict[str, Any] = {"role": "assistant", "content": text}
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
     return {**message, "tool_calls": calls} if calls else message
 
 
+def _call(block: Mapping[str, Any], field: str) -> dict[str, Any]:
+    name, arguments = block.get("name"), block.get("input")
+    if not isinstance(name, str):
+        raise InvalidRequestError(f"{field}.name", name, "must be text")
+    if not isinstance(arguments, Mapping | None):
+        raise InvalidRequestError(f"{field}.input", arguments, "must be an object")
+    return {"id": block.get("id"), "type": "function", "function": {"name": name, "arguments": arguments or {}}}
+
+
 def _asked(role: str, content: Sequence[object], field: str) -> Iterator[Mapping[str, Any]]:
     """A turn of the user: results of calls, and what they say besides."""
-    texts: list[object] = []
+    texts: list[str] = []
     for index, block in enumerate(content):
         if isinstance(block, Mapping) and block.get("type") == "tool_result":
-            result = block.get("content", "")
-            if not isinstance(result, str | list):
-                raise InvalidRequestError(f"{field}[{index}].content", result, "must be text or a list of blocks")
-            told = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
-            yield flat_message(told)
+            yield _result(block, f"{field}[{index}]")
         else:
-            texts.append(block)
+            texts.append(_block_text(block, f"{field}[{index}]"))
     if texts or not content:
-        yield flat_message({"role": role, "content": texts})
+        yield {"role": role, "content": "".join(texts)}
+
+
+def _result(block: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    """A result that is an error and says nothing says that."""
+    result, call_id = block.get("content"), block.get("tool_use_id")
+    if not isinstance(call_id, str):
+        raise InvalidRequestError(f"{field}.tool_use_id", call_id, "must be text")
+    if isinstance(result, list):
+        text = "".join(_block_text(one, f"{field}.content[{index}]") for index, one in enumerate(result))
+    else:
+        text = content_text(result, f"{field}.content")
+    if not text and block.get("is_error") is True:
+        text = "error"
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def _block_text(block: object, field: str) -> str:
+    """Of a text block. Raises `InvalidRequestError` for any other, such as an image, by its type."""
+    kind = block.get("type") if isinstance(block, Mapping) else block
+    text = block.get("text") if isinstance(block, Mapping) else None
+    if kind != "text":
+        raise InvalidRequestError(f"{field}.type", kind, "must be text: this model takes no other kind of input")
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{field}.text", text, "must be text")
+    return text

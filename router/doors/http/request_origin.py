@@ -20,6 +20,12 @@ from holdfast.worker.errors import PermissionDeniedError
 
 JSON: Final = "application/json"
 SETTING: Final = "router.http_allowed_hosts"
+CORS_SETTING: Final = "router.http_cors_origin"
+ANY: Final = "*"
+
+OF_OPERATORS: Final = ("/cluster", "/load", "/metrics")
+"""They tell of all tenants. Paths below `/admin` are operators' too."""
+
 _FROM_ELSEWHERE: Final = ("cross-site", "same-site")
 """What browsers say in `sec-fetch-site` of a request that a page of another origin has made."""
 
@@ -31,6 +37,8 @@ class RequestOrigins:
     bound: str = "127.0.0.1"
     allowed_hosts: Collection[str] = ()
     """Further names of this server, and of sites whose pages may call it."""
+    cors_origins: Collection[str] = ()
+    """Origins of pages that may call it, but for paths of operators; `*` is any."""
 
     def check(self, request: Request) -> None:
         """Raises `PermissionDeniedError` for another server's name, and for pages of other origins."""
@@ -42,10 +50,14 @@ class RequestOrigins:
         if origin is None:
             is_foreign = request.headers.get("sec-fetch-site", "") in _FROM_ELSEWHERE
         else:
-            is_foreign = not self._may_call(origin, host)
+            is_foreign = not (self._may_call(origin, host) or self._is_given(origin, request))
         if is_foreign:
             told = f"this request comes from a page of another site ({(origin or 'unnamed')[:100]}); name the site in "
-            raise PermissionDeniedError("origin", f"{told}{SETTING}, or ask for keys")
+            raise PermissionDeniedError("origin", f"{told}{SETTING} or {CORS_SETTING}, or ask for keys")
+
+    def _is_given(self, origin: str, request: Request) -> bool:
+        is_named = ANY in self.cors_origins or origin in self.cors_origins
+        return is_named and not is_operators_path(request.url.path)
 
     def _is_own(self, name: str) -> bool:
         """Whether a host's name means this server. One that listens for other machines is called by names that it does
@@ -63,6 +75,11 @@ class RequestOrigins:
         except ValueError:
             return False
         return parts.netloc.lower() == host.lower() or host_name(parts.netloc) in self.allowed_hosts
+
+
+def is_operators_path(path: str) -> bool:
+    """Whether a path is for operators alone, and so for no page of another origin."""
+    return path in OF_OPERATORS or path.startswith("/admin")
 
 
 def check_json(request: Request) -> None:

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field
 
-from holdfast.router.chat import flat_message
-from holdfast.router.doors.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Reads
+from holdfast.router.chat_messages import call_arguments, content_text
+from holdfast.router.doors.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, Reads
 from holdfast.router.tools.tools import checked_tool
 from holdfast.worker.errors import InvalidRequestError
 
@@ -42,14 +42,14 @@ class ResponsesBody(Reads):
     }
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | Listed[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     text: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include: list[str] | None = None
@@ -134,16 +134,16 @@ def _add_to_turn(turn: dict[str, Any], kind: str, item: Mapping[str, Any], field
     turn.setdefault("role", "assistant")
     turn.setdefault("content", "")
     if kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments", "")}
+        name, arguments = item.get("name"), item.get("arguments")
+        if not isinstance(name, str):
+            raise InvalidRequestError(f"{field}.name", name, "must be text")
+        function = {"name": name, "arguments": call_arguments(arguments, f"{field}.arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)
     elif kind == "reasoning":
         turn["reasoning_content"] = turn.get("reasoning_content", "") + _thoughts(item, field)
     else:
-        content = flat_message({"content": item.get("content")})["content"]
-        if not isinstance(content, str):
-            raise InvalidRequestError(f"{field}.content", content, "must be text")
-        turn["content"] += content
+        turn["content"] += content_text(item.get("content"), f"{field}.content")
 
 
 def _thoughts(item: Mapping[str, Any], field: str) -> str:
@@ -156,12 +156,14 @@ def _thoughts(item: Mapping[str, Any], field: str) -> str:
 def _told(kind: object, item: Mapping[str, Any], field: str) -> dict[str, Any]:
     """A message of somebody else than the model."""
     if kind == "function_call_output":
-        told = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
-        return dict(flat_message(told))
+        output = content_text(item.get("output"), f"{field}.output")
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
     if kind != "message":
         raise InvalidRequestError(f"{field}.type", kind, "must be message, function_call, its output, or reasoning")
-    role = "system" if item.get("role") == "developer" else item.get("role")
-    return dict(flat_message({"role": role, "content": item.get("content")}))
+    content = item.get("content")
+    if content is None:
+        raise InvalidRequestError(f"{field}.content", content, "must be text")
+    return {"role": item.get("role"), "content": content_text(content, f"{field}.content")}
 
 
 def _format(body: ResponsesBody) -> dict[str, Any] | None:

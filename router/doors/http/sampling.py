@@ -25,8 +25,6 @@ def chat_params(body: ChatBody) -> SamplingParams:
         raise InvalidRequestError("top_logprobs", body.top_logprobs, "must come with logprobs = true")
     if (structure := structure_of(body)) is not None:
         own["structured_outputs"] = structure
-    if body.given("echo"):
-        raise InvalidRequestError("echo", True, "is not possible with a chat")
     return declared_params(body, **own)
 
 

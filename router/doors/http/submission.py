@@ -11,9 +11,11 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
+from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.output_stream import Taker
 from holdfast.router.doors.http.event_ids import LAST_EVENT_ID, EventIds, digest_of
 from holdfast.router.doors.http.event_stream import Shortcut
+from holdfast.router.doors.http.resume_record import read_record
 from holdfast.router.events import Deliver
 from holdfast.router.held_stream import HOLD, REPLICAS, RESUME, Identity, Mark, Noted, NotedSequence
 from holdfast.router.request import GenerationRequest
@@ -39,13 +41,13 @@ class Submission:
     """Of a client that may come again with the id of its last event."""
 
     @classmethod
-    def read(cls, headers: Mapping[str, str], content: bytes) -> tuple[Self, bytes]:
+    def read(cls, headers: Mapping[str, str], content: bytes, limits: LimitsConfig) -> tuple[Self, bytes]:
         """With the body's own bytes. Raises `InvalidRequestError`, naming the header."""
         attempt, tells_replicas = _number(headers, HOLD), headers.get(REPLICAS) == "1"
         if (size := _number(headers, RESUME)) and attempt:
             if size > len(content):
                 raise InvalidRequestError(RESUME, size, f"must be at most the body's size, {len(content)}")
-            noted = Noted.read(content[-size:])
+            noted = read_record(content[-size:], limits)
             known = cls(identity=noted.identity, attempt=attempt, noted=noted, tells_replicas=tells_replicas)
             return known, content[:-size]
         identity = Identity(uuid.uuid4().hex, int(time.time()))
@@ -237,7 +239,7 @@ def note_reading(watch: PoisonWatch, path: str, headers: Mapping[str, str], cont
     Raises as `PoisonWatch.begin` does, and `InvalidRequestError` for a header.
     """
     num_noted = _number(headers, RESUME) if HOLD in headers else 0
-    own = content[:-num_noted] if num_noted else content
+    own = memoryview(content)[: max(0, len(content) - num_noted)]
     begin_reading(watch, path, own).suspect(routers_lost(headers.get(ROUTERS_LOST, "0")))
 
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from holdfast.router.wire.json_bounds import JsonBounds
+from holdfast.router.wire.json_bounds import JsonBounds, TokenIds
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import BIASES, FIELD, NUMBER, SWITCH, TEXTS, WHOLE, Kind
 from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
@@ -26,14 +26,14 @@ def is_sampling_parameter(name: str) -> bool:
 
 def parsed_object(text: bytes, bounds: JsonBounds) -> dict[str, Any]:
     """Raises `InvalidRequestError` if it is no JSON object in UTF-8, or beyond its bounds."""
-    _check(text, bounds)
+    rest, apart = _taken_apart(text, bounds)
     try:
-        values = json.loads(text.decode() or "{}")
+        values = json.loads(rest.decode() or "{}")
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
         raise InvalidRequestError(SAMPLING, text, "must be the text of a JSON object")
-    return values
+    return values | apart
 
 
 def sampling_params(given: Mapping[str, Any], bounds: JsonBounds) -> SamplingParams:
@@ -65,10 +65,10 @@ def in_clients_words(error: InvalidRequestError) -> InvalidRequestError:
     return InvalidRequestError(field, error.value, error.limit) if field != error.field else error
 
 
-def _check(text: bytes, bounds: JsonBounds) -> None:
+def _taken_apart(text: bytes, bounds: JsonBounds) -> tuple[bytes, dict[str, TokenIds]]:
     """Before a parser builds anything."""
     try:
-        bounds.check(text)
+        return bounds.take_apart(text, ("allowed_token_ids",))
     except InvalidRequestError as error:
         field = SAMPLING if error.field == "body" else f"{SAMPLING}.{error.field}"
         raise InvalidRequestError(field, error.value, error.limit) from None
@@ -94,7 +94,9 @@ def _number(kind: Kind, text: str) -> Any:
 
 def _from_json(name: str, value: str, bounds: JsonBounds) -> Any:
     """Of biases, token ids, and the kinds of structured outputs."""
-    _check(b'{"%b":%b}' % (name.encode(), value.encode(errors="replace")), bounds)
+    _, apart = _taken_apart(b'{"%b":%b}' % (name.encode(), value.encode(errors="replace")), bounds)
+    if name in apart:
+        return apart[name]
     try:
         return json.loads(value)
     except (ValueError, RecursionError):

@@ -13,6 +13,7 @@ from typing import Final
 
 from holdfast.foreign import grpc_service_pb2
 from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.doors.decode_worker import DecodeWorker
 from holdfast.router.doors.grpc.handlers import Context
 from holdfast.router.doors.grpc.request_ids import REQUEST_ID_HEADER, given_request_id
 from holdfast.router.doors.loggable import loggable
@@ -44,9 +45,18 @@ MAX_NOTED: Final = 100
 class InferenceProtocolServicer:
     """`inference.GRPCInferenceService`. Errors are raised as `HoldfastError`, and are answers on a stream."""
 
-    def __init__(self, request_processor: RequestProcessor, dispatch_host: DispatchHost, bounds: JsonBounds) -> None:
-        """The `bounds` are those of the JSON in requests."""
+    def __init__(
+        self,
+        request_processor: RequestProcessor,
+        dispatch_host: DispatchHost,
+        bounds: JsonBounds,
+        decode_worker: DecodeWorker | None = None,
+    ) -> None:
+        """The `bounds` are those of the JSON in requests. Large ones are read by the `decode_worker`, or one of its
+        own.
+        """
         self._bounds = bounds
+        self._decode_worker = decode_worker or DecodeWorker()
         self._request_processor = request_processor
         self._dispatch_host = dispatch_host
         self._counts = InferCounts()
@@ -102,7 +112,7 @@ class InferenceProtocolServicer:
         self, message: grpc_service_pb2.ModelInferRequest, context: Context
     ) -> grpc_service_pb2.ModelInferResponse:
         try:
-            request = infer_request(message, self._bounds, given_request_id(context))
+            request = await self._read(message, given_request_id(context))
             if request.is_streamed:
                 raise InvalidRequestError(STREAM, True, "must be false here: ModelStreamInfer answers in a stream")
             return await self._whole(request, context)
@@ -120,6 +130,10 @@ class InferenceProtocolServicer:
 
     # --- inside ---
 
+    async def _read(self, message: grpc_service_pb2.ModelInferRequest, request_id: str) -> InferRequest:
+        read = partial(infer_request, message, self._bounds, request_id)
+        return await self._decode_worker.run(message.ByteSize(), read)
+
     async def _answers(
         self, context: Context, numbered: tuple[int, grpc_service_pb2.ModelInferRequest | InvalidRequestError]
     ) -> AsyncGenerator[grpc_service_pb2.ModelStreamInferResponse, None]:
@@ -130,7 +144,7 @@ class InferenceProtocolServicer:
             if isinstance(message, InvalidRequestError):
                 raise message
             header = given_request_id(context)
-            request = infer_request(message, self._bounds, header)
+            request = await self._read(message, header)
             if header:
                 part = request.generation.as_part(number, f"{header}/{number}")
                 request = replace(request, generation=part)

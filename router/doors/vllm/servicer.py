@@ -7,10 +7,12 @@ of the engine (`engine_facts.py`), and where an engine comes from (`cluster/serv
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 from holdfast.foreign import vllm_engine_pb2 as pb
+from holdfast.router.doors.decode_worker import DecodeWorker
 from holdfast.router.doors.grpc.handlers import Context
 from holdfast.router.doors.grpc.request_ids import given_request_id
 from holdfast.router.doors.vllm.engine_facts import SERVER_TYPE, LoadReport, MeasuredEngine, model_info, timestamp
@@ -26,8 +28,15 @@ class VllmEngineServicer:
     """Of one engine. Errors are raised as `HoldfastError`."""
 
     def __init__(
-        self, request_processor: RequestProcessor, engine: MeasuredEngine, facts: ModelInfo, max_num_seqs: int
+        self,
+        request_processor: RequestProcessor,
+        engine: MeasuredEngine,
+        facts: ModelInfo,
+        max_num_seqs: int,
+        decode_worker: DecodeWorker | None = None,
     ) -> None:
+        """Requests are made of large messages by the `decode_worker`, or one of its own."""
+        self._decode_worker = decode_worker or DecodeWorker()
         self._request_processor = request_processor
         self._engine = engine
         self._facts = facts
@@ -40,7 +49,8 @@ class VllmEngineServicer:
         self, message: pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         self._last_request_at = time.time()
-        request = generation_request(message, given_request_id(context))
+        made = partial(generation_request, message, given_request_id(context))
+        request = await self._decode_worker.run(message.ByteSize(), made)
         request.check_streamable()
         async with self._request_processor.open(request, context.time_remaining()) as answer:
             responses = GenerateResponses(answer.prompt_token_ids, answer.stop_reason, stream=message.stream)

@@ -184,7 +184,7 @@ def test_no_logs_are_a_clear_error(ray_folder, pid, tmp_path):
 
 
 def test_the_command_shows_the_last_lines_of_those_that_are_meant(ray_folder, monkeypatch, capsys):
-    monkeypatch.setattr(session_folder, "__defaults__", (ray_folder,))
+    monkeypatch.setattr("holdfast.cluster.serve.log_files.ray_folder", lambda: ray_folder)
     assert run(["logs", "--pid", "77", "-n", "1"]) == 0
     assert capsys.readouterr().out == "router 11 |   a second line\n"
     assert run(["logs", "replica", "--pid", "77"]) == 0

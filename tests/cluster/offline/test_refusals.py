@@ -311,3 +311,33 @@ def test_whatever_is_said_the_engine_goes_on(llm, messages):
 )
 def test_whatever_is_searched_for_the_engine_goes_on(llm, prompts, fields):
     survives(llm, lambda: llm.beam_search(prompts, BeamSearchParams(**({"beam_width": 2, "max_tokens": 2} | fields))))
+
+
+@pytest.fixture(scope="module")
+def with_added_tokens(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokenizer has two tokens more than its embedding, one of which is said to end outputs."""
+    folder = shutil.copytree(tiny_model, tmp_path_factory.mktemp("added") / "model")
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|one|>", "<|two|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [257, 259]}')
+    return folder
+
+
+@pytest.mark.parametrize("executor", ["decoder", "skeleton"])
+def test_text_with_a_token_that_the_model_has_no_embedding_for_is_refused(with_added_tokens, executor):
+    with LLM(str(with_added_tokens), executor=executor, num_threads=1, num_blocks=64) as llm:
+        for prompt in ("hello<|two|>", "<|one|>"):
+            with pytest.raises(InvalidRequestError, match=r"this token, of id 25[89].*vocabulary ends at 257"):
+                llm.generate(prompt, SHORT, use_tqdm=False)
+        with pytest.raises(InvalidRequestError, match="259"):
+            llm.chat(
+                [{"role": "user", "content": "hello<|two|>"}],
+                SHORT,
+                chat_template="{{ messages[0].content }}",
+                use_tqdm=False,
+            )
+        plain = llm.generate("hello", SHORT, use_tqdm=False)[0].outputs[0].token_ids
+        assert len(plain) == 2
+        banned = SamplingParams(temperature=0.0, max_tokens=2, min_tokens=2, bad_words=["<|two|>"], stop=["<|one|>"])
+        assert len(llm.generate("hello", banned, use_tqdm=False)[0].outputs[0].token_ids) == 2

@@ -12,11 +12,12 @@ from holdfast.cluster.commands.cli import run
 from holdfast.cluster.config.config import load_config
 from holdfast.cluster.serve import serving as launcher
 from holdfast.cluster.serve import supervisor
-from holdfast.cluster.serve.security import cluster_token, is_loopback
+from holdfast.cluster.serve.security import cluster_token
 from holdfast.router.config import SecurityConfig
 from holdfast.router.security.api_keys import KeyRing
 from holdfast.router.security.key_file import write_keys
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.security.loopback import is_loopback
 from tests.certificates import Authority
 from tests.router.security.test_gate import key_of
 

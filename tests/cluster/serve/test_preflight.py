@@ -1,6 +1,8 @@
 """What a newcomer gets wrong in the first hour: found before Ray starts, in one line that says what to do next."""
 
 import json
+import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,12 +15,15 @@ from holdfast.cluster.checks.model_files import check_files, check_hub
 from holdfast.cluster.commands.cli import run
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.layers import Setting
+from holdfast.cluster.serve.examination import Level, examine
 from holdfast.cluster.serve.local import check_reachable, plain_ray_errors
+from holdfast.cluster.serve.preflight import check_ports, check_socket_paths
 from holdfast.router.text.chat import render_chat
 from holdfast.router.wire.statuses import CallStatus, error_of
-from holdfast.worker.errors import HoldfastError, InvalidRequestError, ReplicaError
+from holdfast.worker.errors import ConfigurationError, HoldfastError, InvalidRequestError, ReplicaError
 from holdfast.worker.model.weight_files import weight_bytes
 from holdfast.worker.model.weights import resolve_model
+from holdfast.worker.security.loopback import check_loopback, host_port
 
 GIB = 2**30
 LAPTOP = Machine(num_cores=2, available_bytes=8 * GIB, num_gpus=0)
@@ -292,3 +297,55 @@ def test_a_server_that_is_not_there_is_one_line():
 def test_a_chat_without_a_template_says_what_to_do():
     with pytest.raises(InvalidRequestError, match=r"no chat template; .*--chat-template"):
         render_chat(None, [{"role": "user", "content": "hello"}])
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
+def test_a_folder_whose_path_is_too_long_for_sockets_is_named(monkeypatch, variable):
+    for name in ("TMPDIR", "RAY_TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "/" + "x" * 37)
+    check_socket_paths()
+    monkeypatch.setenv(variable, "/" + "x" * 60)
+    with pytest.raises(ConfigurationError, match=rf"^{variable}: .*65 characters long.* 39 at most"):
+        check_socket_paths()
+
+
+def test_a_doctor_tells_of_proxies_homes_and_long_paths(monkeypatch, tmp_path):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("HOME", "/dev/null")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / ("x" * 60)))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    found = {finding.what: finding for finding in examine(config(), quick=True)}
+    assert (found["proxy"].level, "http_proxy" in found["proxy"].found) == (Level.NOTE, True)
+    assert (found["home"].level, f"holdfast-{os.getuid()}" in found["home"].found) == (Level.NOTE, True)
+    assert (found["sockets"].level, "TMPDIR" in found["sockets"].found) == (Level.BAD, True)
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"])
+def test_a_doctor_finds_files_that_are_not_whole(tmp_path, content):
+    folder = shutil.copytree(bundled_path("demo"), tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(content)
+    found = {finding.what: finding for finding in examine(config(model__model=str(folder)), quick=True)}
+    files = next(finding for what, finding in found.items() if what.startswith("files of"))
+    assert (files.level, "model.safetensors is " in files.found) == (Level.BAD, True)
+
+
+def test_a_machine_without_the_loopback_of_ipv4_is_told_so():
+    check_loopback()
+    with pytest.raises(ConfigurationError, match=r"cannot listen on 192\.0\.2\.1 .*ip addr add"):
+        check_loopback("192.0.2.1")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_ports_are_looked_at_in_the_family_of_their_host(host):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"port {port} is not free"):
+            check_ports(config(cluster__host=host, cluster__port=port, cluster__routers=1))
+    check_ports(config(cluster__host=host, cluster__port=0, cluster__http_port=None))
+
+
+@pytest.mark.parametrize(("host", "address"), [("::1", "[::1]:5"), ("127.0.0.1", "127.0.0.1:5"), ("a.b", "a.b:5")])
+def test_addresses_of_ipv6_are_in_brackets(host, address):
+    assert host_port(host, 5) == address

@@ -57,3 +57,10 @@ def test_a_folder_that_others_can_write_to_is_not_believed(folder):
     folder.chmod(0o777)
     with pytest.raises(ConfigurationError, match="must belong to this user"):
         running_cluster("ours")
+
+
+def test_the_process_that_a_user_has_started_is_as_good_a_name(folder):
+    with noted("ours", "127.0.0.1:6379", "secret", [50051, 50052]):
+        assert running_cluster("ours", os.getppid()).token == "secret"
+        with pytest.raises(ConfigurationError, match=r"1?\(.*of process \d+, gRPC on port 50051 and 50052\)"):
+            running_cluster("ours", 2**22)

@@ -1,3 +1,6 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
@@ -5,9 +8,9 @@ from holdfast.cluster.serve import local
 from holdfast.cluster.serve.directory import Member, Role, Snapshot
 from holdfast.cluster.serve.local import num_cpus_of_our_own, share_cores
 from holdfast.cluster.serve.serving import check_resources
-from holdfast.cluster.serve.start_up import StartUp
+from holdfast.cluster.serve.start_up import StartUp, wait_until_up
 from holdfast.worker.config import ParallelConfig
-from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.errors import ConfigurationError, ReplicaError
 
 
 def config(replicas: int = 2, ranks: int = 2, address: str | None = None, threads: int | None = None) -> HoldfastConfig:
@@ -76,3 +79,52 @@ def test_our_own_ray_has_no_custom_resources(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigurationError, match=r"cluster.router_resources = .*front_door.*cluster.address"):
         check_resources(wanted)
     check_resources(wanted.model_copy(update={"address": "auto"}))
+
+
+ONE_ROUTER = HoldfastConfig(cluster=ClusterConfig(replicas=2, routers=1))
+
+
+def router(**linked: int) -> Member:
+    return Member(member_id="r", role=Role.ROUTER, address="127.0.0.1:1", linked=tuple(linked.items()))
+
+
+class Directory:
+    """Answers each watch with the next of these members; the last one again and again."""
+
+    def __init__(self, clock: list[float], *steps: tuple[float, tuple[Member, ...]]) -> None:
+        self._clock, self._steps, self._version = clock, list(steps), 0
+        self.watch = self
+        self.remote = lambda version: self
+
+    def result(self, timeout_s: float) -> Snapshot:
+        seconds, members = self._steps.pop(0) if len(self._steps) > 1 else self._steps[0]
+        self._clock[0] += seconds
+        self._version += 1
+        assert self._version < 10, "it waits for ever"
+        return Snapshot(version=self._version, members=members, is_settled=True)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr("holdfast.cluster.serve.start_up.time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def serving(name: str) -> Member:
+    return replace(member(name, "serving", address="h:1"), model="m")
+
+
+def test_a_cluster_is_ready_once_its_routers_reach_all_replicas(clock):
+    replicas = serving("a"), serving("b")
+    steps = (router(), *replicas), (router(m=1), *replicas), (router(m=2), *replicas)
+    directory = Directory(clock, *((20.0, members) for members in steps))
+    up = wait_until_up(ONE_ROUTER, {"m": 2}, directory, lambda *report: None)
+    assert (up.routers, up.num_replicas) == (("127.0.0.1:1",), {"m": 2})
+    assert clock == [60.0]
+
+
+def test_a_cluster_whose_routers_reach_no_replica_is_never_ready(clock):
+    directory = Directory(clock, (20.0, (router(m=1), serving("a"), serving("b"))))
+    with pytest.raises(ReplicaError, match=r"127\.0\.0\.1:1 reaches 1 of 2 replicas of m, after 60 s"):
+        wait_until_up(ONE_ROUTER, {"m": 2}, directory, lambda *report: None)

@@ -1,6 +1,7 @@
 """A supervised command is started again when it is lost, obeys signals, and leaves no process behind."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -12,28 +13,33 @@ import pytest
 
 from holdfast.cluster.serve import supervisor
 from holdfast.cluster.serve.reaper import descendants
+from holdfast.cluster.serve.stop_signals import stop_signals
 from holdfast.cluster.serve.supervisor import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST
 from holdfast.router.replicas.backoff import FORGIVEN_S, Backoff
 
 LIMIT_S = 60
 
-COMMAND = """
+LIFE = """
 import os, signal, subprocess, sys
-settings = sys.stdin.readline().strip()
-print("began", settings, os.getpid(), flush=True)
-# a process that nobody would end: of a session of its own, and its parent is gone
-sleeps = "[sys.executable, '-c', 'import time; time.sleep(600)']"
-orphan = "import subprocess, sys; subprocess.Popen(" + sleeps + ", start_new_session=True)"
-subprocess.run([sys.executable, "-c", orphan])
-print("started", flush=True)
+def main():
+    began()
 {rest}
+def began():
+    settings = sys.stdin.readline().strip()
+    print("began", settings, os.getpid(), flush=True)
+    # a process that nobody would end: of a session of its own, and its parent is gone
+    sleeps = "[sys.executable, '-c', 'import time; time.sleep(600)']"
+    orphan = "import subprocess, sys; subprocess.Popen(" + sleeps + ", start_new_session=True)"
+    subprocess.run([sys.executable, "-c", orphan])
+    print("started", flush=True)
 """
 
 SUPERVISED = """
 import sys
 from holdfast.cluster.serve.supervisor import supervise
-command, limit_s, max_pause_s = [sys.executable, "-c", sys.argv[1]], float(sys.argv[2]), float(sys.argv[3])
-sys.exit(supervise(command, "settings", limit_s, lambda text: print(text, flush=True), max_pause_s))
+starter = [sys.executable, "-m", "holdfast.cluster.serve.life_starter", sys.argv[1]]
+limit_s, max_pause_s = float(sys.argv[2]), float(sys.argv[3])
+sys.exit(supervise(starter, "settings", limit_s, lambda text: print(text, flush=True), max_pause_s))
 """
 
 WAIT = "signal.pause()"
@@ -44,10 +50,14 @@ IGNORE = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=Tr
 class Supervised:
     """A supervisor in a process of its own."""
 
-    def __init__(self, rest: str, stop_limit_s: float = 60.0, max_pause_s: float = 0.01) -> None:
-        command = textwrap.dedent(COMMAND).format(rest=rest)
-        arguments = [sys.executable, "-c", SUPERVISED, command, str(stop_limit_s), str(max_pause_s)]
-        self.process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
+    def __init__(self, folder: Path, rest: str, stop_limit_s: float = 60.0, max_pause_s: float = 0.01) -> None:
+        (folder / "a_life.py").write_text(LIFE.format(rest=textwrap.indent(textwrap.dedent(rest), "    ")))
+        arguments = [sys.executable, "-c", SUPERVISED, "a_life", str(stop_limit_s), str(max_pause_s)]
+        project = Path(__file__).parents[3]
+        path = os.pathsep.join([str(folder), str(project)])
+        self.process = subprocess.Popen(
+            arguments, stdout=subprocess.PIPE, text=True, cwd=project, env={**os.environ, "PYTHONPATH": path}
+        )
         self.below: list[psutil.Process] = []
 
     def wait_for(self, word: str) -> str:
@@ -60,19 +70,26 @@ class Supervised:
     def remember(self) -> None:
         """The processes of this moment, for `assert_nothing_is_left`."""
         self.below = [psutil.Process(pid) for pid in descendants(self.process.pid)]
+        self.starter, *_ = psutil.Process(self.process.pid).children()
 
     def assert_nothing_is_left(self) -> None:
-        _, alive = psutil.wait_procs(self.below, timeout=LIMIT_S)
-        assert self.below
+        self._assert_ended(self.below)
+
+    def assert_nothing_is_left_of_the_life(self) -> None:
+        self._assert_ended([process for process in self.below if process != self.starter])
+
+    def _assert_ended(self, processes: list[psutil.Process]) -> None:
+        _, alive = psutil.wait_procs(processes, timeout=LIMIT_S)
+        assert processes
         assert alive == []
 
 
 @pytest.fixture
-def supervised():
+def supervised(tmp_path: Path):
     started: list[Supervised] = []
 
     def start(rest: str, **options: float) -> Supervised:
-        started.append(Supervised(rest, **options))
+        started.append(Supervised(tmp_path, rest, **options))
         return started[-1]
 
     yield start
@@ -91,6 +108,29 @@ def test_a_signal_reaches_the_command_whose_exit_code_counts(supervised):
     one.process.terminate()
     assert one.process.wait(LIMIT_S) == 7
     one.assert_nothing_is_left()
+
+
+def test_a_life_knows_which_process_a_user_has_started(supervised):
+    one = supervised("from holdfast.cluster.serve.running import _serve_pid; print('serve', _serve_pid(), flush=True)")
+    assert one.wait_for("serve").split()[1] == str(one.process.pid)
+
+
+def test_where_the_terminal_goes_the_command_ends_in_order(supervised):
+    one = supervised(OBEY)
+    one.wait_for("ready")
+    one.remember()
+    one.process.send_signal(signal.SIGHUP)
+    assert one.process.wait(LIMIT_S) == 7
+    one.assert_nothing_is_left()
+
+
+def test_below_nohup_a_terminal_that_goes_ends_nothing():
+    earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, earlier)
 
 
 def test_a_command_that_does_not_obey_is_killed_in_time(supervised):
@@ -114,10 +154,10 @@ def test_a_killed_reaper_leaves_nothing_behind_and_the_command_is_started_again(
     one = supervised(WAIT)
     one.wait_for("started")
     one.remember()
-    (reaper,) = psutil.Process(one.process.pid).children()
+    _, reaper = psutil.Process(one.process.pid).children()  # after the life starter
     reaper.kill()
     one.wait_for("the cluster was lost")
-    one.assert_nothing_is_left()
+    one.assert_nothing_is_left_of_the_life()
     one.wait_for("started")
 
 
@@ -134,7 +174,7 @@ def test_a_command_that_says_it_is_lost_is_started_again_each_time(supervised):
     assert one.process.wait(LIMIT_S) in (EXIT_INTERRUPTED, EXIT_LOST), "during a pause, or a life"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_pause_and_another_one_does_not(number: int):
     news, tell = os.pipe()
     try:
@@ -178,7 +218,7 @@ def test_a_killed_command_is_started_again_without_what_it_had_started(supervise
     one.remember()
     os.kill(pid, signal.SIGKILL)
     one.wait_for("the cluster was lost")
-    one.assert_nothing_is_left()
+    one.assert_nothing_is_left_of_the_life()
     one.wait_for("started")
 
 
@@ -186,3 +226,26 @@ def test_a_command_that_ends_by_itself_is_not_started_again(supervised):
     one = supervised("sys.exit(2)")
     one.wait_for("started")
     assert one.process.wait(LIMIT_S) == 2
+
+
+def test_a_killed_life_starter_costs_no_life_and_starts_again_with_the_next(supervised):
+    one = supervised(OBEY)
+    one.wait_for("ready")
+    starter, reaper = psutil.Process(one.process.pid).children()
+    end = os.pidfd_open(starter.pid)
+    starter.kill()
+    assert select.select([end], [], [], LIMIT_S)[0]
+    os.close(end)
+    assert reaper.is_running()
+    one.remember()
+    reaper.kill()
+    one.wait_for("the cluster was lost")
+    one.wait_for("ready")
+    one.process.terminate()
+    assert one.process.wait(LIMIT_S) == 7
+    one.assert_nothing_is_left()
+
+
+def test_a_life_starter_that_cannot_import_is_a_failed_start(tmp_path: Path):
+    starter = [sys.executable, "-m", "holdfast.cluster.serve.life_starter", "no_such_module"]
+    assert supervisor.supervise(starter, "settings", 1.0, print) == EXIT_FAILED

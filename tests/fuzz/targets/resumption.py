@@ -5,7 +5,9 @@ from contextlib import contextmanager
 
 from holdfast.cluster.client.held_call import HeldCall, error_event
 from holdfast.cluster.client.retry_policy import RetryPolicy
-from holdfast.router.held_stream import HOLD, RESUME, Identity, Noted
+from holdfast.router.config import LimitsConfig
+from holdfast.router.doors.http.resume_record import read_record
+from holdfast.router.held_stream import HOLD, RESUME, Identity
 from tests.fuzz.refusals import refused
 from tests.fuzz.targets.json_bodies import Application, running
 
@@ -29,7 +31,7 @@ def opened() -> Iterator[Callable[[bytes], None]]:
 
 def as_router(application: Application, content: bytes) -> None:
     with refused():
-        noted = Noted.read(content)
+        noted = read_record(content, LimitsConfig())
         noted.resume(0, 4)
     headers = [(HOLD.encode(), b"2"), (RESUME.encode(), b"%d" % len(content))]
     application.post("/v1/completions", BODY + content, headers)

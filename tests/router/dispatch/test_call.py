@@ -36,13 +36,13 @@ def test_siblings_speak_as_their_request_and_the_last_one_tells_what_all_cost():
     board = Board()
     call = opened(board.dispatch_host, *parts(0, 1), echo="> ")
     x, y = board.port.attempts
-    board.news(delta(y, 0, 3, finish=FinishReason.STOP))
+    board.news(delta(y, 0, 3, 9, finish=FinishReason.STOP))  # what ends it is no text
     board.news(delta(x, 0, 1, 2, finish=FinishReason.LENGTH))
     first, second = call.poll(), call.poll()
     assert {first.request_id, second.request_id} == {"r"}
     assert (first.sequence_index, first.text, first.usage) == (0, "> bc", None)
     assert (second.sequence_index, second.text, second.finish_reason) == (1, "> d", FinishReason.STOP)
-    assert second.usage == call.usage == Usage(num_prompt_tokens=2, num_completion_tokens=3)
+    assert second.usage == call.usage == Usage(num_prompt_tokens=2, num_completion_tokens=4)
     assert call.is_over
     assert call.poll() is None
     board.dispatch_host.check_integrity()

@@ -4,6 +4,7 @@ import pytest
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 
+from benchmarks.router_parts.hostile_fields import BODIES, REQUESTS, hostile_bodies, hostile_messages
 from holdfast.router.config import LimitsConfig
 from holdfast.router.doors.http.body_bounds import body_bounds
 from holdfast.router.wire.bounds import public_bounds
@@ -11,7 +12,6 @@ from holdfast.v1 import engine_pb2, inference_pb2
 from holdfast.worker.errors import MAX_TEXT_BYTES, InvalidRequestError
 from holdfast.worker.wire.link_bounds import LINK_BOUNDS
 from holdfast.worker.wire.message_bounds import MessageBounds, UnboundedFieldError
-from tests.router.doors.hostile_fields import BODIES, REQUESTS, hostile_bodies, hostile_messages
 
 LIMITS = LimitsConfig(
     max_prompt_bytes=1000,

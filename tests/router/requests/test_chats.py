@@ -19,7 +19,7 @@ from tests.router.site import expected, refusal, site
 
 TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{% if message.role == 'critic' %}{{ raise_exception('no critics') }}{% endif %}"
     "<{{ message.role }}>{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}{{ (level or 0) + 1 }}"
 )
@@ -83,7 +83,7 @@ REFUSED = {
     "no messages": (chat(), "chat.messages", "at least one message"),
     "no role": (chat(("", "x")), "chat.messages[0].role", "must be a name"),
     "a role of control tokens": (chat(("user", "x"), ("a|><|b", "")), "chat.messages[1].role", "must be a name"),
-    "refused by the template": (chat(("tool", "x")), "chat.messages", "no tools"),
+    "refused by the template": (chat(("critic", "x")), "chat.messages", "no critics"),
     "a template that fails": (
         chat(("user", "x"), template_kwargs='{"level": "x"}'),
         "chat.messages",
@@ -172,7 +172,7 @@ BAD_CALLS = (
     ({"prompt": "x", "messages": HELLO}, "prompt", "exactly one"),
     ({"prompt": "x", "chat_template_kwargs": {}}, "chat_template_kwargs", "messages alone"),
     ({"messages": []}, "chat.messages", "at least one"),
-    ({"messages": [{"role": "assistant", "content": None}]}, "chat.messages[0].content", "must be text"),
+    ({"messages": [{"role": "user", "content": None}]}, "chat.messages[0].content", "must be text"),
     ({"messages": [{**HELLO[0], "mood": "x"}]}, "chat.messages[0]", "these fields alone"),
     ({"messages": HELLO, "chat_template_kwargs": {"x": {1, 2}}}, "chat.template_kwargs", "JSON"),
 )

@@ -14,7 +14,7 @@ from holdfast.router.requests.poison_watch import (
     end_reading,
     losses_of,
 )
-from holdfast.router.requests.request_digest import PIECE_BYTES, WHOLE_BYTES, lasting_part, request_digest
+from holdfast.router.requests.request_digest import PIECE_BYTES, WHOLE_BYTES, lasting_parts, request_digest
 from holdfast.router.router_losses import RouterLoss
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError, ReplicaError, RequestQuarantinedError
@@ -207,7 +207,7 @@ def test_a_request_that_is_sent_again_has_the_same_digest():
     again.resume.sequences.add(token_ids=[1, 2], text_length=2)
     again.request_id = "s"
     other = inference_pb2.GenerateRequest(text="x" * 100_001, model="m", request_id="r", attempt=1, timeout_ms=5000)
-    kept = [lasting_part(one.SerializeToString()) for one in (message, again, other)]
+    kept = [request_digest("m", *lasting_parts(one.SerializeToString())) for one in (message, again, other)]
     assert kept[0] == kept[1] != kept[2]
     assert request_digest("a", b"x") != request_digest("b", b"x")
 
@@ -220,7 +220,7 @@ def test_what_is_no_message_is_taken_as_it_is():
         b"\x12\xff\xff\x7f" + bytes(70_000),
         b"\x08\x01" * 40_000,
     ):
-        assert lasting_part(junk) == junk
+        assert lasting_parts(junk) == [junk]
 
 
 def test_a_digest_of_megabytes_depends_on_their_ends_their_size_and_pieces_between():

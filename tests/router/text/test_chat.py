@@ -79,8 +79,8 @@ def test_refuses_malformed_messages(messages: object) -> None:
 
 
 def test_passes_on_what_the_template_says_against_a_message() -> None:
-    with pytest.raises(InvalidRequestError, match="not tool") as caught:
-        render_chat(CHAT_TEMPLATE, [{"role": "tool", "content": "7"}], special_tokens={"bos_token": ""})
+    with pytest.raises(InvalidRequestError, match="not critic") as caught:
+        render_chat(CHAT_TEMPLATE, [{"role": "critic", "content": "7"}], special_tokens={"bos_token": ""})
     assert caught.value.field == "chat.messages"
 
 

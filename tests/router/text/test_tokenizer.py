@@ -1,8 +1,14 @@
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
+from tokenizers import AddedToken
 
+from holdfast.cluster.bundled_model.bundled_model import BUNDLED, bundled_path
+from holdfast.router.text.detokenizer import IncrementalDetokenizer
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 from tests.router import sample_tokenizers as sample
@@ -124,3 +130,102 @@ def _write_wordpiece(folder: Path) -> None:
     """A vocabulary that only transformers can read: there is no tokenizer.json."""
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "fox"]))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
+
+
+LONG = "The quick brown fox, 42 times: \u6f22\u5b57 \U0001f600 caf\u00e9\n\n  x = [1, 2];" * 500
+"""More than a thousand characters: these are encoded and decoded in another way."""
+
+
+def test_long_texts_have_the_tokens_of_short_ones():
+    tokenizer = Tokenizer.load(str(bundled_path(BUNDLED)))
+    library = tokenizer._codec._tokenizer
+    for text in (LONG, LONG[:1024], LONG[:1023], " " * 5000, "a" * 3000 + "\n"):
+        for adds in (False, True):
+            ids = tokenizer.encode(text, adds)
+            assert ids == library.encode(text, add_special_tokens=adds).ids
+            for skips in (False, True):
+                assert tokenizer.decode(ids, skips) == library.decode(ids, skip_special_tokens=skips)
+
+
+def longest_gap(work: Callable[[], object]) -> float:
+    """The longest time in which another thread of Python did nothing, as a part of the time that the work took."""
+    gaps, is_over = [0.0], Event()
+
+    def other() -> None:
+        last_s = time.perf_counter()
+        while not is_over.is_set():
+            now_s = time.perf_counter()
+            gaps.append(now_s - last_s)
+            last_s = now_s
+
+    thread = Thread(target=other)
+    thread.start()
+    began_s = time.perf_counter()
+    work()
+    taken_s = time.perf_counter() - began_s
+    is_over.set()
+    thread.join()
+    return max(gaps) / taken_s
+
+
+def test_other_threads_run_while_a_long_text_is_encoded_and_decoded():
+    """Of three tries the best, since the machine may be busy; a call that holds Python's lock is at 1 in all."""
+    tokenizer = Tokenizer.load(str(bundled_path(BUNDLED)))
+    text = "word and other words, " * 12_000
+    ids = tokenizer.encode(text)
+    assert min(longest_gap(lambda: tokenizer.encode(text)) for _ in range(3)) < 0.6
+    assert min(longest_gap(lambda: tokenizer.decode(ids)) for _ in range(3)) < 0.6
+
+
+def added(**special: bool) -> dict[str, object]:
+    return {str(300 + i): {"content": f"<{name}>", "special": is_so} for i, (name, is_so) in enumerate(special.items())}
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "text"),
+    [
+        ({}, {}, "a<end>b<x>c"),
+        ({"added_tokens_decoder": added(end=True, x=False)}, {}, "ab<x>c"),
+        ({"eos_token": "<end>"}, {}, "ab<x>c"),
+        ({"eos_token": {"content": "<end>"}, "additional_special_tokens": ["<x>"]}, {}, "abc"),
+        ({"extra_special_tokens": {"image_token": "<x>"}}, {}, "a<end>bc"),
+        ({}, {"eos_token_id": ["<end>", "<x>"]}, "abc"),
+        ({}, {"eos_token_id": "<x>"}, "a<end>bc"),
+        ({}, {"eos_token_id": "c"}, "a<end>b<x>c"),
+        ({"eos_token": "<none>", "extra_special_tokens": 7}, {}, "a<end>b<x>c"),
+    ],
+)
+def test_tokens_are_special_that_the_configuration_calls_so(config, generation, text, tmp_path: Path):
+    """An ordinary token that ends outputs is a text elsewhere."""
+    fast = sample.byte_level()
+    fast.add_tokens([AddedToken(name, special=False, normalized=False) for name in ("<end>", "<x>")])
+    sample.write(tmp_path / "model", fast)
+    ids_of = lambda value: [*map(ids_of, value)] if isinstance(value, list) else fast.token_to_id(value)  # noqa: E731
+    (tmp_path / "model/tokenizer_config.json").write_text(json.dumps(config))
+    ends = {name: ids_of(value) for name, value in generation.items()}
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(ends))
+    tokenizer = Tokenizer.load(str(tmp_path / "model"))
+    token_ids = tokenizer.encode("a<end>b<x>c", add_special_tokens=False)
+    assert tokenizer.decode(token_ids) == text
+    assert tokenizer.decode(token_ids, skip_special_tokens=False) == "a<end>b<x>c"
+    stream = IncrementalDetokenizer(tokenizer)
+    assert stream.push(token_ids) + stream.finish() == text
+
+
+def test_the_other_templates_of_a_folder_have_names(tmp_path: Path):
+    fast = sample.byte_level()
+    sample.write(tmp_path / "model", fast)
+    (tmp_path / "model/tokenizer_config.json").write_text(
+        json.dumps({"chat_template": [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]})
+    )
+    named = Tokenizer.load(str(tmp_path / "model"))
+    assert (named.chat_template, named.template_of(has_tools=True)) == ("d", "t")
+    (tmp_path / "model/additional_chat_templates").mkdir()
+    (tmp_path / "model/additional_chat_templates/rag.jinja").write_text("r")
+    (tmp_path / "model/chat_template.jinja").write_text("file")
+    files = Tokenizer.load(str(tmp_path / "model"))
+    assert files.chat_templates == {"default": "file", "rag": "r"}
+    assert (files.template_of(has_tools=True), files.template_of(has_tools=True, name="rag")) == ("file", "r")
+    assert files.with_chat_template("given").chat_templates == {"default": "given"}
+    with pytest.raises(InvalidRequestError, match="default, rag"):
+        files.template_of(name="tool_use")

@@ -72,7 +72,10 @@ BAD = {
         ({"logit_bias": {3: float("nan")}}, "[-100, 100]"),
         ({"logit_bias": {256: 1.0}}, "vocabulary size, 256"),
     ],
-    "allowed_token_ids": [({"allowed_token_ids": [1, 256]}, "vocabulary size, 256")],
+    "allowed_token_ids": [
+        ({"allowed_token_ids": [1, 256]}, "vocabulary size, 256"),
+        ({"allowed_token_ids": [1] * 257}, "at most as many token ids as the vocabulary, 256"),
+    ],
     "logprobs": [({"logprobs": -1}, "[0, 20]"), ({"logprobs": 21}, "[0, 20]")],
     "prompt_logprobs": [({"prompt_logprobs": -1}, "[0, 20]"), ({"prompt_logprobs": 21}, "[0, 20]")],
     "n": [

@@ -96,7 +96,7 @@ UNSENDABLE = (
     ({"prompt": "x", "timeout_s": 1e10}, "timeout_s", "at most 4294967"),
     ({"chat": Chat(messages=[])}, "chat.messages", "at least one"),
     ({"chat": Chat(messages=[{"role": "user", "content": "\ud800"}])}, "chat", "valid Unicode"),
-    ({"chat": Chat(messages=[{"role": "user", "content": ["x"]}])}, "chat.messages[0].content", "must be text"),
+    ({"chat": Chat(messages=[{"role": "user", "content": [7]}])}, "chat.messages[0].content[0].type", "must be text"),
     ({"chat": Chat(messages=HELLO, template_kwargs={"x": [b"y"]})}, "chat.template_kwargs", "what JSON can say"),
 )
 
@@ -117,7 +117,7 @@ def test_an_answer_without_completions_can_be_read():
     assert generation(inference_pb2.GenerateResponse()).completions == ()
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", "x", "[" * 100_000])
+@pytest.mark.parametrize("text", ["[1]", "{", "x", "[" * 60_000])
 def test_variables_that_are_no_object_are_refused(text):
     with pytest.raises(InvalidRequestError, match=r"chat.template_kwargs = .*the text of a JSON object"):
         generation_request(inference_pb2.GenerateRequest(chat=inference_pb2.Chat(template_kwargs=text)))

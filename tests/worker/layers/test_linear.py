@@ -73,7 +73,9 @@ def test_a_linear_keeps_the_weight_that_it_was_given_until_it_is_settled(tiles):
     assert linear.weight.data_ptr() == whole[:, 96:].data_ptr()
     before = linear(x)
     linear.settle(tiles)
-    assert linear.weight is None
+    assert (linear.weight.shape, linear.weight.dtype, linear.weight.device) == ((64, 96), whole.dtype, whole.device)
+    with pytest.raises(AttributeError, match="used past the linear"):
+        _ = linear.weight.T
     torch.testing.assert_close(linear(x), before)
 
 

@@ -223,6 +223,8 @@ class CpuExecutor:
         return HeadOutput(None, None, steps=drawn)
 
     def _begin(self, batch: StepBatch, with_logits: bool, first_layer: int = 0) -> "_Step":
+        if batch.token_ids.view(np.uint64).max(initial=0) >= self._vocab_size:  # negative ones are large numbers so
+            raise ReplicaError(f"a step has a token beyond the vocabulary of {self._vocab_size}")
         self._make_room(max(len(batch.token_ids), len(batch.logits_rows)))
         step = _Step(batch, ctypes.addressof(self._layers_done))
         if with_logits or not self._in_one_call:

@@ -14,6 +14,7 @@ from typing import Final
 
 from holdfast.worker.decoder.cpu.build import CLASSES, NoCompilerError, compile_libraries, digest, is_current
 from holdfast.worker.decoder.cpu.structures import SIZES, HfDrawn, HfEdits, HfLinear, HfModel, HfStep
+from holdfast.worker.user_folder import user_folder
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ def path_of(name: str) -> Path:
 
 def cache_folder() -> Path:
     """The user's cache of libraries that were made from these very sources."""
-    return Path.home() / ".cache" / "holdfast" / "native" / digest()
+    return user_folder() / "native" / digest()
 
 
 def _declared(library: CDLL) -> CDLL:

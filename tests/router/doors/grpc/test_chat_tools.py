@@ -188,10 +188,7 @@ async def test_a_chat_may_have_a_shape(with_grammars):
         ({"tool_choice": pb.ToolChoice(mode=77)}, "chat.tool_choice.mode"),
         ({"sampling_params": pb.SamplingParams(echo=True)}, "sampling_params.echo"),
         ({"tools": [], "tool_choice": pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_REQUIRED)}, "chat.tool_choice"),
-        (
-            {"messages": [pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="x", arguments="7")])]},
-            "chat.messages[0].tool_calls[0].arguments",
-        ),
+        ({"template": "rag"}, "chat_template"),
     ],
 )
 @on_a_loop
@@ -203,7 +200,7 @@ async def test_what_is_wrong_is_refused_by_name(fields, field):
 
 
 @on_a_loop
-async def test_a_template_that_knows_no_calls_is_refused():
+async def test_a_template_that_writes_calls_in_a_way_that_is_not_known_is_refused():
     async with site(await FakeReplica.start(), load_tokenizer=lambda p: byte_tokenizer(p, "{{ messages }}")) as place:
         refused = await refusal(place.stub.Generate(ask()))
         assert (refused.code, refused.field) == ("INVALID_ARGUMENT", "chat.tools")

@@ -49,8 +49,8 @@ async def test_errors_are_in_the_words_of_the_client():
     async with openai_site(await FakeReplica.start()) as (place, _), claude(place) as client:
         with pytest.raises(anthropic.BadRequestError, match="temperature must be"):
             await client.messages.create(model="fake", max_tokens=6, messages=HELLO, extra_body={"temperature": -1})
-        with pytest.raises(anthropic.BadRequestError, match="tools"):
-            await client.messages.create(model="fake", max_tokens=6, messages=HELLO, tools=[{"name": "x"}])
+        with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\].name"):
+            await client.messages.create(model="fake", max_tokens=6, messages=HELLO, tools=[{"name": "x y"}])
         with pytest.raises(anthropic.NotFoundError):
             await client.messages.create(model="claude", max_tokens=6, messages=HELLO)
 

@@ -207,3 +207,76 @@ async def test_http_connections_without_a_key_are_as_many_as_they_may_be_and_the
         cut = place.router._ports._guard.num_cut
         assert cut["http", "connections_without_key"] == 1
         assert cut["http", "calls_without_key"] == 1
+
+
+PAGE_ORIGIN = "https://app.example:3000"
+
+
+def test_origins_of_pages_are_given_by_a_setting():
+    given = RouterConfig(http_cors_origin="https://App.example:3000/, http://localhost:5173", max_reconnect_s=0.1)
+    assert given.http_cors_origin == (PAGE_ORIGIN, "http://localhost:5173")
+    assert RouterConfig(http_cors_origin="*", max_reconnect_s=0.1).http_cors_origin == ("*",)
+    for wrong in ("app.example", "https://app.example/path", "https://", "https://a.example?x", "http://["):
+        with pytest.raises(ValueError, match="http_cors_origin"):
+            RouterConfig(http_cors_origin=wrong)
+
+
+@pytest.mark.parametrize("allowed", [PAGE_ORIGIN, "*"])
+@on_a_loop
+async def test_a_page_whose_origin_is_given_may_call_and_read_answers_errors_and_streams(allowed):
+    config = RouterConfig(http_cors_origin=allowed, max_reconnect_s=0.1)
+    preflight = {"access-control-request-method": "POST", "access-control-request-headers": "content-type, x-api-key"}
+    async with (
+        site(await FakeReplica.start(), http=True, config=config) as place,
+        client_of(place, headers={"origin": PAGE_ORIGIN}) as client,
+    ):
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/models"):
+            answer = await client.options(path, headers=preflight)
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, allowed)
+            assert "x-api-key" in answer.headers["access-control-allow-headers"]
+        streamed = {**COMPLETION, "stream": True}
+        for body, status in ((COMPLETION, 200), (streamed, 200), ({"prompt": 7}, 400), ({**streamed, "n": -1}, 400)):
+            answer = await client.post("/v1/completions", json=body)
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, allowed)
+            assert "retry-after" in answer.headers["access-control-expose-headers"]
+        assert (await client.get("/nowhere")).headers["access-control-allow-origin"] == allowed
+        plain = await client.post("/v1/completions", json=COMPLETION, headers={"host": "evil.example"})
+        assert plain.status_code == 403, "another name stays another name"
+
+
+@on_a_loop
+async def test_other_pages_and_paths_of_operators_are_as_they_were():
+    config = RouterConfig(http_cors_origin=PAGE_ORIGIN, max_reconnect_s=0.1)
+    asks = {"access-control-request-method": "POST"}
+    async with site(await FakeReplica.start(), http=True, config=config) as place, client_of(place) as client:
+        other = {"origin": "https://evil.example"}
+        assert (await client.options("/v1/completions", headers={**other, **asks})).status_code == 400
+        for headers in (other, {"sec-fetch-site": "cross-site"}):
+            refused = await client.post("/v1/completions", json=COMPLETION, headers=headers)
+            assert refused.status_code == 403
+            assert "access-control-allow-origin" not in refused.headers
+        named = {"origin": PAGE_ORIGIN}
+        for path in ("/cluster", "/load", "/metrics", "/admin/state"):
+            refused = await client.get(path, headers=named)
+            assert refused.status_code == 403, path
+            assert "access-control-allow-origin" not in refused.headers
+        assert (await client.post("/admin/pause", json={}, headers=named)).status_code == 403
+        assert (await client.options("/admin/pause", headers={**named, **asks})).status_code == 405
+        assert (await client.post("/v1/completions", json=COMPLETION)).status_code == 200
+    async with site(await FakeReplica.start(), http=True) as place, client_of(place) as client:
+        assert (await client.options("/v1/completions", headers={**named, **asks})).status_code == 405
+
+
+@on_a_loop
+async def test_a_page_that_may_call_needs_a_key_where_keys_are_asked_for():
+    config = RouterConfig(http_cors_origin=PAGE_ORIGIN, max_reconnect_s=0.1)
+    async with (
+        site(await FakeReplica.start(), http=True, config=config, **locked(key_of("a"))) as place,
+        client_of(place, headers={"origin": PAGE_ORIGIN}) as client,
+    ):
+        asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        assert (await client.options("/v1/completions", headers=asks)).status_code == 200
+        refused = await client.post("/v1/completions", json=COMPLETION)
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE_ORIGIN)
+        key = {"authorization": f"Bearer {secret_of('a')}"}
+        assert (await client.post("/v1/completions", json=COMPLETION, headers=key)).status_code == 200

@@ -123,7 +123,7 @@ async def test_a_conversation_with_calls_and_results_is_rendered(script):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
         ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
-        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [5]}]}, "messages.tool_calls"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [5]}]}, "messages[0].tool_calls[0]"),
     ],
 )
 @on_a_loop
@@ -152,8 +152,8 @@ async def test_a_shape_in_any_spelling_has_no_thoughts(shape):
     """Its text is what the grammar says, so nothing of it may be taken for reasoning."""
 
     class Requests:
-        def chat_style(self, model: str) -> ChatStyle:
-            return ChatStyle.of(byte_tokenizer("", TEMPLATE))
+        def chat_style(self, model: str, **_: object) -> ChatStyle:
+            return ChatStyle.of(byte_tokenizer("", TEMPLATE), TEMPLATE)
 
         async def render(self, model: str, chat: object) -> str:
             return "<think>"
@@ -168,7 +168,7 @@ async def test_a_schema_that_cannot_be_enforced_is_named_as_it_stands_in_the_req
     compiler = GrammarCompiler(Tokenizer.load(str(DEMO)))
 
     class Requests:
-        def chat_style(self, model: str) -> ChatStyle:
+        def chat_style(self, model: str, **_: object) -> ChatStyle:
             return ChatStyle(call_format="hermes")
 
         async def render(self, model: str, chat: object) -> str:

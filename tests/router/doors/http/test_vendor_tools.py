@@ -18,6 +18,13 @@ FOR_MESSAGES = [{"name": "weather", "description": "of a city", "input_schema": 
 FOR_RESPONSES = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": None}]
 SAID = "<think>hm, so</think>\n\nLet me see. " + CALL + CALL
 
+CALLED = {"type": "tool_use", "id": "1", "name": "weather", "input": {}}
+
+
+def result(content: object, **fields: object) -> dict[str, object]:
+    block = {"type": "tool_result", "tool_use_id": "1", "content": content, **fields}
+    return {"role": "user", "content": [block]}
+
 
 async def message(*, stream: bool = False, **fields):
     """The whole message, which of a stream the client puts together."""
@@ -117,7 +124,11 @@ async def test_earlier_calls_and_their_results_are_rendered(script):  # noqa: F8
         ({"tools": FOR_MESSAGES, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.function.name"),
         ({"thinking": {"type": "much"}}, "thinking.type"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [*ASKED, {"role": "assistant", "content": [CALLED]}]}, "messages[1] must not be the last"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type must be json_schema"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"messages": [result([{"type": "image"}])]}, "messages[0].content[0].content[0].type"),
         ({"extra_body": {"n": 2}}, "n"),
     ],
 )

@@ -6,6 +6,7 @@ from itertools import count
 import pytest
 import torch
 
+from holdfast.worker.errors import ReplicaError
 from holdfast.worker.plan.step_plan import BlockCopy
 from tests.worker.decoder.cpu.native import BF16, F16, F32, same_bits
 from tests.worker.decoder.cpu.runs import Part, Runner, layout_of, tokens
@@ -147,4 +148,14 @@ def test_a_cleared_cache_is_zeros():
     runner.run(tokens(40), (), blocks)
     runner.cache.clear(torch.tensor(blocks))
     assert all(not layer.pages[blocks].any() for layer in runner.cache._layers)
+    runner.close()
+
+
+@pytest.mark.parametrize("token_id", [126, 2**31, 2**40, -1])
+def test_a_token_beyond_the_vocabulary_is_an_error_and_no_read_beyond_the_embedding(token_id):
+    runner = Runner(layout_of("llama"))
+    blocks = runner.blocks(8)
+    with pytest.raises(ReplicaError, match="beyond the vocabulary of 126"):
+        runner.step(Part(0, [5, token_id, 6], blocks))
+    assert runner.step(Part(0, [5, 125, 6], blocks))[0].isfinite().all()
     runner.close()

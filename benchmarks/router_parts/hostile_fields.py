@@ -72,7 +72,7 @@ def hostile_messages(size: int) -> Iterator[Hostile]:
     """
     filled = set[str]()
     for name, message in REQUESTS.items():
-        for path, wraps in _paths(message):
+        for path, wraps in paths(message):
             if wraps[-1].full_name in filled:
                 continue
             filled.add(wraps[-1].full_name)
@@ -83,7 +83,7 @@ def hostile_messages(size: int) -> Iterator[Hostile]:
                 yield Hostile(name, path, whole)
 
 
-def _paths(
+def paths(
     message: Descriptor, name: str = "", wraps: tuple[Any, ...] = ()
 ) -> Iterator[tuple[str, tuple[FieldDescriptor, ...]]]:
     for field in message.fields:
@@ -91,7 +91,7 @@ def _paths(
         yield path, (*wraps, field)
         inner = field.message_type
         if inner is not None and inner not in [one.message_type for one in wraps]:
-            yield from _paths(inner, path, (*wraps, field))
+            yield from paths(inner, path, (*wraps, field))
 
 
 def _fillings(field: Any, size: int) -> Iterator[bytes]:

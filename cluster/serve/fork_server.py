@@ -1,0 +1,274 @@
+"""Fork server: a process that has imported what Ray's workers import, and forks one worker for each request.
+
+    python -m holdfast.cluster.serve.fork_server SOCKET MODULE...
+
+A worker that is forked is ready in tenths of a second of CPU time, where the imports of a new one take two to five.
+`worker_launcher.py`, which the raylet starts in place of a worker, asks for it over the Unix socket `SOCKET`. A worker
+ends with its launcher. Workers outlive a fork server that is killed, and end with one whose standard input is at its
+end, which means that its parent is gone. What may not live here: what a worker does (Ray's `default_worker.py`).
+"""
+
+import json
+import os
+import runpy
+import select
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from holdfast.cluster.serve.forkable_imports import IMPORTED, import_for_forks
+from holdfast.cluster.serve.gcs_tables import tables_folder
+
+READ_LIMIT_S: Final = 10.0
+"""How long a launcher may take to send its request. The fork server serves nobody meanwhile."""
+
+END_LIMIT_S: Final = 10.0
+"""How long a fork server may take to end its workers."""
+
+NUM_STREAMS: Final = 3
+"""Standard input, output and error, which come with a request."""
+
+_STDIN: Final = 0
+_SIZE: Final = struct.Struct("!I")
+_CREDENTIALS: Final = struct.Struct("3i")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRequest:
+    """What a launcher asks for: `argv[0]` is a Python file, which runs as `__main__`."""
+
+    argv: Sequence[str]
+    environment: dict[str, str]
+    folder: str
+    streams: tuple[int, ...]
+    """Descriptors of standard input, output and error."""
+
+
+class ForkServer:
+    """Serves requests from one socket, on the main thread."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        self._listening = listening
+        self._selector = selectors.DefaultSelector()
+        self._pids: dict[socket.socket, int] = {}
+        """The worker of each connected launcher."""
+
+    def serve(self) -> WorkerRequest | None:
+        """Forks workers until standard input is at its end, then ends all of them: None. In a worker: its request."""
+        news, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for source in (self._listening, news, _STDIN):
+            self._selector.register(source, selectors.EVENT_READ)
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listening:
+                    if (request := self._accept()) is not None:
+                        return request
+                elif key.fileobj == news:
+                    os.read(news, 4096)
+                    self._reap()
+                elif key.fileobj == _STDIN:
+                    self._kill(self._pids.values())
+                    return None
+                elif isinstance(key.fileobj, socket.socket):
+                    self._lose(key.fileobj)
+
+    def _accept(self) -> WorkerRequest | None:
+        """Takes one launcher. Returns its request in the worker, None in the fork server."""
+        launcher, _ = self._listening.accept()
+        try:
+            launcher.settimeout(READ_LIMIT_S)
+            request = read_request(launcher)
+        except (OSError, ValueError):
+            launcher.close()
+            return None
+        pid = os.fork()
+        if pid == 0:
+            self._close_all(launcher)
+            return request
+        for stream in request.streams:
+            os.close(stream)
+        self._pids[launcher] = pid
+        self._selector.register(launcher, selectors.EVENT_READ)
+        with suppress(OSError):
+            launcher.sendall(_SIZE.pack(pid))
+        return None
+
+    def _close_all(self, launcher: socket.socket) -> None:
+        """In a new worker: gives up all that is the fork server's."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for key in list(self._selector.get_map().values()):
+            os.close(key.fd)
+        self._selector.close()
+        launcher.close()
+
+    def _reap(self) -> None:
+        """Tells launchers of the workers that have ended."""
+        launchers = {pid: launcher for launcher, pid in self._pids.items()}
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if (launcher := launchers.get(ended[0])) is not None:
+                    code = os.waitstatus_to_exitcode(ended[1])
+                    with suppress(OSError):
+                        launcher.sendall(_SIZE.pack(code if code >= 0 else 128 - code))
+                    self._forget(launcher)
+
+    def _lose(self, launcher: socket.socket) -> None:
+        """A launcher says nothing after its request: it has ended."""
+        if launcher in self._pids:  # not reaped in this turn
+            self._kill([self._pids[launcher]])
+            self._forget(launcher)
+
+    def _forget(self, launcher: socket.socket) -> None:
+        self._selector.unregister(launcher)
+        del self._pids[launcher]
+        launcher.close()
+
+    def _kill(self, pids: Iterable[int]) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def read_request(launcher: socket.socket) -> WorkerRequest:
+    """Raises `ValueError` or `OSError` where a launcher is not this user's or does not send a whole request."""
+    _, user, _ = _CREDENTIALS.unpack(launcher.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if user != os.getuid():
+        raise ValueError(f"a launcher of user {user}")
+    head, streams, _, _ = socket.recv_fds(launcher, _SIZE.size, NUM_STREAMS)
+    try:
+        return WorkerRequest(**_settings(launcher, head), streams=tuple(streams))
+    except BaseException:
+        for stream in streams:
+            os.close(stream)
+        raise
+
+
+def _settings(launcher: socket.socket, head: bytes) -> dict[str, Any]:
+    if len(head) != _SIZE.size:
+        raise ValueError("a launcher ended before its request")
+    with launcher.makefile("rb") as reader:
+        (size,) = _SIZE.unpack(head)
+        read = json.loads(reader.read(size))
+    if not isinstance(read, dict) or read.keys() != {"argv", "environment", "folder"}:
+        raise ValueError(f"no request: {read!r:.100}")
+    return read
+
+
+def become_worker(request: WorkerRequest) -> None:
+    """Turns this process, a fork, into what `python argv...` would be, and runs it.
+
+    It leads a process group of its own: with the end of a worker, the raylet kills the worker's group.
+    """
+    os.setpgid(0, 0)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    os.chdir(request.folder)
+    for number, stream in enumerate(request.streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    sys.argv = list(request.argv)
+    sys.path[0] = os.path.dirname(request.argv[0])
+    runpy.run_path(request.argv[0], run_name="__main__")
+
+
+@contextmanager
+def started_server(path: Path, modules: Iterable[str] = IMPORTED) -> Iterator[Path]:
+    """Keeps a fork server that listens at `path`, with imports of its own. Its workers end with the block."""
+    command = [sys.executable, "-m", "holdfast.cluster.serve.fork_server", str(path), *modules]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)  # Ctrl-C is for this process alone
+    assert process.stdin is not None
+    try:
+        yield path
+    finally:
+        process.stdin.close()
+        process.wait()
+
+
+@contextmanager
+def forked_server() -> Iterator[Path]:
+    """Keeps a fork server with what this process has imported, which must have one thread. Yields where it listens.
+
+    The server is the child of whoever adopts this process's orphans, and reaps it where it is killed.
+    """
+    with tables_folder() as folder:
+        path = folder / "forks"
+        listening = _listen(path)
+        is_over, over = os.pipe()
+        told, tell = os.pipe()
+        between = os.fork()
+        if between == 0:
+            os.close(over)
+            os.close(told)
+            _fork_server(listening, is_over, tell)
+        for ours in (is_over, tell):
+            os.close(ours)
+        listening.close()
+        os.waitpid(between, 0)
+        end = os.pidfd_open(int(os.read(told, 32)))
+        os.close(told)
+        try:
+            yield path
+        finally:
+            os.close(over)
+            select.select([end], [], [], END_LIMIT_S)
+            os.close(end)
+
+
+def _fork_server(listening: socket.socket, is_over: int, tell: int) -> NoReturn:
+    """In a process that ends at once: the fork server becomes an orphan, and tells its pid."""
+    if os.fork():
+        os._exit(0)
+    os.setpgid(0, 0)  # Ctrl-C is not for it
+    os.write(tell, str(os.getpid()).encode())
+    os.close(tell)
+    os.dup2(is_over, _STDIN)
+    os.close(is_over)
+    _run(listening)
+
+
+def _run(listening: socket.socket) -> NoReturn:
+    """In a process of its own: the fork server, and in each fork the worker."""
+    code = 0
+    try:
+        if (request := ForkServer(listening).serve()) is not None:
+            become_worker(request)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:  # as the interpreter says what it does not handle
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _listen(path: Path) -> socket.socket:
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(path))
+    listening.listen(64)
+    return listening
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Listens before it imports: whoever connects meanwhile is served as soon as a worker can be forked."""
+    path, *modules = arguments
+    listening = _listen(Path(path))
+    import_for_forks(modules)
+    _run(listening)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,85 @@
+"""Launcher: what the raylet starts in place of a Python worker. It has the worker forked, and stands for it.
+
+    python worker_launcher.py [-s] [-S] SOCKET OPTIONS OF SETUP AND WORKER...
+
+The launcher asks the fork server (`fork_server.py`) at the Unix socket `SOCKET`, ends when the worker does, with its
+exit code, and the worker ends when the launcher does. Where no fork server answers, or a worker needs an environment of
+its own, the launcher becomes what the raylet would have started: Ray's `setup_worker.py`. What may live here: the
+standard library, since each worker keeps one of these processes.
+"""
+
+import array
+import json
+import os
+import select
+import socket
+import struct
+import sys
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import Final, NoReturn
+
+CONTEXT: Final = "--serialized-runtime-env-context="
+LANGUAGE: Final = "--language="
+NO_ENVIRONMENT: Final = ("{}", "")
+
+EXIT_UNKNOWN: Final = 1
+"""Exit code of a worker whose fork server was lost: nobody knows the worker's own."""
+
+_SIZE: Final = struct.Struct("!I")
+
+
+def ray_file(*names: str) -> str:
+    """Path of a file of Ray's, which is not imported."""
+    spec = find_spec("ray")
+    assert spec is not None
+    assert spec.origin is not None
+    return os.path.join(os.path.dirname(spec.origin), *names)
+
+
+def is_plain(options: list[str]) -> bool:
+    """Whether a worker runs in Python, in the environment that all workers have."""
+    contexts = [option.removeprefix(CONTEXT) for option in options if option.startswith(CONTEXT)]
+    languages = [option.removeprefix(LANGUAGE) for option in options if option.startswith(LANGUAGE)]
+    return all(context in NO_ENVIRONMENT for context in contexts) and all(one == "PYTHON" for one in languages)
+
+
+def ask(path: str, argv: list[str]) -> tuple[socket.socket, int]:
+    """The connection that stands for a new worker, and its pid. Raises `OSError` where no fork server answers."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
+    request = json.dumps({"argv": argv, "environment": dict(os.environ), "folder": os.getcwd()}).encode()
+    streams = array.array("i", (0, 1, 2))
+    connection.sendmsg([_SIZE.pack(len(request))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+    connection.sendall(request)
+    answer = connection.recv(_SIZE.size, socket.MSG_WAITALL)
+    if len(answer) != _SIZE.size:
+        raise ConnectionResetError("the fork server ended before it had forked")
+    return connection, int(_SIZE.unpack(answer)[0])
+
+
+def stand_for(connection: socket.socket, pid: int) -> int:
+    """Waits for the end of a worker, also where its fork server ends before. Returns the exit code."""
+    with suppress(OSError):
+        code = connection.recv(_SIZE.size, socket.MSG_WAITALL)
+        if len(code) == _SIZE.size:
+            return int(_SIZE.unpack(code)[0])
+    with suppress(ProcessLookupError):
+        select.select([os.pidfd_open(pid)], [], [])
+    return EXIT_UNKNOWN
+
+
+def main(arguments: list[str]) -> NoReturn:
+    flags = [word for word in arguments if word in ("-s", "-S")]
+    path, *options = arguments[len(flags) :]
+    worker = ray_file("_private", "workers", "default_worker.py")
+    if is_plain(options):
+        passed_on = [option for option in options if not option.startswith((CONTEXT, LANGUAGE))]
+        with suppress(OSError):
+            sys.exit(stand_for(*ask(path, [worker, *passed_on])))
+    setup = ray_file("_private", "workers", "setup_worker.py")
+    os.execv(sys.executable, [sys.executable, setup, *flags, worker, *options])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,192 @@
+"""Traits of a chat template: which messages it shows, found by rendering short chats once per template.
+
+A template says nowhere what it takes, and refuses or silently drops the rest. What may not live here: what is done
+about it (`adapted_messages.py`).
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+Turn: TypeAlias = Mapping[str, Any]
+Render: TypeAlias = Callable[[Sequence[Turn], Sequence[Mapping[str, Any]] | None], str]
+"""Renders messages and tools by the template. Raises whatever the template raises."""
+
+_SYSTEM, _LATER, _USER, _AGAIN, _SAID = "Qzsystem", "Qzlater", "Qzuser", "Qzagain", "Qzsaid"
+_TOOL, _OTHER, _VALUE, _RESULT, _CUT = "qztool", "qzother", "Qzvalue", "Qzresult", "Qzcut"
+_DEVELOPER: Final = re.compile(r"""['"]developer['"]""")
+_FUNCTION: Final = re.compile(r"""role['"\]]*\s*(==|in)[^%}]*['"]function['"]""")
+"""The word alone says nothing: templates write it of tools, too."""
+
+_ID, _SHORT_ID = "call_0123456789abcdef01234567_0", "qz0000001"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateTraits:
+    """What one template takes. The defaults are those of a template that takes everything."""
+
+    takes_developer: bool = False
+    """It knows the role; else developer messages are system messages."""
+    takes_function: bool = False
+    """It knows the older role of tool results."""
+    system: Literal["any", "first", "none"] = "any"
+    """Where it shows system messages: anywhere, one at the beginning, or nowhere."""
+    takes_equal_roles: bool = True
+    """It shows both of two messages of one role that follow each other; else turns must alternate."""
+    null_beside_calls: bool = False
+    """It shows calls beside null content alone, rather than beside an empty text."""
+    shows_calls: bool = True
+    shows_calls_beside_text: bool = True
+    shows_several_calls: bool = True
+    takes_json_text: bool = False
+    """It takes arguments as their JSON text alone; else as an object."""
+    shows_text_arguments: bool = True
+    """It shows arguments that are a text, such as one that is no JSON; else they must be an object."""
+    shows_results: bool = True
+    takes_long_ids: bool = True
+    """It takes ids of calls as this server makes them; else they must be nine letters or digits."""
+    shows_tools: bool = True
+
+
+def traits_of(template: str, render: Render) -> TemplateTraits:
+    """The traits of a template that `render` renders. One that does not even show a user's message is left alone."""
+    probe = _Probe(render)
+    if not probe.shows([_user()], _USER):
+        return TemplateTraits()
+    return TemplateTraits(
+        takes_developer=_DEVELOPER.search(template) is not None
+        and probe.shows([_system("developer"), _user()], _SYSTEM, _USER),
+        takes_function=_FUNCTION.search(template) is not None,
+        system=_system_trait(probe),
+        takes_equal_roles=_takes_equal_roles(probe),
+        shows_tools=_shows_tools(probe),
+        **_call_traits(probe),
+    )
+
+
+def drops_role(role: str, render: Render) -> bool:
+    """Whether a template passes over messages of a role without a word, though it shows those around them."""
+    probe = _Probe(render)
+    around = [_user(), {"role": "assistant", "content": _SAID}, {"role": "user", "content": _AGAIN}]
+    with_role = [*around, {"role": role, "content": _RESULT}]
+    return probe.shows(around, _USER) and probe.shows(with_role, _USER) and not probe.shows(with_role, _RESULT)
+
+
+class _Probe:
+    """Renders chats, and looks for texts in what comes out."""
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+
+    def text(self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None = None) -> str | None:
+        """What comes out; None of a chat that the template refuses."""
+        try:
+            return self._render(messages, tools)
+        except Exception:  # a template may raise anything
+            return None
+
+    def shows(self, messages: Sequence[Turn], *texts: str, tools: Sequence[Mapping[str, Any]] | None = None) -> bool:
+        """Whether all the texts are there."""
+        rendered = self.text(messages, tools)
+        return rendered is not None and all(text in rendered for text in texts)
+
+
+def _user(content: str = _USER) -> Turn:
+    return {"role": "user", "content": content}
+
+
+def _system(role: str = "system", content: str = _SYSTEM) -> Turn:
+    return {"role": role, "content": content}
+
+
+def _system_trait(probe: _Probe) -> Literal["any", "first", "none"]:
+    first, later = _system(), _system(content=_LATER)
+    if not probe.shows([first, _user()], _SYSTEM, _USER):
+        return "none"
+    said: Turn = {"role": "assistant", "content": _SAID}
+    takes_two = probe.shows([first, later, _user()], _SYSTEM, _LATER, _USER)
+    takes_later = probe.shows([first, _user(), said, later, _user(_AGAIN)], _SYSTEM, _USER, _LATER, _AGAIN)
+    return "any" if takes_two and takes_later else "first"
+
+
+def _takes_equal_roles(probe: _Probe) -> bool:
+    said: Turn = {"role": "assistant", "content": _SAID}
+    if not probe.shows([_user(), said, _user(_AGAIN)], _USER, _SAID, _AGAIN):
+        return True  # it shows no conversation at all
+    return probe.shows([_user(), _user(_AGAIN)], _USER, _AGAIN)
+
+
+def _shows_tools(probe: _Probe) -> bool:
+    tools = [{"type": "function", "function": {"name": _TOOL, "description": _VALUE, "parameters": {"type": "object"}}}]
+    return any(probe.shows(chat, _TOOL, tools=tools) for chat in ([_user()], [_system(), _user()]))
+
+
+def _call_traits(probe: _Probe) -> dict[str, bool]:
+    """Of calls in the history, and their results."""
+    objects, texts = _Calls(probe, {"qzkey": _VALUE}), _Calls(probe, f'{{"qzkey": "{_VALUE}"}}')
+    calls = objects if objects.are_shown("") or objects.are_shown(None) else texts
+    is_null = not calls.are_shown("") and calls.are_shown(None)
+    content = None if is_null else ""
+    if not is_null and not calls.are_shown(""):
+        return {"shows_calls": False, "shows_results": objects.shows_result_of_text()}
+    takes_long_ids = calls.shows_result(content, _ID) or not calls.shows_result(content, _SHORT_ID)
+    return {
+        "null_beside_calls": is_null,
+        "shows_calls_beside_text": calls.show(_SAID, _SAID, _TOOL) or not calls.show_split(content),
+        "shows_several_calls": calls.show_several(content),
+        "takes_json_text": calls is texts,
+        "shows_text_arguments": _Calls(probe, _CUT).show(content, _CUT),
+        "shows_results": calls.shows_result(content, _ID) or calls.shows_result(content, _SHORT_ID),
+        "takes_long_ids": takes_long_ids,
+    }
+
+
+class _Calls:
+    """Chats in which the model has called tools with such arguments. Ids are of either length, but where they are asked
+    about.
+    """
+
+    def __init__(self, probe: _Probe, arguments: object) -> None:
+        self._probe = probe
+        self._arguments = arguments
+
+    def are_shown(self, content: str | None) -> bool:
+        """Whether a call leaves any mark beside such content."""
+        without = self._probe.text([_user(), {"role": "assistant", "content": content}])
+        found = [self._probe.text([_user(), self._called(content, one)]) for one in (_ID, _SHORT_ID)]
+        return any(text is not None and (text != without or _TOOL in text) for text in found)
+
+    def show(self, content: str | None, *texts: str, names: Sequence[str] = (_TOOL,)) -> bool:
+        chats = [[_user(), self._called(content, one, names)] for one in (_ID, _SHORT_ID)]
+        return any(self._probe.shows(chat, *texts) for chat in chats)
+
+    def show_split(self, content: str | None) -> bool:
+        """Whether text is shown in a turn of its own before the calls, and the chat can go on."""
+        before, after = ({"role": "assistant", "content": text} for text in (_SAID, _LATER))
+        chats = [
+            [_user(), before, self._called(content, one), _result(one), after, _user(_AGAIN)]
+            for one in (_ID, _SHORT_ID)
+        ]
+        return any(self._probe.shows(chat, _SAID, _TOOL, _RESULT, _LATER, _AGAIN) for chat in chats)
+
+    def show_several(self, content: str | None) -> bool:
+        """Of a template that does not write names, whether it takes them."""
+        texts = (_TOOL, _OTHER) if self.show(content, _TOOL) else ()
+        return self.show(content, *texts, names=(_TOOL, _OTHER))
+
+    def shows_result(self, content: str | None, call_id: str) -> bool:
+        return self._probe.shows([_user(), self._called(content, call_id), _result(call_id)], _RESULT)
+
+    def shows_result_of_text(self) -> bool:
+        """Whether a result is shown after a call that is written as text."""
+        return self._probe.shows([_user(), {"role": "assistant", "content": _SAID}, _result(_ID)], _SAID, _RESULT)
+
+    def _called(self, content: str | None, call_id: str, names: Sequence[str] = (_TOOL,)) -> Turn:
+        functions = ({"name": name, "arguments": self._arguments} for name in names)
+        calls = [{"id": call_id, "type": "function", "function": function} for function in functions]
+        return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def _result(call_id: str) -> Turn:
+    return {"role": "tool", "content": _RESULT, "tool_call_id": call_id, "name": _TOOL}

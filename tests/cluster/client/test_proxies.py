@@ -1,0 +1,67 @@
+"""A proxy in the environment, as companies' machines have it: nothing within a machine or a cluster goes through it."""
+
+import pytest
+
+from holdfast.cluster.client.admin_client import call_admin
+from holdfast.cluster.client.async_client import AsyncClient
+from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.links.replica_directory import StaticDirectory
+from holdfast.router.router import Router
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.security.loopback import NO_PROXY, reaching
+from tests.fakes import FakeReplica, byte_tokenizer
+from tests.loops import on_each_loop
+from tests.router.site import eventually, expected
+
+VARIABLES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "grpc_proxy")
+
+
+@pytest.fixture(autouse=True)
+def a_proxy_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@on_each_loop
+async def test_links_and_clients_of_this_machine_go_past_a_proxy():
+    import asyncio
+
+    replica = await FakeReplica.start()
+    router = await Router.start(
+        RouterConfig(), LimitsConfig(), StaticDirectory([replica.endpoint]), load_tokenizer=byte_tokenizer
+    )
+
+    async def is_up() -> bool:
+        return any(model.num_replicas for model in router._dispatch_host.models())
+
+    await eventually(is_up)
+    async with AsyncClient(router.address) as client:
+        generation = await client.generate("hello", SamplingParams(max_tokens=6, seed=1))
+    assert generation.completions[0].text == expected("hello", 1, 6)[1]
+    state = await asyncio.to_thread(call_admin, router.address, "DumpState", {})
+    assert "hello" not in str(state)
+    await router.stop()
+    await replica.kill()
+
+
+@pytest.mark.parametrize(
+    ("address", "is_direct"),
+    [
+        ("127.0.0.1:50051", True),
+        ("127.8.9.1:50051", True),
+        ("localhost:50051", True),
+        ("[::1]:50051", True),
+        ("dns:///localhost:50051", True),
+        ("dns:localhost:50051", True),
+        ("ipv4:127.0.0.1:50051", True),
+        ("ipv6:[::1]:50051", True),
+        ("10.0.0.1:50051", False),
+        ("[fd00::1]:50051", False),
+        ("router.example.com:443", False),
+        ("localhost.example.com:443", False),
+    ],
+)
+def test_a_client_leaves_the_way_to_other_machines_to_its_user(address, is_direct):
+    assert (NO_PROXY in reaching(address, ())) == is_direct
