@@ -16,12 +16,12 @@ from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.connection_guard import ConnectionGuard
 from holdfast.router.doors.decode_worker import DecodeWorker
 from holdfast.router.doors.grpc import admin, endpoint_picker, health, server
-from holdfast.router.doors.grpc.load_reports import LoadReports
 from holdfast.router.doors.http.app import HttpDoor
 from holdfast.router.doors.http.body_bounds import body_bounds
 from holdfast.router.doors.http.request_origin import RequestOrigins
 from holdfast.router.doors.in_process import InProcessDoor
 from holdfast.router.doors.intake import Intake
+from holdfast.router.doors.load_reports import LoadReports
 from holdfast.router.doors.oip import servicer as open_inference
 from holdfast.router.doors.operators import Operators, SendChange
 from holdfast.router.doors.overload_probe import OverloadProbe, max_memory
@@ -158,7 +158,8 @@ class Router:
             decode_worker=worker,
             poison_watch=self.poison_watch,
         )
-        trailers = LoadReports(self._dispatch_host).trailers if config.load_reports else None
+        reports = LoadReports(self._dispatch_host) if config.load_reports else None
+        trailers = None if reports is None else reports.trailers
         self._ports = Ports(build_server(servicers, trailers=trailers, intake=intake), build_server, tls, guard)
         self._http_door = HttpDoor(
             *parts,
@@ -170,6 +171,7 @@ class Router:
             decode_worker=worker,
             poison_watch=self.poison_watch,
             intake=intake,
+            load_reports=reports,
         )
 
     @classmethod

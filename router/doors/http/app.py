@@ -52,6 +52,7 @@ from holdfast.router.doors.http.submission import (
     straight,
 )
 from holdfast.router.doors.intake import Intake, arriving
+from holdfast.router.doors.load_reports import ASKED_BY, LoadReports
 from holdfast.router.doors.operators import Operators
 from holdfast.router.held_stream import RESUME
 from holdfast.router.request import GenerationRequest
@@ -115,12 +116,14 @@ class HttpDoor:
         decode_worker: DecodeWorker | None = None,
         poison_watch: PoisonWatch | None = None,
         intake: Intake | None = None,
+        load_reports: LoadReports | None = None,
     ) -> None:
         """The `gate` lets requests in; without it all may come. Without `operators` there are no paths for them.
         `warnings`: what health says besides. The `guard` knows the connections of the server. Large bodies are decoded
         by the `decode_worker`, or one of its own. The `poison_watch` is told what is read. Without an `intake` nothing
-        counts what requests hold.
+        counts what requests hold; without `load_reports` no response tells of them.
         """
+        self._load_reports = load_reports
         self._decode_worker = decode_worker or DecodeWorker()
         self._bounds = body_bounds(limits)
         self._poison_watch = poison_watch or PoisonWatch()
@@ -235,7 +238,7 @@ class HttpDoor:
             return Response(status_code=NO_CONTENT)
         shortcut = Shortcut()
         events = self._completion_stream(body, generations, submission, shortcut)
-        headers = headers_of(request) | submission.headers
+        headers = headers_of(request) | submission.headers | self._load_header(request)
         return EventStream(events, headers, is_held=submission.is_held, shortcut=shortcut)
 
     async def _completion_stream(
@@ -340,7 +343,7 @@ class HttpDoor:
             return Response(status_code=NO_CONTENT)
         shortcut = Shortcut()
         events = answer_events(self._requests.open(generation), encoder_of, submission, shortcut)
-        headers = headers_of(request) | submission.headers
+        headers = headers_of(request) | submission.headers | self._load_header(request)
         return EventStream(events, headers, shape, is_held=submission.is_held, shortcut=shortcut)
 
     async def _open(
@@ -385,6 +388,8 @@ class HttpDoor:
 
         async def counted(request: Request) -> ASGIApp:
             response = await call(request)
+            if isinstance(response, Response):
+                response.headers.update(self._load_header(request))
             if isinstance(response, EventStream):
                 response.on_status = lambda status: self._count(path, status)
             elif isinstance(response, Response):
@@ -392,6 +397,10 @@ class HttpDoor:
             return response
 
         return counted
+
+    def _load_header(self, request: Request) -> dict[str, str]:
+        asked = request.headers.get(ASKED_BY)
+        return {} if asked is None or self._load_reports is None else self._load_reports.header(asked)
 
     def _count(self, path: str, status: int) -> None:
         self._responses[path, status] += 1

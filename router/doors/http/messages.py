@@ -37,7 +37,7 @@ class MessageEvents:
         self._answer = answer
         self._blocks = Blocks(reader)
         self._has_begun = False
-        self._num_tokens = 0
+        self._num_tokens = self._num_cached_tokens = 0
 
     def of(self, delivery: Deliver) -> bytes:
         events = b"" if self._has_begun else self._beginning(delivery)
@@ -45,7 +45,7 @@ class MessageEvents:
         events += b"".join(map(self._block_event, self._blocks.push(delivery)))
         if delivery.finish_reason is not None:
             ended = _stop(delivery.finish_reason, self._answer.stop_reason(0, delivery), self._blocks.num_calls)
-            events += _event("message_delta", {"delta": ended, "usage": {"output_tokens": self._num_tokens}})
+            events += _event("message_delta", {"delta": ended, "usage": _usage(self._usage(self._num_tokens))})
         return events
 
     def plain(self, delivery: Deliver) -> None:
@@ -56,13 +56,16 @@ class MessageEvents:
 
     def _beginning(self, delivery: Deliver) -> bytes:
         self._has_begun = True
-        usage = Usage(
-            num_prompt_tokens=len(self._answer.prompt_token_ids),
-            num_completion_tokens=0,
-            num_cached_tokens=delivery.num_cached_tokens,
-        )
         head = _message(self._answer.request_id, self._answer.model)
-        return _event("message_start", {"message": {**head, "content": [], "usage": _usage(usage)}})
+        self._num_cached_tokens = delivery.num_cached_tokens
+        return _event("message_start", {"message": {**head, "content": [], "usage": _usage(self._usage(0))}})
+
+    def _usage(self, num_completion_tokens: int) -> Usage:
+        return Usage(
+            num_prompt_tokens=len(self._answer.prompt_token_ids),
+            num_completion_tokens=num_completion_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+        )
 
     def _block_event(self, event: BlockEvent) -> bytes:
         block, at = event.block, {"index": event.block.index}

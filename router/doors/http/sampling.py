@@ -23,8 +23,7 @@ def chat_params(body: ChatBody) -> SamplingParams:
         own["logprobs"] = None
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs", body.top_logprobs, "must come with logprobs = true")
-    if (structure := structure_of(body)) is not None:
-        own["structured_outputs"] = structure
+    own["structured_outputs"] = structure_of(body)
     return declared_params(body, **own)
 
 

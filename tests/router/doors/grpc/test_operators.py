@@ -14,7 +14,7 @@ from grpclib.exceptions import GRPCError
 from holdfast.foreign import grpc_service_pb2, health_pb2, health_pb2_grpc, orca_load_report_pb2
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.doors.grpc.channelz import ChannelzServicer
-from holdfast.router.doors.grpc.load_reports import LoadReports
+from holdfast.router.doors.load_reports import LoadReports
 from holdfast.router.links.replica_directory import StaticDirectory
 from holdfast.router.router import Router
 from holdfast.v1 import inference_pb2

@@ -1,9 +1,11 @@
-"""ORCA load reports: each call ends with the router's load in a trailer, for clients that balance by it.
+"""ORCA load reports: the router's load, in a trailer of each gRPC call and a header of HTTP responses that ask for it.
 
-gRPC's weighted round robin reads `application_utilization`, `rps_fractional` and `eps`. What may not live here: loads
-of single replicas (`router/wire/serving_state.py`), and when a call ends (`handlers.py`).
+gRPC's weighted round robin reads `application_utilization`, `rps_fractional` and `eps`. Over HTTP a request asks by
+`endpoint-load-metrics-format`, as vLLM and gateways have it. What may not live here: loads of single replicas
+(`router/wire/serving_state.py`), and when a call ends (`grpc/handlers.py`).
 """
 
+import json
 from collections import deque
 from typing import Final
 
@@ -11,6 +13,8 @@ from holdfast.foreign import orca_load_report_pb2
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 
 TRAILER: Final = "endpoint-load-metrics-bin"
+HEADER: Final = "endpoint-load-metrics"
+ASKED_BY: Final = "endpoint-load-metrics-format"
 
 FRESH_S: Final = 0.1
 """A report is made once in so long, however many calls end."""
@@ -27,17 +31,38 @@ class LoadReports:
         self._samples: deque[tuple[float, int, int]] = deque([(dispatch_host.now(), 0, 0)])
         """Time, calls and errors until then: one for each report of the last seconds."""
         self._trailers: tuple[tuple[str, bytes], ...] = ()
+        self._made = orca_load_report_pb2.OrcaLoadReport()
         self._made_at = -FRESH_S
 
     def trailers(self, *, is_error: bool = False) -> tuple[tuple[str, bytes], ...]:
         """Of a call that ends now."""
         self._num_calls += 1
         self._num_errors += is_error
+        self._refresh()
+        return self._trailers
+
+    def header(self, asked: str) -> dict[str, str]:
+        """Of an HTTP response whose request asks for the format `asked`: `TEXT` or `JSON`; nothing for another."""
+        asked = asked.strip().upper()
+        if asked not in ("TEXT", "JSON"):
+            return {}
+        self._refresh()
+        figures = {
+            "application_utilization": self._made.application_utilization,
+            "rps_fractional": self._made.rps_fractional,
+            "eps": self._made.eps,
+        }
+        if asked == "JSON":
+            return {HEADER: f"JSON {json.dumps({**figures, 'named_metrics': dict(self._made.named_metrics)})}"}
+        named = {f"named_metrics.{name}": value for name, value in self._made.named_metrics.items()}
+        return {HEADER: "TEXT " + ", ".join(f"{name}={value:g}" for name, value in (figures | named).items())}
+
+    def _refresh(self) -> None:
         now = self._dispatch_host.now()
         if now - self._made_at >= FRESH_S:
             self._made_at = now
-            self._trailers = ((TRAILER, self._report(now).SerializeToString()),)
-        return self._trailers
+            self._made = self._report(now)
+            self._trailers = ((TRAILER, self._made.SerializeToString()),)
 
     def _report(self, now: float) -> orca_load_report_pb2.OrcaLoadReport:
         loads = [replica.load for replica in self._dispatch_host.loads()]
