@@ -1,4 +1,4 @@
-"""Fields that clients of vLLM, OpenAI and Anthropic send beside a prompt: each has its effect, or is refused by name."""
+"""Fields that clients of vLLM, OpenAI and Anthropic send beside a prompt: each works, or is refused by its name."""
 
 import json
 from contextlib import asynccontextmanager
