@@ -24,7 +24,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -67,6 +67,8 @@ class Cluster:
     """The highest of any router, by resource."""
     actions: dict[str, int] = field(default_factory=dict)
     """What overload managers have done, or had on, when somebody looked; of all routers."""
+    starved_s: float = 0.0
+    """How long routers waited for a core between the look that found the highest loop delay, and the one before."""
 
 
 @contextmanager
@@ -118,10 +120,23 @@ async def one_client(cluster: Cluster, number: int, pause_s: float, until_s: flo
             await asyncio.sleep(draw.uniform(0, 2 * pause_s))
 
 
+def core_wait_s(cluster: Cluster) -> float:
+    """How long the threads of its routers have waited for a core so far: the longest of each router, added up."""
+    root, total_ns = psutil.Process(cluster.process.pid), 0
+    for process in root.children(recursive=True):
+        with suppress(psutil.Error, OSError):
+            if kind_of(process, root.pid) == "Router":
+                tasks = Path(f"/proc/{process.pid}/task").iterdir()
+                total_ns += max(int((task / "schedstat").read_text().split()[1]) for task in tasks)
+    return total_ns / 1e9
+
+
 async def watch_overload(cluster: Cluster, until_s: float) -> None:
     """Looks at the routers' overload managers."""
+    waited_s = core_wait_s(cluster)
     async with httpx.AsyncClient() as client:
         while time.monotonic() < until_s:
+            waited_before_s, waited_s = waited_s, core_wait_s(cluster)
             actions: dict[str, int] = defaultdict(int)
             for address in cluster.http:
                 try:
@@ -131,6 +146,8 @@ async def watch_overload(cluster: Cluster, until_s: float) -> None:
                     continue
                 for name, label, value in OVERLOAD.findall(text):
                     if name == "pressure_ratio":
+                        if label == "loop_delay" and float(value) > cluster.pressures.get(label, 0.0):
+                            cluster.starved_s = waited_s - waited_before_s
                         cluster.pressures[label] = max(cluster.pressures.get(label, 0.0), float(value))
                     else:
                         actions[f"{label} {name.removeprefix('action')}"] += round(float(value))
@@ -226,6 +243,7 @@ def main() -> None:
         for error, count in sorted(cluster.errors.items(), key=lambda one: -one[1])[:10]:
             print(f"  {count} x {error}")
         print("  highest pressures: " + ", ".join(f"{name} {at:.1%}" for name, at in sorted(cluster.pressures.items())))
+        print(f"  routers waited for a core at the highest loop delay: {cluster.starved_s:.1f} s of about {LOOK_S:g} s")
         done = {name: count for name, count in cluster.actions.items() if count}
         print(f"  overload actions: {done or 'none'}")
         for kind, (first, second) in growth(rows, cluster.name).items():

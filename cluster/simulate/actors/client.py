@@ -22,6 +22,7 @@ from holdfast.worker.errors import (
     CapacityError,
     DeadlineExceededError,
     HoldfastError,
+    OverloadedError,
     ReplicaError,
     RequestAbortedError,
     RequestQuarantinedError,
@@ -162,7 +163,14 @@ class SimulatedClient:
                 self._fail(message.error)
 
     def closed(self, connection: Connection) -> None:
-        if self.outcome is None and connection is self._connection:
+        if self.outcome is not None or connection is not self._connection:
+            return
+        try:
+            if not connection.is_silent:
+                self._retry_policy.note_router_lost()
+        except RequestQuarantinedError:
+            self._over("quarantined")
+        else:
             self._retry()
 
     def __str__(self) -> str:
@@ -181,12 +189,14 @@ class SimulatedClient:
             resume=self._resume(),
             timeout_s=self._left_s(),
             attempt=self.num_connections,
+            num_routers_lost=self._retry_policy.num_routers_lost,
         )
         self._is_new = False
         if not self.planned.is_poison and self._network.rng.random() < HELD_UP_SHARE:
             self._leave_behind(Straggler(call, self._network, path, router))
         else:
             self._connection = Connection(self._network, path, (self, router))
+            self._retry_policy.note_sent()
             self._connection.send(self, call)
 
     def _leave_behind(self, straggler: Straggler) -> None:
@@ -273,6 +283,8 @@ class SimulatedClient:
 
     def _fail(self, error: HoldfastError) -> None:
         match error:
+            case OverloadedError():
+                self._retry(error.retry_after_s)
             case CapacityError() if self.num_connections > 1:
                 self._retry(error.retry_after_s)  # it has come before, and may have output
             case CapacityError():
