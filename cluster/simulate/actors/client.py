@@ -92,7 +92,7 @@ class SimulatedClient:
         """`completed`, `cancelled`, `expired`, `shed` or `quarantined`; None while it goes on."""
         self.num_connections = 0
         self.is_notified = False
-        """Its router has reported that its time is up."""
+        """Its router has reported that its time is up, or that it may come again only after that."""
         self.stragglers: list[Straggler] = []
         """Its calls that were held up on their way."""
         self._network = network
@@ -284,6 +284,7 @@ class SimulatedClient:
     def _fail(self, error: HoldfastError) -> None:
         match error:
             case OverloadedError():
+                self.is_notified = True
                 self._retry(error.retry_after_s)
             case CapacityError() if self.num_connections > 1:
                 self._retry(error.retry_after_s)  # it has come before, and may have output

@@ -103,7 +103,8 @@ class Decoder:
 BIAS_ENTRY_S: Final = 3e-6
 """Of an entry of `logit_bias`, and of a token id: as an AVX2 core makes them."""
 TOKEN_ID_S: Final = 1e-7
-_BIAS_BYTES: Final = 11
+BIAS_BYTES: Final = 11
+"""Of an entry of `logit_bias`, as it is sent here."""
 
 
 def with_logit_bias(num_bytes: int) -> CostlyMessage:
@@ -124,11 +125,14 @@ def with_logit_bias(num_bytes: int) -> CostlyMessage:
     )
 
 
-def with_token_ids(num_bytes: int) -> CostlyMessage:
-    """A prompt of as many token ids as go into so many bytes."""
+def with_token_ids(num_bytes: int, token_id: int = 1) -> CostlyMessage:
+    """A prompt of one token id, as often as it goes into so many bytes."""
     message = generation_request_message(GenerationRequest(prompt=(1,)))
-    ids = _varint(1 << 3 | 2) + _varint(num_bytes) + b"\1" * num_bytes
-    return CostlyMessage(data=_inside(message, "token_ids", ids), num_entries=num_bytes, convert_entry_s=TOKEN_ID_S)
+    one = _varint(token_id)
+    num_ids = num_bytes // len(one)
+    content = _varint(1 << 3 | 2) + _varint(num_ids * len(one)) + one * num_ids
+    data = _inside(message, "token_ids", content)
+    return CostlyMessage(data=data, num_entries=num_ids, convert_entry_s=TOKEN_ID_S)
 
 
 def with_text(num_bytes: int, end: End | None = None, compile_s: float = 0.0) -> CostlyMessage:

@@ -105,7 +105,9 @@ class SimulatedRouter(Process):
         self.num_crashed = 0
         """Times that it ended while it read a call."""
         self.longest_decoding_s = 0.0
-        """What one message took of its interpreter at most, in all lives."""
+        """What one message took of its interpreter at most."""
+        self.num_resets = 0
+        """Calls that were reset, and that its loop has looked at."""
         self.update_waits: list[UpdateWait] = []
         """Of step updates with tokens, in all lives."""
 
@@ -126,25 +128,18 @@ class SimulatedRouter(Process):
     def on_message(self, connection: Connection, message: Any) -> None:
         if connection in self._links:
             self._handle(self._links[connection], message)
-        elif connection not in self.connections:
-            return  # it was cut off
-        elif self._doors is None:
+        elif isinstance(message, Generate):
             self._open_at_once(connection, message)
-        elif isinstance(message, Resets):
-            self._doors.note_resets(connection, message.num_streams)
-        else:
-            self._doors.take(connection, message)
 
     def receive(self, connection: Connection, message: Any) -> None:
-        if self._doors is None or self._doors.arrives(connection, message):
+        if self.is_up and self._doors is not None and isinstance(message, Generate | Resets):
+            self.connections.setdefault(connection)
+            self._doors.arrives(connection, message)
+        else:
             super().receive(connection, message)
 
     def cost_s(self, message: Any) -> float:
-        if self._door_settings is None or self._doors is None:
-            return 0.0
-        if isinstance(message, StepUpdate):
-            return self._door_settings.costs.of_update(message)
-        return self._doors.cost_s(message)
+        return 0.0 if self._doors is None else self._doors.cost_s(message)
 
     def on_hang(self) -> None:
         self.num_hung += 1
@@ -184,7 +179,7 @@ class SimulatedRouter(Process):
 
     def _die(self) -> list[Connection]:
         if self._doors is not None:
-            self.longest_decoding_s = max(self.longest_decoding_s, self._doors.longest_decoding_s)
+            self._count(self._doors)
             self._doors.close(in_order=self._ends_in_order)
         return super()._die()
 
@@ -208,6 +203,16 @@ class SimulatedRouter(Process):
         self._orders = orders
         if self.is_up:
             self._do(lambda: self.dispatch_host.set_orders(self._orders))
+
+    def _count(self, doors: RouterDoors) -> None:
+        self.longest_decoding_s = max(self.longest_decoding_s, doors.longest_decoding_s)
+        self.num_resets += doors.guarded.num_resets
+        doors.longest_decoding_s, doors.guarded.num_resets = 0.0, 0
+
+    def count(self) -> None:
+        """Brings the counts of all lives up to date."""
+        if self._doors is not None:
+            self._count(self._doors)
 
     # --- links ---
 
@@ -323,6 +328,13 @@ class SimulatedRouter(Process):
     def soon(self, action: Callable[..., None], *args: Any) -> None:
         """On its event loop."""
         self._do(action, *args)
+
+    def work(self, cost_s: Callable[[], float], action: Callable[[], None]) -> None:
+        """The same, and it takes time."""
+        self.loop.call(cost_s, action)
+
+    def go_on(self, cost_s: float, action: Callable[[], None]) -> None:
+        self.loop.go_on(cost_s, action)
 
     @property
     def num_links_up(self) -> int:

@@ -5,7 +5,7 @@ decide here as they do in a router; what the doors of a router do with sockets a
 here: decisions, links and streams (`router.py`).
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -32,17 +32,20 @@ from holdfast.router.security.connection_budgets import ENDING_STREAMS
 from holdfast.router.security.guarded_connections import GuardedConnections
 from holdfast.router.wire.bounds import INLINE_BYTES
 from holdfast.worker.errors import HoldfastError
+from holdfast.worker.step_update import StepUpdate
 
 NUM_THREADS: Final = 6
 """Of `asyncio.to_thread` on a machine with two cores: they compile grammars."""
 CUT_S: Final = 1e-3
 """Until a connection that is to be cut off has been found and closed."""
+HANDED_OVER: Final = 5
+"""Calls that are reset, and that gRPC hands to the loop in one turn: ten floods held a loop for 5 ms at most."""
 MOST_PEERS: Final = 2**14
 IDLE_BYTES: Final = 170 * 2**20
 """Of a router that has no requests."""
 MAX_MEMORY: Final = 2**30
 """At which memory's pressure is 1."""
-MACHINE_BYTES: Final = 3 * 2**29
+MACHINE_BYTES: Final = 5 * 2**28
 """Beyond which there is no memory."""
 
 
@@ -76,6 +79,12 @@ class Host(Protocol):
     def after(self, delay_s: float, action: Callable[..., None], *args: Any) -> None: ...
     def soon(self, action: Callable[..., None], *args: Any) -> None:
         """On its event loop."""
+
+    def work(self, cost_s: Callable[[], float], action: Callable[[], None]) -> None:
+        """The same, and it takes time."""
+
+    def go_on(self, cost_s: float, action: Callable[[], None]) -> None:
+        """As `EventLoop.go_on`."""
 
     def hang_up(self, connection: Connection) -> None: ...
     def open(self, connection: Connection, message: Generate) -> Call:
@@ -113,7 +122,11 @@ class RouterDoors:
         self._settings = settings
         self._name = f"{host.site}.{host.num_lives}"
         self._arrived: dict[Connection, _Arrived] = {}
-        self._pending: dict[Connection, int] = {}
+        self._waiting: deque[tuple[Connection, Any]] = deque()
+        """Calls that gRPC has, and the loop has not."""
+        self._hands_over = False
+        """One of them is on its way."""
+        self._num_pending: Counter[Connection] = Counter()
         """Streams that were reset, and that the loop still has to look at."""
         self._decoding_s = 0.0
         """When the decode worker is free again."""
@@ -181,14 +194,38 @@ class RouterDoors:
 
     # --- what comes in ---
 
-    def arrives(self, connection: Connection, message: Any) -> bool:
-        """Something comes in for the loop. False: gRPC refuses it, and the loop hears nothing of it."""
+    def arrives(self, connection: Connection, message: Any) -> None:
+        """A call, or a flood of resets, is there. gRPC hands calls over one after the other, as the loop turns."""
         if isinstance(message, Resets):
             most = self._settings.router.max_concurrent_streams + ENDING_STREAMS
-            if self._pending.get(connection, 0) + message.num_streams > most:
-                return False
-            self._pending[connection] = self._pending.get(connection, 0) + message.num_streams
-        return True
+            num_taken = min(message.num_streams, most - self._num_pending[connection])
+            self._num_pending[connection] += num_taken
+            for _ in range(num_taken // HANDED_OVER):
+                self._waiting.append((connection, Resets(num_streams=HANDED_OVER)))
+        else:
+            self._waiting.append((connection, message))
+        if not self._hands_over:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        while self._waiting and self._waiting[0][0] not in self._host.connections:
+            self._waiting.popleft()  # it is gone
+        self._hands_over = bool(self._waiting)
+        if self._waiting:
+            self._host.work(self._cost_of_next_s, self._take_next)
+
+    def _cost_of_next_s(self) -> float:
+        connection, message = self._waiting[0]
+        return self.cost_s(message) if connection in self._host.connections else 0.0
+
+    def _take_next(self) -> None:
+        connection, message = self._waiting.popleft()
+        if connection in self._host.connections:
+            if isinstance(message, Resets):
+                self._note_resets(connection, message.num_streams)
+            else:
+                self._take(connection, message)
+        self._hand_over()
 
     def cost_s(self, message: Any) -> float:
         """Of the loop's time, before a message has any effect."""
@@ -196,13 +233,12 @@ class RouterDoors:
         match message:
             case Resets():
                 return self._wait_for_lock_s() + costs.reset_s * message.num_streams
-            case Generate() if message.costly is None:
-                return self._wait_for_lock_s() + costs.call_s
             case Generate():
-                decoding = self._settings.decoder.decoding(message.costly)
-                is_inline = len(message.costly.data) <= INLINE_BYTES
-                return self._wait_for_lock_s() + costs.call_s + (_total_s(decoding) if is_inline else costs.hand_off_s)
-        return self._wait_for_lock_s()
+                is_on_thread = message.costly is not None and len(message.costly.data) > INLINE_BYTES
+                return self._wait_for_lock_s() + costs.call_s + (costs.hand_off_s if is_on_thread else 0.0)
+            case StepUpdate():
+                return self._wait_for_lock_s() + costs.of_update(message)
+        return 0.0
 
     def _wait_for_lock_s(self) -> float:
         """How long the loop waits for the interpreter, which a thread may have."""
@@ -214,9 +250,9 @@ class RouterDoors:
         shares_until_s, holds_until_s = jobs[0]
         return self._settings.costs.switch_s if now < shares_until_s else holds_until_s - now
 
-    def note_resets(self, connection: Connection, num_streams: int) -> None:
+    def _note_resets(self, connection: Connection, num_streams: int) -> None:
         """Streams of a connection have been opened and reset at once."""
-        self._pending[connection] -= num_streams
+        self._num_pending[connection] -= num_streams
         now, guarded = self._host.timeline.now, self.guarded
         for _ in range(num_streams):
             guarded.reset(connection.peer if guarded.suspects(now) else "", began_at=now, now=now)
@@ -232,7 +268,7 @@ class RouterDoors:
             self.gone(connection)
             self._host.hang_up(connection)
 
-    def take(self, connection: Connection, message: Generate) -> None:
+    def _take(self, connection: Connection, message: Generate) -> None:
         """A call has come. Its message is noted, counted and decoded."""
         now, peer = self._host.timeline.now, connection.peer
         if not self.guarded.call(peer, has_key=False, now=now):
@@ -250,6 +286,10 @@ class RouterDoors:
         except HoldfastError as error:
             self.refuse(one, error)
             return
+        if self._resident_bytes > MACHINE_BYTES:
+            self._journal.note_own_fault()
+            self._host.end(End.NO_MEMORY)
+            return
         if costly is None:
             self._admit(one, None)
             return
@@ -265,22 +305,24 @@ class RouterDoors:
         assert costly is not None, "others are not decoded"
         decoding = self._settings.decoder.decoding(costly)
         self.longest_decoding_s = max(self.longest_decoding_s, _total_s(decoding))
-        one.built_bytes = decoding.built_bytes
-        if self._resident_bytes > MACHINE_BYTES:
-            self._journal.note_own_fault()
-            self._host.end(End.NO_MEMORY)
+        if len(costly.data) <= INLINE_BYTES:
+            self._host.go_on(_total_s(decoding), partial(self._decoded, one, decoding))
             return
-        done_s = now
-        if len(costly.data) > INLINE_BYTES:
-            begin_s = max(now, self._decoding_s)
-            self._decodings.append((begin_s + decoding.shared_s, begin_s + _total_s(decoding)))
-            done_s = self._decoding_s = begin_s + _total_s(decoding)
-        if decoding.error is None and costly.compile_s:
-            done_s = self._threads.done_s(done_s, costly.compile_s)
-        if done_s > now:
-            self._host.after(done_s - now, self._admit, one, decoding)
-        else:
-            self._admit(one, decoding)
+        begin_s = max(now, self._decoding_s)
+        self._decodings.append((begin_s + decoding.shared_s, begin_s + _total_s(decoding)))
+        self._decoding_s = begin_s + _total_s(decoding)
+        self._host.after(self._decoding_s - now, self._decoded, one, decoding)
+
+    def _decoded(self, one: _Arrived, decoding: Decoding) -> None:
+        costly, now = one.message.costly, self._host.timeline.now
+        assert costly is not None, "others are not decoded"
+        if self._arrived.get(one.connection) is one:
+            one.built_bytes = decoding.built_bytes
+            if decoding.error is None and costly.compile_s:
+                done_s = self._threads.done_s(now, costly.compile_s)
+                self._host.after(done_s - now, self._admit, one, decoding)
+            else:
+                self._admit(one, decoding)
 
     def _admit(self, one: _Arrived, decoding: Decoding | None) -> None:
         message = one.message
@@ -312,7 +354,7 @@ class RouterDoors:
 
     def gone(self, connection: Connection) -> None:
         """A call is over, or its client has gone."""
-        self._pending.pop(connection, None)
+        self._num_pending.pop(connection, None)
         if (one := self._arrived.get(connection)) is not None:
             self._forget(one, is_cleared=False)
 

@@ -53,10 +53,15 @@ class EventLoop:
     def call(self, cost_s: Callable[[], float] | None, action: Callable[..., None], *args: Any) -> None:
         """Runs an action once all that came before it is done. Its effects come after its cost."""
         callback = Callback(self._timeline.now, cost_s, action, args)
-        if self.is_paused or self._running is not None:
+        if self.is_paused or self._running is not None or self._waiting:
             self._waiting.append(callback)
         else:
             self._begin(callback)
+
+    def go_on(self, cost_s: float, action: Callable[[], None]) -> None:
+        """The callback that runs now takes so much more time, and does something more after it."""
+        assert self._running is None, "it has had its effect already"
+        self._begin(Callback(self._timeline.now, lambda: cost_s, action, ()))
 
     def pause(self) -> None:
         self.is_paused = True

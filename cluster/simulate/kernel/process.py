@@ -17,8 +17,8 @@ class Process:
     """One simulated process. Subclasses implement `on_start`, `on_message`, `on_closed` and `on_hang`."""
 
     def __init__(self, site: str, network: Network, hangs_after_s: float | None = None) -> None:
-        """`on_hang` is called when its hang supervisor, whose limit is `hangs_after_s`, finds that it hangs; None: it has
-        none.
+        """`on_hang` is called when its hang supervisor, whose limit is `hangs_after_s`, finds that it hangs. None: it
+        has no hang supervisor.
         """
         self.site = site
         self.network = network

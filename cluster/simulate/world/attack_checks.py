@@ -8,8 +8,11 @@ from typing import Final
 
 from holdfast.cluster.simulate.actors.attacker import Attacker
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
+from holdfast.cluster.simulate.actors.router_doors import HANDED_OVER
 from holdfast.cluster.simulate.kernel.promises import require
 from holdfast.cluster.simulate.world.attacks import CRASHES, ENDS, HANGS, OUT_OF_MEMORY, Attack
+from holdfast.router.config import LimitsConfig
+from holdfast.router.security.rates import BURST_S
 
 MAX_DECODING_S: Final = 0.15
 """Of a router's interpreter, for one message: as much as a million token ids take, or half a megabyte of text."""
@@ -38,6 +41,15 @@ def check_decoding(attack: Attack, routers: Sequence[SimulatedRouter]) -> None:
     """Checks that no message of its cost more than its bounds allow."""
     longest_s = max(router.longest_decoding_s for router in routers)
     require(longest_s <= MAX_DECODING_S, f"{attack.kind}: one message took {longest_s:.3f} s of an interpreter")
+
+
+def check_resets(attack: Attack, routers: Sequence[SimulatedRouter], limits: LimitsConfig, end_s: float) -> None:
+    """Checks that who resets too many calls was cut off: of calls by nobody knows whom, and of the attackers' address,
+    a router looks at no more than their budgets, and at those that it is handed before a connection is closed.
+    """
+    num_looked_at, seconds = sum(router.num_resets for router in routers), BURST_S + end_s - attack.time_s
+    most = 2 * limits.max_resets_per_s * seconds + 10 * HANDED_OVER * attack.num_calls
+    require(num_looked_at <= most, f"{attack.kind}: routers looked at {num_looked_at} calls, of {most:.0f} at most")
 
 
 def check_pauses(

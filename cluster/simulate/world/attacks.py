@@ -10,6 +10,7 @@ from typing import Final
 
 from holdfast.cluster.simulate.actors.attacker import Attacker, CostlyCall, ResetFlood
 from holdfast.cluster.simulate.actors.costly_message import (
+    BIAS_BYTES,
     CostlyMessage,
     End,
     with_logit_bias,
@@ -22,6 +23,7 @@ from holdfast.cluster.simulate.oracle.pseudo_model import WHOLE_TOKEN_IDS
 from holdfast.router.config import LimitsConfig
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.wire.message_bounds import MAX_FIELDS
 
 LARGE_FIELDS: Final = "large fields"
 TOKEN_LISTS: Final = "token lists"
@@ -31,10 +33,11 @@ RESETS: Final = "resets"
 CRASHES: Final = "crashes"
 HANGS: Final = "hangs"
 OUT_OF_MEMORY: Final = "out of memory"
+MANY_BYTES: Final = "many bytes"
 
 ENDS: Final = {CRASHES: End.CRASH, HANGS: End.HANG, OUT_OF_MEMORY: End.NO_MEMORY}
 """Of requests that end their reader. All calls of an attack have the same bytes."""
-CLASSES: Final = (LARGE_FIELDS, TOKEN_LISTS, LARGE_TEXTS, COSTLY_GRAMMARS, RESETS, *ENDS)
+CLASSES: Final = (LARGE_FIELDS, TOKEN_LISTS, LARGE_TEXTS, COSTLY_GRAMMARS, MANY_BYTES, RESETS, *ENDS)
 """The classes of requests. Each is allowed by `limits.max_message_bytes`."""
 
 SPREAD_S: Final = 0.05
@@ -82,6 +85,8 @@ class Attack:
                 return with_logit_bias(self.num_bytes)
             case "token lists":
                 return with_token_ids(self.num_bytes)
+            case "many bytes":
+                return with_token_ids(4 * 2**20, token_id=2**22)
             case "large texts":
                 return with_text(self.num_bytes)
         return with_text(64, ENDS.get(self.kind), self.compile_s)
@@ -102,13 +107,16 @@ def draw_attack(rng: random.Random, seed: int, span_s: float, num_routers: int, 
         return None
     kind = rng.choice(CLASSES)
     most = limits.max_message_bytes - 2**10
+    num_bytes = int(most ** rng.uniform(0.7, 1.0))
+    if kind in (LARGE_FIELDS, TOKEN_LISTS) and rng.random() < 0.5:  # as many as other bounds let in
+        num_bytes = BIAS_BYTES * (MAX_FIELDS // 3 - 2) if kind == LARGE_FIELDS else limits.max_prompt_tokens
     return Attack(
         kind=kind,
         time_s=rng.uniform(0.2, span_s),
-        num_calls=rng.randint(1, 12),
-        num_bytes=int(most ** rng.uniform(0.7, 1.0)),
+        num_calls=rng.randint(300, 400) if kind == MANY_BYTES else rng.randint(1, 12),
+        num_bytes=num_bytes,
         compile_s=rng.uniform(0.1, 3.0) if kind == COSTLY_GRAMMARS else 0.0,
-        num_streams=rng.choice((1000, 10_000)),
+        num_streams=rng.choice((1000, 100_000)),
         router=rng.randrange(num_routers),
         seed=seed,
     )

@@ -23,7 +23,7 @@ from holdfast.cluster.simulate.kernel.promises import Violation, require
 from holdfast.cluster.simulate.kernel.timeline import Event, Timeline
 from holdfast.cluster.simulate.oracle.proposers import PROPOSERS
 from holdfast.cluster.simulate.oracle.pseudo_model import pseudo_tokenizer
-from holdfast.cluster.simulate.world.attack_checks import check_decoding, check_ended, check_pauses
+from holdfast.cluster.simulate.world.attack_checks import check_decoding, check_ended, check_pauses, check_resets
 from holdfast.cluster.simulate.world.attacks import SPREAD_S
 from holdfast.cluster.simulate.world.checks import Checks
 from holdfast.cluster.simulate.world.faults import UPDATE, SimulatedFault, slowness, strike
@@ -293,7 +293,10 @@ class World:
         """Checks what came of an attack that nothing else went wrong beside."""
         attack = self.scenario.attack
         if attack is not None and self.scenario.is_calm:
+            for router in self.routers:
+                router.count()
             check_ended(attack, self.routers)
+            check_resets(attack, self.routers, self.scenario.limits, self._attack_end_s)
             check_decoding(attack, self.routers)
             check_pauses(attack, self.attackers, self.routers, self._attack_end_s)
 
