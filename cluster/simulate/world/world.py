@@ -24,7 +24,7 @@ from holdfast.cluster.simulate.kernel.timeline import Event, Timeline
 from holdfast.cluster.simulate.oracle.proposers import PROPOSERS
 from holdfast.cluster.simulate.oracle.pseudo_model import pseudo_tokenizer
 from holdfast.cluster.simulate.world.attack_checks import check_decoding, check_ended, check_pauses, check_resets
-from holdfast.cluster.simulate.world.attacks import SPREAD_S
+from holdfast.cluster.simulate.world.attacks import ENDS, SPREAD_S
 from holdfast.cluster.simulate.world.checks import Checks
 from holdfast.cluster.simulate.world.faults import UPDATE, SimulatedFault, slowness, strike
 from holdfast.cluster.simulate.world.scenario import Scenario, draw_scenario
@@ -283,7 +283,10 @@ class World:
         for client in self.clients:
             is_patient = client.planned.timeout_s == LONGEST_S
             require(not is_patient or client.outcome != "expired", f"{client} had time, and expired")
-            is_reported = client.outcome != "expired" or client.is_notified or not client.planned.grace_s
+            ends_routers = self.scenario.attack is not None and self.scenario.attack.kind in ENDS
+            is_reported = (
+                ends_routers or client.outcome != "expired" or client.is_notified or not client.planned.grace_s
+            )
             require(
                 is_reported,
                 f"{client} listened for {client.planned.grace_s:g} s, and was not told that its time was up",
