@@ -87,7 +87,7 @@ class CostlyCall:
         if connection is not self._connection or self.is_over:
             return
         try:
-            if not connection.is_silent:
+            if connection.has_broken:
                 self._policy.note_router_lost()
         except RequestQuarantinedError:
             self.is_over = True

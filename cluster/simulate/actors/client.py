@@ -166,7 +166,7 @@ class SimulatedClient:
         if self.outcome is not None or connection is not self._connection:
             return
         try:
-            if not connection.is_silent:
+            if connection.has_broken:
                 self._retry_policy.note_router_lost()
         except RequestQuarantinedError:
             self._over("quarantined")

@@ -73,6 +73,8 @@ class Host(Protocol):
     @property
     def clock(self) -> float: ...
     @property
+    def has_backlog(self) -> bool: ...
+    @property
     def num_open(self) -> int:
         """Requests that are open."""
 
@@ -232,23 +234,29 @@ class RouterDoors:
         costs = self._settings.costs
         match message:
             case Resets():
-                return self._wait_for_lock_s() + costs.reset_s * message.num_streams
+                cost_s = costs.reset_s * message.num_streams
             case Generate():
                 is_on_thread = message.costly is not None and len(message.costly.data) > INLINE_BYTES
-                return self._wait_for_lock_s() + costs.call_s + (costs.hand_off_s if is_on_thread else 0.0)
+                cost_s = costs.call_s + (costs.hand_off_s if is_on_thread else 0.0)
             case StepUpdate():
-                return self._wait_for_lock_s() + costs.of_update(message)
-        return 0.0
+                cost_s = costs.of_update(message)
+            case _:
+                return 0.0
+        return cost_s + self._wait_for_lock_s(cost_s)
 
-    def _wait_for_lock_s(self) -> float:
-        """How long the loop waits for the interpreter, which a thread may have."""
-        now, jobs = self._host.timeline.now, self._decodings
+    def _wait_for_lock_s(self, cost_s: float) -> float:
+        """How long the loop waits for the interpreter, which a thread may have. A loop that has just been idle asks for
+        it first; one that has more to do has every other slice of time.
+        """
+        now, jobs, switch_s = self._host.timeline.now, self._decodings, self._settings.costs.switch_s
         while jobs and jobs[0][1] <= now:
             jobs.popleft()
         if not jobs:
             return 0.0
         shares_until_s, holds_until_s = jobs[0]
-        return self._settings.costs.switch_s if now < shares_until_s else holds_until_s - now
+        if now >= shares_until_s:
+            return holds_until_s - now
+        return min(cost_s, switch_s) if self._host.has_backlog else switch_s
 
     def _note_resets(self, connection: Connection, num_streams: int) -> None:
         """Streams of a connection have been opened and reset at once."""

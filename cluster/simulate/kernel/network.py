@@ -83,7 +83,7 @@ class Network:
     def _give_up(self, path: Path, block: int) -> None:
         if path.block == block:
             for connection in list(path.connections):
-                connection.is_silent = True
+                connection.has_broken = False
                 connection.cut(loses=True)
             self.timeline.after(KEEPALIVE_S, self._give_up, path, block)
 
@@ -97,8 +97,8 @@ class Connection:
         network.num_connections += 1
         self.peer = f"ipv4:{host}:{network.num_connections % 2**16}"
         """The side that has opened it, as gRPC names it."""
-        self.is_silent = False
-        """It ended for pings that were not answered: it has not broken."""
+        self.has_broken = True
+        """When it has ended: not because it was refused, or pings were not answered."""
         self._timeline = network.timeline
         self._rng = network.rng
         self._path = path
@@ -131,7 +131,7 @@ class Connection:
     def abandon(self, lost: Endpoint, after_s: float = KEEPALIVE_S) -> None:
         """The side of `lost` has gone without a word: the other one gives up when its pings are not answered."""
         side = self._side(lost)
-        self._has_lost = self.is_silent = True
+        self._has_lost, self.has_broken = True, False
         self._end(side)
         self._timeline.after(after_s, self._schedule, 1 - side, _END)
 

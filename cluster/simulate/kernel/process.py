@@ -127,7 +127,8 @@ class Process:
             self.connections.setdefault(connection)
             self.loop.call(partial(self._cost_s, connection, message), self.on_message, connection, message)
         else:
-            connection.close(self)  # nobody listens: the connection is refused
+            connection.has_broken = False  # nobody listens: the connection is refused
+            connection.close(self)
 
     def closed(self, connection: Connection) -> None:
         if connection in self.connections:
