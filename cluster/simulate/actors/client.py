@@ -205,11 +205,12 @@ class SimulatedClient:
         self._timeline.after(self._network.rng.uniform(RETRY_S, HELD_UP_S), straggler.arrive)
         self._timeline.after(RETRY_S, self._connect)
 
-    def _retry(self, hint_s: float | None = None) -> None:
-        """Goes on as a client does that has lost its router, or was sent away for a while."""
+    def _retry(self, hint_s: float | None = None) -> bool:
+        """Goes on as a client does that has lost its router, or was sent away for a while. False: it gives up."""
         pause_s = self._retry_policy.pause_s(self._timeline.now, hint_s)
         if pause_s is not None:  # else its time is up before it can come again
             self._reconnect(pause_s)
+        return pause_s is not None
 
     def _reconnect(self, after_s: float = RETRY_S) -> None:
         """Goes on at the next router."""
@@ -287,7 +288,9 @@ class SimulatedClient:
                 self.is_notified = True
                 self._retry(error.retry_after_s)
             case CapacityError() if self.num_connections > 1:
-                self._retry(error.retry_after_s)  # it has come before, and may have output
+                # It has come before, and may have output.
+                if not self._retry(error.retry_after_s) and self._left_s() > PATIENCE_S:
+                    self._over("shed")
             case CapacityError():
                 require(not self.num_tokens, f"{self}: {error}, after {self.num_tokens} tokens")
                 self._over("shed")

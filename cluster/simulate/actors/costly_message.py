@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from holdfast.cluster.simulate.actors.loop_costs import LoopCosts
 from holdfast.router.request import GenerationRequest
-from holdfast.router.requests.request_digest import lasting_part, request_digest
+from holdfast.router.requests.request_digest import lasting_parts, request_digest
 from holdfast.router.wire.request_codec import generation_request_message
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
@@ -55,7 +55,7 @@ class CostlyMessage:
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "digest", request_digest(KIND, lasting_part(self.data)))
+        object.__setattr__(self, "digest", request_digest(KIND, *lasting_parts(self.data)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from holdfast.cluster.simulate.actors.attacker import Attacker
-from holdfast.cluster.simulate.actors.client import SimulatedClient
+from holdfast.cluster.simulate.actors.client import PATIENCE_S, SimulatedClient
 from holdfast.cluster.simulate.actors.costly_message import Decoder
 from holdfast.cluster.simulate.actors.journal_folder import JournalFolder
 from holdfast.cluster.simulate.actors.loop_costs import LoopCosts
@@ -42,7 +42,7 @@ LOSSES: Final = frozenset(
 """Faults that take a replica from a router, so that whatever ran there may come under suspicion."""
 ROUTER_LOSSES: Final = frozenset({"kill router", "freeze router", "drain router", "cut calls"})
 """Faults by which a router ends, or seems to, while it reads requests, so that these may come under suspicion."""
-ANSWER_S: Final = 60.0
+ANSWER_S: Final = PATIENCE_S + 10.0
 """After the last fault is over and the last request has come, everyone has an answer within so many seconds."""
 MAX_EVENTS: Final = 200_000
 """Many times what any simulation needs: beyond it, processes are in a livelock."""
