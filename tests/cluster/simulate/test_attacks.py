@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.cluster.simulate.actors import router_doors
+from holdfast.cluster.simulate.actors import costly_message, router_doors
 from holdfast.cluster.simulate.world.attacks import (
     CLASSES,
     CRASHES,
@@ -64,6 +64,7 @@ def leave_token_ids_without_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
 def build_whatever_comes_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_logit_bias_without_a_count(monkeypatch)
     monkeypatch.setattr(message_bounds, "MAX_FIELDS", 2**40)
+    monkeypatch.setattr(costly_message, "BIAS_ENTRY_S", 6e-6)  # on a slower machine
     monkeypatch.setattr(router_doors, "INLINE_BYTES", 2**40)
 
 
