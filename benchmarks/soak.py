@@ -5,10 +5,11 @@
 Each cluster is a `holdfast serve` of its own, on free ports of loopback; two on one machine must not meet. Clients draw
 requests from a seed (`benchmarks/memory.py`: no two alike, some cancelled, some with schemas) and repeat one of a few
 fixed requests now and then, whose answer must stay equal to the first in every token. The first cluster runs with the
-default KV cache, which takes memory when a block is first used; the others with a cache of `--kv-cache-memory`, which
-a replica takes while it is idle after its start. Printed: memory by process, the requests, lost and changed answers,
-and how much each kind of process grew in the second half of the time. What grows there by as much as in the first is a
-leak; what grows in the first cluster alone is the KV cache.
+default KV cache, which takes memory when a block is first used (`--default-kv-clusters 0`: none does); the others with
+a cache of `--kv-cache-memory`, which a replica takes while it is idle after its start. Printed: memory by process, the
+requests, lost and changed answers, the highest pressures of the routers and what their overload managers did, and how
+much each kind of process grew in the second half of the time. What grows there by as much as in the first is a leak;
+what grows in the first cluster alone is the KV cache.
 """
 
 import argparse
@@ -23,11 +24,12 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import httpx
 import psutil
 
 from benchmarks.idle_cluster import kind_of
@@ -37,6 +39,10 @@ from holdfast.worker.errors import HoldfastError
 from holdfast.worker.sampling_params import SamplingParams
 
 MB: Final = 2**20
+LOOK_S: Final = 1.0
+OVERLOAD: Final = re.compile(
+    r'^holdfast_overload_(pressure_ratio|action_active|actions_total)\{\w+="(\w+)"\} (\S+)$', re.MULTILINE
+)
 START_LIMIT_S: Final = 300
 STOP_LIMIT_S: Final = 120
 REPEATED: Final = (
@@ -57,6 +63,12 @@ class Cluster:
     first: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     errors: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    pressures: dict[str, float] = field(default_factory=dict)
+    """The highest of any router, by resource."""
+    actions: dict[str, int] = field(default_factory=dict)
+    """What overload managers have done, or had on, when somebody looked; of all routers."""
+    starved_s: float = 0.0
+    """How long routers waited for a core between the look that found the highest loop delay, and the one before."""
 
 
 @contextmanager
@@ -108,6 +120,43 @@ async def one_client(cluster: Cluster, number: int, pause_s: float, until_s: flo
             await asyncio.sleep(draw.uniform(0, 2 * pause_s))
 
 
+def core_wait_s(cluster: Cluster) -> float:
+    """How long the threads of its routers have waited for a core so far: the longest of each router, added up."""
+    root, total_ns = psutil.Process(cluster.process.pid), 0
+    for process in root.children(recursive=True):
+        with suppress(psutil.Error, OSError):
+            if kind_of(process, root.pid) == "Router":
+                tasks = Path(f"/proc/{process.pid}/task").iterdir()
+                total_ns += max(int((task / "schedstat").read_text().split()[1]) for task in tasks)
+    return total_ns / 1e9
+
+
+async def watch_overload(cluster: Cluster, until_s: float) -> None:
+    """Looks at the routers' overload managers."""
+    waited_s = core_wait_s(cluster)
+    async with httpx.AsyncClient() as client:
+        while time.monotonic() < until_s:
+            waited_before_s, waited_s = waited_s, core_wait_s(cluster)
+            actions: dict[str, int] = defaultdict(int)
+            for address in cluster.http:
+                try:
+                    text = (await client.get(f"http://{address}/metrics")).text
+                except httpx.HTTPError:
+                    cluster.errors["/metrics did not answer"] += 1
+                    continue
+                for name, label, value in OVERLOAD.findall(text):
+                    if name == "pressure_ratio":
+                        if label == "loop_delay" and float(value) > cluster.pressures.get(label, 0.0):
+                            cluster.starved_s = waited_s - waited_before_s
+                        cluster.pressures[label] = max(cluster.pressures.get(label, 0.0), float(value))
+                    else:
+                        actions[f"{label} {name.removeprefix('action')}"] += round(float(value))
+            cluster.actions = {
+                name: max(actions.get(name, 0), cluster.actions.get(name, 0)) for name in actions | cluster.actions
+            }
+            await asyncio.sleep(LOOK_S)
+
+
 def memory(cluster: Cluster) -> dict[str, float]:
     """Resident megabytes by kind of process; several of a kind are added up."""
     found: dict[str, float] = defaultdict(float)
@@ -129,6 +178,7 @@ async def measure(clusters: list[Cluster], options: argparse.Namespace) -> list[
         for cluster in clusters
         for number in range(options.clients)
     ]
+    tasks += [asyncio.create_task(watch_overload(cluster, until_s)) for cluster in clusters]
     while time.monotonic() < until_s:
         rows.append({"minute": (time.monotonic() - began_s) / 60, "load": os.getloadavg()[0]})
         for cluster in clusters:
@@ -172,22 +222,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--clusters", type=int, default=2)
+    parser.add_argument("--default-kv-clusters", type=int, default=1, help="of these, with the default KV cache")
     parser.add_argument("--clients", type=int, default=3, help="of each cluster")
     parser.add_argument("--pause-s", type=float, default=0.3, help="of a client between two requests, on average")
-    parser.add_argument("--kv-cache-memory", default="64MiB", help="of all clusters but the first")
+    parser.add_argument("--kv-cache-memory", default="64MiB", help="of the other clusters")
     parser.add_argument("--report-every-s", type=float, default=60.0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     with ExitStack() as stack:
-        names = ["default KV cache", *(f"KV cache taken at start {n}" for n in range(1, options.clusters))]
-        sized = ["--kv-cache-memory", options.kv_cache_memory]
-        clusters = [stack.enter_context(started(name, sized if at else [])) for at, name in enumerate(names)]
+        clusters = []
+        for number in range(options.clusters):
+            is_default = number < options.default_kv_clusters
+            name = f"{'default KV cache' if is_default else 'KV cache taken at start'} {number}"
+            flags = [] if is_default else ["--kv-cache-memory", options.kv_cache_memory]
+            clusters.append(stack.enter_context(started(name, flags)))
         rows = asyncio.run(measure(clusters, options))
     for cluster in clusters:
         print(f"{cluster.name}: {dict(cluster.counts)}")
         for error, count in sorted(cluster.errors.items(), key=lambda one: -one[1])[:10]:
             print(f"  {count} x {error}")
+        print("  highest pressures: " + ", ".join(f"{name} {at:.1%}" for name, at in sorted(cluster.pressures.items())))
+        print(f"  routers waited for a core at the highest loop delay: {cluster.starved_s:.1f} s of about {LOOK_S:g} s")
+        done = {name: count for name, count in cluster.actions.items() if count}
+        print(f"  overload actions: {done or 'none'}")
         for kind, (first, second) in growth(rows, cluster.name).items():
             print(f"  {kind}: {first:+.0f} MB in the first half, {second:+.0f} MB in the second")
     if options.plot:

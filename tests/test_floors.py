@@ -59,8 +59,8 @@ DOORS = {  # what a package may import of those below it
     "router": {"worker": ("words", "service_order", "wire", "security")},  # one codec and lock of the link
     "cluster": {"worker": ("words", *ROOMS["worker"]), "router": ("words", *ROOMS["router"])},
     "cluster.simulate": {
-        "worker": ("words", *POLICY),
-        "router": ("words", "text", "replicas", "dispatch", "overload", "requests"),
+        "worker": ("words", *POLICY, "wire", "supervision"),  # static bounds, and the rule of hangs
+        "router": ("words", "wire", "text", "replicas", "dispatch", "overload", "security", "requests"),
         "cluster": ("words", "scaling", "client"),  # the clients' retry policy
     },
     "worker.decoder": {"worker": ("words", *POLICY, *DEVICE[: DEVICE.index("decoder")])},

@@ -32,7 +32,7 @@ WITHOUT_EFFECT: Final = frozenset(
     guided_decoding_disable_fallback structured_outputs_config tokenizer_pool_size tokenizer_pool_type
     tokenizer_pool_extra_config model_loader_extra_config ignore_patterns use_tqdm_on_load safetensors_load_strategy
     config_format hf_token allowed_local_media_path allowed_media_domains disable_mm_preprocessor_cache
-    mm_processor_cache_gb skip_mm_profiling max_logprobs otlp_traces_endpoint collect_detailed_traces
+    mm_processor_cache_gb skip_mm_profiling otlp_traces_endpoint collect_detailed_traces
     show_hidden_metrics_for_version kv_cache_metrics cudagraph_metrics profiler_config enable_sleep_mode
     fail_on_environ_validation
     """.split()  # noqa: SIM905  # a list has a line for each

@@ -1,7 +1,8 @@
-"""Connection guard of a router: knows its clients' connections, charges their budgets, and cuts off who exceeds them.
+"""Connection guard of a router: what its doors tell of their connections, and the task that closes those cut off.
 
-What may live here: the tables of connections, the task that closes them, the log and the counts. What may not: budgets
-(`router/security/connection_budgets.py`), how sockets are found (`accepted_connections.py`), protocols.
+What may live here: the task that closes them, the log and the counts. What may not: which are to be closed
+(`router/security/guarded_connections.py`), budgets (`router/security/connection_budgets.py`), how sockets are found
+(`accepted_connections.py`), protocols.
 """
 
 import asyncio
@@ -9,20 +10,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import Final
 
 from holdfast.router.doors.accepted_connections import accepted, cut_off, num_descriptors
-from holdfast.router.security.connection_budgets import (
-    PREMATURE_S,
-    BudgetLimits,
-    ClientConnection,
-    ConnectionBudgets,
-    Peer,
-    Reason,
-    peer,
-    peer_of,
-)
+from holdfast.router.security.connection_budgets import BudgetLimits, ClientConnection, Reason, peer
+from holdfast.router.security.guarded_connections import GuardedConnections
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +26,6 @@ LOOK_S: Final = 1.0
 LOG_S: Final = 10.0
 """At most one line for each reason in so many seconds."""
 
-LEAST_PRUNED: Final = 256
-"""Connections up to which none is forgotten."""
-
 GRPC: Final = "grpc"
 HTTP: Final = "http"
 
@@ -43,20 +34,14 @@ class ConnectionGuard:
     """Of one router, on the running event loop. Until `start`, and where nothing listens, nothing is closed."""
 
     def __init__(self, limits: BudgetLimits, *, asks_for_keys: bool, clock: Callable[[], float] = monotonic) -> None:
-        self.budgets = ConnectionBudgets(limits, asks_for_keys)
+        self._guarded = GuardedConnections(limits, asks_for_keys=asks_for_keys, on_cut=partial(self.count, GRPC))
+        self.budgets = self._guarded.budgets
         self._limits = limits
         self._clock = clock
         self._ports: set[int] = set()
-        self._by_name: dict[str, ClientConnection] = {}
-        """As gRPC names them: those that have made calls."""
-        self._by_peer: dict[Peer, ClientConnection] = {}
-        self._prune_at = LEAST_PRUNED
-        self._to_cut: set[Peer] = set()
         self._is_wanted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._num_cut: Counter[tuple[str, str]] = Counter()
-        self.num_resets = 0
-        """Calls that clients have reset within `PREMATURE_S`."""
         self._logged_at: dict[Reason, float] = {}
         self._num_unlogged: Counter[Reason] = Counter()
 
@@ -64,6 +49,11 @@ class ConnectionGuard:
     def num_cut(self) -> Mapping[tuple[str, str], int]:
         """Connections that were closed, by protocol and reason."""
         return self._num_cut
+
+    @property
+    def num_resets(self) -> int:
+        """Calls that clients have reset within `PREMATURE_S`."""
+        return self._guarded.num_resets
 
     def start(self, port: int) -> None:
         """Guards the connections that come to this port."""
@@ -81,28 +71,18 @@ class ConnectionGuard:
     @property
     def suspects(self) -> bool:
         """Whether it is to be found out of each call, before its message comes, on which connection it is."""
-        return self.budgets.suspects(self._clock())
+        return self._guarded.suspects(self._clock())
 
     def call(self, grpc_peer: str, *, has_key: bool) -> bool:
         """A call has begun on this connection. False if the connection is cut off, and nobody waits for an answer."""
-        connection = self._named(grpc_peer)
-        if connection is None:
-            return True
-        if not connection.is_cut:
-            self._judge(connection, self.budgets.call(connection, has_key=has_key, now=self._clock()))
-        return not connection.is_cut
+        is_served = self._guarded.call(grpc_peer, has_key=has_key, now=self._clock())
+        self._wake()
+        return is_served
 
     def reset(self, grpc_peer: str, began_at: float) -> None:
         """The client has ended a call of this connection that began then; an empty name: nobody knows which one's."""
-        now = self._clock()
-        if now - began_at > PREMATURE_S:
-            return
-        self.num_resets += 1
-        connection = self._named(grpc_peer) if grpc_peer else None
-        if connection is None:
-            self.budgets.reset(None, now)
-        elif not connection.is_cut:
-            self._judge(connection, self.budgets.reset(connection, now))
+        self._guarded.reset(grpc_peer, began_at=began_at, now=self._clock())
+        self._wake()
 
     def now(self) -> float:
         return self._clock()
@@ -144,19 +124,8 @@ class ConnectionGuard:
 
     # --- inside ---
 
-    def _named(self, grpc_peer: str) -> ClientConnection | None:
-        connection = self._by_name.get(grpc_peer)
-        if connection is None and (caller := peer_of(grpc_peer)) is not None:
-            connection = self._by_peer.setdefault(caller, ClientConnection(caller, self._clock()))
-            self._by_name[grpc_peer] = connection
-            if len(self._by_name) >= self._prune_at:
-                self._is_wanted.set()
-        return connection
-
-    def _judge(self, connection: ClientConnection, reason: Reason | None) -> None:
-        if reason is not None:
-            self.count(GRPC, connection, reason)
-            self._to_cut.add(connection.peer)
+    def _wake(self) -> None:
+        if self._guarded.has_to_cut or self._guarded.are_many:
             self._is_wanted.set()
 
     async def _keep(self) -> None:
@@ -165,28 +134,18 @@ class ConnectionGuard:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._is_wanted.wait(), wait_s)
             self._is_wanted.clear()
-            if len(self._by_name) >= self._prune_at or self._may_be_too_many():
+            if self._guarded.are_many or self._may_be_too_many():
                 await self._look()
-            if self._to_cut:
-                peers, self._to_cut = self._to_cut, set()
+            if self._guarded.has_to_cut:
+                peers = self._guarded.take_to_cut()
                 missed = peers - await asyncio.to_thread(cut_off, peers, frozenset(self._ports))
                 if missed:  # they are gone, or are tried again
                     await self._look()
-                    self._to_cut |= {caller for caller in missed if caller in self._by_peer}
+                    self._guarded.cut_again(missed)
 
     def _may_be_too_many(self) -> bool:
         return self.budgets.asks_for_keys and num_descriptors() > self._limits.max_unauthenticated_connections
 
     async def _look(self) -> None:
-        """Forgets the connections that are gone, and finds those without a key that are too many."""
         began_at = self._clock()
-        alive = await asyncio.to_thread(accepted, frozenset(self._ports))
-        for caller in alive:
-            self._by_peer.setdefault(caller, ClientConnection(caller, began_at))
-        here = {caller: one for caller, one in self._by_peer.items() if caller in alive or one.since >= began_at}
-        self._by_peer = here
-        self._by_name = {name: one for name, one in self._by_name.items() if here.get(one.peer) is one}
-        self._prune_at = max(LEAST_PRUNED, 2 * len(self._by_name))
-        strangers = [one for one in here.values() if not (one.is_known or one.is_cut)]
-        for one in self.budgets.overdue(strangers):
-            self._judge(one, Reason.CONNECTIONS_WITHOUT_KEY)
+        self._guarded.look(await asyncio.to_thread(accepted, frozenset(self._ports)), began_at)

@@ -10,12 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final, TypeVar
 
+from holdfast.router.wire.bounds import INLINE_BYTES
 from holdfast.worker.free_memory import give_back
 
 T = TypeVar("T")
-
-INLINE_BYTES: Final = 16 * 2**10
-"""Messages up to this size are decoded where they arrive: a thread's wake-up would take longer."""
 
 LARGE_BYTES: Final = 2**20
 """After larger ones, memory is given back to the system."""

@@ -1,7 +1,8 @@
-"""Overload probe: measures what a router uses, and does what its overload manager says. The shell around `overload.py`.
+"""Overload probe: measures what a router uses, and does what its overload manager says. The shell around
+`overload_watch.py`.
 
-What may live here: the timer by whose lateness the loop's delay is known, resident memory, ending the greediest, and
-giving memory back. What may not: thresholds and choices (`router/overload/`), refusing requests
+What may live here: the timer by whose lateness the loop's delay is known, resident memory, giving memory back, the log.
+What may not: thresholds and choices (`router/overload/`), refusing requests
 (`router/requests/request_admission.py`).
 """
 
@@ -12,19 +13,13 @@ from collections.abc import Callable
 from typing import Final
 
 from holdfast.router.config import OverloadConfig
-from holdfast.router.overload.overload import Overload, OverloadAction
-from holdfast.router.overload.pressure import Readings
+from holdfast.router.overload.byte_ledger import Lease
+from holdfast.router.overload.overload import Overload
+from holdfast.router.overload.overload_watch import OverloadWatch
 from holdfast.worker.available_memory import readable_bytes, total_memory
 from holdfast.worker.free_memory import give_back
 
 logger = logging.getLogger(__name__)
-
-BUSY_S: Final = 0.25
-"""Between two looks while anything is open or any action is on."""
-
-IDLE_S: Final = 2.0
-
-SHRINK_EVERY_S: Final = 5.0
 
 MOST_MEMORY: Final = 4 * 2**30
 _STATM: Final = "/proc/self/statm"
@@ -50,48 +45,32 @@ class OverloadProbe:
     ) -> None:
         """`num_open` and `resident`, which is this process's memory by default, are asked at each look."""
         self._overload = overload
+        self._watch = OverloadWatch(overload, self._log_closing)
         self._num_open = num_open
         self._resident = resident or resident_memory
-        self._shrunk_at: float | None = None
 
     async def run(self) -> None:
         """Looks until it is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            wait_s = BUSY_S if self._is_busy else IDLE_S
-            self._overload.note_loop(loop.time(), wait_s)
-            await asyncio.sleep(wait_s)
+            await asyncio.sleep(self._watch.begin(loop.time(), self._num_open()))
             try:
                 await self._look(loop.time())
             except Exception:
                 logger.exception("a look at the router's load failed")
 
-    @property
-    def _is_busy(self) -> bool:
-        overload = self._overload
-        return bool(self._num_open() or overload.ledger.num_leases or overload.active)
-
     async def _look(self, now: float) -> None:
-        overload, before = self._overload, set(self._overload.active)
-        held_bytes = overload.ledger.held_bytes
-        overload.observe(
-            Readings(resident_bytes=self._resident(), held_bytes=held_bytes, num_open=self._num_open()), now
-        )
-        if set(overload.active) != before:
+        before = set(self._overload.active)
+        must_shrink = self._watch.look(now, self._resident(), self._num_open())
+        if set(self._overload.active) != before:
             self._log()
-        if overload.must_close(now):
-            self._close_greediest(now)
-        is_due = self._shrunk_at is None or now - self._shrunk_at >= SHRINK_EVERY_S
-        if OverloadAction.SHRINK_HEAP in overload.active and is_due:
-            self._shrunk_at = now
+        if must_shrink:
             await asyncio.to_thread(give_back)
-            overload.note_shrunk()
+            self._overload.note_shrunk()
 
-    def _close_greediest(self, now: float) -> None:
-        lease = self._overload.ledger.greediest()
-        if lease is not None:
-            logger.warning("a request that held %s is ended", readable_bytes(lease.held_bytes))
-            lease.end(self._overload.note_closed(lease.held_bytes, now))
+    @staticmethod
+    def _log_closing(lease: Lease) -> None:
+        logger.warning("a request that held %s is ended", readable_bytes(lease.held_bytes))
 
     def _log(self) -> None:
         overload = self._overload

@@ -25,8 +25,9 @@ class ConnectionCounts(Protocol):
     def num_cut(self) -> Mapping[tuple[str, str], int]:
         """Those that were closed, by protocol and reason."""
 
-    num_resets: int
-    """Calls that were reset."""
+    @property
+    def num_resets(self) -> int:
+        """Calls that were reset."""
 
 
 def router_samples(

@@ -24,6 +24,12 @@ limits are for.
 SUSPICION_S: Final = 5.0
 """How long connections are told apart after too many calls were reset by nobody knows whom."""
 
+ENDING_STREAMS: Final = 128
+"""Streams of one connection that have ended, or were reset, and that this process still has to look at, beside
+`max_concurrent_streams`. gRPC refuses streams beyond both. Without room for them it would refuse the next call of a
+client that keeps to the limit, since the client knows of an end sooner.
+"""
+
 MOST_COUNTED: Final = 1024
 """Calls of a connection after which both of its counts are halved: it is judged by its latest."""
 

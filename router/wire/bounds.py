@@ -8,7 +8,8 @@ fields mean, and bounds of JSON bodies (`router/doors/http/body_bounds.py`), of 
 from typing import Final
 
 from holdfast.router.config import LimitsConfig
-from holdfast.worker.wire.message_bounds import Bound, Bounds
+from holdfast.v1 import inference_pb2
+from holdfast.worker.wire.message_bounds import Bound, Bounds, MessageBounds
 
 MAX_NAME_BYTES: Final = 1024
 """Of a model, a service, a version, a level: names that somebody has chosen once."""
@@ -19,6 +20,9 @@ MAX_CHUNK_BYTES: Final = 4 * 2**20
 MAX_PARAMETER_BYTES: Final = 4 * 2**20
 """Of sampling parameters as JSON text, which may list a whole vocabulary."""
 
+INLINE_BYTES: Final = 16 * 2**10
+"""Messages up to this size are decoded where they arrive: a thread's wake-up would take longer."""
+
 _UTF8: Final = 4
 """Bytes of a character at most."""
 
@@ -28,6 +32,11 @@ _NAME: Final = Bound(size=MAX_NAME_BYTES)
 def public_bounds(limits: LimitsConfig) -> Bounds:
     """By message and field, of everything that is served on a router's ports."""
     return {**_inference(limits), **_open_inference(limits), **_vllm_engine(limits), **_CONTROL, **_ENDPOINT_PICKER}
+
+
+def generation_bounds(limits: LimitsConfig) -> MessageBounds:
+    """Those of a `GenerateRequest`, ready to check its bytes by."""
+    return MessageBounds.of(inference_pb2.GenerateRequest.DESCRIPTOR, public_bounds(limits))
 
 
 def _inference(limits: LimitsConfig) -> Bounds:

@@ -37,6 +37,7 @@ VALUES = {
     "prompt_logprobs": st.none() | st.integers(0, 20),
     "echo": st.booleans(),
     "truncate_prompt_tokens": st.none() | st.sampled_from([-1, 4]),
+    "truncate_right": st.booleans(),
     "skip_special_tokens": st.booleans(),
     "detokenize": st.booleans(),
 }

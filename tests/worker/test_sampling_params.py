@@ -14,7 +14,7 @@ from holdfast.worker.sampling_params import RequestOutputKind, SamplingParams
 
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 WHOLE = ("top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "n", "best_of", "beam_width")
-FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "echo", "detokenize")
+FLAGS = (*("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "echo", "detokenize", "truncate_right"),)
 WRONG = {name: ("hot", True, [1.0], math.nan) for name in (*NUMBERS, "length_penalty")}
 WRONG |= {name: ("1", 1.5, True, [1]) for name in (*WHOLE, "truncate_prompt_tokens")}
 WRONG |= dict.fromkeys(FLAGS, ("yes", 1, None))

@@ -1,12 +1,11 @@
 """Heartbeat pipe from a leader, or a router, to its hang supervisor: starts the supervisor and sends it heartbeats.
 
 What may live here: this side of the pipe. What may not: what happens to a process that sends none
-(`hang_supervisor.py`), and whether a process may be killed at all, which its host alone knows.
+(`hang_supervisor.py`, `hang_verdict.py`), and whether a process may be killed at all, which its host alone knows.
 """
 
 import asyncio
 import logging
-import math
 import os
 import subprocess
 import sys
@@ -17,16 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from holdfast.worker.supervision.hang_supervisor import BEAT, INPUT, LARGE_INPUT
+from holdfast.worker.supervision.hang_verdict import BEAT, InputSigns, beat_every_s
 from holdfast.worker.supervision.process_id import ProcessId
 
 logger = logging.getLogger(__name__)
-
-LARGE_BYTES: Final = 64 * 2**10
-"""Input of at least this size is always declared; smaller input as often as there are beats."""
-
-BEAT_EVERY_S: Final = 0.5
-"""At most; a quarter of a shorter limit."""
 
 START_AGAIN_AFTER_S: Final = 1.0
 
@@ -42,11 +35,11 @@ class HeartbeatPipe:
         """Without a beat for `limit_s` after the first, this process and `ranks`, on this machine, are ended."""
         program = _PROGRAM.format(root=str(Path(__file__).parents[3]))
         whole_group = map(str, [ProcessId.of(os.getpid()), *ranks])
-        self._beat_every_s = min(BEAT_EVERY_S, limit_s / 4)
+        self._beat_every_s = beat_every_s(limit_s)
         self._command = [sys.executable, "-I", "-S", "-c", program, str(limit_s), *whole_group]
         self._lock = threading.Lock()
         self._is_cut = False
-        self._declared_at = -math.inf
+        self._input_signs = InputSigns(limit_s)
         self._hang_supervisor = self._start()
 
     @property
@@ -76,11 +69,9 @@ class HeartbeatPipe:
 
         Cheap enough for every message. A pipe that is broken is the beats' to mend.
         """
-        now, is_large = time.monotonic(), num_bytes >= LARGE_BYTES
-        if is_large or now - self._declared_at >= self._beat_every_s:
-            self._declared_at = now
+        if sign := self._input_signs.of(num_bytes, time.monotonic()):
             with suppress(BrokenPipeError):
-                self._write(LARGE_INPUT if is_large else INPUT)
+                self._write(sign)
 
     def cut(self) -> None:
         """Ends the hang supervisor: this process, which ends its ranks, if any, itself, is not watched any more. Safe

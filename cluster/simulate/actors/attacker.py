@@ -1,6 +1,7 @@
 """Simulated attackers: calls that cost their router much, and floods of streams that are reset at once.
 
-A call is sent again as `AsyncClient` does it, by the real retry policy. What may not live here: drawing attacks
+A call is sent again by the real retry policy: by `AsyncClient`, which says how many routers were lost with it and gives
+up, or by a gateway, which knows nothing of that. What may not live here: drawing attacks
 (`cluster/simulate/world/attacks.py`), and what a router may lose by them (`cluster/simulate/world/attack_checks.py`).
 """
 
@@ -9,16 +10,25 @@ from typing import Any, Final, Protocol
 
 from holdfast.cluster.client.retry_policy import RetryPolicy
 from holdfast.cluster.simulate.actors.client import SITE
-from holdfast.cluster.simulate.actors.messages import Admitted, Generate, MessageSize, Resets
+from holdfast.cluster.simulate.actors.costly_message import CostlyMessage
+from holdfast.cluster.simulate.actors.messages import Admitted, Generate, Resets
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.router.events import Deliver, Fail
-from holdfast.worker.errors import HoldfastError, ReplicaError, RequestAbortedError
+from holdfast.worker.errors import (
+    HoldfastError,
+    OverloadedError,
+    ReplicaError,
+    RequestAbortedError,
+    RequestQuarantinedError,
+)
 from holdfast.worker.request import EngineRequest
 
 CONNECT_S: Final = 5.0
 RECONNECT_S: Final = 60.0
 """As `AsyncClient` has them by default."""
+HOST: Final = "10.0.0.2"
+"""All attackers call from one address."""
 STREAMS_AT_ONCE: Final = 50
 """Of a flood, as many as arrive together."""
 RESETS_PER_S: Final = 20_000
@@ -38,8 +48,8 @@ class CostlyCall:
     """One call, and what `AsyncClient` makes of its end."""
 
     request: EngineRequest
-    size: MessageSize
-    ends_reader: bool
+    message: CostlyMessage
+    is_of_gateway: bool
     network: Network
     routers: list[SimulatedRouter]
     at: int
@@ -63,19 +73,25 @@ class CostlyCall:
     # --- as an endpoint ---
 
     def receive(self, connection: Connection, message: Any) -> None:
-        assert self._retry_policy is not None, "it has begun"
         match message:
             case Admitted():
-                self._retry_policy.note_taken()
+                self._policy.note_taken()
             case Deliver():
-                self._retry_policy.note_news()
+                self._policy.note_news()
                 self.is_over = self.is_over or message.usage is not None
             case Fail():
                 self._connection = None
                 self._fail(message.error)
 
     def closed(self, connection: Connection) -> None:
-        if connection is self._connection and not self.is_over:
+        if connection is not self._connection or self.is_over:
+            return
+        try:
+            if connection.has_broken:
+                self._policy.note_router_lost()
+        except RequestQuarantinedError:
+            self.is_over = True
+        else:
             self._retry(None)
 
     def __str__(self) -> str:
@@ -83,30 +99,36 @@ class CostlyCall:
 
     # --- inside ---
 
+    @property
+    def _policy(self) -> RetryPolicy:
+        assert self._retry_policy is not None, "it has begun"
+        return self._retry_policy
+
     def _send(self) -> None:
         router = self.routers[self.at]
         self.attempt += 1
         path = self.network.path(SITE, router.site)
-        self._connection = Connection(self.network, path, (self, router))
+        self._connection = Connection(self.network, path, (self, router), HOST)
         call = Generate(
             request=self.request,
             resume=None,
             timeout_s=RECONNECT_S,
             attempt=self.attempt,
-            size=self.size,
-            ends_reader=self.ends_reader,
+            costly=self.message,
+            num_routers_lost=0 if self.is_of_gateway else self._policy.num_routers_lost,
         )
+        if not self.is_of_gateway:
+            self._policy.note_sent()
         self._connection.send(self, call)
 
     def _fail(self, error: HoldfastError) -> None:
-        if isinstance(error, ReplicaError | RequestAbortedError):
+        if isinstance(error, ReplicaError | RequestAbortedError | OverloadedError):
             self._retry(error.retry_after_s)
         else:
             self.is_over = True
 
     def _retry(self, hint_s: float | None) -> None:
-        assert self._retry_policy is not None, "it has begun"
-        pause_s = self._retry_policy.pause_s(self.network.timeline.now, hint_s)
+        pause_s = self._policy.pause_s(self.network.timeline.now, hint_s)
         if pause_s is None:
             self.is_over = True
         else:
@@ -126,7 +148,7 @@ class ResetFlood:
 
     def begin(self) -> None:
         path = self.network.path(SITE, self.router.site)
-        self._send(Connection(self.network, path, (self, self.router)))
+        self._send(Connection(self.network, path, (self, self.router), HOST))
 
     def receive(self, connection: Connection, message: Any) -> None:
         """It reads no answer."""

@@ -22,6 +22,7 @@ from holdfast.worker.errors import (
     CapacityError,
     DeadlineExceededError,
     HoldfastError,
+    OverloadedError,
     ReplicaError,
     RequestAbortedError,
     RequestQuarantinedError,
@@ -91,7 +92,7 @@ class SimulatedClient:
         """`completed`, `cancelled`, `expired`, `shed` or `quarantined`; None while it goes on."""
         self.num_connections = 0
         self.is_notified = False
-        """Its router has reported that its time is up."""
+        """Its router has reported that its time is up, or that it may come again only after that."""
         self.stragglers: list[Straggler] = []
         """Its calls that were held up on their way."""
         self._network = network
@@ -162,7 +163,14 @@ class SimulatedClient:
                 self._fail(message.error)
 
     def closed(self, connection: Connection) -> None:
-        if self.outcome is None and connection is self._connection:
+        if self.outcome is not None or connection is not self._connection:
+            return
+        try:
+            if connection.has_broken:
+                self._retry_policy.note_router_lost()
+        except RequestQuarantinedError:
+            self._over("quarantined")
+        else:
             self._retry()
 
     def __str__(self) -> str:
@@ -181,12 +189,14 @@ class SimulatedClient:
             resume=self._resume(),
             timeout_s=self._left_s(),
             attempt=self.num_connections,
+            num_routers_lost=self._retry_policy.num_routers_lost,
         )
         self._is_new = False
         if not self.planned.is_poison and self._network.rng.random() < HELD_UP_SHARE:
             self._leave_behind(Straggler(call, self._network, path, router))
         else:
             self._connection = Connection(self._network, path, (self, router))
+            self._retry_policy.note_sent()
             self._connection.send(self, call)
 
     def _leave_behind(self, straggler: Straggler) -> None:
@@ -195,11 +205,12 @@ class SimulatedClient:
         self._timeline.after(self._network.rng.uniform(RETRY_S, HELD_UP_S), straggler.arrive)
         self._timeline.after(RETRY_S, self._connect)
 
-    def _retry(self, hint_s: float | None = None) -> None:
-        """Goes on as a client does that has lost its router, or was sent away for a while."""
+    def _retry(self, hint_s: float | None = None) -> bool:
+        """Goes on as a client does that has lost its router, or was sent away for a while. False: it gives up."""
         pause_s = self._retry_policy.pause_s(self._timeline.now, hint_s)
         if pause_s is not None:  # else its time is up before it can come again
             self._reconnect(pause_s)
+        return pause_s is not None
 
     def _reconnect(self, after_s: float = RETRY_S) -> None:
         """Goes on at the next router."""
@@ -273,8 +284,13 @@ class SimulatedClient:
 
     def _fail(self, error: HoldfastError) -> None:
         match error:
+            case OverloadedError():
+                self.is_notified = True
+                self._retry(error.retry_after_s)
             case CapacityError() if self.num_connections > 1:
-                self._retry(error.retry_after_s)  # it has come before, and may have output
+                # It has come before, and may have output.
+                if not self._retry(error.retry_after_s) and self._left_s() > PATIENCE_S:
+                    self._over("shed")
             case CapacityError():
                 require(not self.num_tokens, f"{self}: {error}, after {self.num_tokens} tokens")
                 self._over("shed")

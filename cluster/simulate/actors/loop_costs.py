@@ -1,73 +1,52 @@
-"""Loop costs of a simulated router: how long its event loop is busy with a message, and what it decodes elsewhere.
+"""Loop costs: how long the event loops of simulated routers and replicas are busy with a message.
 
-The costs are those of routers on an AVX2 core, rounded. What may not live here: when a callback runs
-(`cluster/simulate/kernel/event_loop.py`).
+The costs are those of an AVX2 core, rounded. What bounds them is the product's own (`costly_message.py`,
+`router_doors.py`). What may not live here: bounds, and when a callback runs (`cluster/simulate/kernel/event_loop.py`).
 """
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from holdfast.cluster.simulate.actors.messages import Generate, MessageSize, Resets
+from holdfast.router.events import SendAbort, SendSubmit
 from holdfast.worker.step_update import StepUpdate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopCosts:
-    """Seconds of a router's event loop, and the bounds that keep them small."""
+    """Seconds."""
 
     call_s: float = 3e-4
-    """Of each call: reading its headers, admission, its answer."""
-    byte_s: float = 2e-8
-    """Of each byte that is decoded."""
-    entry_s: float = 1.25e-6
-    """Of each entry of a map or list that is checked: 2.9 million of them held a loop for 3.6 s."""
+    """Of a router, for each call: reading its headers, admission, its answer."""
+    read_s: float = 2e-7
+    """Of each time that the scan of a message looks at its bytes."""
+    parse_byte_s: float = 8e-9
+    """Of each byte that is parsed."""
     delta_s: float = 2e-5
-    """Of each delta of a step update."""
-    reset_s: float = 1e-4
-    """Of each stream that is opened and reset at once: 100,000 of them held a loop for 10 s."""
+    """Of each delta of a step update, at a router that reads it and at a replica that writes it."""
+    reset_s: float = 3e-4
+    """Of each stream that is opened and reset at once: 2,383 of them took 0.7 s of a loop."""
     hand_off_s: float = 1e-3
-    """Of handing a message to a thread, and of taking the result: the thread holds the interpreter for as long."""
-    max_entries: int | None = 4096
-    """A field with more is refused once so many have been counted; None: all are built first."""
-    inline_bytes: int | None = 64 * 2**10
-    """Larger messages are decoded on a thread; None: on the loop."""
-    max_resets: int | None = 100
-    """A connection that resets more streams is cut off; None: it is not."""
+    """Of handing a message to a thread, and of taking the result."""
+    switch_s: float = 5e-3
+    """Until another thread in Python gives the interpreter's lock to a loop that asks for it."""
+    submit_s: float = 1e-4
+    """Of a replica, for each request that it is sent, and a tenth of it for each abort."""
 
-    def on_loop_s(self, message: object) -> float:
-        """What a message costs before it takes effect."""
+    def of_update(self, update: StepUpdate) -> float:
+        """At either end of a link."""
+        return self.delta_s * (len(update.deltas) + len(update.plain.attempts))
+
+    def at_replica(self, message: Any) -> float:
+        """What a router's message costs a replica's loop."""
         match message:
-            case Generate():
-                return self.call_s + self._decoding_on_loop_s(message.size)
-            case StepUpdate():
-                return self.delta_s * (len(message.deltas) + len(message.plain.attempts))
-            case Resets():
-                return self.reset_s * message.num_streams
+            case SendSubmit():
+                return self.submit_s
+            case SendAbort():
+                return self.submit_s / 10
         return 0.0
 
-    def on_thread_s(self, size: MessageSize) -> float:
-        """What decoding, and compiling a grammar, cost beside the loop."""
-        return size.compile_s + (self._decoding_s(size) if self._goes_to_a_thread(size) else 0.0)
 
-    def is_refused(self, size: MessageSize) -> bool:
-        """Whether a message exceeds its bounds. Without bounds one is refused as well, after it has been built."""
-        return size.num_entries > (self.max_entries or DEFAULT_MAX_ENTRIES)
-
-    def _decoding_on_loop_s(self, size: MessageSize) -> float:
-        return self.hand_off_s if self._goes_to_a_thread(size) else self._decoding_s(size)
-
-    def _decoding_s(self, size: MessageSize) -> float:
-        num_entries = size.num_entries if self.max_entries is None else min(size.num_entries, self.max_entries)
-        return size.num_bytes * self.byte_s + num_entries * self.entry_s
-
-    def _goes_to_a_thread(self, size: MessageSize) -> bool:
-        return self.inline_bytes is not None and size.num_bytes > self.inline_bytes
-
-
-DEFAULT_MAX_ENTRIES: Final = 4096
-
-FREE: Final = LoopCosts(call_s=0.0, byte_s=0.0, entry_s=0.0, delta_s=0.0, reset_s=0.0, hand_off_s=0.0)
-"""Of a router whose event loop is never busy."""
-
-UNBOUNDED: Final = LoopCosts(max_entries=None, inline_bytes=None, max_resets=None)
-"""Of a router that builds whatever it is sent on its event loop."""
+FREE: Final = LoopCosts(
+    call_s=0.0, read_s=0.0, parse_byte_s=0.0, delta_s=0.0, reset_s=0.0, hand_off_s=0.0, switch_s=0.0, submit_s=0.0
+)
+"""Of processes whose event loops are never busy."""

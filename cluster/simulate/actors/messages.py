@@ -6,8 +6,8 @@ Replica to router: `Hello`, then `StepUpdate` and `Retiring`. Router to replica:
 """
 
 from dataclasses import dataclass
-from typing import Final
 
+from holdfast.cluster.simulate.actors.costly_message import CostlyMessage
 from holdfast.router.resume import Resume
 from holdfast.worker.request import EngineRequest
 
@@ -25,20 +25,6 @@ class Retiring:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MessageSize:
-    """What a call asks of the router that reads it, before it is admitted."""
-
-    num_bytes: int = 1024
-    num_entries: int = 0
-    """Of its largest map or list."""
-    compile_s: float = 0.0
-    """Seconds of a thread for its grammar."""
-
-
-ORDINARY: Final = MessageSize()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Generate:
     """A client's request; where its stream was cut off, with what it has received already."""
 
@@ -47,9 +33,10 @@ class Generate:
     timeout_s: float
     attempt: int = 1
     """Of the client, from 1."""
-    size: MessageSize = ORDINARY
-    ends_reader: bool = False
-    """The router that reads it crashes."""
+    costly: CostlyMessage | None = None
+    """Its bytes, where they are more than those of ordinary requests, or end who reads them."""
+    num_routers_lost: int = 0
+    """In a row, while they were reading it, as its client says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
+from holdfast.cluster.simulate.actors.loop_costs import FREE, LoopCosts
 from holdfast.cluster.simulate.actors.messages import DialReplica, Retiring
 from holdfast.cluster.simulate.actors.replica_link import SimulatedReplicaLink
 from holdfast.cluster.simulate.actors.replica_shape import ReplicaShape
@@ -36,9 +37,11 @@ AHEAD_AFTER: Final = 0.25
 class SimulatedReplica(Process):
     """One replica, life after life."""
 
-    def __init__(self, site: str, network: Network, shape: ReplicaShape) -> None:
+    def __init__(self, site: str, network: Network, shape: ReplicaShape, costs: LoopCosts = FREE) -> None:
+        """`costs` are those of the event loop of its links."""
         super().__init__(site, network)
         self.shape = shape
+        self.costs = costs
         # Those that wait anew, after a preemption, come on top of those that have never run.
         self.max_num_waiting = shape.scheduler.max_num_waiting + shape.scheduler.max_num_seqs
         self.slowness = 1.0
@@ -70,6 +73,9 @@ class SimulatedReplica(Process):
         self._inbox: list[Callable[[], None]] = []
         self._in_flight: list[tuple[StepPlan, float]] = []  # plans and the times they take, the oldest first
         self._landed: tuple[StepPlan | None, StepResult | None] = (None, None)
+
+    def cost_s(self, message: Any) -> float:
+        return self.costs.at_replica(message)
 
     # --- what the world does to it ---
 
@@ -139,7 +145,7 @@ class SimulatedReplica(Process):
 
     def _greet(self, connection: Connection) -> None:
         self._num_links += 1
-        link = self._links[connection] = SimulatedReplicaLink(f"link-{self._num_links}", self, connection)
+        link = self._links[connection] = SimulatedReplicaLink(f"link-{self._num_links}", self, connection, self.costs)
         connection.send(self, Hello(facts=self._facts(), load=self.core.load))
         if self.is_retiring:
             connection.send(self, Retiring(is_retiring=True))

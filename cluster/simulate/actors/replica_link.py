@@ -6,7 +6,9 @@ which request belongs to which listener (`worker/engine_core/engine_core.py`).
 
 from collections.abc import Hashable
 from dataclasses import replace
+from functools import partial
 
+from holdfast.cluster.simulate.actors.loop_costs import LoopCosts
 from holdfast.cluster.simulate.kernel.network import Connection
 from holdfast.cluster.simulate.kernel.process import Process
 from holdfast.cluster.simulate.kernel.promises import Violation
@@ -19,7 +21,8 @@ from holdfast.worker.step_update import PlainTokens, StepUpdate
 class SimulatedReplicaLink:
     """One router's connection: a `StepListener` that sends on what it hears."""
 
-    def __init__(self, name: str, replica: Process, connection: Connection) -> None:
+    def __init__(self, name: str, replica: Process, connection: Connection, costs: LoopCosts) -> None:
+        self._costs = costs
         self._name = name
         self._replica = replica
         self._connection = connection
@@ -43,8 +46,10 @@ class SimulatedReplicaLink:
         return attempt, request
 
     def on_update(self, update: StepUpdate) -> None:
+        """It is sent once the replica's event loop has written it."""
         self._check(update)
-        self._connection.send(self._replica, _for_router(update))
+        cost_s = partial(self._costs.of_update, update)
+        self._replica.loop.call(cost_s, self._connection.send, self._replica, _for_router(update))
 
     def on_failure(self, error: HoldfastError) -> None:
         """The stream ends."""

@@ -2,10 +2,11 @@
 
 Written anew is only what asyncio and gRPC would bring: dialling, hearing of a lost connection (in place of
 `router/links/link.py` and `router/links/link_pool.py`), and waiting for calls (in place of
-`router/requests/request_processor.py` and `router/requests/answer.py`); and what its event loop costs
-(`loop_costs.py`). What may not live here: decisions.
+`router/requests/request_processor.py` and `router/requests/answer.py`). What may not live here: decisions, and what
+becomes of a call before it is admitted (`router_doors.py`).
 """
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,14 +14,14 @@ from functools import partial
 from typing import Any, Final
 
 from holdfast.cluster.simulate.actors.audit import AuditedDispatchHost
-from holdfast.cluster.simulate.actors.loop_costs import FREE, LoopCosts
+from holdfast.cluster.simulate.actors.costly_message import End
 from holdfast.cluster.simulate.actors.messages import Admitted, DialReplica, Generate, Resets, Retiring
 from holdfast.cluster.simulate.actors.replica import MODEL, SimulatedReplica
+from holdfast.cluster.simulate.actors.router_doors import DoorSettings, RouterDoors
 from holdfast.cluster.simulate.kernel.clock import SettableClock
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.process import Process
 from holdfast.cluster.simulate.kernel.promises import Violation, require
-from holdfast.cluster.simulate.kernel.thread_pool import ThreadPool
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.admission import OVERFLOW
 from holdfast.router.dispatch.call import Call, open_call, stopping
@@ -31,13 +32,11 @@ from holdfast.router.orders import NO_ORDERS, Orders
 from holdfast.router.replicas.backoff import Backoff
 from holdfast.router.resume import new_sequence
 from holdfast.worker.config import ServiceOrderConfig
-from holdfast.worker.errors import HoldfastError, InvalidRequestError, ReplicaError
+from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.request import EngineRequest, SequenceKey
 from holdfast.worker.step_update import Hello, StepUpdate
 
 RESTART_S: Final = 0.5
-NUM_THREADS: Final = 6
-"""Of `asyncio.to_thread` on a machine with two cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +80,17 @@ class SimulatedRouter(Process):
         seed: int,
         order: ServiceOrderConfig | None = None,
         max_lag_s: float = 0.0,
-        costs: LoopCosts = FREE,
+        doors: DoorSettings | None = None,
         hangs_after_s: float | None = None,
     ) -> None:
         """Calls are read with a lag of up to `max_lag_s`, most of them with little; what has come by then is merged.
 
-        Its hang supervisor kills it after `hangs_after_s` without a sign of life; None: never.
+        Without `doors` every call is admitted at once, and its loop is never busy. Without `hangs_after_s` it has no
+        hang supervisor.
         """
         super().__init__(site, network, hangs_after_s)
+        self._doors: RouterDoors | None = None
+        self._ends_in_order = False
         self._config = config
         self._limits = limits
         self._replicas = replicas
@@ -97,12 +99,15 @@ class SimulatedRouter(Process):
         self._rng = random.Random(seed)
         self._max_lag_s = max_lag_s
         self._orders = NO_ORDERS
-        self._costs = costs
-        self._threads = ThreadPool(NUM_THREADS)
+        self._door_settings = doors
         self.num_hung = 0
         """Times that its hang supervisor killed it."""
         self.num_crashed = 0
-        """Times that it crashed while it read a call."""
+        """Times that it ended while it read a call."""
+        self.longest_decoding_s = 0.0
+        """What one message took of its interpreter at most."""
+        self.num_resets = 0
+        """Calls that were reset, and that its loop has looked at."""
         self.update_waits: list[UpdateWait] = []
         """Of step updates with tokens, in all lives."""
 
@@ -115,22 +120,26 @@ class SimulatedRouter(Process):
         self._calls: dict[Connection, Call] = {}
         self._unread: dict[Connection, None] = {}
         """Calls with news, in the order in which it came."""
-        self.is_stopping = False
-        self._num_streams_reset: dict[Connection, int] = {}
-        self._threads.clear()
+        self.is_stopping = self._ends_in_order = False
+        self._doors = None if self._door_settings is None else RouterDoors(self, self._door_settings)
         for replica in self._replicas:
             self._dial(replica, Backoff(max_pause_s=self._config.max_reconnect_s))
 
     def on_message(self, connection: Connection, message: Any) -> None:
-        if isinstance(message, Generate):
-            self._decode(connection, message)
-        elif isinstance(message, Resets):
-            self._note_resets(connection, message.num_streams)
-        elif connection in self._links:
+        if connection in self._links:
             self._handle(self._links[connection], message)
+        elif isinstance(message, Generate):
+            self._open_at_once(connection, message)
+
+    def receive(self, connection: Connection, message: Any) -> None:
+        if self.is_up and self._doors is not None and isinstance(message, Generate | Resets):
+            self.connections.setdefault(connection)
+            self._doors.arrives(connection, message)
+        else:
+            super().receive(connection, message)
 
     def cost_s(self, message: Any) -> float:
-        return self._costs.on_loop_s(message)
+        return 0.0 if self._doors is None else self._doors.cost_s(message)
 
     def on_hang(self) -> None:
         self.num_hung += 1
@@ -140,11 +149,13 @@ class SimulatedRouter(Process):
         self._restart()
 
     def on_closed(self, connection: Connection) -> None:
-        self._num_streams_reset.pop(connection, None)
         if connection in self._links:
             self._link_lost(connection)
-        elif connection in self._calls:
+            return
+        if connection in self._calls:
             self._calls.pop(connection).close()
+        if self._doors is not None:
+            self._doors.gone(connection)
 
     # --- what the world does to it ---
 
@@ -159,11 +170,18 @@ class SimulatedRouter(Process):
     def replace(self) -> None:
         """If it is stopping, ends it and starts the next one."""
         if self.is_up and self.is_stopping:
+            self._ends_in_order = True
             self._restart()
 
     def _restart(self) -> None:
         self.kill()
         self.timeline.after(RESTART_S, self.revive)
+
+    def _die(self) -> list[Connection]:
+        if self._doors is not None:
+            self._count(self._doors)
+            self._doors.close(in_order=self._ends_in_order)
+        return super()._die()
 
     def join(self, replica: SimulatedReplica) -> None:
         """A replica that was not there has started: the router dials it."""
@@ -185,6 +203,16 @@ class SimulatedRouter(Process):
         self._orders = orders
         if self.is_up:
             self._do(lambda: self.dispatch_host.set_orders(self._orders))
+
+    def _count(self, doors: RouterDoors) -> None:
+        self.longest_decoding_s = max(self.longest_decoding_s, doors.longest_decoding_s)
+        self.num_resets += doors.guarded.num_resets
+        doors.longest_decoding_s, doors.guarded.num_resets = 0.0, 0
+
+    def count(self) -> None:
+        """Brings the counts of all lives up to date."""
+        if self._doors is not None:
+            self._count(self._doors)
 
     # --- links ---
 
@@ -223,57 +251,47 @@ class SimulatedRouter(Process):
 
     # --- calls ---
 
-    def _decode(self, connection: Connection, message: Generate) -> None:
-        """Reads a call, on a thread if it is large or has a costly grammar."""
-        if message.ends_reader:
-            self.num_crashed += 1
-            self._restart()
-        elif on_thread_s := self._costs.on_thread_s(message.size):
-            done_s = self._threads.done_s(self.timeline.now, on_thread_s)
-            self.after(done_s - self.timeline.now, self._open, connection, message)
-        else:
-            self._open(connection, message)
-
-    def _note_resets(self, connection: Connection, num_streams: int) -> None:
-        """Closes a connection that has reset too many streams."""
-        if connection not in self.connections:
-            return
-        num_reset = self._num_streams_reset.get(connection, 0) + num_streams
-        self._num_streams_reset[connection] = num_reset
-        if self._costs.max_resets is not None and num_reset > self._costs.max_resets:
-            self._num_streams_reset.pop(connection)
-            self.hang_up(connection)
-
-    def _open(self, connection: Connection, message: Generate) -> None:
-        if connection not in self.connections:
-            return  # its client has gone meanwhile
-        request, num_before = message.request, self.dispatch_host.num_queued
+    def _open_at_once(self, connection: Connection, message: Generate) -> None:
         try:
-            if self._costs.is_refused(message.size):
-                raise InvalidRequestError("logit_bias", message.size.num_entries, "has too many entries")
-            if self.is_stopping:
-                raise stopping()
-            sequences = [
-                new_sequence(sibling, self._make_text(sibling), message.resume, index)
-                for index, sibling in enumerate(siblings(request))
-            ]
-            self._calls[connection] = open_call(
-                self.dispatch_host,
-                request.request_id,
-                sequences,
-                model=MODEL,
-                deadline=self.clock + message.timeout_s,
-                on_output=partial(self._note_output, connection),
-                client_attempt=message.attempt,
-            )
+            self.open(connection, message)
         except HoldfastError as error:
-            connection.send(self, Fail(key=request.sequence_key, error=error))
-            self.hang_up(connection)
-            return
+            self.refuse(connection, message, error)
+
+    def open(self, connection: Connection, message: Generate) -> Call:
+        """Opens an admitted call. Raises `HoldfastError`."""
+        request, num_before = message.request, self.dispatch_host.num_queued
+        if self.is_stopping:
+            raise stopping()
+        sequences = [
+            new_sequence(sibling, self._make_text(sibling), message.resume, index)
+            for index, sibling in enumerate(siblings(request))
+        ]
+        call = self._calls[connection] = open_call(
+            self.dispatch_host,
+            request.request_id,
+            sequences,
+            model=MODEL,
+            deadline=self.clock + message.timeout_s,
+            on_output=partial(self._note_output, connection),
+            client_attempt=message.attempt,
+        )
         connection.send(self, Admitted())
         is_new, most = not any(one.request.output_token_ids for one in sequences), OVERFLOW * self._limits.max_queued
         if is_new and self.dispatch_host.num_queued > max(num_before, most):
             raise Violation(f"{self}: {request.request_id} is queued beyond {most}")
+        return call
+
+    def refuse(self, connection: Connection, message: Generate, error: HoldfastError) -> None:
+        connection.send(self, Fail(key=message.request.sequence_key, error=error))
+        self.hang_up(connection)
+
+    def end(self, how: End) -> None:
+        """What it reads ends its process, or keeps its loop for ever."""
+        if how is End.HANG:
+            self.loop.call(lambda: math.inf, self.on_hang)
+        else:
+            self.num_crashed += 1
+            self._restart()
 
     def _note_output(self, connection: Connection) -> None:
         """Schedules the reading of what has come."""
@@ -297,9 +315,26 @@ class SimulatedRouter(Process):
             connection.send(self, Fail(key=SequenceKey("", call.request_id), error=error))
         del self._calls[connection]
         call.close()
+        if self._doors is not None:
+            self._doors.gone(connection)
         self.hang_up(connection)
 
     # --- what can be asked ---
+
+    @property
+    def num_open(self) -> int:
+        return self.dispatch_host.num_open
+
+    def soon(self, action: Callable[..., None], *args: Any) -> None:
+        """On its event loop."""
+        self._do(action, *args)
+
+    def work(self, cost_s: Callable[[], float], action: Callable[[], None]) -> None:
+        """The same, and it takes time."""
+        self.loop.call(cost_s, action)
+
+    def go_on(self, cost_s: float, action: Callable[[], None]) -> None:
+        self.loop.go_on(cost_s, action)
 
     @property
     def num_links_up(self) -> int:
@@ -308,5 +343,7 @@ class SimulatedRouter(Process):
     def check_integrity(self) -> None:
         """Asserts that the books agree, and that each open request is some call's."""
         self.dispatch_host.check_integrity()
+        if self._doors is not None:
+            self._doors.check_integrity()
         num_wanted = sum(call.num_completions for call in self._calls.values())
         assert self.dispatch_host.num_open <= num_wanted, "a call has ended, and its requests go on"

@@ -1,7 +1,6 @@
 """Event loop of a simulated process: runs its callbacks in their order, and each takes the time that it costs.
 
-A hang supervisor watches it, as `worker/supervision/hang_supervisor.py` does: heartbeats wait behind whatever came in
-before them. What may not live here: what a callback costs, and what is done to a process that hangs.
+What may not live here: what a callback costs, and whether a process hangs (`hang_supervisor.py`).
 """
 
 from collections import deque
@@ -24,18 +23,21 @@ class Callback(NamedTuple):
 class EventLoop:
     """Of one process. Callbacks that cost nothing run at once, unless one that does is running or it is paused."""
 
-    def __init__(self, owner: object, timeline: Timeline, hangs_after_s: float | None, on_hang: Callable[[], None]):
-        """`on_hang` is called once a callback has kept heartbeats waiting for `hangs_after_s`; None: never."""
+    def __init__(self, owner: object, timeline: Timeline) -> None:
         self._owner = owner
         self._timeline = timeline
-        self._hangs_after_s = hangs_after_s
-        self._on_hang = on_hang
         self._waiting: deque[Callback] = deque()
         self._running: Callback | None = None
+        self._began_s = self._ran_s = 0.0
         self._num_resets = 0
         self.is_paused = False
         self.wait_s = 0.0
         """How long the callback that runs now, or ran last, waited for others, and took itself."""
+
+    @property
+    def ran_s(self) -> float:
+        """How long callbacks have run so far, the one that runs now included."""
+        return self._ran_s if self._running is None else self._ran_s + self._timeline.now - self._began_s
 
     @property
     def has_waiting(self) -> bool:
@@ -51,10 +53,15 @@ class EventLoop:
     def call(self, cost_s: Callable[[], float] | None, action: Callable[..., None], *args: Any) -> None:
         """Runs an action once all that came before it is done. Its effects come after its cost."""
         callback = Callback(self._timeline.now, cost_s, action, args)
-        if self.is_paused or self._running is not None:
+        if self.is_paused or self._running is not None or self._waiting:
             self._waiting.append(callback)
         else:
             self._begin(callback)
+
+    def go_on(self, cost_s: float, action: Callable[[], None]) -> None:
+        """The callback that runs now takes so much more time, and does something more after it."""
+        assert self._running is None, "it has had its effect already"
+        self._begin(Callback(self._timeline.now, lambda: cost_s, action, ()))
 
     def pause(self) -> None:
         self.is_paused = True
@@ -67,7 +74,7 @@ class EventLoop:
     def reset(self) -> None:
         """The process has ended: nothing that waits, or runs, has any effect."""
         self._waiting.clear()
-        self._running = None
+        self._ran_s, self._running = self.ran_s, None
         self.is_paused = False
         self._num_resets += 1
 
@@ -79,17 +86,13 @@ class EventLoop:
         if not cost_s:
             self._finish(callback)
             return
-        self._running = callback
-        end_s = self._timeline.now + cost_s
-        self._timeline.at(end_s, self._end, self._num_resets, callback)
-        hangs_after_s = self._hangs_after_s
-        if hangs_after_s is not None and end_s > callback.came_s + hangs_after_s:
-            self._timeline.at(callback.came_s + hangs_after_s, self._hang, self._num_resets, callback)
+        self._running, self._began_s = callback, self._timeline.now
+        self._timeline.at(self._timeline.now + cost_s, self._end, self._num_resets, callback)
 
     def _end(self, reset: int, callback: Callback) -> None:
         if reset != self._num_resets:
             return
-        self._running = None
+        self._ran_s, self._running = self.ran_s, None
         if self.is_paused:
             self._waiting.appendleft(callback._replace(cost_s=None))
         else:
@@ -103,7 +106,3 @@ class EventLoop:
     def _drain(self) -> None:
         while self._waiting and self._running is None and not self.is_paused:
             self._begin(self._waiting.popleft())
-
-    def _hang(self, reset: int, callback: Callback) -> None:
-        if reset == self._num_resets and self._running is callback:
-            self._on_hang()

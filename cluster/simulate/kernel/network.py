@@ -59,6 +59,7 @@ class Network:
         self._latency_s = latency_s
         self._paths: dict[tuple[str, str], Path] = {}
         self._num_blocks = 0
+        self.num_connections = 0
 
     def path(self, one: str, other: str) -> Path:
         """The path between two sites, in either direction."""
@@ -82,6 +83,7 @@ class Network:
     def _give_up(self, path: Path, block: int) -> None:
         if path.block == block:
             for connection in list(path.connections):
+                connection.has_broken = False
                 connection.cut(loses=True)
             self.timeline.after(KEEPALIVE_S, self._give_up, path, block)
 
@@ -89,8 +91,14 @@ class Network:
 class Connection:
     """A stream of messages each way between two endpoints; `ends[0]` has opened it."""
 
-    def __init__(self, network: Network, path: Path, ends: tuple[Endpoint, Endpoint]) -> None:
+    def __init__(self, network: Network, path: Path, ends: tuple[Endpoint, Endpoint], host: str = "10.0.0.1") -> None:
+        """`host`: the IPv4 address of the side that has opened it."""
         self.ends = ends
+        network.num_connections += 1
+        self.peer = f"ipv4:{host}:{network.num_connections % 2**16}"
+        """The side that has opened it, as gRPC names it."""
+        self.has_broken = True
+        """When it has ended: not because it was refused, or pings were not answered."""
         self._timeline = network.timeline
         self._rng = network.rng
         self._path = path
@@ -123,7 +131,7 @@ class Connection:
     def abandon(self, lost: Endpoint, after_s: float = KEEPALIVE_S) -> None:
         """The side of `lost` has gone without a word: the other one gives up when its pings are not answered."""
         side = self._side(lost)
-        self._has_lost = True
+        self._has_lost, self.has_broken = True, False
         self._end(side)
         self._timeline.after(after_s, self._schedule, 1 - side, _END)
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.cluster.simulate.kernel.event_loop import EventLoop
+from holdfast.cluster.simulate.kernel.hang_supervisor import SimulatedHangSupervisor
 from holdfast.cluster.simulate.kernel.network import KEEPALIVE_S, Connection, Network
 
 
@@ -16,8 +17,8 @@ class Process:
     """One simulated process. Subclasses implement `on_start`, `on_message`, `on_closed` and `on_hang`."""
 
     def __init__(self, site: str, network: Network, hangs_after_s: float | None = None) -> None:
-        """`on_hang` is called once its event loop has done nothing else for `hangs_after_s` than one callback, or
-        nothing at all; None: never.
+        """`on_hang` is called when its hang supervisor, whose limit is `hangs_after_s`, finds that it hangs. None: it
+        has no hang supervisor.
         """
         self.site = site
         self.network = network
@@ -28,7 +29,8 @@ class Process:
         """Times it was started; what was scheduled in an earlier life does not happen."""
         self.clock_offset_s = 0.0
         self.connections: dict[Connection, None] = {}
-        self.loop = EventLoop(self, network.timeline, hangs_after_s, self._hang)
+        self.loop = EventLoop(self, network.timeline)
+        self.hang_supervisor: SimulatedHangSupervisor | None = None
         self._hangs_after_s = hangs_after_s
         self._num_freezes = 0
 
@@ -41,6 +43,11 @@ class Process:
     def has_backlog(self) -> bool:
         """Something has come in while it was frozen or busy."""
         return self.loop.has_waiting
+
+    @property
+    def computed_s(self) -> float:
+        """CPU time so far, of all lives; a frozen process computes nothing."""
+        return self.loop.ran_s
 
     # --- for subclasses ---
 
@@ -78,6 +85,8 @@ class Process:
         assert not self.is_up, f"{self} is up already"
         self.is_up, self.is_frozen = True, False
         self.num_lives += 1
+        if self._hangs_after_s is not None:
+            self.hang_supervisor = SimulatedHangSupervisor(self, self.timeline, self._hangs_after_s, self.on_hang)
         self.on_start()
 
     def kill(self) -> None:
@@ -99,8 +108,6 @@ class Process:
             self.loop.pause()
             self._num_freezes += 1
             self.timeline.after(KEEPALIVE_S, self._give_up, self._num_freezes)
-            if self._hangs_after_s is not None:
-                self.timeline.after(self._hangs_after_s, self._still_frozen, self._num_freezes)
 
     def thaw(self) -> None:
         """SIGCONT: what has waited happens now, in its order."""
@@ -120,7 +127,8 @@ class Process:
             self.connections.setdefault(connection)
             self.loop.call(partial(self._cost_s, connection, message), self.on_message, connection, message)
         else:
-            connection.close(self)  # nobody listens: the connection is refused
+            connection.has_broken = False  # nobody listens: the connection is refused
+            connection.close(self)
 
     def closed(self, connection: Connection) -> None:
         if connection in self.connections:
@@ -151,13 +159,6 @@ class Process:
         connections = list(self.connections)
         self.connections.clear()
         return connections
-
-    def _hang(self) -> None:
-        self.on_hang()
-
-    def _still_frozen(self, freeze: int) -> None:
-        if self.is_frozen and freeze == self._num_freezes:
-            self.on_hang()
 
     def _give_up(self, freeze: int) -> None:
         if self.is_frozen and freeze == self._num_freezes:

@@ -17,7 +17,3 @@ class ThreadPool:
         done_s = max(now, self._free_s[0]) + cost_s
         heapq.heapreplace(self._free_s, done_s)
         return done_s
-
-    def clear(self) -> None:
-        """No job is left: the process begins another life."""
-        self._free_s = [0.0] * len(self._free_s)

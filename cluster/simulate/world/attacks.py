@@ -1,4 +1,4 @@
-"""Attacks of one simulation: many requests of one class that cost a router much, drawn from its seed.
+"""Attacks of one simulation: many requests of one class that cost a router much, or end it, drawn from its seed.
 
 What may not live here: what attackers do (`cluster/simulate/actors/attacker.py`), and what may come of it
 (`attack_checks.py`).
@@ -9,24 +9,37 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.cluster.simulate.actors.attacker import Attacker, CostlyCall, ResetFlood
-from holdfast.cluster.simulate.actors.messages import MessageSize
+from holdfast.cluster.simulate.actors.costly_message import (
+    BIAS_BYTES,
+    CostlyMessage,
+    End,
+    with_logit_bias,
+    with_text,
+    with_token_ids,
+)
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.kernel.network import Network
 from holdfast.cluster.simulate.oracle.pseudo_model import WHOLE_TOKEN_IDS
+from holdfast.router.config import LimitsConfig
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.wire.message_bounds import MAX_FIELDS
 
 LARGE_FIELDS: Final = "large fields"
+TOKEN_LISTS: Final = "token lists"
 LARGE_TEXTS: Final = "large texts"
 COSTLY_GRAMMARS: Final = "costly grammars"
 RESETS: Final = "resets"
+CRASHES: Final = "crashes"
+HANGS: Final = "hangs"
+OUT_OF_MEMORY: Final = "out of memory"
+MANY_BYTES: Final = "many bytes"
 
-CLASSES: Final = (LARGE_FIELDS, LARGE_TEXTS, COSTLY_GRAMMARS, RESETS)
-"""The classes of requests. Each is allowed by `max_message_bytes` and by nothing else refused before it is read."""
+ENDS: Final = {CRASHES: End.CRASH, HANGS: End.HANG, OUT_OF_MEMORY: End.NO_MEMORY}
+"""Of requests that end their reader. All calls of an attack have the same bytes."""
+CLASSES: Final = (LARGE_FIELDS, TOKEN_LISTS, LARGE_TEXTS, COSTLY_GRAMMARS, MANY_BYTES, RESETS, *ENDS)
+"""The classes of requests. Each is allowed by `limits.max_message_bytes`."""
 
-MAX_MESSAGE_BYTES: Final = 32 * 2**20
-BYTES_PER_ENTRY: Final = 11
-"""Of a map from integers to floats, as it is on the wire."""
 SPREAD_S: Final = 0.05
 
 
@@ -38,7 +51,10 @@ class Attack:
     time_s: float
     num_calls: int
     """Calls, or connections."""
-    size: MessageSize
+    num_bytes: int
+    """Of a call."""
+    compile_s: float
+    """Of its grammar."""
     num_streams: int
     """That each connection opens and resets."""
     router: int
@@ -50,17 +66,30 @@ class Attack:
             return [
                 ResetFlood(num_streams=self.num_streams, network=network, router=router) for _ in range(self.num_calls)
             ]
+        message = self._message()
         return [
             CostlyCall(
                 request=self._request(number),
-                size=self.size,
-                ends_reader=False,
+                message=message,
+                is_of_gateway=number % 2 == 1,
                 network=network,
                 routers=routers,
                 at=self.router,
             )
             for number in range(self.num_calls)
         ]
+
+    def _message(self) -> CostlyMessage:
+        match self.kind:
+            case "large fields":
+                return with_logit_bias(self.num_bytes)
+            case "token lists":
+                return with_token_ids(self.num_bytes)
+            case "many bytes":
+                return with_token_ids(4 * 2**20, token_id=2**22)
+            case "large texts":
+                return with_text(self.num_bytes)
+        return with_text(64, ENDS.get(self.kind), self.compile_s)
 
     def _request(self, number: int) -> EngineRequest:
         rng = random.Random(f"attack {self.seed} {number}")
@@ -72,29 +101,22 @@ class Attack:
         )
 
 
-def draw_attack(rng: random.Random, seed: int, span_s: float, num_routers: int) -> Attack | None:
-    """In one simulation of three."""
+def draw_attack(rng: random.Random, seed: int, span_s: float, num_routers: int, limits: LimitsConfig) -> Attack | None:
+    """In one simulation of three. Messages are of any size that is let in, on a scale of powers."""
     if rng.random() < 2 / 3:
         return None
     kind = rng.choice(CLASSES)
+    most = limits.max_message_bytes - 2**10
+    num_bytes = int(most ** rng.uniform(0.7, 1.0))
+    if kind in (LARGE_FIELDS, TOKEN_LISTS) and rng.random() < 0.5:  # as many as other bounds let in
+        num_bytes = BIAS_BYTES * (MAX_FIELDS // 3 - 2) if kind == LARGE_FIELDS else limits.max_prompt_tokens
     return Attack(
         kind=kind,
         time_s=rng.uniform(0.2, span_s),
-        num_calls=rng.randint(1, 12),
-        size=_draw_size(rng, kind),
-        num_streams=rng.choice((1000, 10_000)),
+        num_calls=rng.randint(300, 400) if kind == MANY_BYTES else rng.randint(1, 12),
+        num_bytes=num_bytes,
+        compile_s=rng.uniform(0.1, 3.0) if kind == COSTLY_GRAMMARS else 0.0,
+        num_streams=rng.choice((1000, 100_000)),
         router=rng.randrange(num_routers),
         seed=seed,
     )
-
-
-def _draw_size(rng: random.Random, kind: str) -> MessageSize:
-    num_bytes = int(MAX_MESSAGE_BYTES * rng.uniform(0.1, 1.0))
-    match kind:
-        case "large fields":
-            return MessageSize(num_bytes=num_bytes, num_entries=num_bytes // BYTES_PER_ENTRY)
-        case "large texts":
-            return MessageSize(num_bytes=num_bytes)
-        case "costly grammars":
-            return MessageSize(compile_s=rng.uniform(0.1, 3.0))
-    return MessageSize()

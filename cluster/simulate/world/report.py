@@ -39,6 +39,7 @@ def print_campaign(console: Console, campaign: Campaign, wall_s: float) -> None:
         ("attacks", f"{sum(tally.attacks.values()):,}"),
         ("", _counts(tally.attacks)),
         ("hung", f"{tally.num_hung:,} routers, killed by their hang supervisors"),
+        ("crashed", f"{tally.num_crashed:,} routers, by requests of attacks that they were reading"),
         ("wronged", f"{tally.num_wronged:,} requests, quarantined for deaths that were not their fault"),
         ("promises broken", str(len(campaign.failures))),
     )

@@ -52,7 +52,8 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
     span_s = rng.uniform(1.0, 5.0)
     replica = _draw_shape(rng, async_scheduling)
     attack_rng = random.Random(f"attack {seed}")
-    attack = draw_attack(attack_rng, seed, span_s, num_routers)
+    limits = LimitsConfig(max_queued=random.Random(f"limits {seed}").choice((4, 1024, 1024, 1024)))
+    attack = draw_attack(attack_rng, seed, span_s, num_routers, limits)
     is_quiet = attack is not None and attack_rng.random() < 0.6
     are_plain = random.Random(f"plain {seed}").random() < 0.25
     scenario = Scenario(
@@ -66,7 +67,7 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
             replica_wait_s=rng.choice((5.0, 30.0)),
             max_ttft_s=random.Random(f"ttft {seed}").choice((*(None,) * 6, 1.0, 5.0)),
         ),
-        limits=LimitsConfig(max_queued=rng.choice((4, 1024, 1024, 1024))),
+        limits=limits,
         replica=replica,
         proposers=rng.choices((None, *PROPOSERS), weights=(3, 1, 1, 1), k=num_replicas),
         requests=[

@@ -11,23 +11,28 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from holdfast.cluster.simulate.actors.attacker import Attacker
-from holdfast.cluster.simulate.actors.client import SimulatedClient
+from holdfast.cluster.simulate.actors.client import PATIENCE_S, SimulatedClient
+from holdfast.cluster.simulate.actors.costly_message import Decoder
+from holdfast.cluster.simulate.actors.journal_folder import JournalFolder
 from holdfast.cluster.simulate.actors.loop_costs import LoopCosts
 from holdfast.cluster.simulate.actors.replica import MODEL, SimulatedReplica
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
+from holdfast.cluster.simulate.actors.router_doors import DoorSettings
 from holdfast.cluster.simulate.kernel.network import KEEPALIVE_S, Network
 from holdfast.cluster.simulate.kernel.promises import Violation, require
 from holdfast.cluster.simulate.kernel.timeline import Event, Timeline
 from holdfast.cluster.simulate.oracle.proposers import PROPOSERS
 from holdfast.cluster.simulate.oracle.pseudo_model import pseudo_tokenizer
-from holdfast.cluster.simulate.world.attack_checks import check_ended, check_pauses
-from holdfast.cluster.simulate.world.attacks import SPREAD_S
+from holdfast.cluster.simulate.world.attack_checks import check_decoding, check_ended, check_pauses, check_resets
+from holdfast.cluster.simulate.world.attacks import ENDS, SPREAD_S
 from holdfast.cluster.simulate.world.checks import Checks
 from holdfast.cluster.simulate.world.faults import UPDATE, SimulatedFault, slowness, strike
 from holdfast.cluster.simulate.world.scenario import Scenario, draw_scenario
 from holdfast.cluster.simulate.world.traffic import LONGEST_S
+from holdfast.router.config import OverloadConfig
 from holdfast.router.orders import Orders
 from holdfast.router.text.text_stream import TextStream
+from holdfast.router.wire.bounds import generation_bounds
 from holdfast.worker.config import HealthConfig
 from holdfast.worker.tuning.step_time import StepShape
 
@@ -35,12 +40,14 @@ LOSSES: Final = frozenset(
     {"kill replica", "freeze replica", "drain replica", "cut link", "partition link", "freeze router", UPDATE}
 )
 """Faults that take a replica from a router, so that whatever ran there may come under suspicion."""
-ANSWER_S: Final = 60.0
+ROUTER_LOSSES: Final = frozenset({"kill router", "freeze router", "drain router", "cut calls"})
+"""Faults by which a router ends, or seems to, while it reads requests, so that these may come under suspicion."""
+ANSWER_S: Final = PATIENCE_S + 10.0
 """After the last fault is over and the last request has come, everyone has an answer within so many seconds."""
 MAX_EVENTS: Final = 200_000
 """Many times what any simulation needs: beyond it, processes are in a livelock."""
 COSTS: Final = LoopCosts()
-"""Of every router."""
+"""Of every router and replica."""
 MAX_LAG_S: Final = 0.05
 """Longest time that a router's event loop lets the reader of a call wait."""
 SETTLE_S: Final = 2 * KEEPALIVE_S + 5.0
@@ -73,6 +80,8 @@ class Tally:
     num_poisoned: int = 0
     num_hung: int = 0
     """Routers that their hang supervisors killed."""
+    num_crashed: int = 0
+    """Routers that ended while they read a request of an attack."""
     num_wronged: int = 0
     """Requests that were quarantined and are no poison."""
     simulated_s: float = 0.0
@@ -119,10 +128,21 @@ class World:
         self.network = Network(self.timeline, rng, scenario.latency_s)
         self.replicas = [
             SimulatedReplica(
-                f"replica-{i}", self.network, replace(scenario.replica, make_proposer=PROPOSERS[name] if name else None)
+                f"replica-{i}",
+                self.network,
+                replace(scenario.replica, make_proposer=PROPOSERS[name] if name else None),
+                COSTS,
             )
             for i, name in enumerate(scenario.proposers)
         ]
+        doors = DoorSettings(
+            costs=COSTS,
+            limits=scenario.limits,
+            router=scenario.router,
+            overload=OverloadConfig(),
+            decoder=Decoder(generation_bounds(scenario.limits), COSTS),
+            journals=JournalFolder(),
+        )
         tokenizer = pseudo_tokenizer()
         self.routers = [
             SimulatedRouter(
@@ -135,7 +155,7 @@ class World:
                 seed=rng.getrandbits(32),
                 order=scenario.replica.scheduler,
                 max_lag_s=MAX_LAG_S,
-                costs=COSTS,
+                doors=doors,
                 hangs_after_s=HealthConfig().hangs_after_s,
             )
             for i in range(scenario.num_routers)
@@ -216,6 +236,7 @@ class World:
             num_poisoned=sum(replica.num_poisoned for replica in self.replicas),
             num_wronged=sum(client.is_wronged for client in self.clients),
             num_hung=sum(router.num_hung for router in self.routers),
+            num_crashed=sum(router.num_crashed for router in self.routers),
             simulated_s=self.timeline.now,
             outcomes=Counter(str(client.outcome) for client in self.clients),
             faults=Counter(fault.kind for fault in self.scenario.faults),
@@ -245,7 +266,10 @@ class World:
         most = (self.scenario.router.max_replicas_lost + 1) * num_sent + num_losses
         require(num_killed <= most, f"poison killed {num_killed} replicas, and {most} would do to know it")
         has_one_poison = sum(client.planned.is_poison for client in self.clients) == 1
-        is_plain = has_one_poison and num_sent == 1 and num_losses == 0
+        loses_routers = self.scenario.attack is not None or any(
+            fault.kind in ROUTER_LOSSES for fault in self.scenario.faults
+        )
+        is_plain = has_one_poison and num_sent == 1 and num_losses == 0 and not loses_routers
         for client in self.clients:
             require(not (is_plain and client.is_wronged), f"{client} was taken for poison")
 
@@ -259,7 +283,10 @@ class World:
         for client in self.clients:
             is_patient = client.planned.timeout_s == LONGEST_S
             require(not is_patient or client.outcome != "expired", f"{client} had time, and expired")
-            is_reported = client.outcome != "expired" or client.is_notified or not client.planned.grace_s
+            ends_routers = self.scenario.attack is not None and self.scenario.attack.kind in ENDS
+            is_reported = (
+                ends_routers or client.outcome != "expired" or client.is_notified or not client.planned.grace_s
+            )
             require(
                 is_reported,
                 f"{client} listened for {client.planned.grace_s:g} s, and was not told that its time was up",
@@ -269,7 +296,11 @@ class World:
         """Checks what came of an attack that nothing else went wrong beside."""
         attack = self.scenario.attack
         if attack is not None and self.scenario.is_calm:
+            for router in self.routers:
+                router.count()
             check_ended(attack, self.routers)
+            check_resets(attack, self.routers, self.scenario.limits, self._attack_end_s)
+            check_decoding(attack, self.routers)
             check_pauses(attack, self.attackers, self.routers, self._attack_end_s)
 
     def _prefill_s(self, num_tokens: int) -> float:

@@ -34,6 +34,7 @@ from holdfast.router.doors.public_answer import public_generation
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.security.connection_budgets import ENDING_STREAMS
 from holdfast.router.security.gate import Gate
 from holdfast.router.wire.bounds import public_bounds
 from holdfast.router.wire.request_codec import generation_request
@@ -52,13 +53,6 @@ UNCOUNTED: Final = ("grpc.health.v1.Health", "holdfast.v1.AdminService", "grpc.c
 
 MAX_ARRIVING: Final = 2**15
 """Most calls that wait to be handled, about three seconds' worth."""
-
-
-ENDING_STREAMS: Final = 128
-"""Streams of one connection that have ended, or were reset, and that this process still has to look at, beside
-`max_concurrent_streams`. gRPC refuses streams beyond both. Without room for them it would refuse the next call of a
-client that keeps to the limit, since the client knows of an end sooner.
-"""
 
 HANDSHAKE_MS: Final = 20_000
 """In which a new connection must have shaken hands and sent the settings of HTTP/2."""

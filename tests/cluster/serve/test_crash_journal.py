@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cluster.serve.crash_journal import NUM_PLACES, SUFFIX, CrashJournal, CrashJournals, LeftJournal
+from holdfast.cluster.serve.crash_journal import SUFFIX, CrashJournal, CrashJournals, left_journal
 from holdfast.router.requests.poison_watch import FORGET_S, HUNG_S, Entry, PoisonWatch
+from holdfast.router.requests.reading_journal import NUM_PLACES
 from holdfast.worker.suspicion import Suspicion
 from tests.loops import on_each_loop
 
@@ -107,7 +108,7 @@ async def test_a_router_that_ends_in_order_says_nothing(tmp_path: Path):
 
 def test_what_is_read_lies_in_the_file(tmp_path: Path):
     own = CrashJournal(tmp_path)
-    left = LeftJournal(own.path)
+    left = left_journal(own.path)
     places = [own.enter(f"{number:032x}", Suspicion.NONE, is_known_good=True) for number in range(NUM_PLACES)]
     assert own.enter(DIGEST, Suspicion.NONE, is_known_good=False) == 0, "there is no place left"
     own.leave(0)
@@ -124,16 +125,16 @@ def test_what_is_read_lies_in_the_file(tmp_path: Path):
 def test_a_loop_that_does_not_turn_has_hung(later_s, is_proof, tmp_path: Path):
     own = CrashJournal(tmp_path)
     own.enter(DIGEST, Suspicion.NONE, is_known_good=False)
-    LeftJournal(own.path).note_end(time.monotonic() + later_s)
-    (loss,) = LeftJournal(own.path).losses()
+    left_journal(own.path).note_end(time.monotonic() + later_s)
+    (loss,) = left_journal(own.path).losses(own.path.name)
     assert loss.is_proof == is_proof
 
 
 def test_other_files_are_left_alone(tmp_path: Path):
     path = tmp_path / f"1:1{SUFFIX}"
     path.write_bytes(bytes(100_000))
-    with pytest.raises(ValueError, match="no crash journal"):
-        LeftJournal(path)
+    with pytest.raises(ValueError, match="no reading journal"):
+        left_journal(path)
     journals = CrashJournals(tmp_path, PoisonWatch())
     journals._look(None)
     assert path.exists()

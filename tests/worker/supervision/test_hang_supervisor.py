@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.worker.supervision.hang_supervisor import BUSY_SHARE, BUSY_TIMES, HangVerdict
+from holdfast.worker.supervision.hang_verdict import BUSY_SHARE, BUSY_TIMES, HangVerdict
 from holdfast.worker.supervision.process_id import ProcessId
 
 TIMEOUT_S = 30

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from holdfast.worker.supervision.hang_supervisor import BEAT
+from holdfast.worker.supervision.hang_verdict import BEAT
 from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
 
 TIMEOUT_S = 30

@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.router.config import RouterConfig
 from holdfast.router.doors.connection_guard import LOG_S
-from holdfast.router.doors.grpc.server import ENDING_STREAMS
+from holdfast.router.security.connection_budgets import ENDING_STREAMS
 from holdfast.v1 import inference_pb2, inference_pb2_grpc
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop

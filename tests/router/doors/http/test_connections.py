@@ -8,11 +8,15 @@ import socket
 import pytest
 
 from holdfast.router.config import LimitsConfig
+from holdfast.v1 import engine_pb2
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop
 from tests.router.doors.http.test_openai_sdk import HELLO, RENDERED, openai_site, text_of
 
 NUM_IDLE, NUM_SLOW = 500, 100
+NUM_SILENT, NUM_SLOTS = 300, 60
+LONG_NAME = "a model of a long name " * 70
+"""Events of its streams have two kilobytes, so that few fill the buffers of a connection."""
 
 
 async def connected(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -61,7 +65,7 @@ async def test_idle_and_slow_connections_hold_nobody_up():
 async def test_what_a_slow_reader_has_not_read_is_merged(options):
     """The server writes no more than the sockets take, and its own small buffer; the rest waits as one event."""
     num_tokens = 5_000
-    replica = await FakeReplica.start(model="a model of a long name " * 70, step_s=0.0)  # events of two kilobytes
+    replica = await FakeReplica.start(model=LONG_NAME, step_s=0.0)
     async with openai_site(replica, limits=LimitsConfig(max_unread_tokens=None)) as (place, _):
         reader, writer = await reading_slowly(place.router.http_address, num_tokens, stream_options=options)
         await replica.until(lambda: replica.num_tokens == 1)
@@ -74,3 +78,34 @@ async def test_what_a_slow_reader_has_not_read_is_merged(options):
     pieces = [json.loads(piece) for piece in re.findall(rb'"content":("[^"]*")', answer)]
     assert "".join(pieces) == text_of(RENDERED, 5, num_tokens)
     assert len(pieces) < num_tokens * 3 / 4
+
+
+class FewSlots(FakeReplica):
+    """Runs the first `NUM_SLOTS` of the requests that it has; the others wait."""
+
+    async def _steps(self) -> None:
+        while True:
+            await asyncio.sleep(self.step_s)
+            if running := list(self.running)[:NUM_SLOTS]:
+                deltas = [self._advance(attempt) for attempt in running]
+                self.say(engine_pb2.StepUpdate(deltas=deltas, load=self._load()))
+                self._tell()
+
+
+@pytest.mark.slow
+@on_a_loop
+async def test_three_hundred_clients_that_read_nothing_leave_the_slots_to_those_who_read():
+    """All streams are open, and none has ended, when others are answered."""
+    replica = await FewSlots.start(model=LONG_NAME, step_s=0.002)
+    limits = LimitsConfig(max_unread_tokens=16)
+    async with openai_site(replica, limits=limits) as (place, client):
+        silent = [await reading_slowly(place.router.http_address, 60_000) for _ in range(NUM_SILENT)]
+        await replica.until(lambda: len(replica.submits) >= NUM_SLOTS)
+        async with asyncio.timeout(60):
+            for _ in range(2):
+                answer = await client.chat.completions.create(model=LONG_NAME, messages=HELLO, seed=9, max_tokens=20)
+                assert answer.choices[0].message.content == text_of(RENDERED, 9, 20)
+        assert place.router.num_open == NUM_SILENT, "they hold their connections, and no slots"
+        for _, writer in silent:
+            writer.transport.abort()
+        await place.until_idle()

@@ -155,7 +155,7 @@ REFUSED = {
     "stop_token_ids x": (lambda: infer(sampling={"stop_token_ids": "x"}), "sampling_parameters.stop_token_ids", "list"),
     "priority 9": (lambda: infer(parameters={"priority": 9}), "priority", "1 (the highest) to 4"),
     "timeout -1": (lambda: infer(parameters={"timeout": -1}), "timeout", "microseconds"),
-    "timeout for ever": (lambda: infer(parameters={"timeout": 2**62}), "timeout", "[1, 3600000]"),
+    "timeout for ever": (lambda: infer(parameters={"timeout": 2**62}), "timeout", "at most 3600 seconds"),
     "a tenant of the wrong type": (lambda: infer(parameters={"tenant": 1}), "tenant", "text"),
 }
 

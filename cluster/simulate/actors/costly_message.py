@@ -1,0 +1,154 @@
+"""Costly messages: bytes of `GenerateRequest`s that cost their router much, or end it, and what decoding them costs.
+
+The real scan reads the bytes, within the real bounds: what it reads is counted, so a bound that is missing shows in
+what a message costs. Parsers are not run. What may not live here: which thread decodes (`router_doors.py`).
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final
+
+from holdfast.cluster.simulate.actors.loop_costs import LoopCosts
+from holdfast.router.request import GenerationRequest
+from holdfast.router.requests.request_digest import lasting_parts, request_digest
+from holdfast.router.wire.request_codec import generation_request_message
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.wire.message_bounds import MessageBounds
+
+KIND: Final = "holdfast.v1.Inference.GenerateStream"
+BUILT_BYTES: Final = 200
+"""Of memory that each entry of a map or list takes in a parsed message and in what is made of it."""
+
+
+class End(StrEnum):
+    """How a router ends that reads a message."""
+
+    CRASH = "crash"
+    HANG = "hang"
+    NO_MEMORY = "no memory"
+
+
+class _CountedBytes(bytes):
+    """Bytes that count how often a scan looks at them."""
+
+    num_reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_reads += 1
+        return bytes.__getitem__(self, index)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CostlyMessage:
+    """The bytes of one request, and what they hold."""
+
+    data: bytes
+    num_entries: int = 0
+    """Of maps and lists."""
+    convert_entry_s: float = 0.0
+    """What is made of an entry, in Python, once it is parsed."""
+    compile_s: float = 0.0
+    """Seconds of a thread for its grammar."""
+    end: End | None = None
+    """Of the router that reads it."""
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digest", request_digest(KIND, *lasting_parts(self.data)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """What decoding one message takes of an interpreter."""
+
+    shared_s: float
+    """In Python: others take turns."""
+    held_s: float
+    """In a parser, which holds the interpreter's lock to its end."""
+    built_bytes: int
+    """Of memory, beside the message itself."""
+    error: InvalidRequestError | None
+
+
+class Decoder:
+    """The real scan, and estimates of what comes after it. Each message is scanned once for all routers."""
+
+    def __init__(self, bounds: MessageBounds, costs: LoopCosts) -> None:
+        self._bounds = bounds
+        self._costs = costs
+        self._known: dict[CostlyMessage, Decoding] = {}
+
+    def decoding(self, message: CostlyMessage) -> Decoding:
+        if message not in self._known:
+            self._known[message] = self._decoding(message)
+        return self._known[message]
+
+    def _decoding(self, message: CostlyMessage) -> Decoding:
+        costs, data, error = self._costs, _CountedBytes(message.data), None
+        try:
+            self._bounds.check(data)
+        except InvalidRequestError as refusal:
+            error = refusal
+        scan_s, num_entries = data.num_reads * costs.read_s, 0 if error is not None else message.num_entries
+        parsed_bytes = 0 if error is not None else len(message.data)
+        return Decoding(
+            shared_s=scan_s + num_entries * message.convert_entry_s,
+            held_s=parsed_bytes * costs.parse_byte_s,
+            built_bytes=num_entries * BUILT_BYTES,
+            error=error,
+        )
+
+
+BIAS_ENTRY_S: Final = 3e-6
+"""Of an entry of `logit_bias`, and of a token id: as an AVX2 core makes them."""
+TOKEN_ID_S: Final = 1e-7
+BIAS_BYTES: Final = 11
+"""Of an entry of `logit_bias`, as it is sent here."""
+
+
+def with_logit_bias(num_bytes: int) -> CostlyMessage:
+    """As many entries as go into so many bytes."""
+    message = generation_request_message(
+        GenerationRequest(prompt="x", sampling_params=SamplingParams(logit_bias={2**20: 1.0}))
+    )
+    params = message.sampling_params
+    (field_number,) = (one.number for one in params.DESCRIPTOR.fields if one.name == "logit_bias")
+    # A key of three bytes and a float: `{2**20: 1.0}`.
+    entry = bytes((field_number << 3 & 0x7F | 0x02,)) if field_number < 16 else _varint(field_number << 3 | 2)
+    entry += b"\x09\x08\x80\x80\x40\x15\x00\x00\x80\x3f"
+    num_entries = num_bytes // len(entry)
+    return CostlyMessage(
+        data=_inside(message, "sampling_params", entry * num_entries),
+        num_entries=num_entries,
+        convert_entry_s=BIAS_ENTRY_S,
+    )
+
+
+def with_token_ids(num_bytes: int, token_id: int = 1) -> CostlyMessage:
+    """A prompt of one token id, as often as it goes into so many bytes."""
+    message = generation_request_message(GenerationRequest(prompt=(1,)))
+    one = _varint(token_id)
+    num_ids = num_bytes // len(one)
+    content = _varint(1 << 3 | 2) + _varint(num_ids * len(one)) + one * num_ids
+    data = _inside(message, "token_ids", content)
+    return CostlyMessage(data=data, num_entries=num_ids, convert_entry_s=TOKEN_ID_S)
+
+
+def with_text(num_bytes: int, end: End | None = None, compile_s: float = 0.0) -> CostlyMessage:
+    """A prompt of so many bytes."""
+    message = generation_request_message(GenerationRequest(prompt="x" * num_bytes))
+    return CostlyMessage(data=message.SerializeToString(), end=end, compile_s=compile_s)
+
+
+def _inside(message: Any, name: str, content: bytes) -> bytes:
+    number = message.DESCRIPTOR.fields_by_name[name].number
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    while number > 0x7F:
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*found, number])

@@ -1,0 +1,35 @@
+"""Journal folder of a simulated machine: the reading journals of its routers, which outlive their processes.
+
+What may not live here: what is in a journal (`router/requests/reading_journal.py`).
+"""
+
+from collections.abc import Callable
+
+from holdfast.router.requests.reading_journal import SIZE
+
+
+class JournalFolder:
+    """Of one machine, on which all routers of a simulation run."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, bytearray] = {}
+        self._ended: list[str] = []
+        self._watchers: dict[str, Callable[[str, bytearray], None]] = {}
+
+    def begin(self, router: str, watcher: Callable[[str, bytearray], None]) -> bytearray:
+        """The journal of a router that starts. Its `watcher` is told of each other one that ends."""
+        self._watchers[router] = watcher
+        self._buffers[router] = bytearray(SIZE)
+        return self._buffers[router]
+
+    def end(self, router: str) -> None:
+        """A router has ended, in whichever way."""
+        del self._watchers[router]
+        self._ended.append(router)
+        for watcher in list(self._watchers.values()):
+            watcher(router, self._buffers[router])
+
+    @property
+    def left(self) -> list[tuple[str, bytearray]]:
+        """The journals of routers that have ended."""
+        return [(router, self._buffers[router]) for router in self._ended]

@@ -1,0 +1,118 @@
+"""Reading journal: what a router reads, as notes in memory that outlives its process. A core without IO.
+
+    journal = ReadingJournal(buffer)    # of this router: a mapped file, or any other memory of `SIZE` bytes
+    journal.begin(monotonic_s, now_s)
+    LeftJournal(buffer).losses(router)  # of another router, once its process has ended
+
+All times are passed in: monotonic ones of the machine, and seconds since 1970. What may not live here: files, processes
+(`cluster/serve/crash_journal.py`), and what the end of a router says of a request (`poison_watch.py`).
+"""
+
+import struct
+from collections.abc import Iterator
+from typing import Any, Final, TypeAlias
+
+from holdfast.router.requests.poison_watch import FORGET_S, HUNG_S, Entry, losses_of
+from holdfast.router.router_losses import RouterLoss
+from holdfast.worker.suspicion import Suspicion
+
+TURN_S: Final = 0.5
+"""How often a router shows that its loop turns."""
+
+NUM_PLACES: Final = 1024
+"""Requests that are read at a time. Of more, no note is taken."""
+
+Buffer: TypeAlias = Any
+"""Bytes that can be read, and written in place: a `bytearray`, or a map."""
+
+_HEAD: Final = struct.Struct("<8sdd??6x")
+"""Magic, time of the last turn of the loop (monotonic, and since 1970), whether the end was its own fault, whether it
+ended in order."""
+_MAGIC: Final = b"hf-read1"
+_TURN_AT: Final = 8
+_OWN_FAULT_AT: Final = 24
+_IN_ORDER_AT: Final = 25
+_DIGEST_BYTES: Final = 16
+_PLACE_BYTES: Final = 1 + _DIGEST_BYTES
+_KNOWN_GOOD: Final = 0x10
+_TAKEN: Final = 0x80
+SIZE: Final = _HEAD.size + NUM_PLACES * _PLACE_BYTES
+
+
+class ReadingJournal:
+    """A `Journal` in `SIZE` bytes of zeros, of this process."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+        self._free = list(range(NUM_PLACES, 0, -1))
+
+    def begin(self, monotonic_s: float, now_s: float) -> None:
+        """Before the first note. From here on others may read it."""
+        _HEAD.pack_into(self._buffer, 0, _MAGIC, monotonic_s, now_s, False, False)
+
+    def enter(self, digest: str, suspicion: Suspicion, *, is_known_good: bool) -> int:
+        """Place 0 is none."""
+        if not self._free or not digest:
+            return 0
+        place = self._free.pop()
+        at = _HEAD.size + (place - 1) * _PLACE_BYTES
+        state = _TAKEN | suspicion | (_KNOWN_GOOD if is_known_good else 0)
+        self._buffer[at : at + _PLACE_BYTES] = bytes((state,)) + bytes.fromhex(digest)
+        return place
+
+    def leave(self, place: int) -> None:
+        if place:
+            self._buffer[_HEAD.size + (place - 1) * _PLACE_BYTES] = 0
+            self._free.append(place)
+
+    def turn(self, monotonic_s: float, now_s: float) -> None:
+        """The event loop turns."""
+        struct.pack_into("<dd", self._buffer, _TURN_AT, monotonic_s, now_s)
+
+    def note_own_fault(self) -> None:
+        """The process ends by its own fault: memory has run out. Allocates nothing to speak of."""
+        self._buffer[_OWN_FAULT_AT] = 1
+
+    def note_in_order(self) -> None:
+        """The process ends in order: it has nothing to tell."""
+        self._buffer[_IN_ORDER_AT] = 1
+
+
+class LeftJournal:
+    """What another process has noted, to be read once that has ended."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        """Raises ValueError for what is no journal."""
+        if buffer[: len(_MAGIC)] != _MAGIC:
+            raise ValueError("it is no reading journal")
+        self._buffer = buffer
+
+    def note_end(self, monotonic_s: float) -> None:
+        """The process ends now, seen by who watches it. That it had hung by then, those who come later cannot know."""
+        turned_at: float = _HEAD.unpack_from(self._buffer)[1]
+        if monotonic_s - turned_at >= HUNG_S + TURN_S:
+            self._buffer[_OWN_FAULT_AT] = 1
+
+    def says_nothing(self, now_s: float) -> bool:
+        """Whether it ended in order, or long ago."""
+        return bool(self._buffer[_IN_ORDER_AT]) or now_s - self._turned_s > FORGET_S
+
+    def losses(self, router: str) -> tuple[RouterLoss, ...]:
+        """What its process, the `router` of that name, was reading when it ended."""
+        is_own_fault = bool(self._buffer[_OWN_FAULT_AT])
+        return losses_of(tuple(self.entries()), router, self._turned_s, is_own_fault=is_own_fault)
+
+    def entries(self) -> Iterator[Entry]:
+        for at in range(_HEAD.size, SIZE, _PLACE_BYTES):
+            state = self._buffer[at]
+            if state & _TAKEN:
+                yield Entry(
+                    digest=bytes(self._buffer[at + 1 : at + _PLACE_BYTES]).hex(),
+                    suspicion=Suspicion(state & 0x0F),
+                    is_known_good=bool(state & _KNOWN_GOOD),
+                )
+
+    @property
+    def _turned_s(self) -> float:
+        turned_s: float = _HEAD.unpack_from(self._buffer)[2]
+        return turned_s
