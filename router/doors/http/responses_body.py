@@ -52,7 +52,7 @@ class ResponsesBody(Reads):
     tools: Listed[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    include: list[str] | None = None
+    include: Listed[str] | None = None
     top_logprobs: int | None = None
     """Of each token of the text, with `LOGPROBS` in `include`."""
 

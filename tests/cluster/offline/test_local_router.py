@@ -194,7 +194,7 @@ def test_the_text_goes_on_from_the_prompt(place):
             attempt=place.engine.attempts[0],
             first_token_index=0,
             token_ids=(0xA9,),
-            finish_reason=FinishReason.STOP,
+            finish_reason=FinishReason.LENGTH,
         )
         place.engine.listener.on_update(StepUpdate(step_id=1, deltas=(delta,), load=LOAD))
     assert request.future.result(30).outputs[0].text == "\u00e9"

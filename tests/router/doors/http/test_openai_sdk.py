@@ -74,7 +74,12 @@ async def test_a_chat_is_streamed_with_one_role_one_finish_reason_and_a_usage_at
 @pytest.mark.parametrize("door", ["chat", "text"])
 @on_a_loop
 async def test_every_chunk_has_the_usage_so_far_where_that_is_asked_for(door):
-    asked = {"model": "fake", "max_tokens": 6, "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    asked = {
+        "model": "fake",
+        "max_tokens": 6,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
     async with openai_site(await FakeReplica.start()) as (_, client):
         if door == "chat":
             stream = await client.chat.completions.create(messages=HELLO, **asked)
