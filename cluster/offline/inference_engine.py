@@ -98,6 +98,7 @@ class InferenceEngine:
         self._numbers = itertools.count()
         self._weights: WeightFolder | None = None
         self._updating = threading.Lock()
+        self._stopping = threading.Lock()
         self._num_updates = 0
         self._replica: Replica | None = None
         self._router: LocalRouter | None = None
@@ -114,12 +115,13 @@ class InferenceEngine:
         self._replica = replica
 
     def stop(self) -> None:
-        """Aborts what is running, answers everyone, and ends the replica. Safe to call twice."""
-        if self._replica is not None and self._router is not None:
-            self._router.end_all()
-            self._replica.stop()
-            self._router.close()
-            self._replica = None
+        """Aborts what is running, answers everyone, and ends the replica. Safe to call twice, also at the same time."""
+        with self._stopping:
+            if self._replica is not None and self._router is not None:
+                self._router.end_all()
+                self._replica.stop()
+                self._router.close()
+                self._replica = None
 
     def __enter__(self) -> "InferenceEngine":
         self.start()
@@ -212,7 +214,7 @@ class InferenceEngine:
             raise
 
     def abort(self, request_id: str) -> None:
-        """Ends a request within one step. Unknown ids are ignored."""
+        """Ends a request within one step. Unknown ids are ignored. An id that callers have given means theirs alone."""
         if self._router is not None:
             self._router.abort(request_id)
 
