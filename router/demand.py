@@ -39,7 +39,9 @@ class ModelDemand:
     longest_wait_s: float = 0.0
     """The longest that an open request has been here without its first token."""
     num_arrived: int = 0
-    """Requests since the routers' starts."""
+    """Requests since the routers' starts, but for `num_left`. What goes on after tokens of another router is none."""
+    num_left: int = 0
+    """Requests since the routers' starts whose clients have left before the first token."""
     num_first_tokens: int = 0
     """Requests that have had their first token, since the routers' starts."""
     ttft_s: float = 0.0
@@ -59,7 +61,31 @@ def merged(model: str, demands: Iterable[ModelDemand]) -> ModelDemand:
             num_queued_tokens=total.num_queued_tokens + one.num_queued_tokens,
             longest_wait_s=max(total.longest_wait_s, one.longest_wait_s),
             num_arrived=total.num_arrived + one.num_arrived,
+            num_left=total.num_left + one.num_left,
             num_first_tokens=total.num_first_tokens + one.num_first_tokens,
             ttft_s=max(total.ttft_s, one.ttft_s),
         )
     return replace(total, replicas=tuple(replicas.values()))
+
+
+def with_counts_of(demand: ModelDemand, counted: ModelDemand | None) -> ModelDemand:
+    """The demand with the counts of another one; None: with none yet."""
+    counted = counted or ModelDemand(model=demand.model)
+    return replace(
+        demand,
+        num_arrived=counted.num_arrived,
+        num_left=counted.num_left,
+        num_first_tokens=counted.num_first_tokens,
+    )
+
+
+def with_counts_since(total: ModelDemand, before: ModelDemand, now: ModelDemand) -> ModelDemand:
+    """`total` with what one router has counted between two of its demands. One that counts less has begun anew."""
+    if now.num_arrived + now.num_left < before.num_arrived + before.num_left:
+        before = ModelDemand(model=now.model)
+    return replace(
+        total,
+        num_arrived=total.num_arrived + now.num_arrived - before.num_arrived,
+        num_left=total.num_left + now.num_left - before.num_left,
+        num_first_tokens=total.num_first_tokens + now.num_first_tokens - before.num_first_tokens,
+    )

@@ -28,7 +28,7 @@ from holdfast.router.wire.request_codec import generation_request_message
 from holdfast.router.wire.response_codec import chunk, generation
 from holdfast.router.wire.statuses import error_of
 from holdfast.v1 import inference_pb2
-from holdfast.worker.errors import InternalError, InvalidRequestError, VersionGoneError
+from holdfast.worker.errors import InternalError, InvalidRequestError, RequestAbortedError, VersionGoneError
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.security.tls import Tls
 
@@ -57,7 +57,8 @@ class AsyncClient:
 
     When its router is lost, a stream goes on at another (or at the same one, once it is back) after the last token and
     character that was received; whoever iterates cannot tell. It gives up `reconnect_s` seconds after that if no router
-    answers, after `connect_s` if none has ever taken the request, and at the request's own timeout.
+    answers, or those that do cannot have it served; after `connect_s` if none has ever taken the request; and at the
+    request's own timeout.
     """
 
     def __init__(
@@ -229,6 +230,8 @@ class AsyncClient:
         error, pause_s = error_of(failure.status), None
         if failure.is_router_lost:
             retry_policy.note_router_lost()
+        elif isinstance(error, RequestAbortedError):
+            retry_policy.note_router_gone()
         may_begin_anew = is_whole and isinstance(error, VersionGoneError)
         if may_begin_anew or is_worth_another_try(failure.status, was_taken=retry_policy.was_taken):
             pause_s = retry_policy.pause_s(self._clock.now(), error.retry_after_s)

@@ -1,24 +1,23 @@
 """Blocking client, for programs without asyncio: an `AsyncClient` on an event loop in a thread of its own.
 
-What may live here: the thread and its loop. What may not: what becomes of a request (`async_client.py`).
+What may live here: which streams are iterated over. What may not: what becomes of a request (`async_client.py`), the
+thread and its loop (`cluster/loop_thread.py`).
 """
 
-import asyncio
 import random
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, Unpack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Unpack
 
 from holdfast.cluster.call_options import CallOptions
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.client.handover import Handover
 from holdfast.cluster.client.retry_policy import RECONNECT_S
+from holdfast.cluster.loop_thread import LoopThread
 from holdfast.router.chat import Message
 from holdfast.router.generation import Chunk, Generation
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.security.tls import Tls
-
-ResultT = TypeVar("ResultT")
 
 
 class Client:
@@ -35,16 +34,16 @@ class Client:
         draw: Callable[[], float] = random.random,
     ) -> None:
         """As `AsyncClient.__init__`."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="holdfast client", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("holdfast client", _closed)
+        self._gate = threading.Lock()
+        self._is_closed = False
         self._open: set[Handover[Chunk]] = set()
-        """Streams that are iterated over."""
+        """Streams that are iterated over. Empty for good once the client is closed."""
         try:
             options = {"connect_s": connect_s, "reconnect_s": reconnect_s, "api_key": api_key, "tls": tls, "draw": draw}
-            self._client = self._wait(_made(address, options))
+            self._client = self._thread.run(_made(address, options))
         except BaseException:
-            self._stop()
+            self._thread.close()
             raise
 
     def __enter__(self) -> "Client":
@@ -54,12 +53,13 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Ends the connections, and streams that have not ended: whoever still iterates over one gets an error."""
-        if self._thread.is_alive():
-            while self._open:
-                self._wait(self._open.pop().end())
-            self._wait(self._client.close())
-            self._stop()
+        """Ends the connections, and what has not ended: whoever still waits for some of it, on any thread, gets a
+        RuntimeError. Safe to call twice.
+        """
+        with self._gate:
+            self._is_closed = True
+            open_streams, self._open = self._open, set()
+        self._thread.close(self._end(open_streams))
 
     def stream(
         self,
@@ -80,14 +80,19 @@ class Client:
             request_id=request_id,
             **options,
         )
-        handover = Handover(chunks, self._loop)
-        self._open.add(handover)
+        handover = Handover(chunks, self._thread.loop)
+        with self._gate:
+            if self._is_closed:
+                raise _closed()
+            self._open.add(handover)
         try:
             yield from handover
         finally:
-            if handover in self._open:
-                self._open.remove(handover)
-                self._wait(handover.end())
+            with self._gate:
+                is_open = handover in self._open
+                self._open.discard(handover)
+            if is_open:
+                self._thread.run(handover.end())
 
     def generate(
         self,
@@ -108,26 +113,22 @@ class Client:
             request_id=request_id,
             **options,
         )
-        return self._wait(answer)
+        return self._thread.run(answer)
 
     def abort(self, request_id: str) -> bool:
         """As `AsyncClient.abort`."""
-        return self._wait(self._client.abort(request_id))
+        return self._thread.run(self._client.abort(request_id))
 
     # --- inside ---
 
-    def _wait(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+    async def _end(self, open_streams: set[Handover[Chunk]]) -> None:
+        for handover in open_streams:
+            await handover.end()
+        await self._client.close()
 
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+
+def _closed() -> RuntimeError:
+    return RuntimeError("the client is closed")
 
 
 async def _made(address: str | Sequence[str], options: Mapping[str, Any]) -> AsyncClient:

@@ -32,6 +32,8 @@ class Handover(Generic[ItemT]):
         self._has_room = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._has_begun = False
+        self._is_over = False
+        """It was ended from outside. For the loop alone."""
 
     # --- on the thread that iterates ---
 
@@ -54,15 +56,19 @@ class Handover(Generic[ItemT]):
     # --- on the loop ---
 
     async def end(self) -> None:
-        """Ends the stream if it has not ended. Who still reads it gets what was read ahead, and then an error."""
-        self._has_begun = True
+        """Ends the stream if it has not ended. Its reader, then or later, gets what was read ahead, then an error."""
+        self._has_begun = self._is_over = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+        else:
+            self._queue.put(_End(_closed()))
         await self._items.aclose()
 
     def _begin(self) -> None:
-        self._task = self._loop.create_task(self._read())
+        """Does nothing where the stream was ended between the first `__next__` and this."""
+        if not self._is_over:
+            self._task = self._loop.create_task(self._read())
 
     async def _read(self) -> None:
         error: BaseException | None = None
@@ -72,7 +78,7 @@ class Handover(Generic[ItemT]):
                 if self._queue.qsize() >= MAX_AHEAD:
                     await self._until_read()
         except asyncio.CancelledError:
-            error = RuntimeError("the client was closed while its stream was being read")
+            error = _closed()
         except BaseException as failure:  # to be raised on the other thread, whatever it is
             error = failure
         self._queue.put(_End(error))
@@ -85,6 +91,10 @@ class Handover(Generic[ItemT]):
             await self._has_room.wait()
             self._has_room.clear()
         self._is_full = False
+
+
+def _closed() -> RuntimeError:
+    return RuntimeError("the client was closed while its stream was being read")
 
 
 class _End:

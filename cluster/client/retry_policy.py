@@ -17,6 +17,10 @@ MAX_PAUSE_S: Final = 2.0
 
 NEWS_S: Final = 15.0
 """By then a router that was started in the place of one that ended has told all routers what that was reading."""
+
+SERVED_S: Final = 10.0
+"""A router that had a request for so long before it was lost has served it: its loss is the first of a new row."""
+
 RECONNECT_S: Final = 120.0
 """How long a client looks for a router after a loss, unless it is told otherwise: more than twice what a restart of a
 whole cluster takes on a machine with ten times as much work as it has cores for."""
@@ -55,7 +59,9 @@ class RetryPolicy:
     ) -> None:
         """Retries end with the timeout, counted from now, or some time after the first of the failures in a row.
 
-        That time is `connect_s` until a router has got the request, and `reconnect_s` from then on. They also end after
+        That time is `connect_s` until a router has got the request, and `reconnect_s` from then on. A row of failures
+        ends with output, or with a router that was lost after it had served the request (`SERVED_S`): one that admits
+        it and then says that it cannot be served is a failure like any other. Retries also end after
         `MAX_ROUTERS_LOST` routers in a row that ended while they were reading it. Where the client does not see when a
         router has read it (`sees_admission` False), it waits for so long then that routers know whether it may be sent.
         """
@@ -66,6 +72,8 @@ class RetryPolicy:
         self._draw = draw
         self._first_failed_at: float | None = None
         self._num_failed = 0
+        self._sent_at = now
+        self._is_router_gone = False
         self._sees_admission = sees_admission
         self._num_proofs = 0
         self._is_being_read = False
@@ -79,8 +87,8 @@ class RetryPolicy:
         self._is_being_read = True
 
     def note_taken(self) -> None:
-        """A router has admitted the request. The time limit starts anew, but the pauses do not: routers that admit and
-        lose it again and again are asked less and less often.
+        """A router has admitted the request. Neither the time limit nor the pauses begin anew by that: routers that
+        admit and lose it again and again are asked less and less often, and not for ever.
         """
         self.num_routers_lost = self._num_proofs = 0
         self._is_being_read = False
@@ -92,10 +100,10 @@ class RetryPolicy:
         `is_proof`: a router was reading it when it ended. Raises `RequestQuarantinedError` after so many of these in a
         row that the request is taken for the cause.
         """
+        self.note_router_gone()
         if not self._is_being_read:
             return
-        if not self.num_routers_lost:
-            self._note_reached()
+        self._note_reached()
         self.num_routers_lost += 1
         self._num_proofs += is_proof
         if self._sees_admission and self._num_proofs >= MAX_ROUTERS_LOST:
@@ -104,25 +112,37 @@ class RetryPolicy:
                 "not sent again, lest it end all of them"
             )
 
+    def note_router_gone(self) -> None:
+        """The router that had the request was lost, or stops, as opposed to one that cannot have it served."""
+        self._is_router_gone = True
+
     def _note_reached(self) -> None:
-        self.was_taken = True
-        self._limit_s = self._reconnect_s
-        self._first_failed_at = None
+        if not self.was_taken:
+            self.was_taken = True
+            self._limit_s = self._reconnect_s
+            self._first_failed_at = None
 
     def note_news(self) -> None:
         """A router has sent some of the answer."""
         if self._num_failed or not self.was_taken:
             self.note_taken()
-            self._num_failed = 0
+            self._num_failed, self._first_failed_at = 0, None
 
     def pause_s(self, now: float, hint_s: float | None = None) -> float | None:
         """A try has failed: how long to wait before the next, or None if there is no use in it.
 
         `hint_s` is what the router said of that; it counts once all have been asked.
         """
-        if self._first_failed_at is None:
+        has_served = self._is_router_gone and now - self._sent_at >= SERVED_S
+        if self._first_failed_at is None or has_served:
             self._first_failed_at = now
+        self._is_router_gone = False
         self._num_failed += 1
+        pause_s = self._next_pause_s(now, self._first_failed_at + self._limit_s, hint_s)
+        self._sent_at = now + (pause_s or 0.0)
+        return pause_s
+
+    def _next_pause_s(self, now: float, end: float, hint_s: float | None) -> float | None:
         is_suspect = self._num_proofs >= MAX_ROUTERS_LOST
         if self._num_failed < self._num_routers and not is_suspect:
             return 0.0
@@ -130,7 +150,6 @@ class RetryPolicy:
         pause_s = growing_pause_s(num_rounds, MAX_PAUSE_S, self._draw(), hint_s or 0.0)
         if is_suspect:
             pause_s, self._num_proofs = pause_s + NEWS_S, MAX_ROUTERS_LOST - 1
-        end = self._first_failed_at + self._limit_s
         return pause_s if now + pause_s < (end if self._deadline is None else min(end, self._deadline)) else None
 
     def time_left_s(self, now: float) -> float | None:

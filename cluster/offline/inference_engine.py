@@ -101,6 +101,7 @@ class InferenceEngine:
         self._numbers = itertools.count()
         self._weights: WeightFolder | None = None
         self._updating = threading.Lock()
+        self._stopping = threading.Lock()
         self._num_updates = 0
         self._replica: Replica | None = None
         self._pid = os.getpid()
@@ -123,16 +124,18 @@ class InferenceEngine:
         self._replica, self._pid = replica, os.getpid()
 
     def stop(self) -> None:
-        """Aborts what is running, answers everyone, and ends the replica. Safe to call twice. In a process that was
-        forked from the one that loaded the model, nothing is there to be ended.
+        """Aborts what is running, answers everyone, and ends the replica. Safe to call twice, also at the same time.
+
+        In a process that was forked from the one that loaded the model, nothing is there to be ended.
         """
         if self._pid != os.getpid():
             return
-        if self._replica is not None and self._router is not None:
-            self._router.end_all()
-            self._replica.stop()
-            self._router.close()
-            self._replica = None
+        with self._stopping:
+            if self._replica is not None and self._router is not None:
+                self._router.end_all()
+                self._replica.stop()
+                self._router.close()
+                self._replica = None
 
     def __enter__(self) -> "InferenceEngine":
         self.start()
@@ -225,7 +228,7 @@ class InferenceEngine:
             raise
 
     def abort(self, request_id: str) -> None:
-        """Ends a request within one step. Unknown ids are ignored."""
+        """Ends a request within one step. Unknown ids are ignored. An id that callers have given means theirs alone."""
         if self._router is not None:
             self._router.abort(request_id)
 

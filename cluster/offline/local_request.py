@@ -44,6 +44,8 @@ class LocalRequest:
         """`name` is what outputs call it; without an id of its own the router chooses one that nobody can write.
         `is_awaited`: the caller waits for `admitted`, which alone then reports what is wrong with the request."""
         self.request_id = name
+        self.has_own_id = bool(request.request_id)
+        """Its caller has given the id."""
         self.future: Future[RequestOutput] = Future()
         self.future.set_running_or_notify_cancel()  # it is cancelled through the router, not through the future
         self.admitted: Future[None] = Future()

@@ -1,6 +1,6 @@
 """In-process router: request processor and dispatch host on an event loop, in a thread of their own.
 
-What may live here: the thread, its start and end, and the open requests. What may not: the stages of a request
+What may live here: the router's start and end, and the open requests. What may not: the stages of a request
 (`router/requests/`), and its result for the caller (`local_request.py`).
 """
 
@@ -8,10 +8,9 @@ import asyncio
 import math
 import random
 import threading
-from collections.abc import Coroutine
 from functools import partial
-from typing import Any, TypeVar
 
+from holdfast.cluster.loop_thread import LoopThread
 from holdfast.cluster.offline.local_replica import REPLICA_ID, LocalReplica
 from holdfast.cluster.offline.local_request import LocalRequest
 from holdfast.router.config import LimitsConfig, RouterConfig
@@ -24,14 +23,13 @@ from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.errors import HoldfastError, RequestAbortedError
 from holdfast.worker.replica.replica import Replica
 
-ResultT = TypeVar("ResultT")
-
 
 class LocalRouter:
     """The router of one replica. Made by `start`; its public methods may be called from any thread."""
 
     def __init__(self) -> None:
-        self._loop = _new_event_loop()
+        self._thread = LoopThread("router", _stopped, _new_event_loop)
+        self._loop = self._thread.loop
         self._gate = threading.Lock()
         self._is_closed = False
         self._open: dict[LocalRequest, asyncio.Task[tuple[CompletedSequence, ...]]] = {}
@@ -42,8 +40,6 @@ class LocalRouter:
         self._updating = asyncio.Lock()
         self._num_replaced = 0
         self.tokenizer: Tokenizer
-        self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
-        self._thread.start()
 
     @classmethod
     def start(cls, replica: Replica, limits: LimitsConfig, *, max_waiting: int) -> "LocalRouter":
@@ -53,7 +49,7 @@ class LocalRouter:
         """
         router = cls()
         try:
-            router._wait(router._set_up(replica, limits, max_waiting))
+            router._thread.run(router._set_up(replica, limits, max_waiting))
         except BaseException:  # an interrupt as well: the thread may not be left running
             router.close()
             raise
@@ -63,7 +59,7 @@ class LocalRouter:
         """Begins a request; its caller gets an answer whatever happens. Raises the error that has ended the router."""
         with self._gate:
             if self._is_closed:
-                raise RequestAbortedError("the engine was stopped")
+                raise _stopped()
             if self._replica.failure is not None:
                 raise self._replica.failure
             self._loop.call_soon_threadsafe(self._begin, request)
@@ -84,23 +80,21 @@ class LocalRouter:
         """Puts other weights in place. Requests that run finish before, or with `replay` go on with the new ones after
         the tokens that they have. Blocking. Raises what `Replica.update_weights` raises.
         """
-        self._wait(self._update_weights(folder, version, replay=replay))
+        self._thread.run(self._update_weights(folder, version, replay=replay))
 
     def is_this_thread(self) -> bool:
         """Whether the caller is on the router's own thread, where waiting for a request would block it for ever."""
-        return threading.current_thread() is self._thread
+        return self._thread.is_this_thread()
 
     def end_all(self) -> None:
         """Admits no more requests, and ends the open ones with their output so far."""
         with self._gate:
             self._is_closed = True
-        self._wait(self._end_all())
+        self._thread.run(self._end_all())
 
     def close(self) -> None:
-        """Ends the thread. The engine must have ended."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        """Ends the thread, and answers who still waits on it. The engine must have ended."""
+        self._thread.close()
 
     # --- on the event loop ---
 
@@ -166,9 +160,10 @@ class LocalRouter:
             self._open[request].cancel()
 
     def _abort(self, request_id: str) -> None:
-        for request, task in self._open.items():
-            if request.request_id == request_id:
-                task.cancel()
+        """Where callers have given this id, theirs end, and none that only happens to be called so by default."""
+        named = [request for request in self._open if request.request_id == request_id]
+        for request in [one for one in named if one.has_own_id] or named:
+            self._open[request].cancel()
 
     async def _end_all(self) -> None:
         self._processor.close()
@@ -178,10 +173,9 @@ class LocalRouter:
         if tasks:
             await asyncio.wait(tasks)
 
-    # --- inside ---
 
-    def _wait(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+def _stopped() -> RequestAbortedError:
+    return RequestAbortedError("the engine was stopped")
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:

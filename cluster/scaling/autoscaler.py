@@ -77,6 +77,7 @@ class Autoscaler:
         self._need = Level(keep_s)
         """Replicas that the running load needs."""
         self._arrivals = Rate(ARRIVAL_WINDOW_S)
+        self._left = Rate(ARRIVAL_WINDOW_S)
         self._served = Rate(RATE_WINDOW_S)
         self._prefills: dict[str, Rate] = {}
         self._best_per_s = 0.0
@@ -124,7 +125,8 @@ class Autoscaler:
         now_s = seen.now_s
         if demand.num_open or self._busy_s is None:
             self._busy_s = now_s
-        self._arrivals.note(now_s, demand.num_arrived)
+        self._arrivals.note(now_s, demand.num_arrived + demand.num_left)
+        self._left.note(now_s, demand.num_left)
         self._served.note(now_s, demand.num_first_tokens)
         num_serving = len(demand.replicas)
         for _ in range(num_serving - self._num_serving):
@@ -181,7 +183,7 @@ class Autoscaler:
         wait_s, per_s = self.queue_s(demand), self._best_per_s
         if wait_s <= QUEUE_SHARE * self._settings.target_ttft_s or not per_s:
             return Decision(num_replicas=0, reason="the queue is short")
-        arrivals_per_s = max(self._arrivals.per_s, self._served.per_s)
+        arrivals_per_s = max(self._arrivals.per_s - self._left.per_s, self._served.per_s)
         queued = _num_waiting(demand)
         then = queued + (arrivals_per_s - per_s * seen.num_wanted) * self._startup_s
         wanted = (arrivals_per_s + max(0.0, then) / self._startup_s) / per_s

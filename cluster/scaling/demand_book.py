@@ -7,7 +7,7 @@ Time is passed in, in seconds of any one clock. What may not live here: the acto
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from holdfast.router.demand import ModelDemand, merged
+from holdfast.router.demand import ModelDemand, merged, with_counts_of, with_counts_since
 
 FRESH_S: Final = 5.0
 """What a router has told counts for so long: it tells every second or so."""
@@ -29,6 +29,10 @@ class DemandBook:
         self._followed: dict[str, tuple[float | None, float]] = {}
         self._told: dict[str, tuple[float, Sequence[ModelDemand]]] = {}
         self._pinned: dict[str, tuple[int, float]] = {}
+        self._counted: dict[str, ModelDemand] = {}
+        """By model: what routers have counted since the book knows them. A router that comes, goes or falls silent
+        changes these counts by nothing: its whole past would look like a burst.
+        """
 
     def follow(self, model: str, cold_start_wait_s: float | None, now_s: float) -> bool:
         """An autoscaler asks about a model. Returns whether routers have to hear of it."""
@@ -38,13 +42,21 @@ class DemandBook:
 
     def note(self, router_id: str, demands: Sequence[ModelDemand], now_s: float) -> None:
         """What a router sees now, of all models that are followed."""
+        _, before = self._told.get(router_id, (now_s, ()))
+        earlier = {one.model: one for one in before}
+        for one in demands:
+            if one.model in earlier:
+                counted = self._counted.get(one.model, ModelDemand(model=one.model))
+                self._counted[one.model] = with_counts_since(counted, earlier[one.model], one)
         self._told[router_id] = now_s, demands
 
     def demand(self, model: str, now_s: float) -> ModelDemand | None:
-        """What routers see of a model together; None if none has told of it lately."""
+        """What routers see of a model together; None if none has told of it lately. Counts are those since the book
+        knows its routers.
+        """
         fresh = [demands for told_s, demands in self._told.values() if now_s - told_s <= FRESH_S]
         found = [one for demands in fresh for one in demands if one.model == model]
-        return merged(model, found) if found else None
+        return with_counts_of(merged(model, found), self._counted.get(model)) if found else None
 
     def pin(self, application: str, num_replicas: int | None, now_s: float) -> None:
         """An update sets the number of an application's replicas, whatever the load; None: the load decides again."""
@@ -63,6 +75,7 @@ class DemandBook:
         kept = {model: one for model, one in self._followed.items() if now_s - one[1] <= FOLLOWED_S}
         has_changed = kept.keys() != self._followed.keys()
         self._followed = kept
+        self._counted = {model: counted for model, counted in self._counted.items() if model in kept}
         return has_changed
 
     @property

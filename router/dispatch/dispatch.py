@@ -76,7 +76,7 @@ class Dispatch:
         self._num_submitted = 0
         self._first_tokens = defaultdict[str, FirstTokens](FirstTokens)
         self._ledger = VersionLedger()
-        self._endings = Endings(self._requests, self._placement, self._ledger)
+        self._endings = Endings(self._requests, self._placement, self._ledger, self._first_tokens)
         self._progress = Progress(self._requests, self._placement, self._ledger, self._first_tokens, self._endings)
 
     # --- events from clients ---
@@ -118,7 +118,8 @@ class Dispatch:
                 raise _version_gone(state)
         replica = self._placement.admit(state, now)
         self._requests.add(state, deadline)
-        self._first_tokens[model].num_arrived += 1
+        if not state.has_first_token:
+            self._first_tokens[model].num_arrived += 1
         actions = [] if replica is None else [self._placement.send(state, replica, now)]
         return actions + self._placement.drain_all(now)  # a submission adds to the retry budget of all models
 
@@ -307,6 +308,11 @@ class Dispatch:
     def is_busy(self, replica_id: str) -> bool:
         """Whether a replica that is up has an attempt of this router."""
         return self.num_attempts(replica_id) > 0
+
+    def is_retiring(self, replica_id: str) -> bool:
+        """Whether a replica that is up takes no new requests."""
+        replica = self._registry.get(replica_id)
+        return replica is not None and replica.is_retiring
 
     def num_attempts(self, replica_id: str) -> int:
         """How many a replica has of this router; 0 where it is not up."""

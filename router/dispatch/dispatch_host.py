@@ -170,7 +170,9 @@ class DispatchHost:
         self.perform(self._dispatch.step(replica_id, update, self.now()))
 
     def replica_retiring(self, replica_id: str, is_retiring: bool) -> None:
-        self._note_news("leaving" if is_retiring else "back", replica_id)
+        """As `Dispatch.replica_retiring`. Links repeat it with every view of the directory: only a change is news."""
+        if self._dispatch.is_retiring(replica_id) is not is_retiring and replica_id in self._ports:
+            self._note_news("leaving" if is_retiring else "back", replica_id)
         self.perform(self._dispatch.replica_retiring(replica_id, is_retiring, self.now()))
 
     def replica_down(self, replica_id: str, error: HoldfastError) -> None:

@@ -5,29 +5,48 @@ What may live here: an end's actions, and what it leaves in the tables. What may
 """
 
 import logging
+from collections.abc import Mapping
 from typing import Final
 
+from holdfast.router.dispatch.first_tokens import FirstTokens
 from holdfast.router.dispatch.placement import Placement
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.events import Action, Fail, SendAbort
 from holdfast.router.replicas.versions import VersionLedger
-from holdfast.worker.errors import DeadlineExceededError, Fault, HoldfastError, InternalError
+from holdfast.worker.errors import (
+    CallerError,
+    DeadlineExceededError,
+    Fault,
+    HoldfastError,
+    InternalError,
+    RequestAbortedError,
+)
 
 logger = logging.getLogger(__name__)
 
 _OF_SERVERS: Final = {Fault.REPLICA, Fault.BUG}
 
+_LEAVING: Final = {RequestEvent.CANCEL, RequestEvent.HAND_OVER}
+"""Ends by which a client asks for nothing more here."""
+
 
 class Endings:
     """Ends requests of one router's tables."""
 
-    def __init__(self, requests: RequestTable, placement: Placement, ledger: VersionLedger) -> None:
+    def __init__(
+        self,
+        requests: RequestTable,
+        placement: Placement,
+        ledger: VersionLedger,
+        first_tokens: Mapping[str, FirstTokens],
+    ) -> None:
         self._requests = requests
         self._placement = placement
         self._queue = placement.queue
         self._ledger = ledger
+        self._first_tokens = first_tokens
 
     def fail(
         self,
@@ -42,7 +61,8 @@ class Endings:
         if is_told and (error.fault in _OF_SERVERS or isinstance(error, DeadlineExceededError)):
             assert state.attempt is not None
             self._ledger.note_failed(state.model, state.attempt.replica.version)
-        closing = self.close(state, event, replica_has_it=replica_has_it)
+        has_left = isinstance(error, CallerError | RequestAbortedError)
+        closing = self.close(state, event, replica_has_it=replica_has_it, has_left=has_left)
         return [Fail(key=state.key, error=error), *closing]
 
     def fail_all(
@@ -70,9 +90,17 @@ class Endings:
         error = InternalError(f"the output could not be turned into text: {type(bug).__name__}")
         return self.fail(state, error, replica_has_it=replica_has_it)
 
-    def close(self, state: RequestState, event: RequestEvent, *, replica_has_it: bool = True) -> list[Action]:
-        """Removes a request. Its replica gets an abort if it may still run the attempt."""
+    def close(
+        self, state: RequestState, event: RequestEvent, *, replica_has_it: bool = True, has_left: bool = False
+    ) -> list[Action]:
+        """Removes a request. Its replica gets an abort if it may still run the attempt.
+
+        `has_left`: it is an end by which its client waits for no token here; cancelled and handed over ones always are.
+        What failed for its deadline, or for want of room, stays demand that was not met.
+        """
         actions: list[Action] = []
+        if not state.has_first_token and (has_left or event in _LEAVING):
+            self._first_tokens[state.model].num_left += 1
         if state.status.is_waiting:
             self._queue.remove(state)
         elif state.status is not RequestStatus.SUSPENDED:

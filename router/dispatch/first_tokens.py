@@ -1,5 +1,7 @@
 """First tokens of the requests of one model: how many requests came, how many have begun to be answered, how soon.
 
+A request that goes on after tokens of another router, or of a replica that was lost, has had its first token.
+
 What may live here: the counts. What may not: clocks, and what follows from them (`cluster/scaling/`).
 """
 
@@ -17,6 +19,8 @@ class FirstTokens:
     def __init__(self) -> None:
         self.num_arrived = 0
         self.num_first_tokens = 0
+        self.num_left = 0
+        """Of those that arrived: their clients have left before the first token, and wait for none here."""
         self._recent = deque[tuple[float, float]](maxlen=NUM_RECENT)
 
     def note(self, opened_s: float, now: float) -> None:

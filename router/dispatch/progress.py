@@ -81,8 +81,10 @@ class Progress:
         if delta.finish_reason is FinishReason.ABORT:
             return self._refuse(state, ReplicaError("the replica gave the request up"), now)
         if not state.output_token_ids:
-            self._first_tokens[state.model].note(state.timeline.opened_s, now)
             state.num_cached_tokens = delta.num_cached_tokens
+        if not state.has_first_token:
+            state.has_first_token = True
+            self._first_tokens[state.model].note(state.timeline.opened_s, now)
         try:
             token_ids, logprobs = delta.token_ids[num_seen:], delta.logprobs[num_seen:]
             delivery = state.take(token_ids, delta.finish_reason, logprobs, delta.prompt_logprobs)

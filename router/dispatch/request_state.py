@@ -41,6 +41,8 @@ class RequestState:
     """Number of this submission, as the client counts; 0: the client does not submit again."""
     output_token_ids: list[int] = field(default_factory=list)
     """All so far, beginning with those of a resumed request."""
+    has_first_token: bool = False
+    """Its client has had a token, of a resumed request perhaps of another router."""
     unsent_text: str = ""
     """Text of a resumed request that goes out with the first delivery."""
     num_cached_tokens: int = 0
@@ -103,6 +105,7 @@ class RequestState:
             urgency=urgency,
             timeline=timeline or Timeline(),
             output_token_ids=list(request.output_token_ids),
+            has_first_token=bool(request.output_token_ids),
             unsent_text=caught_up.unsent_text,
             fingerprint=caught_up.fingerprint,
             bound_version=version_of(caught_up.fingerprint),

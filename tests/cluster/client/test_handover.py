@@ -99,3 +99,39 @@ def test_closing_ends_the_stream_and_answers_who_still_reads():
         assert source.is_closed
         with pytest.raises(RuntimeError, match="closed while its stream"):
             list(handover)
+
+
+@pytest.mark.parametrize(
+    "when", ["before the first item is asked for", "between asking and beginning", "after the end"]
+)
+def test_a_stream_that_was_closed_before_it_was_read_answers_its_reader(when):
+    source = Source(3)
+    with handed_over(source) as (handover, loop):
+        if when == "after the end":
+            assert list(handover) == [1, 2, 3]
+        got: list[BaseException | list[int]] = []
+
+        def read() -> None:
+            try:
+                got.append(list(handover))
+            except RuntimeError as error:
+                got.append(error)
+
+        reader = threading.Thread(target=read, daemon=True)
+        if when == "between asking and beginning":
+            reader_began, begin = threading.Event(), handover._begin
+            handover._begin = reader_began.set
+            reader.start()
+            assert reader_began.wait(10)
+            asyncio.run_coroutine_threadsafe(handover.end(), loop).result(10)
+            loop.call_soon_threadsafe(begin)
+        else:
+            asyncio.run_coroutine_threadsafe(handover.end(), loop).result(10)
+            reader.start()
+        reader.join(10)
+        assert not reader.is_alive()
+        if when == "after the end":
+            assert got == [[]]
+        else:
+            assert isinstance(got[0], RuntimeError)
+            assert source.num_taken == 0

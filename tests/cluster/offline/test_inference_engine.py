@@ -188,6 +188,13 @@ def test_a_request_may_be_given_a_name(engine):
         older.result(30)
     engine.abort("same")
     assert newer.result(30).outputs[0].finish_reason == "abort"
+    default = engine.submit_request("hello", ENDLESS)
+    given = engine.submit_request("hello", ENDLESS, request_id=default.request_id)
+    engine.abort(default.request_id)
+    assert given.result(30).outputs[0].finish_reason == "abort"
+    assert not default.future.done(), "the id is the other one's own"
+    engine.abort(default.request_id)
+    assert default.result(30).outputs[0].finish_reason == "abort", "nobody else is called so any more"
 
 
 def test_a_replica_that_fails_raises_for_everyone_who_waits(engine):

@@ -20,7 +20,7 @@ class Model:
         self.wanted = self.serving = num_replicas
         self.running = self.queued = self.open = 0
         self.kv_use = self.wait_s = self.ttft_s = 0.0
-        self.arrived = self.first_tokens = 0
+        self.arrived = self.first_tokens = self.left = 0
         self.prefill_tokens = 0
         self.speed = 0.0
         self.starts_at_once = True
@@ -44,7 +44,8 @@ class Model:
             num_queued=self.queued,
             num_queued_tokens=100 * self.queued,
             longest_wait_s=self.wait_s,
-            num_arrived=self.arrived,
+            num_arrived=self.arrived - self.left,
+            num_left=self.left,
             num_first_tokens=self.first_tokens,
             ttft_s=self.ttft_s,
             replicas=replicas,
@@ -129,6 +130,22 @@ def test_a_queue_that_is_gone_before_a_replica_would_serve_brings_none():
     model.queued = 5
     model.arrived += 5
     assert model.run(1) == [1]
+
+
+@pytest.mark.parametrize(("left_per_s", "expected"), [(0, 6), (2, 2)])
+def test_who_has_left_before_the_first_token_is_no_load_to_come(left_per_s, expected):
+    """A request a second is served, three come, and eight wait: 3 + (8 + 2 * 10) / 10. Where two leave: 1 + 8 / 10."""
+    model = Model()
+    model.starts_at_once = False
+    for _ in range(60):
+        model.arrived, model.first_tokens = model.arrived + 1, model.first_tokens + 1
+        model.run(1)
+    for _ in range(30):
+        model.arrived, model.first_tokens = model.arrived + 3, model.first_tokens + 1
+        model.left += left_per_s
+        model.run(1)
+    model.queued = 8
+    assert model.run(1) == [expected]
 
 
 def test_late_first_tokens_bring_one_at_a_time():

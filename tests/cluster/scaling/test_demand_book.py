@@ -51,3 +51,32 @@ def test_what_an_update_has_set_holds_until_it_ends_or_for_an_hour():
     book.pin("ns:unknown", None, 30.0)
     assert book.pinned(30.0) == {"ns:a#2": 1}
     assert book.pinned(11.0 + PINNED_S) == {}
+
+
+def test_counts_grow_with_what_routers_count_and_not_with_routers():
+    """A router that is seen for the first time, or again, brings its whole past: that is no burst."""
+    book = DemandBook()
+    book.follow("a", None, 0.0)
+
+    def tell(router_id: str, now_s: float, num_arrived: int, num_first_tokens: int, num_left: int = 0) -> None:
+        counts = {"num_arrived": num_arrived, "num_first_tokens": num_first_tokens, "num_left": num_left}
+        book.note(router_id, [ModelDemand(model="a", **counts)], now_s)
+
+    def counts(now_s: float) -> tuple[int, int, int]:
+        demand = book.demand("a", now_s)
+        assert demand is not None
+        return demand.num_arrived, demand.num_first_tokens, demand.num_left
+
+    tell("r1", 0.0, 10_000, 9_990)
+    assert counts(0.0) == (0, 0, 0)
+    tell("r1", 1.0, 10_005, 9_993, 2)
+    assert counts(1.0) == (5, 3, 2)
+    tell("r2", 1.0, 30_000, 29_000)
+    assert counts(1.0) == (5, 3, 2), "another router comes"
+    tell("r2", 2.0, 30_001, 29_001)
+    assert counts(2.0) == (6, 4, 2)
+    book.expire(20.0)
+    tell("r1", 20.0, 20_000, 19_000)
+    assert counts(20.0) == (6, 4, 2), "it was silent"
+    tell("r1", 21.0, 3, 1)
+    assert counts(21.0) == (9, 5, 2), "it has begun anew"

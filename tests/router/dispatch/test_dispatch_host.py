@@ -11,7 +11,7 @@ from holdfast.router.dispatch.dispatch_host import FINEST_S, DispatchHost
 from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.events import SendAbort, SendSubmit
 from holdfast.router.resume import NewSequence
-from holdfast.worker.errors import DeadlineExceededError, InternalError, RequestSupersededError
+from holdfast.worker.errors import DeadlineExceededError, InternalError, ReplicaError, RequestSupersededError
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_update import StepUpdate
@@ -248,3 +248,21 @@ async def test_an_event_loop_is_a_clock():
     await news.wait()
     with pytest.raises(DeadlineExceededError):
         stream.poll()
+
+
+def test_only_changes_of_replicas_are_news():
+    """A link repeats at every view of the directory whether its replica stays."""
+    board = Board()
+    host = board.dispatch_host
+    for is_retiring in (False, False, True, True, False, False):
+        host.replica_retiring("r", is_retiring)
+        host.replica_retiring("never-up", is_retiring)
+    host.replica_down("never-up", ReplicaError("it has not come up"))
+    host.replica_down("r", ReplicaError("it is gone"))
+    host.replica_retiring("r", True)
+    assert [(event.kind, event.replica_id) for event in host.news] == [
+        ("up", "r"),
+        ("leaving", "r"),
+        ("back", "r"),
+        ("lost", "r"),
+    ]

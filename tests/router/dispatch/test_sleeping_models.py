@@ -3,7 +3,8 @@
 import pytest
 
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.worker.errors import QueueFullError, ReplicaError
+from holdfast.worker.errors import InvalidRequestError, QueueFullError, ReplicaError, RequestAbortedError
+from holdfast.worker.step_update import Rejection
 from tests.router.core import Core, delta, failure, load, sent
 
 
@@ -68,3 +69,59 @@ def test_the_demand_is_what_the_tables_hold():
     assert (replica.replica_id, replica.num_running, replica.num_waiting) == ("r", 3, 1)
     core.dispatch.replica_retiring("r", True, core.now)
     assert core.dispatch.demands(core.now)[0].replicas == (), "a retiring replica takes nothing new"
+
+
+def counts(core: Core) -> tuple[int, int, int]:
+    (demand,) = core.dispatch.demands(core.now)
+    return demand.num_arrived, demand.num_first_tokens, demand.num_left
+
+
+def test_a_request_that_goes_on_after_tokens_of_another_router_is_no_arrival():
+    core = Core()
+    core.up("r")
+    attempt = sent(core.submit("x", output=(5, 6), client_attempt=2)).attempt
+    assert counts(core) == (0, 0, 0)
+    core.step(delta(attempt, 2, 7))
+    assert counts(core) == (0, 0, 0)
+    core.cancel("x")
+    assert counts(core) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ("cancel", (0, 0, 1)),
+        ("abort", (0, 0, 1)),
+        ("hand over", (0, 0, 1)),
+        ("submit again", (1, 0, 1)),
+        ("refused as invalid", (0, 0, 1)),
+        ("deadline", (1, 0, 0)),
+        ("first token, then cancel", (1, 1, 0)),
+        ("lost with its replica", (1, 0, 0)),
+    ],
+)
+def test_who_leaves_before_the_first_token_is_counted_as_that_and_what_fails_stays_demand(end, expected):
+    core = Core()
+    core.up("r")
+    attempt = sent(core.submit("x", timeout_s=9.0, client_attempt=1)).attempt
+    match end:
+        case "cancel":
+            core.cancel("x")
+        case "abort":
+            core.abort("x")
+        case "hand over":
+            core.dispatch.hand_over(RequestAbortedError("stopping"))
+        case "submit again":
+            core.supersede("x", 2)
+            core.submit("x", client_attempt=2)
+        case "refused as invalid":
+            core.step(rejections=(Rejection(attempt=attempt, error=InvalidRequestError("top_k", 3, "is refused")),))
+        case "deadline":
+            core.tick(10.0)
+        case "first token, then cancel":
+            core.step(delta(attempt, 0, 7))
+            core.cancel("x")
+        case "lost with its replica":
+            core.down("r")
+            core.up("s")
+    assert counts(core) == expected
