@@ -45,6 +45,10 @@ class LinkPool:
         self._tokenizers = tokenizers
         self._config = config
         self._links: dict[str, ReplicaLink] = {}
+        self._wanted: frozenset[ReplicaEndpoint] = frozenset()
+        self._updating = asyncio.Lock()
+        """Links are hung up and dialled by one update at a time: hanging up waits for the link's end."""
+        self._is_stopped = False
 
     async def follow(self, directory: ReplicaDirectory) -> None:
         """Follows the directory until cancelled. If it fails, it is watched again after a pause, and the links stay."""
@@ -62,7 +66,13 @@ class LinkPool:
             await asyncio.sleep(WATCH_AGAIN_S)
 
     async def update(self, endpoints: frozenset[ReplicaEndpoint]) -> None:
-        """Dials new replicas, retires the links of missing ones."""
+        """Dials new replicas, retires the links of missing ones. Of several updates at a time the last one holds."""
+        self._wanted = endpoints
+        async with self._updating:
+            if not self._is_stopped:
+                await self._follow(self._wanted)
+
+    async def _follow(self, endpoints: frozenset[ReplicaEndpoint]) -> None:
         wanted = {endpoint.replica_id: endpoint for endpoint in endpoints}
         self._links = {replica_id: link for replica_id, link in self._links.items() if not link.has_ended}
         for replica_id, link in list(self._links.items()):
@@ -79,9 +89,11 @@ class LinkPool:
             link.set_log_level(self._orders.log_level)
 
     async def stop(self) -> None:
-        """Closes all links."""
-        await asyncio.gather(*(link.stop() for link in self._links.values()))
-        self._links.clear()
+        """Closes all links, for good."""
+        self._is_stopped = True
+        async with self._updating:
+            await asyncio.gather(*(link.stop() for link in self._links.values()))
+            self._links.clear()
 
     def kill(self, replica_id: str) -> None:
         """The replica's process is to end at once. It must be one that is up."""

@@ -83,11 +83,19 @@ class Engine:
         self._gpu_due_s = -math.inf
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._has_started = False
+        self._starting = threading.Lock()
+        """Of the start, and of an end before it."""
 
     # --- for any thread ---
 
     def start(self) -> None:
-        self._thread.start()
+        """Once. Raises why the engine has ended, if it was ended before."""
+        with self._starting:
+            if (ended_by := self._inbox.closed_by) is not None:
+                raise ended_by
+            self._has_started = True
+            self._thread.start()
 
     def stop(self, timeout_s: float = STOP_LIMIT_S) -> None:
         """Aborts what is running, answers everyone and joins the thread. Safe to call twice.
@@ -95,6 +103,8 @@ class Engine:
         A thread that does not end, as one that waits for a device whose peer has died, is left behind after
         `timeout_s`; everyone is answered on this thread then.
         """
+        if self._ends_before_start(ReplicaError("the replica was stopped before it was started")):
+            return
         self._inbox.put_unless_closed(self._stop)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
@@ -103,7 +113,9 @@ class Engine:
                 self.give_up(ReplicaError(f"the engine did not end within {timeout_s:.0f} s"))
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the engine has ended, after at most so long."""
+        """Whether the engine has ended, after at most so long. One that was not started has ended if it was stopped."""
+        if not self._has_started:
+            return self._inbox.closed_by is not None
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -134,13 +146,25 @@ class Engine:
 
     def fail(self, error: HoldfastError) -> None:
         """Ends the engine from outside, as when a rank has died while nothing was running."""
-        self._inbox.put_unless_closed(lambda: _raise(error))
+        if not self._ends_before_start(error):
+            self._inbox.put_unless_closed(lambda: _raise(error))
 
     def give_up(self, error: HoldfastError) -> None:
         """Ends a frozen engine: tells every listener now, on this thread, because the engine's may never come back."""
+        if self._ends_before_start(error):
+            return
         if self._inbox.close(error):
             self._stopping = True
             self._tell_of_end(error)
+
+    def _ends_before_start(self, error: HoldfastError) -> bool:
+        """Whether the engine has no thread: then it ends on this one, and everyone is answered."""
+        with self._starting:
+            if self._has_started:
+                return False
+            if self._inbox.closed_by is None:
+                self._end(error)
+            return True
 
     def stats(self, timeout_s: float = 30.0) -> EngineStats:
         """Exact counts between two steps. Raises `ReplicaError` if the engine has ended."""

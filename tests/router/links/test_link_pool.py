@@ -3,6 +3,8 @@
 import asyncio
 
 from holdfast.router.config import RouterConfig
+from holdfast.router.links.link_pool import LinkPool
+from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.router.orders import Change
 from tests.fakes import FakeReplica, Wire
 from tests.loops import on_each_loop
@@ -200,3 +202,89 @@ async def test_an_idle_replica_may_be_silent():
 def test_a_node_that_is_gone_is_found_in_less_than_ten_seconds():
     config = RouterConfig()
     assert config.keepalive_s + config.keepalive_timeout_s < 10
+
+
+# --- updates at the same time ---
+
+
+class Dialled:
+    """A link without a wire, whose end a test lets come."""
+
+    def __init__(self, pool: "Pool", endpoint: ReplicaEndpoint) -> None:
+        self.pool, self.endpoint, self.is_up, self.has_ended = pool, endpoint, True, False
+        self.may_end = asyncio.Event()
+        self.retired: list[bool] = []
+
+    def start(self) -> None:
+        self.pool.open.append(self.endpoint)
+        ids = [one.replica_id for one in self.pool.open]
+        assert len(ids) == len(set(ids)), "two links to one replica"
+
+    def retire(self, is_retired: bool) -> None:
+        self.retired.append(is_retired)
+
+    def set_log_level(self, level: object) -> None:
+        pass
+
+    async def stop(self) -> None:
+        self.pool.ending.append(self)
+        await self.may_end.wait()
+        self.pool.open.remove(self.endpoint)
+
+
+class Pool:
+    """A link pool, and what it has dialled."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.open: list[ReplicaEndpoint] = []
+        self.ending: list[Dialled] = []
+        links = lambda endpoint, *_: Dialled(self, endpoint)  # noqa: E731
+        monkeypatch.setattr("holdfast.router.links.link_pool.ReplicaLink", links)
+        self.pool = LinkPool(None, None, RouterConfig())
+
+    def update(self, **addresses: str) -> "asyncio.Task[None]":
+        """Replicas by name and address."""
+        return asyncio.create_task(self.pool.update(endpoints(**addresses)))
+
+
+def endpoints(**addresses: str) -> frozenset[ReplicaEndpoint]:
+    return frozenset(
+        ReplicaEndpoint(replica_id=name, model="m", model_path="/nowhere", address=address)
+        for name, address in addresses.items()
+    )
+
+
+async def turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@on_each_loop
+async def test_of_several_updates_at_a_time_the_last_one_holds(monkeypatch):
+    place = Pool(monkeypatch)
+    await place.update(a="1", b="1")
+    moved = [place.update(a="2", b="1"), place.update(a="2", b="2"), place.update(c="1")]
+    await turns()
+    while place.ending:
+        place.ending.pop().may_end.set()
+        await turns()
+    assert all(task.done() and task.exception() is None for task in moved)
+    retired = {name: link.retired[-1:] == [True] for name, link in place.pool._links.items()}
+    assert retired == {"a": True, "b": True, "c": False}
+    assert {link.endpoint for link in place.pool._links.values()} == set(place.open)
+
+
+@on_each_loop
+async def test_a_pool_that_was_stopped_while_it_was_updated_dials_nobody(monkeypatch):
+    place = Pool(monkeypatch)
+    await place.update(a="1")
+    moving = place.update(a="2", b="1")
+    await turns()
+    stopping = asyncio.create_task(place.pool.stop())
+    late = place.update(c="1")
+    await turns()
+    while place.ending:
+        place.ending.pop().may_end.set()
+        await turns()
+    await asyncio.gather(moving, stopping, late)
+    assert place.open == []

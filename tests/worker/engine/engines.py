@@ -65,7 +65,9 @@ class Gate(PseudoRunner):
         return super().run(plan)
 
 
-def make_engine(runner: PseudoRunner | None = None, **options) -> tuple[Engine, PseudoRunner, Recorder]:
+def make_engine(
+    runner: PseudoRunner | None = None, *, is_started: bool = True, **options
+) -> tuple[Engine, PseudoRunner, Recorder]:
     runner = runner or PseudoRunner(NUM_BLOCKS, BLOCK_SIZE)
     scheduler = Scheduler(
         SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4),
@@ -76,7 +78,8 @@ def make_engine(runner: PseudoRunner | None = None, **options) -> tuple[Engine, 
     )
     engine, recorder = Engine(scheduler, runner, idle_s=0.05, **options), Recorder()
     engine.attach(recorder)
-    engine.start()
+    if is_started:
+        engine.start()
     return engine, runner, recorder
 
 

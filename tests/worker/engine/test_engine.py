@@ -218,3 +218,24 @@ def test_stop_does_not_wait_for_a_step_that_never_ends():
     assert isinstance(recorder.failure, ReplicaError)
     assert not engine.wait(0), "the step is still running"
     released.set()
+
+
+@pytest.mark.parametrize("end", ["stop", "give up", "fail"])
+def test_an_engine_that_ends_before_its_start_answers_everyone_and_does_not_start(end):
+    engine, runner, recorder = make_engine(is_started=False)
+    closed = threading.Event()
+    runner.close = closed.set
+    engine.submit(make_request("r"), recorder)
+    action = engine.between_steps(lambda: None)
+    assert not engine.wait(0.0)
+    error = ReplicaError("a rank died")
+    {"stop": engine.stop, "give up": lambda: engine.give_up(error), "fail": lambda: engine.fail(error)}[end]()
+    assert closed.is_set()
+    assert isinstance(recorder.failure, ReplicaError)
+    assert isinstance(action.exception(0), ReplicaError)
+    assert engine.wait(0.0)
+    assert not engine.has_work
+    for late in (lambda: engine.submit(make_request("s"), recorder), engine.stats, engine.start):
+        with pytest.raises(ReplicaError):
+            late()
+    engine.stop()
