@@ -105,7 +105,7 @@ def _token_ids(value: object) -> object:
 def _listed(value: object) -> object:
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, Collection) and not isinstance(value, str | bytes) else value
+    return tuple(value) if isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping) else value
 
 
 def _biases(value: object) -> object:
@@ -127,7 +127,10 @@ def _wrong_type() -> PydanticCustomError:
 MAX_LOGIT_BIAS: Final = 100.0
 """A bias of this size bans a token or forces it, as far as logits go."""
 
-_TokenId = Annotated[int, Field(ge=0)]
+MAX_WHOLE: Final = 2**31 - 1
+"""The largest whole number without a bound of its own, and the largest token id: what every protocol can carry."""
+
+_TokenId = Annotated[int, Field(ge=0, le=MAX_WHOLE)]
 _Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 
 NUMBER: Final = Kind(float, _number, "must be a number")
@@ -174,6 +177,8 @@ class Parameter:
     @cached_property
     def _validate(self) -> Callable[[object], Any]:
         constraints = [item for item in self.field.metadata if not isinstance(item, Kind | About)]
+        if self._is_unbounded:
+            constraints.append(Field(le=MAX_WHOLE))
         annotated: Any = Annotated
         checked = annotated[(self.kind.stored_as, *constraints, BeforeValidator(self.kind.prepare))]
         return TypeAdapter(checked, config=ConfigDict(strict=True)).validator.validate_python
@@ -184,7 +189,13 @@ class Parameter:
         if isinstance(cause, InvalidRequestError):
             return cause
         limit = self.kind.wish if first["type"].endswith("_type") else self.limit
+        if self._is_unbounded and first["type"] == "less_than_equal":
+            limit = f"must be at most {MAX_WHOLE}"
         return InvalidRequestError(f"{FIELD}.{self.name}", value, limit)
+
+    @property
+    def _is_unbounded(self) -> bool:
+        return self.kind is WHOLE and self._bound("le") is None
 
     @property
     def help(self) -> str:
