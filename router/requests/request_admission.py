@@ -20,7 +20,7 @@ from holdfast.router.requests.open_answers import OpenAnswers
 from holdfast.router.requests.pauses import Pauses
 from holdfast.router.resume import NewSequence, Resume, check_ends, new_sequence
 from holdfast.router.security.gate import Caller, Gate
-from holdfast.router.text.prompt import check_length, kept_tokens
+from holdfast.router.text.prompt import check_length, check_prompt_logprobs, kept_tokens
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.router.text.vocabulary import check_encoded, check_vocabulary, resolved
@@ -162,6 +162,7 @@ class RequestAdmission:
         check_length(
             request.prompt_field, shown, len(token_ids), max_sequence_len=max_sequence_len, max_model_len=max_model_len
         )
+        check_prompt_logprobs(request.sampling_params, len(token_ids))
         if request.chat is None and not isinstance(request.prompt, str):
             check_vocabulary("token_ids", token_ids, model.facts.vocab_size)  # not of more than a model takes
         else:

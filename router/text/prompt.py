@@ -4,12 +4,20 @@ Pure functions, for the router and for the offline engine. What may not live her
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 from holdfast.router.request import EMPTY_PROMPT
 from holdfast.router.text.detokenizer import IncrementalDetokenizer
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
+
+MAX_PROMPT_LOGPROBS_BYTES: Final = 16 * 2**20
+"""Of one prompt. A link's messages have at most 64 MiB, and several prompts may end in one step."""
+
+_LOGPROB_BYTES: Final = 32
+_CANDIDATE_BYTES: Final = 10
+"""Of a token and of each of its candidates in a message, at most: an id of five bytes, a number of four."""
 
 
 def kept_tokens(token_ids: tuple[int, ...], params: SamplingParams, max_sequence_len: int) -> tuple[int, ...]:
@@ -41,6 +49,19 @@ def check_length(
     else:
         limit = f"a replica's KV cache holds {max_sequence_len} tokens; {length}"
     raise InvalidRequestError(field, prompt, limit)
+
+
+def check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
+    """Raises `InvalidRequestError` where the prompt's log-probabilities would not fit one message of a replica."""
+    if params.prompt_logprobs is None:
+        return
+    size = num_tokens * (_LOGPROB_BYTES + _CANDIDATE_BYTES * params.prompt_logprobs)
+    if size > MAX_PROMPT_LOGPROBS_BYTES:
+        limit = (
+            f"those of {num_tokens} tokens take {size} bytes, and a replica tells at most {MAX_PROMPT_LOGPROBS_BYTES} "
+            "at once: ask for fewer, or of a shorter prompt"
+        )
+        raise InvalidRequestError("sampling_params.prompt_logprobs", params.prompt_logprobs, limit)
 
 
 def echoed_text(

@@ -2,8 +2,15 @@
 
 import pytest
 
-from holdfast.router.text.prompt import echoed_text, kept_tokens
+from holdfast.router.text.prompt import (
+    MAX_PROMPT_LOGPROBS_BYTES,
+    check_prompt_logprobs,
+    echoed_text,
+    kept_tokens,
+)
 from holdfast.router.text.text_stream import TextStream
+from holdfast.v1 import engine_pb2
+from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import byte_tokenizer
 
@@ -42,3 +49,19 @@ def test_echo_and_output_are_the_text_of_all_tokens(prompt, output):
     text = echoed_text(byte_tokenizer(), tuple(prompt), tuple(prompt), params)
     text += stream.push(tuple(output)).text + stream.finish()
     assert text == (prompt + output).decode(errors="replace")
+
+
+def test_log_probabilities_of_a_prompt_fit_a_message_of_a_replica():
+    """Whatever the ids and numbers are; more are refused by name."""
+    item = engine_pb2.EngineTokenLogprob(logprob=-1e30, rank=2**32 - 1, token_id=2**32 - 1)
+    for num_top in (0, 20, 1024):
+        most = MAX_PROMPT_LOGPROBS_BYTES // (32 + 10 * num_top)
+        params = SamplingParams(prompt_logprobs=num_top)
+        check_prompt_logprobs(params, most)
+        with pytest.raises(InvalidRequestError, match=rf"prompt_logprobs = {num_top}: those of {most + 1} tokens take"):
+            check_prompt_logprobs(params, most + 1)
+        told = engine_pb2.EngineTokenLogprob(top_token_ids=[2**32 - 1] * num_top, top_logprobs=[-1e30] * num_top)
+        told.MergeFrom(item)
+        delta = engine_pb2.Delta(prompt_logprobs=[told])
+        assert delta.ByteSize() <= 32 + 10 * num_top
+    check_prompt_logprobs(SamplingParams(), 10**9)
