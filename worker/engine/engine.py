@@ -26,6 +26,7 @@ from holdfast.worker.engine.inbox import Inbox
 from holdfast.worker.engine.multi_step import RunLength
 from holdfast.worker.engine.overlapping import StepsInFlight
 from holdfast.worker.engine_core.engine_core import EngineCore
+from holdfast.worker.engine_core.lost_numbers import NumbersCheck
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.plan.step_plan import StepPlan, StepRunner
 from holdfast.worker.progress import ProgressCounter
@@ -122,6 +123,16 @@ class Engine:
     def attach(self, listener: StepListener) -> None:
         """From now on `listener` gets an update after every step. Raises `ReplicaError` if the engine has ended."""
         self._inbox.put(lambda: self._core.attach(listener))
+
+    def check_numbers_by(self, check: NumbersCheck) -> None:
+        """`check`, a listener, is asked where logits are not finite for request after request; it is to call `settle`
+        or `fail`.
+        """
+        self._core.numbers_check = check
+
+    def settle(self) -> None:
+        """The replica is well: requests that had no finite logits fail."""
+        self._inbox.put_unless_closed(self._core.settle)
 
     def follow_cache(self, listener: StepListener) -> None:
         """From now on the updates of an attached listener say what the prefix cache holds: all of it, then changes.

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from typing import Final
 
-from holdfast.worker.engine_core.lost_numbers import LostNumbers, no_numbers
+from holdfast.worker.engine_core.lost_numbers import LostNumbers, NumbersCheck, no_numbers
 from holdfast.worker.engine_core.output_queues import OutputQueue, OutputQueues
 from holdfast.worker.engine_core.suspects import Suspects
 from holdfast.worker.errors import DeadlineExceededError, HoldfastError
@@ -47,6 +47,10 @@ class EngineCore:
         self._output_queues = OutputQueues()
         self._suspects: Suspects[StepListener] = Suspects()
         self._lost_numbers = LostNumbers()
+        self.numbers_check: NumbersCheck | None = None
+        """Without one, several requests without finite logits are proof against the replica."""
+        self._in_doubt: list[Hashable] = []
+        """Attempts without finite logits, which fail if the replica turns out to be well."""
         self._num_requests = 0
         self._num_tokens_generated = 0
         self._step_time_s = 0.0
@@ -112,10 +116,14 @@ class EngineCore:
         delta = self._scheduler.abort(attempt)
         if delta is not None:
             self._keep([delta])
+        elif attempt in self._in_doubt:
+            self._in_doubt.remove(attempt)
+            self._reject_broken(attempt)
 
     def abort_all(self) -> None:
         """`abort` for every request."""
         self._keep(self._scheduler.abort_all())
+        self._reject_in_doubt()
 
     # --- steps ---
 
@@ -139,7 +147,7 @@ class EngineCore:
     def commit(self, plan: StepPlan, result: StepResult, step_s: float) -> int:
         """Takes in what the oldest plan in flight drew, and the seconds that took. Returns how many tokens were gained.
 
-        Raises `ReplicaError` if the model's logits are NaN or infinite whatever the request.
+        Raises `ReplicaError` if the model's logits are NaN or infinite whatever the request, and nobody can be asked.
         """
         self._step_id = plan.step_id
         self._step_time_s += step_s
@@ -147,11 +155,29 @@ class EngineCore:
         self._note_prefill_speed(plan, step_s)
         deltas = self._scheduler.commit(plan, result)
         broken = self._scheduler.take_broken()
-        self._lost_numbers.note_step([request for _, request in broken], has_others=bool(deltas))
+        doubt = self._lost_numbers.note_step([request for _, request in broken], has_others=bool(deltas))
+        if doubt is not None and not (self.numbers_check is not None and self.numbers_check.ask_in_doubt()):
+            raise doubt
         for attempt, _ in broken:
-            self._suspects.drop(attempt)
-            self._output_queues.reject(attempt, no_numbers())
+            if doubt is None or self._output_queues.owner(attempt) is self.numbers_check:
+                self._reject_broken(attempt)
+            else:
+                self._in_doubt.append(attempt)
         return self._keep(deltas)
+
+    def settle(self) -> None:
+        """The replica is well: the requests without finite logits are themselves at fault."""
+        self._lost_numbers.settle()
+        self._reject_in_doubt()
+
+    def _reject_in_doubt(self) -> None:
+        for attempt in self._in_doubt:
+            self._reject_broken(attempt)
+        self._in_doubt.clear()
+
+    def _reject_broken(self, attempt: Hashable) -> None:
+        self._suspects.drop(attempt)
+        self._output_queues.reject(attempt, no_numbers())
 
     def note_turn(self, plan_s: float, run_s: float, commit_s: float, num_steps: int = 1) -> None:
         """How long the steps of a plan took: to plan, to run, and to take in and to tell. For the next statistics."""
@@ -226,7 +252,8 @@ class EngineCore:
         self._scheduler.check_integrity()
         self._output_queues.check_integrity()
         load = self._scheduler.load()
-        num_alive, num_owned = load.num_running + load.num_waiting, self._output_queues.num_owned
+        num_alive = load.num_running + load.num_waiting + len(self._in_doubt)
+        num_owned = self._output_queues.num_owned
         assert num_alive == num_owned, f"{num_alive} requests are alive, and {num_owned} are waited for"
 
     # --- internals ---

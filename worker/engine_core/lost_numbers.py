@@ -1,18 +1,26 @@
-"""NaN and infinity in logits: the error that such a request gets, and when the replica is at fault and not the request.
+"""NaN and infinity in logits: the error that such a request gets, and when the replica may be at fault.
 
 A request that makes the model overflow does so on every replica: it fails, and the others go on. Corrupt weights or
-memory are the replica's fault and affect every request: the replica ends, and its requests continue on others. What may
-not live here: finding such logits (`worker/sampling/finite_rows.py`).
+memory are the replica's fault and affect every request: the replica ends, and its requests continue on others. Which
+of the two it is, a question with a known answer tells (`worker/supervision/known_answer_check.py`): several requests of
+clients alone are no proof. What may not live here: finding such logits (`worker/sampling/finite_rows.py`).
 """
 
 from collections.abc import Hashable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from holdfast.worker.errors import InternalError, ReplicaError
 from holdfast.worker.request import EngineRequest
 
-NUM_ALONE_TO_END: Final = 3
+NUM_ALONE_TO_DOUBT: Final = 3
 """So many requests that failed in a row, each alone in its step, with no token drawn for anyone in between."""
+
+
+class NumbersCheck(Protocol):
+    """Whom to ask whether the replica is well. A listener of the engine, whose own requests are its questions."""
+
+    def ask_in_doubt(self) -> bool:
+        """Asks at once. False: nobody can say. Else the engine is told to settle, or to fail."""
 
 
 class LostNumbers:
@@ -21,18 +29,23 @@ class LostNumbers:
     def __init__(self) -> None:
         self._in_a_row: list[Hashable] = []
 
-    def note_step(self, broken: Sequence[EngineRequest], *, has_others: bool) -> None:
-        """The `broken` requests got no token in this step; `has_others`: other requests did. Raises `ReplicaError` if
-        the replica is at fault: several requests ran and none had finite logits.
+    def note_step(self, broken: Sequence[EngineRequest], *, has_others: bool) -> ReplicaError | None:
+        """The `broken` requests got no token in this step; `has_others`: other requests did. What is wrong where the
+        replica may be at fault: several requests ran and none had finite logits.
         """
         if has_others:
             self._in_a_row.clear()
-            return
+            return None
         names = dict.fromkeys(request.group_id or request.key for request in broken)
         self._in_a_row += [name for name in names if name not in self._in_a_row]
-        if len(names) > 1 or len(self._in_a_row) >= NUM_ALONE_TO_END:
-            count = max(len(names), len(self._in_a_row))
-            raise ReplicaError(f"the model's logits are no numbers (NaN or infinite) for any of {count} requests")
+        if len(names) <= 1 and len(self._in_a_row) < NUM_ALONE_TO_DOUBT:
+            return None
+        count = max(len(names), len(self._in_a_row))
+        return ReplicaError(f"the model's logits are no numbers (NaN or infinite) for any of {count} requests")
+
+    def settle(self) -> None:
+        """The replica is well: what came before proves nothing any more."""
+        self._in_a_row.clear()
 
 
 def no_numbers() -> InternalError:

@@ -51,6 +51,10 @@ class OutputQueues:
         """From now on, deltas and rejections of the request go to `listener`."""
         self._owner[attempt] = listener
 
+    def owner(self, attempt: Hashable) -> StepListener:
+        """Of a request that has not ended."""
+        return self._owner[attempt]
+
     def put(self, deltas: Iterable[TokenDelta]) -> None:
         """Keeps each delta for the owner of its request."""
         owners, output_queues = self._owner, self._of

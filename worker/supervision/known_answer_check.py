@@ -15,7 +15,7 @@ from dataclasses import replace
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, InternalError, ReplicaError
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.request import FinishReason
+from holdfast.worker.request import FinishReason, Priority
 from holdfast.worker.step_update import StepUpdate
 from holdfast.worker.supervision.known_answer import NAME, KnownAnswer, make_question
 
@@ -42,6 +42,10 @@ class KnownAnswerCheck:
         self.num_asked = 0
         self.num_right = 0
         """Answers that were compared, and found right."""
+        self._is_in_doubt = self._answers_doubt = False
+        """Whether the engine has asked, and whether the open question came after that."""
+        self._asking = threading.Lock()
+        """Of whoever asks: the check's own thread, and the engine's in doubt."""
         self._open: KnownAnswer | None = None
         """Set by whoever asks, when it is None; cleared by the engine's thread, when the question has been answered."""
         self._first: Future[KnownAnswer | None] = Future()
@@ -55,6 +59,7 @@ class KnownAnswerCheck:
         Raises what ended the engine, if that came first.
         """
         self._engine.attach(self)
+        self._engine.check_numbers_by(self)
         self.ask()
         first = self._first.result()
         return b"" if first is None else first.digest
@@ -66,21 +71,42 @@ class KnownAnswerCheck:
         """It will not ask any more, unless it is just about to."""
         self._stopped.set()
 
-    def ask(self) -> bool:
+    def ask(self, priority: Priority | None = None) -> bool:
         """Asks once, without waiting; False if the last question is still open. Raises if the engine has ended."""
-        if self._open is not None:
-            return False
-        self._open = KnownAnswer()
-        self.num_asked += 1
+        with self._asking:
+            if self._open is not None:
+                return False
+            self._open = KnownAnswer()
+            self.num_asked += 1
         question = replace(
-            self._question, request_id=f"{NAME}/{self.num_asked}", cache_salt=f"{self._salt}/{self.num_asked}"
+            self._question,
+            request_id=f"{NAME}/{self.num_asked}",
+            cache_salt=f"{self._salt}/{self.num_asked}",
+            priority=self._question.priority if priority is None else priority,
         )
         self._engine.submit(question, self)
         return True
 
     # --- on the engine's thread ---
 
+    def ask_in_doubt(self) -> bool:
+        """Asks at once, before all others; after the open question, where there is one. False: no answer is known."""
+        if not self._first.done() or self._first.result() is None:
+            return False
+        self._is_in_doubt = True
+        return self._open is not None or self._ask_again()
+
+    def _ask_again(self) -> bool:
+        try:
+            self._answers_doubt = self.ask(Priority.CRITICAL)
+        except HoldfastError:  # the engine has ended
+            return False
+        return True
+
     def on_update(self, update: StepUpdate) -> None:
+        if self._is_in_doubt and self._open is None:  # the replica had no room for the last question
+            self._ask_again()
+            return
         answer = self._open
         if answer is None:
             return
@@ -116,8 +142,13 @@ class KnownAnswerCheck:
         difference = answer.difference(right)
         if difference:
             self._on_wrong(ReplicaError(f"the replica answered its self-check wrongly: {difference}"))
-        else:
-            self.num_right += 1
+            return
+        self.num_right += 1
+        if self._is_in_doubt and not self._answers_doubt:
+            self._ask_again()
+        elif self._is_in_doubt:
+            self._is_in_doubt = self._answers_doubt = False
+            self._engine.settle()
 
     # --- on its own ---
 

@@ -221,3 +221,73 @@ def test_a_token_in_between_shows_that_the_replica_is_well():
         assert len(step.run(number).rejections) == 1
         step.submit(make_request(f"r{number + 1}", max_tokens=1))
         assert len(step.run().deltas) == 1
+
+
+# --- whom to ask ---
+
+
+class Check(Listener):
+    """Knows an answer, or does not."""
+
+    def __init__(self, *, knows: bool = True) -> None:
+        self.knows, self.num_asked = knows, 0
+
+    def ask_in_doubt(self) -> bool:
+        self.num_asked += 1
+        return self.knows
+
+
+def doubted(**options) -> tuple[Step, Check]:
+    step, check = Step(), Check(**options)
+    step.core.attach(check)
+    step.core.numbers_check = check
+    return step, check
+
+
+def test_requests_of_clients_alone_end_no_replica_that_knows_its_answer():
+    step, check = doubted()
+    step.submit(make_request("a"), make_request("b"))
+    update = step.run(0, 1)
+    assert (update.rejections, check.num_asked) == ((), 1), "they wait for what the check says"
+    step.core.settle()
+    update = dict(step.core.take_updates())[step.listener]
+    assert [(item.attempt, type(item.error)) for item in update.rejections] == [
+        ("a", InternalError),
+        ("b", InternalError),
+    ]
+    step.core.check_integrity()
+    step.submit(make_request("c"))
+    assert len(step.run(2).rejections) == 1, "what was before proves nothing any more"
+    assert check.num_asked == 1
+
+
+def test_without_an_answer_the_replica_ends_as_before():
+    step, check = doubted(knows=False)
+    step.submit(make_request("a"), make_request("b"))
+    with pytest.raises(ReplicaError, match="2 requests"):
+        step.run(0, 1)
+    assert check.num_asked == 1
+
+
+def test_a_question_that_has_no_numbers_itself_is_told_at_once():
+    step, check = doubted()
+    step.submit(make_request("a"))
+    step.core.submit(make_request("question"), check, 0.0)
+    plan = step.core.plan(0.0)
+    result = StepResult(step_id=plan.step_id, token_ids=((NO_TOKEN,), (NO_TOKEN,)))
+    step.core.commit(plan, result, 0.1)
+    updates = dict(step.core.take_updates())
+    assert [item.attempt for item in updates[check].rejections] == ["question"]
+    assert updates[step.listener].rejections == ()
+
+
+def test_a_client_that_leaves_in_doubt_is_answered():
+    step, _ = doubted()
+    step.submit(make_request("a"), make_request("b"))
+    step.run(0, 1)
+    step.core.abort("a")
+    assert [item.attempt for item in dict(step.core.take_updates())[step.listener].rejections] == ["a"]
+    step.core.detach(step.listener)
+    step.core.check_integrity()
+    step.core.settle()
+    assert step.core._output_queues.num_owned == 0

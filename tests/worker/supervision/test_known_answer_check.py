@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from holdfast.worker.engine.engine import Engine
-from holdfast.worker.errors import HoldfastError, ReplicaError
+from holdfast.worker.errors import HoldfastError, InternalError, ReplicaError
 from holdfast.worker.plan.step_plan import NO_TOKEN, StepPlan, StepResult
 from holdfast.worker.step_update import StepUpdate
 from holdfast.worker.supervision.known_answer import NUM_OUTPUT_TOKENS, NUM_PROMPT_TOKENS
@@ -22,9 +22,10 @@ class Listener:
     def __init__(self) -> None:
         self.failed = threading.Event()
         self.error: HoldfastError | None = None
+        self.rejected: dict[object, HoldfastError] = {}
 
     def on_update(self, update: StepUpdate) -> None:
-        pass
+        self.rejected |= {item.attempt: item.error for item in update.rejections}
 
     def on_failure(self, error: HoldfastError) -> None:
         self.error = error
@@ -56,6 +57,20 @@ class Rotting(PseudoRunner):
             none = tuple((NO_TOKEN,) * len(drawn) for drawn in result.token_ids)
             result = StepResult(step_id=plan.step_id, token_ids=none)
         return result
+
+
+class Poisonable(Rotting):
+    """Has no numbers for sequences with one token, as a model that overflows at it."""
+
+    POISON = 777
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = super().run(plan)
+        drawn = [
+            (NO_TOKEN,) * len(tokens) if self.POISON in sequence.token_ids else tokens
+            for sequence, tokens in zip(plan.sequences, result.token_ids, strict=True)
+        ]
+        return StepResult(step_id=plan.step_id, token_ids=tuple(drawn))
 
 
 class Broken(PseudoRunner):
@@ -217,3 +232,64 @@ def test_it_stops_asking_an_engine_that_has_ended():
     asked.engine.stop()
     asked.known_answer_check._thread.join(TIMEOUT_S)
     assert not asked.known_answer_check._thread.is_alive()
+
+
+# --- in doubt ---
+
+
+def poisoned(name: str):
+    return make_request(name, prompt=(5, Poisonable.POISON, 6))
+
+
+def test_clients_whose_requests_have_no_numbers_end_no_replica_that_answers_rightly():
+    asked = Asked(Poisonable())
+    asked.known_answer_check.begin()
+    listener = Listener()
+    asked.engine.attach(listener)
+    for turn in range(3):
+        asked.runner.hold()
+        asked.engine.submit(make_request(f"first-{turn}", max_tokens=1), listener)
+        assert asked.runner.entered.wait(TIMEOUT_S)
+        names = {f"bad-{turn}-{number}" for number in range(2)}
+        for name in names:
+            asked.engine.submit(poisoned(name), listener)
+        asked.runner.may_step.set()
+        asked.until(lambda names=names: names <= set(listener.rejected))
+    assert {type(error) for error in listener.rejected.values()} == {InternalError}
+    assert (asked.wrongs, listener.error) == ([], None)
+    assert asked.known_answer_check.num_right >= 3
+    asked.engine.stop()
+
+
+def test_several_without_numbers_end_a_replica_that_answers_wrongly():
+    asked = Asked(Poisonable())
+    asked.known_answer_check.begin()
+    listener = Listener()
+    asked.engine.attach(listener)
+    asked.runner.has_numbers = False
+    asked.runner.hold()
+    for number in range(2):
+        asked.engine.submit(make_request(f"fine-{number}"), listener)
+    asked.runner.may_step.set()
+    asked.until(lambda: bool(asked.wrongs))
+    assert listener.rejected == {}, "they may go on elsewhere"
+    asked.engine.stop()
+
+
+def test_a_question_in_doubt_for_which_there_is_no_room_is_asked_again():
+    asked = Asked(Poisonable(), max_num_seqs=1, max_num_waiting=1)
+    asked.known_answer_check.begin()
+    listener = Listener()
+    asked.engine.attach(listener)
+    for number in range(2):  # alone, one after the other
+        asked.engine.submit(poisoned(f"bad-{number}"), listener)
+        asked.until(lambda number=number: f"bad-{number}" in listener.rejected)
+    asked.runner.hold()
+    asked.engine.submit(poisoned("bad-2"), listener)
+    assert asked.runner.entered.wait(TIMEOUT_S)
+    for number in range(3):
+        asked.engine.submit(make_request(f"fine-{number}"), listener)
+    asked.runner.may_step.set()
+    asked.until(lambda: "bad-2" in listener.rejected)
+    assert (asked.wrongs, listener.error) == ([], None)
+    asked.engine.stop()
