@@ -2,7 +2,8 @@
 
 The all-reduce of one decoded token is a few hundred bytes, and there are two in every layer. A library with threads of
 its own would have to wake them on both sides for each; a blocking send and receive on the calling thread needs none.
-What may not live here: sums (`tensor_parallel.py`), and how ranks find each other (`rank_meeting.py`).
+Each message begins with the exchange's number and size: ranks that are out of step fail, and never add what does not belong
+together. What may not live here: sums (`tensor_parallel.py`), and how ranks find each other (`rank_meeting.py`).
 """
 
 import select
@@ -19,6 +20,8 @@ LARGEST_BYTES: Final = 2**16
 """Fits the kernel's buffers on both sides, so that all ranks may send before any receives."""
 
 _BUFFER_BYTES: Final = 2 * LARGEST_BYTES
+_HEAD: Final = struct.Struct("=qq")
+"""The number of an exchange, counted from 1, and its bytes."""
 
 
 class PeerSockets:
@@ -28,33 +31,40 @@ class PeerSockets:
         """`connections` by rank. An exchange gives up when nothing has moved for `timeout_s`."""
         self._peers = dict(connections)
         self._timeout_s = timeout_s
+        self._number = 0
+        self._their_head = memoryview(bytearray(_HEAD.size))
         for connection in self._peers.values():
             tune(connection, timeout_s)
 
     def exchange(self, x: Tensor) -> list[Tensor]:
         """Every rank's `x`, in rank order. `x` is contiguous, on the CPU, and of the same shape on all ranks.
 
-        Raises OSError when a peer is gone, or silent for longer than the timeout.
+        Raises OSError when a peer is gone, silent for longer than the timeout, or at another exchange.
         """
         mine = _bytes_of(x)
+        self._number += 1
+        head = _HEAD.pack(self._number, len(mine))
         if len(mine) > LARGEST_BYTES:
-            return self._exchange_large(x, mine)
+            return self._exchange_large(x, head, mine)
         for connection in self._peers.values():
-            connection.sendall(mine)
+            connection.sendall(b"".join((head, mine)))
         parts = [x] * (len(self._peers) + 1)
+        their_head = self._their_head
         for peer, connection in self._peers.items():
             part = torch.empty_like(x)
-            theirs = _bytes_of(part)
-            if connection.recv_into(theirs, len(theirs), socket.MSG_WAITALL) != len(theirs):
+            count = connection.recvmsg_into((their_head, _bytes_of(part)), 0, socket.MSG_WAITALL)[0]
+            if count >= _HEAD.size:
+                _check_head(peer, their_head, head)
+            if count != len(head) + len(mine):
                 raise _gone(peer)
             parts[peer] = part
         return parts
 
-    def _exchange_large(self, x: Tensor, mine: memoryview) -> list[Tensor]:
+    def _exchange_large(self, x: Tensor, head: bytes, mine: memoryview) -> list[Tensor]:
         """Sends to and receives from all peers as their buffers allow: no rank waits for another to receive first."""
         parts = [x if peer not in self._peers else torch.empty_like(x) for peer in range(len(self._peers) + 1)]
         transfers = {
-            connection.fileno(): _Transfer(peer, connection, mine, _bytes_of(parts[peer]))
+            connection.fileno(): _Transfer(peer, connection, head, mine, _bytes_of(parts[peer]))
             for peer, connection in self._peers.items()
         }
         poll = select.poll()
@@ -85,21 +95,48 @@ def _bytes_of(x: Tensor) -> memoryview:
 class _Transfer:
     """One message to a peer, and one from it, both under way."""
 
-    def __init__(self, peer: int, connection: socket.socket, mine: memoryview, theirs: memoryview) -> None:
-        self._peer, self._connection, self._unsent, self._missing = peer, connection, mine, theirs
+    def __init__(self, peer: int, connection: socket.socket, head: bytes, mine: memoryview, theirs: memoryview) -> None:
+        """`head` is sent first, and expected first."""
+        self._peer, self._connection, self._head = peer, connection, head
+        self._their_head = memoryview(bytearray(len(head)))
+        self._unsent = [memoryview(head), mine]
+        self._missing = [self._their_head, theirs]
 
     def move(self, events: int) -> int:
         """Sends and receives what can be now. Returns the events to wait for; 0: all is done. Raises OSError."""
         if self._missing and events & ~select.POLLOUT:
             with suppress(BlockingIOError):
-                count = self._connection.recv_into(self._missing, 0, socket.MSG_DONTWAIT)
+                count = self._connection.recvmsg_into(self._missing, 0, socket.MSG_DONTWAIT)[0]
                 if not count:
                     raise _gone(self._peer)
-                self._missing = self._missing[count:]
+                had_head = len(self._missing) == 1
+                self._missing = _after(self._missing, count)
+                if not had_head and len(self._missing) < 2:
+                    _check_head(self._peer, self._their_head, self._head)
         if self._unsent and events & ~select.POLLIN:
             with suppress(BlockingIOError):
-                self._unsent = self._unsent[self._connection.send(self._unsent, socket.MSG_DONTWAIT) :]
+                self._unsent = _after(self._unsent, self._connection.sendmsg(self._unsent, (), socket.MSG_DONTWAIT))
         return (select.POLLIN if self._missing else 0) | (select.POLLOUT if self._unsent else 0)
+
+
+def _after(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of the parts after their first `count` bytes."""
+    left = []
+    for part in parts:
+        if count < len(part):
+            left.append(part[count:])
+        count = max(0, count - len(part))
+    return left
+
+
+def _check_head(peer: int, theirs: memoryview, mine: bytes) -> None:
+    if theirs != mine:
+        their_number, their_bytes = _HEAD.unpack(theirs)
+        number, num_bytes = _HEAD.unpack(mine)
+        raise ConnectionAbortedError(
+            f"ranks are out of step: rank {peer} is at exchange {their_number} of {their_bytes} bytes, "
+            f"this rank at {number} of {num_bytes}"
+        )
 
 
 def _gone(peer: int) -> ConnectionResetError:

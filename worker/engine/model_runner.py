@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from enum import IntEnum
 from functools import partial
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """Called as `progress(phase, done, total)`; phases are `load`, `pack` and `check`."""
+
+_T = TypeVar("_T")
 
 _MASK_LOOK_S: Final = 0.2
 _MASK_LOOKS: Final = 150
@@ -113,12 +115,14 @@ class ModelRunner:
         this together, between two steps; what the cache holds is lost. For as long as it takes there are two models.
 
         Raises `ConfigurationError` or `UnsupportedModelError` on every rank where that is not possible; then nothing
-        has changed.
+        has changed. Raises `ReplicaError` where it is possible on some ranks alone: the replica is to end.
         """
-        config = reloaded_config(self._config, self.info, folder)
-        fresh = ModelRunner.load(config, self._group, lambda *_: self.progress.tick(), self._device)
+        config = self._agreed(lambda: reloaded_config(self._config, self.info, folder))
+        fresh = self._agreed(
+            lambda: ModelRunner.load(config, self._group, lambda *_: self.progress.tick(), self._device)
+        )
         try:
-            check_same_model(self.info, fresh.info)
+            self._agreed(lambda: check_same_model(self.info, fresh.info))
         except ConfigurationError:
             fresh.close()
             raise
@@ -126,6 +130,28 @@ class ModelRunner:
         self.info = replace(fresh.info, path=self.info.path, weights_version=version)
         self.progress.follow(lambda: fresh.program.progress.count)
         old.close()
+
+    def _agreed(self, stage: Callable[[], _T]) -> _T:
+        """The result of `stage`, which has no effect on another. Raises its error if it failed on every rank, and
+        `ReplicaError` if it failed on some: those that go on would run other steps than those that do not.
+        """
+        error: Exception | None = None
+        try:
+            result = stage()
+        except ReplicaError:
+            raise
+        except Exception as failure:  # whatever it is, the others hear that there is one
+            error = failure
+        failed = self._group.all_gather(torch.tensor([error is not None], dtype=torch.uint8)).tolist()
+        if error is not None and all(failed):
+            raise error
+        if any(failed):
+            ranks = ", ".join(str(rank) for rank, one in enumerate(failed) if one)
+            reason = f": {error}" if error is not None else ""
+            raise ReplicaError(
+                f"other weights were not taken on rank {ranks} of {len(failed)} alone{reason}"
+            ) from error
+        return result
 
     @property
     def sampler(self) -> StepSampler:

@@ -11,12 +11,13 @@ from typing import Final, Protocol
 
 from holdfast.worker.errors import InternalError, ReplicaError
 from holdfast.worker.request import EngineRequest
+from holdfast.worker.step_update import StepListener
 
 NUM_ALONE_TO_DOUBT: Final = 3
 """So many requests that failed in a row, each alone in its step, with no token drawn for anyone in between."""
 
 
-class NumbersCheck(Protocol):
+class NumbersCheck(StepListener, Protocol):
     """Whom to ask whether the replica is well. A listener of the engine, whose own requests are its questions."""
 
     def ask_in_doubt(self) -> bool:

@@ -207,7 +207,11 @@ class Replica:
         return self.info
 
     def _reload(self, folder: str, version: str) -> ModelInfo:
-        info = self._leader.reload(folder, version)
+        try:
+            info = self._leader.reload(folder, version)
+        except ReplicaError as error:  # its ranks have different weights, or do different things
+            self.engine.fail(error)
+            raise
         self.engine.forget_cache()
         return info
 

@@ -1,3 +1,4 @@
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import torch
 
 from holdfast.worker.config import CacheConfig, SchedulerConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.engine import model_runner
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner, follow
-from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.errors import ConfigurationError, ReplicaError
 from holdfast.worker.model.loading import load_model
 from holdfast.worker.model.memory import PREFIX_CACHE_FACTOR
 from holdfast.worker.plan.step_plan import DrawParams, StepPlan
@@ -165,6 +167,51 @@ def test_followers_run_every_step_until_they_are_told_to_stop(folder, executor):
     tokens, nothing = run_ranks(2, live)
     assert [len(drawn) for drawn in tokens] == [1, 1]
     assert nothing is None
+
+
+@pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}], ids=["leader", "follower", "both"])
+def test_weights_that_some_ranks_alone_take_end_the_replica(failing, folder, monkeypatch):
+    """If all refuse them, all go on with the old ones."""
+    on_thread = threading.local()
+    right = model_runner.reloaded_config
+
+    def failing_stage(*args):
+        if on_thread.rank in failing:
+            raise ConfigurationError("this rank has not got the folder")
+        return right(*args)
+
+    monkeypatch.setattr(model_runner, "reloaded_config", failing_stage)
+
+    def live(group):
+        on_thread.rank = group.rank
+        runner = ModelRunner.load(worker_config(folder, 2, executor="decoder"), group, device=CPU)
+        leader = LeaderRunner(runner, group)
+        expected = ConfigurationError if len(failing) == 2 else ReplicaError
+        if group.rank > 0:
+            return heard_by(lambda: follow(runner, group))
+        before = leader.run(whole_prompts(leader))
+        with pytest.raises(expected) as found:
+            leader.reload(str(folder), "2")
+        if len(failing) == 2:
+            assert leader.run(whole_prompts(leader)) == before
+            leader.close()
+        return str(found.value)
+
+    of_leader, of_follower = run_ranks(2, live)
+    if len(failing) == 2:
+        assert (of_leader, of_follower) == ("this rank has not got the folder", None)
+    else:
+        said = f"were not taken on rank {failing.copy().pop()} of 2 alone"
+        assert said in of_leader
+        assert said in of_follower
+
+
+def heard_by(call) -> str | None:
+    try:
+        call()
+    except ReplicaError as error:
+        return str(error)
+    return None
 
 
 def test_the_leader_has_the_logits_of_all_tokens(folder, executor):
