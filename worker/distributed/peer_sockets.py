@@ -2,8 +2,8 @@
 
 The all-reduce of one decoded token is a few hundred bytes, and there are two in every layer. A library with threads of
 its own would have to wake them on both sides for each; a blocking send and receive on the calling thread needs none.
-Each message begins with the exchange's number and size: ranks that are out of step fail, and never add what does not belong
-together. What may not live here: sums (`tensor_parallel.py`), and how ranks find each other (`rank_meeting.py`).
+Each message begins with the exchange's number and size: ranks that are out of step fail, and never add what does not
+belong together. What may not live here: sums (`tensor_parallel.py`), and how ranks meet (`rank_meeting.py`).
 """
 
 import select
