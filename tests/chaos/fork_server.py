@@ -27,12 +27,11 @@ from typing import Any
 import torch
 
 from holdfast.cluster.bundled_model.bundled_model import located
-from holdfast.cluster.serve.crash_journal import LOOK_S as TURN_S
 from holdfast.cluster.serve.crash_journal import CrashJournals
 from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.links.replica_directory import DirectoryView, ReplicaEndpoint
-from holdfast.router.requests.poison_watch import HUNG_S
+from holdfast.router.requests.reading_journal import HUNG_S, TURN_S
 from holdfast.router.router import Router
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.config import (

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Final
 
 from holdfast.v1 import engine_pb2
-from holdfast.worker.wire.message_bounds import Bound, Bounds, MessageBounds
+from holdfast.worker.wire.bound import Bound
+from holdfast.worker.wire.message_bounds import Bounds, MessageBounds
 
 _TOKENS: Final = Bound(count=2**23)
 _NAME: Final = Bound(size=2**16)

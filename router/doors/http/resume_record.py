@@ -14,7 +14,7 @@ from holdfast.router.held_stream import RESUME, Identity, Noted, NotedSequence
 from holdfast.router.wire.json_bounds import JsonBounds, token_ids
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import FinishReason
-from holdfast.worker.wire.message_bounds import Bound
+from holdfast.worker.wire.bound import Bound
 
 _IDS: Final = re.compile(rb'"t"\s*:\s*\[([0-9,\s]*)\]')
 _REST: Final = JsonBounds(

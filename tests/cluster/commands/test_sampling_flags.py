@@ -72,6 +72,7 @@ SWITCHES = {
     "--echo": {"echo": True},
     "--keep-special-tokens": {"skip_special_tokens": False},
     "--no-text": {"detokenize": False},
+    "--truncate-right": {"truncate_right": True},
 }
 
 
