@@ -83,6 +83,12 @@ class StructuredOutputs:
         return len(self.text) + sum(map(len, self.choice or ()))
 
 
+def dead_end() -> InvalidRequestError:
+    """The error of a request whose output no token can follow, and that does not match yet."""
+    limit = "the output cannot be completed: no token fits its grammar any more, or the grammar is too complex"
+    return InvalidRequestError(FIELD, None, limit)
+
+
 _KINDS = tuple(field.name for field in fields(StructuredOutputs))
 
 

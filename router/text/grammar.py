@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.grammar_tokenizer import grammar_tokenizer
 from holdfast.worker.structured_outputs import FIELD, StructuredOutputs
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class GrammarCompiler:
         """Built from the same file as on a replica, so that what compiles here compiles there."""
         assert self._path is not None
         try:
-            return LLTokenizer(self._path.read_text(encoding="utf-8"))
+            return grammar_tokenizer(self._path)
         except ValueError as error:
             limit = f"is not possible with this model's tokenizer: {error}"
             raise InvalidRequestError(FIELD, self._path.name, limit) from None

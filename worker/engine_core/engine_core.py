@@ -23,6 +23,7 @@ from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.scheduling.step_limits import StepLimits
 from holdfast.worker.stats import NO_GPU, NO_STEPS, EngineStats, GpuStats, SchedulerStats
 from holdfast.worker.step_update import StepListener, StepUpdate
+from holdfast.worker.structured_outputs import dead_end
 
 STATS_EVERY_STEPS: Final = 32
 """A busy engine works its statistics out once in so many steps, and whenever it falls idle."""
@@ -151,6 +152,9 @@ class EngineCore:
         for attempt, _ in broken:
             self._suspects.drop(attempt)
             self._output_queues.reject(attempt, no_numbers())
+        for attempt in self._scheduler.take_dead_ends():
+            self._suspects.drop(attempt)
+            self._output_queues.reject(attempt, dead_end())
         return self._keep(deltas)
 
     def note_turn(self, plan_s: float, run_s: float, commit_s: float, num_steps: int = 1) -> None:
