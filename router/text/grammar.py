@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from llguidance import LLMatcher, LLTokenizer
 
+from holdfast.router.schemas.normalizer import normalized_text
+from holdfast.router.schemas.schema_error import SchemaError
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.grammar_tokenizer import grammar_tokenizer
@@ -45,6 +47,8 @@ class GrammarCompiler:
         field = f"{FIELD}.{structure.kind}"
         try:
             grammar = _grammar(structure)
+        except SchemaError as error:
+            raise InvalidRequestError(field, structure.text, f"cannot be enforced: {error}") from None
         except ValueError as error:
             raise InvalidRequestError(field, structure.text, f"cannot be read: {error}") from None
         self._check(grammar, field, structure.text, None)
@@ -93,7 +97,9 @@ def _grammar(structure: StructuredOutputs) -> str:
     if structure.json_object:
         return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON_OPTIONS)
     if isinstance(structure.json, str):
-        return LLMatcher.grammar_from_json_schema(structure.json, overrides=_JSON_OPTIONS)
+        schema = normalized_text(structure.json)
+        options: JsonCompileOptions = {**_JSON_OPTIONS, "json_allowed_escapes": schema.escapes}
+        return LLMatcher.grammar_from_json_schema(json.dumps(dict(schema.schema)), overrides=options)
     if structure.regex is not None:
         return LLMatcher.grammar_from_regex(structure.regex)
     if structure.choice is not None:
