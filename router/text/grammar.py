@@ -1,4 +1,4 @@
-"""Grammar compiler for structured outputs: a JSON schema, regex, choice or Lark grammar becomes an llguidance grammar.
+"""Grammar compiler for structured outputs: a JSON schema, regex, choice, Lark or EBNF becomes an llguidance grammar.
 
 What cannot be enforced is refused here, before the request reaches a replica. A grammar is sent to replicas as text, in
 llguidance's format. What may not live here: token masks (`worker/sampling/grammar_masks.py`).
@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from holdfast.router.schemas.normalizer import normalized_text
 from holdfast.router.schemas.schema_error import SchemaError
+from holdfast.router.text.ebnf import ebnf_as_lark, is_ebnf
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.grammar_tokenizer import grammar_tokenizer
@@ -93,7 +94,7 @@ class GrammarCompiler:
 
 
 def _grammar(structure: StructuredOutputs) -> str:
-    """Raises ValueError for a schema that is no JSON object."""
+    """Raises ValueError for a schema or an EBNF that cannot be read, `SchemaError` for what cannot be enforced."""
     if structure.json_object:
         return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON_OPTIONS)
     if isinstance(structure.json, str):
@@ -106,4 +107,5 @@ def _grammar(structure: StructuredOutputs) -> str:
         texts = (json.dumps(text, ensure_ascii=False) for text in structure.choice)
         return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
     assert structure.grammar is not None
-    return LLMatcher.grammar_from_lark(structure.grammar)
+    is_lark = not is_ebnf(structure.grammar)
+    return LLMatcher.grammar_from_lark(structure.grammar if is_lark else ebnf_as_lark(structure.grammar))

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
+from holdfast.router.schemas.schema_error import SchemaError
 from holdfast.router.tools.lark_rules import LarkRules
 from holdfast.router.tools.tools import Tool
 from holdfast.router.tools.xml_calls import is_text
@@ -30,7 +31,7 @@ def python_arguments(rules: LarkRules, tool: Tool, prefix: str) -> str:
     """The expression of what stands between the brackets of a call. Arguments have the order of the schema."""
     first = rest = rules.add(f"{prefix}_none", '""')
     for index, parameter in reversed(list(enumerate(_parameters(tool, _PYTHON_NAME)))):
-        value = _python_value(rules, parameter.schema, f"{prefix}_value_{index}")
+        value = _python_value(rules, tool, parameter, f"{prefix}_value_{index}")
         item = f"{rules.text(f'{parameter.name}=')} {value} {rest}"
         without = ("", "") if parameter.is_required else (f" | {first}", f" | {rest}")
         first = rules.add(f"{prefix}_first_{index}", item + without[0])
@@ -70,17 +71,25 @@ def _parameters(tool: Tool, names: re.Pattern[str]) -> Iterator[_Parameter]:
             yield _Parameter(name, {**definitions, **own}, name in required)
 
 
-def _python_value(rules: LarkRules, schema: Mapping[str, Any], name: str) -> str:
+def _python_value(rules: LarkRules, tool: Tool, parameter: _Parameter, name: str) -> str:
     """JSON, but for flags, which models write as Python does."""
-    is_flag = schema.get("type") == "boolean" and not schema.keys() & {"enum", "const"}
-    return '("True" | "False")' if is_flag else rules.json(name, schema)
+    is_flag = parameter.schema.get("type") == "boolean" and not parameter.schema.keys() & {"enum", "const"}
+    return '("True" | "False")' if is_flag else _json_value(rules, tool, parameter, name)
+
+
+def _json_value(rules: LarkRules, tool: Tool, parameter: _Parameter, name: str) -> str:
+    try:
+        return rules.json(name, parameter.schema)
+    except SchemaError as error:
+        field = f"{_field(tool)}.properties.{parameter.name}"
+        raise InvalidRequestError(field, tool.name, f"cannot be enforced: {error}") from None
 
 
 def _xml_value(rules: LarkRules, tool: Tool, parameter: _Parameter, name: str) -> str:
     """The expression of a value and of what ends it."""
     schema = parameter.schema
     if not is_text(tool, parameter.name):
-        return f"{rules.json(name, schema)} {rules.text(_END)}"
+        return f"{_json_value(rules, tool, parameter, name)} {rules.text(_END)}"
     for key in sorted(schema.keys() - _TEXT_KEYS):
         limit = "is not possible for text: the model's tool calls do not write it as a JSON string"
         raise InvalidRequestError(f"{_field(tool)}.properties.{parameter.name}.{key}", schema[key], limit)
