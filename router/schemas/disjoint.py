@@ -13,6 +13,8 @@ from holdfast.router.schemas.places import References
 
 _DEPTH: Final = 12
 """References and `allOf` that are followed one inside another."""
+_MAX_LOOKS: Final = 20_000
+"""Pairs that are compared of one document; what is not compared counts as overlapping."""
 
 
 class Disjointness:
@@ -20,6 +22,7 @@ class Disjointness:
 
     def __init__(self, references: References) -> None:
         self._references = references
+        self._num_looks = 0
 
     def first_overlap(self, branches: list[Any]) -> tuple[int, int] | None:
         """The first two branches that may share a value; None: no two do."""
@@ -30,7 +33,8 @@ class Disjointness:
         """Whether it is certain."""
         if one is False or other is False:
             return True
-        if one is True or other is True or depth > _DEPTH:
+        self._num_looks += 1
+        if one is True or other is True or depth > _DEPTH or self._num_looks > _MAX_LOOKS:
             return False
         return any(
             self._differ(first, second, depth)
@@ -67,7 +71,7 @@ class Disjointness:
         if not shared:
             return True
         if (values := _values(one)) is not None and (others := _values(other)) is not None:
-            return not any(_equal(value, item) for value in values for item in others)
+            return {_key(value) for value in values}.isdisjoint(map(_key, others))
         if shared <= {"number"}:
             return _are_apart(one, other)
         return shared == {"object"} and self._tags_differ(one, other, depth)
@@ -100,9 +104,13 @@ def _values(schema: dict[str, Any]) -> list[Any] | None:
     return values if isinstance(values, list) else None
 
 
-def _equal(one: Any, other: Any) -> bool:
-    """As JSON has it: true is not 1."""
-    return bool(one == other) and _kind(one) == _kind(other)
+def _key(value: Any) -> tuple[str, Any]:
+    """Equal for values that JSON has for equal: 1 and 1.0, not true and 1."""
+    if isinstance(value, list):
+        return "array", tuple(map(_key, value))
+    if isinstance(value, dict):
+        return "object", frozenset((name, _key(item)) for name, item in value.items())
+    return _kind(value), value
 
 
 def _property(schema: dict[str, Any], name: str) -> Any:

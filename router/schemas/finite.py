@@ -8,23 +8,29 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from holdfast.router.schemas.places import References, children
+from holdfast.router.schemas.schema_error import SchemaError
 
 ALL_TYPES: Final = ("null", "boolean", "number", "string", "array", "object")
-_SCALARS: Final = frozenset({"null", "boolean", "number", "integer", "string"})
+_MAX_ROUNDS: Final = 64
+"""Looks at all schemas, each for what the one before found. What is written by hand takes two or three."""
 
 
 class FiniteValues:
-    """Of a schema document, as it is when this is made."""
+    """Of a schema document, as it is when this is made, which raises `SchemaError` for one that is too entangled."""
 
     def __init__(self, root: Any, references: References) -> None:
         self._references = references
         self._finite: set[int] = set()
         nodes = self._reached(root)
         self._known = set(map(id, nodes))
-        num_before = -1
-        while num_before < len(self._finite):
+        for _ in range(_MAX_ROUNDS):
             num_before = len(self._finite)
-            self._finite |= {id(node) for node in nodes if id(node) not in self._finite and self._has_one(node)}
+            for node in nodes:
+                if id(node) not in self._finite and self._has_one(node):
+                    self._finite.add(id(node))
+            if len(self._finite) in (num_before, len(nodes)):
+                return
+        raise SchemaError("$ref", None, "cannot be enforced: the references are chained too deeply")
 
     def __contains__(self, schema: Any) -> bool:
         """Whether a schema has a finite value, as far as recursion goes."""
@@ -45,6 +51,20 @@ class FiniteValues:
             if "$ref" in node:
                 open_nodes.append(self._target(node))
         return list(found.values())[::-1]
+
+    def culprit(self, schema: Mapping[str, Any]) -> str:
+        """The keyword by which a schema has no finite value."""
+        if "$ref" in schema and self._target(schema) not in self:
+            return "$ref"
+        if not all(item in self for item in _list(schema, "allOf")):
+            return "allOf"
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in schema and not any(item in self for item in _list(schema, keyword)):
+                return keyword
+        names = types_of(schema)
+        return (
+            "required" if "object" in names and schema.get("required") else "minItems" if "array" in names else "type"
+        )
 
     def _has_one(self, schema: Mapping[str, Any]) -> bool:
         if "$ref" in schema and self._target(schema) not in self:
@@ -70,7 +90,7 @@ class FiniteValues:
             count = schema.get("minItems", 0)
             needed = first[: int(count)] if isinstance(count, int | float) else []
             return all(item in self for item in needed) and (len(first) >= count or rest in self)
-        return name in _SCALARS
+        return True
 
     def _target(self, schema: Mapping[str, Any]) -> Any:
         """What cannot be found is refused elsewhere."""

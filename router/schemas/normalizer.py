@@ -67,7 +67,8 @@ def _normalized(root: Any) -> NormalizedSchema:
     references = References(root)
     finite = FiniteValues(root, references)
     if root not in finite:
-        raise SchemaError("", None, "has no finite value: what it requires contains itself")
+        limit = "no finite value matches: what it asks for matches nothing, or contains itself"
+        raise SchemaError(finite.culprit(root), None, limit)
     _Walk(references, finite).visit(root, "")
     return NormalizedSchema(MappingProxyType(root), _escapes(root))
 

@@ -4,10 +4,14 @@ A grammar can count names that are declared, not those that a pattern or `additi
 that one comes twice.
 """
 
-from typing import Any
+from typing import Any, Final
 
 from holdfast.router.schemas.patterns import checked_pattern, matches, only_matches
 from holdfast.router.schemas.schema_error import SchemaError
+
+_MAX_PATTERNS: Final = 64
+_MAX_LOOKS: Final = 4096
+"""Names that are matched with patterns: each look takes a tenth of a millisecond."""
 
 
 def normalize_object(schema: dict[str, Any], path: str) -> None:
@@ -30,6 +34,9 @@ def _normalize_patterns(schema: dict[str, Any], path: str) -> None:
     names = dict.fromkeys(
         [*properties, *schema.get("required", ()), *(name for texts in few.values() for name in texts or ())]
     )
+    if len(names) * len(patterns) > _MAX_LOOKS or len(patterns) > _MAX_PATTERNS:
+        limit = f"cannot be enforced: {len(patterns)} patterns and {len(names)} names are too many"
+        raise SchemaError(f"{path}.patternProperties", None, limit)
     for name in names:
         parts = [item for pattern, item in patterns.items() if matches(pattern, name)]
         if parts:
@@ -57,5 +64,19 @@ def _check_count(schema: dict[str, Any], path: str) -> None:
     if fewest > len(required) + 1 and not is_closed:
         limit = f"cannot be enforced: that {fewest - len(required)} further names differ cannot be seen; at most 1 can"
         raise SchemaError(f"{path}.minProperties", fewest, limit)
-    if is_closed and fewest > len(names := [n for n, item in schema.get("properties", {}).items() if item is not False]):
+    if is_closed:
+        _count_declared(schema, path)
+
+
+def _count_declared(schema: dict[str, Any], path: str) -> None:
+    """Counts that say nothing, or that all are needed, are written so: llguidance counts no optional ones."""
+    names = [name for name, item in schema.get("properties", {}).items() if item is not False]
+    fewest, required = schema.get("minProperties", 0), schema.get("required", [])
+    if fewest > len(names):
         raise SchemaError(f"{path}.minProperties", fewest, f"only {len(names)} properties are possible")
+    if fewest == len(names) and fewest:
+        schema["required"] = [*dict.fromkeys([*required, *names])]
+    if fewest in (0, len(names)) or fewest <= len(set(required)):
+        schema.pop("minProperties", None)
+    if schema.get("maxProperties", 0) >= len(names):
+        schema.pop("maxProperties", None)

@@ -11,3 +11,8 @@ class SchemaError(ValueError):
         self.path = path
         self.value = value
         self.limit = limit
+
+    @property
+    def told(self) -> str:
+        """As an error of a request says it."""
+        return str(self) if "cannot be enforced" in self.limit else f"cannot be enforced: {self}"

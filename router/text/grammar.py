@@ -49,7 +49,7 @@ class GrammarCompiler:
         try:
             grammar = _grammar(structure)
         except SchemaError as error:
-            raise InvalidRequestError(field, structure.text, f"cannot be enforced: {error}") from None
+            raise InvalidRequestError(field, structure.text, error.told) from None
         except ValueError as error:
             raise InvalidRequestError(field, structure.text, f"cannot be read: {error}") from None
         self._check(grammar, field, structure.text, None)

@@ -82,7 +82,7 @@ def _json_value(rules: LarkRules, tool: Tool, parameter: _Parameter, name: str) 
         return rules.json(name, parameter.schema)
     except SchemaError as error:
         field = f"{_field(tool)}.properties.{parameter.name}"
-        raise InvalidRequestError(field, tool.name, f"cannot be enforced: {error}") from None
+        raise InvalidRequestError(field, tool.name, error.told) from None
 
 
 def _xml_value(rules: LarkRules, tool: Tool, parameter: _Parameter, name: str) -> str:

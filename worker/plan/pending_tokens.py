@@ -10,7 +10,15 @@ from dataclasses import replace
 from typing import Final
 
 from holdfast.worker.plan.decode_rows import DecodeRows
-from holdfast.worker.plan.step_plan import DEAD_END, NO_TOKEN, PENDING, PlannedSequences, ScheduledSequence, StepPlan, StepResult
+from holdfast.worker.plan.step_plan import (
+    DEAD_END,
+    NO_TOKEN,
+    PENDING,
+    PlannedSequences,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+)
 
 KNOWN: Final = -1
 """In place of a row, for a token that is known."""
