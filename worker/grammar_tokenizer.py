@@ -1,4 +1,4 @@
-"""A model's tokenizer as llguidance reads it, the same for routers, which check grammars, and replicas, which follow them.
+"""A model's tokenizer as llguidance reads it, for routers, which check grammars, and replicas, which follow them.
 
 Text that a grammar asks for is written by plain tokens: llguidance by itself takes a forced text such as `<filename>`,
 where the tokenizer has a special token of that name, for the special token, which matches no text, and the output is at
@@ -7,10 +7,10 @@ a dead end. What may not live here: grammars, and masks.
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer, TokenizerWrapper
+    from llguidance import LLTokenizer
 
 
 def grammar_tokenizer(path: Path, eos_token_ids: Collection[int] | None = None) -> "LLTokenizer":
@@ -22,7 +22,7 @@ def grammar_tokenizer(path: Path, eos_token_ids: Collection[int] | None = None) 
     text = path.read_text(encoding="utf-8")
     ends = None if eos_token_ids is None else sorted(eos_token_ids)
     as_it_is = LLTokenizer(text, eos_token=ends, slices=[])
-    wrapper = cast("TokenizerWrapper", TokenizerWrapper(_PlainEncoder(text, as_it_is)))
+    wrapper = TokenizerWrapper(_PlainEncoder(text, as_it_is))
     return LLTokenizer(wrapper, eos_token=ends or list(as_it_is.eos_tokens))
 
 

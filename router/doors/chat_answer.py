@@ -39,6 +39,7 @@ class ChatPlan:
     splits: bool = False
     begins_inside: bool = False
     keeps_special: bool = False
+    is_parallel: bool = True
 
     @classmethod
     async def of(cls, request: GenerationRequest, processor: RequestProcessor, *, shape_field: str = SHAPE) -> Self:
@@ -78,6 +79,7 @@ class ChatPlan:
             splits=splits,
             begins_inside=splits and style.begins_inside(prompt),
             keeps_special=keeps_special,
+            is_parallel=chat.parallel_tool_calls,
         )
 
     def new_reader(self) -> ChatReader | None:
@@ -90,6 +92,7 @@ class ChatPlan:
             splits=self.splits,
             begins_inside=self.begins_inside,
             is_filtered=self.keeps_special,
+            is_parallel=self.is_parallel,
         )
 
     def read(self, generation: Generation) -> Generation:

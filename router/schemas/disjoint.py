@@ -47,10 +47,12 @@ class Disjointness:
             for part in self._parts(first, depth):
                 for keyword in ("anyOf", "oneOf"):
                     options = part.get(keyword)
-                    if isinstance(options, list) and options:
-                        if all(self.are_disjoint(option, second, depth + 1) for option in options):
-                            return True
+                    if isinstance(options, list) and self._all_differ(options, second, depth + 1):
+                        return True
         return False
+
+    def _all_differ(self, options: list[Any], other: Any, depth: int) -> bool:
+        return bool(options) and all(self.are_disjoint(option, other, depth) for option in options)
 
     def _parts(self, schema: Any, depth: int) -> Iterator[dict[str, Any]]:
         """The schema, and what a value that matches it matches besides."""

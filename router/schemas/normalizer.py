@@ -1,8 +1,8 @@
 """JSON schema normalizer: a schema as a client writes it becomes one that llguidance enforces as it stands.
 
-Each keyword has its row in `_KEYWORDS`: what can be written so that llguidance enforces it is rewritten, what says nothing
-is dropped, and what cannot be enforced is refused by `SchemaError`, which names the place. Every API comes here, for
-`structured_outputs.json` and for the parameters of tools. What may not live here: grammars.
+Each keyword has its row in `_KEYWORDS`: what can be written so that llguidance enforces it is rewritten, what says
+nothing is dropped, and what cannot be enforced is refused by `SchemaError`, which names the place. Every API comes
+here, for `structured_outputs.json` and for the parameters of tools. What may not live here: grammars.
 """
 
 import copy
@@ -303,7 +303,7 @@ _KEYWORDS: Final[Mapping[str, Keyword]] = MappingProxyType(
         "$recursiveRef": _only("$recursiveRef"),
     }
 )
-"""What is not here is enforced by llguidance as it stands (`type`, `items`, `prefixItems`, `additionalProperties`, ...), by
+"""What is not here is enforced by llguidance as it stands (`type`, `items`, `prefixItems`, `additionalProperties`), by
 the passes of `_Walk.visit` (bounds, strings, objects), or is an annotation."""
 
 

@@ -1,7 +1,7 @@
 """Patterns and formats of strings: a regex of ECMA-262 as llguidance reads it, and the regexes of formats.
 
-`\\d` and `\\w` are ASCII, as in ECMA-262. `.` and `\\s` are taken so narrow that validators of all languages agree. What
-may not live here: regexes of requests that are no schemas (`router/text/grammar.py`).
+`\\d` and `\\w` are ASCII, as in ECMA-262. `.` and `\\s` are taken so narrow that validators of all languages agree.
+What may not live here: regexes of requests that are no schemas (`router/text/grammar.py`).
 """
 
 import json

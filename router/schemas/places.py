@@ -4,10 +4,8 @@ What may not live here: what keywords mean.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 from urllib.parse import unquote, urldefrag, urljoin
-
-Schema: TypeAlias = dict[str, Any]
 
 _SINGLE: Final = (
     "additionalProperties",
@@ -62,7 +60,7 @@ class References:
         self._resource_of: dict[int, tuple[str, Any]] = {}
         self._index(root, self._base, root)
 
-    def target(self, schema: Schema) -> Any:
+    def target(self, schema: Mapping[str, Any]) -> Any:
         """What `$ref` of a schema points to. Raises LookupError if nothing in the document is there."""
         base, resource = self._resource_of.get(id(schema), (self._base, self._root))
         address, fragment = urldefrag(urljoin(base, str(schema["$ref"])))

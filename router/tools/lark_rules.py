@@ -18,7 +18,7 @@ _JSON_STYLE: Final = {
     "lenient": False,
     "coerce_one_of": False,
 }
-"""As models were taught to write JSON: with one space or none. Any number of them lets a model emit blanks without end."""
+"""As models were taught to write JSON: with one space or none. Any number lets a model emit blanks without end."""
 
 
 class LarkRules:

@@ -1,5 +1,6 @@
 """JSON schemas: what is accepted is enforced, what is not is refused by the keyword."""
 
+import contextlib
 import copy
 import json
 import logging
@@ -137,10 +138,8 @@ def test_what_cannot_be_enforced_is_refused_by_the_keyword(schema: Any, named: s
 @pytest.mark.parametrize("schema", [*ENFORCED, *(schema for schema, _ in REFUSED)], ids=repr)
 def test_the_schema_that_was_given_stays_as_it_is(schema: Any):
     before = copy.deepcopy(schema)
-    try:
+    with contextlib.suppress(SchemaError):
         normalized(schema)
-    except SchemaError:
-        pass
     assert schema == before
 
 
