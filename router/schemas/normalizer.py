@@ -25,6 +25,11 @@ _NUMERIC: Final = frozenset({*LOWER, *UPPER, "multipleOf"})
 _SPELLED: Final = frozenset("\b\f\n\r\t")
 """Control characters that JSON has an escape of two characters for."""
 
+_DRAFTS: Final = frozenset(
+    {f"http://json-schema.org/draft-0{number}/schema" for number in (4, 6, 7)}
+    | {f"https://json-schema.org/draft/{year}/schema" for year in ("2019-09", "2020-12")}
+)
+
 Keyword = Callable[["_Node", Any], None]
 
 
@@ -64,6 +69,8 @@ def _normalized(root: Any) -> NormalizedSchema:
         limit = "matches nothing" if root is False else "must be a JSON schema: an object, true or false"
         raise SchemaError("", root, limit)
     root.pop("x-guidance", None)  # options of llguidance, which are ours to set
+    if str(root.get("$schema", "")).removesuffix("#") not in _DRAFTS:
+        root.pop("$schema", None)  # its keywords are taken for those of the latest draft
     references = References(root)
     finite = FiniteValues(root, references)
     if root not in finite:
@@ -96,6 +103,8 @@ class _Walk:
             if keyword in _KEYWORDS and keyword in schema:
                 _KEYWORDS[keyword](node, schema[keyword])
         if "$ref" in schema:
+            if path and "$id" in schema:
+                raise node.refuse("$id", "cannot be enforced beside $ref: drafts differ on what it says")
             self.visit(node.target(), f"{path}.$ref")
         for child in list(children(schema, path)):
             if child.schema not in self._finite:

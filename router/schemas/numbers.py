@@ -96,6 +96,10 @@ def _exact_bound(value: Any, path: str, *, is_lower: bool) -> Any:
         if not _is_exact(value):
             raise SchemaError(path, value, f"{value} cannot be enforced exactly: integers must be within 2**53")
         return value
+    if abs(value) > _LARGEST:
+        if (value < 0) == is_lower:
+            return -_LARGEST if is_lower else _LARGEST
+        raise SchemaError(path, value, f"{value} cannot be enforced: numbers are written up to 2**63")
     return value if _is_exact(value) else _rounded_inward(value, is_lower=is_lower)
 
 

@@ -1,6 +1,6 @@
 """Patterns and formats of strings: a regex of ECMA-262 as llguidance reads it, and the regexes of formats.
 
-`\\d` and `\\w` are ASCII, as in ECMA-262. `.` and `\\s` are taken so narrow that validators of all languages agree.
+`\\d` and `\\w` are ASCII, as in ECMA-262. `.`, `\\s`, `\\D`, `\\W` are so narrow that validators of all languages agree.
 What may not live here: regexes of requests that are no schemas (`router/text/grammar.py`).
 """
 
@@ -17,7 +17,14 @@ logger = logging.getLogger(__name__)
 
 _SPACE: Final = r"\t\n\x0B\x0C\r\x20\u{A0}\u{1680}\u{2000}-\u{200A}\u{2028}\u{2029}\u{202F}\u{205F}\u{3000}"
 _ANY_SPACE: Final = _SPACE + r"\x1C-\x1F\u{85}\u{FEFF}"
-_OUTSIDE: Final = {".": r"[^\n\r\u{2028}\u{2029}]", r"\s": f"[{_SPACE}]", r"\S": f"[^{_ANY_SPACE}]"}
+_WORD: Final = r"\p{L}\p{M}\p{N}_"
+_OUTSIDE: Final = {
+    ".": r"[^\n\r\u{2028}\u{2029}]",
+    r"\s": f"[{_SPACE}]",
+    r"\S": f"[^{_ANY_SPACE}]",
+    r"\W": f"[^{_WORD}]",
+    r"\D": r"[^\p{Nd}]",
+}
 _INSIDE: Final = {"[": r"\[", "&": r"\&", "~": r"\~", r"\s": _SPACE, r"\b": r"\x08"}
 
 _DAY: Final = (
@@ -76,7 +83,7 @@ def _warn_of_format(name: str) -> None:
 
 def _as_rust(pattern: str, path: str) -> str:
     """Tokens of ECMA-262 that Rust's regexes read otherwise are rewritten."""
-    written, position, is_inside = [], 0, False
+    written, position, is_inside, is_negated = [], 0, False, False
     while position < len(pattern):
         size = 2 if pattern[position] == "\\" else 1
         token = pattern[position : position + size]
@@ -84,11 +91,15 @@ def _as_rust(pattern: str, path: str) -> str:
             raise SchemaError(path, pattern, "cannot be enforced: a range that ends in -- is not supported")
         if is_inside and token == r"\S":
             raise SchemaError(path, pattern, r"cannot be enforced: \S within brackets is not supported")
+        if is_inside and token in (r"\D", r"\W") and not is_negated:
+            raise SchemaError(path, pattern, f"cannot be enforced: {token} within brackets is not supported")
         is_start = token == "[" and not is_inside
         written.append(token if is_start else (_INSIDE if is_inside else _OUTSIDE).get(token, token))
         position += size
         is_inside = is_start or (is_inside and token != "]")
-        if is_start and pattern.startswith("^", position):
+        if is_start:
+            is_negated = pattern.startswith("^", position)
+        if is_start and is_negated:
             written.append("^")
             position += 1
     return "".join(written)

@@ -26,6 +26,18 @@ if TYPE_CHECKING:
 _JSON_OPTIONS: Final["JsonCompileOptions"] = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 """Flexible whitespace lets a model emit blanks without end; `lenient` would silently drop what cannot be enforced."""
 
+_KEYWORDS: Final = (  # of a JSON schema, where llguidance's errors do not name them
+    ("patternProperty regexes", "patternProperties"),
+    ("regex for float range", "minimum, maximum"),
+    ("is not present in a registry", "$ref"),
+    ("Anchor ", "$ref"),
+    ("incompatible types", "type, allOf"),
+    ("Regex is empty", "pattern, enum"),
+    ("required property", "required"),
+    ("min/maxProperties", "minProperties, maxProperties"),
+    ("required > maxProperties", "maxProperties"),
+)
+
 KEPT: Final = 64
 """Grammars that are kept: most of a model's requests ask for one of a few shapes."""
 
@@ -90,7 +102,9 @@ class GrammarCompiler:
     def _check(self, grammar: str, field: str, text: str, tokenizer: LLTokenizer | None) -> None:
         is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
         if is_error:
-            raise InvalidRequestError(field, text, f"cannot be enforced: {'; '.join(messages)}")
+            told = "; ".join(messages)
+            keyword = next((f"{keyword}: " for sign, keyword in _KEYWORDS if sign in told), "")
+            raise InvalidRequestError(field, text, f"cannot be enforced: {keyword}{told}")
 
 
 def _grammar(structure: StructuredOutputs) -> str:

@@ -2,7 +2,7 @@
 
     python -m tests.router.schemas.corpus [FOLDER]
 
-The schemas are those of JSON-Schema-Test-Suite, from the source distribution of `jsonschema`, and of `check-jsonschema`,
+The schemas are those of JSON-Schema-Test-Suite (source distribution of `jsonschema`) and of `check-jsonschema`,
 with each of their definitions by itself; they are fetched from the package index unless FOLDER has them. Outputs are
 seeded walks: no model is needed.
 """
@@ -30,6 +30,10 @@ _VALIDATORS: Final = {
     "draft7": jsonschema.Draft7Validator,
     "draft2019-09": jsonschema.Draft201909Validator,
     "draft2020-12": jsonschema.Draft202012Validator,
+}
+_KEYWORDS: Final = frozenset().union(*(kind.VALIDATORS for kind in _VALIDATORS.values())) | {
+    *("$schema", "$id", "then", "else", "minContains", "maxContains", "exclusiveMinimum", "exclusiveMaximum"),
+    *("additionalItems", "items"),
 }
 _LARGEST: Final = 64 * 2**10
 _NUM_WALKS: Final = 4
@@ -76,7 +80,7 @@ def keywords_of(schema: Any) -> set[str]:
     while open_schemas:
         item = open_schemas.pop()
         if isinstance(item, Mapping):
-            found |= item.keys()
+            found |= item.keys() & _KEYWORDS
             open_schemas += item.values()
         elif isinstance(item, list):
             open_schemas += item
@@ -132,7 +136,18 @@ def fetch(folder: Path) -> tuple[Path, Path]:
 
 def _download(package: str, folder: Path, *options: str) -> Path:
     before = set(folder.iterdir())
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *options, "--dest", str(folder), package]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        *options,
+        "--dest",
+        str(folder),
+        package,
+    ]
     subprocess.run(command, check=True)
     return next(path for path in folder.iterdir() if path not in before)
 

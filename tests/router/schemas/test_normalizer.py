@@ -68,6 +68,9 @@ ENFORCED: list[Any] = [
     # strings
     {"type": "string", "pattern": r"^\d{2}$"},
     {"type": "string", "pattern": r"^\w{1,3}$"},
+    {"type": "string", "pattern": r"^\W{1,2}\D$"},
+    {"type": "number", "maximum": 9.7e26, "minimum": 3},
+    {"$schema": "http://example.com/own", "type": "integer", "maximum": 3, "minimum": 0},
     {"type": "string", "format": "date"},
     {"type": "string", "format": "no-such-format", "maxLength": 3},
 ]
@@ -105,6 +108,9 @@ REFUSED: list[tuple[Any, str]] = [
     ({"$ref": "http://example.com/other"}, "$ref"),
     ({"type": "string", "pattern": "(?=a)b"}, "pattern"),
     ({"if": {"type": "integer"}, "then": {"minimum": 3}}, "if"),
+    ({"type": "number", "minimum": 9.7e26}, "minimum"),
+    (obj({"a": {"$id": "x", "$ref": "#/$defs/node"}}, **{"$defs": {"node": NODE}}), "$id"),
+    ({"type": "string", "pattern": r"[a\W]"}, "pattern"),
     ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
     ({"not": {"type": "string"}}, "not"),
 ]
