@@ -1,6 +1,6 @@
 """Patterns and formats of strings: a regex of ECMA-262 as llguidance reads it, and the regexes of formats.
 
-`\\d` and `\\w` are ASCII, as in ECMA-262. `.`, `\\s`, `\\D`, `\\W` are so narrow that validators of all languages agree.
+`\\d` and `\\w` are ASCII, as in ECMA-262. `.`, `\\s`, `\\D`, `\\W` are narrow, so that all languages' validators agree.
 What may not live here: regexes of requests that are no schemas (`router/text/grammar.py`).
 """
 

@@ -1,4 +1,4 @@
-"""Schemas that others wrote, by the thousand: each is refused by its keyword, or every finished output is valid under it.
+"""JSON schemas of others, by the thousand: each is refused by its keyword, or every finished output is valid under it.
 
     python -m tests.router.schemas.corpus [FOLDER]
 

@@ -318,4 +318,4 @@ def test_a_dead_end_fails_its_request_alone():
     deltas = scheduler.commit(plan, StepResult(step_id=plan.step_id, token_ids=((DEAD_END,), (9,))))
     assert scheduler.take_dead_ends() == ["dead"]
     assert scheduler.take_broken() == []
-    assert [delta.request_id for delta in deltas] == ["alive"]
+    assert [delta.token_ids for delta in deltas] == [(9,)]
