@@ -101,7 +101,7 @@ class TextSource:
         return "".join(pieces)
 
     def take_until(self, end: str, limit: int | None = None) -> Reading[str]:
-        """The text before `end`, which is read, too. Raises `Malformed` if it is beyond the limit, `CutOff` at the end."""
+        """The text before `end`, which is read, too. Raises `Malformed` beyond the limit, `CutOff` at the end."""
         num_searched = 0
         while True:
             found = self.text.find(end, self.position + num_searched)
