@@ -23,6 +23,7 @@ ROOMS = {  # from the ground up: a room imports from those before it
     "router": (
         *(
             "wire",
+            "schemas",
             "text",
             "tools",
             "replicas",

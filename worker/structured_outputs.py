@@ -8,11 +8,15 @@ grammar of llguidance, which finds out whether it can be enforced (`router/text/
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Final
 
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.value_types import is_flag, is_text
 
 FIELD = "sampling_params.structured_outputs"
+
+_MAX_NAME: Final = 64
+"""Characters of an unknown option's name in an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +26,8 @@ class StructuredOutputs:
     Raises `InvalidRequestError`, naming the field.
     """
 
-    json: str | Mapping[str, object] | None = None
-    """A JSON schema, as an object or as its text. Stored as text."""
+    json: str | Mapping[str, object] | bool | None = None
+    """A JSON schema, as an object, as True, which any value matches, or as its text. Stored as text."""
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
@@ -31,7 +35,8 @@ class StructuredOutputs:
     choice: Sequence[str] | None = None
     """The whole output is one of these. Stored as a tuple."""
     grammar: str | None = None
-    """A context-free grammar in the syntax of Lark, as llguidance reads it; it begins at `start`."""
+    """A context-free grammar: in the syntax of Lark, as llguidance reads it, from `start` on; or in EBNF as XGrammar
+    and llama.cpp write it (`root ::= "yes" | "no"`), from `root` on."""
 
     def __post_init__(self) -> None:
         is_list = isinstance(self.choice, Collection) and not isinstance(self.choice, str | bytes)
@@ -41,7 +46,7 @@ class StructuredOutputs:
             raise InvalidRequestError(f"{FIELD}.json_object", self.json_object, "must be True or False")
         if self.choice is not None:
             object.__setattr__(self, "choice", tuple(self.choice))
-        if isinstance(self.json, Mapping):
+        if isinstance(self.json, Mapping) or self.json is True:
             object.__setattr__(self, "json", _json_text(self.json))
         chosen = [name for name in _KINDS if self._has(name)]
         if len(chosen) != 1:
@@ -59,7 +64,9 @@ class StructuredOutputs:
             return given
         unknown = set(given) - set(_KINDS)
         if unknown:
-            raise InvalidRequestError(FIELD, sorted(map(str, unknown)), f"must have exactly one of {', '.join(_KINDS)}")
+            name = min(map(str, unknown))
+            limit = f"is not known; what is: {', '.join(_KINDS)}"
+            raise InvalidRequestError(f"{FIELD}.{name[:_MAX_NAME]}", given.get(name), limit)
         return cls(**given)  # type: ignore[arg-type]  # as much as from any caller
 
     @property
@@ -83,11 +90,17 @@ class StructuredOutputs:
         return len(self.text) + sum(map(len, self.choice or ()))
 
 
+def dead_end() -> InvalidRequestError:
+    """The error of a request whose output no token can follow, and that does not match yet."""
+    limit = "the output cannot be completed: no token fits its grammar any more, or the grammar is too complex"
+    return InvalidRequestError(FIELD, None, limit)
+
+
 _KINDS = tuple(field.name for field in fields(StructuredOutputs))
 
 
-def _json_text(schema: Mapping[str, object]) -> str:
+def _json_text(schema: Mapping[str, object] | bool) -> str:
     try:
-        return json.dumps(dict(schema))
+        return json.dumps(dict(schema) if isinstance(schema, Mapping) else schema)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{FIELD}.json", schema, f"must be a JSON schema: {error}") from None

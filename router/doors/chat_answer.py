@@ -4,8 +4,10 @@ that speak the public words, what it says.
 What may not live here: formats of calls (`router/tools/`), shapes on a wire.
 """
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Self
 
 from holdfast.router.chat import Chat
@@ -37,6 +39,7 @@ class ChatPlan:
     splits: bool = False
     begins_inside: bool = False
     keeps_special: bool = False
+    is_parallel: bool = True
 
     @classmethod
     async def of(cls, request: GenerationRequest, processor: RequestProcessor, *, shape_field: str = SHAPE) -> Self:
@@ -63,7 +66,8 @@ class ChatPlan:
         splits = style.reasoning is not None and params.structure is None
         prompt = await processor.render(request.model, chat) if splits or callable_tools else ""
         if callable_tools:
-            grammar = style.grammar(callable_tools, choice, prompt, is_parallel=chat.parallel_tool_calls)
+            write = partial(style.grammar, is_parallel=chat.parallel_tool_calls)
+            grammar = await asyncio.to_thread(write, callable_tools, choice, prompt)
             params = await _with_grammar(params, grammar, request.model, processor, callable_tools, choice, shape_field)
         keeps_special = style.unwanted is not None and bool(callable_tools or splits) and params.skip_special_tokens
         if keeps_special:
@@ -75,6 +79,7 @@ class ChatPlan:
             splits=splits,
             begins_inside=splits and style.begins_inside(prompt),
             keeps_special=keeps_special,
+            is_parallel=chat.parallel_tool_calls,
         )
 
     def new_reader(self) -> ChatReader | None:
@@ -87,6 +92,7 @@ class ChatPlan:
             splits=self.splits,
             begins_inside=self.begins_inside,
             is_filtered=self.keeps_special,
+            is_parallel=self.is_parallel,
         )
 
     def read(self, generation: Generation) -> Generation:

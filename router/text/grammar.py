@@ -1,4 +1,4 @@
-"""Grammar compiler for structured outputs: a JSON schema, regex, choice or Lark grammar becomes an llguidance grammar.
+"""Grammar compiler for structured outputs: a JSON schema, regex, choice, Lark or EBNF becomes an llguidance grammar.
 
 What cannot be enforced is refused here, before the request reaches a replica. A grammar is sent to replicas as text, in
 llguidance's format. What may not live here: token masks (`worker/sampling/grammar_masks.py`).
@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, Final
 
 from llguidance import LLMatcher, LLTokenizer
 
+from holdfast.router.schemas.normalizer import normalized_text
+from holdfast.router.schemas.schema_error import SchemaError
+from holdfast.router.text.ebnf import ebnf_as_lark, is_ebnf
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.grammar_tokenizer import grammar_tokenizer
 from holdfast.worker.structured_outputs import FIELD, StructuredOutputs
 
 if TYPE_CHECKING:
@@ -21,6 +25,18 @@ if TYPE_CHECKING:
 
 _JSON_OPTIONS: Final["JsonCompileOptions"] = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 """Flexible whitespace lets a model emit blanks without end; `lenient` would silently drop what cannot be enforced."""
+
+_KEYWORDS: Final = (  # of a JSON schema, where llguidance's errors do not name them
+    ("patternProperty regexes", "patternProperties"),
+    ("regex for float range", "minimum, maximum"),
+    ("is not present in a registry", "$ref"),
+    ("Anchor ", "$ref"),
+    ("incompatible types", "type, allOf"),
+    ("Regex is empty", "pattern, enum"),
+    ("required property", "required"),
+    ("min/maxProperties", "minProperties, maxProperties"),
+    ("required > maxProperties", "maxProperties"),
+)
 
 KEPT: Final = 64
 """Grammars that are kept: most of a model's requests ask for one of a few shapes."""
@@ -44,6 +60,8 @@ class GrammarCompiler:
         field = f"{FIELD}.{structure.kind}"
         try:
             grammar = _grammar(structure)
+        except SchemaError as error:
+            raise InvalidRequestError(field, structure.text, error.told) from None
         except ValueError as error:
             raise InvalidRequestError(field, structure.text, f"cannot be read: {error}") from None
         self._check(grammar, field, structure.text, None)
@@ -76,7 +94,7 @@ class GrammarCompiler:
         """Built from the same file as on a replica, so that what compiles here compiles there."""
         assert self._path is not None
         try:
-            return LLTokenizer(self._path.read_text(encoding="utf-8"))
+            return grammar_tokenizer(self._path)
         except ValueError as error:
             limit = f"is not possible with this model's tokenizer: {error}"
             raise InvalidRequestError(FIELD, self._path.name, limit) from None
@@ -84,19 +102,24 @@ class GrammarCompiler:
     def _check(self, grammar: str, field: str, text: str, tokenizer: LLTokenizer | None) -> None:
         is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
         if is_error:
-            raise InvalidRequestError(field, text, f"cannot be enforced: {'; '.join(messages)}")
+            told = "; ".join(messages)
+            keyword = next((f"{keyword}: " for sign, keyword in _KEYWORDS if sign in told), "")
+            raise InvalidRequestError(field, text, f"cannot be enforced: {keyword}{told}")
 
 
 def _grammar(structure: StructuredOutputs) -> str:
-    """Raises ValueError for a schema that is no JSON object."""
+    """Raises ValueError for a schema or an EBNF that cannot be read, `SchemaError` for what cannot be enforced."""
     if structure.json_object:
         return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON_OPTIONS)
     if isinstance(structure.json, str):
-        return LLMatcher.grammar_from_json_schema(structure.json, overrides=_JSON_OPTIONS)
+        schema = normalized_text(structure.json)
+        options: JsonCompileOptions = {**_JSON_OPTIONS, "json_allowed_escapes": schema.escapes}
+        return LLMatcher.grammar_from_json_schema(json.dumps(dict(schema.schema)), overrides=options)
     if structure.regex is not None:
         return LLMatcher.grammar_from_regex(structure.regex)
     if structure.choice is not None:
         texts = (json.dumps(text, ensure_ascii=False) for text in structure.choice)
         return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
     assert structure.grammar is not None
-    return LLMatcher.grammar_from_lark(structure.grammar)
+    is_lark = not is_ebnf(structure.grammar)
+    return LLMatcher.grammar_from_lark(structure.grammar if is_lark else ebnf_as_lark(structure.grammar))

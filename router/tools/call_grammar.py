@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
+from holdfast.router.schemas.schema_error import SchemaError
 from holdfast.router.tools.lark_rules import LarkRules
 from holdfast.router.tools.reasoning import REASONING_TAGS
 from holdfast.router.tools.tools import Tool, ToolChoice
@@ -132,7 +133,8 @@ def tool_grammar(
     Without `is_parallel` there is one call, and so with `named`. `token_ids` are the markers that are single tokens
     (`single_tokens`). With `reasoning`, a name of `REASONING_TAGS`, the output may begin with reasoning.
 
-    Raises `InvalidRequestError`, naming the field, for a schema that a format without types of its own cannot write.
+    Raises `InvalidRequestError`, naming the field, for a schema that cannot be enforced, or that a format without types
+    of its own cannot write.
     """
     if choice.mode == "none" or (choice.mode == "auto" and not any(tool.is_strict for tool in tools)):
         return ""
@@ -172,10 +174,17 @@ def _form(format_name: str, token_ids: Mapping[str, int]) -> _Form:
 
 def _calls(rules: LarkRules, form: _Form, tools: Sequence[Tool], is_parallel: bool) -> str:
     """A rule for all calls, without the first marker. Returns its name."""
-    names = [rules.add(f"call_{index}", form.call(rules, tool, f"call_{index}")) for index, tool in enumerate(tools)]
+    names = [rules.add(f"call_{index}", _call(rules, form, tool, f"call_{index}")) for index, tool in enumerate(tools)]
     call = rules.add("call", " | ".join(names))
     more = f"({rules.text(form.between)} {call})*" if is_parallel else ""
     return rules.add("calls", f"{rules.text(form.before)} {call} {more} {rules.text(form.after)}")
+
+
+def _call(rules: LarkRules, form: _Form, tool: Tool, prefix: str) -> str:
+    try:
+        return form.call(rules, tool, prefix)
+    except SchemaError as error:
+        raise InvalidRequestError(f"{tool.field}.parameters", tool.name, error.told) from None
 
 
 def _text_or_calls(rules: LarkRules, form: _Form, calls: str) -> str:

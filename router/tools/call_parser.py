@@ -2,7 +2,8 @@
 
 A call is reported once its name is known and its arguments begin; until then its text is held back. If it goes wrong
 before that, its text is content; after that the call ends, incomplete, and the rest is content. White space before the
-first call, between calls and after the last one is dropped. What may not live here: formats.
+first call, between calls and after the last one is dropped, and so are tags that end calls, whole or cut off, and the
+head of a further call that is cut off. What may not live here: formats.
 """
 
 import re
@@ -10,7 +11,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar, Final
 
 from holdfast.router.tools.call_events import CallArguments, CallBegin, CallEnd, CallEvent, Content, merged
-from holdfast.router.tools.text_source import Malformed, Reading, TextSource, held_back
+from holdfast.router.tools.text_source import CutOff, Malformed, Reading, TextSource, held_back
 
 _INDENT: Final = " \t\r"
 
@@ -20,6 +21,8 @@ class ToolCallParser(ABC):
 
     MARKERS: ClassVar[tuple[str, ...]] = ()
     """Texts that begin a call wherever they stand. None begins another."""
+    CLOSINGS: ClassVar[tuple[str, ...]] = ()
+    """Texts that end a call, or a part of one. After the first call they are no content wherever they stand."""
     BARE: ClassVar[str] = ""
     """A character that begins a call as the first one of a line, or of the output; none."""
     BARE_IN_EVERY_LINE: ClassVar[bool] = False
@@ -82,24 +85,32 @@ class ToolCallParser(ABC):
 
     def _read(self) -> Reading[None]:
         while (opening := (yield from self._read_content())) is not None:
+            if opening in self.CLOSINGS:
+                self._source.settle()
+                continue
             try:
                 yield from self._read_calls(opening)
                 self._source.settle()
-            except Malformed:
-                self._give_up()
+            except Malformed as error:
+                self._give_up(error)
         if self._space and not self._num_calls:
             self._events.append(Content(self._space))
 
-    def _give_up(self) -> None:
+    def _give_up(self, error: Malformed) -> None:
         """What was read of a call that is none is content. Reading goes on at the character that was wrong.
 
-        Where the output breaks off within arguments, what was held back belongs to them.
+        Where the output breaks off within arguments, what was held back belongs to them. Where it does so in the head
+        of a further call, that is dropped.
         """
         source = self._source
-        has_broken_off = source.has_ended and source.position == len(source.text)
-        rest = source.settle()
-        if self._has_open_call and has_broken_off and rest:
-            self._pass_arguments(rest)
+        rest, tail = source.settle(), source.text[source.position :]
+        is_tag = source.has_ended and (not tail or any(text.startswith(tail) for text in self._tags()))
+        has_broken_off = is_tag or isinstance(error, CutOff)
+        if has_broken_off and (self._has_open_call or self._is_after_call()):
+            source.position = len(source.text)
+            source.settle()
+            if self._has_open_call:
+                self._pass_arguments(rest)
             rest = ""
         if self._has_open_call:
             self._end(is_complete=False)
@@ -110,10 +121,15 @@ class ToolCallParser(ABC):
         source = self._source
         while True:
             start, opening = self._opening()
-            if opening is None:
-                start -= 0 if source.has_ended else held_back(source.text[source.position :], self.MARKERS)
-            source.position = start
+            num_held = 0
+            if opening is None and not (source.has_ended and not self._num_calls):
+                num_held = held_back(source.text[source.position :], self._tags())
+            source.position = start - num_held
             self._release(source.settle())
+            if source.has_ended and num_held:
+                source.position = start
+                tail = source.settle()
+                self._release("" if num_held > 1 or self._is_after_call() else tail)
             if opening is not None:
                 source.position += len(opening)
                 return opening
@@ -121,10 +137,20 @@ class ToolCallParser(ABC):
                 return None
             yield
 
+    def _tags(self) -> tuple[str, ...]:
+        """What is looked for in content."""
+        return (*self.MARKERS, *self.CLOSINGS) if self._num_calls else self.MARKERS
+
+    def _is_after_call(self) -> bool:
+        """There was no content since the last call."""
+        return self._num_calls > 0 and self._space is not None
+
     def _opening(self) -> tuple[int, str | None]:
-        """Where the first opening begins, and its text; the end of the text, and None, without one."""
+        """Where the first opening, or after a call a closing, begins, and its text; the end of the text, and None,
+        without one.
+        """
         text, position = self._source.text, self._source.position
-        found = [(start, marker) for marker in self.MARKERS if (start := text.find(marker, position)) >= 0]
+        found = [(start, marker) for marker in self._tags() if (start := text.find(marker, position)) >= 0]
         if self.BARE and text.find(self.BARE, position) >= 0 and (start := self._bare_opening()) >= 0:
             found.append((start, ""))
         return min(found) if found else (len(text), None)

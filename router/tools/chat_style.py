@@ -11,7 +11,7 @@ from holdfast.router.text import generic_tools
 from holdfast.router.text.chat import template_traits
 from holdfast.router.text.template_traits import TemplateTraits
 from holdfast.router.text.tokenizer import Tokenizer
-from holdfast.router.tools.call_events import CallEvent, Content
+from holdfast.router.tools.call_events import CallBegin, CallEvent, Content
 from holdfast.router.tools.call_grammar import markers, single_tokens, tool_grammar
 from holdfast.router.tools.call_parser import ToolCallParser
 from holdfast.router.tools.formats import detect_format, parser_for
@@ -84,11 +84,21 @@ class ChatReader:
     """Tells reasoning, content and calls of one output apart, as its text comes."""
 
     def __init__(
-        self, style: ChatStyle, tools: Sequence[Tool], *, splits: bool, begins_inside: bool, is_filtered: bool
+        self,
+        style: ChatStyle,
+        tools: Sequence[Tool],
+        *,
+        splits: bool,
+        begins_inside: bool,
+        is_filtered: bool,
+        is_parallel: bool = True,
     ) -> None:
         """Without `tools` there are no calls, without `splits` no reasoning. With `is_filtered` the output keeps its
-        special tokens for the sake of markers, and the others are taken out.
+        special tokens for the sake of markers, and the others are taken out. Without `is_parallel` calls after the
+        first one are dropped, and so is what follows them.
         """
+        self._is_parallel = is_parallel
+        self._is_over = False
         self._filter = SpecialTextFilter(style.unwanted) if is_filtered and style.unwanted is not None else None
         self._splitter: ReasoningSplitter | None = None
         self._parser: ToolCallParser | None = None
@@ -100,7 +110,8 @@ class ChatReader:
     @property
     def num_calls(self) -> int:
         """Calls that have begun."""
-        return 0 if self._parser is None else self._parser.num_calls
+        num_calls = 0 if self._parser is None else self._parser.num_calls
+        return num_calls if self._is_parallel else min(num_calls, 1)
 
     def push(self, text: str) -> list[Reasoning | CallEvent]:
         """What is certain now."""
@@ -112,7 +123,7 @@ class ChatReader:
         if self._splitter is not None:
             split = self._splitter.finish()
             events += [*_thought(split.reasoning), *self._content(split.content)]
-        return events + (self._parser.finish() if self._parser is not None else [])
+        return events + (self._wanted(self._parser.finish()) if self._parser is not None else [])
 
     def _split(self, text: str) -> list[Reasoning | CallEvent]:
         if self._splitter is None:
@@ -122,8 +133,16 @@ class ChatReader:
 
     def _content(self, text: str) -> list[Reasoning | CallEvent]:
         if self._parser is not None:
-            return list(self._parser.push(text))
+            return self._wanted(self._parser.push(text))
         return [Content(text)] if text else []
+
+    def _wanted(self, events: list[CallEvent]) -> list[Reasoning | CallEvent]:
+        wanted: list[Reasoning | CallEvent] = []
+        for event in events:
+            self._is_over |= not self._is_parallel and isinstance(event, CallBegin) and event.index > 0
+            if not self._is_over:
+                wanted.append(event)
+        return wanted
 
 
 def _thought(text: str) -> list[Reasoning | CallEvent]:

@@ -112,12 +112,13 @@ class HermesCallParser(JsonCallParser):
     """`<tool_call>{"name": "f", "arguments": {...}}</tool_call>`, one after another."""
 
     MARKERS = ("<tool_call>",)
+    CLOSINGS = ("</tool_call>",)
 
     def _read_calls(self, opening: str) -> Reading[None]:
         yield from self._skip_space()
         yield from self._read_object()
         yield from self._skip_space()
-        yield from self._source.take("</tool_call>")
+        yield from self._source.pass_over("</tool_call>")
 
 
 class LlamaCallParser(JsonCallParser):
@@ -163,6 +164,7 @@ class DeepSeekCallParser(JsonCallParser):
     """Calls of DeepSeek V3 and V3.1 between markers of their own. V3 writes the arguments as a block of code."""
 
     MARKERS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
+    CLOSINGS = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
 
     def _read_calls(self, opening: str) -> Reading[None]:
         if opening == self.MARKERS[0]:
@@ -171,12 +173,12 @@ class DeepSeekCallParser(JsonCallParser):
         name = (yield from self._source.take_until("<｜tool▁sep｜>", MAX_NAME)).strip()
         if name == "function" and (yield from self._source.peek()) != "{":
             name = (yield from self._source.take_until("\n", MAX_NAME)).strip()
-        yield from self._source.take("```json")
+        yield from self._source.pass_over("```json")
         yield from self._skip_space()
         yield from self._read_arguments_of(name)
         for end in ("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"):
             yield from self._skip_space()
-            yield from self._source.take(end)
+            yield from self._source.pass_over(end)
 
 
 def _is_object(text: str) -> bool:

@@ -9,16 +9,16 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from holdfast.router.schemas.normalizer import normalized
+
 _JSON_STYLE: Final = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
     "lenient": False,
     "coerce_one_of": False,
-    "json_allowed_escapes": 'nrbtf\\"u',
 }
-"""As models were taught to write JSON: with one space or none. Any number of them lets a model emit blanks without end.
-The escapes mean the same in Python."""
+"""As models were taught to write JSON: with one space or none. Any number lets a model emit blanks without end."""
 
 
 class LarkRules:
@@ -60,8 +60,13 @@ class LarkRules:
         return self._lazy(name, terminal)
 
     def json(self, name: str, schema: Mapping[str, Any]) -> str:
-        """A rule for a value that matches a JSON schema. Returns its name."""
-        return self.add(name, f"%json {json.dumps({**schema, 'x-guidance': _JSON_STYLE}, ensure_ascii=False)}")
+        """A rule for a value that matches a JSON schema. Returns its name. Its escapes mean the same in Python.
+
+        Raises `SchemaError` for a schema that cannot be enforced.
+        """
+        found = normalized(dict(schema))
+        style = {**_JSON_STYLE, "json_allowed_escapes": found.escapes}
+        return self.add(name, f"%json {json.dumps({**found.schema, 'x-guidance': style}, ensure_ascii=False)}")
 
     def written(self) -> str:
         return "\n".join(self._rules) + "\n"

@@ -5,7 +5,7 @@ What may not live here: Python's literals (`python_reader.py`).
 
 import json
 import re
-from typing import ClassVar, Final
+from typing import Final
 
 from holdfast.router.tools.call_parser import ToolCallParser
 from holdfast.router.tools.json_reader import ignore, pass_space
@@ -19,7 +19,6 @@ class PythonicCallParser(ToolCallParser):
     """The list stands before any other text, as in Llama 3.2."""
 
     BARE = "["
-    CLOSING: ClassVar[str] = ""
 
     def _read_calls(self, opening: str) -> Reading[None]:
         yield from self._skip_space()
@@ -32,9 +31,9 @@ class PythonicCallParser(ToolCallParser):
                 break
             yield from self._skip_space()
         yield from self._source.take("]")
-        if self.CLOSING:
+        for closing in self.CLOSINGS:
             yield from self._skip_space()
-            yield from self._source.take(self.CLOSING)
+            yield from self._source.pass_over(closing)
 
     def _read_call(self) -> Reading[None]:
         """The call begins when the name of an argument, or the end of an empty list of them, shows that it is one."""
@@ -79,12 +78,12 @@ class Llama4CallParser(PythonicCallParser):
     """The list may stand between markers, and then after text."""
 
     MARKERS = ("<|python_start|>",)
-    CLOSING = "<|python_end|>"
+    CLOSINGS = ("<|python_end|>",)
 
 
 class Lfm2CallParser(PythonicCallParser):
     """The list stands between markers, after text or before it."""
 
     MARKERS = ("<|tool_call_start|>",)
+    CLOSINGS = ("<|tool_call_end|>",)
     BARE = ""
-    CLOSING = "<|tool_call_end|>"

@@ -27,6 +27,10 @@ class Malformed(Exception):
     """The text is not what the reader expects. It never leaves this room."""
 
 
+class CutOff(Malformed):
+    """The text has ended where more of it was due; what is left of it can only be the beginning of that."""
+
+
 class TextSource:
     """Text, how far it is read, and how far it is settled: what is read and not settled can still become content."""
 
@@ -68,10 +72,16 @@ class TextSource:
                 return False
             yield
 
+    def pass_over(self, literal: str) -> Reading[None]:
+        """Reads `literal`, or as much of it as there is at the end, if it comes next."""
+        if not (yield from self.take(literal)) and self.has_ended and literal.startswith(self.text[self.position :]):
+            self.position = len(self.text)
+
     def expect(self, literal: str) -> Reading[None]:
         """Raises `Malformed` if something else comes."""
         if not (yield from self.take(literal)):
-            raise Malformed
+            is_cut = self.has_ended and literal.startswith(self.text[self.position :])
+            raise CutOff if is_cut else Malformed
 
     def take_run(self, run: re.Pattern[str]) -> str:
         """What has come of a run of characters. `run` matches one or more characters, each by itself."""
@@ -91,7 +101,7 @@ class TextSource:
         return "".join(pieces)
 
     def take_until(self, end: str, limit: int | None = None) -> Reading[str]:
-        """The text before `end`, which is read, too. Raises `Malformed` if it never comes, or not within the limit."""
+        """The text before `end`, which is read, too. Raises `Malformed` beyond the limit, `CutOff` at the end."""
         num_searched = 0
         while True:
             found = self.text.find(end, self.position + num_searched)
@@ -103,7 +113,8 @@ class TextSource:
                 self.position = found + len(end)
                 return text
             if self.has_ended:
-                raise Malformed
+                self.position = len(self.text) - held_back(self.text[self.position :], (end,))
+                raise CutOff
             num_searched = max(0, num_before)
             yield
 
@@ -111,9 +122,7 @@ class TextSource:
         """Reads the text before `end`, and `end`; `emit` gets the text as it comes. Raises `Malformed` at the end."""
         while True:
             found = self.text.find(end, self.position)
-            stop = found if found >= 0 else len(self.text)
-            if found < 0 and not self.has_ended:
-                stop -= held_back(self.text[self.position :], (end,))
+            stop = found if found >= 0 else len(self.text) - held_back(self.text[self.position :], (end,))
             text = self.text[self.position : stop]
             self.position = stop + (len(end) if found >= 0 else 0)
             if text:
@@ -121,7 +130,7 @@ class TextSource:
             if found >= 0:
                 return
             if self.has_ended:
-                raise Malformed
+                raise CutOff
             yield
 
 

@@ -7,9 +7,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
+from holdfast.router.schemas.normalizer import normalized
+from holdfast.router.schemas.schema_error import SchemaError
+from holdfast.router.schemas.value_types import ValueTypes
 from holdfast.router.tools.lark_rules import LarkRules
 from holdfast.router.tools.tools import Tool
-from holdfast.router.tools.xml_calls import is_text
+from holdfast.router.tools.xml_calls import text_schema
 from holdfast.worker.errors import InvalidRequestError
 
 _NOTES: Final = {"title", "description", "$comment", "default", "examples", "deprecated", "$defs", "definitions"}
@@ -30,7 +33,7 @@ def python_arguments(rules: LarkRules, tool: Tool, prefix: str) -> str:
     """The expression of what stands between the brackets of a call. Arguments have the order of the schema."""
     first = rest = rules.add(f"{prefix}_none", '""')
     for index, parameter in reversed(list(enumerate(_parameters(tool, _PYTHON_NAME)))):
-        value = _python_value(rules, parameter.schema, f"{prefix}_value_{index}")
+        value = _python_value(rules, tool, parameter, f"{prefix}_value_{index}")
         item = f"{rules.text(f'{parameter.name}=')} {value} {rest}"
         without = ("", "") if parameter.is_required else (f" | {first}", f" | {rest}")
         first = rules.add(f"{prefix}_first_{index}", item + without[0])
@@ -40,10 +43,10 @@ def python_arguments(rules: LarkRules, tool: Tool, prefix: str) -> str:
 
 def xml_parameters(rules: LarkRules, tool: Tool, prefix: str) -> str:
     """The expression of the parameters of a call, in the order of the schema."""
-    items = []
+    items, types = [], ValueTypes(tool.parameters)
     for index, parameter in enumerate(_parameters(tool, _XML_NAME)):
         head = rules.text(f"<parameter={parameter.name}>\n")
-        value = _xml_value(rules, tool, parameter, f"{prefix}_value_{index}")
+        value = _xml_value(rules, tool, types, parameter, f"{prefix}_value_{index}")
         line_end = rules.text("\n")
         item = rules.add(f"{prefix}_parameter_{index}", f"{head} {value} {line_end}")
         items.append(item if parameter.is_required else f"{item}?")
@@ -70,20 +73,26 @@ def _parameters(tool: Tool, names: re.Pattern[str]) -> Iterator[_Parameter]:
             yield _Parameter(name, {**definitions, **own}, name in required)
 
 
-def _python_value(rules: LarkRules, schema: Mapping[str, Any], name: str) -> str:
+def _python_value(rules: LarkRules, tool: Tool, parameter: _Parameter, name: str) -> str:
     """JSON, but for flags, which models write as Python does."""
-    is_flag = schema.get("type") == "boolean" and not schema.keys() & {"enum", "const"}
-    return '("True" | "False")' if is_flag else rules.json(name, schema)
+    is_flag = parameter.schema.get("type") == "boolean" and not parameter.schema.keys() & {"enum", "const"}
+    return '("True" | "False")' if is_flag else _json_value(rules, tool, parameter, name)
 
 
-def _xml_value(rules: LarkRules, tool: Tool, parameter: _Parameter, name: str) -> str:
+def _json_value(rules: LarkRules, tool: Tool, parameter: _Parameter, name: str) -> str:
+    try:
+        return rules.json(name, parameter.schema)
+    except SchemaError as error:
+        field = f"{_field(tool)}.properties.{parameter.name}"
+        raise InvalidRequestError(field, tool.name, error.told) from None
+
+
+def _xml_value(rules: LarkRules, tool: Tool, types: ValueTypes, parameter: _Parameter, name: str) -> str:
     """The expression of a value and of what ends it."""
-    schema = parameter.schema
-    if not is_text(tool, parameter.name):
-        return f"{rules.json(name, schema)} {rules.text(_END)}"
-    for key in sorted(schema.keys() - _TEXT_KEYS):
-        limit = "is not possible for text: the model's tool calls do not write it as a JSON string"
-        raise InvalidRequestError(f"{_field(tool)}.properties.{parameter.name}.{key}", schema[key], limit)
+    schema = text_schema(types, parameter.name)
+    if schema is None:
+        return f"{_json_value(rules, tool, parameter, name)} {rules.text(_END)}"
+    schema = _plain_text(tool, parameter, schema)
     shortest, longest = schema.get("minLength", 0), schema.get("maxLength")
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if values is None:
@@ -96,6 +105,21 @@ def _xml_value(rules: LarkRules, tool: Tool, parameter: _Parameter, name: str) -
         limit = "must have a text that fits, and can stand in a tool call"
         raise InvalidRequestError(f"{_field(tool)}.properties.{parameter.name}.enum", values, limit)
     return f"({' | '.join(map(rules.text, fitting))}) {rules.text(_END)}"
+
+
+def _plain_text(tool: Tool, parameter: _Parameter, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a text, normalized. Raises `InvalidRequestError` for what only a grammar of JSON strings says."""
+    field = f"{_field(tool)}.properties.{parameter.name}"
+    own = {key: value for key, value in schema.items() if key not in _NOTES}
+    try:
+        plain = normalized({**own, "type": "string"}).schema
+    except SchemaError as error:
+        raise InvalidRequestError(field, tool.name, error.told) from None
+    for key in sorted(plain.keys() - _TEXT_KEYS):
+        named = key if key in schema else "format"
+        limit = "is not possible for text: the model's tool calls do not write it as a JSON string"
+        raise InvalidRequestError(f"{field}.{named}", schema[named], limit)
+    return plain
 
 
 def _can_be_text(value: object) -> bool:

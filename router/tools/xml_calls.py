@@ -11,8 +11,9 @@ Paris
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Any, Final
 
+from holdfast.router.schemas.value_types import STRING, ValueTypes, kind_of
 from holdfast.router.tools.call_parser import ToolCallParser
 from holdfast.router.tools.json_reader import ignore, pass_space, written
 from holdfast.router.tools.text_source import MAX_NAME, Malformed, Reading
@@ -25,6 +26,7 @@ class XmlCallParser(ToolCallParser):
     """Text streams as it comes; values of other types are held until they are whole."""
 
     MARKERS = ("<tool_call>", "<function=")
+    CLOSINGS = ("</parameter>", "</function>", "</tool_call>")
 
     def __init__(self, tools: Iterable[Tool] = ()) -> None:
         self._tools = {tool.name: tool for tool in tools}
@@ -43,10 +45,11 @@ class XmlCallParser(ToolCallParser):
         self._pass_arguments("}")
         self._end()
         yield from pass_space(self._source, ignore)
-        yield from self._source.take("</tool_call>")
+        yield from self._source.pass_over("</tool_call>")
 
     def _read_parameters(self, name: str) -> Reading[None]:
         tool = self._tools.get(name)
+        types = ValueTypes({} if tool is None else tool.parameters)
         separator = ""
         while True:
             yield from pass_space(self._source, ignore)
@@ -55,14 +58,16 @@ class XmlCallParser(ToolCallParser):
             yield from self._source.expect("<parameter=")
             key = (yield from self._source.take_until(">", MAX_NAME)).strip()
             self._pass_arguments(f"{separator}{written(key)}: ")
-            yield from self._read_value(tool is None or is_text(tool, key))
+            yield from self._read_value(types, key)
             separator = ", "
 
-    def _read_value(self, is_text: bool) -> Reading[None]:
+    def _read_value(self, types: ValueTypes, key: str) -> Reading[None]:
         """A line break stands at the start and at the end of the value, and is no part of it."""
         yield from self._source.take("\n")
-        if not is_text:
-            return self._pass_arguments(_as_json((yield from self._source.take_until("</parameter>"))))
+        if text_schema(types, key) is None:
+            schema = types.of_property(key)
+            value = yield from self._source.take_until("</parameter>")
+            return self._pass_arguments(_as_json(value, types.followed(schema), types.of(schema)))
         self._pass_arguments('"')
         text = _WithoutLastBreak(self)
         yield from self._source.pass_until("</parameter>", text.push)
@@ -82,25 +87,29 @@ class _WithoutLastBreak:
         self._parser._pass_arguments(written(text.removesuffix("\n"))[1:-1])
 
 
-def is_text(tool: Tool, parameter: str) -> bool:
-    """Whether the value stands in the output as it is; else as JSON."""
-    properties = tool.parameters.get("properties")
-    schema = properties.get(parameter) if isinstance(properties, Mapping) else None
+def text_schema(types: ValueTypes, parameter: str) -> Mapping[str, Any] | None:
+    """The schema of a value that stands in the output as it is; None for one that stands there as JSON."""
+    schema = types.followed(types.of_property(parameter))
+    if schema is None:
+        return {}
     if not isinstance(schema, Mapping):
-        return schema is None
-    if "type" in schema:
-        return bool(schema["type"] == "string")
+        return None
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+    are_texts = isinstance(values, list) and all(isinstance(value, str) for value in values)
+    return schema if schema.get("type", "string" if are_texts else None) == "string" else None
 
 
-def _as_json(text: str) -> str:
-    """A value that is no JSON is taken as text."""
+def _as_json(text: str, schema: Any, kinds: frozenset[str]) -> str:
+    """A value that is no JSON, or JSON of another type than a schema that allows texts has, is taken as text."""
     stripped = text.strip()
     word = _PYTHON_WORDS.get(stripped, stripped)
     try:
-        json.loads(word, parse_constant=_refuse)
+        value = json.loads(word, parse_constant=_refuse)
     except (ValueError, RecursionError):
+        return written(text.removesuffix("\n"))
+    values = schema.get("enum") if isinstance(schema, Mapping) else None
+    is_listed_text = isinstance(values, list) and stripped in values and value not in values
+    if STRING in kinds and (kind_of(value) not in kinds or is_listed_text):
         return written(text.removesuffix("\n"))
     return word
 

@@ -8,11 +8,10 @@ how a model is loaded (`worker/model/loading.py`), and processes (`worker/replic
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
 from enum import IntEnum
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,8 +23,8 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
 from holdfast.worker.engine.rank_orders import Order, number_message, read_reload, reload_message
 from holdfast.worker.engine.self_check import SelfCheck
-from holdfast.worker.engine.step_results import prompts_of, sampled_result, step_result
-from holdfast.worker.errors import CallerError, ConfigurationError, ReplicaError, UnsupportedModelError
+from holdfast.worker.engine.step_results import dead_ends, fitting, prompts_of, sampled_result, step_result
+from holdfast.worker.errors import CallerError, ConfigurationError, UnsupportedModelError
 from holdfast.worker.layers.mapped_files import trim_heap
 from holdfast.worker.model.checks import first_line
 from holdfast.worker.model.loading import LoadedModel, check_same_model, load_model, reloaded_config
@@ -36,7 +35,7 @@ from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.plan.draws import draws_of, plain_draws_of
 from holdfast.worker.plan.step_plan import StepPlan, StepResult
 from holdfast.worker.progress import ProgressCounter
-from holdfast.worker.sampling.grammar_masks import GrammarMasks
+from holdfast.worker.sampling.grammar_masks import GrammarMasks, WaitedMasks
 from holdfast.worker.sampling.head_output import HeadOutput, asks_for_logprobs, needs_logits
 from holdfast.worker.sampling.step_sampler import OverlappingSampler, StepSampler
 
@@ -46,9 +45,6 @@ Progress = Callable[[str, int, int], None]
 """Called as `progress(phase, done, total)`; phases are `load`, `pack` and `check`."""
 
 _T = TypeVar("_T")
-
-_MASK_LOOK_S: Final = 0.2
-_MASK_LOOKS: Final = 150
 
 
 class _Outcome(IntEnum):
@@ -196,6 +192,8 @@ class LaunchedStep(NamedTuple):
     """The program's own."""
     drawing: Any
     """The sampler's own; None where the step draws by itself."""
+    dead_ends: frozenset[int] = frozenset()
+    """Logits rows whose grammars leave no token."""
 
 
 class LeaderRunner:
@@ -213,8 +211,7 @@ class LeaderRunner:
         waiting = self._grammars.start(plan)
         output = self._runner.execute(self._ordered(plan))
         self._runner.progress.tick()
-        masks = self._masks(waiting) if waiting is not None else None
-        result = step_result(plan, output, self._runner.sampler, masks)
+        result = step_result(plan, output, self._runner.sampler, self._masks(waiting))
         return replace(result, drafts=drafts) if drafts else result
 
     @property
@@ -239,15 +236,16 @@ class LeaderRunner:
         logits = executor.logits_to_draw_from(launched)
         if logits is None:
             return LaunchedStep(plan, launched, None)
-        masks = self._masks(waiting) if waiting is not None else None
+        masks = self._masks(waiting)
         sampler = cast(OverlappingSampler, self._runner.sampler)
-        return LaunchedStep(plan, launched, sampler.launch(logits, draws_of(plan), masks, prompts_of(plan)))
+        drawing = sampler.launch(logits, draws_of(plan), fitting(masks), prompts_of(plan))
+        return LaunchedStep(plan, launched, drawing, dead_ends(masks))
 
     def collect(self, step: LaunchedStep) -> StepResult:
         """What a step that was launched comes to: the oldest first."""
         if step.drawing is not None:
             sampler = cast(OverlappingSampler, self._runner.sampler)
-            result = sampled_result(step.plan, sampler.collect(step.drawing))
+            result = sampled_result(step.plan, sampler.collect(step.drawing), step.dead_ends)
         else:
             result = step_result(step.plan, self._overlapping().collect(step.launched), self._runner.sampler)
         self._runner.progress.tick()
@@ -279,16 +277,9 @@ class LeaderRunner:
         message = self._group.broadcast(StepBatch.pack(plan, with_logits=with_logits))
         return self._runner.execute(StepBatch.unpack(message))
 
-    def _masks(self, waiting: "Future[dict[int, bytes]]") -> dict[int, bytes]:
-        """The first grammar of a replica has to load the tokenizer, which takes a second if it is large: that counts as
-        progress, though nothing else moves.
-        """
-        for _ in range(_MASK_LOOKS):
-            try:
-                return waiting.result(_MASK_LOOK_S)
-            except TimeoutError:
-                self._runner.progress.tick()
-        raise ReplicaError(f"the masks of a grammar took more than {_MASK_LOOKS * _MASK_LOOK_S:.0f} s")
+    def _masks(self, waiting: WaitedMasks | None) -> dict[int, bytes] | None:
+        """Waiting for masks counts as progress, though nothing else moves: a replica does not end of a slow grammar."""
+        return None if waiting is None else self._grammars.collect(waiting, self._runner.progress.tick)
 
     def reload(self, folder: str, version: str) -> ModelInfo:
         """As `ModelRunner.reload`, on all ranks. Returns what is served from now on."""

@@ -3,11 +3,12 @@
 What may not live here: how logits become tokens (`worker/sampling/`), and how a step is run (`model_runner.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import islice
 
 from holdfast.worker.plan.draws import by_sequence, draws_of
-from holdfast.worker.plan.step_plan import PromptLogprobParams, StepPlan, StepResult
+from holdfast.worker.plan.grammar_matchers import NONE_FITS
+from holdfast.worker.plan.step_plan import DEAD_END, PromptLogprobParams, StepPlan, StepResult
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling.head_output import HeadOutput
 from holdfast.worker.sampling.step_sampler import Sampled, StepSampler
@@ -18,7 +19,8 @@ def step_result(
 ) -> StepResult:
     """What a step's `output` for its rows wanted comes to. `masks` are those of rows that have a grammar.
 
-    Rows with NaN or infinity give `NO_TOKEN`; the other rows are not affected.
+    Rows with NaN or infinity give `NO_TOKEN`, and those whose grammar has a dead end `DEAD_END`; the other rows are not
+    affected.
     """
     if output.steps is not None:
         return StepResult(step_id=plan.step_id, token_ids=tuple(zip(*output.steps, strict=True)))
@@ -27,17 +29,31 @@ def step_result(
     if output.logits is None:
         assert output.best is not None, "a head gives logits or their argmax"
         return StepResult(step_id=plan.step_id, token_ids=by_sequence(plan, output.best))
-    return sampled_result(plan, sampler.sample(output, draws_of(plan), masks, prompts_of(plan)))
+    sampled = sampler.sample(output, draws_of(plan), fitting(masks), prompts_of(plan))
+    return sampled_result(plan, sampled, dead_ends(masks))
 
 
-def sampled_result(plan: StepPlan, sampled: Sampled) -> StepResult:
-    """What was read off the logits of a step, sequence by sequence."""
+def sampled_result(plan: StepPlan, sampled: Sampled, dead: Collection[int] = ()) -> StepResult:
+    """What was read off the logits of a step, sequence by sequence. No token of a `dead` row counts."""
+    token_ids = sampled.token_ids
+    if dead:
+        token_ids = [DEAD_END if row in dead else token_id for row, token_id in enumerate(token_ids)]
     return StepResult(
         step_id=plan.step_id,
-        token_ids=by_sequence(plan, sampled.token_ids),
+        token_ids=by_sequence(plan, token_ids),
         logprobs=by_sequence(plan, sampled.logprobs) if sampled.logprobs else (),
         prompt_logprobs=_prompt_logprobs(plan, sampled.prompt_logprobs) if sampled.prompt_logprobs else (),
     )
+
+
+def fitting(masks: Mapping[int, bytes] | None) -> Mapping[int, bytes] | None:
+    """The masks that leave a row a token, for a sampler."""
+    return masks and {row: mask for row, mask in masks.items() if mask}
+
+
+def dead_ends(masks: Mapping[int, bytes] | None) -> frozenset[int]:
+    """The rows that no mask leaves a token."""
+    return frozenset(row for row, mask in (masks or {}).items() if mask == NONE_FITS)
 
 
 def prompts_of(plan: StepPlan) -> list[PromptLogprobParams]:

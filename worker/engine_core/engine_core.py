@@ -23,6 +23,7 @@ from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.scheduling.step_limits import StepLimits
 from holdfast.worker.stats import NO_GPU, NO_STEPS, EngineStats, GpuStats, SchedulerStats
 from holdfast.worker.step_update import StepListener, StepUpdate
+from holdfast.worker.structured_outputs import dead_end
 
 STATS_EVERY_STEPS: Final = 32
 """A busy engine works its statistics out once in so many steps, and whenever it falls idle."""
@@ -163,6 +164,9 @@ class EngineCore:
                 self._reject_broken(attempt)
             else:
                 self._in_doubt.append(attempt)
+        for attempt in self._scheduler.take_dead_ends():
+            self._suspects.drop(attempt)
+            self._output_queues.reject(attempt, dead_end())
         return self._keep(deltas)
 
     def settle(self) -> None:

@@ -7,7 +7,7 @@ of the grammar and the output so far; a matcher kept from step to step only save
 
 import logging
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -17,6 +17,10 @@ logger = logging.getLogger(__name__)
 
 _KEPT_STEPS: Final = 32
 """A matcher whose sequence has not drawn for so many steps is dropped. If the sequence comes back, it starts over."""
+
+
+NONE_FITS: Final = b""
+"""In place of a mask: no token may come next."""
 
 
 class Matcher(Protocol):
@@ -70,35 +74,39 @@ class GrammarMatchers:
         """By number of a plan's logits row, a bit for each token of the tokenizer, the lowest first: it may come next.
 
         An end of sequence may come where the grammar is fulfilled; once it is and nothing can follow, only that may.
+        `NONE_FITS` stands for a dead end: nothing may come next, or what may cannot be found out.
         Rows without a grammar have no mask, nor those after a draft that breaks it, since their draws do not count.
         """
         masks: dict[int, bytes] = {}
-        row = len(plan.decodes)  # none of which has a grammar
-        for sequence in plan.others:
-            if sequence.draw is not None and _grammar(sequence.draw):
-                masks |= enumerate(self._sequence_masks(sequence, sequence.draw, plan.step_id), row)
-            row += sequence.num_draws if sequence.draw is not None else 0
+        for of_sequence in self.each(plan):
+            masks |= of_sequence
+        return masks
+
+    def each(self, plan: StepPlan) -> Iterator[dict[int, bytes]]:
+        """`masks`, sequence by sequence in the order of `rows_with_grammars`, each worked out when it is asked for."""
+        for row, sequence, draw in _with_grammars(plan):
+            yield dict(enumerate(self._sequence_masks(sequence, draw, plan.step_id), row))
         for sequence_id, matched in list(self._matched.items()):
             if matched.last_step_id < plan.step_id - _KEPT_STEPS:
                 del self._matched[sequence_id]
-        return masks
 
     def _sequence_masks(self, sequence: ScheduledSequence, draw: DrawParams, step_id: int) -> list[bytes]:
         """The mask of each draw; draw i comes after i drafts, which the matcher takes back afterwards."""
         matcher = self._matcher_after(sequence.sequence_id, draw, step_id)
-        masks = [matcher.compute_bitmask()]
+        masks = [_mask(matcher)]
         num_read = 0
         for draft in sequence.token_ids[len(sequence.token_ids) - sequence.num_draws + 1 :]:
-            if draft in self._eos_token_ids or matcher.validate_tokens([draft]) == 0:
+            if not masks[-1] or draft in self._eos_token_ids or matcher.validate_tokens([draft]) == 0:
                 break
             matcher.consume_token(draft)
             num_read += 1
-            masks.append(matcher.compute_bitmask())
+            masks.append(_mask(matcher))
         if num_read:
             matcher.rollback(num_read)
-        if matcher.is_error():  # its masks now allow an end of sequence and nothing else
+        if not masks[-1] or matcher.is_error():  # it stays in the error, also where the draft before it was wrong
+            del self._matched[sequence.sequence_id]
             reason = matcher.get_error().partition("\n")[0]  # what follows quotes the grammar, which is the caller's
-            logger.warning("the output of sequence %d ends early: %s", sequence.sequence_id, reason)
+            logger.warning("the output of sequence %d is at a dead end: %s", sequence.sequence_id, reason)
         return masks
 
     def _matcher_after(self, sequence_id: int, draw: DrawParams, step_id: int) -> Matcher:
@@ -110,6 +118,27 @@ class GrammarMatchers:
         matched.matcher.consume_tokens(list(token_ids[len(matched.token_ids) :]))
         matched.token_ids, matched.last_step_id = token_ids, step_id
         return matched.matcher
+
+
+def _mask(matcher: Matcher) -> bytes:
+    """A matcher that is in an error allows an end of sequence, as if the output were complete."""
+    mask = matcher.compute_bitmask()
+    return NONE_FITS if matcher.is_error() or not any(mask) else mask
+
+
+def rows_with_grammars(plan: StepPlan) -> list[range]:
+    """The logits rows of each sequence of a plan that has a grammar."""
+    return [range(row, row + sequence.num_draws) for row, sequence, _ in _with_grammars(plan)]
+
+
+def _with_grammars(plan: StepPlan) -> Iterator[tuple[int, ScheduledSequence, DrawParams]]:
+    """Sequences with a grammar, each with its first logits row and its draw."""
+    row = len(plan.decodes)  # none of which has a grammar
+    for sequence in plan.others:
+        if sequence.draw is not None:
+            if _grammar(sequence.draw):
+                yield row, sequence, sequence.draw
+            row += sequence.num_draws
 
 
 def has_grammars(plan: StepPlan) -> bool:

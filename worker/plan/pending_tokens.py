@@ -10,7 +10,15 @@ from dataclasses import replace
 from typing import Final
 
 from holdfast.worker.plan.decode_rows import DecodeRows
-from holdfast.worker.plan.step_plan import NO_TOKEN, PENDING, PlannedSequences, ScheduledSequence, StepPlan, StepResult
+from holdfast.worker.plan.step_plan import (
+    DEAD_END,
+    NO_TOKEN,
+    PENDING,
+    PlannedSequences,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+)
 
 KNOWN: Final = -1
 """In place of a row, for a token that is known."""
@@ -72,4 +80,4 @@ def _known_share(share: ScheduledSequence, token_of: Mapping[int, int]) -> Sched
 
 
 def _usable(token_id: int) -> int:
-    return _ANY_TOKEN if token_id == NO_TOKEN else token_id
+    return _ANY_TOKEN if token_id in (NO_TOKEN, DEAD_END) else token_id

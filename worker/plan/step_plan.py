@@ -243,6 +243,9 @@ class StepPlan:
 NO_TOKEN: Final = -1
 """In place of a drawn token where the logits are NaN or infinite."""
 
+DEAD_END: Final = -2
+"""In place of a drawn token where the grammar of the output allows none, or can be followed no further."""
+
 PENDING: Final = -1
 """In a plan, in place of the token that the step before draws for the same sequence: the plan was made before that
 step's result was there. Who runs the plan puts the token in (`pending_tokens.py`)."""

@@ -61,6 +61,7 @@ class Scheduler:
         self._deadlines = DeadlineWatch(self._queues)
         self._expired: list[Hashable] = []
         self._broken: list[tuple[Hashable, EngineRequest]] = []
+        self._dead_ends: list[Hashable] = []
         self._policy = (make_policy or POLICIES[config.policy])(
             StepLimits.of(config, self._drafter.num_speculative_tokens)
         )
@@ -199,6 +200,13 @@ class Scheduler:
         """
         broken, self._broken = self._broken, []
         return broken
+
+    def take_dead_ends(self) -> list[Hashable]:
+        """Requests that have been dropped since the last call, because no token fitted their grammars. There is no
+        delta for them.
+        """
+        dead_ends, self._dead_ends = self._dead_ends, []
+        return dead_ends
 
     def take_cache_events(self) -> list[CacheEvent]:
         """Prefix cache events since the last call: blocks stored and evicted. The first call returns all cached blocks.
@@ -339,7 +347,13 @@ class Scheduler:
             self._num_expired += 1
 
     def _drop_broken(self, sequence: Sequence) -> None:
-        """Its keys and values may be NaN or infinite too, so no other sequence may reuse its cached prefix."""
+        """Where its logits are no numbers, its keys and values may be none either: no other sequence may reuse its
+        cached prefix.
+        """
+        if sequence.has_dead_end:
+            self._drop(sequence)
+            self._dead_ends.append(sequence.attempt)
+            return
         self._queues.forget_prefix(sequence)
         self._drop(sequence)
         self._broken.append((sequence.attempt, sequence.request))

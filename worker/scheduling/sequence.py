@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from holdfast.worker.block_hash import HashChain
 from holdfast.worker.plan.logits_settings import LogitsSettings
-from holdfast.worker.plan.step_plan import NO_TOKEN, PENDING, DrawParams, ScheduledSequence
+from holdfast.worker.plan.step_plan import DEAD_END, NO_TOKEN, PENDING, DrawParams, ScheduledSequence
 from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta, TokenLogprob
 from holdfast.worker.service_order.tenants import Tenant
 from holdfast.worker.service_order.waiting_queue import DUE_AFTER_S
@@ -55,6 +55,7 @@ class Sequence:
         "block_ids",
         "deadline_s",
         "due_s",
+        "has_dead_end",
         "hash_chain",
         "is_broken",
         "is_pending",
@@ -96,7 +97,9 @@ class Sequence:
         self.attempt = request.request_id if attempt is None else attempt
         self.status = SequenceStatus.WAITING
         self.is_broken = False
-        """Its logits came out as NaN or infinity: no token can follow."""
+        """No token can follow: its logits came out as NaN or infinity, or its grammar has a dead end."""
+        self.has_dead_end = False
+        """It is broken because no token fits its grammar."""
         self.is_pending = False
         """The last of `token_ids` is `PENDING`: the step in flight draws it (`foresee`)."""
         self.awaits_result = False
@@ -240,12 +243,11 @@ class Sequence:
         """Takes what a step computed and sampled for this sequence; returns the tokens that it gained.
 
         Tokens after one that ends the sequence, or after a draft that turned out wrong, are dropped, and the positions
-        computed for them count as not computed. A draw without a token (`NO_TOKEN`) breaks the sequence.
+        computed for them count as not computed. A draw without a token (`NO_TOKEN`, `DEAD_END`) breaks the sequence.
         """
         old_len = len(self.token_ids)
         for token_id in _confirmed(scheduled.token_ids, drawn):
-            if token_id == NO_TOKEN:
-                self.is_broken = True
+            if self._breaks(token_id):
                 break
             self.token_ids.append(token_id)
             if self.finish_reason is not None:
@@ -278,6 +280,13 @@ class Sequence:
             queued_s=self._take_queued_s(),
         )
 
+    def _breaks(self, drawn: int) -> bool:
+        """Whether no token was drawn. The sequence is broken then."""
+        if drawn not in (NO_TOKEN, DEAD_END):
+            return False
+        self.is_broken, self.has_dead_end = True, drawn == DEAD_END
+        return True
+
     def _take_queued_s(self) -> float:
         """How long it had waited when it first ran; 0 once that was told."""
         queued_s, self.queued_s = self.queued_s, 0.0
@@ -290,8 +299,7 @@ class Sequence:
         if len(drawn) > 1:
             return self._decode_several(drawn)
         (token_id,) = drawn
-        if token_id == NO_TOKEN:
-            self.is_broken = True
+        if self._breaks(token_id):
             return None
         token_ids = self.token_ids
         index = len(token_ids) - self.num_prompt_tokens
@@ -306,8 +314,7 @@ class Sequence:
 
     def _decode_several(self, drawn: tuple[int, ...]) -> TokenDelta | None:
         """As `decode`, for several steps: takes the tokens up to its last, or to one that could not be drawn."""
-        if drawn[0] == NO_TOKEN:
-            self.is_broken = True
+        if self._breaks(drawn[0]):
             return None
         token_ids, num_before = self.token_ids, len(self.token_ids)
         reason = None
@@ -328,8 +335,7 @@ class Sequence:
     def _fill_in(self, drawn: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> TokenDelta | None:
         """As `commit`, for a step that was foreseen: the pending token is known now."""
         (token_id,) = drawn
-        if token_id == NO_TOKEN:
-            self.is_broken = True
+        if self._breaks(token_id):
             return None
         self.token_ids[-1] = token_id
         self.is_pending = False

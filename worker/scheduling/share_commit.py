@@ -20,7 +20,7 @@ class ShareCommit:
     def __init__(
         self, queues: SequenceQueues, drafter: Drafter, block_size: int, drop_broken: Callable[[Sequence], None]
     ) -> None:
-        """`drop_broken` is called for a sequence whose logits were NaN or infinite, before the next one is looked at:
+        """`drop_broken` is called for a sequence that no token can follow, before the next one is looked at:
         nobody may find its blocks."""
         self.num_tokens_recomputed = 0
         """Tokens that were computed again after a preemption."""

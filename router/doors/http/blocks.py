@@ -84,7 +84,7 @@ class Blocks:
 
     def _read(self, delivery: Deliver) -> Iterable[Reasoning | CallEvent]:
         if self._reader is None:
-            return [Content(delivery.text)]
+            return [Content(delivery.text)] if delivery.text else []
         read = self._reader.push(delivery.text)
         return read + self._reader.finish() if delivery.finish_reason is not None else read
 

@@ -5,7 +5,7 @@ What may not live here: fields (`bodies.py`), parameters (`sampling.py`), the HT
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from holdfast.router.chat import Chat
@@ -23,6 +23,7 @@ from holdfast.router.requests.answer import CompletedRequest, CompletedSequence,
 from holdfast.router.text.token_table import TokenTable
 from holdfast.router.tools.call_events import CallEvent
 from holdfast.router.tools.chat_style import ChatReader, Reasoning
+from holdfast.worker.request import TokenLogprob
 
 DONE: Final = b"data: [DONE]\n\n"
 
@@ -145,6 +146,14 @@ def _whole_choice(view: ChatView, completion: CompletedSequence, reader: ChatRea
     return choice
 
 
+@dataclass(slots=True)
+class _HeldTokens:
+    """Tokens whose text is held back, as that of a call's head: they come with the next chunk that says anything."""
+
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+
+
 class ChatChunks:
     """Writes the chunks of one stream. What all of them have in common is made once."""
 
@@ -163,6 +172,8 @@ class ChatChunks:
         }
         self._readers: dict[int, ChatReader | None] = {}
         """Of the choices that have begun."""
+        self._held: dict[int, _HeldTokens] = {}
+        """By choice."""
         self._over: set[int] = set()
         self._fingerprint: str | None = None
         self._num_completion_tokens = 0
@@ -182,7 +193,7 @@ class ChatChunks:
 
     def plain(self, delivery: Deliver) -> bytes | None:
         frame = self._plain.get(delivery.sequence_index)
-        if frame is None or delivery.logprobs or delivery.fingerprint != self._fingerprint:
+        if frame is None or not delivery.text or delivery.logprobs or delivery.fingerprint != self._fingerprint:
             return None
         return b"%b%b%b" % (frame[0], json_text(delivery.text).encode(errors="replace"), frame[1])
 
@@ -201,18 +212,25 @@ class ChatChunks:
             if echo := _echo(self._view.body):
                 events += self._event(index, {"content": echo}, None, None)
         self._num_completion_tokens += len(delivery.token_ids)
-        *earlier, last = self._deltas(delivery) or [{}]
+        held = self._held.setdefault(index, _HeldTokens())
+        held.logprobs += delivery.logprobs or ()
+        held.token_ids += delivery.token_ids
+        deltas = self._deltas(delivery)
+        if not deltas and delivery.finish_reason is None:
+            return events
+        *earlier, last = deltas or [{}]
         for delta in earlier:
             events += self._event(index, delta, None, None)
         tells_tokens = self._view.tells_tokens(self._readers[index])
-        logprobs = chat_logprobs(delivery.logprobs, self._names) if tells_tokens else None
+        logprobs = chat_logprobs(held.logprobs, self._names) if tells_tokens else None
         finish_reason = finish_after_calls(delivery.finish_reason, self._readers[index])
         extra: dict[str, Any] = {}
         if self._body.return_token_ids and tells_tokens:
-            extra["token_ids"] = list(delivery.token_ids)
+            extra["token_ids"] = held.token_ids
         if delivery.finish_reason is not None:
             extra["stop_reason"] = self._answer.stop_reason(index, delivery)
         events += self._event(index, last, logprobs, finish_reason, extra)
+        del self._held[index]
         self._note(index, delivery)
         return events
 

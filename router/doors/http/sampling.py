@@ -110,9 +110,9 @@ def _format(body: Body) -> StructuredOutputs | None:
         return StructuredOutputs(json_object=True)
     if asked.type == "json_schema":
         schema = (asked.json_schema or {}).get("schema")
-        if not isinstance(schema, Mapping):
+        if not isinstance(schema, Mapping) and schema is not True:
             raise InvalidRequestError("response_format.json_schema.schema", schema, "must be a JSON schema")
-        return StructuredOutputs(json=dict(schema))
+        return StructuredOutputs(json=schema)
     raise InvalidRequestError("response_format.type", asked.type, "is not supported")
 
 

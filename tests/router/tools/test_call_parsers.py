@@ -117,7 +117,7 @@ BROKEN: list[tuple[str, str, list[CallEvent]]] = [
     (
         "hermes",
         '<tool_call>{"name": "f", "arguments": {"a": 1 2}}</tool_call>',
-        [CallBegin(0, "f"), CallArguments(0, '{"a": 1 '), CallEnd(0, False), Content("2}}</tool_call>")],
+        [CallBegin(0, "f"), CallArguments(0, '{"a": 1 '), CallEnd(0, False), Content("2}}")],
     ),
     (
         "hermes",
@@ -152,6 +152,121 @@ BROKEN: list[tuple[str, str, list[CallEvent]]] = [
 def test_calls_are_read_and_what_is_no_call_is_content(name: str, text: str, events: list[CallEvent]):
     assert parsed(name, [text]) == events
     assert parsed(name, list(text)) == events
+
+
+TYPED = checked_tools(
+    [
+        {
+            "type": "function",
+            "function": {
+                "name": "f",
+                "parameters": {
+                    "type": "object",
+                    "$defs": {
+                        "text": {"type": "string", "minLength": 1},
+                        "count": {"type": "integer"},
+                        "far": {"$ref": "#/$defs/text"},
+                    },
+                    "properties": {
+                        "maybe": {"type": ["string", "null"]},
+                        "either": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                        "number": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                        "mixed": {"oneOf": [{"type": "integer"}, {"type": "string"}]},
+                        "text": {"$ref": "#/$defs/text"},
+                        "far": {"$ref": "#/$defs/far"},
+                        "all": {"allOf": [{"$ref": "#/$defs/text"}], "description": "d"},
+                        "two": {"allOf": [{"type": ["string", "integer"]}, {"type": ["string", "null"]}]},
+                        "count": {"allOf": [{"$ref": "#/$defs/count"}]},
+                        "tag": {"enum": ["1", 2, None]},
+                        "any": {},
+                        "whole": {"type": ["integer", "string"]},
+                    },
+                    "allOf": [{"properties": {"inner": {"type": "integer"}}}],
+                },
+            },
+        }
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "written", "value"),
+    [
+        ("maybe", "123", "123"),
+        ("maybe", "null", None),
+        ("maybe", "None", None),
+        ("maybe", "true", "true"),
+        ("maybe", "[1]", "[1]"),
+        ("maybe", '"a b"', "a b"),
+        ("maybe", "a\nb", "a\nb"),
+        ("either", "4.5", "4.5"),
+        ("either", "null", None),
+        ("number", "12", 12),
+        ("number", "None", None),
+        ("mixed", "12", 12),
+        ("mixed", "1.5", "1.5"),
+        ("mixed", "x", "x"),
+        ("text", "12", "12"),
+        ("far", "null", "null"),
+        ("all", "{}", "{}"),
+        ("two", "7", "7"),
+        ("count", "7", 7),
+        ("tag", "1", "1"),
+        ("tag", "2", 2),
+        ("tag", "null", None),
+        ("any", "[1, 2]", [1, 2]),
+        ("any", "word", "word"),
+        ("whole", "3.0", 3.0),
+        ("whole", "3.5", "3.5"),
+        ("inner", "5", 5),
+        ("undeclared", "5", "5"),
+    ],
+)
+def test_values_without_quotation_marks_have_the_type_of_their_schema(parameter: str, written: str, value: object):
+    text = f"<tool_call>\n<function=f>\n<parameter={parameter}>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    for pieces in ([text], list(text)):
+        parser = parser_for("qwen3_coder", TYPED)
+        events = merged([*(event for piece in pieces for event in parser.push(piece)), *parser.finish()])
+        assert [type(event) for event in events] == [CallBegin, CallArguments, CallEnd]
+        read = json.loads(next(event.json for event in events if isinstance(event, CallArguments)))[parameter]
+        assert (read, type(read)) == (value, type(value))
+
+
+CALLS_ONLY = {
+    "hermes": HERMES,
+    "qwen3_coder": XML,
+    "lfm2": '<|tool_call_start|>[f(s="x")]<|tool_call_end|>',
+    "llama4_pythonic": "<|python_start|>[f(n=1,)]<|python_end|>",
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v31": DEEPSEEK_V31,
+}
+
+
+@pytest.mark.parametrize("name", CALLS_ONLY)
+def test_outputs_that_are_cut_after_a_call_has_begun_leave_no_content(name: str):
+    """One call, or a second one after it, cut at each character."""
+    once = CALLS_ONLY[name]
+    for text in (once, f"{once}\n{once}"):
+        has_begun = False
+        for end in range(len(text) + 1):
+            events = parsed(name, [text[:end]])
+            assert events == parsed(name, list(text[:end]))
+            has_begun |= any(isinstance(event, CallBegin) for event in events)
+            content = [event.text for event in events if isinstance(event, Content)]
+            assert not (has_begun and content), (text[:end], content)
+        assert has_begun
+
+
+def test_tags_that_end_no_call_are_no_content_after_one():
+    cases = [
+        ("hermes", f"{HERMES}\n</tool_call>\n", []),
+        ("hermes", f"{HERMES} So </tool_call>it is.</tool_", [Content(" So it is.")]),
+        ("hermes", f"{HERMES} 1 <", [Content(" 1 <")]),
+        ("hermes", f"{HERMES} <", []),
+        ("qwen3_coder", f"{XML}</function>\n</tool_call", []),
+    ]
+    for name, text, contents in cases:
+        assert [event for event in parsed(name, list(text)) if isinstance(event, Content)] == contents, text
 
 
 def test_arguments_stream():

@@ -2,11 +2,12 @@
 
 import pytest
 
-from holdfast.worker.plan.grammar_matchers import GrammarMatchers, has_grammars
+from holdfast.worker.plan.grammar_matchers import NONE_FITS, GrammarMatchers, has_grammars, rows_with_grammars
 from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
 
 END = 0
+ANY = 255
 
 
 class CountingMatcher:
@@ -17,7 +18,7 @@ class CountingMatcher:
         self._read = read
 
     def compute_bitmask(self) -> bytes:
-        return bytes(self.output)
+        return bytes((ANY, *self.output)) if self.output != [0] else bytes(9)
 
     def validate_tokens(self, tokens: list[int], /) -> int:
         return int(9 not in tokens)
@@ -85,34 +86,34 @@ def plan(output: tuple[int, ...], drafts: tuple[int, ...] = (), *, sequence_id=1
 
 def test_an_output_is_read_once(matchers, read):
     for length in range(5):
-        assert matchers.masks(plan(tuple(range(1, 1 + length)))) == {0: bytes(range(1, 1 + length))}
+        assert matchers.masks(plan(tuple(range(1, 1 + length)))) == {0: bytes((ANY, *range(1, 1 + length)))}
     assert read == [1, 2, 3, 4]
 
 
 def test_a_sequence_that_comes_with_output_is_read_from_its_beginning(matchers):
-    assert matchers.masks(plan((1, 2, 3))) == {0: bytes((1, 2, 3))}
+    assert matchers.masks(plan((1, 2, 3))) == {0: bytes((ANY, 1, 2, 3))}
 
 
 def test_another_output_of_the_same_sequence_starts_over(matchers, read):
     matchers.masks(plan((1, 2, 3)))
-    assert matchers.masks(plan((1, 4))) == {0: bytes((1, 4))}
+    assert matchers.masks(plan((1, 4))) == {0: bytes((ANY, 1, 4))}
     assert read == [1, 2, 3, 1, 4]
 
 
 def test_drafts_are_read_for_their_masks_and_taken_back(matchers):
-    assert matchers.masks(plan((1,), (2, 3))) == {0: bytes((1,)), 1: bytes((1, 2)), 2: bytes((1, 2, 3))}
-    assert matchers.masks(plan((1, 2, 4))) == {0: bytes((1, 2, 4))}
+    assert matchers.masks(plan((1,), (2, 3))) == {0: bytes((ANY, 1)), 1: bytes((ANY, 1, 2)), 2: bytes((ANY, 1, 2, 3))}
+    assert matchers.masks(plan((1, 2, 4))) == {0: bytes((ANY, 1, 2, 4))}
 
 
 @pytest.mark.parametrize("bad", [9, END])
 def test_there_is_no_mask_after_a_draft_that_breaks_the_grammar_or_ends_the_output(bad, matchers):
-    assert matchers.masks(plan((1,), (2, bad, 3))) == {0: bytes((1,)), 1: bytes((1, 2))}
+    assert matchers.masks(plan((1,), (2, bad, 3))) == {0: bytes((ANY, 1)), 1: bytes((ANY, 1, 2))}
 
 
 def test_rows_are_counted_over_all_draws_of_a_plan(matchers):
     parts = (plan((), (1, 2), grammar=""), plan((7,), sequence_id=2), plan((8,), sequence_id=3))
     both = StepPlan(step_id=1, sequences=tuple(part.sequences[0] for part in parts))
-    assert matchers.masks(both) == {3: bytes((7,)), 4: bytes((8,))}
+    assert matchers.masks(both) == {3: bytes((ANY, 7)), 4: bytes((ANY, 8))}
     assert (has_grammars(parts[0]), has_grammars(both)) == (False, True)
 
 
@@ -122,6 +123,19 @@ def test_matchers_of_sequences_that_are_gone_are_dropped(matchers):
     assert 0 < len(matchers) < 40
 
 
-def test_the_log_says_why_an_output_ends_early_and_nothing_of_the_grammar(caplog):
-    GrammarMatchers(lambda grammar: BrokenMatcher([]), frozenset({END})).masks(plan((1,)))
-    assert caplog.messages == ["the output of sequence 1 ends early: too complex"]
+def test_a_matcher_in_an_error_lets_nothing_come_next_and_the_log_says_why_without_the_grammar(caplog):
+    matchers = GrammarMatchers(lambda grammar: BrokenMatcher([]), frozenset({END}))
+    assert matchers.masks(plan((1,))) == {0: NONE_FITS}
+    assert caplog.messages == ["the output of sequence 1 is at a dead end: too complex"]
+    assert len(matchers) == 0
+
+
+def test_a_mask_without_a_bit_is_a_dead_end():
+    matchers = GrammarMatchers(lambda grammar: CountingMatcher([]), frozenset({END}))
+    assert matchers.masks(plan((0,))) == {0: NONE_FITS}
+
+
+def test_the_rows_of_each_sequence_with_a_grammar():
+    parts = (plan((), (1, 2), grammar=""), plan((7,), (1,), sequence_id=2), plan((8,), sequence_id=3))
+    both = StepPlan(step_id=1, sequences=tuple(part.sequences[0] for part in parts))
+    assert rows_with_grammars(both) == [range(3, 5), range(5, 6)]

@@ -7,6 +7,7 @@ grammar than a trained model. Everything else is real: scheduler, masks, sampler
 import json
 import random
 import re
+import threading
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,8 +22,9 @@ from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.plan.draws import draws_of
+from holdfast.worker.plan.grammar_matchers import NONE_FITS, GrammarMatchers
 from holdfast.worker.plan.logits_settings import LogitsSettings
-from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan, StepResult
+from holdfast.worker.plan.step_plan import DEAD_END, DrawParams, ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling.grammar_masks import GrammarMasks
 from holdfast.worker.sampling.sampler import draw
@@ -269,3 +271,51 @@ def test_a_plan_without_a_grammar_costs_nothing(tmp_path: Path):
     masks = GrammarMasks(str(tmp_path), EOS)  # there is no tokenizer to be read
     plan = _plan(replace(request("r", ABC), grammar=""), [], 1, [7])
     assert masks.start(plan) is None
+
+
+class StuckMatcher:
+    """A matcher whose masks do not come until it is released; the grammar `quick` has one at once."""
+
+    def __init__(self, grammar: str, release: threading.Event) -> None:
+        self._is_quick, self._release = grammar == "quick", release
+
+    def compute_bitmask(self) -> bytes:
+        assert self._is_quick or self._release.wait(60)
+        return b"\x03"
+
+    def consume_tokens(self, tokens: list[int]) -> bool:
+        return True
+
+    def is_error(self) -> bool:
+        return False
+
+
+def test_a_mask_that_takes_too_long_fails_its_sequence_and_not_the_replica():
+    release, looks = threading.Event(), []
+    masks = GrammarMasks("", EOS, lambda: GrammarMatchers(lambda grammar: StuckMatcher(grammar, release), EOS))
+    quick, stuck = (
+        _plan(replace(request(grammar, ABC), grammar=grammar), [], 1, [7]).sequences[0]
+        for grammar in ("quick", "stuck")
+    )
+    plan = StepPlan(step_id=1, sequences=(quick, replace(stuck, sequence_id=2)))
+    waiting = masks.start(plan)
+    assert waiting is not None
+    assert masks.collect(waiting, lambda: looks.append(1), limit_s=0.4) == {0: b"\x03", 1: NONE_FITS}
+    assert looks, "waiting counts as progress"
+    again = masks.start(StepPlan(step_id=2, sequences=(quick,)))
+    assert again is not None
+    assert masks.collect(again, lambda: None, limit_s=60) == {0: b"\x03"}, "the others go on while the thread is stuck"
+    release.set()
+
+
+def test_a_dead_end_fails_its_request_alone():
+    """The scheduler drops the sequence that no token fits; the one beside it goes on."""
+    scheduler = Scheduler(SchedulerConfig(), num_blocks=64, block_size=4, max_model_len=1000, eos_token_ids=EOS)
+    for name in ("dead", "alive"):
+        scheduler.add(request(name, ABC, max_tokens=9))
+    plan = scheduler.plan()
+    assert plan is not None
+    deltas = scheduler.commit(plan, StepResult(step_id=plan.step_id, token_ids=((DEAD_END,), (9,))))
+    assert scheduler.take_dead_ends() == ["dead"]
+    assert scheduler.take_broken() == []
+    assert [delta.token_ids for delta in deltas] == [(9,)]

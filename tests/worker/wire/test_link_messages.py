@@ -20,6 +20,7 @@ from holdfast.worker.errors import (
 )
 from holdfast.worker.log_level import LOG_LEVELS
 from holdfast.worker.model_info import ModelInfo, ReplicaFacts
+from holdfast.worker.parameters import MAX_WHOLE
 from holdfast.worker.request import (
     AttemptKey,
     EngineLoad,
@@ -45,7 +46,7 @@ Words = TypeVar("Words")
 # --- what can be said ---
 
 uint32, uint64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
-positive = st.integers(1, 2**32 - 1)
+positive = st.integers(1, MAX_WHOLE)
 token_ids = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=9).map(tuple)
 float32, seconds = st.floats(width=32, allow_nan=False), st.integers(0, 10**9).map(lambda ms: ms / 1000)
 text = st.text(max_size=9)
@@ -61,7 +62,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
     max_tokens = draw(st.none() | positive)
     return SamplingParams(
         temperature=draw(st.floats(0, 100)),
-        top_k=draw(uint32),
+        top_k=draw(st.integers(0, MAX_WHOLE)),
         top_p=draw(st.floats(0, 1, exclude_min=True)),
         min_p=draw(st.floats(0, 1)),
         seed=draw(st.integers(0, MAX_SEED)),

@@ -185,3 +185,33 @@ async def test_a_schema_that_cannot_be_enforced_is_named_as_it_stands_in_the_req
         assert http_error(refused.value).param == "tools[1].function.parameters"
     fine = wish(tools=TOOLS, tool_choice="required")
     assert (await ChatPlan.of(fine, Requests())).request.sampling_params.structure is not None
+
+
+@on_a_loop
+async def test_no_chunk_says_nothing_while_a_call_is_held_and_no_token_is_lost(script):
+    script(CALL)
+    replica = await FakeReplica.start()
+    asked = {"model": "fake", "messages": ASKED, "max_tokens": 400, "stop": ["!"], "tools": TOOLS, "logprobs": True}
+    async with site(replica, load_tokenizer=lambda path: byte_tokenizer(path, TEMPLATE), http=True) as place:
+        base_url = f"http://{place.router.http_address}/v1"
+        plain = openai.DefaultAsyncHttpxClient(verify=False)
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, http_client=plain) as client:
+            extra = {"return_token_ids": True}
+            chunks = [
+                item async for item in await client.chat.completions.create(**asked, stream=True, extra_body=extra)
+            ]
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    said = [bool(choice.delta.model_dump(exclude_none=True)) or choice.finish_reason is not None for choice in choices]
+    assert all(said), choices
+    token_ids = [token_id for choice in choices for token_id in (choice.model_extra or {}).get("token_ids") or ()]
+    assert bytes(token_ids).decode().startswith(CALL)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@on_a_loop
+async def test_one_call_where_calls_are_not_parallel(stream, script):
+    script("So. " + CALL + CALL)
+    choice = await ask(stream, tools=TOOLS, parallel_tool_calls=False)
+    assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
+    assert choice.message.content.strip() == "So."
+    assert choice.finish_reason == "tool_calls"

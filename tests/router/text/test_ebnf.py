@@ -1,0 +1,83 @@
+"""EBNF as XGrammar, vLLM and llama.cpp write it: what matches, and what is no grammar."""
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from holdfast.router.text.ebnf import ebnf_as_lark, is_ebnf
+from holdfast.router.text.grammar import GrammarCompiler
+from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.structured_outputs import StructuredOutputs
+from tests.router.schemas.walks import BUNDLED, Walker
+
+SUM = 'root ::= sum\nsum ::= term ("+" term)*\nterm ::= [0-9]+ | "(" sum ")"'
+OBJECT = (
+    'root ::= "{" (pair ("," pair)*)? "}"\npair ::= string ":" value\nvalue ::= string | root\n'
+    r'string ::= "\"" ([^"\\] | "\\" .)* "\""'
+)
+
+
+def matches(grammar: str, text: str) -> bool:
+    matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(ebnf_as_lark(grammar)), log_level=0)
+    token_ids = list(text.encode())
+    return (not token_ids or matcher.consume_tokens(token_ids)) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "texts", "others"),
+    [
+        ('root ::= "yes" | "no"\n', ["yes", "no"], ["ye", "yesno", "maybe"]),
+        ('root ::= "yes"\n    | "no"  # over lines, as XGrammar takes it\n', ["yes", "no"], ["x"]),
+        ('# a comment\n\nroot ::= ("x" | )', ["x", ""], ["xx"]),
+        ('root ::= a-b? "."\na-b ::= "\\u00e9\\x41\\n"', ["éA\n.", "."], ["é."]),
+        ("root ::= [^\\]\\-a-c-]{2}", ["xy", "\né"], ["ax", "-x", "x"]),
+        ("root ::= [a-]{1,3} .", ["a-a\n", "-x"], ["x", "aaaaa"]),
+        ('root ::= "ab" "d" | "a" "bc"', ["abd", "abc"], ["ab", "abdc"]),
+        ('root ::= "a" root | ""', ["", "aaa"], ["b"]),
+        (SUM, ["(1+22)+3"], ["(1+", "1++2"]),
+        (OBJECT, ['{"a":{"b\\"":"c"}}', "{}"], ['{"a"}']),
+        (r'root ::= "<|endoftext|>" "\"\\/"', ['<|endoftext|>"\\/'], [""]),
+    ],
+)
+def test_what_matches(grammar: str, texts: list[str], others: list[str]):
+    assert is_ebnf(grammar)
+    assert [text for text in texts if not matches(grammar, text)] == []
+    assert [text for text in others if matches(grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("grammar", "named"),
+    [
+        ("root ::= x", "root refers to x"),
+        ('x ::= "a"', "must define root"),
+        ('root ::= "a', "line 1"),
+        ('root ::= "a"\n\nroot ::= "b"', "line 3: root is defined twice"),
+        ("root ::= [z-a]", "z-a"),
+        ('root ::= "a"{3,2}', "{3,2}"),
+        ('root ::= "a"{100000}', "at most"),
+        (r'root ::= "\xZZ"', "escape"),
+        (r"root ::= [\ud800]", "no character"),
+        ("root ::= []", "must not be empty"),
+        ('root ::= ("a"', "cannot be enforced"),
+    ],
+)
+def test_what_is_none_is_refused_by_line_or_rule(grammar: str, named: str):
+    with pytest.raises(InvalidRequestError) as refused:
+        GrammarCompiler(Tokenizer.load(str(BUNDLED))).compile(StructuredOutputs(grammar=grammar))
+    assert refused.value.field == "sampling_params.structured_outputs.grammar"
+    assert named in refused.value.limit
+
+
+@pytest.mark.parametrize("lark", ['start: "a"', '// root ::= "x"\nstart: "::="', '%llguidance {}\nstart: "a"'])
+def test_lark_is_read_as_lark(lark: str):
+    assert not is_ebnf(lark)
+    GrammarCompiler(Tokenizer.load(str(BUNDLED))).compile(StructuredOutputs(grammar=lark))
+
+
+def test_walks_over_real_tokens_match():
+    walker = Walker()
+    for grammar in (SUM, OBJECT):
+        compiled = walker.compile(grammar=grammar)
+        done = [walk.text for seed in range(8) if (walk := walker.walk(compiled, seed)).end == "done"]
+        assert done
+        assert all(matches(grammar, text) for text in done)
