@@ -24,7 +24,7 @@ from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelG
 from holdfast.worker.engine.rank_orders import Order, number_message, read_reload, reload_message
 from holdfast.worker.engine.self_check import SelfCheck
 from holdfast.worker.engine.step_results import dead_ends, fitting, prompts_of, sampled_result, step_result
-from holdfast.worker.errors import CallerError, ConfigurationError, UnsupportedModelError
+from holdfast.worker.errors import CallerError, ConfigurationError, ReplicaError, UnsupportedModelError
 from holdfast.worker.layers.mapped_files import trim_heap
 from holdfast.worker.model.checks import first_line
 from holdfast.worker.model.loading import LoadedModel, check_same_model, load_model, reloaded_config
