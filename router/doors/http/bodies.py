@@ -108,6 +108,7 @@ class Reads(BaseModel):
         "vllm_xargs": ({},),
         "thinking_token_budget": (),
         "repetition_detection": (),
+        "logprob_token_ids": ([],),
     }
     """Fields that are not supported, with the values that ask for nothing. None always asks for nothing."""
 

@@ -26,7 +26,13 @@ class MessagesBody(Reads):
         "container": (),
     }
 
-    renamed: ClassVar[Mapping[str, str]] = {"stop_sequences": "stop"}
+    renamed: ClassVar[Mapping[str, str]] = {
+        "stop_sequences": "stop",
+        "output_config.format": "response_format",
+        "output_config.format.schema": "response_format.json_schema.schema",
+        "output_format": "response_format",
+        "output_format.schema": "response_format.json_schema.schema",
+    }
 
     model: str | None = None
     messages: Annotated[Listed[dict[str, Any]], Field(min_length=1)]

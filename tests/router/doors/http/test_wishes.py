@@ -45,6 +45,8 @@ def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
+WRONG_SHAPE = {"type": "json_schema", "schema": {"type": "x"}}
+
 REFUSED = [
     ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "[0, 20]"),
     ("/v1/chat/completions", {"top_logprobs": 2}, "top_logprobs", "logprobs"),
@@ -56,6 +58,13 @@ REFUSED = [
     ("/v1/chat/completions", {"messages": []}, "messages", ""),
     ("/v1/completions", {"logprobs": 21}, "logprobs", "[0, 20]"),
     ("/v1/completions", {"prompt_logprobs": 21}, "prompt_logprobs", "[0, 20]"),
+    ("/v1/completions", {"logprob_token_ids": [5]}, "logprob_token_ids", "not supported"),
+    (
+        "/v1/messages",
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+        "output_config",
+        "",
+    ),
     ("/v1/completions", {"truncation_side": "middle"}, "truncation_side", ""),
     ("/v1/completions", {"use_beam_search": True, "n": 11}, "n", "10"),
     ("/v1/completions", {"prompt": [999999]}, "prompt", ""),
