@@ -14,6 +14,7 @@ from typing import Annotated, Final, Self
 from pydantic import AfterValidator, Field
 
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.neutral_fields import SAMPLING_FIELDS, check_neutral, takes_neutral
 from holdfast.worker.parameters import (
     BIASES,
     FIELD,
@@ -70,6 +71,7 @@ _end = partial(About, topic=Topic.ENDING)
 _report = partial(About, topic=Topic.REPORT)
 
 
+@takes_neutral(SAMPLING_FIELDS, f"{FIELD}.")
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class SamplingParams:
     """How to draw tokens and when to stop. The call shape follows vLLM's class of the same name.
@@ -79,7 +81,8 @@ class SamplingParams:
 
     Two more are taken for the sake of scripts that were written for vLLM: `guided_decoding`, the older name of
     `structured_outputs`, and `output_kind`, which changes nothing: `generate` returns what is finished, a client's
-    stream deltas, and a callback gets all so far.
+    stream deltas, and a callback gets all so far. Fields of vLLM's class that are not supported are taken with the
+    values that ask for nothing (`SAMPLING_FIELDS`), and refused by name with others.
     """
 
     temperature: Annotated[
@@ -316,6 +319,8 @@ class SamplingParams:
             _check_output_kind(value)
         elif name == "guided_decoding":
             self.structured_outputs = value  # type: ignore[assignment]  # it is checked
+        elif name in SAMPLING_FIELDS:
+            check_neutral(name, value, SAMPLING_FIELDS[name], f"{FIELD}.")
         else:
             raise AttributeError(f"SamplingParams has no parameter {name!r}")
 
