@@ -13,7 +13,8 @@ def test_sampling_fields(name):
     for value in SAMPLING_FIELDS[name]:
         params = SamplingParams(**{name: value})
         setattr(params, name, value)
-        assert params == SamplingParams() and getattr(params, name) == SAMPLING_FIELDS[name][0]
+        assert params == SamplingParams()
+        assert getattr(params, name) == SAMPLING_FIELDS[name][0]
     for wrong in ("something else", 1 if SAMPLING_FIELDS[name][0] != 1 else 2):
         with pytest.raises(InvalidRequestError, match=rf"^sampling_params\.{name} = "):
             SamplingParams(**{name: wrong})
