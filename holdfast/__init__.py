@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from holdfast.cluster.client.holding_transport import HoldingTransport
     from holdfast.cluster.client.service_config import SERVICE_CONFIG
     from holdfast.cluster.offline.beams import BeamSearchParams
+    from holdfast.cluster.offline.engine_args import AsyncEngineArgs, EngineArgs
     from holdfast.cluster.offline.inference_engine import InferenceEngine
     from holdfast.cluster.offline.llm import LLM
     from holdfast.cluster.offline.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from holdfast.cluster.offline.prompts import TextPrompt, TokensPrompt
+    from holdfast.cluster.offline.vllm_engines import AsyncLLMEngine, LLMEngine
     from holdfast.cluster.serve.app import build_app, build_model
     from holdfast.router.generation import Chunk
     from holdfast.worker.errors import HoldfastError
@@ -33,15 +35,19 @@ __all__ = [
     "LLM",
     "SERVICE_CONFIG",
     "AsyncClient",
+    "AsyncEngineArgs",
+    "AsyncLLMEngine",
     "BeamSearchParams",
     "Chunk",
     "Client",
     "CompletionOutput",
+    "EngineArgs",
     "FinishReason",
     "GuidedDecodingParams",
     "HoldfastError",
     "HoldingTransport",
     "InferenceEngine",
+    "LLMEngine",
     "Priority",
     "RequestMetrics",
     "RequestOutput",
@@ -60,11 +66,15 @@ __all__ = [
 _HOMES = {
     "SERVICE_CONFIG": "holdfast.cluster.client.service_config",
     "AsyncClient": "holdfast.cluster.client.async_client",
+    "AsyncEngineArgs": "holdfast.cluster.offline.engine_args",
+    "AsyncLLMEngine": "holdfast.cluster.offline.vllm_engines",
+    "LLMEngine": "holdfast.cluster.offline.vllm_engines",
     "Chunk": "holdfast.router.generation",
     "Client": "holdfast.cluster.client.blocking_client",
     "LLM": "holdfast.cluster.offline.llm",
     "BeamSearchParams": "holdfast.cluster.offline.beams",
     "CompletionOutput": "holdfast.cluster.offline.outputs",
+    "EngineArgs": "holdfast.cluster.offline.engine_args",
     "FinishReason": "holdfast.worker.request",
     "HoldfastError": "holdfast.worker.errors",
     "HoldingTransport": "holdfast.cluster.client.holding_transport",

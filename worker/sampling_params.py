@@ -14,6 +14,7 @@ from typing import Annotated, Final, Self
 from pydantic import AfterValidator, Field
 
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.neutral_fields import SAMPLING_FIELDS, check_neutral, takes_neutral
 from holdfast.worker.parameters import (
     BIASES,
     FIELD,
@@ -70,16 +71,25 @@ _end = partial(About, topic=Topic.ENDING)
 _report = partial(About, topic=Topic.REPORT)
 
 
+class _Slots:
+    """What is kept beside the parameters: it says nothing of what is drawn."""
+
+    __slots__ = ("_output_kind",)
+
+
+@takes_neutral(SAMPLING_FIELDS, f"{FIELD}.")
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
-class SamplingParams:
+class SamplingParams(_Slots):
     """How to draw tokens and when to stop. The call shape follows vLLM's class of the same name.
 
     Raises `InvalidRequestError`, naming the field, for a value outside its limits, given or set later. Lists are stored
     as tuples. A request takes a copy: what is set after it was submitted holds for the next one.
 
     Two more are taken for the sake of scripts that were written for vLLM: `guided_decoding`, the older name of
-    `structured_outputs`, and `output_kind`, which changes nothing: `generate` returns what is finished, a client's
-    stream deltas, and a callback gets all so far.
+    `structured_outputs`, and `output_kind`, which `AsyncLLMEngine` and `LLMEngine` heed; elsewhere it changes nothing:
+    `generate` returns what is finished, a client's stream deltas, and a callback gets all so far. Fields of vLLM's
+    class that are not supported are taken with the values that ask for nothing (`SAMPLING_FIELDS`), and refused by
+    name with others.
     """
 
     temperature: Annotated[
@@ -286,7 +296,7 @@ class SamplingParams:
     def __post_init__(
         self, guided_decoding: StructuredOutputs | Mapping[str, object] | None, output_kind: RequestOutputKind
     ) -> None:
-        _check_output_kind(output_kind)
+        self._set_other("output_kind", output_kind)
         if guided_decoding is not None:
             if self.structured_outputs is not None:
                 raise _refusal("guided_decoding", guided_decoding, "must not be set with structured_outputs")
@@ -314,8 +324,11 @@ class SamplingParams:
     def _set_other(self, name: str, value: object) -> None:
         if name == "output_kind":
             _check_output_kind(value)
+            object.__setattr__(self, "_output_kind", value)
         elif name == "guided_decoding":
             self.structured_outputs = value  # type: ignore[assignment]  # it is checked
+        elif name in SAMPLING_FIELDS:
+            check_neutral(name, value, SAMPLING_FIELDS[name], f"{FIELD}.")
         else:
             raise AttributeError(f"SamplingParams has no parameter {name!r}")
 
@@ -324,6 +337,7 @@ class SamplingParams:
         twin = object.__new__(type(self))
         for name in PARAMETERS:
             object.__setattr__(twin, name, getattr(self, name))
+        object.__setattr__(twin, "_output_kind", self._output_kind)
         return twin
 
     def with_changes(self, **changes: object) -> Self:
@@ -334,6 +348,7 @@ class SamplingParams:
             object.__setattr__(changed, name, value)
         if changes:
             raise TypeError(f"no sampling parameters: {', '.join(changes)}")
+        object.__setattr__(changed, "_output_kind", self._output_kind)
         changed._check_together()
         return changed
 
@@ -357,6 +372,11 @@ class SamplingParams:
             neutral = {} if parameter.default is MISSING else parameter.default
             if not parameter.about.with_beams and value != neutral:
                 raise _refusal(name, value, "must not be set with beam_width: a beam search draws nothing")
+
+    @property
+    def wanted_output_kind(self) -> RequestOutputKind:
+        """The `output_kind` that was given."""
+        return self._output_kind  # type: ignore[no-any-return, attr-defined]  # a slot of the base
 
     @property
     def num_sequences(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.neutral_fields import STRUCTURE_FIELDS, takes_neutral
 from holdfast.worker.value_types import is_flag, is_text
 
 FIELD = "sampling_params.structured_outputs"
@@ -19,16 +20,18 @@ _MAX_NAME: Final = 64
 """Characters of an unknown option's name in an error."""
 
 
+@takes_neutral(STRUCTURE_FIELDS, f"{FIELD}.")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """Exactly one of the fields is set. The call shape follows vLLM's class of the same name.
+    """Exactly one of the fields is set. The call shape follows vLLM's class of the same name, whose other fields are
+    taken with the values that ask for nothing (`STRUCTURE_FIELDS`).
 
     Raises `InvalidRequestError`, naming the field.
     """
 
     json: str | Mapping[str, object] | bool | None = None
     """A JSON schema, as an object, as True, which any value matches, or as its text. Stored as text."""
-    json_object: bool = False
+    json_object: bool | None = False
     """Any JSON object."""
     regex: str | None = None
     """What the whole output matches, in the syntax of Rust's regex."""
@@ -42,6 +45,8 @@ class StructuredOutputs:
         is_list = isinstance(self.choice, Collection) and not isinstance(self.choice, str | bytes)
         if self.choice is not None and not is_list:
             raise InvalidRequestError(f"{FIELD}.choice", self.choice, "must be a list of texts")
+        if self.json_object is None:  # vLLM's default
+            object.__setattr__(self, "json_object", False)
         if not is_flag(self.json_object):
             raise InvalidRequestError(f"{FIELD}.json_object", self.json_object, "must be True or False")
         if self.choice is not None:
@@ -62,7 +67,7 @@ class StructuredOutputs:
         """From a mapping of the fields, too."""
         if isinstance(given, StructuredOutputs):
             return given
-        unknown = set(given) - set(_KINDS)
+        unknown = set(given) - set(_KINDS) - STRUCTURE_FIELDS.keys()
         if unknown:
             name = min(map(str, unknown))
             limit = f"is not known; what is: {', '.join(_KINDS)}"

@@ -103,6 +103,7 @@ class InferenceEngine:
         self._updating = threading.Lock()
         self._stopping = threading.Lock()
         self._num_updates = 0
+        self._num_cache_resets = 0
         self._replica: Replica | None = None
         self._pid = os.getpid()
         """Of the process that has loaded the model: one that was forked from it has none of its threads."""
@@ -263,6 +264,13 @@ class InferenceEngine:
             self._weights, self._num_updates = fresh, self._num_updates + 1
         return version
 
+    def reset_prefix_cache(self) -> None:
+        """Requests that are submitted from now on find no prefix of earlier ones: their salts differ. Old blocks stay
+        until others need their place.
+        """
+        self._running()
+        self._num_cache_resets += 1
+
     def get_stats(self) -> EngineStats:
         """Exact counts between two steps."""
         return self._running()[0].engine.stats()
@@ -319,6 +327,8 @@ class InferenceEngine:
             **service,
         )
         check_timeout(request.timeout_s)
+        if self._num_cache_resets:
+            request = replace(request, cache_salt=f"{self._num_cache_resets}:{request.cache_salt}")
         if request.sampling_params.seed is None:
             seeded = request.sampling_params.with_changes(seed=derived_seed(f"{self._seed}:{number}"))
             request = replace(request, sampling_params=seeded)

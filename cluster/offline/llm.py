@@ -11,7 +11,7 @@ from concurrent import futures
 from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
 from holdfast.cluster.config.chat_templates import template_text
 from holdfast.cluster.config.config import HoldfastConfig, load_config
@@ -20,11 +20,13 @@ from holdfast.cluster.offline.beams import BeamSearchParams, beam_sequence
 from holdfast.cluster.offline.chat_prompts import chat_token_ids
 from holdfast.cluster.offline.chat_tokenizer import ChatTokenizer
 from holdfast.cluster.offline.default_params import default_params
+from holdfast.cluster.offline.engine_args import EngineArgs
 from holdfast.cluster.offline.engine_metrics import Metric, metrics_of
 from holdfast.cluster.offline.inference_engine import InferenceEngine, RequestHandle
 from holdfast.cluster.offline.outputs import BeamSearchOutput, RequestOutput
 from holdfast.cluster.offline.prompts import Given, PromptInput, prompt_list
 from holdfast.cluster.offline.vllm_arguments import WHERE, translated
+from holdfast.cluster.offline.vllm_methods import VllmMethods
 from holdfast.cluster.progress_bars import progress
 from holdfast.cluster.service_options import ServiceOptions
 from holdfast.worker.errors import InvalidRequestError
@@ -50,7 +52,14 @@ class _Service(TypedDict, total=False):
     cache_salt: str
 
 
-class LLM:
+class _Enqueued(NamedTuple):
+    request_id: str
+    given: Given
+    params: SamplingParams
+    options: ServiceOptions
+
+
+class LLM(VllmMethods):
     """A loaded model. Close it, or use it as a context manager, to free what it holds before the process ends.
 
     `settings` are those of `holdfast config show`, by their last name (`max_num_seqs=8`), or the arguments of vLLM's
@@ -84,7 +93,14 @@ class LLM:
         self._window = config.scheduler.max_num_waiting
         self._engine = InferenceEngine(config=config.worker, limits=config.limits, seed=seed)
         self._engine.start()
+        self._enqueued: list[_Enqueued] = []
+        self._num_enqueued = 0
         self._close = weakref.finalize(self, self._engine.stop)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """From arguments as a value, such as those of a command line."""
+        return cls(**engine_args.arguments())
 
     def generate(
         self,
@@ -112,6 +128,36 @@ class LLM:
         given = prompt_list(_either(prompts, prompt_token_ids))
         handles = self._run(given, self._params(sampling_params, len(given)), bool(use_tqdm), priority, service)
         return [handle.result() for handle in handles]
+
+    def enqueue(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: None = None,
+        priority: Priority | int | Sequence[Priority | int] | None = None,
+        use_tqdm: bool | Callable[..., object] = True,
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: None = None,
+        **service: Unpack[_Service],
+    ) -> list[str]:
+        """Notes prompts for `wait_for_completion`, which runs them. Returns their request ids. As `generate` else."""
+        _check_unused(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        _check_unused(tokenization_kwargs=tokenization_kwargs)
+        given = prompt_list(prompts)
+        params, services = self._params(sampling_params, len(given)), service_of_each(given, priority, service)
+        first, self._num_enqueued = self._num_enqueued, self._num_enqueued + len(given)
+        ids = [f"enqueued-{number}" for number in range(first, self._num_enqueued)]
+        self._enqueued += map(_Enqueued, ids, given, params, services)
+        return ids
+
+    def wait_for_completion(
+        self, output_type: type[RequestOutput] | None = None, *, use_tqdm: bool | Callable[..., object] = True
+    ) -> list[RequestOutput]:
+        """Runs all that was enqueued, and returns the outputs in that order. If one request fails, so do all."""
+        if output_type not in (None, RequestOutput):
+            raise InvalidRequestError("output_type", output_type, "must be RequestOutput, or None")
+        enqueued, self._enqueued = self._enqueued, []
+        return [handle.result() for handle in self._run_enqueued(enqueued, bool(use_tqdm))]
 
     def chat(
         self,
@@ -247,24 +293,28 @@ class LLM:
         priority: Priority | int | Sequence[Priority | int] | None,
         service: _Service,
     ) -> list[RequestHandle]:
+        services = service_of_each(given, priority, service)
+        return self._run_enqueued(list(map(_Enqueued, [""] * len(given), given, params, services)), show)
+
+    def _run_enqueued(self, requests: list[_Enqueued], show: bool) -> list[RequestHandle]:
         """Requests that have finished. Keeps as many submitted as the engine's queue takes. If one fails, so does the
         call, and none is left running.
         """
-        services = _service_of_each(given, priority, service)
         handles: list[RequestHandle] = []
         num_done = 0
-        num_ahead = list(accumulate((one.beam_width or one.num_sequences for one in params), initial=0))
+        widths = (one.params.beam_width or one.params.num_sequences for one in requests)
+        num_ahead = list(accumulate(widths, initial=0))
         bar = progress(sys.stderr) if show and sys.stderr.isatty() else nullcontext(_silent)
         try:
             with bar as report:
-                for index in range(len(given)):
-                    while len(handles) < len(given) and self._has_room(num_ahead, index, len(handles)):
-                        number = len(handles)
-                        prompt, options = given[number].prompt, services[number]
-                        handles.append(self._engine.enqueue_request(prompt, params[number], **options))
+                for index in range(len(requests)):
+                    while len(handles) < len(requests) and self._has_room(num_ahead, index, len(handles)):
+                        request_id, given, params, options = requests[len(handles)]
+                        handle = self._engine.enqueue_request(given.prompt, params, request_id=request_id, **options)
+                        handles.append(handle)
                     handles[index].result()
                     num_done += 1
-                    report("generating", num_done, len(given))
+                    report("generating", num_done, len(requests))
         finally:
             for handle in handles[num_done:]:
                 handle.cancel()
@@ -293,7 +343,7 @@ def _either(prompts: Any, prompt_token_ids: Any) -> Any:
     return [{"prompt_token_ids": item} for item in ([prompt_token_ids] if is_one else prompt_token_ids)]
 
 
-def _service_of_each(
+def service_of_each(
     given: Sequence[Given], priority: Priority | int | Sequence[Priority | int] | None, service: _Service
 ) -> list[ServiceOptions]:
     if not is_list(priority):

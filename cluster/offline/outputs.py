@@ -4,6 +4,7 @@ Plain data. What may not live here: how outputs are made (`rendering.py`).
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from holdfast.worker.errors import HoldfastError
 
@@ -35,6 +36,14 @@ class CompletionOutput:
     """Sum of the output tokens' log-probabilities; set with `logprobs`, `best_of` and beams."""
     logprobs: list[dict[int, Logprob]] | None = None
     """For each output token, by token id: that token, then the best ones that were asked for. None: not asked for."""
+
+    lora_request: ClassVar[None] = None
+    routed_experts: ClassVar[None] = None
+    sampling_mask: ClassVar[None] = None
+    spec_decode_metrics: ClassVar[None] = None
+    weight_versions: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None
+    """vLLM's attributes for what is not here."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -72,6 +81,15 @@ class RequestOutput:
     """Of a request that has finished; None for a beam search."""
     error: HoldfastError | None = None
     """Why a request ended without finishing. Only callbacks see it; everyone else gets it raised."""
+
+    lora_request: ClassVar[None] = None
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
+    num_cache_creation_tokens: ClassVar[None] = None
+    prompt_token_id_logprobs: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None
+    ec_transfer_params: ClassVar[None] = None
+    """vLLM's attributes for what is not here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

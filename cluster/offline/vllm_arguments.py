@@ -35,6 +35,32 @@ WITHOUT_EFFECT: Final = frozenset(
     mm_processor_cache_gb skip_mm_profiling otlp_traces_endpoint collect_detailed_traces
     show_hidden_metrics_for_version kv_cache_metrics cudagraph_metrics profiler_config enable_sleep_mode
     fail_on_environ_validation
+    safetensors_prefetch_num_threads safetensors_prefetch_block_size ir_op_priority master_addr master_port
+    distributed_timeout_seconds cpu_distributed_timeout_seconds numa_bind numa_bind_nodes numa_bind_cpus
+    dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size data_parallel_rank
+    data_parallel_start_rank data_parallel_size_local data_parallel_address data_parallel_rpc_port
+    data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb data_parallel_backend
+    enable_hc_sp enable_batch_sharded_sampling enable_ep_weight_filter moe_backend linear_backend
+    sparse_indexer_topk_backend enable_elastic_ep elastic_ep_max_dp_size enable_dbo ubatch_size
+    dbo_decode_token_threshold dp_sync_interval dbo_prefill_token_threshold prefix_cache_retention_interval
+    max_num_scheduled_tokens long_prefill_token_threshold_adaptive max_num_active_seqs aggregate_engine_logging
+    allow_deprecated_quantization enable_shm_tensor_arena language_model_only interleave_mm_strings
+    mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only mm_encoder_tp_mode
+    mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
+    mm_encoder_fp8_scale_save_margin renderer_num_workers video_pruning_rate video_pruning_method mm_tensor_ipc
+    mm_processor_device mm_ipc_gpu_memory_gb mm_device_do_normalize max_loras max_lora_rank fully_sharded_loras
+    max_cpu_loras lora_dtype lora_target_modules enable_tower_connector_lora specialize_active_lora
+    enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels disable_chunked_mm_input
+    scheduler_reserve_full_isl prefill_schedule_interval watermark aux_output_config reasoning_parser
+    reasoning_parser_plugin per_request_spec_decode_metrics kv_cache_metrics_sample custom_histogram_buckets
+    enable_layerwise_nvtx_tracing enable_mfu_metrics enable_logging_iteration_details jit_monitor_mode
+    jit_monitor_verbose enable_mm_processor_stats mamba_config kernel_config enable_flashinfer_autotune monokernel
+    logging_config log_level log_config_file ec_manager_config sleep_mode_backend sleep_mode_offload_cudagraph
+    sleep_preserve_parameter_names enable_cumem_allocator enable_nccl_comm_suspend prefix_match_unit
+    mamba_cache_mode enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm mamba_backend
+    mamba_ssu_algorithm mamba_cache_philox_rounds pt_load_map_location kv_sharing_fast_prefill swa_bounded_replay
+    performance_mode fault_tolerance_config enable_fault_tolerance shutdown_timeout watchdog_config
+    gdn_prefill_backend kda_prefill_backend kda_decode_backend enable_log_requests
     """.split()  # noqa: SIM905  # a list has a line for each
 )
 """They change how vLLM works, and no token of its outputs."""
@@ -75,6 +101,39 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "rope_theta": (None,),
     "code_revision": (None,),
     "hf_config_path": (None,),
+    "model_weights": ("",),
+    "offload_backend": ("auto",),
+    "cpu_offload_params": (None, set()),
+    "offload_num_in_group": (1,),
+    "offload_prefetch_step": (1,),
+    "offload_params": (None, set()),
+    "kv_offloading_size": (None,),
+    "kv_offloading_backend": (None, "native"),
+    "nnodes": (1,),
+    "node_rank": (0,),
+    "device_ids": (None,),
+    "disable_sliding_window": (False,),
+    "max_num_queued_reqs": (None,),
+    "max_num_queued_tokens": (None,),
+    "use_fp64_gumbel": (False,),
+    "enable_trace_replay": (False,),
+    "model_class_overrides": (None, {}),
+    "enable_mm_embeds": (False,),
+    "media_io_kwargs": (None, {}),
+    "io_processor_plugin": (None,),
+    "mamba_cache_dtype": ("auto",),
+    "mamba_ssm_cache_dtype": ("auto",),
+    "enable_mamba_cache_stochastic_rounding": (False,),
+    "kv_cache_dtype_skip_layers": (None, []),
+    "watermark_config": (None,),
+    "diffusion_config": (None,),
+    "reasoning_config": (None,),
+    "engram_config": (None,),
+    "ec_transfer_config": (None,),
+    "weight_transfer_config": (None,),
+    "default_mm_loras": (None,),
+    "tokens_only": (False,),
+    "model_impl": ("auto",),
 }
 """What would change outputs, or ask for what is not here, with the values that do not."""
 
@@ -85,6 +144,16 @@ REASONS: Final[Mapping[str, str]] = {
     "logits_processors": "give logit_bias, bad_words or structured_outputs with a request",
 }
 
+SHARED: Final = frozenset(
+    """
+    async_scheduling block_size enable_prefix_caching gpu_memory_utilization load_format max_logprobs
+    max_num_batched_tokens max_num_seqs served_model_name
+    """.split()  # noqa: SIM905
+)
+"""Settings of ours by vLLM's own names, besides those that `LLM` names itself. vLLM's None is our default."""
+
+NONE_IS_DEFAULT: Final = NEUTRAL.keys() | WITHOUT_EFFECT | SHARED | RENAMED.keys()
+
 _DRAFT_METHODS: Final = {"ngram": "ngram", "suffix": "suffix", "draft_model": "draft", None: "draft"}
 
 
@@ -93,7 +162,7 @@ def translated(arguments: Mapping[str, object]) -> dict[str, object]:
 
     Raises `ConfigurationError` for what would change outputs. Warns once of all that has no effect.
     """
-    settings = {name: value for name, value in arguments.items() if value is not None or name not in NEUTRAL}
+    settings = {name: value for name, value in arguments.items() if value is not None or name not in NONE_IS_DEFAULT}
     settings = {RENAMED.get(name, name): value for name, value in settings.items()}
     for name in settings.keys() & NEUTRAL.keys():
         _check_neutral(name, settings.pop(name))

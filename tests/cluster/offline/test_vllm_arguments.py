@@ -9,7 +9,14 @@ from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.config.sources import leaves
 from holdfast.cluster.offline.default_params import default_params
 from holdfast.cluster.offline.llm import LLM
-from holdfast.cluster.offline.vllm_arguments import NEUTRAL, REASONS, RENAMED, WITHOUT_EFFECT, translated
+from holdfast.cluster.offline.vllm_arguments import (
+    NEUTRAL,
+    NONE_IS_DEFAULT,
+    REASONS,
+    RENAMED,
+    WITHOUT_EFFECT,
+    translated,
+)
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
@@ -196,3 +203,10 @@ def test_overrides_are_part_of_the_fingerprint(tiny_model):
 
     assert fingerprint() == fingerprint(hf_overrides={})
     assert fingerprint() != fingerprint(hf_overrides={"rms_norm_eps": 0.25})
+
+
+@pytest.mark.parametrize("name", sorted(NONE_IS_DEFAULT))
+def test_none_is_the_default(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert translated({name: None}) == {}

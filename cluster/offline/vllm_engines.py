@@ -1,0 +1,166 @@
+"""vLLM's engines for single requests, `AsyncLLMEngine` and `LLMEngine`, on top of `LLM`.
+
+What may not live here: anything that `InferenceEngine` would lack.
+"""
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
+from typing import Self
+
+from holdfast.cluster.offline.chat_tokenizer import ChatTokenizer
+from holdfast.cluster.offline.engine_args import EngineArgs
+from holdfast.cluster.offline.inference_engine import RequestHandle
+from holdfast.cluster.offline.llm import LLM, service_of_each
+from holdfast.cluster.offline.outputs import CompletionOutput, RequestOutput
+from holdfast.cluster.offline.prompts import PromptInput, prompt_list
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.request import Priority
+from holdfast.worker.sampling_params import RequestOutputKind, SamplingParams
+
+
+class _Engine:
+    def __init__(self, engine_args: EngineArgs) -> None:
+        self._llm = LLM.from_engine_args(engine_args)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Loads the model. Raises what `LLM(...)` raises."""
+        return cls(engine_args)
+
+    def get_tokenizer(self) -> ChatTokenizer:
+        """As `LLM.get_tokenizer`."""
+        return self._llm.get_tokenizer()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Ends the engine and its ranks; requests that run are aborted. Safe to call twice."""
+        self._llm.close()
+
+
+class AsyncLLMEngine(_Engine):
+    """Streams single requests to coroutines."""
+
+    async def generate(
+        self,
+        prompt: PromptInput,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: Priority | int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs as they grow, as `sampling_params.output_kind` says. Leaving the loop aborts the request.
+
+        Raises what ended the request.
+        """
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[RequestOutput] = asyncio.Queue()
+
+        def arrive(output: RequestOutput) -> None:
+            loop.call_soon_threadsafe(arrived.put_nowait, output)
+
+        handle = _submitted(self._llm, request_id, prompt, sampling_params, priority, arrive)
+        before: RequestOutput | None = None
+        try:
+            while before is None or not before.finished:
+                output = await arrived.get()
+                if output.error is not None:
+                    raise output.error
+                if (shown := _shown(output, before, sampling_params.wanted_output_kind)) is not None:
+                    yield shown
+                before = output
+        finally:
+            handle.cancel()
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests within one step. Unknown ids are ignored."""
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            self._llm.engine.abort(one)
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """As `LLM.reset_prefix_cache`."""
+        return self._llm.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    async def check_health(self) -> None:
+        """Raises why the engine has ended if it has."""
+        self._llm.get_stats()
+
+
+class LLMEngine(_Engine):
+    """Adds single requests, and steps to their outputs."""
+
+    def __init__(self, engine_args: EngineArgs) -> None:
+        super().__init__(engine_args)
+        self._arrived: queue.Queue[tuple[str, RequestOutput]] = queue.Queue()
+        self._running: dict[str, tuple[SamplingParams, RequestOutput | None]] = {}
+
+    def add_request(
+        self, request_id: str, prompt: PromptInput, params: SamplingParams, *, priority: Priority | int = 0
+    ) -> str:
+        """Submits a request; what is wrong with it is raised by `step`. Returns its id."""
+        if request_id in self._running:
+            raise InvalidRequestError("request_id", request_id, "must not be that of a request that runs")
+
+        def arrive(output: RequestOutput) -> None:
+            self._arrived.put((request_id, output))
+
+        _submitted(self._llm, request_id, prompt, params, priority, arrive)
+        self._running[request_id] = params, None
+        return request_id
+
+    def abort_request(self, request_ids: Iterable[str]) -> None:
+        """Ends requests within one step. Unknown ids are ignored."""
+        for one in request_ids:
+            self._llm.engine.abort(one)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether outputs are still to come."""
+        return bool(self._running)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests of which outputs are still to come."""
+        return len(self._running)
+
+    def step(self) -> list[RequestOutput]:
+        """Waits for the next output of any request. Raises what ended a request. Empty where none runs."""
+        if not self._running:
+            return []
+        name, output = self._arrived.get()
+        params, before = self._running[name]
+        if output.finished or output.error is not None:
+            del self._running[name]
+        else:
+            self._running[name] = params, output
+        if output.error is not None:
+            raise output.error
+        shown = _shown(output, before, params.wanted_output_kind)
+        return [] if shown is None else [shown]
+
+
+def _submitted(
+    llm: LLM, request_id: str, prompt: PromptInput, params: SamplingParams, priority: Priority | int, callback: object
+) -> RequestHandle:
+    given = prompt_list(prompt)
+    if len(given) != 1:
+        raise InvalidRequestError("prompt", len(given), "must be one")
+    (options,) = service_of_each(given, priority, {})
+    return llm.engine.enqueue_request(given[0].prompt, params, callback, request_id=request_id, **options)  # type: ignore[arg-type]  # it is checked there
+
+
+def _shown(output: RequestOutput, before: RequestOutput | None, kind: RequestOutputKind) -> RequestOutput | None:
+    """What of an output its request wants to see; None for nothing yet."""
+    if kind is RequestOutputKind.FINAL_ONLY:
+        return output if output.finished else None
+    if kind is RequestOutputKind.CUMULATIVE or before is None:
+        return output
+    seen = {one.index: one for one in before.outputs}
+    return replace(output, outputs=[_delta(one, seen.get(one.index)) for one in output.outputs])
+
+
+def _delta(output: CompletionOutput, before: CompletionOutput | None) -> CompletionOutput:
+    if before is None:
+        return output
+    num_seen = len(before.token_ids)
+    logprobs = None if output.logprobs is None else output.logprobs[num_seen:]
+    text, token_ids = output.text[len(before.text) :], output.token_ids[num_seen:]
+    return replace(output, text=text, token_ids=token_ids, logprobs=logprobs)
