@@ -66,7 +66,7 @@ def takes_neutral(table: Neutral, field: str) -> Callable[[type[Owner]], type[Ow
                 check_neutral(name, given.pop(name), table[name], field)
             constructor(self, *arguments, **given)
 
-        cls.__init__ = __init__  # type: ignore[method-assign]  # the one place that extends it
+        cls.__init__ = __init__  # type: ignore[method-assign, assignment]  # the one place
         for name, values in table.items():
             setattr(cls, name, values[0])
         return cls

@@ -75,6 +75,7 @@ class _Slots:
     """What is kept beside the parameters: it says nothing of what is drawn."""
 
     __slots__ = ("_output_kind",)
+    _output_kind: "RequestOutputKind"
 
 
 @takes_neutral(SAMPLING_FIELDS, f"{FIELD}.")
@@ -376,7 +377,7 @@ class SamplingParams(_Slots):
     @property
     def wanted_output_kind(self) -> RequestOutputKind:
         """The `output_kind` that was given."""
-        return self._output_kind  # type: ignore[no-any-return, attr-defined]  # a slot of the base
+        return self._output_kind
 
     @property
     def num_sequences(self) -> int:

@@ -5,7 +5,9 @@ The names and what they mean are those of `vllm_arguments.py`. What may not live
 
 import json
 from argparse import ArgumentParser, Namespace
+from copy import copy
 from dataclasses import asdict, field, make_dataclass
+from functools import partial
 from typing import Any, Final, Self
 
 from holdfast.cluster.offline.vllm_arguments import NEUTRAL, RENAMED, SHARED, WITHOUT_EFFECT
@@ -84,7 +86,7 @@ def _value(text: str) -> object:
 
 
 def _fields() -> list[tuple[str, Any, Any]]:
-    return [(name, Any, field(default_factory=lambda value=value: value)) for name, value in DEFAULTS.items()]
+    return [(name, Any, field(default_factory=partial(copy, value))) for name, value in DEFAULTS.items()]
 
 
 class EngineArgs(make_dataclass("_EngineArgs", _fields(), bases=(_Methods,))):  # type: ignore[misc]  # made of a table
