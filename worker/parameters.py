@@ -68,6 +68,8 @@ class About:
     """The default in a table of parameters, where the value alone does not say it."""
     with_beams: bool = True
     """It may be set for a beam search."""
+    means_all: bool = False
+    """What is larger than there is means all there is."""
     flag_default: object = ...
     """What the command line takes instead of the default; `...`: the default."""
     short_flag: str = ""
@@ -195,7 +197,7 @@ class Parameter:
 
     @property
     def _is_unbounded(self) -> bool:
-        return self.kind is WHOLE and self._bound("le") is None
+        return self.kind is WHOLE and self._bound("le") is None and not self.about.means_all
 
     @property
     def help(self) -> str:

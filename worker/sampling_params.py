@@ -102,7 +102,7 @@ class SamplingParams(_Slots):
         int,
         Field(ge=-1, description="keeps the k best tokens, and ties with the last; 0 for all"),
         AfterValidator(_or_zero),
-        _draw(limit="must be at least 1, or 0 for all tokens", limits="0 or more"),
+        _draw(limit="must be at least 1, or 0 for all tokens", limits="0 or more", means_all=True),
     ] = 0
     top_p: Annotated[
         float, Field(gt=0, le=1, description="keeps the smallest set of best tokens with this mass"), _draw()
@@ -193,7 +193,7 @@ class SamplingParams(_Slots):
     max_tokens: Annotated[
         int | None,
         Field(ge=1, description="at most this many output tokens; none for as many as the context holds"),
-        _end(world=World.TOKENS, flag_default=64, limits="1 or more; `None` in Python"),
+        _end(world=World.TOKENS, means_all=True, flag_default=64, limits="1 or more; `None` in Python"),
     ] = 16
     min_tokens: Annotated[
         int,

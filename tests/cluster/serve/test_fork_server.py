@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -38,11 +39,17 @@ sys.exit(stand_for(*ask(sys.argv[1], sys.argv[2:])))
 @pytest.fixture
 def forks(tmp_path: Path):
     with started_server(tmp_path / "forks", modules=()) as path:
-        while True:  # it listens before it serves
-            with socket.socket(socket.AF_UNIX) as probe:
-                if probe.connect_ex(str(path)) == 0:
-                    break
+        wait_until_it_listens(path)
         yield path
+
+
+def wait_until_it_listens(path: Path) -> None:
+    """It listens before it serves."""
+    while True:
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                return
+        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -105,8 +112,7 @@ def test_workers_outlive_a_killed_fork_server_and_their_launchers_stand_for_them
 
 def test_workers_end_with_the_parent_of_their_fork_server(tmp_path: Path, worker: str):
     with started_server(tmp_path / "others", modules=()) as path:
-        while not path.exists():
-            pass
+        wait_until_it_listens(path)
         process = psutil.Process(ask(str(path), [worker, "wait"])[1])
     assert psutil.wait_procs([process], timeout=LIMIT_S)[1] == []
 
