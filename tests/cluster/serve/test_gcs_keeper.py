@@ -98,7 +98,7 @@ def test_what_is_tied_ends_with_its_thread_though_the_process_goes_on(tied_ray: 
 
 
 def test_the_keeper_outlives_what_fails_on_its_thread(tied_ray: TiedRay, monkeypatch):
-    """Who hears of losses has gone, and there are no descriptors: a GCS that has started goes on, and so does the next."""
+    """Who hears of losses has gone, and there are no descriptors: a started GCS goes on, and so does the next."""
     monkeypatch.setattr(gcs_keeper, "MAX_PAUSE_S", 0.01)
     failed: queue.Queue[None] = queue.Queue()
     pidfd_open = os.pidfd_open
