@@ -43,6 +43,7 @@ from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.config import ServiceOrderConfig, TelemetryConfig
 from holdfast.worker.log_level import PACKAGE, set_log_level
+from holdfast.worker.security.certificates import Certificates
 from holdfast.worker.security.link_security import UNSECURED, LinkSecurity
 from holdfast.worker.security.tls import ServerTls
 
@@ -125,6 +126,7 @@ class Router:
         self._tasks: list[asyncio.Task[None]] = []
         self.in_process = InProcessDoor(self._request_processor, gate)
         """For calls from this process."""
+        self._certificates = Certificates(options.get("tls"), links.tls)
         self._open_doors(gate, options.get("send_change") or self._alone, options.get("tls"))
 
     def _open_doors(self, gate: Gate, send_change: SendChange, tls: ServerTls | None) -> None:
@@ -172,6 +174,7 @@ class Router:
             poison_watch=self.poison_watch,
             intake=intake,
             load_reports=reports,
+            certificates=self._certificates,
         )
 
     @classmethod
@@ -275,7 +278,7 @@ class Router:
         return state_dump(*parts, self.overload, self._protection)
 
     def _all_warnings(self) -> tuple[str, ...]:
-        return *self.warnings, *self.overload.warnings
+        return *self.warnings, *self.overload.warnings, *self._certificates.warnings(time.time())
 
     async def _alone(self, change: Change) -> Orders:
         """For a router without a cluster."""

@@ -43,13 +43,21 @@ class Authority:
         self.cert.write_bytes(self._root.public_bytes(serialization.Encoding.PEM))
 
     def pair(
-        self, name: str, *hosts: str, is_expired: bool = False, signs_itself: bool = False, common_name: str = ""
+        self,
+        name: str,
+        *hosts: str,
+        is_expired: bool = False,
+        signs_itself: bool = False,
+        common_name: str = "",
+        valid_s: float | None = None,
     ) -> Pair:
-        """For these DNS names and addresses; by default for loopback."""
+        """For these DNS names and addresses; by default for loopback. It expires after `valid_s`, or in days."""
         hosts = hosts or ("127.0.0.1", "localhost")
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name or name)])
-        builder = self._builder(subject, key, is_expired=is_expired, issuer=subject if signs_itself else self._name)
+        builder = self._builder(
+            subject, key, is_expired=is_expired, issuer=subject if signs_itself else self._name, valid_s=valid_s
+        )
         names = [
             x509.IPAddress(ipaddress.ip_address(host)) if host[0].isdigit() else x509.DNSName(host) for host in hosts
         ]
@@ -67,9 +75,16 @@ class Authority:
         return Tls(ca=ca) if pair is None else Tls(ca=ca, cert=pair.cert, key=pair.key)
 
     def _builder(
-        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, *, is_expired: bool = False, issuer=None
+        self,
+        subject: x509.Name,
+        key: ec.EllipticCurvePrivateKey,
+        *,
+        is_expired: bool = False,
+        issuer=None,
+        valid_s: float | None = None,
     ) -> x509.CertificateBuilder:
         now = datetime.datetime.now(datetime.UTC)
+        left = datetime.timedelta(seconds=valid_s) if valid_s is not None else -DAY if is_expired else 30 * DAY
         return (
             x509.CertificateBuilder()
             .subject_name(subject)
@@ -77,5 +92,5 @@ class Authority:
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - 10 * DAY)
-            .not_valid_after(now - DAY if is_expired else now + 10 * DAY)
+            .not_valid_after(now + left)
         )

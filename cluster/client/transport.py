@@ -84,6 +84,9 @@ class GrpcTransport:
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else None
         self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._stamp = None if tls is None else tls.stamp
+        self._left: list[grpc.aio.Channel] = []
+        """Channels with files that have been replaced since: calls that there are go on."""
 
     async def call(
         self,
@@ -113,10 +116,13 @@ class GrpcTransport:
             call.cancel()
 
     async def close(self) -> None:
-        for channel in self._channels.values():
+        for channel in (*self._channels.values(), *self._left):
             await channel.close(None)
 
     def _channel(self, address: str) -> grpc.aio.Channel:
+        if self._tls is not None and (stamp := self._tls.stamp) != self._stamp:
+            self._left += self._channels.values()
+            self._channels, self._stamp = {}, stamp
         if address not in self._channels:
             options = reaching(address, CHANNEL_OPTIONS)
             self._channels[address] = (

@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -89,19 +89,32 @@ def kept_gcs(
 
 
 def _keep(ray: Gcs, say: Callable[[str], None], is_over: int) -> None:
-    """Starts the GCS again each time that it ends, until `is_over` can be read."""
+    """Starts the GCS again each time that it ends, until `is_over` can be read.
+
+    The kernel ends a GCS with the *thread* that has started it (PR_SET_PDEATHSIG), so this one lasts whatever fails.
+    """
     backoff = Backoff(max_pause_s=MAX_PAUSE_S)
     while True:
         started_s = time.monotonic()
-        if _is_over_before_end_of(ray.gcs, is_over):
-            return
-        backoff.note_fault(time.monotonic() - started_s)
-        pause_s = backoff.pause_s(random.random())
-        say(f"Ray's GCS has ended ({_reason(ray.gcs)}); it starts again in {pause_s:.1f} s, and streams go on")
+        pause_s = MAX_PAUSE_S
+        try:
+            if _is_over_before_end_of(ray.gcs, is_over):
+                return
+            lasted_s = time.monotonic() - started_s
+            backoff.note_fault(lasted_s)
+            pause_s = backoff.pause_s(random.random())
+            reason = f"{_reason(ray.gcs)} after {lasted_s:.1f} s"
+            say(f"Ray's GCS has ended ({reason}); it starts again in {pause_s:.1f} s, and streams go on")
+        except Exception:  # no descriptors, or nobody who hears it
+            logger.exception("the keeper of Ray's GCS has met an error")
         if select.select([is_over], [], [], pause_s)[0]:
             return
-        with suppress(OSError):  # no memory for a process, no descriptors: the next turn tries again
+        if ray.gcs.poll() is None:  # nothing is known of its end
+            continue
+        try:
             ray.start_gcs()
+        except Exception:  # no memory for a process, no descriptors: the next turn tries again
+            logger.exception("Ray's GCS does not start")
 
 
 def _is_over_before_end_of(process: subprocess.Popen[bytes], is_over: int) -> bool:

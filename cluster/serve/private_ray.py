@@ -59,7 +59,10 @@ class PrivateRay:
         return True
 
     def start_gcs(self) -> subprocess.Popen[bytes]:
-        """Starts the GCS that has ended once more, with the same tables, at the same address."""
+        """Starts the GCS that has ended once more, with the same tables, at the same address.
+
+        It ends with the calling thread.
+        """
         words = [_with_port(str(word), self.address) for word in self.gcs.args]  # type: ignore[union-attr]
         self.gcs = subprocess.Popen(
             [sys.executable, "-I", "-S", reaper.__file__, reaper.TIED_TO, str(os.getpid()), *words],

@@ -136,7 +136,8 @@ def _live(life: Callable[[], None], stdin: int, reaper: int) -> None:
 
 
 def become_tied(command: list[str], parent: int) -> None:
-    """Turns this process into the command, which the kernel ends with the thread of `parent` that has started it.
+    """Turns this process into the command, which the kernel ends with the thread of `parent` that has started it: with
+    the thread, also where its process goes on (prctl(2)).
 
     Returns only where that parent has ended already.
     """

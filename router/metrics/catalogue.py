@@ -102,6 +102,13 @@ OF_CONNECTIONS: Final = (
         "(limits.max_unauthenticated_calls_per_s), connections_without_key (limits.max_unauthenticated_connections)",
     ),
     Metric("holdfast_calls_reset_total", C, (), "Calls over gRPC that their clients have ended within a second"),
+    Metric(
+        "holdfast_certificate_expiry_timestamp_seconds",
+        G,
+        ("use",),
+        "When the certificate that new connections are shown expires, in seconds since 1970: clients (of the gRPC and "
+        "HTTP ports), links (to replicas)",
+    ),
 )
 OF_OVERLOAD: Final = (
     Metric(

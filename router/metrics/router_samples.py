@@ -16,6 +16,7 @@ from holdfast.router.overload.overload import Overload, OverloadAction
 from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_stats import ModelStats, RequestStats
 from holdfast.worker.request import Priority
+from holdfast.worker.security.certificates import Certificates
 
 
 class ConnectionCounts(Protocol):
@@ -37,6 +38,7 @@ def router_samples(
     connections: ConnectionCounts | None = None,
     watch: PoisonWatch | None = None,
     overload: Overload | None = None,
+    certificates: Certificates | None = None,
 ) -> Iterator[Sample]:
     """As they are now. `responses` are those of the HTTP door, by path and status; the `watch` is the router's."""
     if connections is not None:
@@ -54,6 +56,8 @@ def router_samples(
     yield Sample("holdfast_requests_suspended", (), host.num_suspended)
     if overload is not None:
         yield from _of_overload(overload)
+    for use, expires_s in () if certificates is None else certificates.expiries().items():
+        yield Sample("holdfast_certificate_expiry_timestamp_seconds", (use,), expires_s)
     yield from _of_dispatch(host.stats)
     yield from _of_replicas(host)
     yield from process_samples(version("holdfast"))

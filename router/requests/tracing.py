@@ -30,25 +30,22 @@ def note_incoming(traceparent: str) -> None:
 class RequestTrace:
     """The trace of one open request that is sampled."""
 
-    def __init__(
-        self, tracer: "Tracer", span: "Span", began_ns: int, traceparent: str, now: Callable[[], float]
-    ) -> None:
+    def __init__(self, tracer: "Tracer", span: "Span", began_ns: int, traceparent: str, offset_s: float) -> None:
+        """`offset_s`: of the wall clock from the router's when the request began; a jump since then changes nothing."""
         self._tracer = tracer
         self._span = span
         self._began_ns = began_ns
         self.traceparent = traceparent
         """For its replicas, whose spans stand below its own."""
-        self._now = now
+        self._offset_s = offset_s
 
     def __call__(self, ended: EndedRequest) -> None:
         """The end of the request: makes the spans of its phases, and ends its own."""
         from opentelemetry import trace
 
-        offset_s = time.time() - self._now()
-
         def at(moment_s: float) -> int:
             # A loop's clock may count in milliseconds, and no phase begins before its request.
-            return max(self._began_ns, round(1e9 * (moment_s + offset_s)))
+            return max(self._began_ns, round(1e9 * (moment_s + self._offset_s)))
 
         context = trace.set_span_in_context(self._span)
         for name, began_s, ended_s, attributes in phase_spans(ended):
@@ -85,12 +82,13 @@ class RequestTracer:
         parent = self._propagator.extract({TRACEPARENT: _INCOMING.get()})
         attributes = {"holdfast.request_id": request_id, "gen_ai.request.model": model}
         kind, began_ns = trace.SpanKind.SERVER, time.time_ns()
+        offset_s = began_ns / 1e9 - self._now()
         span = self._tracer.start_span("holdfast.request", parent, kind, attributes, start_time=began_ns)
         if not span.is_recording():
             return None
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, trace.set_span_in_context(span))
-        return RequestTrace(self._tracer, span, began_ns, carrier[TRACEPARENT], self._now)
+        return RequestTrace(self._tracer, span, began_ns, carrier[TRACEPARENT], offset_s)
 
 
 def phase_spans(ended: EndedRequest) -> Iterator[tuple[str, float, float, dict[str, Any]]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.worker.request import EngineRequest, TokenDelta
 from holdfast.worker.step_update import StepUpdate
+from holdfast.worker.wall_clock import WallClock
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -33,13 +34,13 @@ class _Followed:
 class LinkTraces:
     """Follows the traced attempts of one link."""
 
-    def __init__(self, tracer: "Tracer", replica_id: str, now: Callable[[], float] = time.time) -> None:
-        """`now` is in seconds since the epoch."""
+    def __init__(self, tracer: "Tracer", replica_id: str, now: Callable[[], float] | None = None) -> None:
+        """`now` is in seconds since the epoch, without jumps."""
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._tracer = tracer
         self._replica_id = replica_id
-        self._now = now
+        self._now = now or WallClock(time.time(), time.monotonic)
         self._propagator = TraceContextTextMapPropagator()
         self._followed: dict[Hashable, _Followed] = {}
         self._waiting: set[Hashable] = set()

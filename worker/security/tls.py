@@ -8,6 +8,7 @@ import logging
 import os
 import ssl
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +16,7 @@ from typing import Any, Final
 import grpc
 
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.security.certificate_expiry import expiry_warning, first_expiry
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,11 @@ class Tls:
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
             raise ValueError(f"tls: cert = {self.cert!r}, key = {self.key!r}: must be set both, or neither")
+
+    @property
+    def stamp(self) -> tuple[object, ...]:
+        """Changes when one of the files is written or replaced."""
+        return _stamp(self)
 
     # --- of a client ---
 
@@ -61,6 +68,8 @@ class _Loaded:
     stamp: tuple[object, ...]
     configuration: grpc.ServerCertificateConfiguration
     context: ssl.SSLContext
+    expires_s: float
+    """Of the chain, in seconds since 1970."""
 
 
 class ServerTls:
@@ -72,11 +81,24 @@ class ServerTls:
         self._lock = threading.Lock()
         self._refused: tuple[object, ...] | None = None
         """The stamp of files that could not be used, which are told once."""
+        self._warned = ""
+        """What of the certificate's expiry has been logged."""
         try:
             self._loaded = _load(tls)
         except (OSError, ValueError) as error:
             told = f"tls: cert = {str(tls.cert)!r}, key = {str(tls.key)!r}, ca = {str(tls.ca)!r}: {_reason(error)}"
             raise ConfigurationError(told) from None
+        self._warn()
+
+    @property
+    def cert(self) -> str:
+        """The path of its certificate."""
+        return str(self._tls.cert)
+
+    @property
+    def expires_s(self) -> float:
+        """When the certificate of new connections expires, in seconds since 1970."""
+        return self._current().expires_s
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """For ports of gRPC servers."""
@@ -84,7 +106,7 @@ class ServerTls:
 
         def fetch() -> Any:  # None, which the stubs do not know, leaves the configuration as it was
             nonlocal given
-            now = self._current()
+            now = self._handshake()
             if now is given:
                 return None
             given = now
@@ -101,7 +123,23 @@ class ServerTls:
         return context
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        connection.context = self._current().context
+        connection.context = self._handshake().context
+
+    def _handshake(self) -> _Loaded:
+        """For a new connection."""
+        loaded = self._current()
+        self._warn()
+        return loaded
+
+    def _warn(self) -> None:
+        """Once for each certificate that is about to expire, and once that it has."""
+        loaded, now_s = self._loaded, time.time()
+        if said := expiry_warning(str(self._tls.cert), loaded.expires_s, now_s):
+            has_expired = now_s >= loaded.expires_s
+            once = f"{loaded.stamp} {has_expired}"
+            if once != self._warned:
+                self._warned = once
+                logger.log(logging.ERROR if has_expired else logging.WARNING, "%s", said)
 
     def _current(self) -> _Loaded:
         with self._lock:
@@ -127,10 +165,11 @@ def _load(tls: Tls) -> _Loaded:
     cert, key, ca = (None if path is None else Path(path).read_bytes() for path in (tls.cert, tls.key, tls.ca))
     if _stamp(tls) != stamp:
         raise ValueError("the files were being replaced")
-    assert cert is not None, "the context could not be made without it"
+    assert tls.cert is not None, "the context could not be made without it"
+    assert cert is not None, "nor without its bytes"
     assert key is not None, "nor without this"
     configuration = grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
-    return _Loaded(stamp, configuration, context)
+    return _Loaded(stamp, configuration, context, first_expiry(tls.cert))
 
 
 def _context(tls: Tls) -> ssl.SSLContext:

@@ -65,6 +65,7 @@ from holdfast.router.security.gate import Gate
 from holdfast.router.text.token_table import TokenTable
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import Priority
+from holdfast.worker.security.certificates import Certificates
 
 TENANT: Final = "x-tenant"
 NO_CONTENT: Final = 204
@@ -117,6 +118,7 @@ class HttpDoor:
         poison_watch: PoisonWatch | None = None,
         intake: Intake | None = None,
         load_reports: LoadReports | None = None,
+        certificates: Certificates | None = None,
     ) -> None:
         """The `gate` lets requests in; without it all may come. Without `operators` there are no paths for them.
         `warnings`: what health says besides. The `guard` knows the connections of the server. Large bodies are decoded
@@ -139,6 +141,7 @@ class HttpDoor:
             request_processor, dispatch_host, self._responses, warnings, is_killable, guard, self._poison_watch
         )
         self._state.overload = None if intake is None else intake.overload
+        self._state.certificates = certificates
 
     def stop(self) -> None:
         """From here on `/health` and `/ready` say no."""

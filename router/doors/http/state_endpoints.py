@@ -23,6 +23,7 @@ from holdfast.router.overload.overload import Overload
 from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.worker.errors import ReplicaError
+from holdfast.worker.security.certificates import Certificates
 
 
 class StateEndpoints:
@@ -43,6 +44,8 @@ class StateEndpoints:
         """From when it is set, health says no."""
         self.overload: Overload | None = None
         """Whose state is told; None: there is none."""
+        self.certificates: Certificates | None = None
+        """Whose expiry is told."""
         self._requests = request_processor
         self._dispatch_host = dispatch_host
         self._responses = responses
@@ -125,6 +128,7 @@ class StateEndpoints:
             self._connections,
             self._poison_watch,
             self.overload,
+            self.certificates,
         )
         text, media_type = exposed(samples)
         return Response(text, headers={"content-type": media_type})

@@ -1,12 +1,17 @@
 """The keeper of a GCS starts it again each time that it ends, and ends one that hangs."""
 
+import errno
+import os
 import queue
+import select
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from holdfast.cluster.serve import gcs_keeper, reaper
 from holdfast.cluster.serve.gcs_keeper import SILENT_S, Silence, kept_gcs
 
 LIMIT_S = 60
@@ -45,7 +50,7 @@ def test_a_gcs_that_ends_starts_again_as_often_as_it_ends(ray: FakeRay):
             assert len(said) >= number, "who has been started was asked for"
         ray.started.get(timeout=LIMIT_S)
     assert len(said) == 4
-    assert all("Ray's GCS has ended (signal 9)" in line for line in said)
+    assert all("Ray's GCS has ended (signal 9 after" in line for line in said)
     assert ray.gcs.poll() is None, "the keeper's end is not that of the GCS"
 
 
@@ -56,6 +61,68 @@ def test_a_start_that_fails_is_tried_again(ray: FakeRay):
         first.kill()
         ray.started.get(timeout=LIMIT_S)
     assert ray.num_refused == 0
+
+
+class TiedRay(FakeRay):
+    """Its GCS ends with the thread that has started it, as a private Ray's does from its second start on."""
+
+    def start_gcs(self) -> subprocess.Popen[bytes]:
+        tied = [sys.executable, "-I", "-S", reaper.__file__, reaper.TIED_TO, str(os.getpid())]
+        tell = "import sys, time; print(flush=True); time.sleep(600)"
+        self.gcs = subprocess.Popen([*tied, sys.executable, "-I", "-S", "-c", tell], stdout=subprocess.PIPE)
+        assert self.gcs.stdout is not None
+        assert self.gcs.stdout.readline() == b"\n", "it has not become the command"
+        self.started.put(self.gcs)
+        return self.gcs
+
+
+@pytest.fixture
+def tied_ray():
+    fake = TiedRay()
+    yield fake
+    fake.gcs.kill()
+    fake.gcs.wait()
+    while not fake.started.empty():
+        fake.started.get().stdout.close()
+
+
+def test_what_is_tied_ends_with_its_thread_though_the_process_goes_on(tied_ray: TiedRay):
+    """Which is why the keeper's thread may not end before its time."""
+    first, thread = tied_ray.gcs, threading.Thread(target=tied_ray.start_gcs)
+    thread.start()
+    thread.join()
+    assert tied_ray.gcs.wait(LIMIT_S) == -signal.SIGKILL
+    assert first.poll() is None
+    first.kill()
+    first.wait()
+
+
+def test_the_keeper_outlives_what_fails_on_its_thread(tied_ray: TiedRay, monkeypatch):
+    """Who hears of losses has gone, and there are no descriptors: a started GCS goes on, and so does the next."""
+    monkeypatch.setattr(gcs_keeper, "MAX_PAUSE_S", 0.01)
+    failed: queue.Queue[None] = queue.Queue()
+    pidfd_open = os.pidfd_open
+
+    def say(text: str) -> None:
+        failed.put(None)
+        raise BrokenPipeError
+
+    def open_none(pid: int) -> int:
+        if failed.qsize() == 1:
+            failed.put(None)
+            raise OSError(errno.EMFILE, "no descriptors")
+        return pidfd_open(pid)
+
+    with kept_gcs(tied_ray, say, lambda: True):
+        monkeypatch.setattr(os, "pidfd_open", open_none)
+        tied_ray.started.get().kill()
+        second = tied_ray.started.get(timeout=LIMIT_S)
+        while failed.qsize() < 2:
+            assert second.poll() is None
+            select.select([], [], [], 0.01)
+        assert second.poll() is None, "the keeper's thread has ended, and it with it"
+        second.kill()
+        assert tied_ray.started.get(timeout=LIMIT_S).poll() is None
 
 
 def test_a_gcs_that_hangs_is_ended_and_starts_again(ray: FakeRay):

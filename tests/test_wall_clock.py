@@ -1,0 +1,86 @@
+"""Who reads the wall clock, which may jump: each place, with its reason. Deadlines are never made of it."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.worker.wall_clock import WallClock
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("worker", "router", "cluster")
+
+READ_BY = {
+    "cluster/client/async_client.py": "a chat's template may write the date into its prompt; it is fixed once",
+    "cluster/commands/bench.py": "the date of a report",
+    "cluster/commands/bench_flags.py": "a seed",
+    "cluster/offline/local_request.py": "arrival_time of vLLM's metrics; what is measured is monotonic",
+    "cluster/serve/crash_journal.py": "the age of what a lost router has left: a jump may forget it early, or keep it",
+    "cluster/serve/directory.py": "the first version of a directory; versions are compared by whether they differ",
+    "cluster/serve/log_lines.py": "the time of a line of the log",
+    "cluster/serve/node_drain.py": "Ray takes a node's deadline since 1970",
+    "router/doors/http/submission.py": "`created` of OpenAI's answers",
+    "router/doors/oip/statistics.py": "the time of the last inference, in the Open Inference Protocol",
+    "router/doors/recent_errors.py": "the time of an error",
+    "router/doors/vllm/engine_facts.py": "the time of a report of vLLM's engine protocol",
+    "router/doors/vllm/servicer.py": "when it was called last, in vLLM's engine protocol",
+    "router/requests/tracing.py": "when a span begins; its length is the loop's",
+    "router/router.py": "the age of losses of routers, as in the crash journal; whether a certificate has expired",
+    "router/text/chat.py": "the date in a chat's template",
+    "worker/security/certificate_expiry.py": "no reading: the date of a certificate, as text",
+    "worker/security/tls.py": "whether a certificate has expired",
+    "worker/supervision/hang_supervisor.py": "the time of a line of the log",
+    "worker/replica/link_traces.py": "once, for a `WallClock`",
+}
+"""Nothing here is subtracted from another reading, but the ages of crash journals and of their losses."""
+
+WALL = {
+    "time": {"time", "time_ns", "gmtime", "localtime", "ctime", "strftime", "asctime"},
+    "datetime": {"now", "utcnow", "today", "fromtimestamp"},
+    "date": {"today"},
+}
+NAMED = re.compile(rf"\b({'|'.join(sorted(set().union(*WALL.values())))})\b")
+
+
+def readings(source: str) -> Iterator[str]:
+    """What a file names of the wall clock, called or handed on."""
+    if not NAMED.search(source):
+        return  # to parse it takes longer
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
+            owner = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
+            if node.attr in WALL.get(owner, ()):
+                yield f"{owner}.{node.attr}"
+        if isinstance(node, ast.ImportFrom) and node.module == "time":
+            yield from (alias.name for alias in node.names if alias.name in WALL["time"])
+
+
+def test_the_wall_clock_is_read_where_there_is_a_reason_and_nowhere_else():
+    found = {
+        str(path.relative_to(ROOT)): names
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if (names := sorted(set(readings(path.read_text()))))
+    }
+    assert {path: found[path] for path in found.keys() - READ_BY.keys()} == {}, "deadlines take the monotonic clock"
+    assert READ_BY.keys() - found.keys() == set(), "it does not read it any more"
+
+
+@pytest.mark.parametrize("planted", ["import time\nnow = time.time\n", "from time import time\n", "datetime.now(UTC)"])
+def test_a_reading_is_found(planted):
+    assert list(readings(planted))
+
+
+def test_native_code_measures_by_a_steady_clock():
+    sources = [path for path in (ROOT / "worker/decoder/cpu/native").rglob("*") if path.suffix in (".cpp", ".h")]
+    assert sources
+    for path in sources:
+        assert not re.search(r"system_clock|CLOCK_REALTIME|gettimeofday|std::time\b", path.read_text()), path
+
+
+def test_a_wall_clock_goes_on_by_the_steady_one():
+    steady = iter((5.0, 5.0, 7.5))
+    clock = WallClock(1000.0, lambda: next(steady))
+    assert [clock(), clock()] == [1000.0, 1002.5]
