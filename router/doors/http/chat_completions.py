@@ -192,8 +192,10 @@ class ChatChunks:
         return events
 
     def plain(self, delivery: Deliver) -> bytes | None:
-        frame = self._plain.get(delivery.sequence_index)
+        frame, held = self._plain.get(delivery.sequence_index), self._held.get(delivery.sequence_index)
         if frame is None or not delivery.text or delivery.logprobs or delivery.fingerprint != self._fingerprint:
+            return None
+        if held is not None and held.logprobs:  # they come with this text
             return None
         return b"%b%b%b" % (frame[0], json_text(delivery.text).encode(errors="replace"), frame[1])
 

@@ -51,7 +51,9 @@ def piece(index: int, text: str, choice: int = 0, fingerprint: str = "m/1", **fi
 
 
 def objects(events: bytes) -> list:
-    """No content and an empty one say the same."""
+    """No content and an empty one say the same. Of a delivery without text there may be none."""
+    if not events:
+        return []
     assert events.endswith(b"\n\n")
     told = [json.loads(event.removeprefix(b"data: ")) for event in events[:-2].split(b"\n\n")]
     for choice in (choice for event in told for choice in event["choices"] if "delta" in choice):
