@@ -130,9 +130,9 @@ MAX_LOGIT_BIAS: Final = 100.0
 """A bias of this size bans a token or forces it, as far as logits go."""
 
 MAX_WHOLE: Final = 2**31 - 1
-"""The largest whole number without a bound of its own, and the largest token id: what every protocol can carry."""
+"""The largest whole number without a bound of its own: what every protocol can carry. Token ids are checked later."""
 
-_TokenId = Annotated[int, Field(ge=0, le=MAX_WHOLE)]
+_TokenId = Annotated[int, Field(ge=0)]
 _Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 
 NUMBER: Final = Kind(float, _number, "must be a number")

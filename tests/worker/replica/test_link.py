@@ -79,7 +79,7 @@ def test_logprobs_of_a_prompt_come_once_without_the_first_token(engine):
         prompt = range(1, 40)
         await router.submit(1, prompt=prompt, prompt_logprobs=0)
         await router.submit(2, prompt=prompt)
-        await router.submit(3, prompt=prompt, prompt_logprobs=21)
+        await router.submit(3, prompt=prompt, prompt_logprobs=1025)
         await router.read_until(lambda: len(router.finished) == 2 and router.rejected)
         expected = pseudo_prompt_logprobs(prompt, 1000)
         assert router.prompt_logprobs[1] == [item.logprob for item in expected]
