@@ -272,7 +272,12 @@ class SamplingParams(_Slots):
         int | None,
         Field(ge=-1, description="keeps the last tokens of the prompt; -1: as many as fit"),
         AfterValidator(_without_zero),
-        _report(world=World.TEXT, limit="must be at least 1, or -1 for as many as fit", limits="1 or more, or -1"),
+        _report(
+            world=World.TEXT,
+            means_all=True,
+            limit="must be at least 1, or -1 for as many as fit",
+            limits="1 or more, or -1",
+        ),
     ] = None
     truncate_right: Annotated[
         bool,
