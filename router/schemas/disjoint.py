@@ -24,10 +24,11 @@ class Disjointness:
         self._references = references
         self._num_looks = 0
 
-    def first_overlap(self, branches: list[Any]) -> tuple[int, int] | None:
-        """The first two branches that may share a value; None: no two do."""
+    def first_overlap(self, branches: list[Any], beside: dict[str, Any]) -> tuple[int, int] | None:
+        """The first two branches that may share a value that matches `beside`, too; None: no two do."""
+        whole = [item if isinstance(item, bool) else {"allOf": [item, beside]} for item in branches]
         pairs = combinations(range(len(branches)), 2)
-        return next((pair for pair in pairs if not self.are_disjoint(branches[pair[0]], branches[pair[1]])), None)
+        return next((pair for pair in pairs if not self.are_disjoint(whole[pair[0]], whole[pair[1]])), None)
 
     def are_disjoint(self, one: Any, other: Any, depth: int = 0) -> bool:
         """Whether it is certain."""
@@ -36,11 +37,13 @@ class Disjointness:
         self._num_looks += 1
         if one is True or other is True or depth > _DEPTH or self._num_looks > _MAX_LOOKS:
             return False
-        return any(
-            self._differ(first, second, depth)
-            for first in self._parts(one, depth)
-            for second in self._parts(other, depth)
-        ) or self._all_alternatives_differ(one, other, depth)
+        firsts, seconds = list(self._parts(one, depth)), list(self._parts(other, depth))
+        shared = frozenset(ALL_TYPES).intersection(*map(_kinds, (*firsts, *seconds)))
+        return (
+            not shared
+            or any(self._differ(first, second, shared, depth) for first in firsts for second in seconds)
+            or self._all_alternatives_differ(one, other, depth)
+        )
 
     def _all_alternatives_differ(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
         for first, second in ((one, other), (other, one)):
@@ -67,11 +70,8 @@ class Disjointness:
             except (LookupError, ValueError, TypeError):
                 return
 
-    def _differ(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        first, second = _kinds(one), _kinds(other)
-        shared = first & second
-        if not shared:
-            return True
+    def _differ(self, one: dict[str, Any], other: dict[str, Any], shared: frozenset[str], depth: int) -> bool:
+        """Whether no value of the `shared` types matches both."""
         if (values := _values(one)) is not None and (others := _values(other)) is not None:
             return {_key(value) for value in values}.isdisjoint(map(_key, others))
         if shared <= {"number"}:

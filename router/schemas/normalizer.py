@@ -30,6 +30,8 @@ _DRAFTS: Final = frozenset(
     | {f"https://json-schema.org/draft/{year}/schema" for year in ("2019-09", "2020-12")}
 )
 
+_OLD_DRAFTS: Final = "http://json-schema.org/draft-0"
+
 Keyword = Callable[["_Node", Any], None]
 
 
@@ -71,6 +73,8 @@ def _normalized(root: Any) -> NormalizedSchema:
     root.pop("x-guidance", None)  # options of llguidance, which are ours to set
     if str(root.get("$schema", "")).removesuffix("#") not in _DRAFTS:
         root.pop("$schema", None)  # its keywords are taken for those of the latest draft
+    if str(root.get("$schema", "")).startswith(_OLD_DRAFTS):
+        _drop_siblings_of_references(root)
     references = References(root)
     finite = FiniteValues(root, references)
     if root not in finite:
@@ -78,6 +82,15 @@ def _normalized(root: Any) -> NormalizedSchema:
         raise SchemaError(finite.culprit(root), None, limit)
     _Walk(references, finite).visit(root, "")
     return NormalizedSchema(MappingProxyType(root), _escapes(root))
+
+
+def _drop_siblings_of_references(node: Any) -> None:
+    """Up to draft 7 they say nothing."""
+    if isinstance(node, dict) and isinstance(node.get("$ref"), str):
+        for keyword in node.keys() - {"$ref", "$schema", "definitions", "$defs"}:
+            del node[keyword]
+    for item in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        _drop_siblings_of_references(item)
 
 
 class _Walk:
@@ -320,7 +333,7 @@ def _as_any_of(node: _Node) -> None:
     """Of disjoint branches a value that matches any matches one. Raises `SchemaError` if they may overlap."""
     schema = node.schema
     branches = schema.pop("oneOf")
-    overlap = node.walk.disjointness.first_overlap(branches)
+    overlap = node.walk.disjointness.first_overlap(branches, schema)
     if overlap is not None:
         schema["oneOf"] = branches
         first, second = overlap

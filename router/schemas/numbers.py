@@ -16,6 +16,8 @@ _LARGEST: Final = 2**63 - 1024
 _DIGITS: Final = 15
 """So many significant digits survive being read into floating point and written again."""
 
+_NEXT_TO_0: Final = 1e-15
+
 LOWER: Final = ("minimum", "exclusiveMinimum")
 UPPER: Final = ("maximum", "exclusiveMaximum")
 
@@ -36,7 +38,8 @@ def check_exact(value: Any, path: str) -> None:
 def normalize_bounds(schema: dict[str, Any], path: str) -> None:
     """Rewrites `minimum`, `maximum`, their exclusive forms and `multipleOf` so that they are exact.
 
-    Raises `SchemaError` where they cannot be, or where no number is within them.
+    Raises `SchemaError` where they cannot be. That no number is within them is for llguidance to see: then a branch of
+    `anyOf`, or an optional property, matches nothing, and the rest does.
     """
     for keyword in (*LOWER, *UPPER, "multipleOf"):
         if keyword in schema and not _is_bound(schema[keyword], keyword):
@@ -44,12 +47,13 @@ def normalize_bounds(schema: dict[str, Any], path: str) -> None:
     for inclusive, exclusive in (LOWER, UPPER):
         _without_flag(schema, inclusive, exclusive)
     if schema.get("type") == "integer":
-        _whole_bounds(schema, path)
+        _whole_bounds(schema)
+    _without_excluded_zero(schema)
     for keyword in (*LOWER, *UPPER):
         if keyword in schema:
             schema[keyword] = _exact_bound(schema[keyword], f"{path}.{keyword}", is_lower=keyword in LOWER)
     if "multipleOf" in schema:
-        _check_multiples(schema, path)
+        _normalize_step(schema, path)
 
 
 def _is_bound(value: Any, keyword: str) -> bool:
@@ -66,7 +70,7 @@ def _without_flag(schema: dict[str, Any], inclusive: str, exclusive: str) -> Non
             schema[exclusive] = schema.pop(inclusive)
 
 
-def _whole_bounds(schema: dict[str, Any], path: str) -> None:
+def _whole_bounds(schema: dict[str, Any]) -> None:
     """Bounds of integers as inclusive integers."""
     lowest = [math.ceil(schema["minimum"])] if "minimum" in schema else []
     lowest += [math.floor(schema["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in schema else []
@@ -74,12 +78,24 @@ def _whole_bounds(schema: dict[str, Any], path: str) -> None:
     highest += [math.ceil(schema["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in schema else []
     for keyword in (*LOWER, *UPPER):
         schema.pop(keyword, None)
-    if lowest and highest and max(lowest) > min(highest):
-        raise SchemaError(f"{path}.minimum", max(lowest), f"no integer is from {max(lowest)} to {min(highest)}")
     if lowest:
         schema["minimum"] = max(lowest)
     if highest:
         schema["maximum"] = min(highest)
+
+
+def _without_excluded_zero(schema: dict[str, Any]) -> None:
+    """llguidance lets 0 in where it is excluded from a range that ends before 1, or begins after -1."""
+    if schema.get("exclusiveMinimum") == 0 and min(_ends(schema, UPPER), default=1) < 1:
+        del schema["exclusiveMinimum"]
+        schema["minimum"] = max(schema.get("minimum", 0), _NEXT_TO_0)
+    if schema.get("exclusiveMaximum") == 0 and max(_ends(schema, LOWER), default=-1) > -1:
+        del schema["exclusiveMaximum"]
+        schema["maximum"] = min(schema.get("maximum", 0), -_NEXT_TO_0)
+
+
+def _ends(schema: dict[str, Any], keywords: tuple[str, str]) -> list[float]:
+    return [schema[keyword] for keyword in keywords if keyword in schema]
 
 
 def _exact_bound(value: Any, path: str, *, is_lower: bool) -> Any:
@@ -121,7 +137,7 @@ def _is_exact(value: float) -> bool:
     return len(Decimal(repr(value)).normalize().as_tuple().digits) <= _DIGITS
 
 
-def _check_multiples(schema: dict[str, Any], path: str) -> None:
+def _normalize_step(schema: dict[str, Any], path: str) -> None:
     step = schema["multipleOf"]
     if step <= 0:
         raise SchemaError(f"{path}.multipleOf", step, "must be more than 0")
@@ -129,17 +145,3 @@ def _check_multiples(schema: dict[str, Any], path: str) -> None:
         raise SchemaError(f"{path}.multipleOf", step, "cannot be enforced exactly: it has too many digits")
     if isinstance(step, float) and step.is_integer():
         schema["multipleOf"] = step = int(step)
-    unit = Decimal(repr(step))
-    lowest = max((_of(schema, keyword) for keyword in LOWER if keyword in schema), default=None)
-    highest = min((_of(schema, keyword) for keyword in UPPER if keyword in schema), default=None)
-    if lowest is None or highest is None:
-        return
-    first = math.ceil(lowest / unit) * unit
-    first += unit if "exclusiveMinimum" in schema and first == _of(schema, "exclusiveMinimum") else 0
-    is_out = first > highest or ("exclusiveMaximum" in schema and first >= _of(schema, "exclusiveMaximum"))
-    if is_out:
-        raise SchemaError(f"{path}.multipleOf", step, f"no multiple of {step} is within the bounds")
-
-
-def _of(schema: dict[str, Any], keyword: str) -> Decimal:
-    return Decimal(repr(schema[keyword]))

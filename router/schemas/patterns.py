@@ -25,6 +25,10 @@ _OUTSIDE: Final = {
     r"\W": f"[^{_WORD}]",
     r"\D": r"[^\p{Nd}]",
 }
+_ASCII_INSIDE: Final = {r"\d": "0-9", r"\w": "0-9A-Za-z_"}
+_ASCII: Final = {token: f"[{text}]" for token, text in _ASCII_INSIDE.items()} | {
+    token.upper(): f"[^{text}]" for token, text in _ASCII_INSIDE.items()
+}
 _INSIDE: Final = {"[": r"\[", "&": r"\&", "~": r"\~", r"\s": _SPACE, r"\b": r"\x08"}
 
 _DAY: Final = (
@@ -33,13 +37,22 @@ _DAY: Final = (
     r"|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29)"
 )
 _TIME: Final = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-FORMATS: Final = {"date": f"^{_DAY}$", "time": f"^{_TIME}$", "date-time": f"^{_DAY}T{_TIME}$"}
-"""Formats that llguidance takes wider than calendars do."""
+_ATOM: Final = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]{1,20}"
+_LABEL: Final = r"[A-Za-z0-9](?:-?[A-Za-z0-9]){0,14}"
+_HOST: Final = rf"{_LABEL}(?:\.{_LABEL}){{0,7}}"
+FORMATS: Final = {
+    "date": f"^{_DAY}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DAY}T{_TIME}$",
+    "email": rf"^{_ATOM}(?:\.{_ATOM}){{0,2}}@{_HOST}$",
+    "hostname": f"^{_HOST}$",
+}
+"""Formats that llguidance takes wider than calendars and the lengths of names do."""
 _FEW: Final = 64
 """Texts of a pattern that are counted one by one."""
 _MAX_STEPS: Final = 1000
 
-_KNOWN_FORMATS: Final = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+_KNOWN_FORMATS: Final = frozenset({"duration", "ipv4", "ipv6", "uuid", "uri"})
 
 
 def normalize_strings(schema: dict[str, Any], path: str) -> None:
@@ -105,6 +118,23 @@ def _as_rust(pattern: str, path: str) -> str:
     return "".join(written)
 
 
+def with_ascii_classes(regex: str) -> str:
+    """A regex of Rust whose `\\d` and `\\w` are ASCII, and `\\D` and `\\W`, outside of brackets, what is not."""
+    written, position, is_inside = [], 0, False
+    while position < len(regex):
+        size = 2 if regex[position] == "\\" else 1
+        token = regex[position : position + size]
+        is_start = token == "[" and not is_inside
+        written.append((_ASCII_INSIDE if is_inside else _ASCII).get(token, token))
+        position += size
+        is_inside = is_start or (is_inside and token != "]")
+        if is_start and regex.startswith(("]", "^]"), position):  # a bracket that stands first is a character
+            length = 2 if regex[position] == "^" else 1
+            written.append(regex[position : position + length])
+            position += length
+    return "".join(written)
+
+
 @lru_cache(maxsize=1024)
 def _error_of(pattern: str) -> str:
     grammar = LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern})
@@ -128,7 +158,7 @@ def only_matches(pattern: str) -> tuple[str, ...] | None:
     open_ends = [(LLMatcher(_byte_tokenizer(), grammar, log_level=0), b"")]
     for _ in range(_MAX_STEPS):
         if not open_ends:
-            return tuple(found)
+            return tuple(sorted(found))
         matcher, text = open_ends.pop()
         if text.endswith(b'"') and matcher.is_accepting():
             found.append(json.loads(text))

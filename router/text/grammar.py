@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from llguidance import LLMatcher, LLTokenizer
 
 from holdfast.router.schemas.normalizer import normalized_text
+from holdfast.router.schemas.patterns import with_ascii_classes
 from holdfast.router.schemas.schema_error import SchemaError
 from holdfast.router.text.ebnf import ebnf_as_lark, is_ebnf
 from holdfast.router.text.tokenizer import Tokenizer
@@ -116,7 +117,7 @@ def _grammar(structure: StructuredOutputs) -> str:
         options: JsonCompileOptions = {**_JSON_OPTIONS, "json_allowed_escapes": schema.escapes}
         return LLMatcher.grammar_from_json_schema(json.dumps(dict(schema.schema)), overrides=options)
     if structure.regex is not None:
-        return LLMatcher.grammar_from_regex(structure.regex)
+        return LLMatcher.grammar_from_regex(with_ascii_classes(structure.regex))
     if structure.choice is not None:
         texts = (json.dumps(text, ensure_ascii=False) for text in structure.choice)
         return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")

@@ -43,6 +43,8 @@ class Case(NamedTuple):
     name: str
     schema: Any
     validator: Any
+    values: tuple[Any, ...] = ()
+    """Those that do not match must not be accepted."""
 
 
 class Found(NamedTuple):
@@ -58,6 +60,10 @@ def check(case: Case, walker: Walker) -> Found:
         names = any(keyword in error.limit for keyword in keywords_of(case.schema))
         return Found("refused" if names or case.schema is False else "refused without a keyword", error.limit)
     validator, finished = case.validator(case.schema), 0
+    for value in case.values:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        if walker.accepts(grammar, text) and _is_invalid(validator, value):
+            return Found("accepts what is invalid", text[:100])
     for seed in range(_NUM_WALKS):
         walk = walker.walk(grammar, seed)
         if walk.end == "length":
@@ -72,6 +78,13 @@ def check(case: Case, walker: Walker) -> Found:
             return Found("invalid", f"{walk.text[:100]}: {problem.message[:100]}")
         finished += 1
     return Found("valid" if finished else "unfinished")
+
+
+def _is_invalid(validator: Any, value: Any) -> bool:
+    try:
+        return not validator.is_valid(value)
+    except Exception:  # as below
+        return False
 
 
 def keywords_of(schema: Any) -> set[str]:
@@ -92,7 +105,9 @@ def suite(folder: Path) -> Iterator[Case]:
     for draft, validator in _VALIDATORS.items():
         for path in sorted((folder / draft).rglob("*.json")):
             for number, group in enumerate(json.loads(path.read_text(encoding="utf-8"))):
-                yield Case(f"{draft}/{path.stem}[{number}] {group['description']}", group["schema"], validator)
+                name = f"{draft}/{path.stem}[{number}] {group['description']}"
+                values = tuple(test["data"] for test in group["tests"])
+                yield Case(name, group["schema"], validator, values)
 
 
 def real(folder: Path) -> Iterator[Case]:

@@ -56,6 +56,12 @@ class Walker:
             end = "done" if matcher.is_accepting() else f"stopped: {matcher.get_error()[:100]}"
         return Walk(end, b"".join(map(self._bytes, token_ids)).decode(errors="replace"))
 
+    def accepts(self, grammar: str, text: str) -> bool:
+        """Whether the text is a whole output of the grammar."""
+        matcher, token_ids = LLMatcher(self._tokens, grammar, log_level=0), self._tokens.tokenize_str(text)
+        is_read = matcher.validate_tokens(token_ids) == len(token_ids) and matcher.consume_tokens(token_ids)
+        return is_read and matcher.is_accepting()
+
     def _allowed(self, matcher: LLMatcher) -> list[int]:
         bits = int.from_bytes(matcher.compute_bitmask(), "little")
         ends = set(self._tokens.eos_tokens)
