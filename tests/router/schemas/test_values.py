@@ -1,4 +1,4 @@
-"""Values that a schema takes, and values that it does not: the grammar of a schema accepts the ones and not the others."""
+"""Values that a schema takes and values that it does not: its grammar accepts the ones and not the others."""
 
 import json
 from functools import cache
