@@ -46,6 +46,7 @@ from holdfast.worker.log_level import PACKAGE, set_log_level
 from holdfast.worker.security.certificates import Certificates
 from holdfast.worker.security.link_security import UNSECURED, LinkSecurity
 from holdfast.worker.security.tls import ServerTls
+from holdfast.worker.wall_clock import WallClock
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -109,7 +110,7 @@ class Router:
             dispatch, asyncio.get_running_loop(), self._publish_health, limits.max_unread_tokens
         )
         tokenizers = TokenizerRegistry(options.get("load_tokenizer", Tokenizer.load), config.inline_tokenize_bytes)
-        self.poison_watch = PoisonWatch(now=time.time)
+        self.poison_watch = PoisonWatch(now=WallClock(time.time(), time.monotonic))
         """Requests that routers were lost with."""
         self._protection = options.get("overload") or OverloadConfig()
         self.overload = Overload(self._protection, ByteLedger(self._protection), max_memory(self._protection))
@@ -120,13 +121,13 @@ class Router:
         if telemetry.slow_request_s is not None:
             stats.on_end.append(SlowRequests(telemetry.slow_request_s, stats))
         links = options.get("links", UNSECURED)
+        self._certificates = Certificates(options.get("tls"), links.tls)
         self._link_pool = LinkPool(self._dispatch_host, tokenizers, config, links, self._obey, self._see)
         self._recent_errors = RecentErrors()
         logging.getLogger(PACKAGE).addHandler(self._recent_errors)
         self._tasks: list[asyncio.Task[None]] = []
         self.in_process = InProcessDoor(self._request_processor, gate)
         """For calls from this process."""
-        self._certificates = Certificates(options.get("tls"), links.tls)
         self._open_doors(gate, options.get("send_change") or self._alone, options.get("tls"))
 
     def _open_doors(self, gate: Gate, send_change: SendChange, tls: ServerTls | None) -> None:

@@ -1,4 +1,4 @@
-"""Who reads the wall clock, which may jump: each place, with its reason. Deadlines are never made of it."""
+"""Who reads the wall clock, which may jump: each place, with its reason. No duration and no deadline is made of it."""
 
 import ast
 import re
@@ -17,9 +17,8 @@ READ_BY = {
     "cluster/commands/bench.py": "the date of a report",
     "cluster/commands/bench_flags.py": "a seed",
     "cluster/offline/local_request.py": "arrival_time of vLLM's metrics; what is measured is monotonic",
-    "cluster/serve/crash_journal.py": "the age of what a lost router has left: a jump may forget it early, or keep it",
     "cluster/serve/directory.py": "the first version of a directory; versions are compared by whether they differ",
-    "cluster/serve/log_lines.py": "the time of a line of the log",
+    "cluster/serve/examination.py": "whether a certificate has expired",
     "cluster/serve/node_drain.py": "Ray takes a node's deadline since 1970",
     "router/doors/http/submission.py": "`created` of OpenAI's answers",
     "router/doors/oip/statistics.py": "the time of the last inference, in the Open Inference Protocol",
@@ -27,18 +26,17 @@ READ_BY = {
     "router/doors/vllm/engine_facts.py": "the time of a report of vLLM's engine protocol",
     "router/doors/vllm/servicer.py": "when it was called last, in vLLM's engine protocol",
     "router/requests/tracing.py": "when a span begins; its length is the loop's",
-    "router/router.py": "the age of losses of routers, as in the crash journal; whether a certificate has expired",
+    "router/router.py": "once for a `WallClock`, and whether a certificate has expired",
     "router/text/chat.py": "the date in a chat's template",
-    "worker/security/certificate_expiry.py": "no reading: the date of a certificate, as text",
     "worker/security/tls.py": "whether a certificate has expired",
     "worker/supervision/hang_supervisor.py": "the time of a line of the log",
     "worker/replica/link_traces.py": "once, for a `WallClock`",
 }
-"""Nothing here is subtracted from another reading, but the ages of crash journals and of their losses."""
+"""Nothing here is subtracted from another reading."""
 
 WALL = {
     "time": {"time", "time_ns", "gmtime", "localtime", "ctime", "strftime", "asctime"},
-    "datetime": {"now", "utcnow", "today", "fromtimestamp"},
+    "datetime": {"now", "utcnow", "today"},
     "date": {"today"},
 }
 NAMED = re.compile(rf"\b({'|'.join(sorted(set().union(*WALL.values())))})\b")

@@ -43,12 +43,16 @@ _UNREACHED: Final = "failed to connect to all addresses"
 _NO_LOSS: Final = ("ping timeout", "keepalive watchdog timeout", "GOAWAY", "Cancelling all calls")
 """What grpcio's core (read in 1.85) says of connections besides "Socket closed" and the like."""
 
+_UNREAD: Final = ("sendmsg", "recvmsg", "Transport closed")
+"""What it says where a connection had ended before the call was written, or with bytes that nobody had read: the kernel
+resets it then. Of a router that has read all that came, the kernel closes it: "Stream removed (Socket closed)"."""
+
 
 class CallFailed(Exception):
     """A call has ended with another status than OK: a router said so, or none could be reached."""
 
     def __init__(self, status: CallStatus, *, is_router_lost: bool = False) -> None:
-        """`is_router_lost`: a connection that there was has ended without the router's word."""
+        """`is_router_lost`: the connection has ended without the router's word, after the router had read the call."""
         super().__init__(f"{status.code.name}: {status.message}")
         self.status = status
         self.is_router_lost = is_router_lost
@@ -139,10 +143,12 @@ def _status(error: grpc.aio.AioRpcError) -> CallStatus:
 
 
 def _is_router_lost(status: CallStatus) -> bool:
-    """Whether a connection broke. One that could not be made has cost no router, and a router that answers no ping is
-    frozen or far away, which no request makes it: gRPC answers pings on threads of its own.
+    """Whether a connection broke after a router had read the call. One that could not be made has cost no router, and a
+    router that answers no ping is frozen or far away, which no request makes it: gRPC answers pings on threads of its
+    own. Where other calls of the connection were on their way as well, one that was read may look unread; routers know
+    by their journals.
     """
-    is_unreached = status.message.startswith(_UNREACHED) or any(word in status.message for word in _NO_LOSS)
+    is_unreached = status.message.startswith(_UNREACHED) or any(one in status.message for one in (*_NO_LOSS, *_UNREAD))
     return status.details is None and status.code in _OF_CONNECTIONS and not is_unreached
 
 

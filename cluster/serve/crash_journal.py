@@ -34,11 +34,11 @@ class CrashJournal:
             os.posix_fallocate(file.fileno(), 0, SIZE)  # no write to the map may fail where the disk is full
             self._journal = ReadingJournal(mmap.mmap(file.fileno(), SIZE))
         self.enter, self.leave = self._journal.enter, self._journal.leave
-        self._journal.begin(time.monotonic(), time.time())
+        self._journal.begin(time.monotonic())
 
     def turn(self) -> None:
         """The event loop turns."""
-        self._journal.turn(time.monotonic(), time.time())
+        self._journal.turn(time.monotonic())
 
     def note_no_memory(self) -> None:
         """Memory has run out, and the process ends."""
@@ -106,10 +106,11 @@ class CrashJournals:
         self._take(path, journal)
 
     def _take(self, path: Path, journal: LeftJournal) -> None:
-        if journal.says_nothing(time.time()):
+        now = time.monotonic()
+        if journal.says_nothing(now):
             path.unlink(missing_ok=True)
             return
         self._read.add(path)
-        if losses := journal.losses(path.name.removesuffix(SUFFIX)):
+        if losses := journal.losses(path.name.removesuffix(SUFFIX), now, self._watch.now()):
             logger.warning("%s: a router ended while reading %d requests", path.name, len(losses))
             self._watch.note(losses)

@@ -6,6 +6,7 @@ What may not live here: showing findings, and the checks that `serve` makes itse
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -23,6 +24,7 @@ from holdfast.cluster.serve.preflight import check_ports, check_socket_paths
 from holdfast.cluster.serve.security import check_exposed
 from holdfast.worker.available_memory import readable_bytes
 from holdfast.worker.errors import HoldfastError
+from holdfast.worker.security.certificate_expiry import DAY_S, expiry_warning, first_expiry
 from holdfast.worker.security.loopback import check_loopback
 from holdfast.worker.user_folder import user_folder
 
@@ -78,6 +80,7 @@ def _quick(config: HoldfastConfig) -> Iterator[Finding]:
         lambda: check_exposed(config.security, host),
         f"routers listen on {host}, {_of_ray(config.cluster.address)}",
     )
+    yield from certificates(config)
     for one in config.each_model:
         name = one.model.name
         yield checked(f"files of {name}", partial(check_files, one), str(local_folder(one) or "on the hub"))
@@ -88,6 +91,24 @@ def _quick(config: HoldfastConfig) -> Iterator[Finding]:
     yield checked("memory", lambda: check_fits(config.each_model, machine), shape)
     if crowded := crowding(config.each_model, machine):
         yield Finding(Level.NOTE, "cores", crowded)
+
+
+def certificates(config: HoldfastConfig, now_s: float | None = None) -> Iterator[Finding]:
+    """When those of the settings expire."""
+    now_s = time.time() if now_s is None else now_s
+    for name in ("tls_cert", "link_cert"):
+        path = getattr(config.security, name)
+        if path is None:
+            continue
+        what = f"security.{name}"
+        try:
+            expires_s = first_expiry(Path(path).read_bytes())
+        except (OSError, ValueError) as error:
+            yield Finding(Level.BAD, what, f"{path}: {error}", "name a certificate in PEM that can be read here")
+            continue
+        found = expiry_warning(path, expires_s, now_s)
+        level = Level.BAD if now_s >= expires_s else Level.NOTE if found else Level.GOOD
+        yield Finding(level, what, found or f"{path} expires in {(expires_s - now_s) / DAY_S:.0f} days")
 
 
 def _of_ray(address: str | None) -> str:

@@ -82,9 +82,9 @@ class PoisonWatch:
     """What one router knows of requests that routers were lost with, and the one that it has on trial."""
 
     def __init__(self, journal: Journal | None = None, now: Callable[[], float] = lambda: 0.0) -> None:
-        """`now`: seconds since 1970, on all machines of the cluster about alike."""
+        """`now`: seconds since 1970, on all machines of the cluster about alike, and without jumps."""
         self.journal: Journal = journal or NoJournal()
-        self._now = now
+        self.now = now
         self._losses: dict[str, dict[str, RouterLoss]] = {}
         """By digest and router."""
         self._cleared: dict[tuple[str, str], float] = {}
@@ -104,7 +104,7 @@ class PoisonWatch:
 
     def note(self, losses: Iterable[RouterLoss]) -> None:
         """Takes in what this router has found, or was told by others. What is known already changes nothing."""
-        now, is_news = self._now(), False
+        now, is_news = self.now(), False
         for loss in losses:
             known = self._losses.get(loss.digest, {})
             if loss.router in known or self._is_void(loss, known.values(), now):
@@ -123,7 +123,7 @@ class PoisonWatch:
 
     def told(self) -> tuple[RouterLoss, ...]:
         """For the other routers, in an order of its own."""
-        self._forget(self._now())
+        self._forget(self.now())
         return tuple(sorted(loss for known in self._losses.values() for loss in known.values()))
 
     def _forget(self, now: float) -> None:
@@ -169,7 +169,7 @@ class PoisonWatch:
         """A suspect is read no more."""
         self._is_trial_on = False
         if is_cleared and (known := self._losses.pop(digest, None)) is not None:
-            self._cleared |= dict.fromkeys(((digest, router) for router in known), self._now())
+            self._cleared |= dict.fromkeys(((digest, router) for router in known), self.now())
             self.on_change()
 
 

@@ -1,11 +1,11 @@
 """Reading journal: what a router reads, as notes in memory that outlives its process. A core without IO.
 
     journal = ReadingJournal(buffer)    # of this router: a mapped file, or any other memory of `SIZE` bytes
-    journal.begin(monotonic_s, now_s)
-    LeftJournal(buffer).losses(router)  # of another router, once its process has ended
+    journal.begin(monotonic_s)
+    LeftJournal(buffer).losses(router, monotonic_s, now_s)  # of another router, once its process has ended
 
-All times are passed in: monotonic ones of the machine, and seconds since 1970. What may not live here: files, processes
-(`cluster/serve/crash_journal.py`), and what the end of a router says of a request (`poison_watch.py`).
+All times are passed in, monotonic ones of the machine: its wall clock may jump. What may not live here: files and
+processes (`cluster/serve/crash_journal.py`), and what the end of a router says of a request (`poison_watch.py`).
 """
 
 import struct
@@ -25,13 +25,12 @@ NUM_PLACES: Final = 1024
 Buffer: TypeAlias = Any
 """Bytes that can be read, and written in place: a `bytearray`, or a map."""
 
-_HEAD: Final = struct.Struct("<8sdd??6x")
-"""Magic, time of the last turn of the loop (monotonic, and since 1970), whether the end was its own fault, whether it
-ended in order."""
-_MAGIC: Final = b"hf-read1"
+_HEAD: Final = struct.Struct("<8sd??6x")
+"""Magic, time of the last turn of the loop, whether the end was its own fault, whether it ended in order."""
+_MAGIC: Final = b"hf-read2"
 _TURN_AT: Final = 8
-_OWN_FAULT_AT: Final = 24
-_IN_ORDER_AT: Final = 25
+_OWN_FAULT_AT: Final = 16
+_IN_ORDER_AT: Final = 17
 _DIGEST_BYTES: Final = 16
 _PLACE_BYTES: Final = 1 + _DIGEST_BYTES
 _KNOWN_GOOD: Final = 0x10
@@ -46,9 +45,9 @@ class ReadingJournal:
         self._buffer = buffer
         self._free = list(range(NUM_PLACES, 0, -1))
 
-    def begin(self, monotonic_s: float, now_s: float) -> None:
+    def begin(self, monotonic_s: float) -> None:
         """Before the first note. From here on others may read it."""
-        _HEAD.pack_into(self._buffer, 0, _MAGIC, monotonic_s, now_s, False, False)
+        _HEAD.pack_into(self._buffer, 0, _MAGIC, monotonic_s, False, False)
 
     def enter(self, digest: str, suspicion: Suspicion, *, is_known_good: bool) -> int:
         """Place 0 is none."""
@@ -65,9 +64,9 @@ class ReadingJournal:
             self._buffer[_HEAD.size + (place - 1) * _PLACE_BYTES] = 0
             self._free.append(place)
 
-    def turn(self, monotonic_s: float, now_s: float) -> None:
+    def turn(self, monotonic_s: float) -> None:
         """The event loop turns."""
-        struct.pack_into("<dd", self._buffer, _TURN_AT, monotonic_s, now_s)
+        struct.pack_into("<d", self._buffer, _TURN_AT, monotonic_s)
 
     def note_own_fault(self) -> None:
         """The process ends by its own fault: memory has run out. Allocates nothing to speak of."""
@@ -89,18 +88,20 @@ class LeftJournal:
 
     def note_end(self, monotonic_s: float) -> None:
         """The process ends now, seen by who watches it. That it had hung by then, those who come later cannot know."""
-        turned_at: float = _HEAD.unpack_from(self._buffer)[1]
-        if monotonic_s - turned_at >= HUNG_S + TURN_S:
+        if monotonic_s - self._turned_at >= HUNG_S + TURN_S:
             self._buffer[_OWN_FAULT_AT] = 1
 
-    def says_nothing(self, now_s: float) -> bool:
-        """Whether it ended in order, or long ago."""
-        return bool(self._buffer[_IN_ORDER_AT]) or now_s - self._turned_s > FORGET_S
+    def says_nothing(self, monotonic_s: float) -> bool:
+        """Whether it ended in order, or long ago: before the machine was started, too."""
+        return bool(self._buffer[_IN_ORDER_AT]) or not 0.0 <= monotonic_s - self._turned_at <= FORGET_S
 
-    def losses(self, router: str) -> tuple[RouterLoss, ...]:
-        """What its process, the `router` of that name, was reading when it ended."""
+    def losses(self, router: str, monotonic_s: float, now_s: float) -> tuple[RouterLoss, ...]:
+        """What its process, the `router` of that name, was reading when it ended. `now_s`: since 1970, as the
+        `PoisonWatch` has it.
+        """
         is_own_fault = bool(self._buffer[_OWN_FAULT_AT])
-        return losses_of(tuple(self.entries()), router, self._turned_s, is_own_fault=is_own_fault)
+        ended_s = now_s - (monotonic_s - self._turned_at)
+        return losses_of(tuple(self.entries()), router, ended_s, is_own_fault=is_own_fault)
 
     def entries(self) -> Iterator[Entry]:
         for at in range(_HEAD.size, SIZE, _PLACE_BYTES):
@@ -113,6 +114,6 @@ class LeftJournal:
                 )
 
     @property
-    def _turned_s(self) -> float:
-        turned_s: float = _HEAD.unpack_from(self._buffer)[2]
-        return turned_s
+    def _turned_at(self) -> float:
+        turned_at: float = _HEAD.unpack_from(self._buffer)[1]
+        return turned_at

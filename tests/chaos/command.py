@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import psutil
@@ -24,7 +24,12 @@ class Served:
 
     def named(self, part: str) -> list[psutil.Process]:
         """Its processes of Ray whose title has `part` in it."""
-        return [one for one in self.process.children(recursive=True) if part in " ".join(one.cmdline())]
+        found = []
+        for one in self.process.children(recursive=True):
+            with suppress(psutil.Error):  # it has just ended
+                if part in " ".join(one.cmdline()):
+                    found.append(one)
+        return found
 
 
 @contextmanager

@@ -18,12 +18,9 @@ _VERSION: Final = 0xA0
 _UTC_TIME: Final = 0x17
 
 
-def first_expiry(path: str | Path) -> float:
-    """When the first certificate of a PEM file expires, in seconds since 1970. Raises `OSError`, and `ValueError` for
-    a file that has none.
-    """
-    text = Path(path).read_text(errors="replace")
-    found = [_not_after(ssl.PEM_cert_to_DER_cert(pem)) for pem in _certificates(text)]
+def first_expiry(pem: bytes) -> float:
+    """When the first certificate of a PEM file expires, in seconds since 1970. Raises `ValueError` for one without."""
+    found = [_not_after(ssl.PEM_cert_to_DER_cert(one)) for one in _certificates(pem.decode(errors="replace"))]
     if not found:
         raise ValueError("it has no certificate")
     return min(found)

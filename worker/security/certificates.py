@@ -5,6 +5,7 @@ What may not live here: reading a date (`certificate_expiry.py`), and who serves
 
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from holdfast.worker.security.certificate_expiry import expiry_warning, first_expiry
 from holdfast.worker.security.tls import ServerTls, Tls
@@ -33,5 +34,5 @@ class Certificates:
             found["clients"] = self._clients.cert, self._clients.expires_s
         if self._links is not None and self._links.cert is not None:
             with suppress(OSError, ValueError):  # while it is being replaced
-                found["links"] = str(self._links.cert), first_expiry(self._links.cert)
+                found["links"] = str(self._links.cert), first_expiry(Path(self._links.cert).read_bytes())
         return found

@@ -165,11 +165,10 @@ def _load(tls: Tls) -> _Loaded:
     cert, key, ca = (None if path is None else Path(path).read_bytes() for path in (tls.cert, tls.key, tls.ca))
     if _stamp(tls) != stamp:
         raise ValueError("the files were being replaced")
-    assert tls.cert is not None, "the context could not be made without it"
-    assert cert is not None, "nor without its bytes"
+    assert cert is not None, "the context could not be made without it"
     assert key is not None, "nor without this"
     configuration = grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
-    return _Loaded(stamp, configuration, context, first_expiry(tls.cert))
+    return _Loaded(stamp, configuration, context, first_expiry(cert))
 
 
 def _context(tls: Tls) -> ssl.SSLContext:

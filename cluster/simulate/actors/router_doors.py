@@ -147,7 +147,7 @@ class RouterDoors:
         self._journal = ReadingJournal(
             settings.journals.begin(self._name, partial(host.soon, self._take_journal, True))
         )
-        self._journal.begin(host.timeline.now, host.clock)
+        self._journal.begin(host.timeline.now)
         self.poison_watch.journal = self._journal
         for router, buffer in settings.journals.left:
             self._take_journal(False, router, buffer)
@@ -167,7 +167,7 @@ class RouterDoors:
     # --- the clock ---
 
     def _turn(self) -> None:
-        self._journal.turn(self._host.timeline.now, self._host.clock)
+        self._journal.turn(self._host.timeline.now)
         self._host.after(TURN_S, self._turn)
 
     def _look(self) -> None:
@@ -187,8 +187,9 @@ class RouterDoors:
         left = LeftJournal(buffer)
         if is_seen:
             left.note_end(self._host.timeline.now)
-        if not left.says_nothing(self._host.clock):
-            self.poison_watch.note(left.losses(router))
+        now = self._host.timeline.now
+        if not left.says_nothing(now):
+            self.poison_watch.note(left.losses(router, now, self._host.clock))
 
     def _note_input(self, num_bytes: int) -> None:
         if self._host.hang_supervisor is not None:

@@ -15,9 +15,11 @@ from holdfast.cluster.commands.chat import Conversation
 from holdfast.cluster.commands.cli import _COMMANDS, run
 from holdfast.cluster.config.config import load_config
 from holdfast.cluster.config.layers import Setting
-from holdfast.cluster.serve.examination import Level, examine, tokenizer
+from holdfast.cluster.serve.examination import Level, certificates, examine, tokenizer
 from holdfast.cluster.serve.log_files import LogFile, Tail, log_files, merged, session_folder
 from holdfast.worker.errors import ConfigurationError, ReplicaError
+from holdfast.worker.security.certificate_expiry import DAY_S
+from tests.certificates import Authority
 from tests.router.doors.http.served import served
 
 # --- chat ---
@@ -227,6 +229,27 @@ def test_whatever_is_bad_says_what_to_do():
     assert "cannot be shared by 3 ranks" in found["files of demo"].found
     assert "lower --kv-cache-memory" in found["memory"].found
     assert all(found[what].level is Level.BAD for what in ("ports", "files of demo", "memory"))
+
+
+def test_a_certificate_is_shown_with_the_days_that_it_has_left(tmp_path):
+    authority = Authority(tmp_path)
+    for valid_s, level, said in (
+        (30.5 * DAY_S, Level.GOOD, "expires in 30 days"),
+        (2.5 * DAY_S, Level.NOTE, "expires in 2.5 days"),
+        (-DAY_S, Level.BAD, "has expired"),
+    ):
+        pair = authority.pair("server", valid_s=valid_s)
+        found = findings(cluster__port=0, security__tls_cert=str(pair.cert), security__tls_key=str(pair.key))
+        assert (found["security.tls_cert"].level, said in found["security.tls_cert"].found) == (level, True)
+    pair.cert.write_text("no PEM")
+    config = load_config(
+        {
+            f"security.tls_{name}": Setting(str(tmp_path / f"server.{end}"), "test")
+            for name, end in (("cert", "crt"), ("key", "key"))
+        }
+    ).config
+    (finding,) = certificates(config)
+    assert (finding.level, "has no certificate" in finding.found) == (Level.BAD, True)
 
 
 def test_a_tokenizer_without_a_chat_template_is_noted(tmp_path):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from holdfast.cluster.serve.crash_journal import SUFFIX, CrashJournal, CrashJour
 from holdfast.router.requests.poison_watch import FORGET_S, HUNG_S, Entry, PoisonWatch
 from holdfast.router.requests.reading_journal import NUM_PLACES
 from holdfast.worker.suspicion import Suspicion
+from holdfast.worker.wall_clock import WallClock
 from tests.loops import on_each_loop
 
 DIGEST = "ab" * 16
@@ -23,6 +25,7 @@ import os, sys
 from pathlib import Path
 from holdfast.cluster.serve.crash_journal import CrashJournal
 from holdfast.worker.suspicion import Suspicion
+from holdfast.worker.wall_clock import WallClock
 journal = CrashJournal(Path(sys.argv[1]))
 place = journal.enter(sys.argv[2], Suspicion[sys.argv[3]], is_known_good=False)
 journal.leave(journal.enter("00" * 16, Suspicion.NONE, is_known_good=False))
@@ -62,7 +65,7 @@ async def test_the_others_hear_at_once_of_a_router_that_ends(tmp_path: Path):
         [("killed", "NONE", False), ("killed", "ON_TRIAL", True), ("no memory", "NONE", True)]
     ):
         folder = tmp_path / str(number)
-        watch = PoisonWatch(now=time.time)
+        watch = PoisonWatch(now=WallClock(time.time(), time.monotonic))
         event = await heard(watch)
         async with other_router(folder, end, suspicion):
             journals = CrashJournals(folder, watch)
@@ -75,11 +78,13 @@ async def test_the_others_hear_at_once_of_a_router_that_ends(tmp_path: Path):
         following.cancel()
         await asyncio.wait([following])
         journals.own.close()
-        late = PoisonWatch(now=time.time)  # of a router that starts later
+        late = PoisonWatch(now=WallClock(time.time(), time.monotonic))  # of a router that starts later
         journals = CrashJournals(folder, late)
         following = asyncio.create_task(journals.follow())
         await asyncio.sleep(0)
-        assert late.told() == watch.told()
+        (same,) = late.told()
+        assert replace(same, at_s=loss.at_s) == loss
+        assert same.at_s == pytest.approx(loss.at_s, abs=0.1)
         following.cancel()
         await asyncio.wait([following])
         journals.own.close()
@@ -87,7 +92,7 @@ async def test_the_others_hear_at_once_of_a_router_that_ends(tmp_path: Path):
 
 @on_each_loop
 async def test_a_router_that_ends_in_order_says_nothing(tmp_path: Path):
-    watch = PoisonWatch(now=time.time)
+    watch = PoisonWatch(now=WallClock(time.time(), time.monotonic))
     async with other_router(tmp_path, "in order") as process:
         journals = CrashJournals(tmp_path, watch)
         following = asyncio.create_task(journals.follow())
@@ -117,8 +122,10 @@ def test_what_is_read_lies_in_the_file(tmp_path: Path):
     assert list(left.entries()) == [Entry(digest=f"{NUM_PLACES - 1:032x}", is_known_good=True)]
     assert oct(own.path.stat().st_mode & 0o777) == "0o600"
     assert own.enter("", Suspicion.NONE, is_known_good=False) == 0
-    assert not left.says_nothing(time.time())
-    assert left.says_nothing(time.time() + FORGET_S + 1)
+    now = time.monotonic()
+    assert not left.says_nothing(now)
+    assert left.says_nothing(now + FORGET_S + 1)
+    assert left.says_nothing(now - 1), "the machine has been started since"
 
 
 @pytest.mark.parametrize(("later_s", "is_proof"), [(HUNG_S / 2, False), (HUNG_S + 1, True)])
@@ -126,7 +133,8 @@ def test_a_loop_that_does_not_turn_has_hung(later_s, is_proof, tmp_path: Path):
     own = CrashJournal(tmp_path)
     own.enter(DIGEST, Suspicion.NONE, is_known_good=False)
     left_journal(own.path).note_end(time.monotonic() + later_s)
-    (loss,) = left_journal(own.path).losses(own.path.name)
+    (loss,) = left_journal(own.path).losses(own.path.name, time.monotonic() + 60, 1000.0)
+    assert loss.at_s == pytest.approx(940, abs=1)
     assert loss.is_proof == is_proof
 
 

@@ -99,8 +99,8 @@ def prove_nothing_by_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _OfUnknownRouter(LeftJournal):
-    def losses(self, router: str):
-        return super().losses("a router")
+    def losses(self, router: str, monotonic_s: float, now_s: float):
+        return super().losses("a router", monotonic_s, now_s)
 
     def entries(self):
         for entry in super().entries():

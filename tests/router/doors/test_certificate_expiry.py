@@ -49,7 +49,7 @@ def authority(tmp_path) -> Authority:
 
 async def expired(cert) -> None:
     """Returns once it has. (Dates of certificates are whole seconds, and the last one counts.)"""
-    await asyncio.sleep(max(0.0, first_expiry(cert) + 1.01 - time.time()))
+    await asyncio.sleep(max(0.0, first_expiry(cert.read_bytes()) + 1.01 - time.time()))
 
 
 @asynccontextmanager
@@ -69,15 +69,17 @@ async def soon_expired(
 
 def test_the_first_certificate_of_a_chain_to_expire_counts(authority, tmp_path):
     soon, late = authority.pair("soon", valid_s=5 * DAY_S), authority.pair("late", valid_s=90 * 365 * DAY_S)
-    assert first_expiry(soon.cert) == pytest.approx(time.time() + 5 * DAY_S, abs=60)
-    assert first_expiry(late.cert) == pytest.approx(time.time() + 90 * 365 * DAY_S, abs=60), "in GeneralizedTime"
+    assert first_expiry(soon.cert.read_bytes()) == pytest.approx(time.time() + 5 * DAY_S, abs=60)
+    assert first_expiry(late.cert.read_bytes()) == pytest.approx(time.time() + 90 * 365 * DAY_S, abs=60), (
+        "in GeneralizedTime"
+    )
     chain = tmp_path / "chain.pem"
     chain.write_bytes(b"words\n" + late.cert.read_bytes() + late.key.read_bytes() + soon.cert.read_bytes())
-    assert first_expiry(chain) == first_expiry(soon.cert)
+    assert first_expiry(chain.read_bytes()) == first_expiry(soon.cert.read_bytes())
     for bad in ("", "-----BEGIN CERTIFICATE-----\nMAAA\n-----END CERTIFICATE-----\n"):
         chain.write_text(bad)
         with pytest.raises(ValueError, match=r"certificate|cut off"):
-            first_expiry(chain)
+            first_expiry(chain.read_bytes())
 
 
 def test_what_is_said_of_a_certificate_that_expires():
@@ -111,7 +113,7 @@ async def test_a_certificate_that_expires_under_load_costs_no_stream_and_is_rene
         held = asyncio.create_task(ours.generate("hello", SamplingParams(max_tokens=8, seed=7)))
         await replica.until(lambda: len(replica.submits) == 7)
         replica.pause()
-        assert float(METRIC.search((await http.get("/metrics")).text).group(1)) == first_expiry(live.cert)
+        assert float(METRIC.search((await http.get("/metrics")).text).group(1)) == first_expiry(live.cert.read_bytes())
         assert "expires in 0.0 days" in (await http.get("/health")).json()["warnings"][0]
         with caplog.at_level(logging.WARNING):
             await expired(live.cert)
@@ -224,7 +226,7 @@ async def test_a_link_outlives_its_certificate_and_a_new_one_is_made_once_it_is_
 
         async with soon_expired(authority, pair, relinked, LINK_NAME):
             await relinked()
-        assert router._certificates.expiries() == {"links": first_expiry(pair.cert)}
+        assert router._certificates.expiries() == {"links": first_expiry(pair.cert.read_bytes())}
         assert link.is_up
         await expired(pair.cert)
         assert link.is_up
