@@ -18,7 +18,6 @@ SAMPLING_FIELDS: Final[Neutral] = {
     "watermarking": (None,),
     "prompt_logprob_token_ids": (None,),
     "prompt_logprob_start": (None,),
-    "logprob_token_ids": (None,),
     "flat_logprobs": (False,),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (None,),

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.errors import InvalidRequestError, shortened
 from holdfast.worker.structured_outputs import StructuredOutputs
 
 FIELD: Final = "sampling_params"
@@ -193,6 +193,8 @@ class Parameter:
         limit = self.kind.wish if first["type"].endswith("_type") else self.limit
         if self._is_unbounded and first["type"] == "less_than_equal":
             limit = f"must be at most {MAX_WHOLE}"
+        if self.kind is BIASES and first["loc"]:
+            limit = f"{limit}; that of token {shortened(first['loc'][0])} is wrong"
         return InvalidRequestError(f"{FIELD}.{self.name}", value, limit)
 
     @property

@@ -38,6 +38,9 @@ GREEDY_TEMPERATURE: Final = 1e-5
 MAX_LOGPROBS: Final = 1024
 """Alternatives that can be asked for at each token."""
 
+MAX_LOGPROB_TOKEN_IDS: Final = 128
+"""Tokens that can be asked for by their ids at each token."""
+
 MAX_BEAM_WIDTH: Final = 10
 """A beam search looks at twice as many candidates as it has beams."""
 
@@ -267,6 +270,20 @@ class SamplingParams(_Slots):
         Field(ge=0, le=MAX_LOGPROBS, description="the same for each token of the prompt"),
         _report(world=World.TOKENS, with_beams=False),
     ] = None
+    logprob_token_ids: Annotated[
+        Sequence[int],
+        TOKEN_IDS,
+        Field(
+            max_length=MAX_LOGPROB_TOKEN_IDS,
+            description="with `logprobs`: reports these tokens with each output token, in place of the best ones",
+        ),
+        _report(
+            world=World.TOKENS,
+            with_beams=False,
+            limit=f"must be at most {MAX_LOGPROB_TOKEN_IDS} token ids, none of them negative",
+            limits=f"{MAX_LOGPROB_TOKEN_IDS} ids, below the vocabulary size",
+        ),
+    ] = ()
     echo: Annotated[bool, Field(description="begins the text with the prompt's"), _report(world=World.TEXT)] = False
     truncate_prompt_tokens: Annotated[
         int | None,
@@ -364,6 +381,8 @@ class SamplingParams(_Slots):
             raise _refusal("min_tokens", self.min_tokens, f"must be at most max_tokens, {self.max_tokens}")
         if self.stop and not self.detokenize:
             raise _refusal("stop", self.stop, "must not be set without detokenize: they are found in the text")
+        if self.logprob_token_ids and self.logprobs is None:
+            raise _refusal("logprob_token_ids", self.logprob_token_ids, "must come with logprobs")
         if self.beam_width is not None:
             self._check_beams(self.beam_width)
         if self.best_of is not None and self.best_of < self.n:

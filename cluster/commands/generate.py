@@ -165,7 +165,7 @@ def _complete_here(config: "HoldfastConfig", ask: Ask) -> None:
         else:
             output = engine.submit_request(prompt, ask.params, **ask.service).result()
             printer.show(output.outputs)
-        _print_all_logprobs(output, lambda token_id: engine.tokenizer.decode((token_id,), skip_special_tokens=False))
+        _print_all_logprobs(output, engine.tokenizer.tokens.text_of)
     finally:
         engine.stop()
 
@@ -199,9 +199,11 @@ def _ranked(by_token_id: "dict[int, Logprob] | None") -> "TokenLogprob | None":
     if by_token_id is None:
         return None
     (token_id, own), *_ = by_token_id.items()
-    by_rank = sorted((one.rank, other, one.logprob) for other, one in by_token_id.items())
+    assert own.rank is not None, "the rank of the token itself is known"
+    by_rank = sorted((one.rank, other, one.logprob) for other, one in by_token_id.items() if one.rank is not None)
+    chosen = tuple((other, one.logprob) for other, one in by_token_id.items() if one.rank is None)
     top = tuple((other, logprob) for place, (rank, other, logprob) in enumerate(by_rank, start=1) if rank == place)
-    return TokenLogprob(token_id=token_id, logprob=own.logprob, rank=own.rank, top=top)
+    return TokenLogprob(token_id=token_id, logprob=own.logprob, rank=own.rank, top=top + chosen)
 
 
 # --- on a server ---

@@ -14,8 +14,8 @@ class Logprob:
     """How likely the model found a token, before any control or temperature."""
 
     logprob: float
-    rank: int
-    """1 for the likeliest."""
+    rank: int | None
+    """1 for the likeliest; None of a token that was asked for by its id."""
     decoded_token: str
     """What the token adds to a text; special tokens are written out, and so are bytes that are no whole character
     (`bytes:\\xf0`)."""

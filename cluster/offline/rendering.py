@@ -4,6 +4,7 @@ Pure functions. What may not live here: who gets an output, and when (`local_req
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from holdfast.cluster.offline.outputs import CompletionOutput, Logprob
 from holdfast.router.requests.answer import CompletedSequence
@@ -23,7 +24,7 @@ def completion_output(completion: CompletedSequence, params: SamplingParams, tok
         finish_reason=output.finish_reason,
         stop_reason=completion.stop_reason,
         cumulative_logprob=completion.cumulative_logprob,
-        logprobs=[by_token_id(item, tokenizer) for item in output.logprobs] if has_logprobs else None,
+        logprobs=[_output_logprobs(item, params, tokenizer) for item in output.logprobs] if has_logprobs else None,
     )
 
 
@@ -36,9 +37,18 @@ def prompt_logprobs(
     return [None, *(by_token_id(item, tokenizer) for item in first.output.prompt_logprobs)]
 
 
+def _output_logprobs(item: TokenLogprob, params: SamplingParams, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """The token itself first, then the best ones, or those that are asked for by their ids, without ranks."""
+    said = by_token_id(item, tokenizer)
+    if not params.logprob_token_ids:
+        return said
+    return {token_id: one if token_id == item.token_id else replace(one, rank=None) for token_id, one in said.items()}
+
+
 def by_token_id(item: TokenLogprob, tokenizer: Tokenizer) -> dict[int, Logprob]:
     """The token itself first, then the best ones."""
-    return {item.token_id: _logprob(item.token_id, item.logprob, item.rank, tokenizer)} | ranked(item.top, tokenizer)
+    own = {item.token_id: _logprob(item.token_id, item.logprob, item.rank, tokenizer)}
+    return own | ranked(item.top, tokenizer) | own
 
 
 def ranked(top: Iterable[tuple[int, float]], tokenizer: Tokenizer) -> dict[int, Logprob]:

@@ -17,9 +17,11 @@ def logprob_of(logprob: float) -> float:
     return max(logprob, _LEAST)
 
 
-def by_token_id(item: TokenLogprob, tokens: TokenTable) -> dict[str, dict[str, Any]]:
-    """The candidates at one position, the token itself among them."""
-    ranked = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(item.top, 1)}
+def by_token_id(item: TokenLogprob, tokens: TokenTable, *, are_best: bool = True) -> dict[str, dict[str, Any]]:
+    """The candidates at one position, the token itself among them. Unless they `are_best`, only its rank is known."""
+    ranked: dict[int, tuple[float, int | None]] = {
+        token_id: (logprob, rank if are_best else None) for rank, (token_id, logprob) in enumerate(item.top, 1)
+    }
     ranked[item.token_id] = item.logprob, item.rank
     return {
         str(token_id): {"logprob": logprob_of(logprob), "rank": rank, "decoded_token": tokens.name_of(token_id)}

@@ -14,9 +14,10 @@ from holdfast.worker.sampling_params import SamplingParams
 def check_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Raises `InvalidRequestError` for `field` if a token id is not in the vocabulary."""
     if (smallest := min(token_ids, default=0)) < 0:
-        raise InvalidRequestError(field, smallest, "token ids must not be negative")
+        raise InvalidRequestError(field, smallest, f"token ids must not be negative, unlike {smallest}")
     if (largest := max(token_ids, default=0)) >= vocab_size:
-        raise InvalidRequestError(field, largest, f"token ids must be below the vocabulary size, {vocab_size}")
+        limit = f"token ids must be below the vocabulary size, {vocab_size}, unlike {largest}"
+        raise InvalidRequestError(field, largest, limit)
 
 
 def check_encoded(field: str, token_ids: Sequence[int], tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -30,6 +31,7 @@ def check_encoded(field: str, token_ids: Sequence[int], tokenizer: Tokenizer, vo
 def check_logits_settings(params: SamplingParams, vocab_size: int) -> None:
     """Raises `InvalidRequestError`, naming the parameter, if one has a token id outside the vocabulary."""
     check_vocabulary("sampling_params.stop_token_ids", params.stop_token_ids, vocab_size)
+    check_vocabulary("sampling_params.logprob_token_ids", params.logprob_token_ids, vocab_size)
     check_vocabulary("sampling_params.logit_bias", tuple(params.logit_bias), vocab_size)
     allowed = params.allowed_token_ids or ()
     if len(allowed) > vocab_size:

@@ -9,6 +9,7 @@ from typing import Final
 
 from holdfast.router.config import LimitsConfig
 from holdfast.v1 import inference_pb2
+from holdfast.worker.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from holdfast.worker.wire.bound import Bound
 from holdfast.worker.wire.message_bounds import Bounds, MessageBounds
 
@@ -75,6 +76,7 @@ def _inference(limits: LimitsConfig) -> Bounds:
         "holdfast.v1.SequenceProgress": {"token_ids": tokens},
         "holdfast.v1.SamplingParams": {
             **_sampling(limits),
+            "logprob_token_ids": Bound(count=MAX_LOGPROB_TOKEN_IDS),
             "allowed_token_ids": Bound(count=limits.max_allowed_token_ids, setting="limits.max_allowed_token_ids"),
             "bad_words": Bound(
                 count=limits.max_bad_words,

@@ -35,6 +35,7 @@ VALUES = {
     "length_penalty": st.sampled_from([1.0, -0.6]),
     "logprobs": st.none() | st.integers(0, 20),
     "prompt_logprobs": st.none() | st.integers(0, 20),
+    "logprob_token_ids": st.lists(st.integers(0, 9), max_size=2),
     "echo": st.booleans(),
     "truncate_prompt_tokens": st.none() | st.sampled_from([-1, 4]),
     "truncate_right": st.booleans(),
@@ -42,8 +43,10 @@ VALUES = {
     "detokenize": st.booleans(),
 }
 GIVEN = st.fixed_dictionaries({}, optional=VALUES)
-PARAMS = GIVEN.filter(lambda given: given.get("detokenize", True) or not given.get("stop")).map(
-    lambda given: SamplingParams(**given)
+PARAMS = (
+    GIVEN.filter(lambda given: given.get("detokenize", True) or not given.get("stop"))
+    .filter(lambda given: given.get("logprobs") is not None or not given.get("logprob_token_ids"))
+    .map(lambda given: SamplingParams(**given))
 )
 
 

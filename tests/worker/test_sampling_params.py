@@ -19,7 +19,9 @@ WRONG = {name: ("hot", True, [1.0], math.nan) for name in (*NUMBERS, "length_pen
 WRONG |= {name: ("1", 1.5, True, [1]) for name in (*WHOLE, "truncate_prompt_tokens")}
 WRONG |= dict.fromkeys(FLAGS, ("yes", 1, None))
 WRONG |= {name: (5, [1], [None]) for name in ("stop", "bad_words")}
-WRONG |= {name: (5, "12", ["1"], [1.5], [True]) for name in ("stop_token_ids", "allowed_token_ids")}
+WRONG |= {
+    name: (5, "12", ["1"], [1.5], [True]) for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
+}
 WRONG |= {"logit_bias": (5, [1], {"1": 1.0}, {1: "a"}, {1: None}), "structured_outputs": (5, "json", ["json"])}
 
 

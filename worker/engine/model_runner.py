@@ -37,6 +37,7 @@ from holdfast.worker.plan.step_plan import StepPlan, StepResult
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.sampling.grammar_masks import GrammarMasks, WaitedMasks
 from holdfast.worker.sampling.head_output import HeadOutput, asks_for_logprobs, needs_logits
+from holdfast.worker.sampling.logprobs import ChosenLogprobs
 from holdfast.worker.sampling.step_sampler import OverlappingSampler, StepSampler
 
 logger = logging.getLogger(__name__)
@@ -194,6 +195,8 @@ class LaunchedStep(NamedTuple):
     """The sampler's own; None where the step draws by itself."""
     dead_ends: frozenset[int] = frozenset()
     """Logits rows whose grammars leave no token."""
+    chosen: ChosenLogprobs | None = None
+    """What is told of tokens that draws name, on its way."""
 
 
 class LeaderRunner:
@@ -238,14 +241,16 @@ class LeaderRunner:
             return LaunchedStep(plan, launched, None)
         masks = self._masks(waiting)
         sampler = cast(OverlappingSampler, self._runner.sampler)
-        drawing = sampler.launch(logits, draws_of(plan), fitting(masks), prompts_of(plan))
-        return LaunchedStep(plan, launched, drawing, dead_ends(masks))
+        draws = draws_of(plan)
+        chosen = ChosenLogprobs.of(logits, draws)  # the next step writes over the logits
+        drawing = sampler.launch(logits, draws, fitting(masks), prompts_of(plan))
+        return LaunchedStep(plan, launched, drawing, dead_ends(masks), chosen)
 
     def collect(self, step: LaunchedStep) -> StepResult:
         """What a step that was launched comes to: the oldest first."""
         if step.drawing is not None:
             sampler = cast(OverlappingSampler, self._runner.sampler)
-            result = sampled_result(step.plan, sampler.collect(step.drawing), step.dead_ends)
+            result = sampled_result(step.plan, sampler.collect(step.drawing), step.dead_ends, step.chosen)
         else:
             result = step_result(step.plan, self._overlapping().collect(step.launched), self._runner.sampler)
         self._runner.progress.tick()

@@ -11,6 +11,7 @@ from holdfast.worker.plan.grammar_matchers import NONE_FITS
 from holdfast.worker.plan.step_plan import DEAD_END, PromptLogprobParams, StepPlan, StepResult
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling.head_output import HeadOutput
+from holdfast.worker.sampling.logprobs import ChosenLogprobs
 from holdfast.worker.sampling.step_sampler import Sampled, StepSampler
 
 
@@ -29,12 +30,18 @@ def step_result(
     if output.logits is None:
         assert output.best is not None, "a head gives logits or their argmax"
         return StepResult(step_id=plan.step_id, token_ids=by_sequence(plan, output.best))
-    sampled = sampler.sample(output, draws_of(plan), fitting(masks), prompts_of(plan))
-    return sampled_result(plan, sampled, dead_ends(masks))
+    draws = draws_of(plan)
+    chosen = ChosenLogprobs.of(output.logits, draws)
+    sampled = sampler.sample(output, draws, fitting(masks), prompts_of(plan))
+    return sampled_result(plan, sampled, dead_ends(masks), chosen)
 
 
-def sampled_result(plan: StepPlan, sampled: Sampled, dead: Collection[int] = ()) -> StepResult:
+def sampled_result(
+    plan: StepPlan, sampled: Sampled, dead: Collection[int] = (), chosen: ChosenLogprobs | None = None
+) -> StepResult:
     """What was read off the logits of a step, sequence by sequence. No token of a `dead` row counts."""
+    if chosen is not None and sampled.logprobs:
+        sampled = sampled._replace(logprobs=chosen.put_into(sampled.logprobs))
     token_ids = sampled.token_ids
     if dead:
         token_ids = [DEAD_END if row in dead else token_id for row, token_id in enumerate(token_ids)]

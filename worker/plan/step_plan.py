@@ -35,6 +35,8 @@ class DrawParams:
     as it is by what reads thousands of them in each step."""
     num_logprobs: int | None = None
     """Best tokens to report with the drawn one's logprob; None: no logprobs. Does not touch the draw."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Tokens to report in place of the best ones; empty: the best ones."""
 
     @classmethod
     def of(
@@ -55,7 +57,8 @@ class DrawParams:
             min_p=params.min_p,
             logits_settings=logits_settings,
             output_token_ids=output_token_ids,
-            num_logprobs=params.logprobs,
+            num_logprobs=0 if params.logprob_token_ids else params.logprobs,
+            logprob_token_ids=tuple(params.logprob_token_ids),
         )
 
     def at(
@@ -75,6 +78,7 @@ class DrawParams:
         other.logits_settings = logits_settings
         other.output_token_ids = output_token_ids
         other.num_logprobs = self.num_logprobs
+        other.logprob_token_ids = self.logprob_token_ids
         return other
 
     @property

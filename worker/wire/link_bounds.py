@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from holdfast.v1 import engine_pb2
+from holdfast.worker.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from holdfast.worker.wire.bound import Bound
 from holdfast.worker.wire.message_bounds import Bounds, MessageBounds
 
@@ -21,6 +22,7 @@ LINK_BOUNDS: Final[Bounds] = {
     },
     "holdfast.v1.EngineSamplingParams": {
         "stop_token_ids": _TOKENS,
+        "logprob_token_ids": Bound(count=MAX_LOGPROB_TOKEN_IDS),
         "logit_bias": Bound(count=2**15),
         "allowed_token_ids": _TOKENS,
         "bad_words": Bound(count=2**14),

@@ -111,6 +111,7 @@ def _check_vocabulary(request: EngineRequest, vocab_size: int) -> None:
         ("prompt", request.prompt_token_ids),
         ("output_token_ids", request.output_token_ids),
         ("sampling_params.stop_token_ids", params.stop_token_ids),
+        ("sampling_params.logprob_token_ids", params.logprob_token_ids),
         ("sampling_params.logit_bias", params.logit_bias),
         ("sampling_params.allowed_token_ids", params.allowed_token_ids or ()),
         ("sampling_params.bad_words", (token_id for word in request.bad_word_token_ids for token_id in word)),

@@ -5,6 +5,7 @@ request, of which a runner knows nothing but what the plan says.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
 from holdfast.cluster.simulate.oracle.pseudo_grammar import allows
 from holdfast.cluster.simulate.oracle.pseudo_model import VOCAB_SIZE, likelihoods, logprob, scores
@@ -33,15 +34,15 @@ def drawn_token(prefix: bytes, params: DrawParams, mask: bytes | None) -> int:
     return row.index(max(row))
 
 
-def token_logprob(prefix: bytes, token_id: int, num_logprobs: int) -> TokenLogprob:
-    """What the model says of a token after `prefix`, and of so many of the likeliest ones."""
+def token_logprob(prefix: bytes, token_id: int, num_logprobs: int, chosen: Sequence[int] = ()) -> TokenLogprob:
+    """What the model says of a token after `prefix`, and of so many of the likeliest ones, or of `chosen` ones."""
     values = likelihoods(prefix)
     order = sorted(range(VOCAB_SIZE), key=lambda other: (-values[other], other))
     return TokenLogprob(
         token_id=token_id,
         logprob=logprob(values[token_id]),
         rank=order.index(token_id) + 1,
-        top=tuple((other, logprob(values[other])) for other in order[:num_logprobs]),
+        top=tuple((other, logprob(values[other])) for other in chosen or order[:num_logprobs]),
     )
 
 

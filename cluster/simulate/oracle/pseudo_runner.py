@@ -93,7 +93,8 @@ def _say(sequence: ScheduledSequence, prefix: bytes, drawn: tuple[int, ...]) -> 
     if sequence.draw is None or (count := sequence.draw.num_logprobs) is None:
         return ()
     first = len(prefix) - len(drawn) + 1
-    return tuple(token_logprob(prefix[:end], token_id, count) for end, token_id in enumerate(drawn, first))
+    chosen = sequence.draw.logprob_token_ids
+    return tuple(token_logprob(prefix[:end], token_id, count, chosen) for end, token_id in enumerate(drawn, first))
 
 
 def _prompt_logprobs(sequence: ScheduledSequence, prefix: bytes) -> tuple[TokenLogprob, ...]:

@@ -44,6 +44,7 @@ ONE_PLAIN_CHOICE: Final[Mapping[str, tuple[object, ...]]] = {
     "beam_width": (),
     "logprobs": (),
     "prompt_logprobs": (),
+    "logprob_token_ids": ([],),
 }
 """What may be said of fields for more, where an answer has no place for more."""
 
@@ -108,7 +109,6 @@ class Reads(BaseModel):
         "vllm_xargs": ({},),
         "thinking_token_budget": (),
         "repetition_detection": (),
-        "logprob_token_ids": ([],),
     }
     """Fields that are not supported, with the values that ask for nothing. None always asks for nothing."""
 

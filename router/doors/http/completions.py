@@ -20,6 +20,7 @@ from holdfast.router.doors.http.choices import (
 )
 from holdfast.router.doors.http.frames import PLACE, Frame, frame_of, json_text
 from holdfast.router.doors.http.sampling import completion_params, scores_only, service_of
+from holdfast.router.doors.http.tokens_with_text import TokensWithText
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.field_names import naming
 from holdfast.router.request import GenerationRequest
@@ -83,6 +84,8 @@ class Completions:
         """By choice that has begun: the length of its text."""
         self._offsets: dict[int, TextOffsets] = {}
         """By choice, where log-probabilities are asked for."""
+        self._waiting: dict[int, TokensWithText] = {}
+        """By choice of a stream."""
         self._tells_logprobs = body.given("logprobs") is not None
         self._order = _PromptsFirst(len(answers), self._per_prompt if self._tells_prompts else 1)
         self._is_plain = not (
@@ -154,7 +157,24 @@ class Completions:
                 self._order.has_begun(number)
         async for number, delivery in _side_by_side(self._answers):
             for one in self._order.of(number, delivery):
-                yield self._numbered(number, one)
+                if (told := self._with_text(self._numbered(number, one), self._answers[number])) is not None:
+                    yield told
+
+    def _with_text(self, delivery: Deliver, answer: SampledAnswer | BeamAnswer) -> Deliver | None:
+        """As `TokensWithText`, where text may be held back behind its tokens."""
+        if not self._tells_logprobs or not answer.params.stop_strings or not answer.params.detokenize:
+            return delivery
+        index = delivery.sequence_index
+        if index not in self._waiting:
+            self._waiting[index] = TokensWithText(self._new_offsets(answer))
+            earlier = (one for one in self.received() if one.sequence_index == index)
+            for one in earlier:
+                self._waiting[index].catch_up(one)
+        return self._waiting[index].of(delivery)
+
+    def _new_offsets(self, answer: SampledAnswer | BeamAnswer) -> TextOffsets:
+        start = len(answer.echo)
+        return TextOffsets(self._tokenizer, answer.params, answer.prompt_token_ids, start=start)
 
     def received(self) -> Iterator[Deliver]:
         """What the client of a resumed request has already, numbered as choices are."""
@@ -191,7 +211,8 @@ class Completions:
     def _choice(
         self, output: Deliver, answer: SampledAnswer | BeamAnswer, stop_reason: str | int | None
     ) -> dict[str, Any]:
-        index, text, is_first = output.sequence_index, output.text, output.first_token_index == 0
+        index, text = output.sequence_index, output.text
+        is_first = index not in self._lengths
         if scores_only(self._body):  # what the one drawn token adds is left out
             text = answer.echo if is_first else ""
         choice: dict[str, Any] = {
@@ -214,9 +235,9 @@ class Completions:
         """Of the tokens of a delivery that brings so many characters, and of the prompt's where they are echoed."""
         index, said, places = output.sequence_index, list[TokenLogprob | None](), list[int]()
         if index not in self._offsets:
-            start = len(answer.echo)
-            self._offsets[index] = TextOffsets(self._tokenizer, answer.params, answer.prompt_token_ids, start=start)
-        if self._body.given("echo") and output.first_token_index == 0 and output.prompt_logprobs:
+            self._offsets[index] = self._new_offsets(answer)
+        has_prompt = bool(output.prompt_logprobs) or len(answer.prompt_token_ids) == 1
+        if self._body.given("echo") and index not in self._lengths and has_prompt:
             said, places = [None, *output.prompt_logprobs], self._prompt_offsets(answer)
         offsets = [self._offsets[index].push(token_id) for token_id in output.token_ids]
         if output.finish_reason is not None:  # a stop string is not part of the text

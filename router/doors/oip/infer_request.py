@@ -83,6 +83,9 @@ def infer_request(
     service: dict[str, Any] = {name: parameters[name] for name in _SERVICE if name in parameters}
     given = {name: value for name, value in parameters.items() if is_sampling_parameter(name)}
     given |= parsed_object(_single(inputs, SAMPLING), bounds) if SAMPLING in inputs else {}
+    if given.get("prompt_logprobs") is not None:
+        limit = "must not be set: there is no output that tells them"
+        raise InvalidRequestError(f"{SAMPLING}.prompt_logprobs", given["prompt_logprobs"], limit)
     exclude = _flag(inputs, EXCLUDE_INPUT)
     if exclude is not None or "echo" not in given:
         given["echo"] = not is_streamed if exclude is None else not exclude

@@ -87,7 +87,11 @@ class InferResponses:
             case "cumulative_logprob":
                 return [math.nan if row.cumulative_logprob is None else row.cumulative_logprob for row in rows]
             case "logprobs":
-                return [json.dumps([by_token_id(item, self._tokens) for item in row.logprobs]).encode() for row in rows]
+                are_best = not self._request.generation.sampling_params.logprob_token_ids
+                return [
+                    json.dumps([by_token_id(item, self._tokens, are_best=are_best) for item in row.logprobs]).encode()
+                    for row in rows
+                ]
             case "num_input_tokens":
                 return [self._num_input_tokens]
             case _:

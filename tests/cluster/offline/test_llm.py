@@ -192,6 +192,28 @@ def test_logprobs_have_the_shape_that_scripts_expect(llm):
     ]
 
 
+@pytest.mark.parametrize("change", [{}, {"logit_bias": {9: 5.0}, "repetition_penalty": 1.3}, {"n": 2}], ids=str)
+def test_chosen_tokens_have_the_log_probabilities_that_the_best_ones_have(llm, change):
+    """Those of the twenty best tokens of a run are those that are told where they are asked for by id; but for the last
+    bit, since a native sampler sums in another order.
+    """
+    params = SamplingParams(temperature=1.5, seed=3, max_tokens=6, ignore_eos=True, logprobs=20, **change)
+    best = llm.generate("hello", params)[0].outputs
+    chosen = [token_id for token_id in list(best[0].logprobs[0])[::-3] if token_id != best[0].token_ids[0]]
+    told = llm.generate("hello", replace(params, logprobs=1, logprob_token_ids=[*chosen, 7]))[0].outputs
+    plain = llm.generate("hello", replace(params, logprobs=0))[0].outputs
+    for one, other, alone in zip(best, told, plain, strict=True):
+        assert other.token_ids == one.token_ids == alone.token_ids
+        for token_id, known, said in zip(one.token_ids, one.logprobs, other.logprobs, strict=True):
+            assert list(said) == list(dict.fromkeys([token_id, *chosen, 7]))
+            assert said[token_id] == known[token_id]
+            assert all(item.rank is None for name, item in said.items() if name != token_id)
+            shared = [name for name in said if name in known]
+            wanted = [known[name].logprob for name in shared]
+            assert [said[name].logprob for name in shared] == pytest.approx(wanted, rel=1e-6)
+    assert {name for name in told[0].logprobs[0] if name in best[0].logprobs[0]} >= set(chosen)
+
+
 def test_a_stop_string_cuts_logprobs_with_the_tokens(llm):
     text = llm.generate("hello", GREEDY)[0].outputs[0].text
     params = replace(GREEDY, stop=next(letter for letter in text[3:] if letter.isascii()), logprobs=0)

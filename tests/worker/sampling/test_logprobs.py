@@ -9,7 +9,7 @@ import torch
 from holdfast.worker.plan.step_plan import DrawParams, StepResult
 from holdfast.worker.request import EngineRequest, TokenLogprob
 from holdfast.worker.sampling import logprobs
-from holdfast.worker.sampling.logprobs import token_logprobs
+from holdfast.worker.sampling.logprobs import ChosenLogprobs, token_logprobs
 from tests.worker.plan.test_logits_settings import VOCAB, LogitsRunner
 from tests.worker.schedulers import BLOCK_SIZE, EOS, make_request, make_scheduler
 
@@ -79,6 +79,24 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(vocab_size):
 
 
 # --- through the scheduler ---
+
+
+def test_tokens_that_draws_name_are_told_in_place_of_the_best(monkeypatch):
+    monkeypatch.setattr(logprobs, "_CHUNK_VALUES", 100)  # two rows at a time
+    logits = torch.randn(6, 33, generator=torch.Generator().manual_seed(1))
+    named = [(3, 1), (), (32, 3, 0), (5,), (2, 2), (0,)]
+    draws = [replace(PLAIN, num_logprobs=0 if ids else 2, logprob_token_ids=ids) for ids in named]
+    said = token_logprobs(logits, draws, [1] * 6)
+    told = ChosenLogprobs.of(logits, draws).put_into(said)
+    wanted = torch.log_softmax(logits.double(), -1).float()
+    for row, (item, ids) in enumerate(zip(told, named, strict=True)):
+        if ids:
+            assert item.top == tuple((token_id, float(wanted[row, token_id])) for token_id in ids)
+            assert (item.logprob, item.rank) == (said[row].logprob, said[row].rank)
+        else:
+            assert item == said[row]
+    assert ChosenLogprobs.of(logits, draws[1:2]) is None
+
 
 WISHES = {
     "greedy": {"temperature": 0.0, "logprobs": 2},

@@ -24,6 +24,7 @@ BOUNDS = {
     PARAMS: {
         "stop": Bound(count=4, size=10),
         "stop_token_ids": Bound(count=3),
+        "logprob_token_ids": Bound(count=3),
         "logit_bias": Bound(count=5, setting="limits.max_logit_bias"),
         "allowed_token_ids": Bound(count=100),
         "bad_words": Bound(count=4, size=10),
