@@ -182,7 +182,7 @@ class TokenDelta:
     """One for each of `token_ids` where the request asks for them; else empty."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """One for each token of the prompt from the second on, where the request asks for them. Told with output token 0
-    and only there."""
+    and only there; a link tells those of a long prompt in pieces before, each in a delta that has nothing else."""
     queued_s: float = 0.0
     """Seconds that the request has waited in the engine before it first ran. Told with its first tokens there."""
 

@@ -78,6 +78,9 @@ class Progress:
         if num_seen < 0:
             gap = f"{-num_seen} output tokens are missing before token {delta.first_token_index}"
             return self._endings.fail(state, InternalError(gap), replica_has_it=replica_has_it)
+        if delta.prompt_logprobs and not delta.token_ids and delta.finish_reason is None:
+            state.note_prompt_logprobs(delta.prompt_logprobs)
+            return []
         if delta.finish_reason is FinishReason.ABORT:
             return self._refuse(state, ReplicaError("the replica gave the request up"), now)
         if not state.output_token_ids:

@@ -41,6 +41,8 @@ class RequestState:
     """Number of this submission, as the client counts; 0: the client does not submit again."""
     output_token_ids: list[int] = field(default_factory=list)
     """All so far, beginning with those of a resumed request."""
+    early_prompt_logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
+    """Of this attempt, as far as they came before its first token."""
     has_first_token: bool = False
     """Its client has had a token, of a resumed request perhaps of another router."""
     unsent_text: str = ""
@@ -135,6 +137,10 @@ class RequestState:
             impossible = f"request {self.request_id} is {self.status.value}: {event.value!r} cannot happen to it"
             raise InternalError(impossible) from None
 
+    def note_prompt_logprobs(self, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """The next of a prompt whose log-probabilities come in pieces, before the first token of an attempt."""
+        self.early_prompt_logprobs += logprobs
+
     def continuation(self, time_left_s: float | None = None, suspicion: Suspicion = Suspicion.NONE) -> EngineRequest:
         """The request to a replica that continues after the output so far, within `time_left_s`."""
         return replace(
@@ -222,9 +228,14 @@ class RequestState:
         self.fingerprint = facts.fingerprint
 
     def _of_prompt(self, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
-        """The prompt's log-probabilities, if asked for. Raises ValueError if their number is wrong."""
+        """The prompt's log-probabilities, if asked for, of which `logprobs` are the last. Raises ValueError if their
+        number is wrong.
+        """
         if self.request.sampling_params.prompt_logprobs is None:
             return ()
+        if self.early_prompt_logprobs:
+            logprobs = (*self.early_prompt_logprobs, *logprobs)
+            self.early_prompt_logprobs.clear()
         if len(logprobs) != len(self.request.prompt_token_ids) - 1:
             raise ValueError(f"{len(logprobs)} logprobs for a prompt of {len(self.request.prompt_token_ids)} tokens")
         return logprobs

@@ -101,6 +101,7 @@ class RequestTable:
         self._last_attempt += 1
         state.attempt = Attempt(number=self._last_attempt, replica=replica, sent_at=now)
         state.num_steps = 0
+        state.early_prompt_logprobs.clear()
         state.note_replica(replica.facts)
         state.replica_id = replica.facts.replica_id
         self.by_attempt[self._last_attempt] = state

@@ -3,12 +3,13 @@
 What may live here: those requests, and the completions made of the beams. What may not: the search (`beam_search.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Final
 
 from holdfast.router.dispatch.call import Call, open_call
 from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import CaughtUp, Deliver, Usage
 from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
 from holdfast.router.requests.beam_search import Beam, BeamSearch, extension
@@ -37,8 +38,11 @@ class BeamAnswer:
         deadline: float,
         echo: str = "",
         client_attempt: int = 0,
+        watch: Callable[[Deliver], None] | None = None,
     ) -> None:
-        """`client_attempt` is above 0 if the client submits again when told to."""
+        """`client_attempt` is above 0 if the client submits again when told to. `watch` is told of every delivery of
+        the requests for candidates, and last of the completions.
+        """
         self.request_id = request.request_id
         self.model = model
         self.prompt_token_ids = request.prompt_token_ids
@@ -51,7 +55,11 @@ class BeamAnswer:
         self._deadline = deadline
         self.echo = echo
         self._client_attempt = client_attempt
+        self._watch = watch
         self._num_extensions = 0
+        self._is_over = False
+        self.timelines: list[Timeline] = []
+        """Of the first request for candidates, which computes the prompt."""
         self._call: Call | None = None
         self._is_aborted = False
         self._num_cached_tokens = 0
@@ -71,12 +79,18 @@ class BeamAnswer:
                 self._search.advance([output.logprobs[0].top for output in outputs])
         n = self._request.sampling_params.n
         beams = self._search.best_so_far(n) if self._search.live else self._search.best(n)
+        completions = tuple(self._completion(index, beam) for index, beam in enumerate(beams))
+        self._is_over = True
+        if self._watch is not None and completions:
+            self._watch(completions[0].output)
         return CompletedRequest(
-            request_id=self.request_id,
-            model=self.model,
-            completions=tuple(self._completion(index, beam) for index, beam in enumerate(beams)),
-            usage=self._usage(),
+            request_id=self.request_id, model=self.model, completions=completions, usage=self._usage()
         )
+
+    @property
+    def is_over(self) -> bool:
+        """The beams are known."""
+        return self._is_over
 
     def abort(self) -> bool:
         """Ends the search with the best beams so far. Returns whether it went on."""
@@ -96,8 +110,10 @@ class BeamAnswer:
             deadline=self._deadline,
             on_output=has_output.set,
             client_attempt=self._client_attempt,
+            watch=self._watch,
             goes_on=self._call is not None,
         )
+        self.timelines = self.timelines or call.timelines
         with closing(call):
             outputs = await SampledAnswer(call, has_output, self.model, _AS_IT_IS).outputs()
         seen = dict.fromkeys([*self._fingerprints, *(output.fingerprint for output in outputs)])

@@ -203,15 +203,30 @@ class RequestProcessor:
         self, request: GenerationRequest, time_remaining_s: float | None
     ) -> AsyncIterator[BeamAnswer]:
         admitted = await self._counted(self._admission.admit(request, time_remaining_s))
+        self._admission.check_tenant(admitted.engine_request.tenant)
+        watch = self._watch(admitted)
+        if self._tracer is not None:
+            admitted = self._traced(self._tracer, admitted, watch)
+        answer = self._beam_answer(admitted, watch)
+        _note_admitted()
+        with watching(watch) as is_over, self._charging(admitted.caller, watch):
+            async with self._while_it_is_read(admitted):
+                with self._open_answers.holding(answer, admitted.engine_request.key):
+                    try:
+                        yield answer
+                    finally:
+                        watch.num_tokens, watch.timelines = answer.num_tokens, answer.timelines
+            is_over.append(answer.is_over)
+
+    def _beam_answer(self, admitted: AdmittedRequest, watch: RequestWatch) -> BeamAnswer:
         engine_request, model = admitted.engine_request, admitted.model
-        self._admission.check_tenant(engine_request.tenant)
         search = BeamSearch.of(
             engine_request.sampling_params,
             len(engine_request.prompt_token_ids),
             model.facts.max_sequence_len,
             model.facts.eos_token_ids,
         )
-        answer = BeamAnswer(
+        return BeamAnswer(
             engine_request,
             search,
             self._dispatch_host,
@@ -220,13 +235,8 @@ class RequestProcessor:
             deadline=admitted.deadline,
             echo=admitted.echo,
             client_attempt=admitted.attempt,
+            watch=watch.note,
         )
-        _note_admitted()
-        with watching(self._watch(admitted)), self._open_answers.holding(answer, engine_request.key):
-            try:
-                yield answer
-            finally:
-                admitted.caller.took_tokens(answer.num_tokens, self._dispatch_host.now())
 
     async def _counted(self, admitting: Awaitable[AdmittedRequest]) -> AdmittedRequest:
         try:

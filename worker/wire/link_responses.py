@@ -6,8 +6,8 @@ What may not: what a router says (`link_requests.py`), decisions, IO (`worker/re
 """
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Final
 
 from holdfast.v1 import engine_pb2
@@ -41,6 +41,11 @@ from holdfast.worker.step_update import (
 
 if TYPE_CHECKING:
     from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
+
+MAX_LOGPROBS: Final = 2**16
+"""Log-probabilities of one message, alternatives included: about 1 MiB, so that no prompt is too long for a link, and
+none keeps a loop busy for long.
+"""
 
 MAX_CACHE_EVENTS: Final = 4096
 """Of one message: 32 KiB, so that a large cache's snapshot comes in pieces."""
@@ -96,25 +101,69 @@ def heartbeat_message(heartbeat: Heartbeat) -> engine_pb2.LinkResponse:
 
 
 def step_messages(update: StepUpdate) -> Iterator[engine_pb2.LinkResponse]:
-    """One message; more where the cache has more to tell than one takes.
+    """One message; more where the cache, or log-probabilities, have more to tell than one takes.
 
     Messages are filled in place: one that is made first and put into another is copied.
     """
     first, *others = update.cache.parts(MAX_CACHE_EVENTS)
     message = _step_message(update, first)
     plain, rest = PlainTokens.split(update.deltas)
+    deltas, *later = _parts(rest)
     message.step.plain_attempts.extend(map(_number, plain.attempts))
     message.step.plain_token_indices.extend(plain.token_indices)
     message.step.plain_token_ids.extend(plain.token_ids)
-    deltas = message.step.deltas
-    for delta in rest:
-        _add_delta(deltas, delta)
+    _add_deltas(message, deltas)
     message.step.rejections.extend(map(_rejection_message, update.rejections))
     if update.stats is not None:
         message.step.stats.CopyFrom(_stats_message(update.stats))
     yield message
     for part in others:
         yield _step_message(update, part)
+    for deltas in later:
+        message = _step_message(update, NO_CHANGES)
+        _add_deltas(message, deltas)
+        yield message
+
+
+def _parts(deltas: Sequence[TokenDelta]) -> Iterator[list[TokenDelta]]:
+    """The same in pieces of at most about `MAX_LOGPROBS`, in order; at least one piece. A delta whose prompt has more
+    is split: what comes before its tokens has nothing but some of these.
+    """
+    piece, room = list[TokenDelta](), MAX_LOGPROBS
+    for delta in deltas:
+        if delta.prompt_logprobs or delta.logprobs:
+            for part in _split(delta):
+                needed = _num_logprobs(part.prompt_logprobs) + _num_logprobs(part.logprobs)
+                if needed > room and piece:
+                    yield piece
+                    piece, room = [], MAX_LOGPROBS
+                piece.append(part)
+                room -= needed
+        else:
+            piece.append(delta)
+    yield piece
+
+
+def _split(delta: TokenDelta) -> Iterator[TokenDelta]:
+    logprobs = delta.prompt_logprobs
+    if _num_logprobs(logprobs) <= MAX_LOGPROBS:
+        yield delta
+        return
+    size = max(1, MAX_LOGPROBS // (1 + max(len(item.top) for item in logprobs)))
+    for start in range(0, len(logprobs), size):
+        part = logprobs[start : start + size]
+        yield TokenDelta(attempt=delta.attempt, first_token_index=0, token_ids=(), prompt_logprobs=part)
+    yield replace(delta, prompt_logprobs=())
+
+
+def _num_logprobs(logprobs: Sequence[TokenLogprob]) -> int:
+    return sum(1 + len(item.top) for item in logprobs)
+
+
+def _add_deltas(message: engine_pb2.LinkResponse, deltas: Sequence[TokenDelta]) -> None:
+    added = message.step.deltas
+    for delta in deltas:
+        _add_delta(added, delta)
 
 
 def _step_message(update: StepUpdate, changes: CacheChanges) -> engine_pb2.LinkResponse:

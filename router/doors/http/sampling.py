@@ -18,7 +18,8 @@ _MOST_SEEDS: Final = 2**63
 
 def chat_params(body: ChatBody) -> SamplingParams:
     """The parameters of a chat. Raises `InvalidRequestError`."""
-    own: dict[str, Any] = {"max_tokens": body.given("max_tokens"), "logprobs": 0, **body.given_renamed()}
+    renamed = {name: value for name, value in body.given_renamed().items() if name in PARAMETERS}
+    own: dict[str, Any] = {"max_tokens": body.given("max_tokens"), "logprobs": 0, **renamed}
     if not body.logprobs:
         own["logprobs"] = None
     if body.top_logprobs and not body.logprobs:

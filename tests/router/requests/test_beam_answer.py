@@ -7,14 +7,18 @@ import pytest
 import torch
 
 from holdfast.cluster.client.async_client import AsyncClient
+from holdfast.router.config import LimitsConfig
+from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.beam_search import BeamSearch
 from holdfast.v1 import inference_pb2
+from holdfast.worker.errors import DeadlineExceededError
 from holdfast.worker.request import FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import FakeReplica
 from tests.loops import on_each_loop
 from tests.router.links import test_real_link
 from tests.router.links.test_real_link import RealReplica
+from tests.router.processor import processor_and_port
 from tests.router.site import eventually, num_open_is, refusal, request, site
 from tests.worker.plan.test_logits_settings import LogitsRunner
 
@@ -123,3 +127,38 @@ async def test_a_router_that_stops_hands_a_search_over():
             assert (await refusal(call)).reason == "STOPPING"
         await stopping
         replica.resume()
+
+
+@on_each_loop
+async def test_a_search_is_counted_as_any_request():
+    async with site(await RealReplica.start(runner_class=LogitsRunner)) as place:
+        stats = place.router._request_processor.stats
+        params = inference_pb2.SamplingParams(beam_width=2, max_tokens=5)
+        answer = await place.stub.Generate(request(PROMPT, sampling_params=params))
+        (found,) = (one for one in stats.models.values() if one.num_output_tokens)
+        assert found.num_output_tokens == answer.usage.completion_tokens > 5, "whether its beam was kept or not"
+        assert found.num_prompt_tokens == len(PROMPT)
+        assert dict(found.outcomes) == {"length": 1}
+        assert [one.num_values for one in (found.first_token_s, found.output_token_s, found.duration_s)] == [1, 1, 1]
+        endless = place.stub.Generate(
+            request(PROMPT, sampling_params=inference_pb2.SamplingParams(beam_width=2, no_max_tokens=True))
+        )
+        await eventually(lambda: num_open_is(place, 2))
+        endless.cancel()
+        await eventually(lambda: is_counted(found, "cancelled"))
+        assert found.first_token_s.num_values <= 2
+
+
+async def is_counted(found, outcome: str) -> bool:
+    return found.outcomes[outcome] == 1
+
+
+@on_each_loop
+async def test_a_search_whose_answer_nobody_takes_ends_after_its_deadline():
+    processor, _ = await processor_and_port()
+    processor._limits = LimitsConfig(slow_reader_s=0.01)
+    wish = GenerationRequest(prompt="hi", sampling_params=SamplingParams(beam_width=2, seed=1), timeout_s=0.01)
+    with pytest.raises(DeadlineExceededError, match="slow_reader_s"):
+        async with processor.search(wish):
+            await asyncio.Event().wait()
+    assert processor.stats.of("m").outcomes["deadline"] == 1

@@ -368,3 +368,32 @@ def parsed(kind: type, data: bytes):
         return kind.FromString(data)
     except DecodeError:
         return None
+
+
+def test_log_probabilities_of_a_long_prompt_come_in_messages_of_bounded_size():
+    """However long the prompt, and however many prompts end in one step: each message is far below a link's limit."""
+    top = tuple((2**30 + index, -1.5) for index in range(20))
+
+    def delta(number: int, num_prompt: int) -> TokenDelta:
+        logprobs = tuple(TokenLogprob(token_id=index, logprob=-1.5, rank=7, top=top) for index in range(num_prompt))
+        return TokenDelta(
+            attempt=AttemptKey("link-1", number),
+            first_token_index=0,
+            token_ids=(3,),
+            num_cached_tokens=number,
+            prompt_logprobs=logprobs,
+        )
+
+    deltas = [delta(1, 5), delta(2, 20_000), *(delta(number, 2_000) for number in (3, 4, 5)), delta(6, 0)]
+    messages = list(link_responses.step_messages(StepUpdate(step_id=9, load=NO_LOAD, deltas=deltas)))
+    assert len(messages) > 8
+    assert max(message.ByteSize() for message in messages) < 2**20
+    assert {message.step.step_id for message in messages} == {9}
+    told = [one for message in messages for one in sent_up(message).deltas]
+    for sent in deltas:
+        own = [one for one in told if one.attempt == sent.attempt.number]
+        assert all(not one.token_ids and one.finish_reason is None for one in own[:-1])
+        assert (own[-1].token_ids, own[-1].num_cached_tokens) == (sent.token_ids, sent.num_cached_tokens)
+        together = [item for one in own for item in one.prompt_logprobs]
+        assert [item.token_id for item in together] == [item.token_id for item in sent.prompt_logprobs]
+        assert all(item.top == top for item in together)

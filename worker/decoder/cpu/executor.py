@@ -5,6 +5,7 @@ what a step means to the engine (`worker/decoder/program.py`), and arithmetic (`
 """
 
 import ctypes
+from contextlib import suppress
 from ctypes import byref, pointer
 from dataclasses import replace
 from typing import Final
@@ -18,7 +19,7 @@ from holdfast.worker.decoder.cpu.cache import TiledCache
 from holdfast.worker.decoder.cpu.exchange import Exchange, attach
 from holdfast.worker.decoder.cpu.library import class_of, load_library
 from holdfast.worker.decoder.cpu.packing import PackedModel, elements_per_token, tile_places
-from holdfast.worker.decoder.cpu.sampler import NativeSampler
+from holdfast.worker.decoder.cpu.sampler import OUT_OF_MEMORY, NativeSampler
 from holdfast.worker.decoder.cpu.shared_weights import arena_for
 from holdfast.worker.decoder.cpu.structures import HfStep
 from holdfast.worker.decoder.cpu.tile_memory import COMPACT_CLASSES
@@ -30,6 +31,7 @@ from holdfast.worker.sampling.head_output import HeadOutput
 
 _FEWEST_ROWS: Final = 64
 _FORKED: Final = -1
+NO_MEMORY: Final = "there is no memory for a step"
 
 _LOSSES: Final = {1: "has ended", 2: "is silent", 3: "has left"}
 """How a rank was lost, by the hundreds of an outcome below zero; the rest of it is the rank (`native/exchange.h`)."""
@@ -91,6 +93,7 @@ class CpuExecutor:
         return NativeSampler(self._library, self._pool)
 
     def close(self) -> None:
+        """Raises `ReplicaError` while a step runs, on another thread: what it uses stays as it is."""
         self.drop_cache()
         if self._pool:
             self._library.hf_pool_destroy(self._pool)
@@ -98,7 +101,8 @@ class CpuExecutor:
 
     def _drop_decoder(self) -> None:
         if self._decoder:
-            self._library.hf_decoder_destroy(self._decoder)
+            if self._library.hf_decoder_destroy(self._decoder):
+                raise ReplicaError("a step runs: its memory cannot be freed")
             self._decoder = None
         if self._exchange is not None:
             self._exchange.close()
@@ -106,7 +110,8 @@ class CpuExecutor:
 
     def __del__(self) -> None:
         if getattr(self, "_pool", None):
-            self.close()
+            with suppress(ReplicaError):
+                self.close()
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -215,7 +220,7 @@ class CpuExecutor:
             for _ in range(1, batch.num_steps):
                 batch.token_ids[:] = step.best
                 batch.first_positions += 1
-                self._library.hf_decoder_begin(self._decoder, byref(step.native))
+                self._prepare(step)
                 self._go(0, self._num_segments)
                 drawn.append(step.best.tolist())
         finally:
@@ -237,8 +242,12 @@ class CpuExecutor:
         if with_logits and self._exchange is not None:
             step.ask_for_all_logits(self._all_logits.of(step.native.num_wanted, self._vocab_size))
         step.native.first_layer = first_layer
-        self._library.hf_decoder_begin(self._decoder, byref(step.native))
+        self._prepare(step)
         return step
+
+    def _prepare(self, step: "_Step") -> None:
+        if self._library.hf_decoder_begin(self._decoder, byref(step.native)):
+            raise ReplicaError(NO_MEMORY)
 
     def _output(self, step: "_Step") -> HeadOutput:
         if step.logits is None:
@@ -264,7 +273,8 @@ class CpuExecutor:
         if outcome == _FORKED:
             raise ReplicaError("this process was forked from the one that loaded the model, without its threads")
         if outcome:
-            raise ReplicaError(f"the executor's threads did not run a step ({outcome})")
+            told = f"the executor's threads did not run a step ({outcome})"
+            raise ReplicaError(NO_MEMORY if outcome == OUT_OF_MEMORY else told)
 
     def _go_together(self, num_rows: int, first: int, end: int) -> None:
         """Segment by segment, with a sum over ranks after each but the head."""

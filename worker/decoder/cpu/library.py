@@ -127,15 +127,15 @@ def _declared(library: CDLL) -> CDLL:
     _declare(library, "hf_expand", c_int, c_void_p, c_void_p, c_long, c_int, c_void_p)
     _declare(library, "hf_places", None, c_int, c_void_p)
     _declare(library, "hf_decoder_create", c_void_p, POINTER(HfModel), c_int, c_void_p)
-    _declare(library, "hf_decoder_destroy", None, c_void_p)
-    _declare(library, "hf_decoder_begin", None, c_void_p, POINTER(HfStep))
+    _declare(library, "hf_decoder_destroy", c_int, c_void_p)
+    _declare(library, "hf_decoder_begin", c_int, c_void_p, POINTER(HfStep))
     _declare(library, "hf_decoder_run", c_int, c_void_p, c_int, c_int, c_int)
     _declare(library, "hf_decoder_partial", c_void_p, c_void_p)
     _declare(library, "hf_decoder_residual", c_void_p, c_void_p)
     _declare(library, "hf_decoder_stride", c_long, c_void_p)
     _declare(library, "hf_exchange_bytes", c_long, c_int, c_long, c_int)
     _declare(library, "hf_sampler_create", c_void_p, c_void_p)
-    _declare(library, "hf_sampler_destroy", None, c_void_p)
+    _declare(library, "hf_sampler_destroy", c_int, c_void_p)
     _declare(
         library,
         "hf_sample",

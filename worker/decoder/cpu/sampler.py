@@ -7,6 +7,7 @@ What may live here: one step's draws as the library takes them, and what comes b
 import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from ctypes import CDLL, POINTER, c_char_p, c_void_p, cast
 from typing import Final
 
@@ -29,6 +30,9 @@ from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.plan.step_plan import DrawParams, PromptLogprobParams
 from holdfast.worker.sampling.head_output import HeadOutput
 from holdfast.worker.sampling.step_sampler import Sampled
+
+OUT_OF_MEMORY: Final = -4
+"""`kNoMemory` of the library (`native/pool.h`)."""
 
 _NO_EDITS: Final = (HfEdits * 0)()
 
@@ -59,7 +63,9 @@ class NativeSampler:
         return sampler
 
     def close(self) -> None:
-        self._library.hf_sampler_destroy(self._sampler)
+        """Raises `ReplicaError` while it draws, on another thread: what that uses stays as it is."""
+        if self._library.hf_sampler_destroy(self._sampler):
+            raise ReplicaError("a draw is under way: its memory cannot be freed")
         self._sampler = None
         if self._own_pool is not None:
             self._library.hf_pool_destroy(self._own_pool)
@@ -67,7 +73,8 @@ class NativeSampler:
 
     def __del__(self) -> None:
         if getattr(self, "_own_pool", None) is not None:
-            self.close()
+            with suppress(ReplicaError):
+                self.close()
 
     def sample(
         self,
@@ -92,7 +99,8 @@ class NativeSampler:
             *(top_ids.ctypes.data, top_logprobs.ctypes.data, most),
         )
         if outcome:
-            raise ReplicaError(f"the sampler's threads did not run a step ({outcome})")
+            reason = f"the sampler's threads did not run a step ({outcome})"
+            raise ReplicaError("there is no memory to draw a step's tokens" if outcome == OUT_OF_MEMORY else reason)
         return Told(told, top_ids, top_logprobs).sampled(draws)
 
 

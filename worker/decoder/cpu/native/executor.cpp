@@ -33,8 +33,13 @@ void* hf_decoder_create(const HfModel* model, int dtype, holdfast::Pool* pool) {
     return holdfast::plain_decoder(*model, dtype, pool);
   } catch (const std::bad_alloc&) { return nullptr; }
 }
-void hf_decoder_destroy(void* decoder) { delete (AnyDecoder*)decoder; }
-void hf_decoder_begin(void* decoder, const HfStep* step) { ((AnyDecoder*)decoder)->begin(*step); }
+// kBusy: a job runs, perhaps with its memory, and the decoder stays as it is.
+int hf_decoder_destroy(void* decoder) {
+  if (((AnyDecoder*)decoder)->drain() == holdfast::kBusy) return holdfast::kBusy;
+  delete (AnyDecoder*)decoder;
+  return holdfast::kDone;
+}
+int hf_decoder_begin(void* decoder, const HfStep* step) { return ((AnyDecoder*)decoder)->begin(*step); }
 int hf_decoder_run(void* decoder, int first, int end, int finished_layer) {
   return ((AnyDecoder*)decoder)->run(first, end, finished_layer);
 }

@@ -166,11 +166,12 @@ void keep_off_callers_core(Pool& pool) {
     pthread_setaffinity_np(pool.workers[tid].thread, sizeof set, &set);  // refused: they stay where they may be
 }
 
-void run_now(Pool& pool, Job job, const void* argument, std::size_t bytes) {
+int run_now(Pool& pool, Job job, const void* argument, std::size_t bytes) {
   keep_off_callers_core(pool);
   Run run = pool.protocol.begin(job, argument, bytes, pool.workers[0].busy);
   job(run.slot->argument, run);
   if (!pool.protocol.end(run)) SystemAtomics::fail("the caller left a job in which a task still runs");
+  return run.slot->failed.load();
 }
 
 }  // namespace
@@ -180,8 +181,7 @@ int run(Pool* pool, Job job, const void* argument, std::size_t bytes) {
   if (bytes > Protocol::kMostArgument) return kTooLong;
   Turn turn(*pool);
   if (!turn.mine) return kBusy;
-  run_now(*pool, job, argument, bytes);
-  return kDone;
+  return run_now(*pool, job, argument, bytes);
 }
 
 int drain(Pool* pool) {

@@ -11,7 +11,8 @@
 // - *argument, a copy that stays this job's until the last thread has left it (the caller's may live on its stack), and
 // - memory that lives until drain(); a late thread may find there what later phases or jobs have written, also as its
 //   n, which is harmless: it gets no task. It must not follow a pointer that it finds in such changing memory.
-// Inside a task, everything that the caller owns during run() may be used. Tasks must not throw, nor end their thread.
+// Inside a task, everything that the caller owns during run() may be used. Tasks may throw std::bad_alloc and nothing else,
+// and must not end their thread.
 //
 // A thread that is stopped in the middle of a task holds its phase up until it goes on; one that is cancelled there
 // would for ever, and cannot be survived inside a process. After fork() the child has the pool without its threads:
@@ -22,6 +23,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstring>
+#include <new>
 #include <type_traits>
 
 #include "pool_protocol.h"
@@ -47,7 +49,8 @@ enum Outcome : int {
   kDone = 0,
   kForked = -1,  // this process is a child of the pool's
   kBusy = -2,    // the pool runs a job already: another thread's, or the one that this call was made in
-  kTooLong = -3  // the argument has more than kMostArgument bytes
+  kTooLong = -3,  // the argument has more than kMostArgument bytes
+  kNoMemory = -4  // a task, or the preparation of a job, could not have the memory that it needs
 };
 
 // Runs a job on all threads; the caller is thread 0. Copies `bytes` bytes of the argument.
@@ -60,10 +63,24 @@ int run(Pool* pool, Job job, const Argument* argument) {
   return run(pool, job, argument, sizeof(Argument));
 }
 
-// One phase of `n` tasks, fn(0) to fn(n - 1). False: this job is over, leave it.
+// One phase of `n` tasks, fn(0) to fn(n - 1). False: this job is over, leave it. A task that gets no memory ends its job
+// with the phase, and run() answers kNoMemory: nobody goes on with what it has not computed.
 template <class Fn>
 bool tasks(Run& run, int n, Fn&& fn) {
-  return Protocol::tasks(run, n, fn);
+  auto guarded = [&](int i) {
+    try {
+      fn(i);
+    } catch (const std::bad_alloc&) { run.slot->failed.store(kNoMemory); }
+  };
+  return Protocol::tasks(run, n, guarded) && !run.slot->failed.load();
+}
+
+// What `prepare` returns, or kNoMemory: no exception may pass the library's entry points.
+template <class Fn>
+int prepared(Fn&& prepare) {
+  try {
+    return prepare();
+  } catch (const std::bad_alloc&) { return kNoMemory; }
 }
 
 // Waits until all threads have left all jobs: memory that jobs read between tasks may be freed after it.

@@ -55,6 +55,7 @@ class PoolProtocol {
     Atomic<Word> progress{kClosed};  // phase 20 | done 22 | claimed 22
     alignas(64) Atomic<std::int32_t> readers{0};
     Job job = nullptr;
+    Atomic<std::int32_t> failed{0};  // a task of the job has: what with is its caller's affair
     alignas(64) unsigned char argument[kMostArgument];
   };
 
@@ -115,6 +116,7 @@ class PoolProtocol {
     int index = free_slot();
     Slot& slot = slots[index];
     slot.job = job;
+    slot.failed.store(0);
     Atomics::copy(slot.argument, argument, bytes);
     slot.progress.store(0);
     publish(index);

@@ -249,10 +249,12 @@ void* hf_sampler_create(holdfast::Pool* pool) {
     return sampler.release();
   } catch (const std::bad_alloc&) { return nullptr; }
 }
-void hf_sampler_destroy(void* sampler) {
-  if (!sampler) return;
-  hf_pool_drain(((Sampler*)sampler)->pool);
+// kBusy: a job runs, perhaps with its memory, and the sampler stays as it is.
+int hf_sampler_destroy(void* sampler) {
+  if (!sampler) return holdfast::kDone;
+  if (hf_pool_drain(((Sampler*)sampler)->pool) == holdfast::kBusy) return holdfast::kBusy;
   delete (Sampler*)sampler;
+  return holdfast::kDone;
 }
 // Draws a token from each of `count` rows of logits. `block_best`: the largest of each 64 of them, NaN where one is not
 // finite; or null. `block_mass`: as the function of that name, of each; or null. `top` is for up to `top_stride` tokens of each row.

@@ -11,7 +11,8 @@ namespace holdfast {
 
 struct AnyDecoder {
   virtual ~AnyDecoder() {}
-  virtual void begin(const HfStep& step) = 0;
+  virtual int drain() = 0;
+  virtual int begin(const HfStep& step) = 0;
   virtual int run(int first, int end, int finished_layer) = 0;
   virtual float* partial() = 0;
   virtual float* residual() = 0;
@@ -30,8 +31,10 @@ template <class W> struct TypedDecoder : holdfast::AnyDecoder {
   holdfast::Pool* pool;
   Decoder<W> decoder;
   TypedDecoder(const HfModel& model, holdfast::Pool* pool) : pool(pool), decoder(model, hf_pool_threads(pool)) {}
-  ~TypedDecoder() { hf_pool_drain(pool); }
-  void begin(const HfStep& step) override { decoder.begin(step); }
+  int drain() override { return hf_pool_drain(pool); }
+  int begin(const HfStep& step) override {
+    return holdfast::prepared([&] { return decoder.begin(step), holdfast::kDone; });
+  }
   int run(int first, int end, int finished_layer) override { return decoder.run(pool, first, end, finished_layer); }
   float* partial() override { return decoder.partial(); }
   float* residual() override { return decoder.residual(); }
