@@ -15,6 +15,7 @@ import psutil
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.worker.errors import HoldfastError
 from tests.chaos.forked import UP_S, Forked, ForkedCluster, gone
+from tests.chaos.paced import WORKSPACE_BYTES
 
 Strike = Callable[[Forked], Awaitable[object]]
 Choose = Callable[[ForkedCluster, Callable[[], bool]], Awaitable[Forked | None]]
@@ -43,9 +44,12 @@ def sending(number: signal.Signals) -> Strike:
 
 
 async def starve(victim: Forked) -> None:
-    """The system gives the process no more memory than it has. A step takes more (`fork_server.py`)."""
+    """The system gives the process no more memory than it has. A step takes more (`paced.py`).
+
+    What a step may hold at this moment is left out of the limit: given back, it would be enough for the next step.
+    """
     process = psutil.Process(victim.pid)
-    limit = process.memory_info().vms
+    limit = process.memory_info().vms - WORKSPACE_BYTES
     process.rlimit(psutil.RLIMIT_AS, (limit, limit))
 
 
