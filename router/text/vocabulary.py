@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 from holdfast.router.request import derived_seed
 from holdfast.router.text.tokenizer import Tokenizer
-from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.errors import InvalidRequestError, shortened
 from holdfast.worker.sampling_params import SamplingParams
 
 
 def check_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Raises `InvalidRequestError` for `field` if a token id is not in the vocabulary."""
     if (smallest := min(token_ids, default=0)) < 0:
-        raise InvalidRequestError(field, smallest, f"token ids must not be negative, unlike {smallest}")
+        raise InvalidRequestError(field, smallest, f"token ids must not be negative, unlike {shortened(smallest)}")
     if (largest := max(token_ids, default=0)) >= vocab_size:
-        limit = f"token ids must be below the vocabulary size, {vocab_size}, unlike {largest}"
+        limit = f"token ids must be below the vocabulary size, {vocab_size}, unlike {shortened(largest)}"
         raise InvalidRequestError(field, largest, limit)
 
 

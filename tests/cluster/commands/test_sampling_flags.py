@@ -61,11 +61,13 @@ SAID = {
     "n": ["2"],
     "best_of": ["3"],
     "logprobs": ["4"],
+    "logprob_token_ids": ["3", "4"],
     "prompt_logprobs": ["5"],
     "truncate_prompt_tokens": ["-1"],
     "length_penalty": ["2.0"],
     "beam_width": ["4"],
 }
+ONLY_WITH = {"logprob_token_ids": {"logprobs": "0"}}
 SWITCHES = {
     "--ignore-eos": {"ignore_eos": True},
     "--include-stop-str-in-output": {"include_stop_str_in_output": True},
@@ -79,9 +81,10 @@ SWITCHES = {
 @pytest.mark.parametrize("name", SAID)
 def test_a_flag_sets_its_parameter_and_no_other(name, asked):
     flags = [part for value in SAID[name] for part in (f"--{name.replace('_', '-')}", value)]
-    given = params_of(asked, *flags)
+    others = ONLY_WITH.get(name, {})
+    given = params_of(asked, *flags, *(part for other, value in others.items() for part in (f"--{other}", value)))
     changed = {field.name for field in fields(given) if getattr(given, field.name) != getattr(DEFAULTS, field.name)}
-    assert changed == {name}
+    assert changed == {name, *others}
     value = getattr(given, name)
     if isinstance(value, dict):
         assert value == {42: -5.0, 7: 0.5}

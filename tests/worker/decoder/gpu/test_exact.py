@@ -38,6 +38,7 @@ def run(kernel, **arguments) -> None:
 
 def test_functions():
     """Powers down to what is no normal number; logarithms to an ulp; noise of a seed beyond 32 bits."""
+    torch.manual_seed(0)
     x = -torch.cat(
         (torch.rand(COUNT - 96) * 130, torch.linspace(125.9, 126.1, 90), torch.tensor([0, 0.5, 1, 2, 126, 1e9]))
     )
