@@ -65,10 +65,11 @@ class AdmissionQueue:
             num_waiting = self._num_waiting
             if is_resumed or not self._has_share_left(state.request.tenant, num_waiting, self._max_queued):
                 raise self._full(state, num_before, "limits.max_queued")
-        if not is_resumed:
+        has_first_token_due = not is_resumed and not _is_later_sibling(state)
+        if has_first_token_due:
             self._check_wait(state)
         self._enter(state, now)
-        if not is_resumed and self._max_ttft_s < math.inf and not _is_later_sibling(state):
+        if has_first_token_due and self._max_ttft_s < math.inf:
             self._latest_starts.set(state, now + LATEST_START * self._max_ttft_s)
 
     def put_back(self, state: RequestState, now: float) -> None:
@@ -243,5 +244,7 @@ class AdmissionQueue:
 
 
 def _is_later_sibling(state: RequestState) -> bool:
-    """Whether its answer has begun, or will have, with the first of its group: then it is not to be cut short."""
+    """Whether its answer begins with the first of its group, which alone has to be in time: a later sibling neither cuts
+    the answer short, nor is refused because its own siblings wait before it.
+    """
     return bool(state.request.group_id) and state.request.sequence_index > 0

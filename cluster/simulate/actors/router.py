@@ -32,7 +32,7 @@ from holdfast.router.orders import NO_ORDERS, Orders
 from holdfast.router.replicas.backoff import Backoff
 from holdfast.router.resume import new_sequence
 from holdfast.worker.config import ServiceOrderConfig
-from holdfast.worker.errors import HoldfastError, ReplicaError
+from holdfast.worker.errors import HoldfastError, QueueFullError, ReplicaError
 from holdfast.worker.request import EngineRequest, SequenceKey
 from holdfast.worker.step_update import Hello, StepUpdate
 
@@ -266,15 +266,19 @@ class SimulatedRouter(Process):
             new_sequence(sibling, self._make_text(sibling), message.resume, index)
             for index, sibling in enumerate(siblings(request))
         ]
-        call = self._calls[connection] = open_call(
-            self.dispatch_host,
-            request.request_id,
-            sequences,
-            model=MODEL,
-            deadline=self.clock + message.timeout_s,
-            on_output=partial(self._note_output, connection),
-            client_attempt=message.attempt,
-        )
+        try:
+            call = self._calls[connection] = open_call(
+                self.dispatch_host,
+                request.request_id,
+                sequences,
+                model=MODEL,
+                deadline=self.clock + message.timeout_s,
+                on_output=partial(self._note_output, connection),
+                client_attempt=message.attempt,
+            )
+        except QueueFullError as error:
+            require(self.num_open > 0, f"{self}: {request.request_id} is alone, and was refused: {error}")
+            raise
         connection.send(self, Admitted())
         is_new, most = not any(one.request.output_token_ids for one in sequences), OVERFLOW * self._limits.max_queued
         if is_new and self.dispatch_host.num_queued > max(num_before, most):

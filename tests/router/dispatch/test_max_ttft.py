@@ -60,6 +60,22 @@ def test_an_answer_that_has_begun_is_not_cut_short_for_a_sibling_that_waits():
     assert core.dispatch.num_open == 2
 
 
+def test_a_request_alone_is_not_refused_because_its_own_siblings_wait():
+    """However slow the pace was before, and however many completions it asks for."""
+    core = a_core()
+    core.submit("running")
+    for index in range(4):
+        core.submit(f"paced {index}")
+    for index in range(4):  # each takes 4 s of the 5 s that may pass until the next is refused
+        core.now += 4.0
+        core.cancel("running" if index == 0 else f"paced {index - 1}")
+    core.cancel("paced 3")
+    assert (core.dispatch.num_open, core.dispatch.num_queued) == (0, 0)
+    for number in range(5):
+        core.submit(f"g/{number}", group_id="g")
+    assert core.dispatch.num_queued == 4
+
+
 def test_what_has_output_or_comes_back_is_not_refused():
     core = a_core()
     attempt = sent(core.submit("running")).attempt
