@@ -244,7 +244,7 @@ class AdmissionQueue:
 
 
 def _is_later_sibling(state: RequestState) -> bool:
-    """Whether its answer begins with the first of its group, which alone has to be in time: a later sibling neither cuts
-    the answer short, nor is refused because its own siblings wait before it.
+    """Whether its answer begins with the first of its group, which alone has to be in time: a later sibling neither
+    cuts the answer short, nor is refused because its own siblings wait before it.
     """
     return bool(state.request.group_id) and state.request.sequence_index > 0
