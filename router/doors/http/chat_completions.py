@@ -5,11 +5,12 @@ What may not live here: fields (`bodies.py`), parameters (`sampling.py`), the HT
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from holdfast.router.chat import Chat
 from holdfast.router.chat_messages import plain_message
+from holdfast.router.dispatch.output_stream import merged
 from holdfast.router.doors.chat_answer import call_prefix
 from holdfast.router.doors.http.bodies import ChatBody, ChatFields
 from holdfast.router.doors.http.calls import delta_of, finish_after_calls, whole_message
@@ -23,7 +24,6 @@ from holdfast.router.requests.answer import CompletedRequest, CompletedSequence,
 from holdfast.router.text.token_table import TokenTable
 from holdfast.router.tools.call_events import CallEvent
 from holdfast.router.tools.chat_style import ChatReader, Reasoning
-from holdfast.worker.request import TokenLogprob
 
 DONE: Final = b"data: [DONE]\n\n"
 
@@ -146,14 +146,6 @@ def _whole_choice(view: ChatView, completion: CompletedSequence, reader: ChatRea
     return choice
 
 
-@dataclass(slots=True)
-class _HeldTokens:
-    """Tokens whose text is held back, as that of a call's head: they come with the next chunk that says anything."""
-
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-
-
 class ChatChunks:
     """Writes the chunks of one stream. What all of them have in common is made once."""
 
@@ -171,9 +163,12 @@ class ChatChunks:
             "model": answer.model,
         }
         self._readers: dict[int, ChatReader | None] = {}
-        """Of the choices that have begun."""
-        self._held: dict[int, _HeldTokens] = {}
-        """By choice."""
+        """Of the choices of which anything has come."""
+        self._held: dict[int, list[Deliver]] = {}
+        """By choice, where tokens are told: deliveries whose text is held back, as that of a call's head. They come with
+        the next chunk that says anything.
+        """
+        self._begun: set[int] = set()
         self._over: set[int] = set()
         self._fingerprint: str | None = None
         self._num_completion_tokens = 0
@@ -192,12 +187,15 @@ class ChatChunks:
         return events
 
     def plain(self, delivery: Deliver) -> bytes | None:
-        frame, held = self._plain.get(delivery.sequence_index), self._held.get(delivery.sequence_index)
+        frame = self._plain.get(delivery.sequence_index)
         if frame is None or not delivery.text or delivery.logprobs or delivery.fingerprint != self._fingerprint:
             return None
-        if held is not None and held.logprobs:  # they come with this text
+        if delivery.sequence_index in self._held:  # they come with this text
             return None
         return b"%b%b%b" % (frame[0], json_text(delivery.text).encode(errors="replace"), frame[1])
+
+    def holds(self, choice: int) -> bool:
+        return choice in self._held
 
     def end(self) -> bytes:
         return DONE
@@ -207,41 +205,50 @@ class ChatChunks:
             self._fingerprint = delivery.fingerprint
             self._head["system_fingerprint"] = delivery.fingerprint or None
             self._plain.clear()
-        events = b""
         if index not in self._readers:
             self._readers[index] = self._view.new_reader()
-            events = self._beginning(index, delivery)
-            if echo := _echo(self._view.body):
-                events += self._event(index, {"content": echo}, None, None)
-        self._num_completion_tokens += len(delivery.token_ids)
-        held = self._held.setdefault(index, _HeldTokens())
-        held.logprobs += delivery.logprobs or ()
-        held.token_ids += delivery.token_ids
         deltas = self._deltas(delivery)
+        if not deltas and self._is_to_wait(index, delivery):
+            self._held.setdefault(index, []).append(delivery)
+            return b""
+        return self._told(index, merged([*self._held.pop(index, ()), delivery]), deltas)
+
+    def _is_to_wait(self, index: int, delivery: Deliver) -> bool:
+        """Whether a delivery that says nothing has tokens that are to be told with a later one."""
+        if delivery.finish_reason is not None or not self._view.tells_tokens(self._readers[index]):
+            return False
+        return bool(delivery.logprobs) or (bool(self._body.return_token_ids) and bool(delivery.token_ids))
+
+    def _told(self, index: int, delivery: Deliver, deltas: list[dict[str, Any]]) -> bytes:
+        """The events of a delivery, with those that waited for it, whose text comes to some deltas."""
+        events = b"" if index in self._begun else self._beginning(index, delivery)
+        self._num_completion_tokens += len(delivery.token_ids)
         if not deltas and delivery.finish_reason is None:
             return events
         *earlier, last = deltas or [{}]
         for delta in earlier:
             events += self._event(index, delta, None, None)
         tells_tokens = self._view.tells_tokens(self._readers[index])
-        logprobs = chat_logprobs(held.logprobs, self._names) if tells_tokens else None
+        logprobs = chat_logprobs(delivery.logprobs, self._names) if tells_tokens else None
         finish_reason = finish_after_calls(delivery.finish_reason, self._readers[index])
         extra: dict[str, Any] = {}
         if self._body.return_token_ids and tells_tokens:
-            extra["token_ids"] = held.token_ids
+            extra["token_ids"] = list(delivery.token_ids)
         if delivery.finish_reason is not None:
             extra["stop_reason"] = self._answer.stop_reason(index, delivery)
         events += self._event(index, last, logprobs, finish_reason, extra)
-        del self._held[index]
         self._note(index, delivery)
         return events
 
     def _beginning(self, index: int, delivery: Deliver) -> bytes:
-        """The first chunk of a choice: its role, and what is asked for of the prompt."""
+        """The first chunks of a choice: its role, with what is asked for of the prompt, and the echo."""
+        self._begun.add(index)
         of_prompt = self._view.of_prompt(self._answer.prompt_token_ids)
         if delivery.prompt_logprobs:
             of_prompt["prompt_logprobs"] = prompt_logprobs_of(delivery.prompt_logprobs, self._names.tokens)
-        return self._event(index, {"role": "assistant", "content": ""}, None, None, of_prompt=of_prompt)
+        events = self._event(index, {"role": "assistant", "content": ""}, None, None, of_prompt=of_prompt)
+        echo = _echo(self._view.body)
+        return events + self._event(index, {"content": echo}, None, None) if echo else events
 
     def _note(self, index: int, delivery: Deliver) -> None:
         """What is known of the choice's chunks from here on."""

@@ -144,6 +144,10 @@ class Completions:
         self._lengths[index] += len(text)
         return b"%b%b%b" % (frame[0], json_text(text).encode(errors="replace"), frame[1])
 
+    def holds(self, choice: int) -> bool:
+        """What `numbered` yields is told at once."""
+        return False
+
     def end(self) -> bytes:
         """The usage of all prompts, and that it is done."""
         if not self._body.tells_usage:

@@ -51,6 +51,10 @@ class MessageEvents:
     def plain(self, delivery: Deliver) -> None:
         return None
 
+    def holds(self, choice: int) -> bool:
+        """No tokens are told."""
+        return False
+
     def end(self) -> bytes:
         return _event("message_stop", {})
 

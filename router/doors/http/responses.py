@@ -48,11 +48,15 @@ class ResponseEvents:
         self._made = _Response(body, answer.request_id, answer.model, created, TokenNames(tokens))
         self._blocks = Blocks(reader)
         self._has_begun = False
+        self._holds = False
 
     def of(self, delivery: Deliver) -> bytes:
+        reason, block_events = delivery.finish_reason, list(self._blocks.push(delivery))
+        self._holds = not block_events and reason is None and bool(delivery.logprobs)
+        if self._holds:
+            return b""
         events = b"" if self._has_begun else self._opening()
-        reason = delivery.finish_reason
-        events += b"".join(self._block_event(event, reason) for event in self._blocks.push(delivery))
+        events += b"".join(self._block_event(event, reason) for event in block_events)
         if reason is not None and delivery.usage is not None:
             ended = self._made.ended(self._blocks.blocks, reason, delivery.usage)
             events += self._event(f"response.{ended['status']}", {"response": ended})
@@ -60,6 +64,10 @@ class ResponseEvents:
 
     def plain(self, delivery: Deliver) -> None:
         return None
+
+    def holds(self, choice: int) -> bool:
+        """Log-probabilities are told with the text that their tokens are."""
+        return self._holds
 
     def end(self) -> bytes:
         return b""

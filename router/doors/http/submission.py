@@ -8,11 +8,11 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from holdfast.router.config import LimitsConfig
-from holdfast.router.dispatch.output_stream import Taker
+from holdfast.router.dispatch.output_stream import Taker, merged
 from holdfast.router.doors.http.event_ids import LAST_EVENT_ID, EventIds, digest_of
 from holdfast.router.doors.http.event_stream import Shortcut
 from holdfast.router.doors.http.resume_record import read_record
@@ -39,6 +39,8 @@ class Submission:
     """Marks say which replica has made what they stand for."""
     event_ids: EventIds | None = None
     """Of a client that may come again with the id of its last event."""
+    _held: dict[int, list[Deliver]] = field(default_factory=dict)
+    """By choice: what its encoder has not told yet, and its client therefore does not have."""
 
     @classmethod
     def read(cls, headers: Mapping[str, str], content: bytes, limits: LimitsConfig) -> tuple[Self, bytes]:
@@ -115,7 +117,16 @@ class Submission:
         return self.is_held or self.event_ids is not None
 
     def marked(self, events: bytes, delivery: Deliver, encoder: "Encoder", *, is_last: bool) -> bytes:
-        """The events of a delivery, with what says where their client is after them."""
+        """The events of a delivery, with what says where their client is after them.
+
+        What the encoder holds back counts once it is told: after a loss of the router it is to come again.
+        """
+        choice = delivery.sequence_index
+        if encoder.holds(choice):
+            self._held.setdefault(choice, []).append(delivery)
+            return events
+        if choice in self._held:
+            delivery = merged([*self._held.pop(choice), delivery])
         if self.event_ids is not None:
             return self.event_ids.marked(events, delivery, encoder.num_events, is_last=is_last)
         return events + self._mark(delivery, encoder, is_last=is_last)
@@ -169,6 +180,9 @@ class Encoder(Protocol):
         """The events of a delivery before the end, whose choice has begun, if they are text in a frame that was made
         before. None: `of` is to write them.
         """
+
+    def holds(self, choice: int) -> bool:
+        """Whether a choice's last delivery, of which `of` has told nothing, is told with a later one."""
 
     def end(self) -> bytes:
         """What comes after the last delivery."""

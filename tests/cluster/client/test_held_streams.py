@@ -17,6 +17,9 @@ STOP = text_of(b"you", 5, NUM_TOKENS)[4:6]
 """Ends the second prompt's completion."""
 
 
+NEARLY_STOPS = [text_of(RENDERED, seed, NUM_TOKENS)[at : at + 2] for seed in (5, 6) for at in (1, 4)]
+
+
 async def chat(place: Two, transport: HoldingTransport) -> tuple[str, dict]:
     async with openai_client(place, transport) as client:
         stream = await client.chat.completions.create(
@@ -38,6 +41,28 @@ async def chat(place: Two, transport: HoldingTransport) -> tuple[str, dict]:
         "ends": sorted((one.index, one.finish_reason) for one in choices if one.finish_reason),
         "usage": (usage.prompt_tokens, usage.completion_tokens),
     }
+
+
+async def chat_with_logprobs(place: Two, transport: HoldingTransport) -> tuple[str, dict]:
+    """Stop strings hold text back, and its tokens with it."""
+    async with openai_client(place, transport) as client:
+        stream = await client.chat.completions.create(
+            model="fake",
+            messages=HELLO,
+            seed=5,
+            n=2,
+            max_tokens=NUM_TOKENS,
+            stream=True,
+            logprobs=True,
+            stop=[start + "never" for start in NEARLY_STOPS],
+        )
+        chunks = [chunk async for chunk in stream]
+    choices = [chunk.choices[0] for chunk in chunks]
+    text = "|".join("".join(one.delta.content or "" for one in choices if one.index == index) for index in (0, 1))
+    told = [(one.index, item.token) for one in choices if one.logprobs for item in one.logprobs.content or ()]
+    tokens = "|".join("".join(token for index, token in told if index == choice) for choice in (0, 1))
+    assert tokens == text, "each token is told once"
+    return text, {"roles": sorted(one.index for one in choices if one.delta.role)}
 
 
 async def completion(place: Two, transport: HoldingTransport) -> tuple[str, dict]:
@@ -84,6 +109,7 @@ async def message(place: Two, transport: HoldingTransport) -> tuple[str, dict]:
 
 DOORS = {
     chat: "|".join(text_of(RENDERED, seed, NUM_TOKENS) for seed in (5, 6)),
+    chat_with_logprobs: "|".join(text_of(RENDERED, seed, NUM_TOKENS) for seed in (5, 6)),
     completion: "|".join(
         prompt + text_of(prompt.encode(), 5, NUM_TOKENS).partition(STOP)[0] for prompt in ("hello", "you")
     ),
