@@ -165,8 +165,8 @@ class ChatChunks:
         self._readers: dict[int, ChatReader | None] = {}
         """Of the choices of which anything has come."""
         self._held: dict[int, list[Deliver]] = {}
-        """By choice, where tokens are told: deliveries whose text is held back, as that of a call's head. They come with
-        the next chunk that says anything.
+        """By choice, where tokens are told: deliveries whose text is held back, as that of a call's head. They come
+        with the next chunk that says anything.
         """
         self._begun: set[int] = set()
         self._over: set[int] = set()
