@@ -23,6 +23,8 @@ def front(
     tls_key: Annotated[Path | None, Parameter(help="its private key")] = None,
     tls_client_ca: Annotated[Path | None, Parameter(help="clients need a certificate that it has signed")] = None,
     routers_ca: Annotated[Path | None, Parameter(help="signs the routers' certificates, or is the one")] = None,
+    routers_cert: Annotated[Path | None, Parameter(help="for routers that ask for a certificate, in PEM")] = None,
+    routers_key: Annotated[Path | None, Parameter(help="its private key")] = None,
 ) -> int:
     """Serve HTTP before several routers: a stream whose router is lost goes on at another one, whatever its client.
 
@@ -36,7 +38,8 @@ def front(
     addresses = [one.strip() for one in routers.split(",") if one.strip()]
     try:
         tls = Tls(cert=tls_cert, key=tls_key, ca=tls_client_ca) if tls_cert or tls_key or tls_client_ca else None
-        options = FrontOptions(routers=addresses, host=host, port=port, tls=tls, routers_ca=routers_ca)
+        routers_tls = Tls(cert=routers_cert, key=routers_key, ca=routers_ca)
+        options = FrontOptions(routers=addresses, host=host, port=port, tls=tls, routers_tls=routers_tls)
         uvloop.run(serve(options, lambda text: print(f"holdfast: {text}", file=sys.stderr, flush=True)))
     except (ValueError, OSError) as error:
         raise ConfigurationError(f"front: {error}") from error

@@ -11,8 +11,7 @@ import signal
 import ssl
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass, field, fields
 from typing import Final
 
 from starlette.types import Receive, Scope, Send
@@ -50,8 +49,10 @@ class FrontOptions:
     port: int = 0
     tls: Tls | None = None
     """Files of a certificate, by which it says who it is, and of who may come."""
-    routers_ca: Path | None = None
-    """Certificates that sign those of the routers; of one that signs itself, itself. None: those of the system."""
+    routers_tls: Tls = field(default_factory=Tls)
+    """Of the calls to routers: `ca` signs their certificates, or is the one; `cert` and `key` are for routers that ask
+    their clients for a certificate.
+    """
 
 
 class Front:
@@ -132,12 +133,12 @@ class Front:
         await _answer(send, 200, b"text/plain; version=0.0.4", ("\n".join(lines) + "\n").encode())
 
 
-def upstreams_of(addresses: Sequence[str], ca: Path | None) -> list[Upstream]:
+def upstreams_of(addresses: Sequence[str], tls: Tls) -> list[Upstream]:
     """Raises `ValueError` for what is no address, or no router could have."""
     origins = [Origin.of(address) for address in addresses]
     if not origins:
         raise ValueError("routers = []: must name at least one router")
-    return [Upstream(one.host, one.port, _context_of(ca) if one.scheme == "https" else None) for one in origins]
+    return [Upstream(one.host, one.port, _context_of(tls) if one.scheme == "https" else None) for one in origins]
 
 
 async def start(
@@ -145,7 +146,8 @@ async def start(
 ) -> tuple[HttpServer, Front]:
     """A front that listens. Raises OSError if its port is taken, `ConfigurationError` for its certificate."""
     limits = limits or LimitsConfig()
-    front = Front(upstreams_of(options.routers, options.routers_ca), limits, settings or RelaySettings())
+    options.routers_tls.client_context()  # files that cannot be read are refused now, and not at the first call
+    front = Front(upstreams_of(options.routers, options.routers_tls), limits, settings or RelaySettings())
     tls = None if options.tls is None else ServerTls(options.tls).context()
     server = HttpServer(front, options.host, options.port, tls, limits)
     await server.start()
@@ -164,12 +166,12 @@ async def serve(options: FrontOptions, say: Callable[[str], None]) -> None:
     await server.stop(STOP_S)
 
 
-def _context_of(ca: Path | None) -> Callable[[], ssl.SSLContext]:
-    """Routers are called by their address, which their certificate need not name. The file may change."""
+def _context_of(tls: Tls) -> Callable[[], ssl.SSLContext]:
+    """Routers are called by their address, which their certificate need not name. The files may change."""
 
     def context() -> ssl.SSLContext:
-        made = ssl.create_default_context(cafile=ca)
-        if ca is not None:
+        made = tls.client_context()
+        if tls.ca is not None:
             made.check_hostname = False
             made.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         return made

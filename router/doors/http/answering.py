@@ -1,6 +1,6 @@
 """Answers of the HTTP door beside what endpoints say: JSON, errors in a client's words, headers, clients that leave.
 
-What may not live here: endpoints (`app.py`), what errors are (`errors.py`).
+What may not live here: endpoints (`generation_endpoints.py`), what errors are (`errors.py`).
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
 An id says which request it is and where the client is in it. The router keeps no state for that: the output so far is
 computed again, since it is a function of the request. An id stands on the last event of each delivery; what came behind
-the last id is sent again. What may not live here: what events say, and computing (`app.py`).
+the last id is sent again. What may not live here: what events say, and computing (`generation_endpoints.py`).
 """
 
 import re

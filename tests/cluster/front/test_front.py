@@ -16,6 +16,7 @@ from holdfast.cluster.front.asked import RelaySettings
 from holdfast.cluster.front.front import METRICS, Front, FrontOptions, start
 from holdfast.cluster.front.relay import MAX_WHOLE_BYTES
 from holdfast.router.config import LimitsConfig
+from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.security.tls import Tls
 from tests.certificates import Authority
 from tests.cluster.client.test_held_streams import DOORS
@@ -309,7 +310,7 @@ async def test_a_client_that_reads_nothing_stops_its_router(kind):
 def test_routers_are_checked():
     for wrong in ([], ["ftp://x"], ["http://x:80/v1"]):
         with pytest.raises(ValueError, match=r"routers|address"):
-            fronts.upstreams_of(wrong, None)
+            fronts.upstreams_of(wrong, Tls())
 
 
 @on_a_loop
@@ -320,7 +321,7 @@ async def test_it_speaks_tls_on_both_sides(tmp_path):
     async with router_with(authority.tls(own, trusts=False)) as router:
         for ca, status in ((own.cert, 200), (other.cert, 503)):
             options = FrontOptions(
-                routers=[f"https://{router.http_address}"], tls=Tls(cert=own.cert, key=own.key), routers_ca=ca
+                routers=[f"https://{router.http_address}"], tls=Tls(cert=own.cert, key=own.key), routers_tls=Tls(ca=ca)
             )
             server, _ = await start(options, None, RelaySettings(connect_s=0.2))
             trusted = ssl.create_default_context(cafile=authority.tls().ca)
@@ -330,3 +331,30 @@ async def test_it_speaks_tls_on_both_sides(tmp_path):
                 answer = await http.post(f"https://127.0.0.1:{server.port}/v1/completions", json=body)
                 assert answer.status_code == status, answer.text
             await server.stop(1.0)
+
+
+@on_a_loop
+async def test_it_has_a_certificate_for_routers_that_ask_for_one(tmp_path):
+    """Without one, or with one that they do not trust, they cannot be reached."""
+    authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
+    own, client, strange = authority.pair("own"), authority.pair("client"), stranger.pair("strange")
+    ca = authority.cert
+    body = {"model": "fake", "prompt": "hello", "seed": 5, "max_tokens": 3}
+    async with router_with(authority.tls(own)) as router, httpx2.AsyncClient(verify=False) as http:
+        for routers_tls, status in (
+            (Tls(ca=ca, cert=client.cert, key=client.key), 200),
+            (Tls(ca=ca), 503),
+            (Tls(ca=ca, cert=strange.cert, key=strange.key), 503),
+        ):
+            options = FrontOptions(routers=[f"https://{router.http_address}"], routers_tls=routers_tls)
+            server, _ = await start(options, None, RelaySettings(connect_s=0.2))
+            answer = await http.post(f"http://127.0.0.1:{server.port}/v1/completions", json=body)
+            assert answer.status_code == status, answer.text
+            await server.stop(1.0)
+
+
+@on_a_loop
+async def test_files_that_cannot_be_read_are_refused_when_it_starts(tmp_path):
+    options = FrontOptions(routers=["https://127.0.0.1:1"], routers_tls=Tls(ca=tmp_path / "none.pem"))
+    with pytest.raises(ConfigurationError, match=r"none\.pem"):
+        await start(options)

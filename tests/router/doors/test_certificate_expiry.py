@@ -161,7 +161,7 @@ async def new_connections_fail(router: Router, trusted: Tls) -> None:
 async def check_a_front(router: Router, authority: Authority, live: Pair) -> None:
     """Its own certificate is good, that of the router behind it has expired; then the other way round."""
     good = authority.pair("front")
-    options = {"routers": [f"https://{router.http_address}"], "routers_ca": authority.cert}
+    options = {"routers": [f"https://{router.http_address}"], "routers_tls": Tls(ca=authority.cert)}
     server, _ = await start(
         FrontOptions(**options, tls=Tls(cert=good.cert, key=good.key)), None, RelaySettings(connect_s=0.2)
     )
