@@ -340,14 +340,17 @@ async def test_it_has_a_certificate_for_routers_that_ask_for_one(tmp_path):
     own, client, strange = authority.pair("own"), authority.pair("client"), stranger.pair("strange")
     ca = authority.cert
     body = {"model": "fake", "prompt": "hello", "seed": 5, "max_tokens": 3}
-    async with router_with(authority.tls(own)) as router, httpx2.AsyncClient(verify=False) as http:
+    async with (
+        router_with(authority.tls(own)) as router,
+        httpx2.AsyncClient(verify=False, timeout=60.0) as http,
+    ):
         for routers_tls, status in (
             (Tls(ca=ca, cert=client.cert, key=client.key), 200),
             (Tls(ca=ca), 503),
             (Tls(ca=ca, cert=strange.cert, key=strange.key), 503),
         ):
             options = FrontOptions(routers=[f"https://{router.http_address}"], routers_tls=routers_tls)
-            server, _ = await start(options, None, RelaySettings(connect_s=0.2))
+            server, _ = await start(options, None, RelaySettings(connect_s=0.2, reconnect_s=0.2))
             answer = await http.post(f"http://127.0.0.1:{server.port}/v1/completions", json=body)
             assert answer.status_code == status, answer.text
             await server.stop(1.0)
