@@ -1,7 +1,7 @@
 """Entry of the `holdfast` command: what Ctrl-C means before the command line is imported, and after its command ends.
 
-Python answers Ctrl-C with a traceback of whatever it imports; here it is one line and the usual exit code. Standard
-library alone, and little of it: what is imported before `main` is not covered. What may not live here: commands, and
+Python answers Ctrl-C with a traceback of whatever it imports; here it is one line and the usual exit code. Little is
+imported before `main`, for that is not covered. What may not live here: commands, and
 what Ctrl-C means while one runs (`cli.py`).
 """
 
@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Final
+
+from holdfast.worker.garbage_collection import importing
 
 EXIT_INTERRUPTED: Final = 130
 
@@ -22,7 +24,8 @@ def main() -> None:
     is_ignored = signal.getsignal(signal.SIGINT) is not signal.default_int_handler  # as below `nohup`: it stays so
     if not is_ignored:
         signal.signal(signal.SIGINT, _end)
-    from holdfast.cluster.commands import cli
+    with importing():
+        from holdfast.cluster.commands import cli
 
     run = cli.command if is_ignored else _interruptible(cli.command)
     sys.exit(cli.exit_code(lambda: run(sys.argv[1:])))
