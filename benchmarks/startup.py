@@ -1,11 +1,13 @@
 """Benchmark of a start: `holdfast generate` from the start of its process to the first token, split by phase.
 
     python -m benchmarks.startup [--model demo] [--against WORKTREE] [--rounds 7] [--json FILE]
+    python -m benchmarks.startup --model ~/.cache/holdfast/peers/models/S    # of benchmarks/peers/models.py
 
 Each start is a process of its own; rounds alternate between this tree and the other one (before). A tree that keeps
 layouts is measured twice: `first` without any that were kept, `later` with them. Printed: medians in milliseconds,
 least and most of the whole. A phase counts the main thread's time in it, without the phases inside; `imports` is what
-import statements take, wherever they stand. `cpu` is the processor time of all threads until then.
+import statements take, wherever they stand. `cpu` is the processor time of all threads until then, `peak MB` the
+most memory that was resident until then.
 """
 
 import argparse
@@ -30,7 +32,7 @@ PHASES: Final = (
 TIMEOUT_S: Final = 120
 
 Times = dict[str, float]
-"""Milliseconds by phase; also `total` and `cpu`."""
+"""Milliseconds by phase; also `total`, `cpu`, and `peak` in MB."""
 
 
 def start_once(tree: Path, model: str, home: Path, extra: list[str]) -> Times:
@@ -88,11 +90,12 @@ def measure(trees: dict[str, Path], model: str, rounds: int, extra: list[str]) -
 
 def print_table(runs: dict[str, list[Times]]) -> None:
     table = Table("ms", *runs)
-    for phase in (*PHASES, "total", "cpu"):
+    for row in (*PHASES, "total", "cpu", "peak MB"):
+        phase = row.removesuffix(" MB")
         cells = [[times.get(phase, 0.0) for times in starts] for starts in runs.values()]
         spread = phase == "total"
         shown = [f"{statistics.median(c):.0f}" + (f" [{min(c):.0f}..{max(c):.0f}]" if spread else "") for c in cells]
-        table.add_row(phase, *shown)
+        table.add_row(row, *shown)
     Console().print(table)
 
 

@@ -107,6 +107,12 @@ def wrap_what_is_there() -> None:
             setattr(owner, attribute, timed(getattr(owner, attribute), phase))
 
 
+def peak_mb() -> float:
+    """The most memory that this process has had resident."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM"))
+
+
 def report(*_: object) -> None:
     """At the first token: what the start took so far."""
     total = (time.monotonic_ns() - BEGUN_NS) / 1e6
@@ -116,6 +122,7 @@ def report(*_: object) -> None:
         "first step": 1000 * (time.perf_counter() - READY[0]),
         "total": total,
         "cpu": 1000 * time.process_time(),
+        "peak": peak_mb(),
     }
     print("startup: " + json.dumps(times), file=sys.stderr, flush=True)
 

@@ -9,6 +9,8 @@ with LLM("demo") as llm:
 import importlib
 from typing import TYPE_CHECKING
 
+from holdfast.worker.garbage_collection import importing
+
 if TYPE_CHECKING:
     from holdfast.cluster.client.async_client import AsyncClient
     from holdfast.cluster.client.blocking_client import Client
@@ -102,7 +104,8 @@ def __getattr__(name: str) -> object:
     name = _NAMES_IN_VLLM.get(name, name)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    with importing():
+        return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

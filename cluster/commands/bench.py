@@ -78,7 +78,7 @@ def bench(
 
         write_page(result.html, page(report))
     if is_interrupted:
-        from holdfast.cluster.commands.cli import EXIT_INTERRUPTED
+        from holdfast.cluster.commands.entry import EXIT_INTERRUPTED
 
         return EXIT_INTERRUPTED
     return 0 if any(run.completed for run in report.runs) else 1

@@ -11,11 +11,11 @@ from typing import Final
 
 from cyclopts import App, CycloptsError, Group
 
+from holdfast.cluster.commands.entry import EXIT_INTERRUPTED
 from holdfast.worker.errors import CallerError, HoldfastError
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
-EXIT_INTERRUPTED: Final = 130
 
 _FIRST = Group.create_ordered("Essentials")
 _OPERATE = Group.create_ordered("Operations")
@@ -151,13 +151,18 @@ config_app.command(
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Runs this process's command line. The console script's entry is `entry.py`."""
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit code. What is not an error of ours keeps its traceback."""
-    return exit_code(lambda: app(arguments, exit_on_error=False, print_error=False, result_action="return_value"))
+    return exit_code(lambda: command(arguments))
+
+
+def command(arguments: Sequence[str]) -> object:
+    """Runs one command line and returns what its command returns. Raises what `exit_code` has a code for."""
+    return app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
 
 
 def exit_code(action: Callable[[], object]) -> int:

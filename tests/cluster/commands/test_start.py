@@ -25,6 +25,8 @@ OF_A_CLUSTER = {"ray", "grpc", "google.protobuf", "holdfast.v1", "holdfast.clust
 OF_HUGGING_FACE = {"transformers", "huggingface_hub", "torch._dynamo", "torch._inductor", "torch.distributed.tensor"}
 OF_OTHER_WAYS = {"sympy", "onnx", "pandas", "scipy", "matplotlib", "rich", "hypothesis", "pytest"}
 
+MOST_COLLECTIONS = 4
+
 MOST_MODULES = 1700
 """1,450 when this was written, 1,050 of them torch's own."""
 
@@ -38,6 +40,20 @@ def starts(tmp_path_factory) -> list[set[str]]:
     if native.is_dir():
         (home / ".cache" / "holdfast" / "native").symlink_to(native)
     return [modules_of_a_start(home), modules_of_a_start(home)]
+
+
+COLLECTIONS = """
+import gc
+
+def collections():
+    return sum(generation["collections"] for generation in gc.get_stats())
+
+import holdfast
+before = collections()
+from holdfast import LLM, InferenceEngine
+assert gc.isenabled()
+print(collections() - before)
+"""
 
 
 def modules_of_a_start(home: Path) -> set[str]:
@@ -65,3 +81,11 @@ def test_no_start_of_the_bundled_model_asks_hugging_face(starts):
 
 def test_a_later_start_loads_few_modules(starts):
     assert len(starts[1]) < MOST_MODULES
+
+
+def test_nothing_is_collected_while_the_public_names_are_imported():
+    """But for one collection after each of the two: with the collector at work there are more than a hundred."""
+    environ = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    command = [sys.executable, "-c", COLLECTIONS]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    assert int(done.stdout or 1000) <= MOST_COLLECTIONS, done.stderr

@@ -1,0 +1,50 @@
+"""Entry of the `holdfast` command: what Ctrl-C means before the command line is imported, and after its command ends.
+
+Python answers Ctrl-C with a traceback of whatever it imports; here it is one line and the usual exit code. Little is
+imported before `main`, for that is not covered. What may not live here: commands, and
+what Ctrl-C means while one runs (`cli.py`).
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Final
+
+from holdfast.worker.garbage_collection import importing
+
+EXIT_INTERRUPTED: Final = 130
+
+_STDERR: Final = 2
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    is_ignored = signal.getsignal(signal.SIGINT) is not signal.default_int_handler  # as below `nohup`: it stays so
+    if not is_ignored:
+        signal.signal(signal.SIGINT, _end)
+    with importing():
+        from holdfast.cluster.commands import cli
+
+    run = cli.command if is_ignored else _interruptible(cli.command)
+    sys.exit(cli.exit_code(lambda: run(sys.argv[1:])))
+
+
+def _interruptible(run: Callable[[Sequence[str]], object]) -> Callable[[Sequence[str]], object]:
+    """`run`, in which Ctrl-C is a `KeyboardInterrupt`, by Python's own handler: asyncio looks for that one."""
+
+    def call(arguments: Sequence[str]) -> object:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return run(arguments)
+        finally:
+            signal.signal(signal.SIGINT, _end)
+
+    return call
+
+
+def _end(_signum: int, _frame: FrameType | None) -> None:
+    """Nothing is open yet, or any more: the process ends here, without an exception that passes through an import."""
+    os.write(_STDERR, b"holdfast: interrupted\n")
+    os._exit(EXIT_INTERRUPTED)
