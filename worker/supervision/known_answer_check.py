@@ -39,7 +39,7 @@ class KnownAnswerCheck:
         self._engine = engine
         self._on_wrong = on_wrong
         self._every_s = every_s
-        self._question = make_question(info.vocab_size, info.max_sequence_len)
+        self._info = info
         self._salt = secrets.token_hex(8)
         self.num_asked = 0
         self.num_right = 0
@@ -98,11 +98,12 @@ class KnownAnswerCheck:
                 return False
             self._open = KnownAnswer()
             self.num_asked += 1
+        question = make_question(self._info.vocab_size, self._info.max_sequence_len)
         question = replace(
-            self._question,
+            question,
             request_id=f"{NAME}/{self.num_asked}",
             cache_salt=f"{self._salt}/{self.num_asked}",
-            priority=self._question.priority if priority is None else priority,
+            priority=question.priority if priority is None else priority,
         )
         self._engine.submit(question, self)
         return True
