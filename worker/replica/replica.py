@@ -92,9 +92,7 @@ class Replica:
             frozen_after_s=health.frozen_after_s,
             core_wait=CoreWait(self.processes_here),
         )
-        self._known_answer_check: KnownAnswerCheck | None = None
-        if info.row_invariant and health.self_check_every_s > 0:
-            self._known_answer_check = KnownAnswerCheck(engine, info, engine.fail, every_s=health.self_check_every_s)
+        self._known_answer_check = KnownAnswerCheck(engine, info, engine.fail, every_s=health.self_check_every_s)
         self._leader = leader
         self._group = group
         self._ranks = ranks
@@ -202,7 +200,7 @@ class Replica:
         """Takes the weights of another folder, as `ModelRunner.reload` does, between two steps. No request may be open.
         Blocking. Raises `ReplicaError` if the engine has ended.
         """
-        assert self._known_answer_check is None, "its answer belongs to the weights of the start"
+        assert not self._known_answer_check.has_answer, "its answer belongs to the weights of the start"
         self.info = self.engine.between_steps(lambda: self._reload(folder, version)).result(timeout_s)
         return self.info
 
@@ -217,8 +215,7 @@ class Replica:
 
     def wind_down(self) -> None:
         """Stops the known-answer check, so that the replica is idle once no other request is left."""
-        if self._known_answer_check is not None:
-            self._known_answer_check.stop()
+        self._known_answer_check.stop()
 
     def stop(self) -> None:
         """Aborts what is running, answers everyone, ends the ranks and the hang supervisor. Safe to call twice."""
@@ -242,16 +239,18 @@ class Replica:
         self.engine.start()
         if self._ranks is not None:
             threading.Thread(target=self._watch, args=(self._ranks,), name="rank-watch", daemon=True).start()
-        if self._known_answer_check is not None:
-            self._release(self._known_answer_check)
+        if self.info.row_invariant and self.health.self_check_every_s > 0:
+            self._compare_answers()
+        else:
+            self._known_answer_check.stand_by()
         self._watchdog.start()
 
-    def _release(self, known_answer_check: KnownAnswerCheck) -> None:
+    def _compare_answers(self) -> None:
         """The first result's digest is part of the model info. The watchdog starts later: no step time is known yet."""
-        digest = known_answer_check.begin()
+        digest = self._known_answer_check.begin()
         self.info = replace(self.info, answers_digest=digest)
         if digest:
-            known_answer_check.start()
+            self._known_answer_check.start()
 
     def _watch(self, ranks: Ranks) -> None:
         """Any rank's death fails the whole replica at once: a group with a hole computes nothing.

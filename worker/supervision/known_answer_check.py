@@ -1,8 +1,10 @@
 """Known-answer check of a serving replica: one fixed request, run again and again beside all others.
 
 A token's bits do not depend on its batch, so the first result is the only right one, at any time. A different one means
-that weights, memory or arithmetic have changed since. What may live here: when it is run, and the verdict. What may
-not: the request (`known_answer.py`), and what happens after a wrong result (`worker/replica/replica.py`).
+that weights, memory or arithmetic have changed since. Where results are not compared (self-checks are off, or bits
+depend on the batch), the request is run in doubt alone, and any result with finite logits is a right one. What may live
+here: when it is run, and the verdict. What may not: the request (`known_answer.py`), and what happens after a wrong
+result (`worker/replica/replica.py`).
 """
 
 import logging
@@ -13,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from holdfast.worker.engine.engine import Engine
-from holdfast.worker.errors import HoldfastError, InternalError, ReplicaError
+from holdfast.worker.errors import HoldfastError, InternalError, InvalidRequestError, ReplicaError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.request import FinishReason, Priority
 from holdfast.worker.step_update import StepUpdate
@@ -23,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class KnownAnswerCheck:
-    """A `StepListener` with a request now and then: `begin`, then `start`, then `stop`.
+    """A `StepListener` with a request now and then: `begin`, then `start`, then `stop`; or `stand_by` alone.
 
     Each time the question comes under a new cache salt, so that the answer is computed and not remembered. It has the
     lowest priority; like everyone's, its turn comes nevertheless. Asked while the last question is open, it is not
@@ -37,13 +39,16 @@ class KnownAnswerCheck:
         self._engine = engine
         self._on_wrong = on_wrong
         self._every_s = every_s
-        self._question = make_question(info.vocab_size, info.max_sequence_len)
+        self._info = info
         self._salt = secrets.token_hex(8)
         self.num_asked = 0
         self.num_right = 0
         """Answers that were compared, and found right."""
         self._is_in_doubt = self._answers_doubt = False
         """Whether the engine has asked, and whether the open question came after that."""
+        self._compares = True
+        """Whether an answer has to be the first one; else its logits have to be finite."""
+        self._is_attached = False
         self._asking = threading.Lock()
         """Of whoever asks: the check's own thread, and the engine's in doubt."""
         self._open: KnownAnswer | None = None
@@ -58,11 +63,26 @@ class KnownAnswerCheck:
 
         Raises what ended the engine, if that came first.
         """
-        self._engine.attach(self)
+        self._attach()
         self._engine.check_numbers_by(self)
         self.ask()
         first = self._first.result()
         return b"" if first is None else first.digest
+
+    def stand_by(self) -> None:
+        """Asks only where the engine is in doubt, and compares nothing. Costs nothing until then."""
+        self._compares = False
+        self._engine.check_numbers_by(self)
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether there is a first answer, that of the weights of the start."""
+        return self._compares and self._first.done() and self._first.result() is not None
+
+    def _attach(self) -> None:
+        if not self._is_attached:
+            self._is_attached = True
+            self._engine.attach(self)
 
     def start(self) -> None:
         self._thread.start()
@@ -78,11 +98,12 @@ class KnownAnswerCheck:
                 return False
             self._open = KnownAnswer()
             self.num_asked += 1
+        question = make_question(self._info.vocab_size, self._info.max_sequence_len)
         question = replace(
-            self._question,
+            question,
             request_id=f"{NAME}/{self.num_asked}",
             cache_salt=f"{self._salt}/{self.num_asked}",
-            priority=self._question.priority if priority is None else priority,
+            priority=question.priority if priority is None else priority,
         )
         self._engine.submit(question, self)
         return True
@@ -91,13 +112,14 @@ class KnownAnswerCheck:
 
     def ask_in_doubt(self) -> bool:
         """Asks at once, before all others; after the open question, where there is one. False: no answer is known."""
-        if not self._first.done() or self._first.result() is None:
+        if self._compares and not self.has_answer:
             return False
         self._is_in_doubt = True
         return self._open is not None or self._ask_again()
 
     def _ask_again(self) -> bool:
         try:
+            self._attach()
             self._answers_doubt = self.ask(Priority.CRITICAL)
         except HoldfastError:  # the engine has ended
             return False
@@ -125,18 +147,18 @@ class KnownAnswerCheck:
     def _note_rejection(self, error: HoldfastError) -> None:
         """As when too many wait: that is no answer, and no wrong one. A question that the model fails at is."""
         logger.warning("the replica refused its self-check: %s", error)
-        has_answer = self._first.done() and self._first.result() is not None
+        is_judged = self.has_answer or not self._compares
         self._take(None)
-        if has_answer and isinstance(error, InternalError):
+        if is_judged and isinstance(error, InternalError | InvalidRequestError):  # the latter: it fits in no sequence
             self._on_wrong(ReplicaError(f"the replica failed its self-check: {error}"))
 
     def _take(self, answer: KnownAnswer | None) -> None:
         """The question is answered; by nothing if it was refused or aborted."""
         self._open = None
-        if not self._first.done():
+        if self._compares and not self._first.done():
             self._first.set_result(answer)
             return
-        right = self._first.result()
+        right = self._first.result() if self._compares else answer
         if answer is None or right is None:
             return
         difference = answer.difference(right)

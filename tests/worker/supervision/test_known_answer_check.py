@@ -241,9 +241,18 @@ def poisoned(name: str):
     return make_request(name, prompt=(5, Poisonable.POISON, 6))
 
 
-def test_clients_whose_requests_have_no_numbers_end_no_replica_that_answers_rightly():
+def begin(asked: Asked, begins: bool) -> None:
+    """With a first answer, or without one, as where self-checks are off or bits depend on the batch."""
+    if begins:
+        asked.known_answer_check.begin()
+    else:
+        asked.known_answer_check.stand_by()
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["compared", "in doubt alone"])
+def test_clients_whose_requests_have_no_numbers_end_no_replica_that_answers_rightly(begins):
     asked = Asked(Poisonable())
-    asked.known_answer_check.begin()
+    begin(asked, begins)
     listener = Listener()
     asked.engine.attach(listener)
     for turn in range(3):
@@ -261,9 +270,10 @@ def test_clients_whose_requests_have_no_numbers_end_no_replica_that_answers_righ
     asked.engine.stop()
 
 
-def test_several_without_numbers_end_a_replica_that_answers_wrongly():
+@pytest.mark.parametrize("begins", [True, False], ids=["compared", "in doubt alone"])
+def test_several_without_numbers_end_a_replica_that_answers_wrongly(begins):
     asked = Asked(Poisonable())
-    asked.known_answer_check.begin()
+    begin(asked, begins)
     listener = Listener()
     asked.engine.attach(listener)
     asked.runner.has_numbers = False
@@ -276,9 +286,42 @@ def test_several_without_numbers_end_a_replica_that_answers_wrongly():
     asked.engine.stop()
 
 
-def test_a_question_in_doubt_for_which_there_is_no_room_is_asked_again():
+def test_one_that_stands_by_asks_nothing_until_then_and_compares_nothing():
+    asked = Asked(Poisonable())
+    asked.known_answer_check.stand_by()
+    listener = Listener()
+    asked.engine.attach(listener)
+    assert not asked.known_answer_check.has_answer
+    assert asked.engine.stats(TIMEOUT_S).num_requests == 0
+    for turn in range(2):
+        asked.runner.is_rotten = turn == 1  # as other weights: another answer, with finite logits
+        for number in range(3):
+            name = f"bad-{turn}-{number}"
+            asked.engine.submit(poisoned(name), listener)
+            asked.until(lambda name=name: name in listener.rejected)
+        assert asked.known_answer_check.num_right == turn + 1
+    assert (asked.wrongs, listener.error) == ([], None)
+    asked.engine.stop()
+
+
+def test_a_replica_too_small_for_the_question_ends_as_nobody_can_be_asked():
+    asked = Asked(Poisonable(), num_blocks=8)
+    asked.known_answer_check.stand_by()
+    listener = Listener()
+    asked.engine.attach(listener)
+    for number in range(2):
+        asked.engine.submit(poisoned(f"bad-{number}"), listener)
+        asked.until(lambda number=number: f"bad-{number}" in listener.rejected)
+    assert {type(error) for error in listener.rejected.values()} == {InternalError}
+    asked.engine.submit(poisoned("bad-2"), listener)
+    asked.until(lambda: bool(asked.wrongs))
+    asked.engine.stop()
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["compared", "in doubt alone"])
+def test_a_question_in_doubt_for_which_there_is_no_room_is_asked_again(begins):
     asked = Asked(Poisonable(), max_num_seqs=1, max_num_waiting=1)
-    asked.known_answer_check.begin()
+    begin(asked, begins)
     listener = Listener()
     asked.engine.attach(listener)
     for number in range(2):  # alone, one after the other

@@ -84,10 +84,12 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
 
   function newRow(one) {
     const element = made("tr", "");
+    element.setAttribute("role", "row"); // as a card (page.css) it is still read as a row of a table
     const name = made("th", "", shortName(one.replica_id));
-    name.scope = "row";
+    name.setAttribute("role", "rowheader");
     name.title = `${one.replica_id}, ${one.model}`;
-    const orders = made("td", "");
+    const orders = made("td", "orders");
+    orders.setAttribute("role", "cell");
     const button = made("button", "order");
     const kill = made("button", "order kill", "Kill");
     const row = { element, orders, button, kill, cells: [], isDrained: false };
@@ -118,15 +120,21 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
   }
 
   function cellsOf(one) {
-    return [
-      `${one.num_ranks}`,
-      `${one.num_running} + ${one.num_waiting}`,
-      null,
-      percent(one.prefix_hit_rate),
-      percent(one.acceptance),
-      steps(one),
-      rate(one),
-    ].map((text) => (text === null ? blocks(one) : made("td", "", text)));
+    const columns = [...at("columns").cells].map((column) => column.textContent);
+    const cells = [
+      made("td", "", `${one.num_ranks}`),
+      made("td", "", `${one.num_running} + ${one.num_waiting}`),
+      blocks(one),
+      made("td", "", percent(one.prefix_hit_rate)),
+      made("td", "", percent(one.acceptance)),
+      made("td", "step", steps(one)),
+      made("td", "", rate(one)),
+    ];
+    cells.forEach((cell, index) => {
+      cell.setAttribute("role", "cell");
+      cell.dataset.column = columns[index + 1];
+    });
+    return cells;
   }
 
   function blocks(one) {

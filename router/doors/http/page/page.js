@@ -54,6 +54,7 @@ function added(role, text) {
   message.setAttribute("aria-label", role === "user" ? "You" : "Answer");
   const content = made("div", "content", text);
   message.append(content);
+  at("empty").hidden = true;
   at("log").append(message);
   message.scrollIntoView({ block: "end" });
   return { message, content };
@@ -191,15 +192,26 @@ function setRunning(isRunning) {
   at("clear").disabled = isRunning;
 }
 
+function send(text) {
+  messages.push({ role: "user", content: text });
+  added("user", text);
+  ask();
+}
+
 at("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = at("prompt").value.trim();
   if (!text || running) return;
   at("prompt").value = "";
-  messages.push({ role: "user", content: text });
-  added("user", text);
-  ask();
+  send(text);
 });
+
+for (const example of document.querySelectorAll(".example")) {
+  example.addEventListener("click", () => {
+    send(example.textContent); // what is being written stays
+    at("prompt").focus(); // the button is gone
+  });
+}
 
 at("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -223,7 +235,8 @@ at("again").addEventListener("click", () => {
 
 at("clear").addEventListener("click", () => {
   messages.length = 0;
-  at("log").replaceChildren();
+  for (const message of at("log").querySelectorAll(".message")) message.remove();
+  at("empty").hidden = false;
   setRunning(false);
   at("prompt").focus();
 });

@@ -40,6 +40,13 @@ class Page:
         await self.do(lambda: self.browser.get(f"http://{self.place.router.http_address}/"))
         await self.until(lambda: self.find("#model option"))
 
+    async def run(self, script: str):
+        return await self.do(lambda: self.browser.execute_script(script))
+
+    async def resize(self, width: int) -> None:
+        size = {"width": width, "height": 860, "deviceScaleFactor": 1, "mobile": False}
+        await self.do(lambda: self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size))
+
     async def set(self, **fields: object) -> None:
         def fill() -> None:
             self.browser.execute_script("document.getElementById('sampling').open = true")
@@ -130,6 +137,53 @@ def test_a_chat_streams_and_goes_on_with_the_same_text_when_its_replica_is_kille
             assert mark.text.endswith(f"goes on at {other.replica_id.split('#')[-1]}")
             await page.until(lambda: page.find(".event.lost"))
             assert "tokens/s" in page.find(".figures")[-1].text
+            assert not page.complaints()
+
+    asyncio.run(run())
+
+
+WIDTHS = (390, 800, 1200, 1440, 2560, 3200)
+"""In CSS pixels. The last one has room for the table of replicas; the others show cards."""
+
+OUTSIDE = """
+const cells = [...document.querySelectorAll("#replicas :is(th, td, button)")].filter((one) => one.checkVisibility());
+const within = document.querySelector(".scrolls").getBoundingClientRect();
+const outside = cells.filter((one) => {
+  const box = one.getBoundingClientRect();
+  return box.left < within.left - 1 || box.right > within.right + 1 || one.scrollWidth > one.clientWidth + 1;
+});
+const isWide = document.documentElement.scrollWidth > window.innerWidth;
+return [...outside.map((one) => one.dataset.column ?? one.textContent), ...(isWide ? ["the page"] : [])];
+"""
+SCROLLERS = """
+return [...document.querySelectorAll("html, body, main")].filter((one) => one.scrollHeight > one.clientHeight + 1
+  && (one.tagName === "HTML" || getComputedStyle(one).overflowY !== "visible")).map((one) => one.tagName);
+"""
+LONG_STEPS = """
+for (const one of document.querySelectorAll("#replicas .step")) one.textContent = "1234.5 ms (100.1 + 1034.2 + 100.2)";
+"""
+
+
+def test_nothing_of_the_replicas_is_cut_at_any_width_and_an_empty_chat_offers_something_to_try():
+    async def run() -> None:
+        async with opened(*await two_replicas(), config=RouterConfig(killable=True)) as page:
+            await page.until(lambda: len(page.find("#replicas .kill")) == 2)
+            for width in WIDTHS:
+                await page.resize(width)
+                assert await page.run(LONG_STEPS + OUTSIDE) == [], width
+                assert len(await page.run(SCROLLERS)) <= 1, width
+            await page.set(max_tokens=5)
+            await page.do(lambda: page.find("#prompt")[0].send_keys("a draft"))
+            example = page.find("#empty .example")[0]
+            text = example.text
+            await page.do(example.click)
+            assert await page.ended() == "true"
+            assert page.find(".message.user")[0].text == text
+            assert page.find("#prompt")[0].get_attribute("value") == "a draft"
+            assert not page.find("#empty")[0].is_displayed()
+            await page.do(page.find("#clear")[0].click)
+            assert page.find("#empty")[0].is_displayed()
+            assert not page.find(".message")
             assert not page.complaints()
 
     asyncio.run(run())
