@@ -1,0 +1,70 @@
+"""A `holdfast serve` at free ports of loopback, as a context, for scripts that ask it over HTTP."""
+
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+from holdfast.worker.errors import ReplicaError
+
+START_S: Final = 600.0
+STOP_S: Final = 90.0
+_URL: Final = re.compile(r"^HTTP, for OpenAI's clients: (http://\S+)/v1")
+
+
+@contextmanager
+def served(settings: Mapping[str, Any], start_s: float = START_S) -> Iterator[str]:
+    """Serves by `settings`, a mapping as in serve.yaml, whose `cluster` gets free ports. Gives the base URL.
+
+    Its progress goes to stderr. Raises `ReplicaError` where it is not ready after `start_s` seconds.
+    """
+    ports = {"routers": 1, "port": 0, "http_port": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "serve.yaml"
+        config.write_text(json.dumps({**settings, "cluster": {**settings.get("cluster", {}), **ports}}))
+        command = [sys.executable, "-m", "holdfast.cluster.commands.cli", "serve", "--config", str(config)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        try:
+            yield _url(process, start_s)
+        finally:
+            stop(process)
+
+
+def stop(process: "subprocess.Popen[str]", wait_s: float = STOP_S) -> None:
+    """Ends a process that leads its session, and its children: Ctrl-C, and SIGKILL after `wait_s` seconds."""
+    for number, limit_s in ((signal.SIGINT, wait_s), (signal.SIGKILL, 10.0)):
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(limit_s)
+
+
+def _url(process: "subprocess.Popen[str]", start_s: float) -> str:
+    assert process.stdout is not None
+    found = queue.Queue[str]()
+    threading.Thread(target=_read, args=(process.stdout, found), daemon=True).start()
+    try:
+        url = found.get(timeout=start_s)
+    except queue.Empty:
+        raise ReplicaError(f"holdfast serve is not ready after {start_s:g} s") from None
+    if not url:
+        raise ReplicaError(f"holdfast serve has ended with exit code {process.wait(STOP_S)}")
+    return url
+
+
+def _read(stream: TextIO, found: "queue.Queue[str]") -> None:
+    """Reads to the end, so that the writer never waits; the end itself is an empty URL."""
+    for line in stream:
+        if match := _URL.match(line):
+            found.put(match[1])
+    found.put("")
