@@ -133,6 +133,13 @@ def models_at(folder: Path, models: Path | None, smollm2: Path | None) -> Iterat
         yield {**yaml.safe_load(made.read_text()), **SETTINGS}
 
 
+def only_needed(settings: dict[str, Any], sources: str) -> dict[str, Any]:
+    """The settings without models that no case names; the first stays."""
+    first, *others = settings["cluster"]["models"]
+    needed = [model for model in others if f'"{model["model"]["served_model_name"]}"' in sources]
+    return {**settings, "cluster": {**settings["cluster"], "models": [first, *needed]}}
+
+
 def run(arguments: argparse.Namespace, console: Console) -> list[Verdict]:
     cases = Cases(arguments.folder.resolve(), [part for part in arguments.only.split(",") if part], arguments.case_s)
     asked = [name for name in cases.names if name.startswith(SERVED)]
@@ -148,7 +155,11 @@ def run(arguments: argparse.Namespace, console: Console) -> list[Verdict]:
                 bars.advance(task)
 
         if asked:
-            with models_at(arguments.folder, arguments.models, arguments.smollm2) as settings, served(settings) as url:
+            sources = "".join((arguments.folder / f"{name}.py").read_text() for name in asked)
+            with (
+                models_at(arguments.folder, arguments.models, arguments.smollm2) as made,
+                served(settings := only_needed(made, sources)) as url,
+            ):
                 ask(asked, url, settings["cluster"]["models"][0]["model"]["served_model_name"])
         ask([name for name in cases.names if name not in asked])
     return found

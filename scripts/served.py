@@ -3,8 +3,10 @@
 import json
 import os
 import queue
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +29,8 @@ def served(settings: Mapping[str, Any], start_s: float = START_S) -> Iterator[st
 
     Its progress goes to stderr. Raises `ReplicaError` where it is not ready after `start_s` seconds.
     """
-    ports = {"routers": 1, "port": 0, "http_port": 0}
+    port, http_port = free_ports(2)  # chosen here, so that a router which is started again comes back at them
+    ports = {"routers": 1, "port": port, "http_port": http_port}
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "serve.yaml"
         config.write_text(json.dumps({**settings, "cluster": {**settings.get("cluster", {}), **ports}}))
@@ -37,6 +40,16 @@ def served(settings: Mapping[str, Any], start_s: float = START_S) -> Iterator[st
             yield _url(process, start_s)
         finally:
             stop(process)
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports of loopback that are free now, below those that systems give to connections."""
+    found: list[int] = []
+    while len(found) < number:
+        port = random.randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+    return found
 
 
 def stop(process: "subprocess.Popen[str]", wait_s: float = STOP_S) -> None:
