@@ -87,11 +87,7 @@ class GenerationRequest:
             self._check_resume(self.resume)
         self._check_sequences(limits)
         self._check_token_ids(limits)
-        if len(self.request_id) > limits.max_request_id_length:
-            limit = f"must have at most {limits.max_request_id_length} characters"
-            raise InvalidRequestError("request_id", self.request_id, limit)
-        if not (self.request_id.isascii() and self.request_id.isprintable()):
-            raise InvalidRequestError("request_id", self.request_id, "must consist of printable ASCII characters")
+        check_request_id(self.request_id, limits)
         for name, value in (("cache_salt", self.cache_salt), ("tenant", self.tenant), ("session_id", self.session_id)):
             if len(value) > limits.max_request_id_length:
                 limit = f"must have at most {limits.max_request_id_length} characters"
@@ -192,6 +188,15 @@ def check_text(text: str, limits: LimitsConfig, field: str = "text") -> None:
     if num_bytes > limits.max_prompt_bytes:
         limit = f"must be at most {limits.max_prompt_bytes} bytes (limits.max_prompt_bytes), not {num_bytes}"
         raise InvalidRequestError(field, f"{num_bytes} bytes", limit)
+
+
+def check_request_id(request_id: str, limits: LimitsConfig) -> None:
+    """Raises `InvalidRequestError` for an id that is too long, or that no header could say."""
+    if len(request_id) > limits.max_request_id_length:
+        limit = f"must have at most {limits.max_request_id_length} characters"
+        raise InvalidRequestError("request_id", request_id, limit)
+    if not (request_id.isascii() and request_id.isprintable()):
+        raise InvalidRequestError("request_id", request_id, "must consist of printable ASCII characters")
 
 
 def derived_seed(request_id: str) -> int:

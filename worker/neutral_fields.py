@@ -1,6 +1,6 @@
-"""Fields of vLLM's request classes that are not supported: values that ask for nothing are taken, others are refused.
+"""Fields of vLLM's requests that are not supported: values that ask for nothing are taken, others are refused by name.
 
-What may not live here: which fields those are; each class gives its own table.
+The tables of vLLM's classes are here; bodies of HTTP requests add to them what only bodies have.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ Neutral = Mapping[str, tuple[object, ...]]
 Owner = TypeVar("Owner")
 
 SAMPLING_FIELDS: Final[Neutral] = {
-    "watermarking": (None,),
+    "watermarking": (None, False),
     "prompt_logprob_token_ids": (None,),
     "prompt_logprob_start": (None,),
     "flat_logprobs": (False,),
@@ -46,8 +46,9 @@ def check_neutral(name: str, value: object, values: tuple[object, ...], field: s
     """Raises `InvalidRequestError` for a value that asks for something. `field` comes before the name in its words."""
     if any(type(value) is type(one) and value == one for one in values):
         return
-    wish = " or ".join(map(repr, values))
-    raise InvalidRequestError(f"{field}{name}", value, f"must be {wish}: what else it asks for is not supported")
+    wish = " or ".join(repr(one) for one in values if one is not None)
+    limit = f"must be {wish}: what else it asks for is not supported" if wish else "is not supported"
+    raise InvalidRequestError(f"{field}{name}", value, limit)
 
 
 def takes_neutral(table: Neutral, field: str) -> Callable[[type[Owner]], type[Owner]]:

@@ -15,6 +15,7 @@ from holdfast.router.doors.loggable import loggable
 from holdfast.router.field_names import FieldNames, naming
 from holdfast.router.wire.json_bounds import JsonBounds, TokenIds
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.neutral_fields import SAMPLING_FIELDS, Neutral, check_neutral
 from holdfast.worker.parameters import FIELD
 from holdfast.worker.sampling_params import PARAMETERS
 
@@ -31,13 +32,11 @@ _ACCEPTED = frozenset(
         "prompt_cache_retention",
         "moderation",
         "verbosity",
-        "request_id",
-        "stream_interval",
     ]
 )
 """Known fields that change nothing of the output."""
 
-ONE_PLAIN_CHOICE: Final[Mapping[str, tuple[object, ...]]] = {
+ONE_PLAIN_CHOICE: Final[Neutral] = {
     "n": (1,),
     "best_of": (1,),
     "use_beam_search": (False,),
@@ -93,8 +92,8 @@ class Reads(BaseModel):
     _origin: "Reads | None" = PrivateAttr(default=None)
     """The body that this one is made of."""
 
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "spaces_between_special_tokens": (True,),
+    neutral: ClassVar[Neutral] = {
+        **SAMPLING_FIELDS,
         "include_reasoning": (True,),
         "return_prompt_text": (False,),
         "return_token_strs": (False,),
@@ -102,13 +101,10 @@ class Reads(BaseModel):
         "return_tokens_as_token_ids": (False,),
         "return_token_offsets": (False,),
         "return_weight_versions": (False,),
-        "watermarking": (False,),
         "kv_transfer_params": ({},),
         "ec_transfer_params": ({},),
         "prompt_embeds": ([],),
         "vllm_xargs": ({},),
-        "thinking_token_budget": (),
-        "repetition_detection": (),
     }
     """Fields that are not supported, with the values that ask for nothing. None always asks for nothing."""
 
@@ -180,8 +176,8 @@ class Reads(BaseModel):
     def _check_extra(self) -> None:
         for name, value in (self.model_extra or {}).items():
             if name in self.neutral:
-                if value is not None and value not in self.neutral[name]:
-                    raise InvalidRequestError(name, value, "is not supported")
+                if value is not None:
+                    check_neutral(name, value, self.neutral[name])
             elif name not in PARAMETERS and name not in _ACCEPTED and name not in _logged and len(_logged) < 1000:
                 _logged.add(name)
                 logger.warning("a request has a field that is not known here, %r: it is ignored", loggable(name))
@@ -220,6 +216,8 @@ class Body(Reads):
         return FieldNames({**self.fixed_names, **said}, then)
 
     model: str | None = None
+    request_id: str | None = None
+    """The answer's `id` is made of it, and the tenant can abort the request by it. Unset: one is chosen."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     use_beam_search: bool | None = None
@@ -275,7 +273,7 @@ class CompletionBody(Body):
     """`POST /v1/completions`."""
 
     lists_of_ids = (*Body.lists_of_ids, "prompt")
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {**Body.neutral, "suffix": ("",)}
+    neutral: ClassVar[Neutral] = {**Body.neutral, "suffix": ("",)}
 
     prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
     add_special_tokens: bool | None = None
@@ -305,7 +303,7 @@ class ChatBody(Body, ChatFields):
         "max_completion_tokens": "max_tokens",
         "top_logprobs": "logprobs",
     }
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+    neutral: ClassVar[Neutral] = {
         **Body.neutral,
         "audio": (),
         "modalities": (["text"],),

@@ -61,6 +61,7 @@ class GenerationEndpoints:
     async def chat_completions(self, request: Request) -> ASGIApp:
         submission, content = await self._reader.submission(request)
         body, bare = await self._reader.decoded(content, ChatBody, partial(chat_request, tenant=tenant_of(request)))
+        submission = self._reader.named(submission, bare)
         plan = await self._reader.plan(bare)
         generation = submission.of(plan.request, choices=plan.request.sampling_params.n)
         view = ChatView(
@@ -91,6 +92,7 @@ class GenerationEndpoints:
         body, bare = await self._reader.decoded(
             content, CompletionBody, partial(completion_requests, tenant=tenant_of(request))
         )
+        submission = self._reader.named(submission, bare[0])
         choices = bare[0].sampling_params.n
         generations = [
             submission.of(one, number=number, num_prompts=len(bare), choices=choices) for number, one in enumerate(bare)
@@ -136,6 +138,7 @@ class GenerationEndpoints:
         body, bare = await self._reader.decoded(
             content, ResponsesBody, lambda one: chat_request(responses_chat(one), tenant)
         )
+        submission = self._reader.named(submission, bare)
         plan = await self._reader.plan(bare, "text.format")
         generation, created = submission.of(plan.request), submission.identity.created
         tokens = self._tokens(generation)
@@ -156,6 +159,7 @@ class GenerationEndpoints:
         body, bare = await self._reader.decoded(
             content, MessagesBody, lambda one: chat_request(messages_chat(one), tenant)
         )
+        submission = self._reader.named(submission, bare)
         plan = await self._reader.plan(bare, body.shape_field)
         generation = submission.of(plan.request)
         if not body.stream:

@@ -12,6 +12,7 @@ from holdfast.router.chat_messages import content_text
 from holdfast.router.doors.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, Reads
 from holdfast.router.tools.tools import checked_tool
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.neutral_fields import Neutral
 
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -19,7 +20,7 @@ _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 class MessagesBody(Reads):
     """`POST /v1/messages`."""
 
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+    neutral: ClassVar[Neutral] = {
         **Reads.neutral,
         **ONE_PLAIN_CHOICE,
         "mcp_servers": ([],),

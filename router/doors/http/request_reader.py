@@ -47,6 +47,10 @@ class RequestReader:
         self._decode_worker = decode_worker
         self._poison_watch = poison_watch
 
+    def named(self, submission: Submission, request: GenerationRequest) -> Submission:
+        """With the id that a body gives its request, if any. Raises `InvalidRequestError`."""
+        return submission.named(request.request_id, self._limits)
+
     async def submission(self, request: Request) -> tuple[Submission, bytes]:
         """Which request it is, and its body's own bytes."""
         note_incoming(request.headers.get(TRACEPARENT, ""))

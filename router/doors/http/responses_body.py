@@ -13,6 +13,7 @@ from holdfast.router.chat_messages import call_arguments, content_text
 from holdfast.router.doors.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, Reads
 from holdfast.router.tools.tools import checked_tool
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.neutral_fields import Neutral
 
 LOGPROBS: Final = "message.output_text.logprobs"
 NOTHING: Final = "reasoning.encrypted_content"
@@ -22,7 +23,7 @@ NOTHING: Final = "reasoning.encrypted_content"
 class ResponsesBody(Reads):
     """`POST /v1/responses`."""
 
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+    neutral: ClassVar[Neutral] = {
         **Reads.neutral,
         **ONE_PLAIN_CHOICE,
         "previous_response_id": (),

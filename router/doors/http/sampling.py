@@ -121,6 +121,7 @@ class ServiceFields(TypedDict):
     """Fields of a `GenerationRequest` that say whose it is and how it is served."""
 
     model: str
+    request_id: str
     priority: Priority
     timeout_s: float | None
     cache_salt: str
@@ -133,6 +134,7 @@ def service_of(body: Body, tenant: str) -> ServiceFields:
     """What every body says in the same way, whatever its prompt."""
     return ServiceFields(
         model=body.model or "",
+        request_id=body.request_id or "",
         priority=priority_of(body),
         timeout_s=body.timeout,
         cache_salt=body.cache_salt or "",

@@ -12,13 +12,18 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from holdfast.router.config import LimitsConfig
+<<<<<<< HEAD
 from holdfast.router.dispatch.output_stream import Taker, merged
 from holdfast.router.doors.http.event_ids import LAST_EVENT_ID, EventIds, digest_of
+=======
+from holdfast.router.dispatch.output_stream import Taker
+from holdfast.router.doors.http.event_ids import EVENT_IDS, LAST_EVENT_ID, EventIds, digest_of
+>>>>>>> e02a0270 (HTTP: a body's request_id is the request's id, and one table says which of vLLM's fields are not supported)
 from holdfast.router.doors.http.event_stream import Shortcut
 from holdfast.router.doors.http.resume_record import read_record
 from holdfast.router.events import Deliver
 from holdfast.router.held_stream import HOLD, REPLICAS, RESUME, Identity, Mark, Noted, NotedSequence
-from holdfast.router.request import GenerationRequest
+from holdfast.router.request import GenerationRequest, check_request_id
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.poison_watch import PoisonWatch, begin_reading
 from holdfast.router.router_losses import ROUTERS_LOST, routers_lost
@@ -56,6 +61,16 @@ class Submission:
         if not attempt and (event_ids := EventIds.asked_by(headers, identity)) is not None:
             return cls(identity=event_ids.identity, event_ids=event_ids), content
         return cls(identity=identity, attempt=attempt, tells_replicas=tells_replicas), content
+
+    def named(self, request_id: str, limits: LimitsConfig) -> "Submission":
+        """With the id that a body gives its request, if any. Raises `InvalidRequestError`."""
+        if not request_id or self.noted is not None:
+            return self
+        if self.event_ids is not None:
+            told = f"must not be set with {EVENT_IDS} or {LAST_EVENT_ID}: the ids of events have one of their own"
+            raise InvalidRequestError("request_id", request_id, told)
+        check_request_id(request_id, limits)
+        return replace(self, identity=Identity(request_id, self.identity.created))
 
     @property
     def is_held(self) -> bool:
@@ -147,7 +162,7 @@ class Submission:
         self, request: GenerationRequest, *, number: int = 0, num_prompts: int = 1, choices: int = 1
     ) -> GenerationRequest:
         """A request of the body as it is submitted now: number `number` of `num_prompts`, each of so many choices."""
-        if not self.marks:
+        if not self.marks and not request.request_id:
             return request
         request_id, resume, timeout_s = self.identity.request_id, None, request.timeout_s
         if self.noted is not None:

@@ -70,6 +70,11 @@ REFUSED = [
     ("/v1/chat/completions", {"logprob_token_ids": [5]}, "logprob_token_ids", "must come with logprobs"),
     ("/v1/messages", {"logprob_token_ids": [5]}, "logprob_token_ids", "is not supported"),
     ("/v1/responses", {"logprob_token_ids": [5]}, "logprob_token_ids", "is not supported"),
+    *((path, {"request_id": "x" * 200}, "request_id", "at most 128") for path in BY_PATH),
+    ("/v1/completions", {"request_id": "a\nb"}, "request_id", "printable ASCII"),
+    ("/v1/completions", {"request_id": 7}, "request_id", "string"),
+    *((path, {"flat_logprobs": True}, "flat_logprobs", "must be False") for path in BY_PATH),
+    *((path, {"stream_interval": 5}, "stream_interval", "is not supported") for path in BY_PATH),
     ("/v1/completions", {"logit_bias": {"999999": 1}}, "logit_bias", "unlike 999999"),
     ("/v1/completions", {"logit_bias": {"3": 1, "7": 101}}, "logit_bias", "token 7"),
     ("/v1/completions", {"truncation_side": "middle"}, "truncation_side", ""),
@@ -96,6 +101,43 @@ async def test_a_refusal_names_what_was_written(path: str, fields: dict[str, Any
         assert error["message"].startswith(named), error
         assert limit in error["message"]
         assert error.get("param", named).startswith(named)
+
+
+IDS = {
+    "/v1/chat/completions": ("chatcmpl-mine 1", lambda event: event["id"]),
+    "/v1/completions": ("cmpl-mine 1", lambda event: event["id"]),
+    "/v1/messages": ("msg_mine 1", lambda event: event["message"]["id"]),
+    "/v1/responses": ("resp_mine 1", lambda event: event["response"]["id"]),
+}
+
+
+@pytest.mark.parametrize("path", BY_PATH)
+@on_a_loop
+async def test_a_request_has_the_id_that_its_body_says(path: str):
+    """Whole, streamed, and streamed to a front, which comes back by the id if the router is lost."""
+    own, of_stream = IDS[path]
+    async with door() as (client, replica):
+        whole = (await posted(client, path, request_id="mine 1")).json()
+        assert whole["id"] == own
+        body = {"model": "fake", **BY_PATH[path], "request_id": "mine 1", "stream": True}
+        for headers in ({}, {"x-holdfast-hold": "1"}):
+            answer = await client.post(path, json=body, headers=headers)
+            assert of_stream(events(answer.text)[0]) == own
+            assert answer.headers.get("x-holdfast-hold", "mine 1 0").rpartition(" ")[0] == "mine 1"
+        assert {submit.request_id for submit in replica.submits} == {"mine 1"}
+        answer = await client.post(path, json=body, headers={"x-holdfast-event-ids": "1"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith("request_id")
+
+
+@on_a_loop
+async def test_prompts_under_one_id_are_its_parts():
+    async with door() as (client, replica):
+        answer = (await posted(client, "/v1/completions", prompt=["a", "b"], request_id="mine")).json()
+        assert (answer["id"], len(answer["choices"])) == ("cmpl-mine", 2)
+        first, second = replica.submits[-2:]
+        assert first.request_id == second.request_id == "mine"
+        assert first.sampling_params.seed != second.sampling_params.seed
 
 
 @on_a_loop

@@ -2,6 +2,9 @@
 
 import pytest
 
+from holdfast.router.doors.http.bodies import ChatBody, CompletionBody
+from holdfast.router.doors.http.messages_body import MessagesBody
+from holdfast.router.doors.http.responses_body import ResponsesBody
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.neutral_fields import SAMPLING_FIELDS, STRUCTURE_FIELDS
 from holdfast.worker.sampling_params import SamplingParams
@@ -32,6 +35,11 @@ def test_structure_fields(name):
         StructuredOutputs(regex="a", **{name: "something else"})
     with pytest.raises(InvalidRequestError, match=field):
         SamplingParams(structured_outputs={"regex": "a", name: "something else"})
+
+
+def test_bodies_know_the_same_fields_by_the_same_table():
+    for kind in (CompletionBody, ChatBody, MessagesBody, ResponsesBody):
+        assert kind.neutral.items() >= SAMPLING_FIELDS.items()
 
 
 def test_no_json_object_by_none():
