@@ -27,7 +27,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from scripts.served import served, stop
+from scripts.served import end_on_sigterm, served, stop
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 SERVED: Final = ("http", "vllm")
@@ -174,6 +174,7 @@ def table(found: Sequence[Verdict]) -> Table:
 
 
 def main() -> int:
+    end_on_sigterm()
     parser = argparse.ArgumentParser(description="Small cases of users' reports, RIGHT or WRONG.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--models", type=Path, help="where make_models.py has written, or is to write")

@@ -23,6 +23,11 @@ STOP_S: Final = 90.0
 _URL: Final = re.compile(r"^HTTP, for OpenAI's clients: (http://\S+)/v1")
 
 
+def end_on_sigterm() -> None:
+    """Has SIGTERM unwind this process as Ctrl-C does, so that what it started ends with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 @contextmanager
 def served(settings: Mapping[str, Any], start_s: float = START_S) -> Iterator[str]:
     """Serves by `settings`, a mapping as in serve.yaml, whose `cluster` gets free ports. Gives the base URL.

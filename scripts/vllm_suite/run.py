@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
-from rich.table import Table
 
 from holdfast.cluster.bundled_model.bundled_model import BUNDLED, bundled_path
-from scripts.served import served
+from scripts.served import end_on_sigterm, served
 from scripts.vllm_suite.differences import Difference, difference_of, read
 from scripts.vllm_suite.fetch import OPENAI, VLLM, CannotFetchError, fetch, fetch_tools
 from scripts.vllm_suite.suites import SUITES, Outcome, Server
 
 CANNOT_FETCH: Final = 3
 MODEL: Final = "served"
+COLUMNS: Final = ("passed", "failed", "known difference", "skipped")
 
 
 def settings(model: str) -> dict[str, Any]:
@@ -53,37 +53,36 @@ def outlived(outcomes: Sequence[Outcome], differences: Sequence[Difference]) -> 
     return [one for one in differences if one in passed - failed]
 
 
-def ask(folder: Path, names: Sequence[str], model: Path | None) -> dict[str, list[Outcome]]:
-    """What came of each test, by suite. Raises `CannotFetchError`."""
+def ask(folder: Path, names: Sequence[str], model: Path | None, console: Console) -> int:
+    """Runs suites, and reports each when it is over. Returns how many tests failed that should not.
+
+    Raises `CannotFetchError`.
+    """
     tools = fetch_tools(folder)
     roots = {name: _root(name, folder, tools) for name in names}
     with served(settings(BUNDLED if model is None else str(model.resolve()))) as url:
         server = Server(url, MODEL, model or bundled_path(BUNDLED))
-        return {name: SUITES[name](root, tools, server) for name, root in roots.items()}
+        return sum(report(name, SUITES[name](root, tools, server), console) for name, root in roots.items())
 
 
 def _root(name: str, folder: Path, tools: Path) -> Path:
     return fetch("openai", OPENAI, folder, tools) if name == "openai" else fetch("vllm", VLLM, folder, tools)
 
 
-def report(found: dict[str, list[Outcome]], console: Console) -> int:
+def report(name: str, outcomes: Sequence[Outcome], console: Console) -> int:
     """Prints each failure that is not known, and counts. Returns how many such failures there are."""
-    differences, num_unknown = read(), 0
-    columns = ("passed", "failed", "known difference", "skipped")
-    shown = Table("suite", *columns)
-    for name, outcomes in found.items():
-        counts, unknown = judged(outcomes, differences)
-        num_unknown += len(unknown) + (not outcomes)
-        shown.add_row(name, *(str(counts[column]) for column in columns))
-        for one in unknown:
-            console.print(f"failed: {one.test}: {one.why}", markup=False, highlight=False)
-        for gone in outlived(outcomes, differences):
-            console.print(f"no difference any more: {gone.beginning}", markup=False, highlight=False)
-    console.print(shown)
-    return num_unknown
+    differences = read()
+    counts, unknown = judged(outcomes, differences)
+    for one in unknown:
+        console.print(f"failed: {one.test}: {one.why}", markup=False, highlight=False)
+    for gone in outlived(outcomes, differences):
+        console.print(f"no difference any more: {gone.beginning}", markup=False, highlight=False)
+    console.print(f"{name}: {', '.join(f'{counts[column]} {column}' for column in COLUMNS)}", highlight=False)
+    return len(unknown) + (not outcomes)
 
 
 def main() -> int:
+    end_on_sigterm()
     parser = argparse.ArgumentParser(description="Others' suites against a served Holdfast.")
     parser.add_argument("folder", type=Path, nargs="?", help="where the suites are, or are fetched to")
     parser.add_argument("--only", default=",".join(SUITES), help="suites, of: " + ", ".join(SUITES))
@@ -91,11 +90,11 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() if arguments.folder is None else nullcontext(arguments.folder) as folder:
         try:
-            found = ask(Path(folder).resolve(), arguments.only.split(","), arguments.model)
+            console = Console(soft_wrap=True)
+            return min(ask(Path(folder).resolve(), arguments.only.split(","), arguments.model, console), 1)
         except CannotFetchError as error:
             print(f"the suites cannot be fetched: {error}", file=sys.stderr)
             return CANNOT_FETCH
-        return min(report(found, Console(width=None if sys.stdout.isatty() else 160)), 1)
 
 
 if __name__ == "__main__":

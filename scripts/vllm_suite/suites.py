@@ -80,6 +80,7 @@ def _pytest(root: Path, tools: Path, server: Server, arguments: Sequence[str]) -
     options = [
         "-q",
         "--tb=short",
+        "--continue-on-collection-errors",
         "-c",
         os.devnull,
         f"--rootdir={root}",
@@ -109,6 +110,7 @@ def vllm_examples(root: Path, _tools: Path, server: Server) -> list[Outcome]:
         log = root / "example.log"
         code = _run([sys.executable, name, *arguments], below, more, TEST_S, log)
         last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
+        print(f"{example}: {'failed' if code else 'passed'}", file=sys.stderr, flush=True)
         found.append(Outcome(f"vllm/examples/{example}", "failed" if code else "passed", last[-300:] if code else ""))
     return found
 
