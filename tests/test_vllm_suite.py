@@ -86,6 +86,18 @@ def test_tests_ask_for_the_model_and_examples_for_the_address_that_are_served(tm
     )
 
 
+CONFTEST = """
+import pytest
+from tests.utils import RemoteOpenAIServer
+
+def helper():
+    return 1
+
+@pytest.fixture(scope="module")
+def files():
+    return RemoteOpenAIServer
+"""
+
 SUITE = """
 import pytest
 from tests.utils import RemoteOpenAIServer
@@ -124,9 +136,7 @@ def test_of_vllms_tests_those_of_a_server_are_run(tmp_path):
     for folder in (root / "tests", below.parent, below):
         (folder / "__init__.py").write_text("")
     (root / "tests" / "conftest.py").write_text("import a_thing_that_only_they_have")
-    (below / "conftest.py").write_text(
-        "import pytest\ndef helper(): return 1\n@pytest.fixture(scope='module')\ndef files(): pass\n"
-    )
+    (below / "conftest.py").write_text(CONFTEST)
     (below / "test_a.py").write_text(SUITE)
     (below / "test_b.py").write_text("RemoteOpenAIServer\n")
     (below / "test_c.py").write_text("def test_of_no_server(): assert False\n")

@@ -14,13 +14,13 @@ from typing import Final
 
 VLLM: Final = "0.33.0"
 OPENAI: Final = "3.54.0"
-TOOLS: Final = ("pytest-asyncio", "setuptools_rust", "setuptools_scm")
+TOOLS: Final = ("pytest-asyncio", "pybase64", "setuptools_rust", "setuptools_scm")
 """What their tests and, for its metadata, vLLM's build need. They go into a folder of their own."""
 
 FETCH_S: Final = 900.0
 _NAMED_MODEL: Final = re.compile(r'^[ \t]*\w*(?:MODEL\w*|model_name)(?:: \w+)? = "([^"]+)"', re.MULTILINE)
 _SERVED_NAME: Final = re.compile(r'"--served-model-name",\s*"([^"]+)"')
-_MODEL_ARGUMENT: Final = re.compile(r'\bmodel="[^"]+"')
+_MODEL_ARGUMENT: Final = re.compile(r'\bmodel="([^"]*[-/][^"]*)"')
 
 
 class CannotFetchError(Exception):
@@ -61,10 +61,10 @@ def rename_models(files: Iterable[Path], served: str) -> None:
     """Has the tests of these files ask for the model that is served, whatever theirs is."""
     for file in files:
         text = file.read_text(encoding="utf-8")
-        names = {*_NAMED_MODEL.findall(text), *_SERVED_NAME.findall(text)}
+        names = {name for form in (_NAMED_MODEL, _SERVED_NAME, _MODEL_ARGUMENT) for name in form.findall(text)}
         for name in names:
             text = text.replace(f'"{name}"', f'"{served}"')
-        file.write_text(_MODEL_ARGUMENT.sub(f'model="{served}"', text), encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
 
 
 def rename_address(files: Iterable[Path], url: str) -> None:

@@ -19,9 +19,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--stand-ins", help="vLLM's source; unset: tests import what they want")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if root := config.getoption("--stand-ins"):
-        install(Path(root), config.getoption("--served-url"), config.getoption("--served-tokenizer"))
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Conftests import the stand-ins, too."""
+    given = early_config.known_args_namespace
+    if given.stand_ins:
+        install(Path(given.stand_ins), given.served_url, given.served_tokenizer)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
@@ -57,7 +60,9 @@ class Outcomes:
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
-    return str(getattr(crash, "message", report.longrepr or "")).strip()
+    if crash is not None:
+        return str(crash.message).strip()
+    return (str(report.longrepr or "").strip().splitlines() or [""])[-1]
 
 
 @pytest.hookimpl(trylast=True)
