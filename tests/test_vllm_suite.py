@@ -52,6 +52,8 @@ def test_counts():
     assert [one.test for one in unknown] == ["vllm/a.py::test_chat"]
     assert run.outlived(outcomes, known) == [known[1]]
     assert difference_of("vllm/b.py", known) is None
+    assert difference_of("vllm/a.py::test_b[my-lora]", [Difference("vllm/*-lora]", "no LoRA")])
+    assert difference_of("vllm/a.py::test_b[my-lora]", [Difference("vllm/*-LoRA]", "no LoRA")]) is None
 
 
 def test_a_suite_of_which_nothing_was_run_is_a_failure():

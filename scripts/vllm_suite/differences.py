@@ -2,9 +2,10 @@
 
     python -m scripts.vllm_suite.differences [--check]
 
-`differences.txt` has one in each line: the beginning of a test's name, ` -> `, the reason.
+`differences.txt` has one in each line: the beginning of a test's name (`*`: anything), ` -> `, the reason.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,11 @@ def read(path: Path = FILE) -> list[Difference]:
 
 def difference_of(test: str, differences: Iterable[Difference]) -> Difference | None:
     """The one that a test falls under, of those sorted as `read` gives them."""
-    return next((one for one in differences if test.startswith(one.beginning)), None)
+    return next((one for one in differences if _form(one.beginning).match(test)), None)
+
+
+def _form(beginning: str) -> re.Pattern[str]:
+    return re.compile(".*".join(map(re.escape, beginning.split("*"))))
 
 
 def table(differences: Iterable[Difference]) -> str:
