@@ -71,7 +71,8 @@ def openai_tests(root: Path, tools: Path, server: Server) -> list[Outcome]:
     """The tests of OpenAI's client that ask a server for what this one has."""
     files = [root / "tests" / "api_resources" / name for name in OPENAI_TESTS]
     rename_models(files, server.model)
-    return _pytest(root, tools, server, [str(file.relative_to(root)) for file in files])
+    options = ("--asyncio-mode=auto", "--override-ini=asyncio_default_fixture_loop_scope=session")
+    return _pytest(root, tools, server, [*options, *(str(file.relative_to(root)) for file in files)])
 
 
 def _pytest(root: Path, tools: Path, server: Server, arguments: Sequence[str]) -> list[Outcome]:
@@ -94,7 +95,7 @@ def _pytest(root: Path, tools: Path, server: Server, arguments: Sequence[str]) -
     _run([sys.executable, "-m", "pytest", *options, *arguments], root, more, SUITE_S, root / "pytest.log")
     lines = outcomes.read_text().splitlines() if outcomes.exists() else []
     return [
-        Outcome(f"{root.name.partition('-')[0]}/{one['test']}", one["outcome"], one["why"])
+        Outcome(f"{root.name.partition('-')[0]}/{one['test'].removeprefix('tests/')}", one["outcome"], one["why"])
         for one in map(json.loads, lines)
     ]
 
