@@ -59,9 +59,10 @@ def _pip(*arguments: str, more: Mapping[str, str] = {}) -> None:  # it is only r
 
 def rename_models(files: Iterable[Path], served: str) -> None:
     """Has the tests of these files ask for the model that is served, whatever theirs is."""
-    for file in files:
-        text = file.read_text(encoding="utf-8")
-        names = {name for form in (_NAMED_MODEL, _SERVED_NAME, _MODEL_ARGUMENT) for name in form.findall(text)}
+    texts = {file: file.read_text(encoding="utf-8") for file in files}
+    forms = (_NAMED_MODEL, _SERVED_NAME, _MODEL_ARGUMENT)
+    names = {name for text in texts.values() for form in forms for name in form.findall(text)}
+    for file, text in texts.items():
         for name in names:
             text = text.replace(f'"{name}"', f'"{served}"')
         file.write_text(text, encoding="utf-8")
