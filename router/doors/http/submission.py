@@ -12,13 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from holdfast.router.config import LimitsConfig
-<<<<<<< HEAD
 from holdfast.router.dispatch.output_stream import Taker, merged
-from holdfast.router.doors.http.event_ids import LAST_EVENT_ID, EventIds, digest_of
-=======
-from holdfast.router.dispatch.output_stream import Taker
 from holdfast.router.doors.http.event_ids import EVENT_IDS, LAST_EVENT_ID, EventIds, digest_of
->>>>>>> e02a0270 (HTTP: a body's request_id is the request's id, and one table says which of vLLM's fields are not supported)
 from holdfast.router.doors.http.event_stream import Shortcut
 from holdfast.router.doors.http.resume_record import read_record
 from holdfast.router.events import Deliver
