@@ -114,7 +114,7 @@ def step(num_sequences: int, num_tokens: int, first_position: int) -> StepPlan:
     num_blocks = -(-(first_position + num_tokens) // BLOCK_SIZE)
     return StepPlan(
         step_id=1,
-        sequences=tuple(
+        others=tuple(
             ScheduledSequence(
                 sequence_id=i,
                 first_position=first_position,

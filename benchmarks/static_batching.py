@@ -26,7 +26,9 @@ class StaticBatching:
             self._take_batch(queues)
         alive = [sequence for sequence in queues.running if sequence.status is SequenceStatus.RUNNING]
         prefills = [sequence for sequence in alive if sequence.num_uncomputed_tokens > 1]
-        return share_out(prefills or alive, self.limits.max_num_batched_tokens)
+        shares: list[Share] = []
+        share_out(prefills or alive, self.limits.max_num_batched_tokens, shares)
+        return shares
 
     def schedule_ahead(self, queues: SequenceQueues) -> list[Share]:
         return []

@@ -41,7 +41,7 @@ def make_plan(info: ModelInfo, num_sequences: int, num_tokens: int, num_before: 
         )
         for number in range(num_sequences)
     ]
-    return StepPlan(step_id=1, sequences=tuple(sequences))
+    return StepPlan(step_id=1, others=tuple(sequences))
 
 
 def shapes(info: ModelInfo) -> list[tuple[int, int, int]]:

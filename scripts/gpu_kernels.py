@@ -398,7 +398,7 @@ def _batch(sequences: list[tuple[int, int]], own_blocks: bool) -> StepBatch:
         )
         for number, (first, count) in enumerate(sequences)
     )
-    return StepBatch.unpack(StepBatch.pack(StepPlan(step_id=0, sequences=shares)))
+    return StepBatch.of(StepPlan(step_id=0, others=shares))
 
 
 def main() -> int:

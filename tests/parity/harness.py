@@ -106,7 +106,7 @@ def logits_in_chunks(leader: LeaderRunner, prompts: Sequence[Sequence[int]], chu
     for start in range(0, max(map(len, prompts)), chunk):
         counts = [max(0, min(chunk, len(prompt) - start)) for prompt in prompts]
         spans = [(number, count) for number, count in enumerate(counts) if count]
-        plan = StepPlan(step_id=0, sequences=tuple(sequences.scheduled(n, start, c, c) for n, c in spans))
+        plan = StepPlan(step_id=0, others=tuple(sequences.scheduled(n, start, c, c) for n, c in spans))
         for (number, _), part in zip(spans, leader.logits(plan).split([c for _, c in spans]), strict=True):
             rows[number].append(part)
     return [torch.cat(parts) for parts in rows]
@@ -119,7 +119,7 @@ def greedy_tokens(leader: LeaderRunner, prompts: Sequence[Sequence[int]], num_ne
     for _ in range(num_new):
         numbers = range(len(prompts))
         steps = [sequences.scheduled(n, starts[n], len(sequences.tokens[n]) - starts[n], 1) for n in numbers]
-        result = leader.run(StepPlan(step_id=0, sequences=tuple(steps)))
+        result = leader.run(StepPlan(step_id=0, others=tuple(steps)))
         for number, drawn in enumerate(result.token_ids):
             starts[number] = len(sequences.tokens[number])
             sequences.tokens[number] += drawn

@@ -84,3 +84,8 @@ def shares(plan: StepPlan) -> list[tuple[int, int, int]]:
 
 def members(plan: StepPlan) -> list[int]:
     return [sequence.sequence_id for sequence in plan.sequences]
+
+
+def dropped(scheduler):
+    """The requests that a scheduler has dropped since the last call."""
+    return [one.attempt for one in scheduler.take_dropped()]

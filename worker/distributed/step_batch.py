@@ -1,7 +1,7 @@
-"""Step batch: a plan as arrays, in the form in which the leader broadcasts a step to the other ranks.
+"""Step batch: a plan as arrays, and the one array in which the leader broadcasts a step to the other ranks.
 
-    packed:  [S, T, B, C, P, step id, with logits | S first positions | S token counts | S draw counts |
-              S block counts | T ids | B blocks | C sources | C destinations | C slot counts | P rows]
+    packed:  [S, T, B, C, P, step id, with logits, with masses, steps | S first positions | S token counts |
+              S draw counts | S block counts | T ids | B blocks | C sources | C destinations | C slot counts | P rows]
 
 It is one int64 array. C, the block copies, and P, the rows that give prompt log-probabilities, are nearly always 0.
 What may not live here: torch; the model turns arrays into tensors.
@@ -10,8 +10,7 @@ What may not live here: torch; the model turns arrays into tensors.
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +22,9 @@ from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPl
 IntArray = NDArray[np.int64]
 
 _HEADER_WORDS: Final = 9
-_WORD_BYTES: Final = 8
 
-Column: TypeAlias = "array[int] | bytes | memoryview"
-
-_NOTHING: Final = array("q")
-_NO_COLUMNS: Final = (_NOTHING,) * 6
+_NO_ROWS: Final = np.zeros(0, dtype=np.int64)
+_NO_COPIES: Final = np.zeros((3, 0), dtype=np.int64)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,35 +88,52 @@ class StepBatch:
         blocks: IntArray = self.block_ids[table_starts[sequences] + indices]
         return blocks
 
-    @staticmethod
-    def pack(
-        plan: StepPlan, *, with_logits: bool = True, with_masses: bool = False, before: StepPlan | None = None
-    ) -> IntArray:
-        """The array that `unpack` reads. Its first word is at least 1: other messages may begin with 0 or less.
+    @classmethod
+    def of(cls, plan: StepPlan, *, with_logits: bool = True, before: StepPlan | None = None) -> "StepBatch":
+        """A plan as arrays. Where they can be, they are views of the plan's own: they are not to be written to.
 
         `before` is the plan of the step before, where tokens of this one are pending.
         """
-        rows, others = plan.decodes, plan.others
-        of_others = _columns(others) if others else _NO_COLUMNS
-        copies = _packed_copies(plan) if plan.block_copies else _NOTHING
-        prompt_rows = _prompt_logprob_rows(others, len(rows)) if others else _NOTHING
-        header = (
-            len(rows) + len(others),
-            len(rows) + len(of_others[4]),
-            len(rows.blocks.packed) // _WORD_BYTES + len(of_others[5]),
-            len(plan.block_copies),
-            len(prompt_rows),
-            plan.step_id,
-            with_logits,
-            with_masses,
-            rows.num_steps,
-        )
-        both = chain.from_iterable(zip(_columns_of_rows(rows), of_others, strict=True))
-        packed = np.frombuffer(bytearray().join((array("q", header), *both, copies, prompt_rows)), np.int64)
+        parts, prompt_rows = _row_arrays(plan.decodes), _NO_ROWS
+        if plan.others:
+            of_others, prompt_rows = _share_arrays(plan.others, len(plan.decodes.token_ids))
+            parts = tuple([np.concatenate(pair) for pair in zip(parts, of_others, strict=True)])
+        first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids = parts
         if before is not None and has_pending(plan):
-            start = _HEADER_WORDS + 4 * header[0]
-            _point_to_rows(packed[start : start + header[1]], np.frombuffer(drawing_rows(plan, before), np.int64))
-        return packed
+            rows = np.frombuffer(drawing_rows(plan, before), np.int64)
+            token_ids = np.where(rows == KNOWN, token_ids, -1 - rows)
+        return cls(
+            step_id=plan.step_id,
+            token_ids=token_ids,
+            first_positions=first_positions,
+            num_tokens=num_tokens,
+            num_draws=num_draws,
+            block_ids=block_ids,
+            num_blocks=num_blocks,
+            block_copies=_copies(plan) if plan.block_copies else _NO_COPIES,
+            logits_rows=_logits_rows(num_tokens, num_draws, len(token_ids), prompt_rows),
+            with_logits=with_logits,
+            with_masses=with_logits and plan.asks_for_logprobs,
+            num_steps=plan.num_steps,
+        )
+
+    def packed(self) -> IntArray:
+        """The array that `unpack` reads. Its first word is at least 1: other messages may begin with 0 or less."""
+        prompt_rows = self.logits_rows[self.num_draws.sum() :]
+        header = (
+            len(self.num_tokens),
+            len(self.token_ids),
+            len(self.block_ids),
+            self.block_copies.shape[1],
+            len(prompt_rows),
+            self.step_id,
+            self.with_logits,
+            self.with_masses,
+            self.num_steps,
+        )
+        of_sequences = (self.first_positions, self.num_tokens, self.num_draws, self.num_blocks)
+        rest = (self.token_ids, self.block_ids, self.block_copies.ravel(), prompt_rows)
+        return np.concatenate((np.array(header, dtype=np.int64), *of_sequences, *rest))
 
     @property
     def is_decode(self) -> bool:
@@ -145,10 +158,6 @@ class StepBatch:
             parts.append(packed[start : start + size])
             start += size
         first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids, copies, prompt_rows = parts
-        if num_sequences == total_tokens:  # one each
-            drawn_rows = num_draws.nonzero()[0]
-        else:
-            drawn_rows = counts_up(num_tokens.cumsum() - num_draws, num_draws)
         return cls(
             step_id=step_id,
             token_ids=token_ids,
@@ -158,7 +167,7 @@ class StepBatch:
             block_ids=block_ids,
             num_blocks=num_blocks,
             block_copies=copies.reshape(3, num_copies),
-            logits_rows=np.concatenate((drawn_rows, prompt_rows)) if num_prompt_rows else drawn_rows,
+            logits_rows=_logits_rows(num_tokens, num_draws, total_tokens, prompt_rows),
             with_logits=with_logits != 0,
             with_masses=with_masses != 0,
             num_steps=num_steps,
@@ -171,42 +180,49 @@ def counts_up(firsts: IntArray, lengths: IntArray) -> IntArray:
     return np.repeat(firsts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
 
 
-def _point_to_rows(token_ids: IntArray, rows: IntArray) -> None:
-    """Pending tokens say the rows that they are drawn in."""
-    np.copyto(token_ids, -1 - rows, where=rows != KNOWN)
+def _logits_rows(num_tokens: IntArray, num_draws: IntArray, total_tokens: int, prompt_rows: IntArray) -> IntArray:
+    if len(num_tokens) == total_tokens:  # one each
+        drawn_rows = num_draws.nonzero()[0]
+    else:
+        drawn_rows = counts_up(num_tokens.cumsum() - num_draws, num_draws)
+    return np.concatenate((drawn_rows, prompt_rows)) if len(prompt_rows) else drawn_rows
 
 
-def _columns_of_rows(rows: DecodeRows) -> tuple[Column, ...]:
-    """First positions, token counts, draw counts, block counts, tokens and blocks."""
+def _row_arrays(rows: DecodeRows) -> tuple[IntArray, ...]:
+    """First positions, token counts, draw counts, block counts, tokens and blocks of decode rows."""
     columns, blocks = rows.columns, rows.blocks
-    positions = np.frombuffer(columns.first_positions, np.int64) + rows.age
-    return (positions.data, columns.ones, columns.ones, blocks.num_blocks, rows.token_ids, blocks.packed)
-
-
-def _columns(sequences: Sequence[ScheduledSequence]) -> tuple["array[int]", ...]:
-    """The same of single shares."""
+    ones = np.frombuffer(columns.ones, np.int64)
     return (
-        array("q", [sequence.first_position for sequence in sequences]),
-        array("q", [len(sequence.token_ids) for sequence in sequences]),
-        array("q", [sequence.num_draws for sequence in sequences]),
-        array("q", [len(sequence.block_ids) for sequence in sequences]),
-        array("q", chain.from_iterable([sequence.token_ids for sequence in sequences])),
-        array("q", chain.from_iterable([sequence.block_ids for sequence in sequences])),
+        np.frombuffer(columns.first_positions, np.int64) + rows.age,
+        ones,
+        ones,
+        np.frombuffer(blocks.num_blocks, np.int64),
+        np.frombuffer(rows.token_ids, np.int64),
+        np.frombuffer(blocks.packed, np.int64),
     )
 
 
-def _packed_copies(plan: StepPlan) -> "array[int]":
+def _share_arrays(shares: Sequence[ScheduledSequence], first_row: int) -> tuple[list[IntArray], IntArray]:
+    """The same of single shares; and the rows, among all of the step, that tell prompt logprobs. `first_row` is the
+    first of these shares.
+    """
+    first_positions, num_tokens, num_draws, num_blocks = array("q"), array("q"), array("q"), array("q")
+    token_ids, block_ids, prompt_rows = array("q"), array("q"), array("q")
+    for share in shares:
+        first_positions.append(share.first_position)
+        num_tokens.append(len(share.token_ids))
+        num_draws.append(share.num_draws)
+        num_blocks.append(len(share.block_ids))
+        if (prompt := share.prompt_logprobs) is not None:
+            start = first_row + len(token_ids) + prompt.first_row
+            prompt_rows.extend(range(start, start + len(prompt.token_ids)))
+        token_ids.extend(share.token_ids)
+        block_ids.extend(share.block_ids)
+    columns = (first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids)
+    return [np.frombuffer(column, np.int64) for column in columns], np.frombuffer(prompt_rows, np.int64)
+
+
+def _copies(plan: StepPlan) -> IntArray:
     copies = plan.block_copies
     fields = ([copy.source for copy in copies], [c.destination for c in copies], [c.num_tokens for c in copies])
-    return array("q", chain.from_iterable(fields))
-
-
-def _prompt_logprob_rows(sequences: Sequence[ScheduledSequence], first_row: int) -> "array[int]":
-    """The rows, among all of the step, that tell prompt logprobs; `first_row` is the first of these sequences."""
-    rows = array("q")
-    start = first_row
-    for sequence in sequences:
-        if (params := sequence.prompt_logprobs) is not None:
-            rows.extend(range(start + params.first_row, start + params.first_row + len(params.token_ids)))
-        start += len(sequence.token_ids)
-    return rows
+    return np.array(fields, dtype=np.int64)

@@ -33,7 +33,7 @@ from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.request import EngineLoad, EngineRequest
 from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.stats import EngineStats, GpuStats
-from holdfast.worker.step_update import StepListener, StepUpdate
+from holdfast.worker.step_update import StepListener
 from holdfast.worker.tuning.batching_optimizer import Recommendation
 from holdfast.worker.tuning.step_tuner import StepTuner
 
@@ -84,6 +84,8 @@ class Engine:
         self._gpu_due_s = -math.inf
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.on_end: Callable[[HoldfastError], None] | None = None
+        """Called once with the reason when the engine ends, before its listeners are told. Set before `start`."""
         self._has_started = False
         self._starting = threading.Lock()
         """Of the start, and of an end before it."""
@@ -241,10 +243,11 @@ class Engine:
 
     def _take_commands(self) -> None:
         """Runs all commands in the inbox; with nothing to do, waits for the first command."""
-        if not self._core.has_work and self._inbox.is_empty:
-            first = self._inbox.wait(self._idle_s) or self._runner.keep_alive
-            first()
-        for command in self._inbox.take_all():
+        wait_s = 0.0 if self._core.has_work else self._idle_s
+        commands = self._inbox.take(wait_s)
+        if wait_s and not commands:
+            self._runner.keep_alive()
+        for command in commands:
             command()
 
     def _turn(self) -> None:
@@ -261,25 +264,23 @@ class Engine:
         self._deliver()
         ended_s, num_steps = self._clock(), plan.num_steps
         self._core.note_turn(launched_s - began_s, collected_s - launched_s, ended_s - collected_s, num_steps)
-        self._run_length.observe(plan, num_steps, step_s)
+        self._run_length.observe(plan, step_s)
         if self._gpu is not None and ended_s >= self._gpu_due_s:
             self._gpu_due_s, self._core.gpu = ended_s + GPU_EVERY_S, self._gpu()
         if self._tuner is not None:
             turn_s, num_gained = (ended_s - began_s) / num_steps, num_gained // num_steps
-            self._tune(self._tuner, plan.with_drafts(result.drafts), turn_s, num_gained)
+            self._tune(self._tuner, plan.with_drafts(result.drafts) if result.drafts else plan, turn_s, num_gained)
 
     def _launch_steps(self, now: float) -> None:
         """Plans and launches what the runner can take now: a step if it has none, and the successor of the one it has,
         if the runner and the scheduler can go on before its result.
         """
-        if not self._steps.plans:
-            self._launch(self._core.plan(now, self._run_length.max_steps))
-        if self._steps.can_go_ahead():
-            self._launch(self._core.plan_ahead(now))
+        if not self._steps.plans and (plan := self._core.plan(now, self._run_length.max_steps)) is not None:
+            self._launch(plan)
+        if self._steps.can_go_ahead() and (plan := self._core.plan_ahead(now)) is not None:
+            self._launch(plan)
 
-    def _launch(self, plan: StepPlan | None) -> None:
-        if plan is None:
-            return
+    def _launch(self, plan: StepPlan) -> None:
         if self._core.has_urgent_news:
             self._deliver()
         self._steps.launch(plan)
@@ -302,15 +303,11 @@ class Engine:
         if self._inbox.closed_by is not None:
             return  # it was given up meanwhile, and everyone has been told so
         for listener, update in self._core.take_updates():
-            self._tell(listener, update)
-
-    def _tell(self, listener: StepListener, update: StepUpdate) -> None:
-        """A listener that breaks loses its own requests, not everybody's."""
-        try:
-            listener.on_update(update)
-        except Exception:  # whatever it raises is the listener's own fault
-            logger.exception("a listener failed; its requests are aborted")
-            self._core.detach(listener)
+            try:
+                listener.on_update(update)
+            except Exception:  # a listener that breaks loses its own requests, not everybody's
+                logger.exception("a listener failed; its requests are aborted")
+                self._core.detach(listener)
 
     def _settle(self, future: "Future[Result]", action: Callable[[], Result]) -> None:
         if not self._stopping:
@@ -334,13 +331,15 @@ class Engine:
         """The one way out of the loop: closes the inbox, runs what is still in it, and tells every listener."""
         ends_now = self._inbox.close(error)  # else it was given up, and everyone has been told so
         self._stopping = True
-        for command in self._inbox.take_all():
+        for command in self._inbox.take():
             self._attempt("a command that came too late", command)
         if ends_now:
             self._tell_of_end(error)
         self._attempt("closing the runner (its ranks may be gone already)", self._runner.close)
 
     def _tell_of_end(self, error: HoldfastError) -> None:
+        if self.on_end is not None:
+            self._attempt("telling the replica of the end", partial(self.on_end, error))
         for listener in self._core.listeners:
             self._attempt("telling a listener of the end", partial(listener.on_failure, error))
 

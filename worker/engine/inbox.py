@@ -5,7 +5,7 @@ What may live here: the queue and its closing. What may not: what the commands d
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeAlias
 
 from holdfast.worker.errors import HoldfastError
@@ -19,12 +19,8 @@ class Inbox:
     def __init__(self) -> None:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._gate = threading.Lock()
-        self._closed_by: HoldfastError | None = None
-
-    @property
-    def closed_by(self) -> HoldfastError | None:
-        """The reason, or None while it is open."""
-        return self._closed_by
+        self.closed_by: HoldfastError | None = None
+        """The reason, or None while it is open. To be read only."""
 
     @property
     def is_empty(self) -> bool:
@@ -33,31 +29,30 @@ class Inbox:
     def put(self, command: Command) -> None:
         """Raises the reason if the inbox is closed."""
         with self._gate:
-            if self._closed_by is not None:
-                raise self._closed_by
+            if self.closed_by is not None:
+                raise self.closed_by
             self._commands.put(command)
 
     def put_unless_closed(self, command: Command) -> None:
         with self._gate:
-            if self._closed_by is None:
+            if self.closed_by is None:
                 self._commands.put(command)
 
     def close(self, reason: HoldfastError) -> bool:
         """Whether this call has closed it: of several, the first one has, and its reason counts."""
         with self._gate:
-            if self._closed_by is not None:
+            if self.closed_by is not None:
                 return False
-            self._closed_by = reason
+            self.closed_by = reason
             return True
 
-    def wait(self, timeout_s: float) -> Command | None:
-        """The next command, or None if none comes in time."""
+    def take(self, wait_s: float = 0.0) -> list[Command]:
+        """All commands that are in. Waits at most so long for the first. For the one thread that takes commands."""
+        commands: list[Command] = []
         try:
-            return self._commands.get(timeout=timeout_s)
+            if wait_s > 0:
+                commands.append(self._commands.get(timeout=wait_s))
+            while True:
+                commands.append(self._commands.get_nowait())
         except queue.Empty:
-            return None
-
-    def take_all(self) -> Iterator[Command]:
-        """Those that are in, and those that come in meanwhile. For the one thread that takes commands."""
-        while not self._commands.empty():
-            yield self._commands.get_nowait()
+            return commands

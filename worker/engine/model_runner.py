@@ -36,7 +36,7 @@ from holdfast.worker.plan.draws import draws_of, plain_draws_of
 from holdfast.worker.plan.step_plan import StepPlan, StepResult
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.sampling.grammar_masks import GrammarMasks, WaitedMasks
-from holdfast.worker.sampling.head_output import HeadOutput, asks_for_logprobs, needs_logits
+from holdfast.worker.sampling.head_output import HeadOutput
 from holdfast.worker.sampling.logprobs import ChosenLogprobs
 from holdfast.worker.sampling.step_sampler import OverlappingSampler, StepSampler
 
@@ -209,12 +209,15 @@ class LeaderRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Runs one step everywhere and draws. Raises `ReplicaError` if a rank is lost."""
-        drafts = self._runner.draft.guess(plan) if self._runner.draft is not None else ()
-        plan = plan.with_drafts(drafts)
-        waiting = self._grammars.start(plan)
+        drafts: tuple[tuple[int, ...], ...] = ()
+        if self._runner.draft is not None:
+            drafts = self._runner.draft.guess(plan)
+            plan = plan.with_drafts(drafts)
+        waiting = self._grammars.start(plan) if plan.has_grammars else None
         output = self._runner.execute(self._ordered(plan))
         self._runner.progress.tick()
-        result = step_result(plan, output, self._runner.sampler, self._masks(waiting))
+        masks = None if waiting is None else self._masks(waiting)
+        result = step_result(plan, output, self._runner.sampler, masks)
         return replace(result, drafts=drafts) if drafts else result
 
     @property
@@ -239,7 +242,7 @@ class LeaderRunner:
         logits = executor.logits_to_draw_from(launched)
         if logits is None:
             return LaunchedStep(plan, launched, None)
-        masks = self._masks(waiting)
+        masks = None if waiting is None else self._masks(waiting)
         sampler = cast(OverlappingSampler, self._runner.sampler)
         draws = draws_of(plan)
         chosen = ChosenLogprobs.of(logits, draws)  # the next step writes over the logits
@@ -264,27 +267,24 @@ class LeaderRunner:
 
     def logits(self, plan: StepPlan) -> Tensor:
         """Runs one step everywhere; a copy of the logits [rows wanted, vocab], in float32."""
-        logits = self._execute(plan, with_logits=True).logits
+        batch = StepBatch.of(plan)
+        if self._group.size > 1:
+            self._group.broadcast(batch.packed())
+        logits = self._runner.execute(batch).logits
         assert logits is not None, "rank 0 is the leader"
         return logits.clone()
 
     def _ordered(self, plan: StepPlan, before: StepPlan | None = None) -> StepBatch:
         """A step that the other ranks have been told to run. The device may draw in place of giving logits."""
-        with_logits = needs_logits(plan)
-        with_masses = with_logits and asks_for_logprobs(plan)
-        packed = StepBatch.pack(plan, with_logits=with_logits, with_masses=with_masses, before=before)
-        batch = StepBatch.unpack(self._group.broadcast(packed))
+        batch = StepBatch.of(plan, with_logits=plan.needs_logits, before=before)
+        if self._group.size > 1:
+            self._group.broadcast(batch.packed())
         batch.draws = partial(plain_draws_of, plan)
         return batch
 
-    def _execute(self, plan: StepPlan, *, with_logits: bool) -> HeadOutput:
-        """Runs one step everywhere, and draws nothing."""
-        message = self._group.broadcast(StepBatch.pack(plan, with_logits=with_logits))
-        return self._runner.execute(StepBatch.unpack(message))
-
-    def _masks(self, waiting: WaitedMasks | None) -> dict[int, bytes] | None:
+    def _masks(self, waiting: WaitedMasks) -> dict[int, bytes]:
         """Waiting for masks counts as progress, though nothing else moves: a replica does not end of a slow grammar."""
-        return None if waiting is None else self._grammars.collect(waiting, self._runner.progress.tick)
+        return self._grammars.collect(waiting, self._runner.progress.tick)
 
     def reload(self, folder: str, version: str) -> ModelInfo:
         """As `ModelRunner.reload`, on all ranks. Returns what is served from now on."""

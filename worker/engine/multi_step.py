@@ -32,11 +32,11 @@ class RunLength:
         self._runner = runner if most > 1 and isinstance(runner, MultiStepRunner) else None
         self._most = most
 
-    def observe(self, plan: StepPlan, num_steps: int, plan_s: float) -> None:
+    def observe(self, plan: StepPlan, plan_s: float) -> None:
         """Takes in how long a plan's steps took, in seconds. One that does more than decode says nothing of decodes."""
         if self._runner is None:
             return
         if plan.others or plan_s <= 0 or not self._runner.runs_several_steps:
             self.max_steps = 1
         else:
-            self.max_steps = max(1, min(self._most, int(LIMIT_S * num_steps / plan_s)))
+            self.max_steps = max(1, min(self._most, int(LIMIT_S * plan.num_steps / plan_s)))

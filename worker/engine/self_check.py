@@ -104,7 +104,7 @@ class SelfCheck:
     def _rows(self, steps: Sequence[Spans]) -> Iterator[tuple[int, int, Tensor]]:
         """The logits of each span, one step after the other: with a large vocabulary all of them are many megabytes."""
         for step_id, spans in enumerate(steps):
-            plan = StepPlan(step_id=step_id, sequences=tuple(self._scheduled(*span) for span in spans))
+            plan = StepPlan(step_id=step_id, others=tuple(self._scheduled(*span) for span in spans))
             logits = torch.split(self._run(plan), [count for _, _, count in spans])
             for (number, start, _), part in zip(spans, logits, strict=True):
                 yield number, start, part

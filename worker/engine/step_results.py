@@ -48,7 +48,7 @@ def sampled_result(
     return StepResult(
         step_id=plan.step_id,
         token_ids=by_sequence(plan, token_ids),
-        logprobs=by_sequence(plan, sampled.logprobs) if sampled.logprobs else (),
+        logprobs=_without_none(by_sequence(plan, sampled.logprobs)) if sampled.logprobs else (),
         prompt_logprobs=_prompt_logprobs(plan, sampled.prompt_logprobs) if sampled.prompt_logprobs else (),
     )
 
@@ -66,6 +66,13 @@ def dead_ends(masks: Mapping[int, bytes] | None) -> frozenset[int]:
 def prompts_of(plan: StepPlan) -> list[PromptLogprobParams]:
     """The prompt tokens whose log-probabilities a step tells."""
     return [sequence.prompt_logprobs for sequence in plan.others if sequence.prompt_logprobs is not None]
+
+
+def _without_none(
+    reported: tuple[tuple[TokenLogprob | None, ...], ...],
+) -> tuple[tuple[TokenLogprob, ...], ...]:
+    """What was reported of each sequence, without those of its draws that ask for nothing."""
+    return tuple(tuple(item for item in items if item is not None) for items in reported)
 
 
 def _prompt_logprobs(plan: StepPlan, told_of_all: list[TokenLogprob]) -> tuple[tuple[TokenLogprob, ...], ...]:

@@ -10,16 +10,17 @@ A caller whose device runs one step while the next is planned asks for that one 
 
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
+from operator import attrgetter
 from typing import Final
 
 from holdfast.worker.engine_core.lost_numbers import LostNumbers, NumbersCheck, no_numbers
-from holdfast.worker.engine_core.output_queues import OutputQueue, OutputQueues
+from holdfast.worker.engine_core.output_queues import OutputQueues
 from holdfast.worker.engine_core.suspects import Suspects
 from holdfast.worker.errors import DeadlineExceededError, HoldfastError
 from holdfast.worker.histogram import TOKEN_TIMES_S
 from holdfast.worker.plan.step_plan import StepPlan, StepResult
 from holdfast.worker.request import EngineLoad, EngineRequest, TokenDelta
-from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.scheduling.scheduler import DroppedRequest, DropReason, Scheduler
 from holdfast.worker.scheduling.step_limits import StepLimits
 from holdfast.worker.stats import NO_GPU, NO_STEPS, EngineStats, GpuStats, SchedulerStats
 from holdfast.worker.step_update import StepListener, StepUpdate
@@ -36,6 +37,9 @@ NUM_FIRST_PREFILLS: Final = 8
 
 PREFILL_SPEED_LOSS: Final = 0.01
 """The share of a speed that is forgotten with each such step that does not reach it."""
+
+
+_values: Final = attrgetter(*SchedulerStats.__slots__)
 
 
 class EngineCore:
@@ -134,7 +138,8 @@ class EngineCore:
         `now` is in seconds of a clock that does not go back. `max_steps`: see `Scheduler.plan`.
         """
         plan = self._scheduler.plan(now, max_steps)
-        self._reject_expired()
+        if self._scheduler.dropped:
+            self._reject_expired()
         return plan
 
     def plan_ahead(self, now: float) -> StepPlan | None:
@@ -142,7 +147,8 @@ class EngineCore:
         first. To be asked once for each step (`Scheduler.plan_ahead`).
         """
         plan = self._scheduler.plan_ahead(now)
-        self._reject_expired()
+        if self._scheduler.dropped:
+            self._reject_expired()
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, step_s: float) -> int:
@@ -152,22 +158,30 @@ class EngineCore:
         """
         self._step_id = plan.step_id
         self._step_time_s += step_s
-        self._note_speed(plan.num_tokens, step_s)
-        self._note_prefill_speed(plan, step_s)
+        if step_s > 0:
+            self._note_speed(plan, step_s)
         deltas = self._scheduler.commit(plan, result)
-        broken = self._scheduler.take_broken()
-        doubt = self._lost_numbers.note_step([request for _, request in broken], has_others=bool(deltas))
+        dropped = self._scheduler.take_dropped() if self._scheduler.dropped else ()
+        self._reject_dropped(dropped, has_others=bool(deltas))
+        return self._keep(deltas)
+
+    def _reject_dropped(self, dropped: Sequence[DroppedRequest], *, has_others: bool) -> None:
+        """Rejects what a step dropped. Raises as `commit`."""
+        not_finite = []
+        for one in dropped:
+            if one.reason is DropReason.NOT_FINITE:
+                not_finite.append(one)
+                continue
+            self._suspects.drop(one.attempt)
+            self._output_queues.reject(one.attempt, dead_end())
+        doubt = self._lost_numbers.note_step(not_finite, has_others=has_others)
         if doubt is not None and not (self.numbers_check is not None and self.numbers_check.ask_in_doubt()):
             raise doubt
-        for attempt, _ in broken:
-            if doubt is None or self._output_queues.owner(attempt) is self.numbers_check:
-                self._reject_broken(attempt)
+        for one in not_finite:
+            if doubt is None or self._output_queues.owner(one.attempt) is self.numbers_check:
+                self._reject_broken(one.attempt)
             else:
-                self._in_doubt.append(attempt)
-        for attempt in self._scheduler.take_dead_ends():
-            self._suspects.drop(attempt)
-            self._output_queues.reject(attempt, dead_end())
-        return self._keep(deltas)
+                self._in_doubt.append(one.attempt)
 
     def settle(self) -> None:
         """The replica is well: the requests without finite logits are themselves at fault."""
@@ -197,19 +211,26 @@ class EngineCore:
 
     def take_updates(self) -> list[tuple[StepListener, StepUpdate]]:
         """What has to be told now, and to whom: to all after a step or a change of load, else where there is news."""
-        before, self._load = self._load, self._suspects.load_for(None, self._scheduler.load())
+        before, self._load = self._load, self._scheduler.load()
+        if self._suspects.requests:
+            self._load = self._suspects.load_for(None, self._load)
         concerns_all = self._step_id != self._told_step_id or self._load != before or self._suspects.has_news
         self._told_step_id, self._suspects.has_news = self._step_id, False
         stats = None
-        if concerns_all and self._stats_are_due():
-            stats = self.told_stats = self.stats()
-        if self._output_queues.anyone_follows_cache:
+        if concerns_all:
+            is_busy = self._scheduler.has_work
+            if not is_busy or self._step_id >= self._stats_step_id + STATS_EVERY_STEPS:
+                self._stats_step_id = self._step_id
+                stats = self.told_stats = self.stats()
+        if self._output_queues.cache_feeds:
             self._output_queues.note_cache_events(self._scheduler.take_cache_events())
-        return [
-            (listener, self._update(listener, output_queue, stats))
-            for listener, output_queue in self._output_queues.items()
-            if concerns_all or output_queue.has_news
-        ]
+        updates = []
+        for listener, output_queue in self._output_queues.items():
+            if concerns_all or output_queue.has_news:
+                of_new = self.stats() if stats is None and output_queue.is_new else stats
+                load = self._suspects.load_for(listener, self._load) if self._suspects.requests else self._load
+                updates.append((listener, output_queue.take(self._step_id, load, of_new)))
+        return updates
 
     def forget_cache(self) -> None:
         """Empties the prefix cache. To be called between two steps, while no request is open."""
@@ -235,7 +256,7 @@ class EngineCore:
         """Exact counts between two steps."""
         counts, load = self._scheduler.stats(), self._scheduler.load()
         return EngineStats(
-            **{name: getattr(counts, name) for name in SchedulerStats.__slots__},
+            **dict(zip(SchedulerStats.__slots__, _values(counts), strict=True)),
             num_requests=self._num_requests,
             num_tokens_generated=self._num_tokens_generated,
             step_time_s=self._step_time_s,
@@ -262,35 +283,30 @@ class EngineCore:
 
     # --- internals ---
 
-    def _update(self, listener: StepListener, output_queue: OutputQueue, stats: EngineStats | None) -> StepUpdate:
-        load = self._suspects.load_for(listener, self._load)
-        return output_queue.take(self._step_id, load, stats or (self.stats() if output_queue.is_new else None))
-
     def _reject_expired(self) -> None:
-        for attempt in self._scheduler.take_expired():
-            self._suspects.drop(attempt)
-            self._output_queues.reject(attempt, DeadlineExceededError("the request's time was up in the replica"))
+        for one in self._scheduler.take_dropped():
+            self._suspects.drop(one.attempt)
+            self._output_queues.reject(one.attempt, DeadlineExceededError("the request's time was up in the replica"))
 
     def _keep(self, deltas: Sequence[TokenDelta]) -> int:
         """Puts deltas where their listeners get them; returns how many tokens they have."""
-        num_tokens = sum([len(delta.token_ids) for delta in deltas])
+        if self._suspects.requests:
+            self._suspects.note(deltas)
+        num_tokens = self._output_queues.put(deltas)
         self._num_tokens_generated += num_tokens
-        self._suspects.note(deltas)
-        self._output_queues.put(deltas)
         return num_tokens
 
-    def _note_speed(self, num_tokens: int, step_s: float) -> None:
+    def _note_speed(self, plan: StepPlan, step_s: float) -> None:
         """What a request can hope for is the best speed of all full steps. Others say less than the machine can do, and
         by what they say requests would be dropped that could be served.
-        """
-        is_full = num_tokens >= self._scheduler.limits.max_num_batched_tokens
-        if is_full and step_s > 0:
-            self._scheduler.tokens_per_s = max(num_tokens / step_s, self._scheduler.tokens_per_s or 0.0)
 
-    def _note_prefill_speed(self, plan: StepPlan, step_s: float) -> None:
-        """The best speed of late, of steps in which prompts have most of the tokens, and enough to fill the machine."""
+        The speed of prefill is the best of late, of steps in which prompts have most of the tokens, and enough to fill
+        the machine.
+        """
         num_tokens = plan.num_tokens
-        if step_s > 0 and num_tokens - len(plan.decodes) >= max(MIN_PREFILL_TOKENS, num_tokens // 2):
+        if num_tokens >= self._scheduler.limits.max_num_batched_tokens:
+            self._scheduler.tokens_per_s = max(num_tokens / step_s, self._scheduler.tokens_per_s or 0.0)
+        if num_tokens - len(plan.decodes.token_ids) >= max(MIN_PREFILL_TOKENS, num_tokens // 2):
             self._num_prefills += 1
             self._best_prefill_speed *= 1 - PREFILL_SPEED_LOSS
             self._best_prefill_speed = max(self._best_prefill_speed, num_tokens / step_s)
@@ -298,9 +314,3 @@ class EngineCore:
     @property
     def _prefill_tokens_per_s(self) -> float:
         return self._best_prefill_speed if self._num_prefills >= NUM_FIRST_PREFILLS else 0.0
-
-    def _stats_are_due(self) -> bool:
-        if self._scheduler.has_work and self._step_id < self._stats_step_id + STATS_EVERY_STEPS:
-            return False
-        self._stats_step_id = self._step_id
-        return True

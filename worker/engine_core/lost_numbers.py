@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from typing import Final, Protocol
 
 from holdfast.worker.errors import InternalError, ReplicaError
-from holdfast.worker.request import EngineRequest
+from holdfast.worker.scheduling.scheduler import DroppedRequest
 from holdfast.worker.step_update import StepListener
 
 NUM_ALONE_TO_DOUBT: Final = 3
@@ -30,15 +30,19 @@ class LostNumbers:
     def __init__(self) -> None:
         self._in_a_row: list[Hashable] = []
 
-    def note_step(self, broken: Sequence[EngineRequest], *, has_others: bool) -> ReplicaError | None:
+    def note_step(self, broken: Sequence[DroppedRequest], *, has_others: bool) -> ReplicaError | None:
         """The `broken` requests got no token in this step; `has_others`: other requests did. What is wrong where the
         replica may be at fault: several requests ran and none had finite logits.
         """
         if has_others:
             self._in_a_row.clear()
             return None
-        names = dict.fromkeys(request.group_id or request.key for request in broken)
-        self._in_a_row += [name for name in names if name not in self._in_a_row]
+        names: dict[Hashable, None] = {}
+        for one in broken:
+            names[one.request.group_id or one.request.key] = None
+        for name in names:
+            if name not in self._in_a_row:
+                self._in_a_row.append(name)
         if len(names) <= 1 and len(self._in_a_row) < NUM_ALONE_TO_DOUBT:
             return None
         count = max(len(names), len(self._in_a_row))

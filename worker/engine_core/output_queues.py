@@ -19,6 +19,8 @@ class OutputQueues:
 
     def __init__(self) -> None:
         self._of: dict[StepListener, OutputQueue] = {}
+        self.cache_feeds: list[CacheFeed] = []
+        """Of the listeners that follow the cache. To be read only."""
         self._owner: dict[Hashable, StepListener] = {}  # by the keys of requests that have not ended
 
     @property
@@ -36,7 +38,9 @@ class OutputQueues:
 
     def detach(self, listener: StepListener) -> list[Hashable]:
         """Takes its queue away; returns the requests that it leaves behind, whose last deltas will reach nobody."""
-        self._of.pop(listener, None)
+        output_queue = self._of.pop(listener, None)
+        if output_queue is not None and output_queue.cache is not None:
+            self.cache_feeds.remove(output_queue.cache)
         return [attempt for attempt, owner in self._owner.items() if owner is listener]
 
     def is_attached(self, listener: StepListener) -> bool:
@@ -55,15 +59,18 @@ class OutputQueues:
         """Of a request that has not ended."""
         return self._owner[attempt]
 
-    def put(self, deltas: Iterable[TokenDelta]) -> None:
-        """Keeps each delta for the owner of its request."""
+    def put(self, deltas: Iterable[TokenDelta]) -> int:
+        """Keeps each delta for the owner of its request. Returns how many tokens they have."""
         owners, output_queues = self._owner, self._of
+        num_tokens = 0
         for delta in deltas:
+            num_tokens += len(delta.token_ids)
             attempt = delta.attempt
             listener = owners[attempt] if delta.finish_reason is None else owners.pop(attempt)
             output_queue = output_queues.get(listener)
             if output_queue is not None:
                 output_queue.deltas.append(delta)
+        return num_tokens
 
     def reject(self, attempt: Hashable, error: HoldfastError) -> None:
         """Keeps a rejection of an owned request, which ends it."""
@@ -79,17 +86,15 @@ class OutputQueues:
         """From now on an attached listener gets the changes of the cache, which holds `block_hashes` now."""
         output_queue = self._of.get(listener)
         if output_queue is not None:
+            if output_queue.cache is not None:
+                self.cache_feeds.remove(output_queue.cache)
             output_queue.cache = CacheFeed(block_hashes)
-
-    @property
-    def anyone_follows_cache(self) -> bool:
-        return any(output_queue.cache is not None for output_queue in self._of.values())
+            self.cache_feeds.append(output_queue.cache)
 
     def note_cache_events(self, events: Sequence[CacheEvent]) -> None:
         """Keeps the cache's events for the listeners that follow it."""
-        for output_queue in self._of.values():
-            if output_queue.cache is not None:
-                output_queue.cache.note(events)
+        for feed in self.cache_feeds:
+            feed.note(events)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a request is kept for one who has left."""

@@ -86,7 +86,7 @@ class DraftModel:
         number = 0
         while passing := [work for work in works if work.has_pass(number)]:
             shares = tuple(work.share(number, self._block_size) for work in passing)
-            drawn = iter(self._draw(StepPlan(step_id=plan.step_id, sequences=shares)))
+            drawn = iter(self._draw(StepPlan(step_id=plan.step_id, others=shares)))
             for work in passing:
                 if work.num_drafts > number:
                     work.drafts += (next(drawn),)
@@ -106,9 +106,9 @@ class DraftModel:
             self._cache.copy(*torch.tensor(rows, device=self._device).T)
 
     def _draw(self, plan: StepPlan) -> list[int]:
-        batch = StepBatch.unpack(StepBatch.pack(plan))
+        batch = StepBatch.of(plan)
         # A token that only the large model has is some other one here, where it makes for a bad guess at worst.
-        np.minimum(batch.token_ids, self._draft_vocab_size - 1, out=batch.token_ids)
+        batch.token_ids = np.minimum(batch.token_ids, self._draft_vocab_size - 1)
         logits = self._program.run(batch, with_logits=True).logits
         assert logits is not None, "it is its group's leader"
         with torch.inference_mode():

@@ -186,7 +186,7 @@ def _activation_bytes(
     """What the fullest step needs on a GPU besides weights and cache, measured with a cache just large enough."""
     plan = full_step(config, block_size, max_model_len)
     program.allocate_cache(sum(len(sequence.block_ids) for sequence in plan.sequences), block_size)
-    batch = StepBatch.unpack(StepBatch.pack(plan))
+    batch = StepBatch.of(plan)
     torch.cuda.reset_peak_memory_stats(target.device)
     before = torch.cuda.memory_allocated(target.device)
     program.run(batch, with_logits=True)
@@ -216,4 +216,4 @@ def full_step(config: WorkerConfig, block_size: int, max_model_len: int) -> Step
         )
         sequences.append(sequence)
         num_draws, num_blocks, left = num_draws - draws, num_blocks + needed, left - count
-    return StepPlan(step_id=0, sequences=tuple(sequences))
+    return StepPlan(step_id=0, others=tuple(sequences))

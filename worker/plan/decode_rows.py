@@ -41,9 +41,11 @@ class DecodeColumns:
         """At age 0."""
         self.draws = draws
         """At any output position; all of them without logits settings."""
-        self.need_logits = any(draw.needs_logits for draw in draws)
-        """Whether some draw takes more than the argmax of its row."""
-        self.ask_for_logprobs = any(draw.num_logprobs is not None for draw in draws)
+        self.need_logits = self.ask_for_logprobs = False
+        """Whether some draw takes more than the argmax of its row, and whether some draw reports log-probabilities."""
+        for draw in draws:
+            self.need_logits = self.need_logits or draw.needs_logits
+            self.ask_for_logprobs = self.ask_for_logprobs or draw.num_logprobs is not None
         self.ones = array("q", (1,)) * len(first_positions)
         """How many tokens each row computes, and how many it draws."""
         self.num_context_tokens = sum(first_positions) + len(first_positions)
@@ -59,13 +61,13 @@ class BlockTables:
         """`packed` are the same tables as arrays."""
         self.tables = tables
         self.num_blocks = array("q", map(len, tables))
-        self.packed = b"".join(packed)
+        self.packed = bytearray().join(packed)
 
 
 class DecodeRows:
     """The rows of one step, each with one token at position `first_positions + age` of its columns."""
 
-    __slots__ = ("age", "blocks", "columns", "num_steps", "token_ids")
+    __slots__ = ("age", "blocks", "columns", "num_context_tokens", "num_steps", "token_ids")
 
     def __init__(
         self, columns: DecodeColumns, age: int, token_ids: Sequence[int], blocks: BlockTables, num_steps: int = 1
@@ -75,17 +77,14 @@ class DecodeRows:
         """Steps since the columns were made."""
         self.token_ids = array("q", token_ids)
         self.blocks = blocks
+        self.num_context_tokens = columns.num_context_tokens + age * len(self.token_ids)
+        """Position + 1, summed over the rows: the tokens that they attend to."""
         self.num_steps = num_steps
         """Steps to be run one after the other, each with the tokens that the one before it drew. More than one only
         where all rows take the argmax and the plan has no other sequences."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
-
-    @property
-    def num_context_tokens(self) -> int:
-        """Position + 1, summed over the rows: the tokens that they attend to."""
-        return self.columns.num_context_tokens + self.age * len(self.token_ids)
 
     def draws(self) -> "list[DrawParams]":
         """The draw of each row."""

@@ -7,7 +7,6 @@ the masks of grammars, which depend on the output so far (`grammar_matchers.py`)
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import TypeVar
 
 from holdfast.worker.plan.step_plan import DrawParams, StepPlan
@@ -37,12 +36,14 @@ def plain_draws_of(plan: StepPlan) -> list[DrawParams] | None:
     return draws
 
 
-def by_sequence(plan: StepPlan, drawn: Sequence[Item | None]) -> tuple[tuple[Item, ...], ...]:
-    """What was drawn, or reported, in each row of `draws_of`, put together for each sequence; None is left out."""
-    num_rows, rows = len(plan.decodes), iter(drawn)
-    singles = [(item,) if item is not None else () for item in islice(rows, num_rows)]
-    counts = [sequence.num_draws if sequence.draw is not None else 0 for sequence in plan.others]
-    return (*singles, *(tuple([item for item in islice(rows, count) if item is not None]) for count in counts))
+def by_sequence(plan: StepPlan, drawn: Sequence[Item]) -> tuple[tuple[Item, ...], ...]:
+    """What was drawn, or reported, in each row of `draws_of`, put together for each sequence."""
+    end = len(plan.decodes.token_ids)
+    found: list[tuple[Item, ...]] = list(zip(drawn[:end]))
+    for share in plan.others:
+        start, end = end, end + (share.num_draws if share.draw is not None else 0)
+        found.append(tuple(drawn[start:end]))
+    return tuple(found)
 
 
 def draw_after(first: DrawParams, drafts: tuple[int, ...]) -> DrawParams:

@@ -133,17 +133,12 @@ def rows_with_grammars(plan: StepPlan) -> list[range]:
 
 def _with_grammars(plan: StepPlan) -> Iterator[tuple[int, ScheduledSequence, DrawParams]]:
     """Sequences with a grammar, each with its first logits row and its draw."""
-    row = len(plan.decodes)  # none of which has a grammar
+    row = len(plan.decodes.token_ids)  # none of which has a grammar
     for sequence in plan.others:
         if sequence.draw is not None:
             if _grammar(sequence.draw):
                 yield row, sequence, sequence.draw
             row += sequence.num_draws
-
-
-def has_grammars(plan: StepPlan) -> bool:
-    """Whether any draw of a plan must match a grammar."""
-    return any(sequence.draw is not None and _grammar(sequence.draw) for sequence in plan.others)
 
 
 def _grammar(draw: DrawParams) -> str:

@@ -14,7 +14,6 @@ from holdfast.worker.plan.step_plan import (
     DEAD_END,
     NO_TOKEN,
     PENDING,
-    PlannedSequences,
     ScheduledSequence,
     StepPlan,
     StepResult,
@@ -58,7 +57,7 @@ def with_tokens(plan: StepPlan, before: StepPlan | None, result: StepResult | No
     known = [token_of[owner] if token == PENDING else token for owner, token in ids]
     decodes = DecodeRows(rows.columns, rows.age, known, rows.blocks)
     others = [_known_share(share, token_of) for share in plan.others]
-    return replace(plan, sequences=PlannedSequences(decodes, others))
+    return replace(plan, decodes=decodes, others=others)
 
 
 def _drawing_row_by_sequence(plan: StepPlan) -> dict[int, int]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from holdfast.worker.plan.decode_rows import DecodeRows
-from holdfast.worker.plan.step_plan import PlannedSequences, StepPlan, StepResult
+from holdfast.worker.plan.step_plan import StepPlan, StepResult
 
 
 def run_each(plan: StepPlan, run: Callable[[StepPlan], StepResult]) -> StepResult:
@@ -20,7 +20,7 @@ def run_each(plan: StepPlan, run: Callable[[StepPlan], StepResult]) -> StepResul
     for number in range(plan.num_steps):
         single = DecodeRows(rows.columns, rows.age + number, token_ids, rows.blocks)
         copies = () if number else plan.block_copies
-        result = run(replace(plan, sequences=PlannedSequences(single, ()), block_copies=copies))
+        result = run(replace(plan, decodes=single, block_copies=copies))
         token_ids = [token_id for (token_id,) in result.token_ids]
         drawn.append(token_ids)
     return StepResult(step_id=plan.step_id, token_ids=tuple(zip(*drawn, strict=True)))

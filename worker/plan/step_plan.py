@@ -8,8 +8,8 @@ here: torch, and deciding what is planned (`worker/scheduling/`).
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Final, Protocol, overload
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
 
 from holdfast.worker.plan.decode_rows import NO_ROWS, DecodeRows
 from holdfast.worker.plan.logits_settings import LogitsSettings
@@ -147,43 +147,58 @@ class ScheduledSequence:
         return replace(self, token_ids=self.token_ids + drafts, num_draws=self.num_draws + len(drafts))
 
 
-class PlannedSequences(Sequence[ScheduledSequence]):
-    """The shares of a step: those of decode rows, and then the others. Those of rows are made when one is asked for."""
+@dataclass(slots=True, kw_only=True)
+class StepPlan:
+    """The sequences that one step computes, and the block copies before it. Never empty."""
 
-    __slots__ = ("_all", "decodes", "num_tokens", "others")
+    step_id: int
+    decodes: DecodeRows = NO_ROWS
+    """The first sequences: those that are planned as rows."""
+    others: Sequence[ScheduledSequence] = ()
+    """All other sequences."""
+    block_copies: tuple[BlockCopy, ...] = ()
+    """To be made before anything is computed, on every rank. A block may be the source of several, and also a
+    destination: all sources are read before any destination is written."""
+    num_steps: int = field(init=False)
+    """Steps that are run on this plan: 1, but for decodes that nobody waits for (`DecodeRows.num_steps`)."""
+    num_tokens: int = field(init=False)
+    """Computed, in all its steps."""
+    needs_logits: bool = field(init=False)
+    """Its result depends on more than the argmax of its rows."""
+    asks_for_logprobs: bool = field(init=False)
+    """It reports log-probabilities of some token."""
+    has_grammars: bool = field(init=False)
+    """Some draw must match a grammar."""
 
-    def __init__(self, decodes: DecodeRows, others: Sequence[ScheduledSequence]) -> None:
-        self.decodes = decodes
-        self.others = others
-        self.num_tokens = len(decodes) * decodes.num_steps + _num_tokens(others)
-        self._all: tuple[ScheduledSequence, ...] | None = None
+    def __post_init__(self) -> None:
+        rows = self.decodes
+        num_tokens = len(rows.token_ids) * rows.num_steps
+        needs_logits, asks_for_logprobs, has_grammars = rows.columns.need_logits, rows.columns.ask_for_logprobs, False
+        for share in self.others:
+            num_tokens += len(share.token_ids)
+            draw, settings = share.draw, None
+            if draw is not None:
+                settings = draw.logits_settings
+                needs_logits = needs_logits or draw.needs_logits
+            if share.prompt_logprobs is not None or (draw is not None and draw.num_logprobs is not None):
+                needs_logits = asks_for_logprobs = True
+            if settings is not None and settings.grammar:
+                has_grammars = True
+        self.num_steps, self.num_tokens = rows.num_steps, num_tokens
+        self.needs_logits, self.asks_for_logprobs, self.has_grammars = needs_logits, asks_for_logprobs, has_grammars
 
-    def as_tuple(self) -> tuple[ScheduledSequence, ...]:
-        if self._all is None:
-            self._all = (*_shares(self.decodes), *self.others)
-        return self._all
+    @property
+    def sequences(self) -> tuple[ScheduledSequence, ...]:
+        """All of them, in order, each as a share of its own. Made anew each time: what runs at every step reads
+        `decodes` and `others`."""
+        return (*_shares(self.decodes), *self.others)
 
-    def __len__(self) -> int:
-        return len(self.decodes) + len(self.others)
-
-    @overload
-    def __getitem__(self, index: int) -> ScheduledSequence: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[ScheduledSequence, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> ScheduledSequence | tuple[ScheduledSequence, ...]:
-        return self.as_tuple()[index]
-
-    def __eq__(self, other: object) -> bool:
-        return self.as_tuple() == (other.as_tuple() if isinstance(other, PlannedSequences) else other)
-
-    def __repr__(self) -> str:
-        return repr(self.as_tuple())
-
-
-def _num_tokens(sequences: Sequence[ScheduledSequence]) -> int:
-    return sum([len(sequence.token_ids) for sequence in sequences])
+    def with_drafts(self, drafts: Sequence[tuple[int, ...]]) -> "StepPlan":
+        """What is run once the draft model has guessed: `drafts` are for each sequence, or empty where it has not."""
+        if not any(drafts):
+            return self
+        pairs = zip(self.sequences, drafts, strict=True)
+        return replace(self, decodes=NO_ROWS, others=tuple(share.with_drafts(guessed) for share, guessed in pairs))
 
 
 def _shares(rows: DecodeRows) -> list[ScheduledSequence]:
@@ -202,46 +217,6 @@ def _shares(rows: DecodeRows) -> list[ScheduledSequence]:
             columns.sequence_ids, columns.first_positions, rows.token_ids, rows.blocks.tables, rows.draws(), strict=True
         )
     ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """The sequences that one step computes, and the block copies before it. Never empty."""
-
-    step_id: int
-    sequences: Sequence[ScheduledSequence]
-    """All of them. What runs at every step reads `decodes` and `others` instead, which are the same in this order."""
-    block_copies: tuple[BlockCopy, ...] = ()
-    """To be made before anything is computed, on every rank. A block may be the source of several, and also a
-    destination: all sources are read before any destination is written."""
-
-    @property
-    def decodes(self) -> DecodeRows:
-        """Those of the sequences, the first ones, that are planned as rows; a plan of single shares has none."""
-        return self.sequences.decodes if isinstance(self.sequences, PlannedSequences) else NO_ROWS
-
-    @property
-    def others(self) -> Sequence[ScheduledSequence]:
-        """All other sequences."""
-        return self.sequences.others if isinstance(self.sequences, PlannedSequences) else self.sequences
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that are run on this plan: 1, but for decodes that nobody waits for (`DecodeRows.num_steps`)."""
-        return self.decodes.num_steps
-
-    @property
-    def num_tokens(self) -> int:
-        """Computed, in all its steps."""
-        sequences = self.sequences
-        return sequences.num_tokens if isinstance(sequences, PlannedSequences) else _num_tokens(sequences)
-
-    def with_drafts(self, drafts: Sequence[tuple[int, ...]]) -> "StepPlan":
-        """What is run once the draft model has guessed: `drafts` are for each sequence, or empty where it has not."""
-        if not any(drafts):
-            return self
-        pairs = zip(self.sequences, drafts, strict=True)
-        return replace(self, sequences=tuple(sequence.with_drafts(guessed) for sequence, guessed in pairs))
 
 
 NO_TOKEN: Final = -1

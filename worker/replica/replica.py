@@ -36,7 +36,6 @@ from holdfast.worker.replica.rank import (
 from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.security.loopback import check_loopback
 from holdfast.worker.speculation.speculation import Speculation
-from holdfast.worker.step_update import StepUpdate
 from holdfast.worker.supervision.core_wait import CoreWait
 from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
 from holdfast.worker.supervision.known_answer_check import KnownAnswerCheck
@@ -235,7 +234,7 @@ class Replica:
         take_back()  # the caller's own objects may be among those that were set aside
 
     def _begin(self) -> None:
-        self.engine.attach(_EndOfEngine(self._fail))
+        self.engine.on_end = self._fail
         self.engine.start()
         if self._ranks is not None:
             threading.Thread(target=self._watch, args=(self._ranks,), name="rank-watch", daemon=True).start()
@@ -301,16 +300,6 @@ def _stepping(config: WorkerConfig, leader: "LeaderRunner") -> StepRunner:
     if leader.overlaps:
         return DeviceRunner(leader)
     return ThreadedRunner(leader) if wanted else leader
-
-
-class _EndOfEngine:
-    """A `StepListener` that only wants to know of the end."""
-
-    def __init__(self, on_failure: Callable[[HoldfastError], None]) -> None:
-        self.on_failure = on_failure
-
-    def on_update(self, update: StepUpdate) -> None:
-        pass
 
 
 def _gather_ranks(

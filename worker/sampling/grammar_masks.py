@@ -15,7 +15,7 @@ from typing import Final
 from llguidance import LLMatcher, LLTokenizer
 
 from holdfast.worker.grammar_tokenizer import grammar_tokenizer
-from holdfast.worker.plan.grammar_matchers import NONE_FITS, GrammarMatchers, has_grammars, rows_with_grammars
+from holdfast.worker.plan.grammar_matchers import NONE_FITS, GrammarMatchers, rows_with_grammars
 from holdfast.worker.plan.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class GrammarMasks:
 
     def start(self, plan: StepPlan) -> WaitedMasks | None:
         """Begins with the masks of a plan; None where it has no grammar, which costs nothing. One plan at a time."""
-        return WaitedMasks(plan, self._matchers, self._thread) if has_grammars(plan) else None
+        return WaitedMasks(plan, self._matchers, self._thread) if plan.has_grammars else None
 
     def collect(
         self, waiting: WaitedMasks, note_progress: Callable[[], None], limit_s: float = MASK_LIMIT_S

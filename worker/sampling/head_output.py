@@ -1,14 +1,12 @@
 """Head output of a step: the logits, or only their argmax where greedy decoding needs no more.
 
-What may live here: the data, and which steps need logits. What may not: drawing (`sampler.py`).
+What may live here: the data. What may not: drawing (`sampler.py`).
 """
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-
-from holdfast.worker.plan.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from holdfast.worker.sampling.step_sampler import Sampled
@@ -33,19 +31,3 @@ class HeadOutput:
     """`best` of each step, where the batch was for several; all else is None then."""
     sampled: "Sampled | None" = None
     """What was drawn, where the device has drawn in the step itself."""
-
-
-def asks_for_logprobs(plan: StepPlan) -> bool:
-    """Whether a step reports log-probabilities of any token."""
-    return plan.decodes.columns.ask_for_logprobs or any(
-        sequence.prompt_logprobs is not None or (sequence.draw is not None and sequence.draw.num_logprobs is not None)
-        for sequence in plan.others
-    )
-
-
-def needs_logits(plan: StepPlan) -> bool:
-    """Whether a step's result depends on more than the argmax of its rows."""
-    others = plan.others
-    if plan.decodes.columns.need_logits or any(sequence.prompt_logprobs is not None for sequence in others):
-        return True
-    return any(sequence.draw is not None and sequence.draw.needs_logits for sequence in others)

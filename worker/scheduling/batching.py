@@ -4,8 +4,9 @@ What may live here: decisions about the tokens, places and blocks of the coming 
 and counters (`scheduler.py`), and how blocks change owners (`queues.py`).
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from itertools import groupby
+from itertools import repeat
 from typing import NamedTuple, Protocol
 
 from holdfast.worker.request import Priority
@@ -81,9 +82,10 @@ class ContinuousBatching:
 
     def schedule(self, queues: SequenceQueues) -> list[Share]:
         siblings = Siblings(queues)
-        self._make_way(queues, siblings)
+        if queues.waiting.num_waiting:
+            self._make_way(queues, siblings)
         decodes, prefills, grown_out = self._split_running(queues)
-        if not _grow(queues, grown_out):
+        if grown_out and not _grow(queues, grown_out):
             decodes, prefills = _still_running(decodes), _still_running(prefills)
         return self._fill(queues, siblings, decodes, prefills)
 
@@ -105,22 +107,21 @@ class ContinuousBatching:
         self, queues: SequenceQueues, siblings: Siblings, decodes: list[Sequence], prefills: list[Sequence]
     ) -> list[Share]:
         """A step of these decodes, then chunks of these prefills and newcomers, class by class."""
-        shares = [(sequence, 1) for sequence in decodes]
-        if not prefills and not queues.waiting.num_ready:
-            queues.waiting.return_all()
+        shares: list[Share] = list(zip(decodes, repeat(1), strict=False))
+        if not prefills and not queues.waiting.num_waiting:
             return shares
         budget = self._prefill_budget(len(shares))
         if not queues.waiting.num_ready:
-            queues.waiting.return_all()
-            return shares + share_out(prefills, budget)
-        chunks_of = {key: list(group) for key, group in groupby(prefills, lambda sequence: sequence.service_class)}
-        for service_class in Priority:
-            chunks = share_out(chunks_of.get(service_class, ()), budget)
-            budget -= _num_tokens(chunks)
-            # Once the first of a class was refused, nobody of a worse class is the first of the waiting.
-            newcomers = self._admit(queues, siblings, service_class, budget)
-            budget -= _num_tokens(newcomers)
-            shares += chunks + newcomers
+            share_out(prefills, budget, shares)
+        else:
+            prefills_of: dict[Priority, list[Sequence]] = defaultdict(list)
+            for sequence in prefills:
+                prefills_of[sequence.service_class].append(sequence)
+            for service_class in Priority:
+                if service_class in prefills_of:
+                    budget = share_out(prefills_of[service_class], budget, shares)
+                # Once the first of a class was refused, nobody of a worse class is the first of the waiting.
+                budget = self._admit(queues, siblings, service_class, budget, shares)
         queues.waiting.return_all()
         return shares
 
@@ -146,9 +147,12 @@ class ContinuousBatching:
                 grown_out.append(sequence)
         return decodes, prefills, grown_out
 
-    def _admit(self, queues: SequenceQueues, siblings: Siblings, service_class: Priority, budget: int) -> list[Share]:
-        """Admits waiting sequences of this class, in order, while there are places, tokens and blocks."""
-        shares: list[Share] = []
+    def _admit(
+        self, queues: SequenceQueues, siblings: Siblings, service_class: Priority, budget: int, shares: list[Share]
+    ) -> int:
+        """Admits waiting sequences of this class, in order, while there are places, tokens and blocks. Adds their
+        shares; returns what is left of the budget.
+        """
         while budget > 0 and queues.waiting.best_class is service_class and self._has_place(queues):
             if (first := siblings.first_ready()) is None:
                 break
@@ -160,7 +164,7 @@ class ContinuousBatching:
             num_tokens = min(num_step_tokens(sequence), budget)
             shares.append((sequence, num_tokens))
             budget -= num_tokens
-        return shares
+        return budget
 
     def _has_place(self, queues: SequenceQueues) -> bool:
         """Whether every running sequence still gets a token in each step if one more runs."""
@@ -217,20 +221,23 @@ class _Claim(NamedTuple):
 
 def num_blocks_to_take(queues: SequenceQueues, sequence: Sequence, prefix: SharedPrefix) -> int:
     """Free blocks that a waiting sequence needs: all its blocks, less those of its prefix that are in use already."""
-    num_shared = sum(queues.allocator.ref_count(block_id) > 0 for block_id in prefix.block_ids)
+    num_shared = 0
+    for block_id in prefix.block_ids:
+        num_shared += queues.allocator.ref_count(block_id) > 0
     return queues.allocator.num_blocks_for(len(sequence.token_ids)) - num_shared
 
 
-def share_out(sequences: Iterable[Sequence], budget: int) -> list[Share]:
-    """Divides a budget of tokens among sequences: each gets all it can use before the next gets any."""
-    shares: list[Share] = []
+def share_out(sequences: Iterable[Sequence], budget: int, shares: list[Share]) -> int:
+    """Divides a budget of tokens among sequences: each gets all it can use before the next gets any. Adds their shares;
+    returns what is left of the budget.
+    """
     for sequence in sequences:
         if budget <= 0:
             break
         num_tokens = min(num_step_tokens(sequence), budget)
         shares.append((sequence, num_tokens))
         budget -= num_tokens
-    return shares
+    return budget
 
 
 def _grow(queues: SequenceQueues, sequences: Iterable[Sequence]) -> bool:
@@ -250,10 +257,6 @@ def _victim(running: list[Sequence]) -> Sequence:
     worst = running[-1].service_class
     candidates = (sequence for sequence in reversed(running[1:]) if sequence.service_class == worst)
     return min(candidates, key=lambda sequence: sequence.num_computed_tokens)
-
-
-def _num_tokens(shares: Iterable[Share]) -> int:
-    return sum(num_tokens for _, num_tokens in shares)
 
 
 def _still_running(sequences: list[Sequence]) -> list[Sequence]:

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import repeat
-from typing import Final
+from operator import attrgetter, itemgetter
+from typing import Final, NamedTuple
 
 from holdfast.worker.plan.decode_rows import BlockTables, DecodeColumns, DecodeRows
 from holdfast.worker.plan.step_plan import DrawParams
@@ -22,6 +23,13 @@ from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
 from holdfast.worker.service_order.tenants import Tenant
 
 _NEVER: Final = -1
+
+# At every step for every sequence, so C rather than comprehensions.
+_sequence: Final = itemgetter(0)
+_sequence_id: Final = attrgetter("sequence_id")
+_block_ids: Final = attrgetter("block_ids")
+_token_ids: Final = attrgetter("token_ids")
+_last: Final = itemgetter(-1)
 
 
 class _Row:
@@ -36,28 +44,15 @@ class _Row:
         self.block_ids: tuple[int, ...] = ()
         self.packed = array("q")
 
-    def set_blocks(self, block_ids: tuple[int, ...]) -> None:
-        if block_ids is not self.block_ids:
-            self.block_ids, self.packed = block_ids, array("q", block_ids)
 
-
-class RowsInFlight:
+class RowsInFlight(NamedTuple):
     """The sequences of one plan's rows, in their order, and what is known of them. Nothing of it changes."""
 
-    __slots__ = ("ending_block", "num_by_tenant", "num_steps", "sequences")
-
-    def __init__(
-        self,
-        sequences: list[Sequence],
-        num_by_tenant: Mapping[Tenant, int],
-        ending_block: list[Sequence],
-        num_steps: int = 1,
-    ) -> None:
-        self.sequences = sequences
-        self.num_by_tenant = num_by_tenant
-        self.ending_block = ending_block
-        """Those whose row is the last of a block, in the last of its steps."""
-        self.num_steps = num_steps
+    sequences: list[Sequence]
+    num_by_tenant: Mapping[Tenant, int]
+    ending_block: list[Sequence]
+    """Those whose row is the last of a block, in the last of its steps."""
+    num_steps: int = 1
 
 
 NOBODY: Final = RowsInFlight([], {}, [])
@@ -90,15 +85,17 @@ class DecodeBatch:
         """The rows of a step, whose they are, and those of its shares that are no plain decodes. The rows are for up to
         `max_steps` steps where none of them ends before or needs another block, and nothing but the argmax is drawn.
         """
-        sequences = [sequence for sequence, _ in shares]
+        sequences = list(map(_sequence, shares))
         if self._num_moves != self._queues.num_moves or sequences != self._chosen_from:
             self._choose(shares, sequences)
-        others = [shares[number] for number in self._others]
-        if any(map(self._is_plain, others)):
+        others = self._other_shares(shares) if self._others else []
+        if others and any(map(self._is_plain, others)):
             self._choose(shares, sequences)
-            others = [shares[number] for number in self._others]
-        self._update_blocks()
-        token_ids = [sequence.token_ids[-1] for sequence in self._sequences]
+            others = self._other_shares(shares)
+        tables = list(map(_block_ids, self._sequences))
+        if tables != self._blocks.tables:
+            self._update_blocks(tables)
+        token_ids = list(map(_last, map(_token_ids, self._sequences)))
         num_steps = 1 if max_steps == 1 or others or self._columns.need_logits else self._num_steps(max_steps)
         ending = self._ending_block[(self._age + num_steps - 1) % self._block_size]
         in_flight = RowsInFlight(self._sequences, self._num_by_tenant, ending, num_steps)
@@ -119,44 +116,39 @@ class DecodeBatch:
         """These rows, of the oldest split that was not committed, have drawn the first of these tuples of tokens.
         Returns deltas, and sequences that are broken.
         """
-        running = SequenceStatus.RUNNING
-        sequences = rows_in_flight.sequences
-        rows = zip(sequences, drawn, logprobs or repeat(()), strict=False)
-        deltas = [
-            sequence.decode(token_ids, likely) for sequence, token_ids, likely in rows if sequence.status is running
-        ]
+        sequences, num_steps = rows_in_flight.sequences, rows_in_flight.num_steps
+        deltas: list[TokenDelta] = []
         broken: list[Sequence] = []
-        num_by_tenant = rows_in_flight.num_by_tenant
-        if len(deltas) < len(sequences) or not all(deltas):  # some have ended meanwhile, or are broken
-            alive = [sequence for sequence in sequences if sequence.status is running]
-            broken = [sequence for sequence in alive if sequence.is_broken]
-            num_by_tenant = Counter(sequence.tenant for sequence in alive if not sequence.is_broken)
-        if rows_in_flight.num_steps > 1:
-            num_by_tenant = self._count_several(rows_in_flight, deltas)
-        for tenant, num_tokens in num_by_tenant.items():
-            tenant.charge(0, num_tokens)
+        for sequence, token_ids, likely in zip(sequences, drawn, logprobs or repeat(()), strict=False):
+            if sequence.status is not SequenceStatus.RUNNING:  # it has ended meanwhile
+                continue
+            delta = sequence.decode(token_ids, likely)
+            if delta is None:
+                broken.append(sequence)
+                continue
+            deltas.append(delta)
+            if num_steps > 1 and len(delta.token_ids) < num_steps and delta.finish_reason is None:
+                self.forget()  # it stopped short: its row is not where the columns say
+        if num_steps > 1 or len(deltas) < len(sequences):
+            self._charge_each(sequences, deltas)
+        else:
+            for tenant, num_tokens in rows_in_flight.num_by_tenant.items():
+                tenant.charge(0, num_tokens)
         for sequence in rows_in_flight.ending_block:
-            if sequence.status is running and not sequence.is_broken:
+            if sequence.status is SequenceStatus.RUNNING and not sequence.is_broken:
                 self._queues.store_full_blocks(sequence, sequence.num_computed_tokens - 1)
         if not was_foreseen:
-            self._age += rows_in_flight.num_steps
-        return [delta for delta in deltas if delta is not None], broken
+            self._age += num_steps
+        return deltas, broken
 
-    def _count_several(
-        self, rows_in_flight: RowsInFlight, deltas: SequenceOf[TokenDelta | None]
-    ) -> Mapping[Tenant, int]:
-        """The tokens that each tenant gained in several steps. Where a sequence stopped short, its row is not where the
-        columns say.
-        """
-        alive = [sequence for sequence in rows_in_flight.sequences if sequence.status is SequenceStatus.RUNNING]
+    def _charge_each(self, sequences: list[Sequence], deltas: list[TokenDelta]) -> None:
+        """Charges tenants for what each of their sequences gained: `deltas` are of some of `sequences`, in order."""
+        tenant_of = {sequence.attempt: sequence.tenant for sequence in sequences}
         counts: Counter[Tenant] = Counter()
-        for sequence, delta in zip(alive, deltas, strict=True):
-            if delta is None:
-                continue
-            counts[sequence.tenant] += len(delta.token_ids)
-            if delta.finish_reason is None and len(delta.token_ids) < rows_in_flight.num_steps:
-                self.forget()
-        return counts
+        for delta in deltas:
+            counts[tenant_of[delta.attempt]] += len(delta.token_ids)
+        for tenant, num_tokens in counts.items():
+            tenant.charge(0, num_tokens)
 
     def _num_steps(self, most: int) -> int:
         """How many steps go by, of at most so many, before a row ends or needs another block."""
@@ -191,35 +183,39 @@ class DecodeBatch:
         )
 
     def _choose(self, shares: list[Share], sequences: list[Sequence]) -> None:
-        is_plain = [self._is_plain(share) for share in shares]
-        chosen = [sequence for sequence, plain in zip(sequences, is_plain, strict=True) if plain]
-        rows, known = {}, self._rows
-        for sequence in chosen:
-            rows[sequence] = known.get(sequence) or _Row(sequence)
-        positions = [sequence.num_computed_tokens for sequence in chosen]
-        self._sequences, self._rows, self._chosen_from = chosen, rows, sequences
-        self._others = [number for number, plain in enumerate(is_plain) if not plain]
-        self._columns = DecodeColumns(
-            [sequence.sequence_id for sequence in chosen],
-            positions,
-            [row.lead + position for row, position in zip(rows.values(), positions, strict=True)],
-            [row.draw for row in rows.values()],
-        )
-        self._num_by_tenant = Counter(sequence.tenant for sequence in chosen)
+        rows: dict[Sequence, _Row] = {}
+        positions, indices, draws = [], [], []
+        others: list[int] = []
+        num_by_tenant: Counter[Tenant] = Counter()
+        for number, share in enumerate(shares):
+            if not self._is_plain(share):
+                others.append(number)
+                continue
+            sequence, position = share[0], share[0].num_computed_tokens
+            row = rows[sequence] = self._rows.get(sequence) or _Row(sequence)
+            positions.append(position)
+            indices.append(row.lead + position)
+            draws.append(row.draw)
+            num_by_tenant[sequence.tenant] += 1
+        chosen = list(rows)
+        self._sequences, self._rows, self._chosen_from, self._others = chosen, rows, sequences, others
+        self._columns = DecodeColumns(list(map(_sequence_id, chosen)), positions, indices, draws)
+        self._num_by_tenant = num_by_tenant
         self._age, self._num_moves = 0, self._queues.num_moves
         self._ending_block = _by_end_of_block(chosen, positions, self._block_size)
         self._blocks = BlockTables((), ())
 
-    def _update_blocks(self) -> None:
+    def _other_shares(self, shares: list[Share]) -> list[Share]:
+        return [shares[number] for number in self._others]
+
+    def _update_blocks(self, tables: list[tuple[int, ...]]) -> None:
         """Blocks are given and taken one sequence at a time, so most tables are the very ones of the last step."""
-        tables = [sequence.block_ids for sequence in self._sequences]
-        if tables == self._blocks.tables:
-            return
-        rows = self._rows.values()
-        for row, block_ids in zip(rows, tables, strict=True):
+        packed = []
+        for row, block_ids in zip(self._rows.values(), tables, strict=True):
             if block_ids is not row.block_ids:
-                row.set_blocks(block_ids)
-        self._blocks = BlockTables(tables, [row.packed for row in rows])
+                row.block_ids, row.packed = block_ids, array("q", block_ids)
+            packed.append(row.packed)
+        self._blocks = BlockTables(tables, packed)
 
 
 def _by_end_of_block(sequences: Iterable[Sequence], positions: Iterable[int], block_size: int) -> list[list[Sequence]]:

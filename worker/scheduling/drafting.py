@@ -1,4 +1,4 @@
-"""Drafter interface: what speculative decoding adds to a step, and `NoDrafter`, which adds nothing.
+"""Drafter interface: what speculative decoding adds to a step.
 
 What may live here: the contract. What may not: proposing drafts, and when they pay (`worker/speculation/`).
 """
@@ -57,23 +57,3 @@ class Drafter(Protocol):
 
     def forget(self, sequence: Sequence) -> None:
         """Drops the state of a sequence that has ended or was aborted. It may never have been seen."""
-
-
-class NoDrafter:
-    """No speculative decoding."""
-
-    num_draft_tokens = 0
-    num_accepted_tokens = 0
-    num_speculative_tokens = 0
-    num_remembered = 0
-
-    def drafts(self, shares: list[Share], queues: SequenceQueues, limits: StepLimits) -> list[Drafts]:
-        return []
-
-    def settle(
-        self, sequence: Sequence, scheduled: ScheduledSequence, gained: tuple[int, ...], queues: SequenceQueues
-    ) -> None:
-        return None
-
-    def forget(self, sequence: Sequence) -> None:
-        return None

@@ -26,8 +26,10 @@ class Siblings:
         wait ends: the sibling runs, so it either computes the prompt or stops running.
         """
         num_common = min(sequence.num_prompt_tokens, sequence.num_skippable_tokens)
-        siblings = self._siblings_of(sequence) if num_common > 0 else []
-        parent = max(siblings, key=lambda sibling: sibling.num_computed_tokens, default=None)
+        parent = None
+        if num_common > 0 and sequence.request.group_id:
+            siblings = self._siblings_of(sequence)
+            parent = max(siblings, key=lambda sibling: sibling.num_computed_tokens, default=None)
         if parent is not None and parent.num_computed_tokens < num_common:
             return None
         block_ids = self._queues.cached_prefix(sequence)
@@ -56,8 +58,6 @@ class Siblings:
     def _siblings_of(self, sequence: Sequence) -> list[Sequence]:
         """The running sequences of its group. That their prompts are equal is checked, because the group id is given by
         routers."""
-        if not sequence.request.group_id:
-            return []
         if self._groups is None:
             self._groups = defaultdict(list)
             for sibling in self._queues.running:

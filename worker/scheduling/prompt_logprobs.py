@@ -36,8 +36,11 @@ def bound_prompt_logprobs(shares: list[tuple[Sequence, int]]) -> list[tuple[Sequ
 
     Those that are asked for none stay as they are. One sequence alone is within the bound already.
     """
-    asking = [sequence for sequence, _ in shares if sequence.prompt_logprobs is not None]
-    if sum(sequence.num_missing_prompt_logprobs > 0 for sequence in asking) < 2:
+    num_asking = 0
+    for sequence, _ in shares:
+        if sequence.prompt_logprobs is not None and sequence.num_missing_prompt_logprobs:
+            num_asking += 1
+    if num_asking < 2:
         return shares
     left, bounded = MAX_PROMPT_LOGPROBS, []
     for sequence, num_tokens in shares:

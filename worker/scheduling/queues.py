@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
+from typing import Final
 
 from holdfast.worker.kv.block_allocator import BlockAllocator
 from holdfast.worker.plan.step_plan import BlockCopy
@@ -31,6 +33,8 @@ class SharedPrefix:
 
 
 NOTHING = SharedPrefix()
+
+_service_order: Final = attrgetter("service_order")
 
 
 class SequenceQueues:
@@ -86,7 +90,7 @@ class SequenceQueues:
         sequence.block_ids = (*prefix.block_ids, *own)
         sequence.num_computed_tokens = prefix.num_tokens
         sequence.status = SequenceStatus.RUNNING
-        insort(self.running, sequence, key=_order)
+        insort(self.running, sequence, key=_service_order)
         if prefix.parent is not None and (num_tokens := prefix.num_tokens % self.allocator.block_size):
             self._copy(prefix.parent.block_ids[len(prefix.block_ids)], own[0], num_tokens)
         self._count_prompt(sequence, prefix.parent)
@@ -105,6 +109,8 @@ class SequenceQueues:
 
     def take_block_copies(self) -> tuple[BlockCopy, ...]:
         """The block copies that the next step makes before it computes; each is returned once."""
+        if not self._copies:
+            return ()
         copies = tuple(self._copies.values())
         self._copies.clear()
         return copies
@@ -215,7 +221,7 @@ class SequenceQueues:
                 assert is_right, f"block {block_id} is not found by the tokens of sequence {sequence.sequence_id}"
 
     def _take_out(self, sequence: Sequence) -> None:
-        index = bisect_left(self.running, sequence.service_order, key=_order)
+        index = bisect_left(self.running, sequence.service_order, key=_service_order)
         assert self.running[index] is sequence, f"sequence {sequence.sequence_id} is not where its order says"
         del self.running[index]
         self.num_moves += 1
@@ -247,7 +253,7 @@ class SequenceQueues:
 
     def _let_go(self, sequence: Sequence) -> None:
         """Frees the blocks of a sequence that has ended, at once or when the last step in flight that has it lands."""
-        if any(sequence in members for members in self._in_flight):
+        if self._in_flight and any(sequence in members for members in self._in_flight):
             self._held.append(sequence)
         else:
             self._free_blocks(sequence)
@@ -257,7 +263,3 @@ class SequenceQueues:
             self._copies.pop(block_id, None)
         self.allocator.free(sequence.block_ids)
         sequence.block_ids = ()
-
-
-def _order(sequence: Sequence) -> tuple[int, float, int]:
-    return sequence.service_order

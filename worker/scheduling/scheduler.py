@@ -9,19 +9,21 @@ safe at any point of it. Where the device runs a step while the host plans the n
 """
 
 from collections.abc import Hashable, Iterable
+from enum import Enum
 from itertools import repeat
+from typing import NamedTuple
 
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
 from holdfast.worker.kv.block_allocator import BlockAllocator
 from holdfast.worker.kv.prefix_cache import CacheEvent
 from holdfast.worker.plan.decode_rows import NO_ROWS
-from holdfast.worker.plan.step_plan import PlannedSequences, StepPlan, StepResult
+from holdfast.worker.plan.step_plan import StepPlan, StepResult
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
 from holdfast.worker.scheduling.batching import MakePolicy, Share
 from holdfast.worker.scheduling.deadlines import DeadlineWatch
 from holdfast.worker.scheduling.decode_batch import NOBODY, DecodeBatch
-from holdfast.worker.scheduling.drafting import NO_DRAFTS, Drafter, NoDrafter
+from holdfast.worker.scheduling.drafting import NO_DRAFTS, Drafter, Drafts
 from holdfast.worker.scheduling.policies import POLICIES
 from holdfast.worker.scheduling.prompt_logprobs import bound_prompt_logprobs
 from holdfast.worker.scheduling.queues import SequenceQueues
@@ -32,6 +34,25 @@ from holdfast.worker.scheduling.share_commit import ShareCommit
 from holdfast.worker.scheduling.step_in_flight import StepInFlight
 from holdfast.worker.scheduling.step_limits import StepLimits
 from holdfast.worker.stats import SchedulerStats
+
+
+class DropReason(Enum):
+    """Why a request was dropped without a delta."""
+
+    EXPIRED = "expired"
+    """Its deadline has passed, or would before its first token."""
+    NOT_FINITE = "not finite"
+    """Its logits were NaN or infinite."""
+    DEAD_END = "dead end"
+    """No token fitted its grammar."""
+
+
+class DroppedRequest(NamedTuple):
+    """A request that was dropped without a delta."""
+
+    attempt: Hashable
+    request: EngineRequest
+    reason: DropReason
 
 
 class Scheduler:
@@ -49,21 +70,22 @@ class Scheduler:
         drafter: Drafter | None = None,
         make_policy: MakePolicy | None = None,
     ) -> None:
-        """`make_policy` makes the batching policy; None: the one that the settings name."""
+        """`drafter` drafts tokens (speculative decoding); None: nobody does. `make_policy` makes the batching policy;
+        None: the one that the settings name.
+        """
         self._max_num_waiting = config.max_num_waiting
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
-        self._drafter = drafter or NoDrafter()
+        self._drafter = drafter if drafter is not None and drafter.num_speculative_tokens else None
         self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=prefix_caching)
         self._queues = SequenceQueues(self._allocator, aging_s=config.aging_s, tenant_shares=config.tenant_shares)
         self._decode_batch = DecodeBatch(self._queues)
         self._share_commit = ShareCommit(self._queues, self._drafter, block_size, self._drop_broken)
         self._deadlines = DeadlineWatch(self._queues)
-        self._expired: list[Hashable] = []
-        self._broken: list[tuple[Hashable, EngineRequest]] = []
-        self._dead_ends: list[Hashable] = []
+        self.dropped: list[DroppedRequest] = []
+        """Requests that have been dropped since `take_dropped`, to be rejected. To be read only."""
         self._policy = (make_policy or POLICIES[config.policy])(
-            StepLimits.of(config, self._drafter.num_speculative_tokens)
+            StepLimits.of(config, drafter.num_speculative_tokens if drafter is not None else 0)
         )
         self._sequences: dict[Hashable, Sequence] = {}  # those that have not ended, by key
         self._in_flight: list[StepInFlight] = []  # plans that are not committed, at most two, the older first
@@ -102,8 +124,8 @@ class Scheduler:
             return sequence.last_delta(reason)
         num_slots = self._allocator.num_blocks * self._allocator.block_size
         check_fits(sequence, num_slots=num_slots, max_model_len=self._max_model_len)
-        if len(self._queues.waiting) >= self._max_num_waiting:
-            raise QueueFullError(f"{len(self._queues.waiting)} requests are waiting, and no more may")
+        if self._queues.waiting.num_waiting >= self._max_num_waiting:
+            raise QueueFullError(f"{self._queues.waiting.num_waiting} requests are waiting, and no more may")
         self._num_added += 1
         self._sequences[attempt] = sequence
         self._queues.waiting.advance(now)
@@ -135,7 +157,8 @@ class Scheduler:
         """The plan of the next step; None if there is nothing to do. While no other plan is in flight. It may be for up
         to `max_steps` steps where all sequences decode and nobody waits.
 
-        Requests whose time is up by `now` are dropped first: see `take_expired`.
+        Requests whose time is up by `now` are `dropped` first; and waiting ones that could not come to their first
+        token in time, which takes `tokens_per_s`.
         """
         assert not self._in_flight, "the last plan has not been committed"
         self._let_time_pass(now)
@@ -143,7 +166,7 @@ class Scheduler:
             return None
         shares = bound_prompt_logprobs(self._policy.schedule(self._queues))
         assert shares, "requests are alive and the policy found nothing to do"
-        return self._plan_of(shares, 1 if self._queues.waiting else max_steps)
+        return self._plan_of(shares, 1 if self._queues.waiting.num_waiting else max_steps)
 
     def plan_ahead(self, now: float = 0.0) -> StepPlan | None:
         """The plan of the step after the one in flight, whose result is not there yet; None: that is to be committed
@@ -155,7 +178,7 @@ class Scheduler:
         assert len(self._in_flight) == 1, "one plan is in flight, and one is ahead of it"
         self._let_time_pass(now)
         (step,) = self._in_flight
-        if not self._sequences or self._drafter.num_speculative_tokens:
+        if not self._sequences or self._drafter is not None:
             return None
         step.foresee(self._queues)
         self._decode_batch.foresee()
@@ -175,38 +198,24 @@ class Scheduler:
         plan = plan.with_drafts(result.drafts)
         self._num_tokens_computed += plan.num_tokens
         self._num_steps_saved += step.rows.num_steps - 1
-        members, num_rows = step.sequences, len(plan.decodes)
-        assert len(members) == len(plan.sequences) == len(result.token_ids), "a result has tokens for all sequences"
+        members, num_rows = step.sequences, len(plan.decodes.token_ids)
+        num_planned = num_rows + len(plan.others)
+        assert len(members) == num_planned == len(result.token_ids), "a result has tokens for all sequences"
         deltas = self._commit_rows(step, num_rows, result)
         if plan.others:
             deltas += self._share_commit.take(members[num_rows:], plan.others, result.without_first(num_rows))
-        ended = [delta.attempt for delta in deltas if delta.finish_reason is not None]
-        if ended:
-            self._finish(ended)
+        num_finished = self._num_finished
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._finish(delta.attempt)
+        if self._num_finished > num_finished:
+            self._policy.release(self._queues)
         return deltas
 
-    def take_expired(self) -> list[Hashable]:
-        """Requests dropped since the last call because their deadline passed. There is no delta for them.
-
-        Besides those past their deadline, waiting ones that could not have come to their first token in time; this
-        takes `tokens_per_s`.
-        """
-        expired, self._expired = self._expired, []
-        return expired
-
-    def take_broken(self) -> list[tuple[Hashable, EngineRequest]]:
-        """Requests that have been dropped since the last call, because their logits were NaN or infinite. There is no
-        delta for them.
-        """
-        broken, self._broken = self._broken, []
-        return broken
-
-    def take_dead_ends(self) -> list[Hashable]:
-        """Requests that have been dropped since the last call, because no token fitted their grammars. There is no
-        delta for them.
-        """
-        dead_ends, self._dead_ends = self._dead_ends, []
-        return dead_ends
+    def take_dropped(self) -> list[DroppedRequest]:
+        """The `dropped` requests since the last call."""
+        dropped, self.dropped = self.dropped, []
+        return dropped
 
     def take_cache_events(self) -> list[CacheEvent]:
         """Prefix cache events since the last call: blocks stored and evicted. The first call returns all cached blocks.
@@ -256,8 +265,8 @@ class Scheduler:
     def load(self) -> EngineLoad:
         """The load of this replica now."""
         return EngineLoad(
-            num_running=len(self._sequences) - len(self._queues.waiting),
-            num_waiting=len(self._queues.waiting),
+            num_running=len(self._sequences) - self._queues.waiting.num_waiting,
+            num_waiting=self._queues.waiting.num_waiting,
             num_waiting_tokens=self._queues.num_uncomputed_tokens,
             num_free_blocks=self._allocator.num_free,
             num_total_blocks=self._allocator.num_blocks,
@@ -282,8 +291,8 @@ class Scheduler:
             num_evictions=self._allocator.prefix_cache.num_evictions,
             num_total_blocks=self._allocator.num_blocks,
             num_wasted_slots=self._queues.num_wasted_slots(),
-            num_draft_tokens=self._drafter.num_draft_tokens,
-            num_accepted_tokens=self._drafter.num_accepted_tokens,
+            num_draft_tokens=0 if self._drafter is None else self._drafter.num_draft_tokens,
+            num_accepted_tokens=0 if self._drafter is None else self._drafter.num_accepted_tokens,
         )
 
     def check_integrity(self) -> None:
@@ -299,30 +308,35 @@ class Scheduler:
         assert alive == self._sequences.keys(), f"queues and requests differ: {alive ^ self._sequences.keys()}"
         if not alive and not self._in_flight:
             assert self._allocator.num_used == 0, f"{self._allocator.num_used} blocks are used by no request"
-            assert self._drafter.num_remembered == 0, "speculation remembers sequences that have ended"
+            num_remembered = 0 if self._drafter is None else self._drafter.num_remembered
+            assert num_remembered == 0, "speculation remembers sequences that have ended"
 
     # --- Internals ---
 
     def _plan_of(self, shares: list[Share], max_steps: int = 1) -> StepPlan:
         """What the next step does for each of its sequences. It is in flight from here on."""
         self._num_plans += 1
-        drafts = self._drafter.drafts(shares, self._queues, self._policy.limits)
+        drafts: list[Drafts] = []
+        if self._drafter is not None:
+            drafts = self._drafter.drafts(shares, self._queues, self._policy.limits)
         if drafts:
             self._decode_batch.forget()
             rows, in_rows, others = NO_ROWS, NOBODY, shares
         else:
             rows, in_rows, others = self._decode_batch.split(shares, max_steps)
-        drafted = drafts or repeat(NO_DRAFTS)
         block_size = self._allocator.block_size
-        scheduled = [scheduled_sequence(*share, item, block_size) for share, item in zip(others, drafted, strict=False)]
+        sequences, scheduled = [*in_rows.sequences], []
+        for (sequence, num_tokens), drafted in zip(others, drafts or repeat(NO_DRAFTS), strict=False):
+            sequences.append(sequence)
+            scheduled.append(scheduled_sequence(sequence, num_tokens, drafted, block_size))
         plan = StepPlan(
             step_id=self._num_plans,
-            sequences=PlannedSequences(rows, scheduled),
+            decodes=rows,
+            others=scheduled,
             block_copies=self._queues.take_block_copies(),
         )
-        step = StepInFlight(plan, in_rows, [sequence for sequence, _ in others])
-        self._in_flight.append(step)
-        self._queues.take_off(step.sequences)
+        self._in_flight.append(StepInFlight(plan, in_rows, sequences))
+        self._queues.take_off(sequences)
         return plan
 
     def _commit_rows(self, step: StepInFlight, num_rows: int, result: StepResult) -> list[TokenDelta]:
@@ -343,34 +357,32 @@ class Scheduler:
         self._queues.waiting.advance(now)
         while (sequence := self._deadlines.next_expired(now)) is not None:
             self._drop(sequence)
-            self._expired.append(sequence.attempt)
+            self.dropped.append(DroppedRequest(sequence.attempt, sequence.request, DropReason.EXPIRED))
             self._num_expired += 1
 
     def _drop_broken(self, sequence: Sequence) -> None:
         """Where its logits are no numbers, its keys and values may be none either: no other sequence may reuse its
         cached prefix.
         """
-        if sequence.has_dead_end:
-            self._drop(sequence)
-            self._dead_ends.append(sequence.attempt)
-            return
-        self._queues.forget_prefix(sequence)
+        reason = DropReason.DEAD_END if sequence.has_dead_end else DropReason.NOT_FINITE
+        if reason is DropReason.NOT_FINITE:
+            self._queues.forget_prefix(sequence)
         self._drop(sequence)
-        self._broken.append((sequence.attempt, sequence.request))
+        self.dropped.append(DroppedRequest(sequence.attempt, sequence.request, reason))
 
     def _drop(self, sequence: Sequence) -> None:
         """Removes a sequence that has not finished by itself."""
         del self._sequences[sequence.attempt]
         self._deadlines.forget(sequence)
         self._queues.remove(sequence)
-        self._drafter.forget(sequence)
+        if self._drafter is not None:
+            self._drafter.forget(sequence)
         self._policy.release(self._queues)
 
-    def _finish(self, attempts: list[Hashable]) -> None:
-        for attempt in attempts:
-            sequence = self._sequences.pop(attempt)
-            self._queues.finish(sequence)
-            self._deadlines.forget(sequence)
+    def _finish(self, attempt: Hashable) -> None:
+        sequence = self._sequences.pop(attempt)
+        self._queues.finish(sequence)
+        self._deadlines.forget(sequence)
+        if self._drafter is not None:
             self._drafter.forget(sequence)
-        self._num_finished += len(attempts)
-        self._policy.release(self._queues)
+        self._num_finished += 1

@@ -74,6 +74,7 @@ class Sequence:
         "stop_token_ids",
         "tenant",
         "token_ids",
+        "urgency",
         "waited_s",
         "waits_since_s",
     )
@@ -109,6 +110,8 @@ class Sequence:
         """Its deadline: it is dropped after this time."""
         self.due_s = arrived_s + min(time_left_s, DUE_AFTER_S)
         """Its due time: within tenant and class, the earlier is served first."""
+        self.urgency = (self.due_s, sequence_id)
+        """Smaller goes first among those of one tenant and class: by deadline, then by arrival."""
         self.service_class = request.priority
         """Its priority class, which improves with waiting (`service_order/`)."""
         self.waits_since_s = arrived_s
@@ -142,11 +145,6 @@ class Sequence:
         asks = params.prompt_logprobs is not None and not request.output_token_ids
         self.prompt_logprobs: list[TokenLogprob] | None = [] if asks else None
         """From the prompt's second token on, reported with the first output token; None: not asked for, or reported."""
-
-    @property
-    def urgency(self) -> tuple[float, int]:
-        """Smaller goes first among those of one tenant and class: by deadline, then by arrival."""
-        return self.due_s, self.sequence_id
 
     @property
     def service_order(self) -> tuple[int, float, int]:
@@ -299,7 +297,7 @@ class Sequence:
         if len(drawn) > 1:
             return self._decode_several(drawn)
         (token_id,) = drawn
-        if self._breaks(token_id):
+        if token_id < 0 and self._breaks(token_id):
             return None
         token_ids = self.token_ids
         index = len(token_ids) - self.num_prompt_tokens

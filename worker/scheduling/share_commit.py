@@ -18,7 +18,7 @@ class ShareCommit:
     """Of one scheduler's steps."""
 
     def __init__(
-        self, queues: SequenceQueues, drafter: Drafter, block_size: int, drop_broken: Callable[[Sequence], None]
+        self, queues: SequenceQueues, drafter: Drafter | None, block_size: int, drop_broken: Callable[[Sequence], None]
     ) -> None:
         """`drop_broken` is called for a sequence that no token can follow, before the next one is looked at:
         nobody may find its blocks."""
@@ -63,6 +63,7 @@ class ShareCommit:
     def _settle(self, sequence: Sequence, scheduled: ScheduledSequence, gained: tuple[int, ...]) -> None:
         """Charges the tenant for the tokens that a sequence gained in a step, and caches blocks that became full."""
         sequence.tenant.charge(0, len(gained))
-        self._drafter.settle(sequence, scheduled, gained, self._queues)
+        if self._drafter is not None:
+            self._drafter.settle(sequence, scheduled, gained, self._queues)
         if scheduled.first_position % self._block_size + len(scheduled.token_ids) >= self._block_size:
             self._queues.store_full_blocks(sequence, scheduled.first_position)

@@ -19,16 +19,15 @@ gets its next token a whole step later; the others gain the host's part of a ste
 class StepInFlight:
     """A plan that was handed out and is not committed."""
 
-    __slots__ = ("_others", "is_foreseen", "left_out", "plan", "rows", "sequences")
+    __slots__ = ("is_foreseen", "left_out", "plan", "rows", "sequences")
 
-    def __init__(self, plan: StepPlan, rows: RowsInFlight, others: list[Sequence]) -> None:
-        """`rows` and `others` are the sequences of the plan's decodes and of its other shares."""
+    def __init__(self, plan: StepPlan, rows: RowsInFlight, sequences: list[Sequence]) -> None:
+        """`rows` are the sequences of the plan's decodes, the first of all its `sequences`."""
         self.plan = plan
         self.rows = rows
-        self.sequences = [*rows.sequences, *others]
+        self.sequences = sequences
         """All of them, in the order of the plan."""
         self.is_foreseen = False
-        self._others = others
         self.left_out: list[Sequence] = []
         """Of those that were looked at, who awaits the result."""
 
@@ -38,7 +37,7 @@ class StepInFlight:
         self.is_foreseen = True
         for sequence in self.rows.sequences:
             self._foresee(sequence, 1, 1)
-        for sequence, scheduled in zip(self._others, self.plan.others, strict=True):
+        for sequence, scheduled in zip(self.sequences[len(self.rows.sequences) :], self.plan.others, strict=True):
             num_before = sequence.num_uncomputed_tokens
             self._foresee(sequence, len(scheduled.token_ids), scheduled.num_draws)
             queues.num_uncomputed_tokens += sequence.num_uncomputed_tokens - num_before

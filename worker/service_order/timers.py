@@ -54,9 +54,10 @@ class Timers(Generic[Key]):
 
     def pop(self, now: float) -> Key | None:
         """The key that is due first, if it is due by now; its time is dropped. To be called until None."""
-        when = self.next
-        if when is None or when > now:
-            return None
-        key = heapq.heappop(self._heap)[-1]
-        del self._entries[key]
-        return key
+        while self._heap and self._heap[0][0] <= now:
+            entry = heapq.heappop(self._heap)
+            key = entry[-1]
+            if self._entries.get(key) is entry:
+                del self._entries[key]
+                return key
+        return None

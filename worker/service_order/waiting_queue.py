@@ -9,6 +9,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from typing import Final, Generic, Protocol, TypeVar
 
 from holdfast.worker.request import EngineRequest, Priority
@@ -18,6 +19,8 @@ from holdfast.worker.service_order.timers import Timers
 DUE_AFTER_S: Final = 600.0
 """A request that names no deadline, or a later one, stands in line as if it were due so long after its arrival. That
 every place in line is finite keeps those without a deadline from starving behind an endless stream of deadlines."""
+
+_urgency: Final = attrgetter("urgency")
 
 _Entry = tuple[float, float, int, str]
 """Counter of a tenant, urgency of its first, and its name."""
@@ -65,11 +68,12 @@ class WaitingQueue(Generic[AnyWaiter]):
         self._now = 0.0
         self._lanes = tuple((priority, _Lane[AnyWaiter]()) for priority in Priority for _ in range(num_standings))
         self._promotions = Timers[AnyWaiter]()
-        self._num_waiting = 0
+        self.num_waiting = 0
+        """Those who stand aside included. To be read only."""
         self._aside: list[AnyWaiter] = []
 
     def __len__(self) -> int:
-        return self._num_waiting
+        return self.num_waiting
 
     def __iter__(self) -> Iterator[AnyWaiter]:
         """In order of service, as if nobody's counter changed on the way."""
@@ -79,15 +83,15 @@ class WaitingQueue(Generic[AnyWaiter]):
     @property
     def num_ready(self) -> int:
         """Those who do not stand aside."""
-        return self._num_waiting - len(self._aside)
+        return self.num_waiting - len(self._aside)
 
     @property
     def best_class(self) -> Priority | None:
         """The class of the first, or None if nobody is ready."""
-        if self._num_waiting == 0:
+        if self.num_waiting == 0:
             return None
         for priority, lane in self._lanes:  # at every step, so no generator
-            if lane:
+            if lane.num_waiting:
                 return priority
         return None
 
@@ -98,7 +102,7 @@ class WaitingQueue(Generic[AnyWaiter]):
     def first(self) -> AnyWaiter:
         """The one to be served next. There must be one."""
         for _, lane in self._lanes:
-            if lane:
+            if lane.num_waiting:
                 return lane.first()
         raise AssertionError("nobody waits")
 
@@ -108,12 +112,12 @@ class WaitingQueue(Generic[AnyWaiter]):
         self._tenants.note_waiting(waiter.tenant)
         waiter.waits_since_s = self._now
         self._lane(waiter).add(waiter)
-        self._num_waiting += 1
+        self.num_waiting += 1
         self._expect_promotion(waiter)
 
     def remove(self, waiter: AnyWaiter) -> None:
         self._lane(waiter).remove(waiter)
-        self._num_waiting -= 1
+        self.num_waiting -= 1
         self._tenants.note_gone(waiter.tenant)
         waiter.waited_s += self._now - waiter.waits_since_s
         self._promotions.drop(waiter)
@@ -148,7 +152,7 @@ class WaitingQueue(Generic[AnyWaiter]):
                 assert waiter.service_class == priority, place
                 assert waiter.standing == index % self._num_standings, f"{place} among those of another standing"
                 num_found += 1
-        assert num_found == self._num_waiting, f"{num_found} wait, and {self._num_waiting} were counted"
+        assert num_found == self.num_waiting, f"{num_found} wait, and {self.num_waiting} were counted"
 
     def _lane(self, waiter: AnyWaiter) -> "_Lane[AnyWaiter]":
         return self._lanes[waiter.service_class * self._num_standings + waiter.standing][1]
@@ -173,10 +177,6 @@ class _Lane(Generic[AnyWaiter]):
         self._entries: dict[str, _Entry] = {}
         self._heap: list[_Entry] = []
         self.num_waiting = 0
-
-    def __len__(self) -> int:
-        """Tenants with anyone in line."""
-        return len(self._lines)
 
     def __iter__(self) -> Iterator[AnyWaiter]:
         for line in sorted(self._lines.values(), key=_key):
@@ -208,7 +208,7 @@ class _Lane(Generic[AnyWaiter]):
     def remove(self, waiter: AnyWaiter) -> None:
         name = waiter.request.tenant
         line = self._lines[name]
-        index = bisect_left(line, _urgency(waiter), key=_urgency)
+        index = bisect_left(line, waiter.urgency, key=_urgency)
         assert line[index] is waiter, f"{waiter.request.request_id} is not where its urgency says"
         del line[index]
         self.num_waiting -= 1
@@ -225,10 +225,6 @@ class _Lane(Generic[AnyWaiter]):
             assert self._entries[name] <= _key(line), f"tenant {name!r} stands behind its turn"
             for before, after in pairwise(line):
                 assert before.urgency < after.urgency, f"{after.request.request_id} stands behind its turn"
-
-
-def _urgency(waiter: Waiter) -> tuple[float, int]:
-    return waiter.urgency
 
 
 def _key(line: Sequence[Waiter]) -> _Entry:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from holdfast.worker.config import SchedulerConfig
-from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan
+from holdfast.worker.plan.step_plan import StepPlan
 from holdfast.worker.scheduling.step_limits import StepLimits
 from holdfast.worker.tuning.batching_optimizer import BatchingOptimizer, Recommendation, StepReport
 from holdfast.worker.tuning.step_time import StepCosts, StepSample, StepShape, StepTimeModel
@@ -93,45 +93,42 @@ class _NextStep:
 def _read(plan: StepPlan, step_s: float, num_gained: int, num_waiting: int) -> tuple[StepReport, _NextStep]:
     """Runs at every step, so it is quick with what most steps are made of: decodes of one token."""
     rows, others = plan.decodes, plan.others
-    num_decodes = num_decode_tokens = len(rows)
+    num_decodes = num_decode_tokens = len(rows.token_ids)
     decode_context = rows.num_context_tokens
-    chunks: list[ScheduledSequence] = []
-    if others:
-        chunks = [item for item in others if item.num_draws < len(item.token_ids)]
-        with_drafts = [item for item in others if item.num_draws == len(item.token_ids)]
-        num_decodes += len(with_drafts)
-        num_decode_tokens += sum(item.num_draws for item in with_drafts)
-        decode_context += sum(map(_num_attended, with_drafts))
-    last_chunks = [_end(item) for item in chunks if item.num_draws]
+    chunk_context = num_last_chunks = last_chunk_context = position = 0
+    for item in others:
+        count = len(item.token_ids)
+        num_attended = count * item.first_position + count * (count + 1) // 2  # position + 1, summed over its tokens
+        if item.num_draws == count:
+            num_decodes += 1
+            num_decode_tokens += count
+            decode_context += num_attended
+            continue
+        chunk_context += num_attended
+        end = item.first_position + count
+        if item.num_draws:
+            num_last_chunks += 1
+            last_chunk_context += end
+        else:
+            position = max(position, end)
     sample = StepSample(
-        num_seqs=len(plan.sequences),
+        num_seqs=len(rows.token_ids) + len(others),
         num_decodes=num_decodes,
         num_tokens=plan.num_tokens // rows.num_steps,
-        num_context_tokens=decode_context + sum(map(_num_attended, chunks)),
+        num_context_tokens=decode_context + chunk_context,
         step_s=step_s,
     )
     report = StepReport(
         sample=sample,
         num_decode_tokens=num_decode_tokens,
         num_decode_context_tokens=decode_context,
-        num_accepted_drafts=max(0, num_gained - num_decodes - len(last_chunks)),
+        num_accepted_drafts=max(0, num_gained - num_decodes - num_last_chunks),
         num_waiting=num_waiting,
     )
-    num_next_tokens = num_decode_tokens + len(last_chunks)
+    num_next_tokens = num_decode_tokens + num_last_chunks
     decodes = StepShape(
-        num_decodes=num_decodes + len(last_chunks),
+        num_decodes=num_decodes + num_last_chunks,
         num_tokens=num_next_tokens,
-        num_context_tokens=decode_context + sum(last_chunks) + num_next_tokens,  # each one further
+        num_context_tokens=decode_context + last_chunk_context + num_next_tokens,  # each one further
     )
-    position = max([_end(item) for item in chunks if not item.num_draws], default=0)
     return report, _NextStep(decodes=decodes, prefill_position=position)
-
-
-def _end(item: ScheduledSequence) -> int:
-    return item.first_position + len(item.token_ids)
-
-
-def _num_attended(item: ScheduledSequence) -> int:
-    """Position + 1, summed over its tokens."""
-    count = len(item.token_ids)
-    return count * item.first_position + count * (count + 1) // 2

@@ -13,7 +13,7 @@ from holdfast.cluster.simulate.oracle.pseudo_draws import drawn_token, token_log
 from holdfast.cluster.simulate.oracle.pseudo_grammar import PseudoMatcher
 from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, NUM_POISON_STEPS, POISON_TOKEN_ID, PoisonedError
 from holdfast.worker.plan.draws import draws_of
-from holdfast.worker.plan.grammar_matchers import GrammarMatchers, has_grammars
+from holdfast.worker.plan.grammar_matchers import GrammarMatchers
 from holdfast.worker.plan.several_steps import run_each
 from holdfast.worker.plan.step_plan import BlockCopy, DrawParams, ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.request import TokenLogprob
@@ -40,7 +40,7 @@ class PseudoRunner:
         self._copy(plan.block_copies)
         for sequence in plan.sequences:
             self._write(sequence)
-        masks = self._grammars.masks(plan) if has_grammars(plan) else {}
+        masks = self._grammars.masks(plan) if plan.has_grammars else {}
         rows = ((params, masks.get(number)) for number, params in enumerate(draws_of(plan)))
         prefixes = [self._read_back(sequence) for sequence in plan.sequences]
         pairs = list(zip(plan.sequences, prefixes, strict=True))

@@ -105,7 +105,7 @@ def batch_of(shares: list[tuple[int, int, int]], block_size: int, blocks_each: i
                 sequence_id=place, first_position=first, token_ids=(0,) * count, block_ids=blocks, draw=None
             )
         )
-    return StepBatch.unpack(StepBatch.pack(StepPlan(step_id=0, sequences=tuple(sequences))))
+    return StepBatch.of(StepPlan(step_id=0, others=tuple(sequences)))
 
 
 def run_in_chunks(

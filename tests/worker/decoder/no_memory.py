@@ -71,7 +71,7 @@ def steps(folder: Path) -> int:
     def run() -> Any:
         sequences = Sequences(leader, prompts)
         shares = tuple(sequences.scheduled(n, 0, len(prompt), 1) for n, prompt in enumerate(prompts))
-        return leader.run(StepPlan(step_id=1, sequences=shares)).token_ids
+        return leader.run(StepPlan(step_id=1, others=shares)).token_ids
 
     right = run()
     result, num_errors = tried(library, run, executor._drop_decoder)

@@ -58,7 +58,7 @@ def batches(steps: tuple[tuple[int, int], ...] = STEPS, rows: int | None = None)
                     )
                 )
             done[number] = end
-        result.append(StepBatch.unpack(StepBatch.pack(StepPlan(step_id=0, sequences=tuple(sequences)))))
+        result.append(StepBatch.of(StepPlan(step_id=0, others=tuple(sequences))))
     return result
 
 

@@ -15,7 +15,7 @@ from holdfast.worker.decoder.cpu.library import runnable_classes
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.plan.decode_rows import BlockTables, DecodeColumns, DecodeRows
-from holdfast.worker.plan.step_plan import DrawParams, PlannedSequences, StepPlan
+from holdfast.worker.plan.step_plan import DrawParams, StepPlan
 from tests.counting import Counted
 
 pytestmark = pytest.mark.skipif(not runnable_classes(), reason="the native executor does not run here")
@@ -34,7 +34,7 @@ def decodes(count: int) -> StepPlan:
     columns = DecodeColumns(range(count), [20] * count, [5] * count, [GREEDY] * count)
     tables = [(2 * i, 2 * i + 1) for i in range(count)]
     rows = DecodeRows(columns, 0, [7] * count, BlockTables(tables, [array("q", table) for table in tables]))
-    return StepPlan(step_id=1, sequences=PlannedSequences(rows, ()))
+    return StepPlan(step_id=1, decodes=rows)
 
 
 def calls_of(leader: LeaderRunner, plan: StepPlan) -> Counter[str]:

@@ -12,7 +12,6 @@ from holdfast.worker.plan.draws import draws_of
 from holdfast.worker.plan.step_plan import (
     BlockCopy,
     DrawParams,
-    PlannedSequences,
     PromptLogprobParams,
     ScheduledSequence,
     StepPlan,
@@ -50,8 +49,8 @@ copies = st.builds(
 
 @given(st.lists(sequences(), min_size=1, max_size=8), st.integers(0, 2**62), st.lists(copies, max_size=3))
 def test_unpacking_gives_back_what_was_packed(scheduled, step_id, copies):
-    plan = StepPlan(step_id=step_id, sequences=tuple(scheduled), block_copies=tuple(copies))
-    packed = StepBatch.pack(plan)
+    plan = StepPlan(step_id=step_id, others=tuple(scheduled), block_copies=tuple(copies))
+    packed = StepBatch.of(plan).packed()
     assert packed.dtype == np.int64
     assert packed[0] == len(scheduled) >= 1
     batch = StepBatch.unpack(packed)
@@ -68,7 +67,7 @@ def test_unpacking_gives_back_what_was_packed(scheduled, step_id, copies):
 
 @given(st.lists(sequences(), min_size=1, max_size=8))
 def test_logits_rows_are_the_last_rows_of_each_sequence_and_then_those_that_rate(scheduled):
-    batch = StepBatch.unpack(StepBatch.pack(StepPlan(step_id=0, sequences=tuple(scheduled))))
+    batch = StepBatch.of(StepPlan(step_id=0, others=tuple(scheduled)))
     expected, of_prompt, start = [], [], 0
     for sequence in scheduled:
         rows = range(start, start + len(sequence.token_ids))
@@ -90,20 +89,20 @@ def test_rows_are_packed_as_shares_of_their_own_would_be(others, firsts, age):
         [first % 7 for first in firsts],
         BlockTables(tables, [array("q", table) for table in tables]),
     )
-    plan = StepPlan(step_id=9, sequences=PlannedSequences(rows, others))
-    alone = StepPlan(step_id=9, sequences=plan.sequences.as_tuple())
+    plan = StepPlan(step_id=9, decodes=rows, others=others)
+    alone = StepPlan(step_id=9, others=plan.sequences)
     assert plan.num_tokens == alone.num_tokens
     assert draws_of(plan) == draws_of(alone)
-    assert StepBatch.pack(plan).tolist() == StepBatch.pack(alone).tolist()
+    assert StepBatch.of(plan).packed().tolist() == StepBatch.of(alone).packed().tolist()
 
 
 def test_blocks_are_found_by_sequence_and_index():
     plan = StepPlan(
         step_id=0,
-        sequences=tuple(
+        others=tuple(
             ScheduledSequence(sequence_id=i, first_position=0, token_ids=(1,), block_ids=blocks, draw=None)
             for i, blocks in enumerate([(7, 8), (3,), (5, 4, 9)])
         ),
     )
-    batch = StepBatch.unpack(StepBatch.pack(plan))
+    batch = StepBatch.of(plan)
     assert batch.blocks_of(np.array([2, 0, 1, 2]), np.array([2, 1, 0, 0])).tolist() == [9, 8, 3, 5]

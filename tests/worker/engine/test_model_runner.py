@@ -13,6 +13,7 @@ from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner, follo
 from holdfast.worker.errors import ConfigurationError, ReplicaError
 from holdfast.worker.model.loading import load_model
 from holdfast.worker.model.memory import PREFIX_CACHE_FACTOR
+from holdfast.worker.plan.decode_rows import NO_ROWS
 from holdfast.worker.plan.step_plan import DrawParams, StepPlan
 from holdfast.worker.sampling.head_output import HeadOutput
 from holdfast.worker.sampling.step_sampler import Sampled
@@ -53,7 +54,7 @@ def leader(folder, executor) -> LeaderRunner:
 def whole_prompts(leader: LeaderRunner, num_draws=(1, 1)) -> StepPlan:
     sequences = Sequences(leader, PROMPTS)
     scheduled = [sequences.scheduled(n, 0, len(PROMPTS[n]), num_draws[n]) for n in range(2)]
-    return StepPlan(step_id=3, sequences=tuple(scheduled))
+    return StepPlan(step_id=3, others=tuple(scheduled))
 
 
 def test_the_facts_of_a_model_are_known_once_it_is_loaded(leader, folder, executor):
@@ -118,7 +119,7 @@ def test_a_device_may_draw_in_the_step_but_not_in_place_of_logits_that_are_asked
     """It is told what only draws: not what has log-probabilities."""
     plan, batches = whole_prompts(leader), []
     warm = replace(plan.sequences[0].draw, temperature=0.5)
-    drawn = replace(plan, sequences=tuple(replace(sequence, draw=warm) for sequence in plan.sequences))
+    drawn = replace(plan, decodes=NO_ROWS, others=tuple(replace(sequence, draw=warm) for sequence in plan.sequences))
     told = replace(warm, num_logprobs=1)
 
     def execute(batch):
@@ -130,7 +131,9 @@ def test_a_device_may_draw_in_the_step_but_not_in_place_of_logits_that_are_asked
     assert batches[-1].draws() == [warm, warm]
     assert leader.logits(drawn).shape == (2, 126)
     assert batches[-1].draws is None
-    leader.run(replace(drawn, sequences=tuple(replace(sequence, draw=told) for sequence in plan.sequences)))
+    leader.run(
+        replace(drawn, decodes=NO_ROWS, others=tuple(replace(sequence, draw=told) for sequence in plan.sequences))
+    )
     assert batches[-1].draws() is None
 
 
@@ -220,7 +223,7 @@ def test_the_leader_has_the_logits_of_all_tokens(folder, executor):
     def execute(group):
         runner = ModelRunner.load(worker_config(folder, 2, executor=executor), group, device=CPU)
         plan = whole_prompts(LeaderRunner(runner, group))
-        return runner.execute(StepBatch.unpack(StepBatch.pack(plan))).logits
+        return runner.execute(StepBatch.of(plan)).logits
 
     logits, _ = run_ranks(2, execute)
     assert tuple(logits.shape) == (2, 126)
@@ -230,7 +233,7 @@ def test_control_messages_are_no_steps(leader):
     from holdfast.worker.distributed.step_batch import StepBatch
     from holdfast.worker.engine.rank_orders import Order, number_message
 
-    assert StepBatch.pack(whole_prompts(leader))[0] >= 1
+    assert StepBatch.of(whole_prompts(leader)).packed()[0] >= 1
     assert max(Order) < 1
     assert isinstance(number_message(0), np.ndarray)
 

@@ -64,7 +64,7 @@ BUGS = {
     "a block is free while the step ahead writes to it": Bug(
         SequenceQueues,
         "_let_go",
-        "if any(sequence in members for members in self._in_flight):",
+        "if self._in_flight and any(sequence in members for members in self._in_flight):",
         "if False:",
         by_all_kinds_of_requests,
     ),
@@ -72,8 +72,8 @@ BUGS = {
     "a token is delivered after a stop": Bug(
         DecodeBatch,
         "commit",
-        "for sequence, token_ids, likely in rows if sequence.status is running",
-        "for sequence, token_ids, likely in rows",
+        "if sequence.status is not SequenceStatus.RUNNING:",
+        "if False:",
         by_all_kinds_of_requests,
     ),
     "a share of its own is delivered after a stop": Bug(

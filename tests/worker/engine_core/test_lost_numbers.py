@@ -34,7 +34,7 @@ def plan_of(*draws: DrawParams) -> StepPlan:
         ScheduledSequence(sequence_id=n, first_position=0, token_ids=(1,), block_ids=(n,), draw=draw, num_draws=1)
         for n, draw in enumerate(draws)
     ]
-    return StepPlan(step_id=1, sequences=tuple(shares))
+    return StepPlan(step_id=1, others=tuple(shares))
 
 
 def test_rows_with_a_nan_or_an_infinite_best_are_found_and_banned_tokens_are_none():
@@ -95,7 +95,7 @@ def poison(runner: ModelRunner, token_id: int) -> None:
 def first_tokens(leader: LeaderRunner, prompts: list[list[int]]) -> list[tuple[int, ...]]:
     sequences = Sequences(leader, prompts)
     shares = tuple(sequences.scheduled(n, 0, len(prompt), 1) for n, prompt in enumerate(prompts))
-    return list(leader.run(StepPlan(step_id=1, sequences=shares)).token_ids)
+    return list(leader.run(StepPlan(step_id=1, others=shares)).token_ids)
 
 
 # --- requests ---

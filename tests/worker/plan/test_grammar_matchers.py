@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.worker.plan.grammar_matchers import NONE_FITS, GrammarMatchers, has_grammars, rows_with_grammars
+from holdfast.worker.plan.grammar_matchers import NONE_FITS, GrammarMatchers, rows_with_grammars
 from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
 
@@ -81,7 +81,7 @@ def plan(output: tuple[int, ...], drafts: tuple[int, ...] = (), *, sequence_id=1
         draw=draw,
         num_draws=1 + len(drafts),
     )
-    return StepPlan(step_id=step_id, sequences=(sequence,))
+    return StepPlan(step_id=step_id, others=(sequence,))
 
 
 def test_an_output_is_read_once(matchers, read):
@@ -112,9 +112,9 @@ def test_there_is_no_mask_after_a_draft_that_breaks_the_grammar_or_ends_the_outp
 
 def test_rows_are_counted_over_all_draws_of_a_plan(matchers):
     parts = (plan((), (1, 2), grammar=""), plan((7,), sequence_id=2), plan((8,), sequence_id=3))
-    both = StepPlan(step_id=1, sequences=tuple(part.sequences[0] for part in parts))
+    both = StepPlan(step_id=1, others=tuple(part.sequences[0] for part in parts))
     assert matchers.masks(both) == {3: bytes((ANY, 7)), 4: bytes((ANY, 8))}
-    assert (has_grammars(parts[0]), has_grammars(both)) == (False, True)
+    assert (parts[0].has_grammars, both.has_grammars) == (False, True)
 
 
 def test_matchers_of_sequences_that_are_gone_are_dropped(matchers):
@@ -137,5 +137,5 @@ def test_a_mask_without_a_bit_is_a_dead_end():
 
 def test_the_rows_of_each_sequence_with_a_grammar():
     parts = (plan((), (1, 2), grammar=""), plan((7,), (1,), sequence_id=2), plan((8,), sequence_id=3))
-    both = StepPlan(step_id=1, sequences=tuple(part.sequences[0] for part in parts))
+    both = StepPlan(step_id=1, others=tuple(part.sequences[0] for part in parts))
     assert rows_with_grammars(both) == [range(3, 5), range(5, 6)]

@@ -62,7 +62,7 @@ def test_packed_for_a_device_it_says_the_row_that_draws_it(pairs):
     for before, ahead in pairs:
         drawn = [token for tokens in result_of(before).token_ids for token in tokens]
         known = with_tokens(ahead, before, result_of(before))
-        batch = StepBatch.unpack(StepBatch.pack(ahead, before=before))
+        batch = StepBatch.of(ahead, before=before)
         assert batch.has_pending == has_pending(ahead)
         put_in = [token if token >= 0 else drawn[-1 - token] for token in batch.token_ids.tolist()]
         assert put_in == [token for share in known.sequences for token in share.token_ids]

@@ -79,7 +79,7 @@ def test_a_rank_without_memory_leaves_its_group_and_ends(failure, monkeypatch):
         is_left = False
 
         def broadcast(self, message: Message | None) -> Message:
-            return StepBatch.pack(one_step())
+            return StepBatch.of(one_step()).packed()
 
         def close(self) -> None:
             self.is_left = True

@@ -114,9 +114,7 @@ def step(batch: list[Sequence], drafts: list[int] | None = None) -> None:
         for sequence, share in zip(batch, shares, strict=True)
         for row in (sequence.token_ids[-1] if sequence.num_output_tokens else PROMPT_ROW, *share.token_ids[1:])
     ]
-    drawn = iter(
-        draw(rows_after(contexts, torch.tensor(TABLE)), draws_of(StepPlan(step_id=1, sequences=tuple(shares))))
-    )
+    drawn = iter(draw(rows_after(contexts, torch.tensor(TABLE)), draws_of(StepPlan(step_id=1, others=tuple(shares)))))
     for sequence, share in zip(batch, shares, strict=True):
         sequence.advance(share, tuple(next(drawn) for _ in range(share.num_draws)))
 

@@ -21,6 +21,7 @@ from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.plan.decode_rows import NO_ROWS
 from holdfast.worker.plan.draws import draws_of
 from holdfast.worker.plan.grammar_matchers import NONE_FITS, GrammarMatchers
 from holdfast.worker.plan.logits_settings import LogitsSettings
@@ -30,6 +31,7 @@ from holdfast.worker.sampling.grammar_masks import GrammarMasks
 from holdfast.worker.sampling.sampler import draw
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduling.scheduler import Scheduler
+from tests.worker.schedulers import dropped
 from tests.worker.schemas import schema
 
 FOLDER = Path(__file__).parents[3] / "cluster/bundled_model/model"
@@ -224,7 +226,7 @@ def _plan(item: EngineRequest, outputs: list[int], num_draws: int, token_ids: li
     sequence = ScheduledSequence(
         sequence_id=1, first_position=0, token_ids=tuple(token_ids), block_ids=(0,), draw=params, num_draws=num_draws
     )
-    return StepPlan(step_id=1, sequences=(sequence,))
+    return StepPlan(step_id=1, others=(sequence,))
 
 
 def test_a_draw_after_drafts_is_masked_as_if_they_were_output_and_they_are_taken_back():
@@ -263,7 +265,7 @@ def test_readers_of_sequences_that_are_gone_are_dropped():
     plan = _plan(request("r", ABC), [], 1, [7])
     for number in range(100):
         sequence = replace(plan.sequences[0], sequence_id=number)
-        masks.masks(replace(plan, step_id=number, sequences=(sequence,)))
+        masks.masks(replace(plan, step_id=number, decodes=NO_ROWS, others=(sequence,)))
     assert len(masks._matchers) < 40
 
 
@@ -297,12 +299,12 @@ def test_a_mask_that_takes_too_long_fails_its_sequence_and_not_the_replica():
         _plan(replace(request(grammar, ABC), grammar=grammar), [], 1, [7]).sequences[0]
         for grammar in ("quick", "stuck")
     )
-    plan = StepPlan(step_id=1, sequences=(quick, replace(stuck, sequence_id=2)))
+    plan = StepPlan(step_id=1, others=(quick, replace(stuck, sequence_id=2)))
     waiting = masks.start(plan)
     assert waiting is not None
     assert masks.collect(waiting, lambda: looks.append(1), limit_s=0.4) == {0: b"\x03", 1: NONE_FITS}
     assert looks, "waiting counts as progress"
-    again = masks.start(StepPlan(step_id=2, sequences=(quick,)))
+    again = masks.start(StepPlan(step_id=2, others=(quick,)))
     assert again is not None
     assert masks.collect(again, lambda: None, limit_s=60) == {0: b"\x03"}, "the others go on while the thread is stuck"
     release.set()
@@ -316,6 +318,5 @@ def test_a_dead_end_fails_its_request_alone():
     plan = scheduler.plan()
     assert plan is not None
     deltas = scheduler.commit(plan, StepResult(step_id=plan.step_id, token_ids=((DEAD_END,), (9,))))
-    assert scheduler.take_dead_ends() == ["dead"]
-    assert scheduler.take_broken() == []
+    assert dropped(scheduler) == ["dead"]
     assert [delta.token_ids for delta in deltas] == [(9,)]

@@ -268,5 +268,5 @@ def test_drafted_tokens_are_outputs_to_the_draws_after_them():
     sequence = ScheduledSequence(
         sequence_id=0, first_position=3, token_ids=(8, 9, 8), block_ids=(0,), draw=first, num_draws=3
     )
-    draws = draws_of(StepPlan(step_id=1, sequences=(sequence,)))
+    draws = draws_of(StepPlan(step_id=1, others=(sequence,)))
     assert draws == [first, params([1, 2], [7, 8, 9], **settings), params([1, 2], [7, 8, 9, 8], **settings)]

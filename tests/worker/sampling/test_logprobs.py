@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from holdfast.worker.plan.decode_rows import NO_ROWS
 from holdfast.worker.plan.step_plan import DrawParams, StepResult
 from holdfast.worker.request import EngineRequest, TokenLogprob
 from holdfast.worker.sampling import logprobs
@@ -158,5 +159,5 @@ def test_what_a_commit_drops_of_the_tokens_it_drops_of_their_logprobs():
     drawn = (7, EOS, 8, 9)
     said = tuple(TokenLogprob(token_id=token_id, logprob=-1.0, rank=1) for token_id in drawn)
     result = StepResult(step_id=plan.step_id, token_ids=(drawn,), logprobs=(said,))
-    (delta,) = scheduler.commit(replace(plan, sequences=(drafted,)), result)
+    (delta,) = scheduler.commit(replace(plan, decodes=NO_ROWS, others=(drafted,)), result)
     assert (delta.token_ids, delta.logprobs) == ((7, EOS), said[:2])

@@ -146,7 +146,7 @@ def test_a_plan_is_expanded_to_one_draw_for_each_logits_row():
         )
 
     sequences = (scheduled(PLAIN, 1), scheduled(None, 0), scheduled(replace(PLAIN, first_output_index=10), 3))
-    draws = draws_of(StepPlan(step_id=0, sequences=sequences))
+    draws = draws_of(StepPlan(step_id=0, others=sequences))
     assert [params.first_output_index for params in draws] == [0, 10, 11, 12]
 
 

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
 from holdfast.worker.kv.prefix_cache import BlockStored
+from holdfast.worker.plan.decode_rows import NO_ROWS
 from holdfast.worker.plan.several_steps import run_each
 from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta
@@ -27,6 +28,7 @@ from holdfast.worker.scheduling.memory_aware_batching import MemoryAwareBatching
 from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.speculation.speculation import Speculation
 from tests.pseudo_model import PseudoRunner, pseudo_completion
+from tests.worker.schedulers import dropped
 from tests.worker.scheduling.expectations import EOS, VOCAB_SIZE, Expected, wishes
 
 MAX_PROMPT_LOGPROBS = 5
@@ -140,7 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def plan(self) -> StepPlan | None:
         """The next step, and who was dropped before it."""
         plan = self.scheduler.plan(self.now, self.max_steps)
-        for request_id in self.scheduler.take_expired():
+        for request_id in dropped(self.scheduler):
             expected = self.expected[request_id]
             assert expected.is_alive, "a request ends once"
             is_late = expected.sequence.deadline_s <= self.now
@@ -251,7 +253,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if sequence.num_draws == 1 and room > 0:
                 sequence = self.drafted(sequence, data.draw(st.lists(st.booleans(), max_size=room)))
             sequences.append(sequence)
-        return replace(plan, sequences=tuple(sequences))
+        return replace(plan, decodes=NO_ROWS, others=tuple(sequences))
 
     def drafted(self, sequence: ScheduledSequence, are_right: list[bool]) -> ScheduledSequence:
         expected = self.by_sequence_id[sequence.sequence_id]

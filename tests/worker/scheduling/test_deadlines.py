@@ -1,6 +1,6 @@
 """Requests that nobody waits for any more are dropped, and so are those that could not be in time."""
 
-from tests.worker.schedulers import make_request, make_scheduler, members, run_to_end, step
+from tests.worker.schedulers import dropped, make_request, make_scheduler, members, run_to_end, step
 
 
 def test_a_request_past_its_deadline_is_dropped_whether_it_waits_or_runs():
@@ -9,10 +9,10 @@ def test_a_request_past_its_deadline_is_dropped_whether_it_waits_or_runs():
     scheduler.add(make_request("waits", time_left_s=4.0), 100.0)
     scheduler.add(make_request("patient"), 100.0)
     step(scheduler, now=100.0)
-    assert scheduler.take_expired() == []
+    assert dropped(scheduler) == []
     assert members(step(scheduler, now=105.0)[0]) == [2]
-    assert sorted(scheduler.take_expired()) == ["runs", "waits"]
-    assert scheduler.take_expired() == []
+    assert sorted(dropped(scheduler)) == ["runs", "waits"]
+    assert dropped(scheduler) == []
     assert scheduler.stats().num_expired == 2
     scheduler.check_integrity()
 
@@ -21,7 +21,7 @@ def test_when_all_were_late_there_is_nothing_to_do():
     scheduler = make_scheduler()
     scheduler.add(make_request("late", time_left_s=0.0), 7.0)
     assert scheduler.plan(7.0) is None
-    assert scheduler.take_expired() == ["late"]
+    assert dropped(scheduler) == ["late"]
     assert not scheduler.has_work
     assert scheduler.add(make_request("late"), 8.0) is None, "its id is free again"
 
@@ -34,7 +34,7 @@ def test_one_that_ended_or_was_aborted_in_time_is_not_heard_of_again():
     run_to_end(scheduler)
     scheduler.add(make_request("c"), 6.0)
     step(scheduler, now=6.0)
-    assert scheduler.take_expired() == []
+    assert dropped(scheduler) == []
 
 
 def test_one_that_could_not_come_to_its_first_token_in_time_is_dropped_early():
@@ -45,11 +45,11 @@ def test_one_that_could_not_come_to_its_first_token_in_time_is_dropped_early():
     scheduler.add(make_request("hopeless", prompt_len=30, time_left_s=5.0))
     scheduler.add(make_request("hopeful", prompt_len=5, time_left_s=5.0))
     step(scheduler, now=1.9)
-    assert scheduler.take_expired() == []
+    assert dropped(scheduler) == []
     step(scheduler, now=2.0)
-    assert scheduler.take_expired() == ["hopeless"], "30 tokens take 3 of the 5 seconds"
+    assert dropped(scheduler) == ["hopeless"], "30 tokens take 3 of the 5 seconds"
     step(scheduler, now=4.4)
-    assert scheduler.take_expired() == []
+    assert dropped(scheduler) == []
 
 
 def test_without_a_known_speed_one_may_hope_until_its_deadline():
@@ -58,7 +58,7 @@ def test_without_a_known_speed_one_may_hope_until_its_deadline():
     step(scheduler)
     scheduler.add(make_request("long", prompt_len=30, time_left_s=5.0))
     step(scheduler, now=4.9)
-    assert scheduler.take_expired() == []
+    assert dropped(scheduler) == []
 
 
 def test_one_that_runs_has_until_its_deadline():
@@ -67,7 +67,7 @@ def test_one_that_runs_has_until_its_deadline():
     scheduler.add(make_request("long", prompt_len=30, time_left_s=5.0))
     step(scheduler)
     step(scheduler, now=4.9)
-    assert scheduler.take_expired() == []
+    assert dropped(scheduler) == []
     assert scheduler.plan(5.0) is None
 
 
@@ -80,6 +80,6 @@ def test_what_is_in_the_prefix_cache_takes_no_time():
     step(scheduler, now=10.0)
     scheduler.add(make_request("again", prompt_len=30, time_left_s=5.0), 10.0)
     step(scheduler, now=14.7)
-    assert scheduler.take_expired() == []
+    assert dropped(scheduler) == []
     step(scheduler, now=14.8)
-    assert scheduler.take_expired() == ["again"], "28 of its tokens are cached, and 2 take 0.2 seconds"
+    assert dropped(scheduler) == ["again"], "28 of its tokens are cached, and 2 take 0.2 seconds"

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.worker.plan.step_plan import NO_TOKEN, PlannedSequences, StepPlan, StepResult
+from holdfast.worker.plan.decode_rows import NO_ROWS
+from holdfast.worker.plan.step_plan import NO_TOKEN, StepPlan, StepResult
 from holdfast.worker.request import FinishReason
 from holdfast.worker.scheduling.scheduler import Scheduler
-from tests.worker.schedulers import BLOCK_SIZE, EOS, make_request, make_result, make_scheduler
+from tests.worker.schedulers import BLOCK_SIZE, EOS, dropped, make_request, make_result, make_scheduler
 
 
 def decoding(num_requests: int) -> Scheduler:
@@ -76,8 +77,8 @@ def test_a_plan_stays_as_it_is_when_the_next_ones_are_made():
     plans, shares = [], []
     for _ in range(10):
         plans.append(turn(scheduler))
-        shares.append(turn(other).sequences.as_tuple())
-    assert [plan.sequences.as_tuple() for plan in plans] == shares
+        shares.append(turn(other).sequences)
+    assert [plan.sequences for plan in plans] == shares
 
 
 @pytest.mark.parametrize("params", [{"presence_penalty": 0.5}, {"bad_words": ("x",)}, {"logit_bias": {5: 1.0}}])
@@ -114,7 +115,7 @@ def test_a_row_without_a_token_breaks_its_request_alone():
     plan = scheduler.plan()
     result = StepResult(step_id=plan.step_id, token_ids=((7,), (NO_TOKEN,), (7,)))
     assert [delta.attempt for delta in scheduler.commit(plan, result)] == ["r0", "r2"]
-    assert [attempt for attempt, _ in scheduler.take_broken()] == ["r1"]
+    assert dropped(scheduler) == ["r1"]
     scheduler.check_integrity()
     assert num_rows(turn(scheduler)) == 2
 
@@ -151,7 +152,7 @@ def test_a_plan_whose_rows_were_replaced_by_shares_of_their_own_is_committed_as_
     plan = scheduler.plan()
     shares = [replace(share, token_ids=(*share.token_ids, 7, 8), num_draws=3) for share in plan.sequences]
     result = StepResult(step_id=plan.step_id, token_ids=((7, 8, 9), (7, 7, 7)))
-    deltas = scheduler.commit(replace(plan, sequences=tuple(shares)), result)
+    deltas = scheduler.commit(replace(plan, decodes=NO_ROWS, others=tuple(shares)), result)
     assert [delta.token_ids for delta in deltas] == [(7, 8, 9), (7, 7)]
     scheduler.check_integrity()
     assert num_rows(turn(scheduler)) == 2
@@ -181,14 +182,3 @@ def test_tenants_pay_for_what_their_rows_gain():
     scheduler.abort("c")
     scheduler.commit(plan, make_result(plan))
     assert (gold.counter - before[0], iron.counter - before[1]) == (6, 4)
-
-
-def test_shares_of_a_step_are_a_sequence():
-    scheduler = decoding(2)
-    scheduler.add(make_request("late", prompt_len=4))
-    sequences = scheduler.plan().sequences
-    assert isinstance(sequences, PlannedSequences)
-    assert len(sequences) == len(list(sequences)) == 3
-    assert sequences[0] == sequences.as_tuple()[0]
-    assert sequences[1:] == sequences.as_tuple()[1:]
-    assert sequences == sequences.as_tuple()

@@ -6,7 +6,7 @@ from holdfast.worker.engine.multi_step import LIMIT_S, RunLength
 from holdfast.worker.plan.step_plan import NO_TOKEN, StepPlan, StepResult
 from holdfast.worker.request import FinishReason
 from holdfast.worker.scheduling.scheduler import Scheduler
-from tests.worker.schedulers import BLOCK_SIZE, EOS, make_request, make_result, make_scheduler
+from tests.worker.schedulers import BLOCK_SIZE, EOS, dropped, make_request, make_result, make_scheduler
 
 
 def greedy(name: str, **changes):
@@ -92,7 +92,7 @@ def test_a_row_without_numbers_is_found_again_as_the_first_of_a_step():
     positions = [sequence.first_position for sequence in plan.sequences]
     assert positions == [BLOCK_SIZE + 1, 2 * BLOCK_SIZE]
     commit(scheduler, plan, (NO_TOKEN,) * plan.num_steps)
-    assert [attempt for attempt, _ in scheduler.take_broken()] == ["a"]
+    assert dropped(scheduler) == ["a"]
 
 
 def test_one_that_is_aborted_meanwhile_gets_nothing():

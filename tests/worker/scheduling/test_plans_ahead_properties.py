@@ -12,6 +12,7 @@ from holdfast.worker.plan.pending_tokens import has_pending, with_tokens
 from holdfast.worker.plan.step_plan import PENDING, ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.scheduling import prompt_logprobs, step_in_flight
 from holdfast.worker.scheduling.memory_aware_batching import MemoryAwareBatching
+from tests.worker.schedulers import dropped
 from tests.worker.scheduling.scheduler_machine import MAX_PROMPT_LOGPROBS, MAX_STEPS, SchedulerMachine
 
 VARIETY = {1: {"logit_bias": {5: 1.0}}, 2: {"presence_penalty": 0.5}}
@@ -76,7 +77,7 @@ class AheadMachine(SchedulerMachine):
         self.take(self.scheduler.commit(plan, result))
 
     def note_expired(self) -> None:
-        for request_id in self.scheduler.take_expired():
+        for request_id in dropped(self.scheduler):
             assert self.expected[request_id].is_alive, "a request ends once"
             self.expected[request_id].has_expired = True
 

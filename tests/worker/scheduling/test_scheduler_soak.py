@@ -20,6 +20,7 @@ from holdfast.worker.scheduling.memory_aware_batching import MemoryAwareBatching
 from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.service_order.tenants import OUTPUT_WEIGHT
 from tests.pseudo_model import PseudoRunner, pseudo_completion
+from tests.worker.schedulers import dropped
 
 SHARES = {"gold": 2.0, "silver": 1.0, "bronze": 0.5}
 """The tenants who always have requests waiting."""
@@ -89,7 +90,7 @@ class Soak:
 
     def step(self) -> None:
         plan = self.scheduler.plan(self.now)
-        for request_id in self.scheduler.take_expired():
+        for request_id in dropped(self.scheduler):
             self.end(request_id, "expired")
         if plan is not None:
             for delta in self.scheduler.commit(plan, self.runner.run(plan)):

@@ -80,7 +80,10 @@ class CpuExecutor:
         )
         self._rows = self.packed.model.vocab_rows
         self._decoder: int | None = None
+        self._num_segments = 2 * len(self.packed.layers) + 2
         self._exchange: Exchange | None = None
+        self._in_one_call = group.size == 1
+        """Whether the library itself adds what ranks have: then all ranks know the tokens that a step has drawn."""
         self._cache: TiledCache | None = None
         self._layers_done = ctypes.c_long(0)
         self._own_logits = _Room()
@@ -107,6 +110,7 @@ class CpuExecutor:
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
+            self._in_one_call = self._group.size == 1
 
     def __del__(self) -> None:
         if getattr(self, "_pool", None):
@@ -177,6 +181,7 @@ class CpuExecutor:
         num_bytes = self._library.hf_exchange_bytes(self._group.size, model.max_rows, model.hidden)
         if self._group.size > 1 and num_bytes > 0:
             self._exchange = attach(self._group, num_bytes)
+            self._in_one_call = self._group.size == 1 or self._exchange is not None
         model.exchange = None if self._exchange is None else pointer(self._exchange.native)
 
     def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
@@ -200,7 +205,7 @@ class CpuExecutor:
 
     @property
     def runs_several_steps(self) -> bool:
-        """Whether all ranks know the tokens that a step has drawn."""
+        """Whether a batch may be for several steps now. The same on all ranks."""
         return self._in_one_call
 
     def _run_several(self, batch: StepBatch) -> HeadOutput:
@@ -255,15 +260,6 @@ class CpuExecutor:
         if self._in_one_call:
             return HeadOutput(step.logits, None, step.block_best, step.block_mass)
         return HeadOutput(self._group.all_gather(step.logits)[:, : self._vocab_size], None)
-
-    @property
-    def _in_one_call(self) -> bool:
-        """Whether the library itself adds what ranks have."""
-        return self._group.size == 1 or self._exchange is not None
-
-    @property
-    def _num_segments(self) -> int:
-        return 2 * len(self.packed.layers) + 2
 
     def _go(self, first: int, end: int, finished_layer: int = -1) -> None:
         outcome = self._library.hf_decoder_run(self._decoder, first, end, finished_layer)

@@ -110,8 +110,8 @@ class Runner:
             )
             for number, part in enumerate(parts)
         )
-        plan = StepPlan(step_id=0, sequences=sequences, block_copies=tuple(copies))
-        return StepBatch.unpack(StepBatch.pack(plan))
+        plan = StepPlan(step_id=0, others=sequences, block_copies=tuple(copies))
+        return StepBatch.of(plan)
 
     def run(self, token_ids: Sequence[int], chunks: Sequence[int] = (), blocks: Sequence[int] = ()) -> Tensor:
         """The logits of a sequence, alone in its steps: chunks of these sizes again and again, or in one piece."""

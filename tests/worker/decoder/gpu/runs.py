@@ -117,4 +117,4 @@ def batch_of(parts: Sequence[Part], block_size: int, copies: Sequence[BlockCopy]
         )
         for number, part in enumerate(parts)
     )
-    return StepBatch.unpack(StepBatch.pack(StepPlan(step_id=0, sequences=sequences, block_copies=tuple(copies))))
+    return StepBatch.of(StepPlan(step_id=0, others=sequences, block_copies=tuple(copies)))

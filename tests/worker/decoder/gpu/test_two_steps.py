@@ -16,7 +16,6 @@ from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.model.loading import LoadedModel
 from holdfast.worker.plan.step_plan import NO_TOKEN, StepPlan
-from holdfast.worker.sampling.head_output import needs_logits
 from holdfast.worker.scheduling.scheduler import Scheduler
 from tests.worker.decoder.cpu.runs import layout_of, tokens
 from tests.worker.decoder.gpu import runs
@@ -97,7 +96,7 @@ class CountedRunner(DeviceRunner):
 
     def launch(self, plan: StepPlan) -> None:
         self.num_ahead += bool(self._in_flight)
-        self.num_sampled += any(needs_logits(step.plan) for step in self._in_flight)
+        self.num_sampled += any(step.plan.needs_logits for step in self._in_flight)
         super().launch(plan)
 
 
