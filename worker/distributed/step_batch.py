@@ -97,7 +97,7 @@ class StepBatch:
         parts, prompt_rows = _row_arrays(plan.decodes), _NO_ROWS
         if plan.others:
             of_others, prompt_rows = _share_arrays(plan.others, len(plan.decodes.token_ids))
-            parts = tuple([np.concatenate(pair) for pair in zip(parts, of_others, strict=True)])
+            parts = tuple(map(np.concatenate, zip(parts, of_others, strict=True)))
         first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids = parts
         if before is not None and has_pending(plan):
             rows = np.frombuffer(drawing_rows(plan, before), np.int64)
@@ -202,7 +202,7 @@ def _row_arrays(rows: DecodeRows) -> tuple[IntArray, ...]:
     )
 
 
-def _share_arrays(shares: Sequence[ScheduledSequence], first_row: int) -> tuple[list[IntArray], IntArray]:
+def _share_arrays(shares: Sequence[ScheduledSequence], first_row: int) -> tuple[tuple["array[int]", ...], IntArray]:
     """The same of single shares; and the rows, among all of the step, that tell prompt logprobs. `first_row` is the
     first of these shares.
     """
@@ -219,7 +219,7 @@ def _share_arrays(shares: Sequence[ScheduledSequence], first_row: int) -> tuple[
         token_ids.extend(share.token_ids)
         block_ids.extend(share.block_ids)
     columns = (first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids)
-    return [np.frombuffer(column, np.int64) for column in columns], np.frombuffer(prompt_rows, np.int64)
+    return columns, np.frombuffer(prompt_rows, np.int64)
 
 
 def _copies(plan: StepPlan) -> IntArray:

@@ -157,7 +157,8 @@ class ModelRunner:
 
     def execute(self, batch: StepBatch) -> HeadOutput:
         """Runs one step. What the leader gets counts."""
-        self.enter_device()
+        if self._device.index is not None:
+            self.enter_device()
         return self.program.run(batch, with_logits=batch.with_logits)
 
     def take_part(self, batch: StepBatch) -> None:

@@ -3,16 +3,19 @@
 What may not live here: how logits become tokens (`worker/sampling/`), and how a step is run (`model_runner.py`).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
+from typing import TypeVar
 
-from holdfast.worker.plan.draws import by_sequence, draws_of
+from holdfast.worker.plan.draws import draws_of
 from holdfast.worker.plan.grammar_matchers import NONE_FITS
 from holdfast.worker.plan.step_plan import DEAD_END, PromptLogprobParams, StepPlan, StepResult
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling.head_output import HeadOutput
 from holdfast.worker.sampling.logprobs import ChosenLogprobs
 from holdfast.worker.sampling.step_sampler import Sampled, StepSampler
+
+Item = TypeVar("Item")
 
 
 def step_result(
@@ -26,10 +29,10 @@ def step_result(
     if output.steps is not None:
         return StepResult(step_id=plan.step_id, token_ids=tuple(zip(*output.steps, strict=True)))
     if output.sampled is not None:
-        return StepResult(step_id=plan.step_id, token_ids=by_sequence(plan, output.sampled.token_ids))
+        return StepResult(step_id=plan.step_id, token_ids=_by_sequence(plan, output.sampled.token_ids))
     if output.logits is None:
         assert output.best is not None, "a head gives logits or their argmax"
-        return StepResult(step_id=plan.step_id, token_ids=by_sequence(plan, output.best))
+        return StepResult(step_id=plan.step_id, token_ids=_by_sequence(plan, output.best))
     draws = draws_of(plan)
     chosen = ChosenLogprobs.of(output.logits, draws)
     sampled = sampler.sample(output, draws, fitting(masks), prompts_of(plan))
@@ -47,8 +50,8 @@ def sampled_result(
         token_ids = [DEAD_END if row in dead else token_id for row, token_id in enumerate(token_ids)]
     return StepResult(
         step_id=plan.step_id,
-        token_ids=by_sequence(plan, token_ids),
-        logprobs=_without_none(by_sequence(plan, sampled.logprobs)) if sampled.logprobs else (),
+        token_ids=_by_sequence(plan, token_ids),
+        logprobs=_without_none(_by_sequence(plan, sampled.logprobs)) if sampled.logprobs else (),
         prompt_logprobs=_prompt_logprobs(plan, sampled.prompt_logprobs) if sampled.prompt_logprobs else (),
     )
 
@@ -66,6 +69,16 @@ def dead_ends(masks: Mapping[int, bytes] | None) -> frozenset[int]:
 def prompts_of(plan: StepPlan) -> list[PromptLogprobParams]:
     """The prompt tokens whose log-probabilities a step tells."""
     return [sequence.prompt_logprobs for sequence in plan.others if sequence.prompt_logprobs is not None]
+
+
+def _by_sequence(plan: StepPlan, drawn: Sequence[Item]) -> tuple[tuple[Item, ...], ...]:
+    """What was drawn, or reported, in each row of `draws_of` a plan, put together for each sequence."""
+    end = len(plan.decodes.token_ids)
+    found: list[tuple[Item, ...]] = list(zip(drawn[:end]))
+    for share in plan.others:
+        start, end = end, end + (share.num_draws if share.draw is not None else 0)
+        found.append(tuple(drawn[start:end]))
+    return tuple(found)
 
 
 def _without_none(

@@ -161,8 +161,10 @@ class EngineCore:
         if step_s > 0:
             self._note_speed(plan, step_s)
         deltas = self._scheduler.commit(plan, result)
-        dropped = self._scheduler.take_dropped() if self._scheduler.dropped else ()
-        self._reject_dropped(dropped, has_others=bool(deltas))
+        if self._scheduler.dropped:
+            self._reject_dropped(self._scheduler.take_dropped(), has_others=bool(deltas))
+        elif deltas:
+            self._lost_numbers.settle()
         return self._keep(deltas)
 
     def _reject_dropped(self, dropped: Sequence[DroppedRequest], *, has_others: bool) -> None:

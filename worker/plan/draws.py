@@ -5,13 +5,9 @@ the masks of grammars, which depend on the output so far (`grammar_matchers.py`)
 """
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from holdfast.worker.plan.step_plan import DrawParams, StepPlan
-
-Item = TypeVar("Item")
 
 
 def draws_of(plan: StepPlan) -> list[DrawParams]:
@@ -34,16 +30,6 @@ def plain_draws_of(plan: StepPlan) -> list[DrawParams] | None:
     if draws is None or any(draw.logits_settings is not None or draw.num_logprobs is not None for draw in draws):
         return None
     return draws
-
-
-def by_sequence(plan: StepPlan, drawn: Sequence[Item]) -> tuple[tuple[Item, ...], ...]:
-    """What was drawn, or reported, in each row of `draws_of`, put together for each sequence."""
-    end = len(plan.decodes.token_ids)
-    found: list[tuple[Item, ...]] = list(zip(drawn[:end]))
-    for share in plan.others:
-        start, end = end, end + (share.num_draws if share.draw is not None else 0)
-        found.append(tuple(drawn[start:end]))
-    return tuple(found)
 
 
 def draw_after(first: DrawParams, drafts: tuple[int, ...]) -> DrawParams:

@@ -49,7 +49,11 @@ class LogitsSettings:
         """The settings of a request; None, at no cost later, for one that uses none."""
         params = request.sampling_params
         repeats = params.repetition_penalty != 1
-        logits_settings = cls(
+        penalizes = repeats or params.frequency_penalty != 0 or params.presence_penalty != 0
+        bans = request.bad_word_token_ids or params.min_tokens or params.allowed_token_ids is not None
+        if not (penalizes or bans or request.grammar or params.logit_bias):
+            return None
+        return cls(
             allowed_token_ids=None if params.allowed_token_ids is None else _array(params.allowed_token_ids),
             bad_words=request.bad_word_token_ids,
             min_tokens=params.min_tokens,
@@ -63,7 +67,6 @@ class LogitsSettings:
             presence_penalty=params.presence_penalty,
             prompt_token_ids=_array(sorted(set(request.prompt_token_ids)) if repeats else ()),
         )
-        return logits_settings if logits_settings.apply_after(0) else None
 
     @property
     def penalize(self) -> bool:

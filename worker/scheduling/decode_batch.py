@@ -7,8 +7,8 @@ all of them on by one number. What may live here: who is in the batch, and its c
 """
 
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import repeat
 from operator import attrgetter, itemgetter
@@ -72,8 +72,8 @@ class DecodeBatch:
         self._rows: dict[Sequence, _Row] = {}
         self._columns = DecodeColumns((), (), (), ())
         self._blocks = BlockTables((), ())
-        # At the age modulo the block size: those whose row is then the last of a block.
-        self._ending_block: list[list[Sequence]] = [[] for _ in range(self._block_size)]
+        # By the age modulo the block size: those whose row is then the last of a block.
+        self._ending_block: dict[int, list[Sequence]] = {}
         self._age = 0
         # Chosen from these, in the order of the shares, after so many moves in the queues. While both are the same,
         # nobody has joined or left, and each is one token further than in the last split.
@@ -97,7 +97,7 @@ class DecodeBatch:
             self._update_blocks(tables)
         token_ids = list(map(_last, map(_token_ids, self._sequences)))
         num_steps = 1 if max_steps == 1 or others or self._columns.need_logits else self._num_steps(max_steps)
-        ending = self._ending_block[(self._age + num_steps - 1) % self._block_size]
+        ending = self._ending_block.get((self._age + num_steps - 1) % self._block_size, [])
         in_flight = RowsInFlight(self._sequences, self._num_by_tenant, ending, num_steps)
         return DecodeRows(self._columns, self._age, token_ids, self._blocks, num_steps), in_flight, others
 
@@ -143,10 +143,13 @@ class DecodeBatch:
 
     def _charge_each(self, sequences: list[Sequence], deltas: list[TokenDelta]) -> None:
         """Charges tenants for what each of their sequences gained: `deltas` are of some of `sequences`, in order."""
-        tenant_of = {sequence.attempt: sequence.tenant for sequence in sequences}
         counts: Counter[Tenant] = Counter()
+        left = iter(sequences)
         for delta in deltas:
-            counts[tenant_of[delta.attempt]] += len(delta.token_ids)
+            sequence = next(left)
+            while sequence.attempt != delta.attempt:
+                sequence = next(left)
+            counts[sequence.tenant] += len(delta.token_ids)
         for tenant, num_tokens in counts.items():
             tenant.charge(0, num_tokens)
 
@@ -187,6 +190,7 @@ class DecodeBatch:
         positions, indices, draws = [], [], []
         others: list[int] = []
         num_by_tenant: Counter[Tenant] = Counter()
+        ending_block: dict[int, list[Sequence]] = defaultdict(list)
         for number, share in enumerate(shares):
             if not self._is_plain(share):
                 others.append(number)
@@ -197,12 +201,13 @@ class DecodeBatch:
             indices.append(row.lead + position)
             draws.append(row.draw)
             num_by_tenant[sequence.tenant] += 1
+            ending_block[-(position + 1) % self._block_size].append(sequence)
         chosen = list(rows)
         self._sequences, self._rows, self._chosen_from, self._others = chosen, rows, sequences, others
         self._columns = DecodeColumns(list(map(_sequence_id, chosen)), positions, indices, draws)
         self._num_by_tenant = num_by_tenant
         self._age, self._num_moves = 0, self._queues.num_moves
-        self._ending_block = _by_end_of_block(chosen, positions, self._block_size)
+        self._ending_block = ending_block
         self._blocks = BlockTables((), ())
 
     def _other_shares(self, shares: list[Share]) -> list[Share]:
@@ -216,11 +221,3 @@ class DecodeBatch:
                 row.block_ids, row.packed = block_ids, array("q", block_ids)
             packed.append(row.packed)
         self._blocks = BlockTables(tables, packed)
-
-
-def _by_end_of_block(sequences: Iterable[Sequence], positions: Iterable[int], block_size: int) -> list[list[Sequence]]:
-    """At the number of steps, modulo the block size, after which a sequence's token is the last of a block."""
-    ending: list[list[Sequence]] = [[] for _ in range(block_size)]
-    for sequence, position in zip(sequences, positions, strict=True):
-        ending[-(position + 1) % block_size].append(sequence)
-    return ending

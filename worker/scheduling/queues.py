@@ -171,10 +171,12 @@ class SequenceQueues:
 
     def release_finished(self) -> None:
         """Removes finished sequences from `running` and frees their blocks, once no step in flight writes to them."""
-        for sequence in self.running:
-            if sequence.status is SequenceStatus.FINISHED:
+        before, self.running = self.running, []
+        for sequence in before:
+            if sequence.status is SequenceStatus.RUNNING:
+                self.running.append(sequence)
+            else:
                 self._let_go(sequence)
-        self.running = [sequence for sequence in self.running if sequence.status is SequenceStatus.RUNNING]
         self.num_moves += 1
 
     def num_wasted_slots(self) -> int:

@@ -28,9 +28,8 @@ from holdfast.worker.scheduling.policies import POLICIES
 from holdfast.worker.scheduling.prompt_logprobs import bound_prompt_logprobs
 from holdfast.worker.scheduling.queues import SequenceQueues
 from holdfast.worker.scheduling.request_checks import check_can_end, check_fits
-from holdfast.worker.scheduling.scheduled import scheduled_sequence
 from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
-from holdfast.worker.scheduling.share_commit import ShareCommit
+from holdfast.worker.scheduling.share_commit import ShareCommit, scheduled_sequence
 from holdfast.worker.scheduling.step_in_flight import StepInFlight
 from holdfast.worker.scheduling.step_limits import StepLimits
 from holdfast.worker.stats import SchedulerStats
@@ -195,15 +194,20 @@ class Scheduler:
         self._queues.land()
         for sequence in step.left_out:
             sequence.awaits_result = False
-        plan = plan.with_drafts(result.drafts)
+        if result.drafts:
+            plan = plan.with_drafts(result.drafts)
         self._num_tokens_computed += plan.num_tokens
         self._num_steps_saved += step.rows.num_steps - 1
         members, num_rows = step.sequences, len(plan.decodes.token_ids)
         num_planned = num_rows + len(plan.others)
         assert len(members) == num_planned == len(result.token_ids), "a result has tokens for all sequences"
-        deltas = self._commit_rows(step, num_rows, result)
+        deltas = self._commit_rows(step, result) if num_rows else []
+        if not num_rows and step.rows.sequences:  # they were computed with drafts
+            self._decode_batch.forget()
         if plan.others:
-            deltas += self._share_commit.take(members[num_rows:], plan.others, result.without_first(num_rows))
+            deltas += self._share_commit.take(
+                members[num_rows:], plan.others, result.without_first(num_rows) if num_rows else result
+            )
         num_finished = self._num_finished
         for delta in deltas:
             if delta.finish_reason is not None:
@@ -339,12 +343,8 @@ class Scheduler:
         self._queues.take_off(sequences)
         return plan
 
-    def _commit_rows(self, step: StepInFlight, num_rows: int, result: StepResult) -> list[TokenDelta]:
-        """Takes in what a step made of its rows; `num_rows` is 0 where it has none, or computed them with drafts."""
-        if num_rows == 0:
-            if step.rows.sequences:
-                self._decode_batch.forget()
-            return []
+    def _commit_rows(self, step: StepInFlight, result: StepResult) -> list[TokenDelta]:
+        """Takes in what a step made of its rows."""
         deltas, broken = self._decode_batch.commit(
             step.rows, result.token_ids, result.logprobs, was_foreseen=step.is_foreseen
         )

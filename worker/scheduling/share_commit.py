@@ -1,7 +1,8 @@
-"""Share commit: takes in what a step made of shares that are no plain decode rows: prompts, drafts, draws of all kinds.
+"""Shares of a step that are no plain decode rows: how prompts, drafts and draws of all kinds are planned and committed.
 
-What may live here: the way from such a share's result to its delta, and what queues, tenants and drafter learn of it.
-What may not: rows (`decode_batch.py`), which steps are in flight, and the end of sequences (`scheduler.py`).
+What may live here: a share as the plan says it, the way from its result to its delta, and what queues, tenants and
+drafter learn of that. What may not: how many tokens it has (`batching.py`), rows (`decode_batch.py`), which steps are
+in flight, and the end of sequences (`scheduler.py`).
 """
 
 from collections.abc import Callable
@@ -9,9 +10,31 @@ from collections.abc import Sequence as SequenceOf
 
 from holdfast.worker.plan.step_plan import ScheduledSequence, StepResult
 from holdfast.worker.request import TokenDelta
-from holdfast.worker.scheduling.drafting import Drafter
+from holdfast.worker.scheduling.drafting import NO_DRAFTS, Drafter, Drafts
+from holdfast.worker.scheduling.prompt_logprobs import prompt_logprob_params
 from holdfast.worker.scheduling.queues import SequenceQueues
 from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
+
+
+def scheduled_sequence(sequence: Sequence, num_tokens: int, drafts: Drafts, block_size: int) -> ScheduledSequence:
+    """The next `num_tokens` tokens of a running sequence, and drafts after them."""
+    first, block_ids = sequence.num_computed_tokens, sequence.block_ids
+    end = first + num_tokens
+    draws = end == len(sequence.token_ids)
+    num_blocks = -(-(end if drafts is NO_DRAFTS else end + drafts.num_tokens) // block_size)
+    prompt_logprobs = None
+    if sequence.prompt_logprobs is not None and sequence.num_missing_prompt_logprobs:
+        prompt_logprobs = prompt_logprob_params(sequence, num_tokens)
+    return ScheduledSequence(
+        sequence_id=sequence.sequence_id,
+        first_position=first,
+        token_ids=(*sequence.token_ids[first:end], *drafts.token_ids),
+        block_ids=block_ids if len(block_ids) == num_blocks else block_ids[:num_blocks],
+        draw=sequence.draw_params() if draws else None,
+        num_draws=1 + len(drafts.token_ids) if draws else 0,
+        drafting=drafts.drafting,
+        prompt_logprobs=prompt_logprobs,
+    )
 
 
 class ShareCommit:

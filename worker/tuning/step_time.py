@@ -118,7 +118,7 @@ class StepTimeModel:
         self.relative_error = _MIN_ERROR
         """A typical share by which prediction and measurement differ."""
         self._drift = 0.0  # mean of the last errors, with their signs
-        self._products = [[0.0] * (4 - i) for i in range(4)]  # weighted sums of feature i * feature i, i + 1, ...
+        self._products = [[0.0] * 4 for _ in range(4)]  # weighted sums of feature i * feature j, where j >= i
         self._targets = [0.0] * 4  # weighted sums of feature * seconds
 
     def observe(self, sample: StepSample) -> None:
@@ -151,11 +151,11 @@ class StepTimeModel:
         ratio = sample.step_s / scale_s
         if self.num_samples > _NUM_FIRST_SAMPLES:
             ratio = self._pulled_in(ratio)
-        targets = self._targets
         for i, feature in enumerate(features):
-            products = zip(self._products[i], features[i:], strict=True)
-            self._products[i] = [_FORGETTING * product + feature * other for product, other in products]
-            targets[i] = _FORGETTING * targets[i] + feature * ratio
+            products = self._products[i]
+            for j in range(i, 4):
+                products[j] = _FORGETTING * products[j] + feature * features[j]
+            self._targets[i] = _FORGETTING * self._targets[i] + feature * ratio
 
     def _pulled_in(self, ratio: float) -> float:
         """The measured over the expected time, as far out as is believed; learns what is typical."""
@@ -177,11 +177,15 @@ class StepTimeModel:
         costs = self.costs
         old = [costs.base_s, costs.decode_s * _UNITS[1], costs.token_s * _UNITS[2], costs.context_token_s * _UNITS[3]]
         anchor = _ANCHOR * self._products[0][0]
-        matrix = [[self._products[min(i, j)][abs(i - j)] for j in range(4)] for i in range(4)]
+        rows = []
         for i in range(4):
-            matrix[i][i] += anchor
-        targets = [target + anchor * value for target, value in zip(self._targets, old, strict=True)]
-        new = _non_negative_solution(matrix, targets)
+            row = [0.0] * 5
+            for j in range(4):
+                row[j] = self._products[min(i, j)][max(i, j)]
+            row[i] += anchor
+            row[4] = self._targets[i] + anchor * old[i]
+            rows.append(row)
+        new = _non_negative_solution(rows)
         self.costs = StepCosts(
             base_s=new[0],
             decode_s=new[1] / _UNITS[1],
@@ -190,20 +194,29 @@ class StepTimeModel:
         )
 
 
-def _non_negative_solution(matrix: list[list[float]], targets: list[float]) -> list[float]:
-    """Solves the normal equations over those unknowns that come out positive; the others are 0.
+def _non_negative_solution(equations: list[list[float]]) -> list[float]:
+    """Solves the normal equations over those unknowns that come out positive; the others are 0. Each equation ends in
+    its right-hand side.
 
     The most negative one is given up first, and the rest is solved again: at most four times.
     """
-    kept = list(range(len(targets)))
+    solution = [0.0] * len(equations)
+    kept = list(range(len(equations)))
     while kept:
-        values = _solve([[matrix[i][j] for j in kept] + [targets[i]] for i in kept])
+        rows = []
+        for i in kept:
+            row = []
+            for j in kept:
+                row.append(equations[i][j])
+            rows.append([*row, equations[i][-1]])
+        values = _solve(rows)
         least = min(values)
         if least >= 0:
-            found = dict(zip(kept, values, strict=True))
-            return [found.get(i, 0.0) for i in range(len(targets))]
+            for i, value in zip(kept, values, strict=True):
+                solution[i] = value
+            break
         del kept[values.index(least)]
-    return [0.0] * len(targets)
+    return solution
 
 
 def _solve(rows: list[list[float]]) -> list[float]:
@@ -217,6 +230,8 @@ def _solve(rows: list[list[float]]) -> list[float]:
     values = [0.0] * size
     for pivot in reversed(range(size)):
         row = rows[pivot]
-        known = sum(row[column] * values[column] for column in range(pivot + 1, size))
+        known = 0.0
+        for column in range(pivot + 1, size):
+            known += row[column] * values[column]
         values[pivot] = (row[size] - known) / row[pivot]
     return values

@@ -5,16 +5,17 @@ draw. So a block that is used twice, freed too early or listed in the wrong orde
 comes from the plan, as in `worker/engine/model_runner.py`. What may not live here: scores (`pseudo_model.py`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Final
 
 from holdfast.cluster.simulate.oracle.pseudo_draws import drawn_token, token_logprob
 from holdfast.cluster.simulate.oracle.pseudo_grammar import PseudoMatcher
 from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, NUM_POISON_STEPS, POISON_TOKEN_ID, PoisonedError
+from holdfast.worker.plan.decode_rows import DecodeRows
 from holdfast.worker.plan.draws import draws_of
 from holdfast.worker.plan.grammar_matchers import GrammarMatchers
-from holdfast.worker.plan.several_steps import run_each
 from holdfast.worker.plan.step_plan import BlockCopy, DrawParams, ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.request import TokenLogprob
 
@@ -37,13 +38,14 @@ class PseudoRunner:
         return run_each(plan, self._run_one)
 
     def _run_one(self, plan: StepPlan) -> StepResult:
+        sequences = plan.sequences
         self._copy(plan.block_copies)
-        for sequence in plan.sequences:
+        for sequence in sequences:
             self._write(sequence)
         masks = self._grammars.masks(plan) if plan.has_grammars else {}
         rows = ((params, masks.get(number)) for number, params in enumerate(draws_of(plan)))
-        prefixes = [self._read_back(sequence) for sequence in plan.sequences]
-        pairs = list(zip(plan.sequences, prefixes, strict=True))
+        prefixes = [self._read_back(sequence) for sequence in sequences]
+        pairs = list(zip(sequences, prefixes, strict=True))
         drawn = [_draw(sequence, prefix, rows) for sequence, prefix in pairs]
         logprobs = [_say(sequence, prefix, tokens) for (sequence, prefix), tokens in zip(pairs, drawn, strict=True)]
         of_prompts = [_prompt_logprobs(sequence, prefix) for sequence, prefix in pairs]
@@ -107,3 +109,20 @@ def _prompt_logprobs(sequence: ScheduledSequence, prefix: bytes) -> tuple[TokenL
         token_logprob(prefix[:end], token_id, params.num_logprobs)
         for end, token_id in enumerate(params.token_ids, first)
     )
+
+
+def run_each(plan: StepPlan, run: Callable[[StepPlan], StepResult]) -> StepResult:
+    """What the steps of a plan come to, run one after the other, each with the tokens of the one before. `run` runs
+    plans of one step.
+    """
+    if plan.num_steps == 1:
+        return run(plan)
+    rows, drawn = plan.decodes, []
+    token_ids = list(rows.token_ids)
+    for number in range(plan.num_steps):
+        single = DecodeRows(rows.columns, rows.age + number, token_ids, rows.blocks)
+        copies = () if number else plan.block_copies
+        result = run(replace(plan, decodes=single, block_copies=copies))
+        token_ids = [token_id for (token_id,) in result.token_ids]
+        drawn.append(token_ids)
+    return StepResult(step_id=plan.step_id, token_ids=tuple(zip(*drawn, strict=True)))

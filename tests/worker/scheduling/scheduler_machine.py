@@ -15,11 +15,11 @@ from hypothesis.stateful import (
     rule,
 )
 
+from holdfast.cluster.simulate.oracle.pseudo_runner import run_each
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
 from holdfast.worker.kv.prefix_cache import BlockStored
 from holdfast.worker.plan.decode_rows import NO_ROWS
-from holdfast.worker.plan.several_steps import run_each
 from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
