@@ -154,7 +154,7 @@ class SchedulerConfig(ServiceOrderConfig):
     max_num_seqs: int = Field(64, ge=1, description="maximum number of running sequences")
     max_num_waiting: int = Field(1024, ge=1, description="maximum number of waiting requests in one replica")
     async_scheduling: bool | None = Field(
-        None, description="plan and launch a step while the one before it runs; unset: where a GPU can do both at once"
+        None, description="plan and launch a step while the one before it runs; unset or true: where a GPU can do both"
     )
     num_scheduler_steps: int = Field(
         8,

@@ -50,10 +50,6 @@ VARIANTS = {
     "ngram": {"speculation": {"speculative": "ngram"}},
     "suffix": {"speculation": {"speculative": "suffix"}},
     "draft model": {"speculation": {"speculative": "draft"}},
-    "two plans": {
-        "num_tokens": 288,
-        "scheduler": {"max_num_seqs": 12, "async_scheduling": True},
-    },
     "all of it": {
         "num_tokens": 288,
         "cache": {"enable_prefix_caching": True},
@@ -62,9 +58,8 @@ VARIANTS = {
     },
 }
 
-ON_ONE_RANK = ("suffix", "draft model", "two plans", "all of it")
-"""Tried there every time: all of it is the other situations at once, but for these two ways to guess tokens, and for
-two plans in flight, in which nobody guesses."""
+ON_ONE_RANK = ("suffix", "draft model", "all of it")
+"""Tried there every time: all of it is the other situations at once, but for these two ways to guess tokens."""
 
 ON_THE_SKELETON = ("all of it",)
 """Tried there every time. Ranks run the same steps as one would: all of two ranks is for a long search."""

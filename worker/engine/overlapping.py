@@ -1,7 +1,7 @@
 """Overlapping runner: what an engine gives a second step while the first one runs; and the steps it has been given.
 
 What may live here: the order of steps, and the time each of them took. What may not: planning and committing
-(`engine.py`), and how a device runs two steps (`threaded_runner.py`, `device_runner.py`).
+(`engine.py`), and how a device runs two steps (`device_runner.py`).
 """
 
 from abc import ABC, abstractmethod

@@ -290,16 +290,13 @@ class Replica:
 
 
 def _stepping(config: WorkerConfig, leader: "LeaderRunner") -> StepRunner:
-    """What the engine gives its steps to: with two in flight where the settings or the device want that."""
+    """What the engine gives its steps to: with two in flight where the device runs by itself and the settings allow."""
     from holdfast.worker.engine.device_runner import DeviceRunner
-    from holdfast.worker.engine.threaded_runner import ThreadedRunner
 
-    wanted = config.scheduler.async_scheduling
-    if wanted is False or config.speculation.max_num_drafts:
-        return leader
-    if leader.overlaps:
+    is_wanted = config.scheduler.async_scheduling is not False
+    if is_wanted and leader.overlaps and not config.speculation.max_num_drafts:
         return DeviceRunner(leader)
-    return ThreadedRunner(leader) if wanted else leader
+    return leader
 
 
 def _gather_ranks(

@@ -5,9 +5,8 @@ import threading
 import pytest
 
 from holdfast.worker.engine.engine import Engine
-from holdfast.worker.engine.threaded_runner import ThreadedRunner
 from holdfast.worker.errors import HoldfastError, ReplicaError
-from holdfast.worker.plan.step_plan import StepPlan, StepResult
+from holdfast.worker.plan.step_plan import StepResult
 from holdfast.worker.request import FinishReason
 from holdfast.worker.step_update import StepUpdate
 from holdfast.worker.supervision.watchdog import Watchdog
@@ -161,30 +160,3 @@ def test_who_leaves_with_two_plans_in_flight_takes_nothing_of_others_along():
     assert recorder.tokens("r") == completion(12)
     assert engine.between_steps(lambda: engine._core.stats().num_used_blocks).result(TIMEOUT_S) == 0
     engine.stop()
-
-
-def test_steps_on_a_thread_of_their_own_give_the_same_tokens():
-    engine, recorder = threaded_engine(ThreadedRunner(PseudoRunner(64, BLOCK_SIZE, VOCAB_SIZE)))
-    for number in range(12):
-        engine.submit(make_request(f"r{number}", prompt=range(number + 1), seed=number, max_tokens=20), recorder)
-    recorder.wait_for(lambda: len(recorder.ended) == 12)
-    for number in range(12):
-        assert recorder.tokens(f"r{number}") == completion(20, range(number + 1), number)
-    engine.stop()
-
-
-def test_a_step_that_fails_on_its_thread_ends_the_engine():
-    class Broken(PseudoRunner):
-        def run(self, plan: StepPlan) -> StepResult:
-            if plan.step_id == 4:
-                raise RuntimeError("connection closed by peer")
-            return super().run(plan)
-
-    model = Broken(64, BLOCK_SIZE, VOCAB_SIZE)
-    engine, recorder = threaded_engine(ThreadedRunner(model))
-    engine.submit(make_request("r", max_tokens=50), recorder)
-    recorder.wait_for(lambda: recorder.failure is not None)
-    assert "connection closed by peer" in str(recorder.failure)
-    assert recorder.tokens("r") == completion(3)
-    engine.stop()
-    assert model.closed

@@ -136,7 +136,7 @@ def length_after(plan_s: float, *, most: int = 8, **runner: bool) -> int:
     length = RunLength(Runner(**runner), most)
     assert length.max_steps == 1
     plan = scheduler.plan(max_steps=4)
-    length.observe(plan, plan.num_steps, plan_s)
+    length.observe(plan, plan_s)
     return length.max_steps
 
 
@@ -153,5 +153,5 @@ def test_one_step_with_a_runner_that_takes_no_more_or_after_a_prompt():
     scheduler = make_scheduler()
     scheduler.add(greedy("a"))
     length = RunLength(Runner(), 8)
-    length.observe(scheduler.plan(), 1, 1e-9)
+    length.observe(scheduler.plan(), 1e-9)
     assert length.max_steps == 1
