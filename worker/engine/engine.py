@@ -23,8 +23,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from holdfast.worker.engine.inbox import Inbox
-from holdfast.worker.engine.multi_step import RunLength
-from holdfast.worker.engine.overlapping import StepsInFlight
+from holdfast.worker.engine.overlapping import RunLength, StepsInFlight
 from holdfast.worker.engine_core.engine_core import EngineCore
 from holdfast.worker.engine_core.lost_numbers import NumbersCheck
 from holdfast.worker.errors import HoldfastError, ReplicaError

@@ -1,15 +1,22 @@
-"""Overlapping runner: what an engine gives a second step while the first one runs; and the steps it has been given.
+"""What hides the time of planning and delivering: several decode steps on one plan, or a second step in flight.
 
-What may live here: the order of steps, and the time each of them took. What may not: planning and committing
-(`engine.py`), and how a device runs two steps (`device_runner.py`).
+Where a step takes a millisecond, planning and delivering take a good part of its time. On CPUs several steps on one
+plan share that time; but requests that arrive meanwhile wait for them, so together they take no longer than a limit. A
+device that runs by itself is given the next step while it runs the first. What may not live here: planning and
+committing (`engine.py`), which sequences can go on without a plan (`worker/scheduling/decode_batch.py`), and how a
+device runs two steps (`device_runner.py`).
 """
 
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from typing import Final, Protocol, runtime_checkable
 
 from holdfast.worker.plan.step_plan import StepPlan, StepResult, StepRunner
 from holdfast.worker.progress import ProgressCounter
+
+PLAN_LIMIT_S: Final = 0.006
+"""All steps of a plan together: less than a step with a prompt takes, which a request that arrives may wait for too."""
 
 
 class OverlappingRunner(ABC):
@@ -84,3 +91,32 @@ class StepsInFlight:
         """From here on it is the oldest step that progress is expected of."""
         self._progress.begin_step(self.plans[0].num_tokens)
         self._began_s = self._clock()
+
+
+@runtime_checkable
+class MultiStepRunner(Protocol):
+    """A step runner that may run the decodes of a plan for several steps."""
+
+    @property
+    def runs_several_steps(self) -> bool:
+        """Whether it does now."""
+        ...
+
+
+class RunLength:
+    """The most steps of the next plan, by what the last ones took."""
+
+    def __init__(self, runner: StepRunner, most: int) -> None:
+        """At most `most` steps."""
+        self.max_steps = 1
+        self._runner = runner if most > 1 and isinstance(runner, MultiStepRunner) else None
+        self._most = most
+
+    def observe(self, plan: StepPlan, plan_s: float) -> None:
+        """Takes in how long a plan's steps took, in seconds. One that does more than decode says nothing of decodes."""
+        if self._runner is None:
+            return
+        if plan.others or plan_s <= 0 or not self._runner.runs_several_steps:
+            self.max_steps = 1
+        else:
+            self.max_steps = max(1, min(self._most, int(PLAN_LIMIT_S * plan.num_steps / plan_s)))

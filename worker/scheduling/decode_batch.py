@@ -88,10 +88,10 @@ class DecodeBatch:
         sequences = list(map(_sequence, shares))
         if self._num_moves != self._queues.num_moves or sequences != self._chosen_from:
             self._choose(shares, sequences)
-        others = self._other_shares(shares) if self._others else []
+        others = list(map(shares.__getitem__, self._others))
         if others and any(map(self._is_plain, others)):
             self._choose(shares, sequences)
-            others = self._other_shares(shares)
+            others = list(map(shares.__getitem__, self._others))
         tables = list(map(_block_ids, self._sequences))
         if tables != self._blocks.tables:
             self._update_blocks(tables)
@@ -209,9 +209,6 @@ class DecodeBatch:
         self._age, self._num_moves = 0, self._queues.num_moves
         self._ending_block = ending_block
         self._blocks = BlockTables((), ())
-
-    def _other_shares(self, shares: list[Share]) -> list[Share]:
-        return [shares[number] for number in self._others]
 
     def _update_blocks(self, tables: list[tuple[int, ...]]) -> None:
         """Blocks are given and taken one sequence at a time, so most tables are the very ones of the last step."""

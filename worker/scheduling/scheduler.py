@@ -163,8 +163,10 @@ class Scheduler:
         self._let_time_pass(now)
         if not self._sequences:
             return None
-        shares = bound_prompt_logprobs(self._policy.schedule(self._queues))
+        shares = self._policy.schedule(self._queues)
         assert shares, "requests are alive and the policy found nothing to do"
+        if self._queues.num_uncomputed_tokens > len(shares):  # else all decode
+            shares = bound_prompt_logprobs(shares)
         return self._plan_of(shares, 1 if self._queues.waiting.num_waiting else max_steps)
 
     def plan_ahead(self, now: float = 0.0) -> StepPlan | None:

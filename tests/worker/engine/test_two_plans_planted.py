@@ -205,8 +205,8 @@ BUGS = {
     "a step is run in turn after all": Bug(
         Engine,
         "_launch_steps",
-        "if self._steps.can_go_ahead():",
-        "if False:",
+        "if self._steps.can_go_ahead() and",
+        "if False and",
         lambda: test_two_plans.test_the_host_works_while_the_device_runs(1.0, 0.5),
     ),
     "a step is timed from its launch": Bug(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.worker.engine.multi_step import LIMIT_S, RunLength
+from holdfast.worker.engine.overlapping import PLAN_LIMIT_S, RunLength
 from holdfast.worker.plan.step_plan import NO_TOKEN, StepPlan, StepResult
 from holdfast.worker.request import FinishReason
 from holdfast.worker.scheduling.scheduler import Scheduler
@@ -141,15 +141,15 @@ def length_after(plan_s: float, *, most: int = 8, **runner: bool) -> int:
 
 
 def test_a_plan_is_for_as_many_steps_as_the_limit_of_time_holds():
-    assert length_after(4 * LIMIT_S / 3.5) == 3
-    assert length_after(4 * LIMIT_S / 100) == 8
-    assert length_after(4 * LIMIT_S / 100, most=5) == 5
-    assert length_after(4 * LIMIT_S * 2) == 1
+    assert length_after(4 * PLAN_LIMIT_S / 3.5) == 3
+    assert length_after(4 * PLAN_LIMIT_S / 100) == 8
+    assert length_after(4 * PLAN_LIMIT_S / 100, most=5) == 5
+    assert length_after(4 * PLAN_LIMIT_S * 2) == 1
 
 
 def test_one_step_with_a_runner_that_takes_no_more_or_after_a_prompt():
-    assert length_after(4 * LIMIT_S / 100, most=1) == 1
-    assert length_after(4 * LIMIT_S / 100, runs_several_steps=False) == 1
+    assert length_after(4 * PLAN_LIMIT_S / 100, most=1) == 1
+    assert length_after(4 * PLAN_LIMIT_S / 100, runs_several_steps=False) == 1
     scheduler = make_scheduler()
     scheduler.add(greedy("a"))
     length = RunLength(Runner(), 8)
