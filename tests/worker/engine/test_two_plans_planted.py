@@ -177,7 +177,7 @@ BUGS = {
     "a broken row counts as drawn": Bug(
         Sequence,
         "_fill_in",
-        "if token_id == NO_TOKEN:",
+        "if self._breaks(token_id):",
         "if False:",
         test_two_plans_ends.test_who_has_no_numbers_fails_alone_and_its_blocks_are_found_by_nobody,
     ),
