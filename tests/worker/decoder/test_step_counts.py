@@ -50,7 +50,7 @@ def test_a_greedy_step_is_one_call_of_the_executor_and_makes_no_logits(leader):
     assert calls["_begin"] == calls["_go"] == 1
     assert calls["ask_for_logits"] == 0
     warm = decodes(1)
-    assert leader._execute(warm, with_logits=False).logits is None
+    assert leader._runner.execute(leader._ordered(warm)).logits is None
 
 
 def test_calls_hardly_grow_with_the_rows_of_a_step_and_not_with_the_layers_of_a_model(leader):
