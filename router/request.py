@@ -15,6 +15,7 @@ from holdfast.router.config import LimitsConfig
 from holdfast.router.field_names import Namer, own_names
 from holdfast.router.resume import Resume
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.parameters import FIELD
 from holdfast.worker.request import Priority, check_service
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.value_types import checked_prompt, checked_seconds, checked_text
@@ -80,18 +81,14 @@ class GenerationRequest:
     def check(self, limits: LimitsConfig) -> None:
         """Raises `InvalidRequestError`, naming field and limit."""
         self._check_prompt(limits)
-        self._check_stop(limits)
-        self._check_bad_words(limits)
-        self._check_structure(limits)
+        self._check_params(limits)
         if self.resume is not None:
             self._check_resume(self.resume)
-        self._check_sequences(limits)
-        self._check_token_ids(limits)
         check_request_id(self.request_id, limits)
-        for name, value in (("cache_salt", self.cache_salt), ("tenant", self.tenant), ("session_id", self.session_id)):
-            if len(value) > limits.max_request_id_length:
+        for name in ("cache_salt", "tenant", "session_id"):
+            if len(getattr(self, name)) > limits.max_request_id_length:
                 limit = f"must have at most {limits.max_request_id_length} characters"
-                raise InvalidRequestError(name, value, limit)
+                raise InvalidRequestError(name, getattr(self, name), limit)
         if self.timeout_s is not None and not 0 < self.timeout_s <= limits.max_timeout_s:
             timeout_ms = round(self.timeout_s * 1000) if math.isfinite(self.timeout_s) else self.timeout_s
             limit = f"must be above 0, and at most {limits.max_timeout_s:g} seconds (limits.max_timeout_s)"
@@ -117,45 +114,34 @@ class GenerationRequest:
             limit = "must be that of the stream that was cut off: a chat template may tell the date"
             raise InvalidRequestError("chat.now_s", None, limit)
 
-    def _check_stop(self, limits: LimitsConfig) -> None:
-        stop = self.sampling_params.stop_strings
-        _check_count("stop", stop, limits.max_stop_strings, "max_stop_strings")
-        if any(len(text) > limits.max_stop_string_length for text in stop):
-            limit = f"stop strings must have at most {limits.max_stop_string_length} characters"
-            raise InvalidRequestError("sampling_params.stop", stop, limit)
-
-    def _check_bad_words(self, limits: LimitsConfig) -> None:
-        words = self.sampling_params.bad_words
-        _check_count("bad_words", words, limits.max_bad_words, "max_bad_words")
-        if any(len(word) > limits.max_bad_word_length for word in words):
-            limit = f"bad words must have at most {limits.max_bad_word_length} characters"
-            raise InvalidRequestError("sampling_params.bad_words", words, limit)
-
-    def _check_structure(self, limits: LimitsConfig) -> None:
-        structure = self.sampling_params.structure
-        if structure is not None and structure.num_chars > limits.max_grammar_length:
-            limit = f"must have at most {limits.max_grammar_length} characters (limits.max_grammar_length)"
-            raise InvalidRequestError(
-                f"sampling_params.structured_outputs.{structure.kind}", structure.text[:100], limit
-            )
-
-    def _check_token_ids(self, limits: LimitsConfig) -> None:
+    def _check_params(self, limits: LimitsConfig) -> None:
         params = self.sampling_params
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > limits.max_logprobs:
-                limit = f"must be in [0, {limits.max_logprobs}] (limits.max_logprobs)"
-                raise InvalidRequestError(f"sampling_params.{name}", getattr(params, name), limit)
+        _check_count("stop", params.stop_strings, limits.max_stop_strings, "max_stop_strings")
+        _check_count("bad_words", params.bad_words, limits.max_bad_words, "max_bad_words")
         _check_count("logit_bias", params.logit_bias, limits.max_logit_bias, "max_logit_bias")
         _check_count("stop_token_ids", params.stop_token_ids, limits.max_stop_token_ids, "max_stop_token_ids")
         allowed = params.allowed_token_ids or ()
         _check_count("allowed_token_ids", allowed, limits.max_allowed_token_ids, "max_allowed_token_ids")
-
-    def _check_sequences(self, limits: LimitsConfig) -> None:
-        params = self.sampling_params
-        name = "n" if params.best_of is None else "best_of"
+        for name, what, longest in (
+            ("stop", "stop strings", limits.max_stop_string_length),
+            ("bad_words", "bad words", limits.max_bad_word_length),
+        ):
+            for text in getattr(params, name):
+                if len(text) > longest:
+                    limit = f"{what} must have at most {longest} characters"
+                    raise InvalidRequestError(f"{FIELD}.{name}", getattr(params, name), limit)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > limits.max_logprobs:
+                limit = f"must be in [0, {limits.max_logprobs}] (limits.max_logprobs)"
+                raise InvalidRequestError(f"{FIELD}.{name}", getattr(params, name), limit)
+        structure = params.structure
+        if structure is not None and structure.num_chars > limits.max_grammar_length:
+            limit = f"must have at most {limits.max_grammar_length} characters (limits.max_grammar_length)"
+            raise InvalidRequestError(f"{FIELD}.structured_outputs.{structure.kind}", structure.text[:100], limit)
         if params.num_sequences > limits.max_sequences:
+            name = "n" if params.best_of is None else "best_of"
             limit = f"must be at most {limits.max_sequences} (limits.max_sequences)"
-            raise InvalidRequestError(f"sampling_params.{name}", params.num_sequences, limit)
+            raise InvalidRequestError(f"{FIELD}.{name}", params.num_sequences, limit)
 
     @property
     def prompt_field(self) -> str:
@@ -179,7 +165,7 @@ def _check_count(name: str, given: Sized, most: int, setting: str) -> None:
     """Raises `InvalidRequestError` in the words of the scan before a message is parsed, which counts no further."""
     if len(given) > most:
         limit = f"must have at most {most} elements (limits.{setting}), not {most + 1} or more"
-        raise InvalidRequestError(f"sampling_params.{name}", most + 1, limit)
+        raise InvalidRequestError(f"{FIELD}.{name}", most + 1, limit)
 
 
 def check_text(text: str, limits: LimitsConfig, field: str = "text") -> None:

@@ -244,7 +244,7 @@ class Router:
             async with asyncio.timeout(grace_s):
                 await idle.wait()
         except TimeoutError:
-            logger.info("%d requests did not end in time; they are ended", self._dispatch_host.num_open)
+            logger.info("%d requests did not end in time; they are ended", self._dispatch_host.dispatch.num_open)
         self._dispatch_host.close_all(stopping())
         await self._ports.stop(CLOSE_GRACE_S)
         self._decode_worker.close()
@@ -258,7 +258,7 @@ class Router:
     @property
     def num_open(self) -> int:
         """Open requests, queued ones included."""
-        return self._dispatch_host.num_open
+        return self._dispatch_host.dispatch.num_open
 
     def demands(self) -> tuple[ModelDemand, ...]:
         """The load of every model here, for who decides how many replicas it has."""
@@ -270,7 +270,7 @@ class Router:
 
     def version_counts(self) -> tuple[VersionCounts, ...]:
         """What came of requests, by model and version."""
-        return self._dispatch_host.version_counts()
+        return self._dispatch_host.dispatch.version_counts()
 
     def _dump(self) -> str:
         num_paused = self._request_processor.pauses.num_waiting
@@ -291,7 +291,7 @@ class Router:
         """This router as its own picker sees it; None while it serves no HTTP."""
         if not self.http_address or self._http_door.is_stopping:
             return None
-        has_replicas = any(model.takes_requests for model in self._dispatch_host.models())
+        has_replicas = any(model.takes_requests for model in self._dispatch_host.dispatch.models())
         address = self.advertised_http_address or self.http_address
         return RouterEndpoint(address=address, num_open=self.num_open, has_replicas=has_replicas)
 
@@ -309,7 +309,7 @@ class Router:
             set_log_level(orders.log_level)
 
     def _publish_health(self) -> None:
-        models = self._dispatch_host.models()
+        models = self._dispatch_host.dispatch.models()
         self._health.publish(models)
         if self._on_models is not None:
             self._on_models(models)

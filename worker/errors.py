@@ -7,6 +7,7 @@ to gRPC or HTTP codes (`router/wire/statuses.py`), and anything that imports tor
     ├── CallerError              the request or the configuration is wrong; a retry cannot help
     │   ├── InvalidRequestError      a field of a request (also a ValueError)
     │   ├── UnknownModelError        no such model is served here
+    │   ├── MediaTypeError           a body over HTTP that is not called JSON
     │   ├── AuthenticationError      no valid key was sent
     │   ├── PermissionDeniedError    the key may not do this
     │   ├── ConfigurationError       a setting (also a ValueError)
@@ -58,6 +59,10 @@ class CallerError(HoldfastError):
     """The request or the configuration is wrong; sending it again changes nothing."""
 
     fault = Fault.CALLER
+
+
+class MediaTypeError(CallerError):
+    """The body of an HTTP request is not called JSON."""
 
 
 class InvalidRequestError(CallerError, ValueError):

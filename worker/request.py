@@ -13,7 +13,7 @@ from typing import NamedTuple
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.suspicion import Suspicion
-from holdfast.worker.value_types import checked_seconds, checked_text
+from holdfast.worker.value_types import checked_text
 
 
 class Priority(IntEnum):
@@ -62,7 +62,8 @@ class SequenceKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """A tokenized request, as engines take it. `sampling_params.seed` is set before.
+    """A tokenized request, as engines take it. `sampling_params.seed` is set before, and the types of all fields are
+    checked where they come in: at a `GenerationRequest`, or on the wire.
 
     A request with `output_token_ids` goes on after them: this one mechanism serves failover, draining and preemption.
     The sequence then draws output token number `len(output_token_ids)` next, and reports indices from there.
@@ -112,10 +113,6 @@ class EngineRequest:
 
     def __post_init__(self) -> None:
         assert self.sampling_params.seed is not None, "the seed is resolved before a request reaches the engine"
-        check_service(priority=self.priority, tenant=self.tenant, cache_salt=self.cache_salt)
-        checked_text("request_id", self.request_id)
-        checked_text("session_id", self.session_id)
-        checked_seconds("time_left_s", self.time_left_s)
         if not self.prompt_token_ids:
             raise InvalidRequestError("prompt", (), "must have at least one token")
 

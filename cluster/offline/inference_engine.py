@@ -176,7 +176,7 @@ class InferenceEngine:
             "cache_salt": cache_salt,
         }
         is_awaited = not router.is_this_thread()
-        request = self._request(prompt, params, callback, request_id, service, is_awaited=is_awaited)
+        request = self._request(router, prompt, params, callback, request_id, service, is_awaited=is_awaited)
         router.submit(request)
         if is_awaited:
             try:
@@ -197,7 +197,7 @@ class InferenceEngine:
     ) -> RequestHandle:
         """As `submit_request`, and returns at once: what is wrong with the request comes by the handle as well."""
         router = self._running()[1]
-        request = self._request(prompt, params, callback, request_id, service, is_awaited=False)
+        request = self._request(router, prompt, params, callback, request_id, service, is_awaited=False)
         router.submit(request)
         return RequestHandle(router, request)
 
@@ -309,6 +309,7 @@ class InferenceEngine:
 
     def _request(
         self,
+        router: LocalRouter,
         prompt: Prompt,
         params: SamplingParams | None,
         callback: Callback | None,
@@ -320,20 +321,20 @@ class InferenceEngine:
         if callback is not None and not callable(callback):
             raise InvalidRequestError("callback", callback, "must be a function of one argument")
         number = next(self._numbers)
+        params = SamplingParams() if params is None else params
+        if isinstance(params, SamplingParams) and params.seed is None:
+            params = params.with_changes(seed=derived_seed(f"{self._seed}:{number}"))
         request = GenerationRequest(
             prompt=prompt,  # type: ignore[arg-type]  # it becomes a tuple there
             request_id=request_id,
-            sampling_params=SamplingParams() if params is None else params,
+            sampling_params=params,
             **service,
         )
         check_timeout(request.timeout_s)
         if self._num_cache_resets:
             request = replace(request, cache_salt=f"{self._num_cache_resets}:{request.cache_salt}")
-        if request.sampling_params.seed is None:
-            seeded = request.sampling_params.with_changes(seed=derived_seed(f"{self._seed}:{number}"))
-            request = replace(request, sampling_params=seeded)
         name = request_id or f"request-{number}"
-        return LocalRequest(request, self.tokenizer, callback, name=name, is_awaited=is_awaited)
+        return LocalRequest(request, router.tokenizer, callback, name=name, is_awaited=is_awaited)
 
     def _running(self) -> tuple[Replica, LocalRouter]:
         if self._replica is None or self._router is None:

@@ -128,7 +128,7 @@ class LocalRouter:
                 self._dispatch_host.when_free(old.replica_id, is_free.set)
                 await is_free.wait()
             old.detach()
-            self._dispatch_host.release_versions(self._engine_replica.info.model)
+            self._dispatch_host.dispatch.release_versions(self._engine_replica.info.model)
             try:
                 await asyncio.to_thread(self._engine_replica.update_weights, folder, version)
             finally:

@@ -116,4 +116,4 @@ class EngineDoor:
         raise ConfigurationError(f"cluster.engine_port = {port}: none of {NUM_PORTS} ports on {host} is free ({error})")
 
     def _publish_health(self) -> None:
-        self._health.publish(self._dispatch_host.models())
+        self._health.publish(self._dispatch_host.dispatch.models())

@@ -47,22 +47,22 @@ class AdmissionQueue:
         """Of departures, by model."""
         self._latest_starts = Timers[RequestState]()
         self._queues: dict[str, WaitingQueue[RequestState]] = {}
+        self._tenants: dict[str, TenantCounters] = {}
+        """The accounts of each model's queue."""
         self._held: dict[str, dict[RequestState, None]] = {}
         self._parked: dict[str, dict[str, dict[RequestState, None]]] = {}
         """By model and version."""
-        self._num_waiting = 0
+        self.num_waiting = 0
+        """Requests here, of all models, held and parked ones too."""
         self._num_resumed = 0
         self._num_of_tenant = Counter[str]()
-
-    def __len__(self) -> int:
-        return self._num_waiting
 
     def push(self, state: RequestState, now: float) -> None:
         """Queues a new request. Raises `QueueFullError` with an estimate of when to retry."""
         is_resumed = state.standing is Standing.RESUMED
-        num_before = self._num_resumed if is_resumed else self._num_waiting
+        num_before = self._num_resumed if is_resumed else self.num_waiting
         if num_before >= self._max_queued:
-            num_waiting = self._num_waiting
+            num_waiting = self.num_waiting
             if is_resumed or not self._has_share_left(state.request.tenant, num_waiting, self._max_queued):
                 raise self._full(state, num_before, "limits.max_queued")
         has_first_token_due = not is_resumed and not _is_later_sibling(state)
@@ -80,10 +80,10 @@ class AdmissionQueue:
         else:
             self._enter(state, now)
 
-    def pass_by(self, state: RequestState, now: float) -> None:
-        """Accounts for a request that need not wait, as if it had waited for no time."""
-        self._enter(state, now)
-        self.remove(state)
+    def charge_at_once(self, state: RequestState) -> None:
+        """Finds the account of a request that need not wait here. Nobody may wait in the order of its model."""
+        self._queue_of(state.model)
+        state.tenant = self._tenants[state.model].served_at_once(state.request.tenant)
 
     def pop(self, state: RequestState, now: float) -> None:
         """Takes out a request that goes to a replica, and updates the estimate of the departure rate."""
@@ -186,21 +186,25 @@ class AdmissionQueue:
             found += waiting
         for queue in self._queues.values():
             queue.check_integrity()
-        assert len(found) == self._num_waiting, f"{len(found)} are here, {self._num_waiting} were counted"
+        assert len(found) == self.num_waiting, f"{len(found)} are here, {self.num_waiting} were counted"
         assert Counter(state.request.tenant for state in found) == self._num_of_tenant
         in_order = [state.standing for state in found if state.status is not RequestStatus.HELD]
         assert in_order.count(Standing.ARRIVED) <= OVERFLOW * self._max_queued
         assert in_order.count(Standing.RESUMED) == self._num_resumed <= self._max_queued
 
     def _enter(self, state: RequestState, now: float) -> None:
-        queue = self._queues.get(state.model)
-        if queue is None:
-            tenants = TenantCounters(self._order.tenant_shares)
-            queue = self._queues[state.model] = WaitingQueue(tenants, self._order.aging_s, len(Standing))
+        queue = self._queue_of(state.model)
         queue.advance(now)
         queue.add(state)
         self._num_resumed += state.standing is Standing.RESUMED
         self._count(state, 1)
+
+    def _queue_of(self, model: str) -> WaitingQueue[RequestState]:
+        queue = self._queues.get(model)
+        if queue is None:
+            tenants = self._tenants[model] = TenantCounters(self._order.tenant_shares)
+            queue = self._queues[model] = WaitingQueue(tenants, self._order.aging_s, len(Standing))
+        return queue
 
     def _unpark(self, state: RequestState) -> None:
         of_model = self._parked[state.model]
@@ -211,7 +215,7 @@ class AdmissionQueue:
 
     def _count(self, state: RequestState, change: int) -> None:
         tenant = state.request.tenant
-        self._num_waiting += change
+        self.num_waiting += change
         self._num_of_tenant[tenant] += change
         if not self._num_of_tenant[tenant]:
             del self._num_of_tenant[tenant]

@@ -11,7 +11,6 @@ from typing import Final
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.output_stream import OutputStream, Taker
 from holdfast.router.dispatch.parallel_sampling import merged_usage
-from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.resume import NewSequence, final_delivery
 from holdfast.worker.errors import HoldfastError, RequestAbortedError
@@ -33,7 +32,8 @@ class Call:
     ) -> None:
         self.request_id = request_id
         self.num_completions = len(streams)
-        self._every = tuple(streams)
+        self.streams = tuple(streams)
+        """Of all its sequences, those that have ended too."""
         self.close = close
         """Cancels what has not ended. Nothing is read after it."""
         self._abort = abort
@@ -54,21 +54,6 @@ class Call:
         """The usage of all sequences that have ended."""
         return merged_usage(self._usages)
 
-    @property
-    def num_tokens(self) -> int:
-        """Delivered so far, of all sequences."""
-        return sum(stream.num_tokens for stream in self._every)
-
-    @property
-    def timelines(self) -> list[Timeline]:
-        """Of its sequences."""
-        return [stream.timeline for stream in self._every]
-
-    @property
-    def behind_s(self) -> float:
-        """How long output has waited for the reader: the longest of its sequences."""
-        return max((stream.behind_s for stream in self._every), default=0.0)
-
     def abort(self) -> bool:
         """Ends what has not ended, with finish reason ABORT, for the reader to read. Returns whether there was any."""
         were_open = [self._abort(stream) for stream in self._streams.values()]
@@ -82,7 +67,7 @@ class Call:
     @property
     def num_unread(self) -> int:
         """Tokens that wait for the reader, of all sequences; none of a reader that waits for their ends."""
-        return sum(stream.num_unread for stream in self._every if stream.notifies_each_step)
+        return sum(stream.num_unread for stream in self.streams if stream.notifies_each_step)
 
     def await_ends(self) -> None:
         """From here on `on_output` is called only when a sequence ends, so the reader is not woken by every step."""
@@ -142,18 +127,18 @@ def open_call(
     watch: Callable[[Deliver], None] | None = None,
     goes_on: bool = False,
 ) -> Call:
-    """Opens all sequences of a request, or none. An earlier submission of it ends. Raises what `DispatchHost.supersede`
-    and `open` raise.
+    """Opens all sequences of one request (at least one), or none. An earlier submission of it ends. Raises what
+    `DispatchHost.supersede` and `open` raise.
 
     With `goes_on` it is a further call of one submission, whose earlier calls are over: a later submission ends it.
     `on_output` is passed to every output stream. `echo` comes before the text of each sequence. `watch` is
     told of every delivery of all of them.
     """
-    for key in dict.fromkeys(sequence.request.key for sequence in sequences):
-        if goes_on:
-            dispatch_host.check_newest(key)
-        else:
-            dispatch_host.supersede(key, client_attempt)
+    key = sequences[0].request.key
+    if goes_on:
+        dispatch_host.dispatch.check_newest(key)
+    else:
+        dispatch_host.supersede(key, client_attempt)
     streams = []
     with ExitStack() as opened:
         for sequence in sequences:

@@ -6,7 +6,7 @@ What may live here: adding up. What may not: decisions, and keeping anything.
 from collections.abc import Iterable, Mapping
 
 from holdfast.router.demand import ModelDemand, ReplicaDemand
-from holdfast.router.dispatch.first_tokens import FirstTokens
+from holdfast.router.dispatch.dispatch_stats import FirstTokens
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.events import ModelStatus
 from holdfast.router.replicas.replica_registry import ReplicaRegistry

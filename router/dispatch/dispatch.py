@@ -13,15 +13,14 @@ Failover: a lost attempt is replaced by a new one, which submits the prompt and 
 it. The text state is kept. A retiring replica is drained the same way. Clients see none of this.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.demands import demands
-from holdfast.router.dispatch.dispatch_stats import DispatchStats
 from holdfast.router.dispatch.endings import Endings
-from holdfast.router.dispatch.first_tokens import FirstTokens
 from holdfast.router.dispatch.outages import Outages
 from holdfast.router.dispatch.placement import Placement
 from holdfast.router.dispatch.progress import Progress
@@ -41,7 +40,7 @@ from holdfast.router.orders import Orders
 from holdfast.router.replicas.policy import RandomIndex
 from holdfast.router.replicas.replica_registry import ReplicaRegistry
 from holdfast.router.replicas.replica_state import ReplicaState
-from holdfast.router.replicas.versions import VersionCounts, VersionLedger
+from holdfast.router.replicas.versions import VersionCounts
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import (
     DeadlineExceededError,
@@ -68,16 +67,17 @@ class Dispatch:
         order: ServiceOrderConfig | None = None,
     ) -> None:
         """`order` is that of the replicas' own queues; None: the default."""
-        self._registry = ReplicaRegistry(config, random_index)
+        self.registry = ReplicaRegistry(config, random_index)
+        """The replicas and the models; others only read it."""
         self._requests = RequestTable()
-        self._placement = Placement(config, limits, order or ServiceOrderConfig(), self._registry, self._requests)
+        self._placement = Placement(config, limits, order or ServiceOrderConfig(), self.registry, self._requests)
         self._queue = self._placement.queue
-        self._outages = Outages(self._registry, self._queue, config.replica_wait_s)
+        self._outages = Outages(self.registry, self._queue, config.replica_wait_s)
         self._num_submitted = 0
-        self._first_tokens = defaultdict[str, FirstTokens](FirstTokens)
-        self._ledger = VersionLedger()
-        self._endings = Endings(self._requests, self._placement, self._ledger, self._first_tokens)
-        self._progress = Progress(self._requests, self._placement, self._ledger, self._first_tokens, self._endings)
+        self._endings = Endings(self._requests, self._placement)
+        self._progress = Progress(self._requests, self._placement, self._endings)
+        self.stats = self._placement.stats
+        """Counts since the start."""
 
     # --- events from clients ---
 
@@ -101,27 +101,35 @@ class Dispatch:
         `UnknownModelError`, `QueueFullError`, `ReplicaError` (no replica for too long), `VersionGoneError`,
         `DeadlineExceededError`.
         """
-        self._outages.wake(model, now)
-        self._outages.check(model, now)
+        self._outages.admit(model, now)
         if now >= deadline:
             raise DeadlineExceededError("the request's time was up before it could be queued")
         self._num_submitted += 1
         urgency = (min(deadline, now + DUE_AFTER_S), self._num_submitted)
         timeline = timeline or Timeline()
         timeline.opened_s = now
-        state = RequestState.opened(
-            request, model, text, caught_up, client_attempt=client_attempt, urgency=urgency, timeline=timeline
+        state = RequestState(
+            request=request,
+            model=model,
+            text=text,
+            caught_up=caught_up,
+            deadline=deadline,
+            client_attempt=client_attempt,
+            urgency=urgency,
+            timeline=timeline,
         )
         if state.version:
-            self._registry.want_version(model, state.version, now)
-            if self._registry.is_gone(model, state.version, now):
+            self.registry.want_version(model, state.version, now)
+            if self.registry.is_gone(model, state.version, now):
                 raise _version_gone(state)
         replica = self._placement.admit(state, now)
-        self._requests.add(state, deadline)
+        self._requests.add(state)
         if not state.has_first_token:
-            self._first_tokens[model].num_arrived += 1
-        actions = [] if replica is None else [self._placement.send(state, replica, now)]
-        return actions + self._placement.drain_all(now)  # a submission adds to the retry budget of all models
+            self.stats.first_tokens[model].num_arrived += 1
+        actions: list[Action] = [] if replica is None else [self._placement.send(state, replica, now)]
+        if self._queue.num_waiting:  # a submission adds to the retry budget of all models
+            actions += self._placement.drain_all(now)
+        return actions
 
     def supersede(self, key: RequestKey, client_attempt: int, now: float) -> list[Action]:
         """Ends what is open of a request that is submitted again: the newer submission wins, with all its sequences.
@@ -130,8 +138,10 @@ class Dispatch:
         `RequestSupersededError` if the open request is the newer one.
         """
         states = self._requests.of_request(key)
-        newest = max((state.client_attempt for state in states), default=0)
-        if states and newest > client_attempt:
+        if not states:
+            return []
+        newest = max(state.client_attempt for state in states)
+        if newest > client_attempt:
             stale = f"submission {client_attempt} of request {key.request_id} came after submission {newest}"
             raise RequestSupersededError(f"{stale}, which goes on")
         error = RequestSupersededError(f"request {key.request_id} was submitted again; the newer submission goes on")
@@ -193,20 +203,20 @@ class Dispatch:
 
     def replica_up(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> list[Action]:
         """A link came up. The replica must not be up already."""
-        self._registry.add(facts, load, now)
+        self.registry.add(facts, load, now)
         return self._drain(facts.model, now)
 
     def replica_retiring(self, replica_id: str, is_retiring: bool, now: float) -> list[Action]:
         """A replica accepts no new requests (or does again). Its requests move to others, as far as those have room."""
-        replica = self._registry.get(replica_id)
+        replica = self.registry.get(replica_id)
         if replica is None:
             return []
-        self._registry.retire(replica, is_retiring)
+        self.registry.retire(replica, is_retiring)
         return self._drain(replica.facts.model, now)
 
     def replica_down(self, replica_id: str, error: HoldfastError, now: float) -> list[Action]:
         """A link was lost, and with it all attempts on that replica: their requests continue on other replicas."""
-        replica = self._registry.remove(replica_id, now)
+        replica = self.registry.remove(replica_id, now)
         if replica is None:
             return []
         actions: list[Action] = []
@@ -218,12 +228,12 @@ class Dispatch:
 
     def models_removed(self, names: frozenset[str]) -> list[Action]:
         """These models are taken away, and all others are not: what waits for one ends, what runs goes on."""
-        self._registry.set_removed(names)
+        self.registry.set_removed(names)
         return [action for name in sorted(names) for action in self._fail_removed(name)]
 
     def models_asleep(self, waits_s: Mapping[str, float]) -> None:
         """These models have no replica at rest, by decision: a request wakes one, and waits for so many seconds."""
-        self._registry.set_asleep(waits_s)
+        self.registry.set_asleep(waits_s)
 
     def release_versions(self, model: str) -> None:
         """What has output of a model may go on at any version of it, by the wish of whoever updates it in place."""
@@ -233,12 +243,12 @@ class Dispatch:
 
     def set_orders(self, orders: Orders, now: float) -> list[Action]:
         """Operators have ordered something: what waits for a version that is retired ends, and shares may be others."""
-        self._registry.set_orders(orders)
+        self.registry.set_orders(orders)
         return [*self._fail_gone(now), *self._placement.drain_all(now)]
 
     def step(self, replica_id: str, update: StepUpdate, now: float) -> list[Action]:
         """Takes the result of one engine step. What comes from a lost replica or for an old attempt is dropped."""
-        replica = self._registry.get(replica_id)
+        replica = self.registry.get(replica_id)
         if replica is None:
             return []
         actions = self._progress.take(replica, update, now)
@@ -261,7 +271,7 @@ class Dispatch:
     @property
     def next_tick(self) -> float | None:
         """When `tick` will next have something to do, or None. Where nothing waits, only deadlines are left."""
-        if not len(self._queue):
+        if not self._queue.num_waiting:
             return self._requests.deadlines.next
         waits = [*self._outages.ends(), *self._placement.wake_ups(), *self._placement.ends_of_versions()]
         waits += [when for when in (self._requests.deadlines.next, self._queue.next_late) if when is not None]
@@ -278,11 +288,6 @@ class Dispatch:
 
     # --- queries ---
 
-    @property
-    def stats(self) -> DispatchStats:
-        """Counts since the start."""
-        return self._placement.stats
-
     def waiting(self) -> Counter[tuple[str, str, str]]:
         """How many requests wait for a replica, by model, class and tenant."""
         return Counter(
@@ -298,7 +303,7 @@ class Dispatch:
 
     @property
     def num_queued(self) -> int:
-        return len(self._queue)
+        return self._queue.num_waiting
 
     @property
     def num_suspended(self) -> int:
@@ -311,58 +316,60 @@ class Dispatch:
 
     def is_retiring(self, replica_id: str) -> bool:
         """Whether a replica that is up takes no new requests."""
-        replica = self._registry.get(replica_id)
+        replica = self.registry.get(replica_id)
         return replica is not None and replica.is_retiring
 
     def num_attempts(self, replica_id: str) -> int:
         """How many a replica has of this router; 0 where it is not up."""
-        replica = self._registry.get(replica_id)
+        replica = self.registry.get(replica_id)
         return 0 if replica is None else len(replica.attempts)
 
     def model_of(self, replica_id: str) -> str:
         """Of a replica that is up; else empty."""
-        replica = self._registry.get(replica_id)
+        replica = self.registry.get(replica_id)
         return "" if replica is None else replica.facts.model
 
     def models(self) -> tuple[ModelStatus, ...]:
         """Every model that has been served here, in the order in which they first appeared."""
-        return self._registry.models()
+        return tuple(self.registry.statuses.values())
 
     def loads(self) -> tuple[ReplicaLoad, ...]:
         """The replicas that are up."""
-        return self._registry.loads()
+        return self.registry.loads()
 
     def demands(self, now: float) -> tuple[ModelDemand, ...]:
         """The load of every model that was served here, for who decides how many replicas it has."""
-        known = demands(self.models(), self._requests, self._registry, self._first_tokens, now)
+        known = demands(self.models(), self._requests, self.registry, self.stats.first_tokens, now)
         # Of a model at rest that this router has never seen, it cannot even read a prompt: one replica tells it how.
-        return (*known, *(ModelDemand(model=name, num_open=1) for name in self._registry.unknown_sleepers()))
+        return (*known, *(ModelDemand(model=name, num_open=1) for name in self.registry.unknown_sleepers()))
 
     def is_unknown_sleeper(self, model: str) -> bool:
         """Whether it is a model at rest that was never served here."""
-        return model in self._registry.unknown_sleepers()
+        return model in self.registry.unknown_sleepers()
 
     def version_counts(self) -> tuple[VersionCounts, ...]:
         """What came of requests, by model and version."""
-        return tuple(self._ledger.counts.values())
+        return tuple(map(replace, self.stats.versions.values()))
 
     def check_integrity(self) -> None:
         """Asserts that all tables agree: every request is either queued or running on a replica that is up."""
-        self._registry.check_integrity()
+        self.registry.check_integrity()
         self._requests.check_integrity()
         self._placement.check_integrity()
 
     # --- inside ---
 
     def _note_lost(self, replica: ReplicaState) -> None:
-        self._ledger.note_lost(replica.facts.model, replica.version)
-        for _ in replica.attempts:
-            self._ledger.note_failed(replica.facts.model, replica.version)
+        counts = self.stats.version(replica.facts.model, replica.version)
+        counts.num_lost += 1
+        counts.num_failed += len(replica.attempts)
 
     def _drain(self, model: str, now: float) -> list[Action]:
         """Sends what waits for a model while there is room; where it was taken away, nothing of it waits on."""
+        if not self._queue.num_waiting and not self.registry.retiring:  # as after nearly every step
+            return []
         drained = self._placement.drain(model, now)
-        return drained + self._fail_removed(model) if self._registry.is_removed(model) else drained
+        return drained + self._fail_removed(model) if self.registry.is_removed(model) else drained
 
     def _fail_gone(self, now: float) -> list[Action]:
         """Ends what waits for a version that will not come."""
@@ -371,14 +378,14 @@ class Dispatch:
 
     def _fail_late(self, now: float) -> list[Action]:
         """Ends what has waited too long for its first token, unless it waits for a replica to come."""
-        actions, down = list[Action](), {model for model, _ in self._registry.outages()}
+        actions, down = list[Action](), {model for model, _ in self.registry.outages()}
         while (late := self._queue.pop_late(now)) is not None:
             if late.model not in down:
                 actions += self._endings.fail(late, self._queue.too_late(late))
         return actions
 
     def _fail_removed(self, model: str) -> list[Action]:
-        return self._endings.fail_all(list(self._queue.waiting(model)), self._registry.unknown(model))
+        return self._endings.fail_all(list(self._queue.waiting(model)), self.registry.unknown(model))
 
 
 def _quarantined(state: RequestState, error: HoldfastError) -> RequestQuarantinedError:

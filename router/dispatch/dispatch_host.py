@@ -7,26 +7,22 @@ under any clock, a simulated one included.
 
 import logging
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.dispatch import Dispatch
-from holdfast.router.dispatch.dispatch_stats import DispatchStats
 from holdfast.router.dispatch.output_stream import OutputStream, UnreadLimit
 from holdfast.router.events import (
     Action,
     ClusterEvent,
     Deliver,
     Fail,
-    ModelStatus,
-    ReplicaLoad,
     SendAbort,
     SendSubmit,
 )
 from holdfast.router.orders import Orders
-from holdfast.router.replicas.versions import VersionCounts
 from holdfast.router.resume import NewSequence
 from holdfast.worker.errors import HoldfastError, InternalError
 from holdfast.worker.model_info import ReplicaFacts
@@ -76,7 +72,10 @@ class DispatchHost:
         max_unread_tokens: int | None = None,
     ) -> None:
         """A request with `max_unread_tokens` that its client does not read is suspended until it does; None: never."""
-        self._dispatch = dispatch
+        self.dispatch = dispatch
+        """The core: what it can be asked, it is asked directly; every event for it comes by this host."""
+        self.now = clock.time
+        """The clock of all deadlines, in seconds."""
         self._clock = clock
         self._on_models_changed = on_models_changed
         self._ports: dict[str, ReplicaPort] = {}
@@ -98,17 +97,9 @@ class DispatchHost:
 
     # --- for clients ---
 
-    def now(self) -> float:
-        """The clock of all deadlines, in seconds."""
-        return self._clock.time()
-
     def supersede(self, key: RequestKey, client_attempt: int = 0) -> None:
         """As `Dispatch.supersede`: most likely the client has lost the connection, and submits its request again."""
-        self.perform(self._dispatch.supersede(key, client_attempt, self.now()))
-
-    def check_newest(self, key: RequestKey) -> None:
-        """As `Dispatch.check_newest`."""
-        self._dispatch.check_newest(key)
+        self.perform(self.dispatch.supersede(key, client_attempt, self.now()))
 
     def open(
         self,
@@ -123,8 +114,8 @@ class DispatchHost:
         Whoever opens a stream closes it.
         """
         request = sequence.request
-        stream = OutputStream(request.sequence_key, on_output, self._clock.time, self._unread_limit)
-        actions = self._dispatch.submit(
+        stream = OutputStream(request.sequence_key, on_output, self.now, self._unread_limit)
+        actions = self.dispatch.submit(
             request,
             model=model,
             text=sequence.text,
@@ -142,20 +133,20 @@ class DispatchHost:
         """Closes a stream that is no longer read. If its request is still open, it is cancelled."""
         if self._streams.get(stream.key) is stream:
             self._end_stream(stream.key)
-            self.perform(self._dispatch.cancel(stream.key, self.now()))
+            self.perform(self.dispatch.cancel(stream.key, self.now()))
 
     def abort(self, stream: OutputStream) -> bool:
         """Ends the request of a stream, if it is still open, with finish reason ABORT. Returns whether it was."""
         is_open = self._streams.get(stream.key) is stream
         if is_open:
-            self.perform(self._dispatch.abort(stream.key, self.now()))
+            self.perform(self.dispatch.abort(stream.key, self.now()))
         return is_open
 
     def fail(self, stream: OutputStream, error: HoldfastError) -> bool:
         """Ends the request of a stream, if it is still open, with an error. Returns whether it was."""
         is_open = self._streams.get(stream.key) is stream
         if is_open:
-            self.perform(self._dispatch.fail(stream.key, error, self.now()))
+            self.perform(self.dispatch.fail(stream.key, error, self.now()))
         return is_open
 
     # --- for links ---
@@ -163,63 +154,51 @@ class DispatchHost:
     def replica_up(self, port: ReplicaPort, facts: ReplicaFacts, load: EngineLoad) -> None:
         self._ports[facts.replica_id] = port
         self._note_news("up", facts.replica_id, facts.model)
-        self.perform(self._dispatch.replica_up(facts, load, self.now()))
+        self.perform(self.dispatch.replica_up(facts, load, self.now()))
         self._on_models_changed()
 
     def replica_update(self, replica_id: str, update: StepUpdate) -> None:
-        self.perform(self._dispatch.step(replica_id, update, self.now()))
+        self.perform(self.dispatch.step(replica_id, update, self.now()))
 
     def replica_retiring(self, replica_id: str, is_retiring: bool) -> None:
         """As `Dispatch.replica_retiring`. Links repeat it with every view of the directory: only a change is news."""
-        if self._dispatch.is_retiring(replica_id) is not is_retiring and replica_id in self._ports:
+        if self.dispatch.is_retiring(replica_id) is not is_retiring and replica_id in self._ports:
             self._note_news("leaving" if is_retiring else "back", replica_id)
-        self.perform(self._dispatch.replica_retiring(replica_id, is_retiring, self.now()))
+        self.perform(self.dispatch.replica_retiring(replica_id, is_retiring, self.now()))
 
     def replica_down(self, replica_id: str, error: HoldfastError) -> None:
         if self._ports.pop(replica_id, None) is not None:
             self._note_news("lost", replica_id, told=str(error))
         try:
             self._see_through(
-                "dealing with a lost replica", lambda: self._dispatch.replica_down(replica_id, error, self.now())
+                "dealing with a lost replica", lambda: self.dispatch.replica_down(replica_id, error, self.now())
             )
         finally:
             self._on_models_changed()
 
     def models_removed(self, names: frozenset[str]) -> None:
         """These models are served no more; all others are, as far as they have replicas."""
-        self._see_through("taking models away", lambda: self._dispatch.models_removed(names))
+        self._see_through("taking models away", lambda: self.dispatch.models_removed(names))
         self._on_models_changed()
 
     def models_asleep(self, waits_s: Mapping[str, float]) -> None:
         """As `Dispatch.models_asleep`."""
-        self._dispatch.models_asleep(waits_s)
+        self.dispatch.models_asleep(waits_s)
         self._on_models_changed()
-
-    def is_starting(self, model: str) -> bool:
-        """Whether a model that is not known here is one at rest: asking again soon finds it."""
-        return self._dispatch.is_unknown_sleeper(model)
-
-    def release_versions(self, model: str) -> None:
-        """As `Dispatch.release_versions`."""
-        self._dispatch.release_versions(model)
 
     def set_orders(self, orders: Orders) -> None:
         """Operators have ordered something."""
-        self._see_through("obeying operators", lambda: self._dispatch.set_orders(orders, self.now()))
-
-    def is_busy(self, replica_id: str) -> bool:
-        """Whether a replica has attempts of this router."""
-        return self._dispatch.is_busy(replica_id)
+        self._see_through("obeying operators", lambda: self.dispatch.set_orders(orders, self.now()))
 
     # --- the end ---
 
     def hand_over(self, error: HoldfastError) -> None:
         """Ends with `error` every open request whose client will resume it at another router."""
-        self.perform(self._dispatch.hand_over(error))
+        self.perform(self.dispatch.hand_over(error))
 
     def close_all(self, error: HoldfastError) -> None:
         """Ends every open request with `error`."""
-        self.perform(self._dispatch.close_all(error))
+        self.perform(self.dispatch.close_all(error))
 
     def when_idle(self, callback: Callable[[], None]) -> None:
         """Calls back once, as soon as no request is open."""
@@ -233,45 +212,15 @@ class DispatchHost:
 
     # --- queries ---
 
-    @property
-    def num_open(self) -> int:
-        return self._dispatch.num_open
-
-    @property
-    def num_queued(self) -> int:
-        return self._dispatch.num_queued
-
-    @property
-    def stats(self) -> DispatchStats:
-        return self._dispatch.stats
-
-    @property
-    def num_suspended(self) -> int:
-        """As `Dispatch.num_suspended`."""
-        return self._dispatch.num_suspended
-
-    def waiting(self) -> Counter[tuple[str, str, str]]:
-        """How many requests wait for a replica, by model, class and tenant."""
-        return self._dispatch.waiting()
-
-    def models(self) -> tuple[ModelStatus, ...]:
-        return self._dispatch.models()
-
-    def loads(self) -> tuple[ReplicaLoad, ...]:
-        return self._dispatch.loads()
-
     def demands(self) -> tuple[ModelDemand, ...]:
         """As `Dispatch.demands`, now."""
-        return self._dispatch.demands(self.now())
-
-    def version_counts(self) -> tuple[VersionCounts, ...]:
-        return self._dispatch.version_counts()
+        return self.dispatch.demands(self.now())
 
     def check_integrity(self) -> None:
         """Asserts that there is one stream for each open request, and one port for each replica that is up."""
-        self._dispatch.check_integrity()
-        assert len(self._streams) == self._dispatch.num_open
-        assert self._ports.keys() == {load.replica_id for load in self._dispatch.loads()}
+        self.dispatch.check_integrity()
+        assert len(self._streams) == self.dispatch.num_open
+        assert self._ports.keys() == {load.replica_id for load in self.dispatch.loads()}
 
     def perform(self, actions: list[Action]) -> None:
         """Performs actions of the core, in order. Every action of the core passes through here.
@@ -304,17 +253,17 @@ class DispatchHost:
         self._unread.clear()
         for stream in unread:
             if self._streams.get(stream.key) is stream and not stream.is_suspended:
-                actions = self._dispatch.suspend(stream.key, self.now())
+                actions = self.dispatch.suspend(stream.key, self.now())
                 stream.is_suspended = bool(actions)
                 self.perform(actions)
 
     def _go_on(self, stream: OutputStream) -> None:
         if self._streams.get(stream.key) is stream:
-            self.perform(self._dispatch.go_on(stream.key, self.now()))
+            self.perform(self.dispatch.go_on(stream.key, self.now()))
 
     def _note_news(self, kind: str, replica_id: str, model: str = "", told: str = "") -> None:
-        num_requests = self._dispatch.num_attempts(replica_id)
-        known = model or self._dispatch.model_of(replica_id)
+        num_requests = self.dispatch.num_attempts(replica_id)
+        known = model or self.dispatch.model_of(replica_id)
         event = ClusterEvent(
             at_s=self.now(), kind=kind, replica_id=replica_id, model=known, told=told, num_requests=num_requests
         )
@@ -338,11 +287,12 @@ class DispatchHost:
                 told = f"request {key.request_id} failed by a fault of the router"
                 self._streams[key].fail(InternalError(told))
                 self._end_stream(key)
-            self.perform(self._dispatch.cancel(key, self.now()))
+            self.perform(self.dispatch.cancel(key, self.now()))
 
     def _end_stream(self, key: SequenceKey) -> None:
         del self._streams[key]
-        self._note_idle()
+        if self._when_idle or self._when_free:
+            self._note_idle()
 
     def _note_idle(self) -> None:
         if not self._streams:
@@ -350,14 +300,14 @@ class DispatchHost:
             for callback in waiting:
                 callback()
         if self._when_free:
-            due = [item for item in self._when_free if not self.is_busy(item[0])]
+            due = [item for item in self._when_free if not self.dispatch.is_busy(item[0])]
             self._when_free = [item for item in self._when_free if item not in due]
             for _, callback in due:
                 callback()
 
     def _set_timer(self) -> None:
         """Sets the timer to the core's next tick, but no nearer than `FINEST_S`. An earlier timer stays as it is."""
-        wanted = self._dispatch.next_tick
+        wanted = self.dispatch.next_tick
         if wanted is None or self._timer_due <= (due := max(wanted, self.now() + FINEST_S)):
             return
         if self._timer is not None:
@@ -366,7 +316,7 @@ class DispatchHost:
 
     def _tick(self) -> None:
         self._timer, self._timer_due = None, math.inf
-        self._see_through("the router's timer", lambda: self._dispatch.tick(self.now()))
+        self._see_through("the router's timer", lambda: self.dispatch.tick(self.now()))
 
     def _see_through(self, event: str, decide: Callable[[], list[Action]]) -> None:
         """Runs an event without a caller who could handle its failure. If it raises, every open request is ended."""

@@ -5,16 +5,13 @@ What may live here: an end's actions, and what it leaves in the tables. What may
 """
 
 import logging
-from collections.abc import Mapping
 from typing import Final
 
-from holdfast.router.dispatch.first_tokens import FirstTokens
 from holdfast.router.dispatch.placement import Placement
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.events import Action, Fail, SendAbort
-from holdfast.router.replicas.versions import VersionLedger
 from holdfast.worker.errors import (
     CallerError,
     DeadlineExceededError,
@@ -35,18 +32,11 @@ _LEAVING: Final = {RequestEvent.CANCEL, RequestEvent.HAND_OVER}
 class Endings:
     """Ends requests of one router's tables."""
 
-    def __init__(
-        self,
-        requests: RequestTable,
-        placement: Placement,
-        ledger: VersionLedger,
-        first_tokens: Mapping[str, FirstTokens],
-    ) -> None:
+    def __init__(self, requests: RequestTable, placement: Placement) -> None:
         self._requests = requests
         self._placement = placement
         self._queue = placement.queue
-        self._ledger = ledger
-        self._first_tokens = first_tokens
+        self._stats = placement.stats
 
     def fail(
         self,
@@ -60,7 +50,7 @@ class Endings:
         is_told = event is RequestEvent.FAIL and state.attempt is not None
         if is_told and (error.fault in _OF_SERVERS or isinstance(error, DeadlineExceededError)):
             assert state.attempt is not None
-            self._ledger.note_failed(state.model, state.attempt.replica.version)
+            self._stats.version(state.model, state.attempt.replica.version).num_failed += 1
         has_left = isinstance(error, CallerError | RequestAbortedError)
         closing = self.close(state, event, replica_has_it=replica_has_it, has_left=has_left)
         return [Fail(key=state.key, error=error), *closing]
@@ -100,16 +90,17 @@ class Endings:
         """
         actions: list[Action] = []
         if not state.has_first_token and (has_left or event in _LEAVING):
-            self._first_tokens[state.model].num_left += 1
-        if state.status.is_waiting:
-            self._queue.remove(state)
-        elif state.status is not RequestStatus.SUSPENDED:
+            self._stats.first_tokens[state.model].num_left += 1
+        if state.attempt is not None:
             attempt = self._requests.end_attempt(state)
             if event is RequestEvent.FINISH:
-                self._ledger.note_finished(state.model, attempt.replica.version)
+                self._stats.version(state.model, attempt.replica.version).num_finished += 1
             if replica_has_it:
                 actions.append(SendAbort(replica_id=attempt.replica.facts.replica_id, attempt=attempt.number))
-        self._placement.quarantine.end_trial(state)
+            if state.status is RequestStatus.ON_TRIAL:
+                self._placement.quarantine.end_trial(state)
+        elif state.status is not RequestStatus.SUSPENDED:
+            self._queue.remove(state)
         state.note(event)
         self._requests.remove(state)
         return actions

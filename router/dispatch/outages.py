@@ -21,13 +21,13 @@ class Outages:
         self._queue = queue
         self._replica_wait_s = replica_wait_s
 
-    def wake(self, model: str, now: float) -> None:
-        """The first request that waits for a model at rest wakes it: the wait for a replica begins with it."""
-        if self._registry.asleep_wait_s(model) is not None and not self._queue.has_any(model):
-            self._registry.note_wake(model, now)
+    def admit(self, model: str, now: float) -> None:
+        """The first request that waits for a model at rest wakes it: the wait for a replica begins with it.
 
-    def check(self, model: str, now: float) -> None:
-        """Raises `UnknownModelError`, or `ReplicaError` where a new request would wait in vain."""
+        Raises `UnknownModelError`, or `ReplicaError` where a new request would wait in vain.
+        """
+        if model in self._registry.asleep and not self._queue.has_any(model):
+            self._registry.note_wake(model, now)
         down_since = self._registry.model(model).down_since
         if down_since is not None and now >= down_since + self._limit_s(model):
             raise self.error(model)
@@ -46,12 +46,12 @@ class Outages:
 
     def error(self, model: str) -> ReplicaError:
         """What those are told who have waited in vain."""
-        cold_start_s = self._registry.asleep_wait_s(model)
+        cold_start_s = self._registry.asleep.get(model)
         if cold_start_s is None:
             return ReplicaError(f"no replica of model {model!r} is up")
         told = f"none has started within {cold_start_s:g} s (scaling.cold_start_wait_s)"
         return ReplicaError(f"model {model!r} had no replica at rest, and {told}")
 
     def _limit_s(self, model: str) -> float:
-        cold_start_s = self._registry.asleep_wait_s(model)
+        cold_start_s = self._registry.asleep.get(model)
         return self._replica_wait_s if cold_start_s is None else cold_start_s

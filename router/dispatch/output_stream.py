@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import Deliver
 from holdfast.worker.errors import HoldfastError
-from holdfast.worker.request import SequenceKey
+from holdfast.worker.request import SequenceKey, TokenLogprob
 
 BEHIND_AT_LEAST_S: Final = 1.0
 """A reader that is behind for less may be held up by its own event loop, and is not called slow."""
@@ -102,8 +102,8 @@ class OutputStream:
         self.num_tokens += len(delivery.token_ids)
         if self.taker is not None and not self._pending and not is_last and self.taker(delivery):
             return
-        if is_last or (self._pending and self.notifies_each_step):
-            self._note_behind()
+        if self._behind_since is None and (is_last or (self._pending and self.notifies_each_step)):
+            self._behind_since = self._now()
         self._pending.append(delivery)
         self.num_unread += len(delivery.token_ids)
         if self._limit is not None and not is_last and self.num_unread >= self._limit.num_tokens:
@@ -120,28 +120,25 @@ class OutputStream:
 
     def poll(self) -> Deliver | None:
         """All output since the last call, if any. After it, raises the error given to `fail`."""
-        if self._pending:
-            delivery = self._first()
-            if self._behind_since is not None:
-                self.behind_s += self._now() - self._behind_since
-                self._behind_since = None
-            self._note_read(delivery)
-            return delivery
-        if self.error is not None:
-            raise self.error.with_traceback(None)  # one error may end many streams
-        return None
+        if not self._pending:
+            if self.error is not None:
+                raise self.error.with_traceback(None)  # one error may end many streams
+            return None
+        delivery = self._first()
+        if self._behind_since is not None:
+            self.behind_s += self._now() - self._behind_since
+            self._behind_since = None
+        self.num_unread -= len(delivery.token_ids)
+        if self.is_suspended and not self._pending and self._limit is not None:
+            self.is_suspended = False
+            self._limit.on_read(self)
+        return delivery
 
     def _check_reader(self, limit: UnreadLimit) -> None:
         """A reader that waits for the end is never behind."""
         since = self._behind_since
         if since is not None and not self.is_suspended and self._now() - since >= BEHIND_AT_LEAST_S:
             limit.on_unread(self)
-
-    def _note_read(self, delivery: Deliver) -> None:
-        self.num_unread -= len(delivery.token_ids)
-        if self.is_suspended and not self._pending and self._limit is not None:
-            self.is_suspended = False
-            self._limit.on_read(self)
 
     def _first(self) -> Deliver:
         """All that waits, as far as one replica has made it."""
@@ -158,20 +155,21 @@ class OutputStream:
         """Whether there is more to poll at once."""
         return bool(self._pending) or self.error is not None
 
-    def _note_behind(self) -> None:
-        if self._behind_since is None:
-            self._behind_since = self._now()
-
 
 def merged(deliveries: Sequence[Deliver]) -> Deliver:
     """Consecutive deliveries as one, of the last one's replica."""
     first, last = deliveries[0], deliveries[-1]
     if len(deliveries) == 1:
         return first
+    token_ids, texts, logprobs = list[int](), list[str](), list[TokenLogprob]()
+    for delivery in deliveries:
+        token_ids += delivery.token_ids
+        texts.append(delivery.text)
+        logprobs += delivery.logprobs
     return last._replace(
         first_token_index=first.first_token_index,
         prompt_logprobs=first.prompt_logprobs,
-        token_ids=tuple(token_id for delivery in deliveries for token_id in delivery.token_ids),
-        text="".join(delivery.text for delivery in deliveries),
-        logprobs=tuple(item for delivery in deliveries for item in delivery.logprobs),
+        token_ids=tuple(token_ids),
+        text="".join(texts),
+        logprobs=tuple(logprobs),
     )

@@ -57,23 +57,25 @@ class Placement:
         if replica is None:
             self.queue.push(state, now)
         else:
-            self.queue.pass_by(state, now)
+            self.queue.charge_at_once(state)
         self._budget.note_submission()
         return replica
 
-    def send(self, state: RequestState, replica: ReplicaState, now: float) -> SendSubmit:
+    def send(
+        self, state: RequestState, replica: ReplicaState, now: float, event: RequestEvent = RequestEvent.SEND
+    ) -> SendSubmit:
         """Begins an attempt: the request continues after its output so far."""
         self.stats.note_sent(state, replica.facts.replica_id, now)
-        attempt = self._requests.begin_attempt(state, replica, now)
+        attempt = self._requests.begin_attempt(state, replica, event, now)
         replica.breaker.note_sent(now)
-        time_left_s = max(0.0, self._requests.deadlines.of(state.key) - now)
+        time_left_s = max(0.0, state.deadline - now)
         request = state.continuation(time_left_s, self.quarantine.suspicion(state))
         return SendSubmit(replica_id=replica.facts.replica_id, attempt=attempt.number, request=request)
 
     def drain(self, model: str, now: float) -> list[Action]:
         """Moves requests off retiring replicas, then sends waiting requests while there is room."""
         actions = self._vacate(model, now)
-        if not len(self.queue):  # as after nearly every step
+        if not self.queue.num_waiting:
             return actions
         self.queue.advance(model, now)
         while (found := self._next(model, now)) is not None:
@@ -88,9 +90,9 @@ class Placement:
 
     def drain_all(self, now: float) -> list[Action]:
         """Drains the queues of all models."""
-        if not len(self.queue):
+        if not self.queue.num_waiting:
             return []
-        return [action for status in self._registry.models() for action in self.drain(status.name, now)]
+        return [action for name in self._registry.statuses for action in self.drain(name, now)]
 
     # --- attempts bring output, or are taken back ---
 
@@ -107,7 +109,9 @@ class Placement:
         assert state.attempt is not None
         state.note(RequestEvent.OUTPUT)
         state.num_refusals = 0
-        self.quarantine.note_step(state)
+        state.num_steps += 1
+        if state.num_steps == NUM_STEPS_TO_CLEAR and state.num_replicas_lost_in_a_row:
+            self.quarantine.clear(state)
         if state.num_steps == 1:
             state.attempt.replica.breaker.note_success()
             state.attempt.replica.note_first_output(state.attempt.number, now)
@@ -179,7 +183,7 @@ class Placement:
 
     def wake_ups(self) -> Iterator[float]:
         """The times at which waiting requests may be sent although no other event occurs."""
-        if not len(self.queue):
+        if not self.queue.num_waiting:
             return
         if self._budget.ready_at is not None:
             yield self._budget.ready_at
@@ -208,39 +212,44 @@ class Placement:
         self.quarantine.check_integrity()
         num_running = sum(len(replica.attempts) for replica in self._registry)
         num_suspended = sum(state.status is RequestStatus.SUSPENDED for state in self._requests)
-        assert len(self._requests) == len(self.queue) + num_running + num_suspended
+        assert len(self._requests) == self.queue.num_waiting + num_running + num_suspended
         num_waiting = sum(state.status.is_waiting for state in self._requests)
-        assert num_waiting == len(self.queue), f"{num_waiting} requests wait, {len(self.queue)} of them in the queue"
+        num_queued = self.queue.num_waiting
+        assert num_waiting == num_queued, f"{num_waiting} requests wait, {num_queued} of them in the queue"
 
     # --- inside ---
 
     def _loss(self, state: RequestState) -> RequestEvent:
         """The event of a request to retry after the crash of its replica. A trial without a verdict is only lost."""
-        is_new = state.status is not RequestStatus.ON_TRIAL and self.quarantine.is_suspect(state)
+        is_new = state.status is not RequestStatus.ON_TRIAL and state.is_suspect
         return RequestEvent.SUSPECT if is_new else RequestEvent.LOSE
 
     def _choose(self, state: RequestState) -> ReplicaState | None:
-        is_trial, version = self.quarantine.is_suspect(state), self._version(state)
-        return self._beside(state, is_trial, version) or self._registry.choose(
+        version = state.version
+        if state.request.group_id:
+            version = self._version(state)
+            if (home := self._beside(state, version)) is not None:
+                return home
+        return self._registry.choose(
             state.model,
             state.prefix,
             state.request.session_id,
-            is_trial=is_trial,
+            is_trial=state.is_suspect,
             version=version,
-            key=state.request_id,
+            key=state.request.request_id,
         )
 
     def _version(self, state: RequestState) -> str:
         """The version that must run it: that of its output, or of its siblings', which are the same client's."""
         return state.version or self._requests.version_of_group(state.request.group_id)
 
-    def _beside(self, state: RequestState, is_trial: bool, version: str) -> ReplicaState | None:
+    def _beside(self, state: RequestState, version: str) -> ReplicaState | None:
         """The replica of the request's first sibling, if it has room: siblings share the prompt's KV cache there."""
-        first = self._requests.get(state.key._replace(sequence_index=0)) if state.request.group_id else None
+        first = self._requests.get(state.key._replace(sequence_index=0))
         home = None if first is None or first.attempt is None else first.attempt.replica
         if home is None or version not in ("", home.version):
             return None
-        return home if home.takes_more(is_trial=is_trial) else None
+        return home if home.takes_more(is_trial=state.is_suspect) else None
 
     def _next(self, model: str, now: float) -> tuple[RequestState, ReplicaState] | None:
         """The request that leaves the queue now, and its replica.
@@ -273,7 +282,7 @@ class Placement:
         """
         actions: list[Action] = []
         full: set[str] = set()
-        for replica in self._registry.retiring(model):
+        for replica in self._registry.retiring_of(model):
             for state in self._requests.on(replica):
                 version = self._version(state)
                 if version in full:
@@ -289,5 +298,5 @@ class Placement:
                 attempt = self._requests.end_attempt(state)
                 self.stats.note_taken_back(state, RequestEvent.MOVE, now)
                 actions.append(SendAbort(replica_id=replica.facts.replica_id, attempt=attempt.number))
-                actions.append(self.send(state, target, now))
+                actions.append(self.send(state, target, now, RequestEvent.MOVE))
         return actions

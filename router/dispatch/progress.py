@@ -4,17 +4,13 @@ What may live here: tokens by their index, first tokens, refusals. What may not:
 takes the room that an end leaves (`dispatch.py`).
 """
 
-from collections.abc import Mapping
-
 from holdfast.router.dispatch.endings import Endings
-from holdfast.router.dispatch.first_tokens import FirstTokens
 from holdfast.router.dispatch.placement import Placement
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_status import RequestEvent
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.events import Action
 from holdfast.router.replicas.replica_state import ReplicaState
-from holdfast.router.replicas.versions import VersionLedger
 from holdfast.worker.errors import Fault, HoldfastError, InternalError, ReplicaError
 from holdfast.worker.request import FinishReason, TokenDelta
 from holdfast.worker.step_update import StepUpdate
@@ -24,24 +20,16 @@ from holdfast.worker.suspicion import NUM_STEPS_TO_CLEAR
 class Progress:
     """Of one router's requests."""
 
-    def __init__(
-        self,
-        requests: RequestTable,
-        placement: Placement,
-        ledger: VersionLedger,
-        first_tokens: Mapping[str, FirstTokens],
-        endings: Endings,
-    ) -> None:
+    def __init__(self, requests: RequestTable, placement: Placement, endings: Endings) -> None:
         self._requests = requests
         self._placement = placement
-        self._ledger = ledger
-        self._first_tokens = first_tokens
         self._endings = endings
 
     def take(self, replica: ReplicaState, update: StepUpdate, now: float) -> list[Action]:
         """What clients get of one step, and what ends with it. What comes for an old attempt is dropped."""
         replica.note_report(update.load)
-        replica.note_memory(update)
+        if update.stats is not None or update.cache.stored or update.cache.evicted:
+            replica.note_memory(update)
         actions: list[Action] = []
         running, attempts = self._requests.by_attempt.get, replica.attempts
         for attempt, index, token_id in zip(*update.plain, strict=True):
@@ -85,9 +73,6 @@ class Progress:
             return self._refuse(state, ReplicaError("the replica gave the request up"), now)
         if not state.output_token_ids:
             state.num_cached_tokens = delta.num_cached_tokens
-        if not state.has_first_token:
-            state.has_first_token = True
-            self._first_tokens[state.model].note(state.timeline.opened_s, now)
         try:
             token_ids, logprobs = delta.token_ids[num_seen:], delta.logprobs[num_seen:]
             delivery = state.take(token_ids, delta.finish_reason, logprobs, delta.prompt_logprobs)
@@ -95,9 +80,6 @@ class Progress:
             return self._endings.fail_unreadable(state, bug, replica_has_it=replica_has_it)
         if delivery is None:
             return []
-        if not state.num_steps and state.attempt is not None:
-            first_token_s = now - state.attempt.sent_at
-            self._ledger.note_first_token(state.model, state.attempt.replica.version, first_token_s)
         self._placement.note_step(state, len(delivery.token_ids), now, delta.queued_s)
         if delivery.finish_reason is None:
             return [delivery]
@@ -108,5 +90,5 @@ class Progress:
         attempt = state.attempt
         is_taken_back = self._placement.take_back(state, error, now)
         if is_taken_back and attempt is not None and error.fault is Fault.REPLICA:
-            self._ledger.note_failed(state.model, attempt.replica.version)
+            self._placement.stats.version(state.model, attempt.replica.version).num_failed += 1
         return [] if is_taken_back else self._endings.fail(state, error, replica_has_it=False)

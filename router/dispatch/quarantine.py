@@ -21,7 +21,7 @@ from typing import Final
 
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
-from holdfast.worker.suspicion import NUM_STEPS_TO_CLEAR, Suspicion
+from holdfast.worker.suspicion import Suspicion
 
 LIFETIME_FACTOR: Final = 4
 """A request fails as well after this many times the limit in total: some requests crash replicas only after long."""
@@ -46,17 +46,14 @@ class Quarantine:
         for state in lost:
             state.num_replicas_lost += 1
             state.num_replicas_lost_in_a_row += 1
-        suspects = [state for state in lost if self.is_suspect(state)]
+            state.is_suspect = state.num_replicas_lost_in_a_row >= self._max_lost
+        suspects = [state for state in lost if state.is_suspect]
         on_trial = [state for state in lost if state.status is RequestStatus.ON_TRIAL]
         if on_trial and not num_foreign_suspects:
             return on_trial
         is_certain = len(suspects) == 1 and not on_trial and not num_foreign_suspects and _has_run(suspects[0], now)
         limit = LIFETIME_FACTOR * self._max_lost
         return [state for state in lost if state.num_replicas_lost >= limit or (is_certain and state in suspects)]
-
-    def is_suspect(self, state: RequestState) -> bool:
-        """Whether it may only run on trial."""
-        return state.num_replicas_lost_in_a_row >= self._max_lost
 
     def suspicion(self, state: RequestState) -> Suspicion:
         """What to tell the replica that gets the request."""
@@ -66,14 +63,12 @@ class Quarantine:
         is_next_too_many = num_lost > 0 and num_lost + 1 >= self._max_lost
         return Suspicion.SUSPECT if is_next_too_many else Suspicion.NONE
 
-    def note_step(self, state: RequestState) -> None:
-        """An attempt brought output. After enough steps the request is cleared."""
-        state.num_steps += 1
-        if state.num_steps == NUM_STEPS_TO_CLEAR and state.num_replicas_lost_in_a_row:
-            state.num_replicas_lost_in_a_row = 0
-            if state.status is RequestStatus.ON_TRIAL:
-                state.note(RequestEvent.CLEAR)
-            self.end_trial(state)
+    def clear(self, state: RequestState) -> None:
+        """An attempt brought output for `NUM_STEPS_TO_CLEAR` steps: its request did not cause the losses before it."""
+        state.num_replicas_lost_in_a_row, state.is_suspect = 0, False
+        if state.status is RequestStatus.ON_TRIAL:
+            state.note(RequestEvent.CLEAR)
+        self.end_trial(state)
 
     def begin_trial(self, state: RequestState) -> None:
         assert state.status is RequestStatus.HELD
@@ -94,7 +89,7 @@ class Quarantine:
         for model, state in self._on_trial.items():
             assert state.model == model
             assert state.status is RequestStatus.ON_TRIAL
-            assert self.is_suspect(state)
+            assert state.is_suspect
 
 
 def _has_run(state: RequestState, now: float) -> bool:

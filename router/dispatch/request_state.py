@@ -5,16 +5,17 @@ What may live here: the request, its output so far, its attempt. What may not: t
 IO.
 """
 
-from dataclasses import dataclass, field, replace
+import math
+from dataclasses import InitVar, dataclass, field, replace
 
 from holdfast.router.dispatch.request_status import TRANSITIONS, RequestEvent, RequestStatus, Standing
 from holdfast.router.dispatch.timeline import Timeline
-from holdfast.router.events import CaughtUp, Deliver, TextState, Usage
+from holdfast.router.events import FRESH, CaughtUp, Deliver, TextState, Usage
 from holdfast.router.replicas.prefix_index import PromptPrefix
 from holdfast.router.replicas.replica_state import ReplicaState
 from holdfast.router.text.stop_reason import shown_tokens
 from holdfast.worker.errors import InternalError
-from holdfast.worker.model_info import ModelInfo, version_of
+from holdfast.worker.model_info import version_of
 from holdfast.worker.request import EngineRequest, FinishReason, Priority, SequenceKey, TokenLogprob
 from holdfast.worker.service_order.tenants import Tenant
 from holdfast.worker.suspicion import Suspicion
@@ -37,15 +38,19 @@ class RequestState:
     request: EngineRequest
     model: str
     text: TextState
+    caught_up: InitVar[CaughtUp] = FRESH
+    """What its client has of the output of a resumed request."""
+    deadline: float = math.inf
+    """By the clock of the core's caller, in seconds."""
     client_attempt: int = 0
     """Number of this submission, as the client counts; 0: the client does not submit again."""
-    output_token_ids: list[int] = field(default_factory=list)
+    output_token_ids: list[int] = field(init=False)
     """All so far, beginning with those of a resumed request."""
     early_prompt_logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
     """Of this attempt, as far as they came before its first token."""
-    has_first_token: bool = False
+    has_first_token: bool = field(init=False)
     """Its client has had a token, of a resumed request perhaps of another router."""
-    unsent_text: str = ""
+    unsent_text: str = field(init=False)
     """Text of a resumed request that goes out with the first delivery."""
     num_cached_tokens: int = 0
     status: RequestStatus = RequestStatus.QUEUED
@@ -56,6 +61,9 @@ class RequestState:
     tenant: Tenant = field(init=False, repr=False)
     """Whom its tokens are charged to; set by the queue."""
     service_class: Priority = field(init=False)
+    """Better than that of the request after a long wait."""
+    class_name: str = field(init=False)
+    """Of the request's priority, in statistics."""
     timeline: Timeline = field(default_factory=Timeline)
     waits_since_s: float = 0.0
     waited_s: float = 0.0
@@ -63,10 +71,10 @@ class RequestState:
     """By which it is found; no client can write that of another's."""
     prefix: PromptPrefix = field(init=False)
     """Block hashes of the prompt, for prefix-aware routing."""
-    fingerprint: str = ""
+    fingerprint: str = field(init=False)
     """Model fingerprint of the last replica that it ran on; of a resumed request, perhaps behind another router."""
     identity_guaranteed: bool = True
-    bound_version: str = ""
+    bound_version: str = field(init=False)
     """Of a resumed request: the version of the output that its client has, of other sequences of it too."""
     parked_for: str = ""
     """The version whose replicas it waits for, beside the queue; empty while it is not parked."""
@@ -80,38 +88,19 @@ class RequestState:
     """Replicas that crashed while they ran it. Counted by `quarantine.py`."""
     num_replicas_lost_in_a_row: int = 0
     """The same, since it was last cleared by progress."""
+    is_suspect: bool = False
+    """So many of them that it may only run on trial. Set by `quarantine.py`."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, caught_up: CaughtUp) -> None:
         self.key = self.request.sequence_key
         self.prefix = PromptPrefix(self.request)
         self.service_class = self.request.priority
-
-    @classmethod
-    def opened(
-        cls,
-        request: EngineRequest,
-        model: str,
-        text: TextState,
-        caught_up: CaughtUp,
-        *,
-        client_attempt: int = 0,
-        urgency: tuple[float, int] = (0.0, 0),
-        timeline: Timeline | None = None,
-    ) -> "RequestState":
-        """The state of a new request. A resumed one has the output that its client already has."""
-        return cls(
-            request=request,
-            model=model,
-            text=text,
-            client_attempt=client_attempt,
-            urgency=urgency,
-            timeline=timeline or Timeline(),
-            output_token_ids=list(request.output_token_ids),
-            has_first_token=bool(request.output_token_ids),
-            unsent_text=caught_up.unsent_text,
-            fingerprint=caught_up.fingerprint,
-            bound_version=version_of(caught_up.fingerprint),
-        )
+        self.class_name = self.request.priority.name.lower()
+        self.output_token_ids = list(self.request.output_token_ids)
+        self.has_first_token = bool(self.request.output_token_ids)
+        self.unsent_text = caught_up.unsent_text
+        self.fingerprint = caught_up.fingerprint
+        self.bound_version = version_of(caught_up.fingerprint)
 
     @property
     def request_id(self) -> str:
@@ -175,6 +164,7 @@ class RequestState:
         if not kept and finish_reason is None:
             return None
         self.unsent_text = ""
+        has_prompt_logprobs = first_token_index == 0 and self.request.sampling_params.prompt_logprobs is not None
         fields = (
             self.request.request_id,
             first_token_index,
@@ -183,7 +173,7 @@ class RequestState:
             finish_reason,
             None if finish_reason is None else self._usage(),
             logprobs[:num_kept],
-            self._of_prompt(prompt_logprobs) if first_token_index == 0 else (),
+            self._of_prompt(prompt_logprobs) if has_prompt_logprobs else (),
             0,  # the sequence's index is its call's to say
             self.num_cached_tokens,
             self.fingerprint,
@@ -221,18 +211,17 @@ class RequestState:
         )
         return tuple.__new__(Deliver, fields)
 
-    def note_replica(self, facts: ModelInfo) -> None:
+    def note_replica(self, replica: ReplicaState) -> None:
         """The request runs on a replica now. If it has output, only a bitwise-identical replica keeps the guarantee."""
-        if self.output_token_ids and not (facts.row_invariant and facts.fingerprint == self.fingerprint):
+        is_identical = replica.facts.row_invariant and replica.fingerprint == self.fingerprint
+        if self.output_token_ids and not is_identical:
             self.identity_guaranteed = False
-        self.fingerprint = facts.fingerprint
+        self.fingerprint, self.replica_id = replica.fingerprint, replica.facts.replica_id
 
     def _of_prompt(self, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
-        """The prompt's log-probabilities, if asked for, of which `logprobs` are the last. Raises ValueError if their
-        number is wrong.
+        """The prompt's log-probabilities, of which `logprobs` are the last. Raises ValueError if their number is
+        wrong.
         """
-        if self.request.sampling_params.prompt_logprobs is None:
-            return ()
         if self.early_prompt_logprobs:
             logprobs = (*self.early_prompt_logprobs, *logprobs)
             self.early_prompt_logprobs.clear()

@@ -68,11 +68,11 @@ class RequestTable:
         """The open sequences of a client's request, in the order in which they were opened."""
         return list(self._by_request.get(key, ()))
 
-    def add(self, state: RequestState, deadline: float) -> None:
+    def add(self, state: RequestState) -> None:
         assert state.key not in self._states, f"{state.key} is open already"
         self._states[state.key] = state
         self._by_request.setdefault(state.request.key, {})[state] = None
-        self.deadlines.set(state.key, deadline)
+        self.deadlines.set(state.key, state.deadline)
         if state.request.group_id:
             self._groups.setdefault(state.request.group_id, _Group()).open[state] = None
 
@@ -89,27 +89,27 @@ class RequestTable:
                 del self._groups[state.request.group_id]
 
     def version_of_group(self, group_id: Hashable) -> str:
-        """The version that siblings of a group run on, or have run on; empty where none has yet, or without a group."""
-        group = self._groups.get(group_id) if group_id else None
+        """The version that siblings of a group run on, or have run on; empty where none has yet."""
+        group = self._groups.get(group_id)
         return "" if group is None else group.version
 
-    def begin_attempt(self, state: RequestState, replica: ReplicaState, now: float) -> Attempt:
-        """Binds a request that has left the queue, or another replica, to a replica under a new attempt number."""
+    def begin_attempt(self, state: RequestState, replica: ReplicaState, event: RequestEvent, now: float) -> Attempt:
+        """Binds a request that has left the queue (SEND) or another replica (MOVE) to one, under a new number."""
         assert state.attempt is None, "a request runs in one place at a time"
         is_first = state.status is RequestStatus.QUEUED
-        state.note(RequestEvent.SEND if state.status.is_waiting else RequestEvent.MOVE)
+        state.note(event)
         self._last_attempt += 1
         state.attempt = Attempt(number=self._last_attempt, replica=replica, sent_at=now)
         state.num_steps = 0
         state.early_prompt_logprobs.clear()
-        state.note_replica(replica.facts)
-        state.replica_id = replica.facts.replica_id
+        state.note_replica(replica)
         self.by_attempt[self._last_attempt] = state
         num_new_tokens = self._num_new_tokens(state, replica)
         replica.note_sent(self._last_attempt, num_new_tokens)
         if is_first:  # a tenant is not charged for recomputation after a failover
             state.tenant.charge(num_new_tokens, 0)
-        self._count_sibling(state, replica, 1)
+        if state.request.group_id:
+            self._count_sibling(state, replica, 1)
         return state.attempt
 
     def end_attempt(self, state: RequestState) -> Attempt:
@@ -119,7 +119,8 @@ class RequestTable:
         state.attempt = None
         del self.by_attempt[attempt.number]
         attempt.replica.note_end(attempt.number)
-        self._count_sibling(state, attempt.replica, -1)
+        if state.request.group_id:
+            self._count_sibling(state, attempt.replica, -1)
         return attempt
 
     def running(self, replica: ReplicaState, attempt: Hashable) -> RequestState | None:
@@ -157,8 +158,7 @@ class RequestTable:
         return num_prompt_tokens + len(state.output_token_ids) - num_shared
 
     def _count_sibling(self, state: RequestState, replica: ReplicaState, change: int) -> None:
-        if state.request.group_id:
-            key = (state.request.group_id, replica.facts.replica_id)
-            self._siblings[key] += change
-            if not self._siblings[key]:
-                del self._siblings[key]
+        key = (state.request.group_id, replica.facts.replica_id)
+        self._siblings[key] += change
+        if not self._siblings[key]:
+            del self._siblings[key]

@@ -65,11 +65,11 @@ class LoadReports:
             self._trailers = ((TRAILER, self._made.SerializeToString()),)
 
     def _report(self, now: float) -> orca_load_report_pb2.OrcaLoadReport:
-        loads = [replica.load for replica in self._dispatch_host.loads()]
+        loads = [replica.load for replica in self._dispatch_host.dispatch.loads()]
         num_blocks = sum(load.num_total_blocks for load in loads)
         num_free = sum(load.num_free_blocks for load in loads)
         kv_usage = 1 - num_free / num_blocks if num_blocks else 0.0
-        num_waiting = self._dispatch_host.num_queued + sum(load.num_waiting for load in loads)
+        num_waiting = self._dispatch_host.dispatch.num_queued + sum(load.num_waiting for load in loads)
         num_running = sum(load.num_running for load in loads)
         calls_per_s, errors_per_s = self._rates(now)
         return orca_load_report_pb2.OrcaLoadReport(

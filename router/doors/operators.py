@@ -94,7 +94,7 @@ class Operators:
         return self._dump()
 
     def _check_known(self, replica_id: str) -> None:
-        known = sorted(one.replica_id for one in self._dispatch_host.loads())
+        known = sorted(one.replica_id for one in self._dispatch_host.dispatch.loads())
         if replica_id not in known:
             raise InvalidRequestError("replica_id", replica_id, f"must be one of {', '.join(known) or 'none'}")
 

@@ -35,16 +35,16 @@ def state_dump(
         "models": {
             one.name: {"num_replicas": one.num_replicas, "fingerprint": one.facts.fingerprint}
             | {"max_model_len": one.facts.max_model_len, "num_blocks": one.facts.num_blocks}
-            for one in host.models()
+            for one in host.dispatch.models()
         },
-        "replicas": [asdict(one) for one in host.loads()],
-        "versions": [asdict(one) for one in host.version_counts()],
+        "replicas": [asdict(one) for one in host.dispatch.loads()],
+        "versions": [asdict(one) for one in host.dispatch.version_counts()],
         "requests": {
-            "open": host.num_open,
-            "queued": host.num_queued,
-            "resent": host.stats.failovers.total(),
+            "open": host.dispatch.num_open,
+            "queued": host.dispatch.num_queued,
+            "resent": host.dispatch.stats.failovers.total(),
             "paused": num_paused,
-            "suspended": host.num_suspended,
+            "suspended": host.dispatch.num_suspended,
         },
         "overload": overload_state(overload),
         "orders": asdict(orders),

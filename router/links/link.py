@@ -217,7 +217,7 @@ class ReplicaLink:
             call.cancel()
 
     def _is_busy(self) -> bool:
-        return self._dispatch_host.is_busy(self.endpoint.replica_id)
+        return self._dispatch_host.dispatch.is_busy(self.endpoint.replica_id)
 
     def _frozen(self) -> str:
         return f"it is frozen: no progress for {self._frozen_s:.1f} s while it has work"

@@ -51,14 +51,14 @@ def router_samples(
         yield Sample("holdfast_http_responses_total", (path, str(status)), count)
     for verdict, count in () if watch is None else (("trial", watch.num_trials), ("refused", watch.num_refused)):
         yield Sample("holdfast_router_suspects_total", (verdict,), count)
-    yield Sample("holdfast_requests_open", (), host.num_open)
-    yield Sample("holdfast_requests_queued", (), host.num_queued)
-    yield Sample("holdfast_requests_suspended", (), host.num_suspended)
+    yield Sample("holdfast_requests_open", (), host.dispatch.num_open)
+    yield Sample("holdfast_requests_queued", (), host.dispatch.num_queued)
+    yield Sample("holdfast_requests_suspended", (), host.dispatch.num_suspended)
     if overload is not None:
         yield from _of_overload(overload)
     for use, expires_s in () if certificates is None else certificates.expiries().items():
         yield Sample("holdfast_certificate_expiry_timestamp_seconds", (use,), expires_s)
-    yield from _of_dispatch(host.stats)
+    yield from _of_dispatch(host.dispatch.stats)
     yield from _of_replicas(host)
     yield from process_samples(version("holdfast"))
 
@@ -104,13 +104,13 @@ def _of_overload(overload: Overload) -> Iterator[Sample]:
 
 
 def _of_replicas(host: DispatchHost) -> Iterator[Sample]:
-    loads, waiting = host.loads(), host.waiting()
+    loads, waiting = host.dispatch.loads(), host.dispatch.waiting()
     by_class: Counter[tuple[str, str]] = Counter()
     for (model, priority, _), count in waiting.items():
         by_class[model, priority] += count
     for load in loads:
         yield from replica_samples(load.model, load.replica_id, load.load, load.stats)
-    for status in host.models():
+    for status in host.dispatch.models():
         model, mine = status.name, [one.load for one in loads if one.model == status.name]
         yield Sample("holdfast_model_replicas", (model,), status.num_replicas)
         queued = {priority.name.lower(): by_class[model, priority.name.lower()] for priority in Priority}

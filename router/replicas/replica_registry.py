@@ -34,9 +34,13 @@ class ReplicaRegistry:
         self._models: dict[str, ModelState] = {}
         self._breakers: dict[str, CircuitBreaker] = {}
         """Of replicas that are up, and of lost ones with recent failures."""
-        self._retiring: dict[str, ReplicaState] = {}
+        self.retiring: dict[str, ReplicaState] = {}
+        """Those that are up, and take no new requests."""
+        self.statuses: dict[str, ModelStatus] = {}
+        """Every model that has been served here and was not taken away, in the order in which they first appeared."""
         self._removed_models: frozenset[str] = frozenset()
-        self._asleep: Mapping[str, float] = {}
+        self.asleep: Mapping[str, float] = {}
+        """Models that may be without replicas by decision: how many seconds requests wait for one."""
         self._orders = NO_ORDERS
 
     def add(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> None:
@@ -53,17 +57,19 @@ class ReplicaRegistry:
         self._replicas[facts.replica_id] = model.by_slot[replica.slot] = replica
         model.replicas.append(replica)
         model.refresh(now)
+        self._refresh_statuses()
 
     def remove(self, replica_id: str, now: float) -> ReplicaState | None:
         """A replica was lost. Returns its state, or None if it was not up."""
         replica = self._replicas.pop(replica_id, None)
-        self._retiring.pop(replica_id, None)
+        self.retiring.pop(replica_id, None)
         if replica is not None:
             model = self._models[replica.facts.model]
             model.replicas.remove(replica)
             del model.by_slot[replica.slot]
             replica.leave()
             model.refresh(now)
+            self._refresh_statuses()
         return replica
 
     def __iter__(self) -> Iterator[ReplicaState]:
@@ -89,6 +95,9 @@ class ReplicaRegistry:
         that there is.
         """
         state = self._models[model]
+        if len(state.replicas) == 1:  # as on one machine: there is nothing to choose
+            only = state.replicas[0]
+            return only if version in ("", only.version) and only.takes_more(is_trial=is_trial) else None
         table = state.table
         match = table.holders.match(prefix) if state.policy == "prefix_aware" else NO_MATCH
         snapshot = table.snapshot(self._random_index, prefix.num_prompt_tokens, match, session_id)
@@ -107,13 +116,13 @@ class ReplicaRegistry:
         """Marks a replica as retiring, or no longer so."""
         replica.is_retiring = is_retiring
         if is_retiring:
-            self._retiring[replica.facts.replica_id] = replica
+            self.retiring[replica.facts.replica_id] = replica
         else:
-            self._retiring.pop(replica.facts.replica_id, None)
+            self.retiring.pop(replica.facts.replica_id, None)
 
-    def retiring(self, model: str) -> list[ReplicaState]:
+    def retiring_of(self, model: str) -> list[ReplicaState]:
         """Retiring replicas of a model that still run attempts of this router."""
-        return [replica for replica in self._retiring.values() if replica.facts.model == model and replica.attempts]
+        return [replica for replica in self.retiring.values() if replica.facts.model == model and replica.attempts]
 
     def end_rests(self, now: float) -> None:
         """Closes the circuit breakers whose rest is over."""
@@ -134,19 +143,12 @@ class ReplicaRegistry:
 
     def unknown(self, name: str) -> UnknownModelError:
         """The refusal of a model that is not served here."""
-        return UnknownModelError(name, tuple(model.name for model in self.models()))
-
-    def models(self) -> tuple[ModelStatus, ...]:
-        """Every model that has been served here and was not taken away, in the order in which they first appeared."""
-        return tuple(
-            ModelStatus(name=name, facts=model.facts, num_replicas=len(model.replicas), wakes=name in self._asleep)
-            for name, model in self._models.items()
-            if name not in self._removed_models
-        )
+        return UnknownModelError(name, tuple(self.statuses))
 
     def set_removed(self, names: frozenset[str]) -> None:
         """These models are taken away, and all others are not. Replicas of theirs that are up may finish what runs."""
         self._removed_models = names
+        self._refresh_statuses()
 
     def is_removed(self, name: str) -> bool:
         """Whether a model was taken away."""
@@ -154,15 +156,12 @@ class ReplicaRegistry:
 
     def set_asleep(self, waits_s: Mapping[str, float]) -> None:
         """These models may be without replicas by decision; requests for one that is wait for so many seconds."""
-        self._asleep = waits_s
-
-    def asleep_wait_s(self, name: str) -> float | None:
-        """How long requests wait for a model that may be without replicas by decision; None for any other."""
-        return self._asleep.get(name)
+        self.asleep = waits_s
+        self._refresh_statuses()
 
     def unknown_sleepers(self) -> tuple[str, ...]:
         """Models that may be at rest, and have never been served here."""
-        return tuple(name for name in self._asleep if name not in self._models and name not in self._removed_models)
+        return tuple(name for name in self.asleep if name not in self._models and name not in self._removed_models)
 
     def note_wake(self, name: str, now: float) -> None:
         """A request came for a model: if it has no replica, it is without one as of now."""
@@ -241,11 +240,18 @@ class ReplicaRegistry:
             assert all(replica.facts.model == name for replica in model.replicas)
         for replica_id, replica in self._replicas.items():
             assert replica.facts.replica_id == replica_id
-            assert replica.is_retiring == (replica_id in self._retiring)
+            assert replica.is_retiring == (replica_id in self.retiring)
             assert replica.breaker is self._breakers[replica_id]
             assert replica in by_model
             expected = replica.score if replica.takes_more() else CLOSED
             assert self._models[replica.facts.model].table.scores[replica.slot] == expected, f"{replica_id}: load"
+
+    def _refresh_statuses(self) -> None:
+        self.statuses = {
+            name: ModelStatus(name=name, facts=model.facts, num_replicas=len(model.replicas), wakes=name in self.asleep)
+            for name, model in self._models.items()
+            if name not in self._removed_models
+        }
 
     def _forget_breakers(self, now: float) -> None:
         """Drops the breakers of lost replicas that no longer matter."""

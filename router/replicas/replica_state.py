@@ -36,7 +36,7 @@ class ReplicaState:
         max_ttft_s: float | None = None,
     ) -> None:
         self.facts = facts
-        self.version = facts.version
+        self.version, self.fingerprint = facts.version, facts.fingerprint
         self.load = load
         self.breaker = breaker
         self.stats: EngineStats | None = None
@@ -120,15 +120,13 @@ class ReplicaState:
                 self._table.set_speed(self.slot, update.stats.prefill_tokens_per_s)
 
     def takes_more(self, *, is_trial: bool = False) -> bool:
-        """Whether it may get a new attempt. A trial proves nothing on a replica with suspects of other routers."""
-        is_fit = not is_trial or self.load.num_foreign_suspects == 0
-        return is_fit and not self._is_retiring and self.breaker.rests_until is None and self._has_room()
-
-    def _has_room(self) -> bool:
-        """Whether a request sent now would find fewer than the configured number ahead of it, and not wait too long.
-
-        A replica without attempts of this router always has room: its load may be stale, and only steps refresh it.
+        """Whether it may get a new attempt: a request sent now would find fewer than the configured number ahead of it,
+        and not wait too long. A trial proves nothing on a replica with suspects of other routers. A replica without
+        attempts of this router always has room: its load may be stale, and only steps refresh it.
         """
+        is_fit = not is_trial or self.load.num_foreign_suspects == 0
+        if not is_fit or self._is_retiring or self.breaker.rests_until is not None:
+            return False
         if not self.attempts:
             return True
         if self.load.num_waiting + self._num_sent >= self._max_waiting:

@@ -5,8 +5,7 @@ replica (`replica_registry.py`), and what follows from the counts (`cluster/serv
 """
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 _RANGE: Final = 2**64
@@ -18,9 +17,9 @@ def position(request_id: str) -> float:
     return int.from_bytes(digest) / _RANGE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class VersionCounts:
-    """What one router has seen of one version of a model since it started."""
+    """What one router has seen of one version of a model since it started. The router counts on: others get copies."""
 
     model: str
     version: str
@@ -43,35 +42,3 @@ class VersionCounts:
             num_first_tokens=self.num_first_tokens + other.num_first_tokens,
             first_token_s=self.first_token_s + other.first_token_s,
         )
-
-
-class VersionLedger:
-    """Counts of every version that has served here."""
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], VersionCounts] = {}
-
-    @property
-    def counts(self) -> Mapping[tuple[str, str], VersionCounts]:
-        """By model and version."""
-        return self._counts
-
-    def note_first_token(self, model: str, version: str, seconds: float) -> None:
-        before = self._of(model, version)
-        first_token_s, number = before.first_token_s + seconds, before.num_first_tokens + 1
-        self._counts[model, version] = replace(before, first_token_s=first_token_s, num_first_tokens=number)
-
-    def note_finished(self, model: str, version: str) -> None:
-        before = self._of(model, version)
-        self._counts[model, version] = replace(before, num_finished=before.num_finished + 1)
-
-    def note_failed(self, model: str, version: str) -> None:
-        before = self._of(model, version)
-        self._counts[model, version] = replace(before, num_failed=before.num_failed + 1)
-
-    def note_lost(self, model: str, version: str) -> None:
-        before = self._of(model, version)
-        self._counts[model, version] = replace(before, num_lost=before.num_lost + 1)
-
-    def _of(self, model: str, version: str) -> VersionCounts:
-        return self._counts.get((model, version)) or VersionCounts(model=model, version=version)

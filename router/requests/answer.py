@@ -4,6 +4,7 @@ What may live here: waiting for output of a call, and making completions of it. 
 sequences of a request are opened and merged (`router/dispatch/call.py`).
 """
 
+import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,6 @@ from holdfast.router.dispatch.call import Call
 from holdfast.router.dispatch.output_stream import Taker, merged
 from holdfast.router.dispatch.parallel_sampling import best, is_ranked
 from holdfast.router.events import Deliver, TextState, Usage
-from holdfast.router.requests.output_signal import OutputSignal
 from holdfast.router.requests.request_stats import RequestWatch
 from holdfast.router.text.stop_reason import stop_reason
 from holdfast.worker.request import FinishReason, TokenLogprob
@@ -40,6 +40,33 @@ class CompletedRequest:
     model: str
     completions: tuple[CompletedSequence, ...]
     usage: Usage
+
+
+class OutputSignal:
+    """Wakes the one task that reads an answer: set while there may be output that was not read. On one event loop.
+
+    As an `asyncio.Event`, which is for any number of tasks and takes several calls to set, to clear and to wait for. An
+    answer does all three for every token that its reader has not taken at once.
+    """
+
+    __slots__ = ("_loop", "is_set", "waiter")
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._loop = asyncio.get_running_loop()
+        self.waiter: asyncio.Future[None] | None = None
+        """What the task waits for; it may be done."""
+
+    def set(self) -> None:
+        self.is_set = True
+        waiter = self.waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def next(self) -> "asyncio.Future[None]":
+        """Is done when the signal is set, which it must not be yet."""
+        self.waiter = self._loop.create_future()
+        return self.waiter
 
 
 class SampledAnswer:
@@ -146,8 +173,10 @@ class SampledAnswer:
         """
         if delivery.finish_reason is not FinishReason.STOP:
             return None
-        earlier = (one.token_ids for one in self.received if one.sequence_index == index)
-        token_ids = delivery.token_ids or next(earlier, ())
+        token_ids = delivery.token_ids
+        for one in () if token_ids else self.received:
+            if one.sequence_index == index:
+                token_ids = one.token_ids
         matched = self._texts[index].matched if index < len(self._texts) else None
         return stop_reason(self.params, delivery.finish_reason, token_ids, matched)
 

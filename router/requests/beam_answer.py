@@ -11,9 +11,8 @@ from holdfast.router.dispatch.call import Call, open_call
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import CaughtUp, Deliver, Usage
-from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
+from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, OutputSignal, SampledAnswer
 from holdfast.router.requests.beam_search import Beam, BeamSearch, extension
-from holdfast.router.requests.output_signal import OutputSignal
 from holdfast.router.resume import NewSequence
 from holdfast.router.text.stop_reason import shown_tokens, stop_reason
 from holdfast.router.text.text_stream import TextStream
@@ -113,7 +112,7 @@ class BeamAnswer:
             watch=self._watch,
             goes_on=self._call is not None,
         )
-        self.timelines = self.timelines or call.timelines
+        self.timelines = self.timelines or [stream.timeline for stream in call.streams]
         with closing(call):
             outputs = await SampledAnswer(call, has_output, self.model, _AS_IT_IS).outputs()
         seen = dict.fromkeys([*self._fingerprints, *(output.fingerprint for output in outputs)])

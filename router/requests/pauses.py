@@ -21,24 +21,23 @@ class Pauses:
     def __init__(self, max_waiting: int) -> None:
         """At most `max_waiting` requests wait, all models together."""
         self._max_waiting = max_waiting
-        self._pauses: dict[str, Pause] = {}
+        self.models: dict[str, Pause] = {}
+        """Those that are paused, by name."""
         self._changed = asyncio.Event()
         self.num_waiting = 0
 
     def set(self, pauses: Sequence[Pause]) -> None:
         """What holds from now on."""
-        self._pauses = {pause.model: pause for pause in pauses}
+        self.models = {pause.model: pause for pause in pauses}
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def pass_by(self, model: str, time_left_s: float) -> None:
-        """Returns once a new request for the model may go on, at once where it is not paused.
+    async def wait_over(self, model: str, time_left_s: float) -> None:
+        """Returns once a new request for a paused model may go on.
 
         Raises `ModelPausedError` where it is refused, `DeadlineExceededError` after `time_left_s`, `QueueFullError`.
         """
-        if model not in self._pauses:
-            return
-        if self.num_waiting >= self._max_waiting and not self._pauses[model].refuses:
+        if self.num_waiting >= self._max_waiting and not self.models[model].refuses:
             told = f"model {model!r} is paused, and {self.num_waiting} requests wait already (limits.max_queued)"
             raise QueueFullError(told, RETRY_S)
         self.num_waiting += 1
@@ -51,7 +50,7 @@ class Pauses:
             self.num_waiting -= 1
 
     async def _until_over(self, model: str) -> None:
-        while (pause := self._pauses.get(model)) is not None:
+        while (pause := self.models.get(model)) is not None:
             if pause.refuses:
                 raise ModelPausedError(model, RETRY_S)
             await self._changed.wait()

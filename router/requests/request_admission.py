@@ -6,6 +6,7 @@ seed. What may not: opening requests and their answers (`request_processor.py`),
 
 import asyncio
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -69,8 +70,11 @@ class RequestAdmission:
 
     def models(self) -> tuple[ModelStatus, ...]:
         """Those that the caller may use."""
-        caller = self._gate.caller()
-        return tuple(model for model in self._dispatch_host.models() if caller.may_use(model.name))
+        return self._models_of(self._gate.caller())
+
+    def _models_of(self, caller: Caller) -> tuple[ModelStatus, ...]:
+        models = self._dispatch_host.dispatch.models()
+        return models if caller.models is None else tuple(one for one in models if one.name in caller.models)
 
     def model(self, name: str) -> ModelStatus:
         """A model that has been served here; an empty name means the only one that the caller sees.
@@ -78,19 +82,25 @@ class RequestAdmission:
         Raises `UnknownModelError`, `InvalidRequestError` (a name is needed), `ReplicaError` (none is up yet),
         `PermissionDeniedError`.
         """
-        self._gate.caller().check_model(name)
-        models = {model.name: model for model in self.models()}
-        if name not in models and self._dispatch_host.is_starting(name):
+        caller = self._gate.caller()
+        caller.check_model(name)
+        return self._model(name, caller)
+
+    def _model(self, name: str, caller: Caller) -> ModelStatus:
+        dispatch = self._dispatch_host.dispatch
+        if (status := dispatch.registry.statuses.get(name)) is not None:
+            return status
+        models = self._models_of(caller)
+        if not name and len(models) == 1:
+            return models[0]
+        if dispatch.is_unknown_sleeper(name):
             raise ReplicaError(f"model {name!r} was at rest; it is being started")
         if not models:
             raise ReplicaError("no replica is up yet")
-        if not name and len(models) > 1:
-            raise InvalidRequestError("model", name, f"must be one of {', '.join(models)}")
+        names = tuple(one.name for one in models)
         if not name:
-            return next(iter(models.values()))
-        if name not in models:
-            raise UnknownModelError(name, tuple(models))
-        return models[name]
+            raise InvalidRequestError("model", name, f"must be one of {', '.join(names)}")
+        raise UnknownModelError(name, names)
 
     async def admit(self, request: GenerationRequest, time_remaining_s: float | None) -> AdmittedRequest:
         self.check_open()
@@ -99,10 +109,11 @@ class RequestAdmission:
         caller, now = self._gate.caller(), self._dispatch_host.now()
         request = caller.charged(request, now)
         self.check_tenant(request.tenant)
-        deadline = now + self._timeout_s(request, time_remaining_s)
-        model = self.model(request.model)
-        if request.resume is None:  # what has begun goes on
-            await self.pauses.pass_by(model.name, deadline - now)
+        timeout_s = self._limits.default_timeout_s if request.timeout_s is None else request.timeout_s
+        deadline = now + (timeout_s if time_remaining_s is None else min(timeout_s, time_remaining_s))
+        model = self._model(request.model, caller)
+        if request.resume is None and model.name in self.pauses.models:  # what has begun goes on
+            await self.pauses.wait_over(model.name, deadline - now)
         engine_request = await self._engine_request(request, model)
         caller.took_tokens(len(engine_request.prompt_token_ids), now)
         echo = await self._echo(request, model.name, engine_request) if engine_request.sampling_params.echo else ""
@@ -129,7 +140,7 @@ class RequestAdmission:
         """One sequence of a request, ready to open. A resumed one continues after what the client has."""
         text = TextStream(self._tokenizers[admitted.model.name], sibling.sampling_params, sibling.prompt_token_ids)
         if resume is None:
-            return new_sequence(sibling, text, None, index)
+            return NewSequence(request=sibling, text=text)
         received, facts = resume.progress(index).token_ids, admitted.model.facts
         field, num_prompt_tokens = f"resume.sequences[{index}].token_ids", len(sibling.prompt_token_ids)
         _check_room(field, len(received), num_prompt_tokens, facts.max_model_len)
@@ -149,20 +160,18 @@ class RequestAdmission:
         if self.is_closed:
             raise stopping()
 
-    def _timeout_s(self, request: GenerationRequest, time_remaining_s: float | None) -> float:
-        timeout_s = self._limits.default_timeout_s if request.timeout_s is None else request.timeout_s
-        return timeout_s if time_remaining_s is None else min(timeout_s, time_remaining_s)
-
     async def _engine_request(self, request: GenerationRequest, model: ModelStatus) -> EngineRequest:
-        request_id = request.request_id or uuid.uuid4().hex
-        token_ids = await self._prompt_token_ids(request, model)
-        token_ids = kept_tokens(token_ids, request.sampling_params, model.facts.max_sequence_len)
-        shown = request.prompt if request.chat is None else request.chat.messages
+        request_id, params = request.request_id or uuid.uuid4().hex, request.sampling_params
         max_sequence_len, max_model_len = model.facts.max_sequence_len, model.facts.max_model_len
+        token_ids = await self._prompt_token_ids(request, model)
+        if params.truncate_prompt_tokens is not None:
+            token_ids = kept_tokens(token_ids, params, max_sequence_len)
+        shown = request.prompt if request.chat is None else request.chat.messages
         check_length(
             request.prompt_field, shown, len(token_ids), max_sequence_len=max_sequence_len, max_model_len=max_model_len
         )
-        check_prompt_logprobs(request.sampling_params, len(token_ids))
+        if params.prompt_logprobs is not None:
+            check_prompt_logprobs(params, len(token_ids))
         if request.chat is None and not isinstance(request.prompt, str):
             check_vocabulary("token_ids", token_ids, model.facts.vocab_size)  # not of more than a model takes
         else:
@@ -172,14 +181,14 @@ class RequestAdmission:
             part=request.part,
             prompt_token_ids=token_ids,
             sampling_params=resolved(
-                request.sampling_params, request_id, vocab_size=model.facts.vocab_size, max_model_len=max_model_len
+                params, request_id, vocab_size=model.facts.vocab_size, max_model_len=max_model_len
             ),
             priority=request.priority,
             cache_salt=request.cache_salt,
             tenant=request.tenant,
             session_id=request.session_id,
-            bad_word_token_ids=await self._bad_words(request, model),
-            grammar=await self._tokenizers.grammar(model.name, request.sampling_params.structure),
+            bad_word_token_ids=await self._bad_words(params.bad_words, model) if params.bad_words else (),
+            grammar="" if (shape := params.structure) is None else await self._tokenizers.grammar(model.name, shape),
         )
 
     async def _prompt_token_ids(self, request: GenerationRequest, model: ModelStatus) -> tuple[int, ...]:
@@ -192,9 +201,9 @@ class RequestAdmission:
             return await self._tokenizers.encode(model.name, request.prompt)
         return request.prompt
 
-    async def _bad_words(self, request: GenerationRequest, model: ModelStatus) -> tuple[tuple[int, ...], ...]:
+    async def _bad_words(self, given: Sequence[str], model: ModelStatus) -> tuple[tuple[int, ...], ...]:
         """Those that the model can write: of a token beyond its vocabulary it has no logit."""
-        words = await self._tokenizers.bad_words(model.name, request.sampling_params.bad_words)
+        words = await self._tokenizers.bad_words(model.name, given)
         return tuple(word for word in words if max(word) < model.facts.vocab_size)
 
     async def _echo(self, request: GenerationRequest, model: str, engine_request: EngineRequest) -> str:

@@ -6,8 +6,8 @@ what becomes of it (`request_admission.py`), wire formats (`router/wire/`), deci
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,18 +21,17 @@ from holdfast.router.field_names import naming
 from holdfast.router.overload.byte_ledger import current_lease
 from holdfast.router.overload.overload import Overload
 from holdfast.router.request import GenerationRequest, check_text
-from holdfast.router.requests.answer import SampledAnswer
+from holdfast.router.requests.answer import OutputSignal, SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
 from holdfast.router.requests.beam_search import BeamSearch
 from holdfast.router.requests.open_answers import OpenAnswers
-from holdfast.router.requests.output_signal import OutputSignal
 from holdfast.router.requests.pauses import Pauses
 from holdfast.router.requests.poison_watch import current_reading
 from holdfast.router.requests.request_admission import AdmittedRequest, RequestAdmission
-from holdfast.router.requests.request_stats import RequestStats, RequestWatch, watching
+from holdfast.router.requests.request_stats import RequestStats, RequestWatch
 from holdfast.router.requests.tracing import RequestTracer
 from holdfast.router.resume import NewSequence, Resume, received_delivery
-from holdfast.router.security.gate import Caller, Gate
+from holdfast.router.security.gate import Gate
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.router.text.vocabulary import check_vocabulary
@@ -110,51 +109,62 @@ class RequestProcessor:
         in the words of the request's client.
         """
         with naming(request.names):
-            async with self._open_named(request, time_remaining_s) as answer:
-                yield answer
+            admitted, watch = await self._admit(request, time_remaining_s)
+            async with self._accounted(admitted, watch):
+                answer, call = await self._begin(request, admitted, watch)
+                lease = current_lease()
+                if lease is not None:  # its input is decoded; what the lease holds from here on is unread output
+                    lease.give_back()
+                    lease.endings.append(call)
+                with closing(call), self._open_answers.holding(answer, admitted.engine_request.key):
+                    try:
+                        yield answer
+                    finally:
+                        watch.is_over = call.is_over
+                        watch.note_read(call.streams)
+                        if lease is not None:
+                            lease.endings.remove(call)
 
-    @asynccontextmanager
-    async def _open_named(
+    async def _admit(
         self, request: GenerationRequest, time_remaining_s: float | None
-    ) -> AsyncIterator[SampledAnswer]:
-        admitted = await self._counted(self._admission.admit(request, time_remaining_s))
-        watch = self._watch(admitted)
-        if self._tracer is not None:
-            admitted = self._traced(self._tracer, admitted, watch)
-        with watching(watch) as is_over, self._charging(admitted.caller, watch):
-            async with self._while_it_is_read(admitted), self._opened(request, admitted, watch) as answer:
-                yield answer
-            is_over.append(answer.is_over)
+    ) -> tuple[AdmittedRequest, RequestWatch]:
+        try:
+            admitted = await self._admission.admit(request, time_remaining_s)
+        except BaseException as error:
+            self.stats.refused(error)
+            raise
+        now = self._dispatch_host.now
+        watch = RequestWatch(self.stats, admitted.engine_request, admitted.model.name, now, now())
+        return (admitted if self._tracer is None else self._traced(self._tracer, admitted, watch)), watch
 
     @asynccontextmanager
-    async def _while_it_is_read(self, admitted: AdmittedRequest) -> AsyncIterator[None]:
-        """Ends the task of a reader that does not even take the error of its deadline."""
+    async def _accounted(self, admitted: AdmittedRequest, watch: RequestWatch) -> AsyncIterator[None]:
+        """From admission to the end, in whichever way it ends: the caller is charged for the output, and the figures
+        are kept. Ends the task of a reader that does not even take the error of its deadline.
+        """
         time_left_s = admitted.deadline - self._dispatch_host.now() + self._limits.slow_reader_s
+        cause: BaseException | None = None
         try:
             async with asyncio.timeout(time_left_s) as reading:
                 yield
-        except TimeoutError:
-            if not reading.expired():
-                raise
-            raise DeadlineExceededError("the answer was not read (limits.slow_reader_s)") from None
-
-    @contextmanager
-    def _charging(self, caller: Caller, watch: RequestWatch) -> Iterator[None]:
-        """The caller is charged for the output when it is over, in whichever way it ends."""
-        try:
-            yield
+        except BaseException as error:
+            cause = error
+            if isinstance(error, TimeoutError) and reading.expired():
+                cause = DeadlineExceededError("the answer was not read (limits.slow_reader_s)")
+                raise cause from None
+            raise
         finally:
-            caller.took_tokens(watch.num_tokens, self._dispatch_host.now())
+            admitted.caller.took_tokens(watch.num_tokens, self._dispatch_host.now())
+            watch.end(cause)
 
-    @asynccontextmanager
-    async def _opened(
+    async def _begin(
         self, request: GenerationRequest, admitted: AdmittedRequest, watch: RequestWatch
-    ) -> AsyncIterator[SampledAnswer]:
+    ) -> tuple[SampledAnswer, Call]:
+        """Opens all sequences of a request."""
         engine_request, model = admitted.engine_request, admitted.model.name
-        sequences = [
-            await self._admission.new_sequence(one, index, request.resume, admitted)
-            for index, one in enumerate(siblings(engine_request))
-        ]
+        sequences: list[NewSequence] = []
+        for index, one in enumerate(siblings(engine_request)):
+            sequences.append(await self._admission.new_sequence(one, index, request.resume, admitted))
         self._admission.check_open()
         # Once more: others may have come meanwhile.
         self._admission.check_tenant(engine_request.tenant)
@@ -176,18 +186,14 @@ class RequestProcessor:
             model,
             engine_request.sampling_params,
             engine_request.prompt_token_ids,
-            received=_received(sequences, request.resume or Resume(), admitted.echo),
+            received=() if request.resume is None else _received(sequences, request.resume, admitted.echo),
             watch=watch,
             texts=[sequence.text for sequence in sequences],
             echo=admitted.echo,
         )
-        _note_admitted()
-        with closing(call), _leased(call), self._open_answers.holding(answer, engine_request.key):
-            try:
-                yield answer
-            finally:
-                watch.num_tokens, watch.timelines = call.num_tokens, call.timelines
-                watch.reader_wait_s = call.behind_s
+        if (reading := current_reading()) is not None:
+            reading.admitted()
+        return answer, call
 
     @asynccontextmanager
     async def search(
@@ -195,28 +201,18 @@ class RequestProcessor:
     ) -> AsyncIterator[BeamAnswer]:
         """As `open`, for a request with a `beam_width`. The search begins with `whole`."""
         with naming(request.names):
-            async with self._search_named(request, time_remaining_s) as answer:
-                yield answer
-
-    @asynccontextmanager
-    async def _search_named(
-        self, request: GenerationRequest, time_remaining_s: float | None
-    ) -> AsyncIterator[BeamAnswer]:
-        admitted = await self._counted(self._admission.admit(request, time_remaining_s))
-        self._admission.check_tenant(admitted.engine_request.tenant)
-        watch = self._watch(admitted)
-        if self._tracer is not None:
-            admitted = self._traced(self._tracer, admitted, watch)
-        answer = self._beam_answer(admitted, watch)
-        _note_admitted()
-        with watching(watch) as is_over, self._charging(admitted.caller, watch):
-            async with self._while_it_is_read(admitted):
+            admitted, watch = await self._admit(request, time_remaining_s)
+            self._admission.check_tenant(admitted.engine_request.tenant)
+            answer = self._beam_answer(admitted, watch)
+            if (reading := current_reading()) is not None:
+                reading.admitted()
+            async with self._accounted(admitted, watch):
                 with self._open_answers.holding(answer, admitted.engine_request.key):
                     try:
                         yield answer
                     finally:
+                        watch.is_over = answer.is_over
                         watch.num_tokens, watch.timelines = answer.num_tokens, answer.timelines
-            is_over.append(answer.is_over)
 
     def _beam_answer(self, admitted: AdmittedRequest, watch: RequestWatch) -> BeamAnswer:
         engine_request, model = admitted.engine_request, admitted.model
@@ -237,17 +233,6 @@ class RequestProcessor:
             client_attempt=admitted.attempt,
             watch=watch.note,
         )
-
-    async def _counted(self, admitting: Awaitable[AdmittedRequest]) -> AdmittedRequest:
-        try:
-            return await admitting
-        except BaseException as error:
-            self.stats.refused(error)
-            raise
-
-    def _watch(self, admitted: AdmittedRequest) -> RequestWatch:
-        now = self._dispatch_host.now
-        return RequestWatch(self.stats, admitted.engine_request, admitted.model.name, now, now())
 
     def _traced(self, tracer: RequestTracer, admitted: AdmittedRequest, watch: RequestWatch) -> AdmittedRequest:
         """The request as its replicas get it, with the context of its trace, if it is sampled."""
@@ -324,26 +309,6 @@ class RequestProcessor:
             raise InvalidRequestError("token_ids", tuple(token_ids[:10]), limit)
         check_vocabulary("token_ids", token_ids, status.facts.vocab_size)
         return await self._tokenizers.decode(status.name, tuple(token_ids))
-
-
-def _note_admitted() -> None:
-    if (reading := current_reading()) is not None:
-        reading.admitted()
-
-
-@contextmanager
-def _leased(call: Call) -> Iterator[None]:
-    """The input of the running task's request is decoded; what its lease holds from here on is unread output."""
-    lease = current_lease()
-    if lease is None:
-        yield
-        return
-    lease.give_back()
-    lease.endings.append(call)
-    try:
-        yield
-    finally:
-        lease.endings.remove(call)
 
 
 def _received(sequences: Sequence[NewSequence], resume: Resume, echo: str) -> tuple[Deliver, ...]:

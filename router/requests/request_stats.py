@@ -4,11 +4,11 @@ What may not live here: clocks (the time is passed in), how figures are publishe
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.dispatch.timeline import Phases, Timeline, longest
 from holdfast.router.events import Deliver
 from holdfast.worker.errors import (
@@ -137,6 +137,8 @@ class RequestWatch:
         """Of all sequences; to be set before the end."""
         self.reader_wait_s = 0.0
         """To be set before the end."""
+        self.is_over = False
+        """Its output was read to the end; to be set before the end."""
         self._reason = "stop"
         self.on_first_token: Callable[[], None] = _nothing
         """Called once, when the first token comes."""
@@ -151,10 +153,19 @@ class RequestWatch:
         if delivery.finish_reason is not None:
             self._reason, self._last_at = str(delivery.finish_reason), self._now()
 
-    def end(self, error: BaseException | None = None, *, is_over: bool = True) -> None:
+    def note_read(self, streams: Iterable[OutputStream]) -> None:
+        """What has come of the request, by its sequences' streams, now that nobody reads them any more."""
+        self.timelines = timelines = list[Timeline]()
+        for stream in streams:
+            self.num_tokens += stream.num_tokens
+            self.reader_wait_s = max(self.reader_wait_s, stream.behind_s)
+            timelines.append(stream.timeline)
+
+    def end(self, error: BaseException | None = None) -> None:
         """The request has ended, by an error or not; where it is not over, because its client has left."""
+        is_complete = error is None and self.is_over
         stats, now = self._stats.of(self._model), self._now()
-        outcome = outcome_of(error) if error is not None else self._reason if is_over else CANCELLED
+        outcome = outcome_of(error) if error is not None else self._reason if self.is_over else CANCELLED
         stats.outcomes[outcome] += 1
         stats.num_prompt_tokens += len(self._request.prompt_token_ids)
         stats.num_output_tokens += self.num_tokens
@@ -163,14 +174,13 @@ class RequestWatch:
             stats.reader_wait_s.note(self.reader_wait_s)
             if self.num_tokens > self._num_first:
                 stats.output_token_s.note((now - self._first_at) / (self.num_tokens - self._num_first))
-            if error is None and is_over:
+            if is_complete:
                 stats.duration_s.note(now - self._began_at)
-        self._tell(outcome, now, is_complete=error is None and is_over)
+        if self.on_end is not None or self._stats.on_end:
+            self._tell(outcome, now, is_complete=is_complete)
 
     def _tell(self, outcome: str, now: float, *, is_complete: bool) -> None:
         listeners = [one for one in (self.on_end, *self._stats.on_end) if one is not None]
-        if not listeners:
-            return
         timeline = longest(self.timelines) or Timeline(self._began_at)
         ended = EndedRequest(
             request_id=self._request.request_id,
@@ -192,15 +202,3 @@ class RequestWatch:
 
 def _nothing() -> None:
     pass
-
-
-@contextmanager
-def watching(watch: RequestWatch) -> Iterator[list[bool]]:
-    """Ends the watch with the context, in whichever way it is left. In the list it may be said whether it was over."""
-    is_over: list[bool] = []
-    try:
-        yield is_over
-    except BaseException as error:
-        watch.end(error)
-        raise
-    watch.end(is_over=all(is_over))

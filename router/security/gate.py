@@ -36,12 +36,9 @@ class Caller:
     is_operator: bool = True
     rates: Rates | None = field(default=None, repr=False)
 
-    def may_use(self, model: str) -> bool:
-        return self.models is None or model in self.models
-
     def check_model(self, model: str) -> None:
         """Raises `PermissionDeniedError`. An empty name is that of the only one that it sees."""
-        if model and not self.may_use(model):
+        if model and self.models is not None and model not in self.models:
             raise PermissionDeniedError("model", f"the key {self.name!r} may not use the model {model!r}")
 
     def check_operator(self) -> None:

@@ -76,7 +76,11 @@ class IncrementalDetokenizer:
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that is now final. Ids that the tokenizer does not know have none."""
         self.guess = ""
-        return "".join([self._push_one(token_id) for token_id in token_ids if self._has_text(token_id)])
+        texts: list[str] = []
+        for token_id in token_ids:
+            if token_id not in self._skipped and token_id < self._vocab_size:
+                texts.append(self._push_one(token_id))
+        return "".join(texts)
 
     def push_one(self, token_id: int) -> str:
         """As `push`, of one token, as it comes in nearly every step."""
@@ -96,7 +100,8 @@ class IncrementalDetokenizer:
 
     def finish(self) -> str:
         """The text that was held back. Bytes of an incomplete character become U+FFFD."""
-        self._end_run()
+        if self._run.token_ids:
+            self._end_run()
         rest = self._decode(self._window)[self._num_out :]
         self._window, self._num_context, self._num_out = [], 0, 0
         return rest
@@ -166,12 +171,22 @@ class IncrementalDetokenizer:
         first = len(prompt)
         while self._bytes and first > 0 and self._may_be_in_run(prompt[first - 1]):
             first -= 1
-        context = [token_id for token_id in prompt[:first][-_MAX_CONTEXT:] if self._has_text(token_id)]
-        while self._decode(context).startswith(REPLACEMENT):
+        context: list[int] = []
+        for token_id in prompt[:first][-_MAX_CONTEXT:]:
+            if token_id not in self._skipped and token_id < self._vocab_size:
+                context.append(token_id)
+        text = self._decode(context)
+        while text.startswith(REPLACEMENT):
             context = context[1:]
-        self._make_context(context)
-        self._num_out = len(self._decode(context).rstrip(REPLACEMENT))
-        for token_id in prompt[first:]:
+            text = self._decode(context)
+        self._window, self._num_context = context, len(context)
+        self._num_out = len(text.rstrip(REPLACEMENT))
+        if first < len(prompt):
+            self._start_in_run(prompt[first:])
+
+    def _start_in_run(self, token_ids: Sequence[int]) -> None:
+        """Takes the run that the prompt ends in."""
+        for token_id in token_ids:
             if token_id in self._bytes:
                 self._push_byte(token_id, self._bytes[token_id])
         self._num_given = len(self._run.token_ids) if self._run.is_whole else 0
@@ -180,6 +195,3 @@ class IncrementalDetokenizer:
     def _may_be_in_run(self, token_id: int) -> bool:
         is_known = token_id in self._bytes or token_id in self._skipped
         return is_known or is_nothing(self._tokenizer, self._bytes, token_id)
-
-    def _has_text(self, token_id: int) -> bool:
-        return token_id not in self._skipped and token_id < self._vocab_size

@@ -26,8 +26,7 @@ def kept_tokens(token_ids: tuple[int, ...], params: SamplingParams, max_sequence
     With -1 it keeps as many as leave room for `max_tokens` within `max_sequence_len`, or for one without a limit.
     """
     wanted = params.truncate_prompt_tokens
-    if wanted is None:
-        return token_ids
+    assert wanted is not None, "nothing is to be cut"
     num_kept = wanted if wanted > 0 else max(1, max_sequence_len - (params.max_tokens or 1))
     return token_ids[:num_kept] if params.truncate_right else token_ids[-num_kept:]
 
@@ -53,8 +52,7 @@ def check_length(
 
 def check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
     """Raises `InvalidRequestError` where the prompt's log-probabilities would not fit one message of a replica."""
-    if params.prompt_logprobs is None:
-        return
+    assert params.prompt_logprobs is not None, "they were asked for"
     size = num_tokens * (_LOGPROB_BYTES + _CANDIDATE_BYTES * params.prompt_logprobs)
     if size > MAX_PROMPT_LOGPROBS_BYTES:
         limit = (

@@ -36,25 +36,24 @@ class TextStream:
     ) -> None:
         params = sampling_params
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, context=prompt_token_ids)
-        self._matcher = StopStringMatcher(params.stop_strings, include_match=params.include_stop_str_in_output)
-        self._has_stop_strings = bool(params.stop_strings)
+        stop, include_match = params.stop_strings, params.include_stop_str_in_output
+        self._matcher = StopStringMatcher(stop, include_match=include_match) if stop else None
         self._has_text = params.detokenize
-        self.push_one: Callable[[int], str | None] = self._short_way(params)
+        self.push_one: Callable[[int], str | None] = self._detokenizer.push_one
         """The text of the next token; None where `push` must take it, because there are stop strings."""
+        if self._matcher is not None:
+            self.push_one = _not_taken
+        elif not self._has_text:
+            self.push_one = _no_text
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._guess: _Guess | None = None
-
-    def _short_way(self, params: SamplingParams) -> Callable[[int], str | None]:
-        if params.stop_strings:
-            return _not_taken
-        return self._detokenizer.push_one if params.detokenize else _no_text
 
     def push(self, token_ids: Sequence[int]) -> TextPiece:
         """Takes the next tokens. Those after a complete stop string are ignored."""
         if not self._has_text:
             return TextPiece("", len(token_ids), False)
-        if not self._has_stop_strings:  # then text needs no matching, nor guesses of what may be matched
+        if self._matcher is None:  # then text needs no matching, nor guesses of what may be matched
             return TextPiece(self._detokenizer.push(token_ids), len(token_ids), False)
         texts: list[str] = []
         num_tokens = 0
@@ -63,46 +62,46 @@ class TextStream:
                 break
             num_tokens += 1
             self._num_tokens += 1
-            texts.append(self._push_one(token_id))
+            text, self._matcher = self._matched_text(token_id, self._matcher)
+            texts.append(text)
         return TextPiece(text="".join(texts), num_tokens=num_tokens, stopped=self._matcher.matched is not None)
 
     @property
     def matched(self) -> str | None:
         """The stop string that has ended the output; None so far."""
-        return self._matcher.matched
+        return None if self._matcher is None else self._matcher.matched
 
     def finish(self) -> str:
         """The text that was held back, for a sequence that ended otherwise; empty after a stop string."""
-        return self._settle(self._detokenizer.finish()) + self._matcher.finish()
+        text = self._detokenizer.finish()
+        if self._matcher is None:
+            return text
+        released, matcher = self._settle(text, self._matcher)
+        return released + matcher.finish()
 
-    def _push_one(self, token_id: int) -> str:
+    def _matched_text(self, token_id: int, matcher: StopStringMatcher) -> tuple[str, StopStringMatcher]:
         """Text that may still change is not released, unless it contains a stop string, which ends the output."""
         text = self._detokenizer.push((token_id,))
         if not self._detokenizer.is_guessing:
-            return self._settle(text)
+            return self._settle(text, matcher)
         if self._detokenizer.guess:
-            self._guess = self._guess or _Guess(copy(self._matcher))
+            self._guess = self._guess or _Guess(copy(matcher))
             self._guess.push(self._detokenizer.guess, may_match=self._may_match)
             if self._guess.matcher.matched is not None:
-                return self._settle("".join(self._guess.seen))
-        return ""
+                return self._settle("".join(self._guess.seen), matcher)
+        return "", matcher
 
-    def _settle(self, text: str) -> str:
-        """Matches text that is now final. If it begins with the guessed text, the guess's matcher state is reused."""
+    def _settle(self, text: str, matcher: StopStringMatcher) -> tuple[str, StopStringMatcher]:
+        """Matches text that is now final. If it begins with the guessed text, the guess's matcher state goes on."""
         guess, self._guess = self._guess, None
         if guess is None or not text.startswith(seen := "".join(guess.seen)):
-            return self._match(text)
-        self._matcher = guess.matcher
-        return "".join(guess.released) + self._match(text[len(seen) :])
-
-    def _match(self, text: str) -> str:
-        """The part of the last token's text that the matcher releases. Like an end-of-sequence token, the token that
-        completes a stop string must come after the first `min_tokens` tokens.
-        """
-        return self._matcher.push(text, may_match=self._may_match)
+            return matcher.push(text, may_match=self._may_match), matcher
+        matcher, rest = guess.matcher, text[len(seen) :]
+        return "".join(guess.released) + matcher.push(rest, may_match=self._may_match), matcher
 
     @property
     def _may_match(self) -> bool:
+        """Like an end-of-sequence token, the token that completes a stop string must come after `min_tokens` tokens."""
         return self._num_tokens > self._min_tokens
 
 

@@ -99,9 +99,9 @@ class TokenizerRegistry:
             return bad_word_token_ids(tokenizer, words)
         return await asyncio.to_thread(bad_word_token_ids, tokenizer, words)
 
-    async def grammar(self, model: str, structure: StructuredOutputs | None) -> str:
+    async def grammar(self, model: str, structure: StructuredOutputs) -> str:
         """As `GrammarCompiler.compile`, always on a thread: its time cannot be predicted."""
-        return "" if structure is None else await asyncio.to_thread(self._compilers[model].compile, structure)
+        return await asyncio.to_thread(self._compilers[model].compile, structure)
 
     async def check_output(
         self, model: str, field: str, grammar: str, token_ids: Sequence[int], eos_token_ids: Collection[int]

@@ -1,6 +1,6 @@
-"""gRPC status codec: converts errors to statuses in routers, and statuses back to the same errors in clients.
+"""Statuses of errors: the one table for gRPC and HTTP, and the codec of gRPC's, back to the same errors in clients.
 
-One table maps error classes to codes. Details follow google.rpc: `ErrorInfo` has the class, as a reason that does not
+Details follow google.rpc: `ErrorInfo` has the class, as a reason that does not
 depend on the message's wording, and its fields; `BadRequest` names the invalid field; `RetryInfo` says when to retry
 (and `grpc-retry-pushback-ms` says it to gRPC's own retries). A status without details does not come from a router: its
 code alone decides the error. What may not live here: which errors to retry (`cluster/client/retry_policy.py`).
@@ -27,6 +27,7 @@ from holdfast.worker.errors import (
     HoldfastError,
     InternalError,
     InvalidRequestError,
+    MediaTypeError,
     ModelPausedError,
     OverloadedError,
     PermissionDeniedError,
@@ -52,46 +53,83 @@ MAX_LIST_BYTES: Final = 600
 """Of all texts of a field that is a list, as JSON writes them; what is beyond is left out."""
 
 
+BAD_REQUEST: Final = "invalid_request_error"
+RATE_LIMIT: Final = "rate_limit_error"
+SERVER: Final = "server_error"
+
+
+@dataclass(frozen=True, slots=True)
+class Http:
+    """How one class of error is answered over HTTP: the status, and OpenAI's words for it."""
+
+    status: int
+    type: str
+    code: str
+    may_retry: bool = False
+    """Whether clients that retry by themselves should."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """How one class of error is encoded."""
 
     code: grpc.StatusCode
     reason: str
+    http: Http
     texts: tuple[str, ...] = ()
     """Its fields that are strings."""
     lists: tuple[str, ...] = ()
     """Its fields that are tuples of strings."""
 
 
+Code: Final = grpc.StatusCode
+
 KINDS: Final[dict[type[HoldfastError], Kind]] = {
-    InvalidRequestError: Kind(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),  # fields: see `BadRequest`
-    UnknownModelError: Kind(grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL", ("model",), ("served",)),
-    ConfigurationError: Kind(grpc.StatusCode.FAILED_PRECONDITION, "CONFIGURATION"),
-    UnsupportedModelError: Kind(
-        grpc.StatusCode.FAILED_PRECONDITION, "UNSUPPORTED_MODEL", ("model_type", "reason", "way_out")
+    # Its fields are in `BadRequest`.
+    InvalidRequestError: Kind(Code.INVALID_ARGUMENT, "INVALID_REQUEST", Http(400, BAD_REQUEST, "invalid_value")),
+    UnknownModelError: Kind(
+        Code.NOT_FOUND, "UNKNOWN_MODEL", Http(404, BAD_REQUEST, "model_not_found"), ("model",), ("served",)
     ),
-    AuthenticationError: Kind(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"),
-    PermissionDeniedError: Kind(grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED", ("field",)),
-    CallerError: Kind(grpc.StatusCode.INVALID_ARGUMENT, "CALLER"),
-    QueueFullError: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
-    RateLimitError: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, "RATE_LIMIT"),
-    ByteBudgetError: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, "BYTE_BUDGET"),
+    ConfigurationError: Kind(Code.FAILED_PRECONDITION, "CONFIGURATION", Http(400, BAD_REQUEST, "invalid_request")),
+    UnsupportedModelError: Kind(
+        Code.FAILED_PRECONDITION,
+        "UNSUPPORTED_MODEL",
+        Http(400, BAD_REQUEST, "invalid_request"),
+        ("model_type", "reason", "way_out"),
+    ),
+    AuthenticationError: Kind(Code.UNAUTHENTICATED, "UNAUTHENTICATED", Http(401, BAD_REQUEST, "invalid_api_key")),
+    MediaTypeError: Kind(Code.INVALID_ARGUMENT, "MEDIA_TYPE", Http(415, BAD_REQUEST, "unsupported_media_type")),
+    PermissionDeniedError: Kind(
+        Code.PERMISSION_DENIED, "PERMISSION_DENIED", Http(403, BAD_REQUEST, "permission_denied"), ("field",)
+    ),
+    CallerError: Kind(Code.INVALID_ARGUMENT, "CALLER", Http(400, BAD_REQUEST, "invalid_request")),
+    QueueFullError: Kind(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", Http(429, RATE_LIMIT, "queue_full", may_retry=True)),
+    RateLimitError: Kind(
+        Code.RESOURCE_EXHAUSTED, "RATE_LIMIT", Http(429, RATE_LIMIT, "rate_limit_exceeded", may_retry=True)
+    ),
+    ByteBudgetError: Kind(Code.RESOURCE_EXHAUSTED, "BYTE_BUDGET", Http(429, RATE_LIMIT, "byte_budget", may_retry=True)),
     # Not RESOURCE_EXHAUSTED: another router may have room, and clients go to the next one.
-    OverloadedError: Kind(grpc.StatusCode.UNAVAILABLE, "OVERLOADED"),
-    CapacityError: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, "CAPACITY"),
+    OverloadedError: Kind(Code.UNAVAILABLE, "OVERLOADED", Http(503, SERVER, "overloaded", may_retry=True)),
+    CapacityError: Kind(Code.RESOURCE_EXHAUSTED, "CAPACITY", Http(429, RATE_LIMIT, "no_capacity", may_retry=True)),
     # ABORTED is gRPC's word for "try again, but from the start": sent again as it is, it would end in the same way.
-    VersionGoneError: Kind(grpc.StatusCode.ABORTED, "VERSION_GONE", ("model", "version", "reason")),
-    ModelPausedError: Kind(grpc.StatusCode.UNAVAILABLE, "MODEL_PAUSED", ("model",)),
-    ReplicaError: Kind(grpc.StatusCode.UNAVAILABLE, "REPLICA_UNAVAILABLE"),
-    DeadlineExceededError: Kind(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
-    RequestSupersededError: Kind(grpc.StatusCode.ABORTED, "SUPERSEDED"),
+    VersionGoneError: Kind(
+        Code.ABORTED, "VERSION_GONE", Http(503, SERVER, "version_gone"), ("model", "version", "reason")
+    ),
+    ModelPausedError: Kind(
+        Code.UNAVAILABLE, "MODEL_PAUSED", Http(503, SERVER, "model_paused", may_retry=True), ("model",)
+    ),
+    ReplicaError: Kind(
+        Code.UNAVAILABLE, "REPLICA_UNAVAILABLE", Http(503, SERVER, "replica_unavailable", may_retry=True)
+    ),
+    DeadlineExceededError: Kind(Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", Http(504, SERVER, "deadline_exceeded")),
+    RequestSupersededError: Kind(Code.ABORTED, "SUPERSEDED", Http(409, BAD_REQUEST, "superseded")),
     # A caller that has cancelled gets no status, so this one always means a server that is stopping.
-    RequestAbortedError: Kind(grpc.StatusCode.UNAVAILABLE, "STOPPING"),
-    RequestQuarantinedError: Kind(grpc.StatusCode.INTERNAL, "QUARANTINED"),
-    UpdateRolledBackError: Kind(grpc.StatusCode.INTERNAL, "UPDATE_ROLLED_BACK"),  # of a command, in no router's answer
-    InternalError: Kind(grpc.StatusCode.INTERNAL, "INTERNAL"),
-    HoldfastError: Kind(grpc.StatusCode.INTERNAL, "UNCLASSIFIED"),
+    RequestAbortedError: Kind(Code.UNAVAILABLE, "STOPPING", Http(503, SERVER, "stopping", may_retry=True)),
+    RequestQuarantinedError: Kind(Code.INTERNAL, "QUARANTINED", Http(500, SERVER, "quarantined")),
+    # Of a command, in no router's answer.
+    UpdateRolledBackError: Kind(Code.INTERNAL, "UPDATE_ROLLED_BACK", Http(500, SERVER, "internal_error")),
+    InternalError: Kind(Code.INTERNAL, "INTERNAL", Http(500, SERVER, "internal_error")),
+    HoldfastError: Kind(Code.INTERNAL, "UNCLASSIFIED", Http(500, SERVER, "internal_error")),
 }
 CLASSES: Final = {kind.reason: error_class for error_class, kind in KINDS.items()}
 CLASSES_BY_CODE: Final[dict[grpc.StatusCode, type[HoldfastError]]] = {
@@ -128,9 +166,14 @@ class CallStatus:
         return None
 
 
+def kind_of(error: HoldfastError) -> Kind:
+    """By its most specific class in the table."""
+    return next(KINDS[one] for one in type(error).__mro__ if one in KINDS)
+
+
 def call_status(error: HoldfastError) -> CallStatus:
-    """The status of an error, by its most specific class in the table."""
-    kind = next(KINDS[one] for one in type(error).__mro__ if one in KINDS)
+    """The status of an error."""
+    kind = kind_of(error)
     message = cut(str(error))
     status = Status(code=kind.code.value[0], message=message)
     for detail in _details(error, kind):

@@ -57,7 +57,7 @@ def test_unsent_text_leads_the_first_delivery_and_comes_once():
     )
     text = LetterText()
     text.push((0, 1))
-    state = RequestState.opened(request, "m", text, CaughtUp(unsent_text="a", fingerprint="f"))
+    state = RequestState(request=request, model="m", text=text, caught_up=CaughtUp(unsent_text="a", fingerprint="f"))
     first, second = state.take((2,), None), state.take((3,), FinishReason.LENGTH)
     assert (first.first_token_index, first.token_ids, first.text) == (2, (2,), "ab")
     assert second.text == "cd"

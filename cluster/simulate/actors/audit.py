@@ -59,8 +59,8 @@ class AuditedDispatchHost(DispatchHost):
         self._books.check_over(over)
         super().perform(actions)
         num_streams = len(self._streams)
-        if num_streams != self.num_open:
-            raise Violation(f"{self._owner}: {self.num_open} open requests for {num_streams} streams")
+        if num_streams != self.dispatch.num_open:
+            raise Violation(f"{self._owner}: {self.dispatch.num_open} open requests for {num_streams} streams")
         self._check_alarm()
 
     def close_all(self, error: HoldfastError) -> None:
@@ -73,7 +73,7 @@ class AuditedDispatchHost(DispatchHost):
 
     def _check_alarm(self) -> None:
         """Checks that an alarm is set for the next change that time alone brings."""
-        due = self._dispatch.next_tick
+        due = self.dispatch.next_tick
         if due is not None and not self._alarms.rings_by(max(due, self.now() + FINEST_S)):
             raise Violation(f"{self._owner}: something is due at {due}, and no alarm is set for it")
 
@@ -81,7 +81,7 @@ class AuditedDispatchHost(DispatchHost):
         """Checks that the router gave up only for lack of replicas, or after several had died under the request."""
         match failure.error:
             case VersionGoneError():
-                served = {load.version for load in self.loads()}
+                served = {load.version for load in self.dispatch.loads()}
                 require(failure.error.version not in served, f"{self._owner}: {failure}, and it is served")
             case ReplicaError():
                 require(not self._ports, f"{self._owner}: {failure}, and {len(self._ports)} replicas are up")

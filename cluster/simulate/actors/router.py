@@ -164,7 +164,7 @@ class SimulatedRouter(Process):
         self.is_stopping = True
         if hands_over:
             self.dispatch_host.hand_over(stopping())
-            num_open = self.dispatch_host.num_open
+            num_open = self.dispatch_host.dispatch.num_open
             require(num_open == 0, f"{self}: {num_open} requests were not handed over")
 
     def replace(self) -> None:
@@ -259,7 +259,7 @@ class SimulatedRouter(Process):
 
     def open(self, connection: Connection, message: Generate) -> Call:
         """Opens an admitted call. Raises `HoldfastError`."""
-        request, num_before = message.request, self.dispatch_host.num_queued
+        request, num_before = message.request, self.dispatch_host.dispatch.num_queued
         if self.is_stopping:
             raise stopping()
         sequences = [
@@ -281,7 +281,7 @@ class SimulatedRouter(Process):
             raise
         connection.send(self, Admitted())
         is_new, most = not any(one.request.output_token_ids for one in sequences), OVERFLOW * self._limits.max_queued
-        if is_new and self.dispatch_host.num_queued > max(num_before, most):
+        if is_new and self.dispatch_host.dispatch.num_queued > max(num_before, most):
             raise Violation(f"{self}: {request.request_id} is queued beyond {most}")
         return call
 
@@ -327,7 +327,7 @@ class SimulatedRouter(Process):
 
     @property
     def num_open(self) -> int:
-        return self.dispatch_host.num_open
+        return self.dispatch_host.dispatch.num_open
 
     def soon(self, action: Callable[..., None], *args: Any) -> None:
         """On its event loop."""
@@ -350,4 +350,4 @@ class SimulatedRouter(Process):
         if self._doors is not None:
             self._doors.check_integrity()
         num_wanted = sum(call.num_completions for call in self._calls.values())
-        assert self.dispatch_host.num_open <= num_wanted, "a call has ended, and its requests go on"
+        assert self.dispatch_host.dispatch.num_open <= num_wanted, "a call has ended, and its requests go on"

@@ -43,7 +43,8 @@ class Checks:
         self.deep()
         for router in self._routers:
             require(router.is_up and not router.is_frozen, f"{router} did not come back")
-            require(router.dispatch_host.num_open == 0, f"{router}: {router.dispatch_host.num_open} records leaked")
+            num_open = router.dispatch_host.dispatch.num_open
+            require(num_open == 0, f"{router}: {num_open} records leaked")
             require(router.num_links_up == len(self._replicas), f"{router}: {router.num_links_up} links are up")
         for replica in self._replicas:
             require(replica.is_up and not replica.is_frozen, f"{replica} did not come back")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from holdfast.router.events import Deliver
-from holdfast.router.requests.output_signal import OutputSignal
+from holdfast.router.requests.answer import OutputSignal
 
 
 class ChunkWriter:

@@ -133,8 +133,8 @@ class InferenceServicer:
         return models_response(self._request_processor.models())
 
     async def GetLoad(self, message: inference_pb2.GetLoadRequest, context: Context) -> inference_pb2.GetLoadResponse:
-        dispatch_host = self._dispatch_host
-        return load_response(dispatch_host.num_queued, dispatch_host.num_open, dispatch_host.loads())
+        dispatch = self._dispatch_host.dispatch
+        return load_response(dispatch.num_queued, dispatch.num_open, dispatch.loads())
 
 
 def build_server(

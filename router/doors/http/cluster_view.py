@@ -16,17 +16,17 @@ def cluster_view(host: DispatchHost, overload: Overload | None = None, *, is_kil
     now = host.now()
     return {
         "is_killable": is_killable,
-        "open": host.num_open,
-        "queued": host.num_queued,
-        "suspended": host.num_suspended,
+        "open": host.dispatch.num_open,
+        "queued": host.dispatch.num_queued,
+        "suspended": host.dispatch.num_suspended,
         "overload": None if overload is None else overload_state(overload),
         "waiting": [
             {"model": model, "class": priority, "tenant": tenant, "count": count}
-            for (model, priority, tenant), count in sorted(host.waiting().items())
+            for (model, priority, tenant), count in sorted(host.dispatch.waiting().items())
         ],
-        "models": [{"model": one.name, "num_replicas": one.num_replicas} for one in host.models()],
-        "replicas": [_replica(one) for one in host.loads()],
-        "failovers": sum(host.stats.failovers.values()),
+        "models": [{"model": one.name, "num_replicas": one.num_replicas} for one in host.dispatch.models()],
+        "replicas": [_replica(one) for one in host.dispatch.loads()],
+        "failovers": sum(host.dispatch.stats.failovers.values()),
         "events": [
             {
                 "age_s": round(now - one.at_s, 1),

@@ -1,6 +1,5 @@
-"""HTTP status codec: converts errors to statuses, and to bodies from which other people's clients raise theirs.
-
-What may not live here: gRPC's statuses (`router/wire/statuses.py`), and when to raise.
+"""HTTP errors: the bodies and headers from which other people's clients raise theirs. What may not live here: the
+table of statuses (`router/wire/statuses.py`), and when to raise.
 """
 
 import json
@@ -9,68 +8,17 @@ from typing import Final
 
 from pydantic import ValidationError
 
+from holdfast.router.wire.statuses import kind_of
 from holdfast.worker.errors import (
     AuthenticationError,
-    ByteBudgetError,
-    CallerError,
-    CapacityError,
-    DeadlineExceededError,
     HoldfastError,
     InvalidRequestError,
-    ModelPausedError,
-    OverloadedError,
     PermissionDeniedError,
-    QueueFullError,
-    RateLimitError,
-    ReplicaError,
-    RequestAbortedError,
-    RequestQuarantinedError,
-    RequestSupersededError,
     UnknownModelError,
-    VersionGoneError,
     cut,
 )
 
-_BAD: Final = "invalid_request_error"
 _CONTEXT: Final = "maximum context length"
-
-
-class MediaTypeError(CallerError):
-    """A body that is not called JSON."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """How one class of error is answered."""
-
-    status: int
-    type: str
-    code: str
-    may_retry: bool = False
-    """Whether clients that retry by themselves should."""
-
-
-_KINDS: Final[dict[type[HoldfastError], _Kind]] = {
-    InvalidRequestError: _Kind(400, _BAD, "invalid_value"),
-    UnknownModelError: _Kind(404, _BAD, "model_not_found"),
-    AuthenticationError: _Kind(401, _BAD, "invalid_api_key"),
-    MediaTypeError: _Kind(415, _BAD, "unsupported_media_type"),
-    PermissionDeniedError: _Kind(403, _BAD, "permission_denied"),
-    CallerError: _Kind(400, _BAD, "invalid_request"),
-    QueueFullError: _Kind(429, "rate_limit_error", "queue_full", may_retry=True),
-    RateLimitError: _Kind(429, "rate_limit_error", "rate_limit_exceeded", may_retry=True),
-    ByteBudgetError: _Kind(429, "rate_limit_error", "byte_budget", may_retry=True),
-    OverloadedError: _Kind(503, "server_error", "overloaded", may_retry=True),
-    CapacityError: _Kind(429, "rate_limit_error", "no_capacity", may_retry=True),
-    VersionGoneError: _Kind(503, "server_error", "version_gone"),  # sent again as it is, it would end alike
-    ModelPausedError: _Kind(503, "server_error", "model_paused", may_retry=True),
-    ReplicaError: _Kind(503, "server_error", "replica_unavailable", may_retry=True),
-    DeadlineExceededError: _Kind(504, "server_error", "deadline_exceeded"),
-    RequestSupersededError: _Kind(409, _BAD, "superseded"),
-    RequestAbortedError: _Kind(503, "server_error", "stopping", may_retry=True),
-    RequestQuarantinedError: _Kind(500, "server_error", "quarantined"),
-    HoldfastError: _Kind(500, "server_error", "internal_error"),
-}
 
 _ANTHROPIC: Final = {
     401: "authentication_error",
@@ -112,8 +60,8 @@ class HttpError:
 
 
 def http_error(error: HoldfastError) -> HttpError:
-    """The answer to an error, by its most specific class in the table."""
-    kind = next(_KINDS[one] for one in type(error).__mro__ if one in _KINDS)
+    """The answer to an error."""
+    kind = kind_of(error).http
     param, message, code = None, cut(str(error)), kind.code
     if isinstance(error, InvalidRequestError):
         param = error.field

@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from holdfast.router.doors.http.errors import MediaTypeError
-from holdfast.worker.errors import PermissionDeniedError
+from holdfast.worker.errors import MediaTypeError, PermissionDeniedError
 
 JSON: Final = "application/json"
 SETTING: Final = "router.http_allowed_hosts"

@@ -91,7 +91,7 @@ class StateEndpoints:
 
     async def health(self, request: Request) -> ASGIApp:
         """200 while any model has a replica up, with what is wrong all the same."""
-        if self.is_stopping or not any(model.takes_requests for model in self._dispatch_host.models()):
+        if self.is_stopping or not any(model.takes_requests for model in self._dispatch_host.dispatch.models()):
             raise ReplicaError("no replica is up" if not self.is_stopping else "this router is stopping")
         warnings = self._warnings()
         return json_response({"warnings": list(warnings)}) if warnings else Response()
@@ -110,9 +110,11 @@ class StateEndpoints:
                 "num_free_blocks": replica.load.num_free_blocks,
                 "num_total_blocks": replica.load.num_total_blocks,
             }
-            for replica in host.loads()
+            for replica in host.dispatch.loads()
         ]
-        return json_response({"server_load": host.num_open, "num_queued": host.num_queued, "replicas": replicas})
+        return json_response(
+            {"server_load": host.dispatch.num_open, "num_queued": host.dispatch.num_queued, "replicas": replicas}
+        )
 
     async def cluster(self, request: Request) -> ASGIApp:
         return json_response(cluster_view(self._dispatch_host, self.overload, is_killable=self._is_killable))

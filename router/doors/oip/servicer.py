@@ -70,7 +70,9 @@ class InferenceProtocolServicer:
     async def ServerReady(
         self, message: grpc_service_pb2.ServerReadyRequest, context: Context
     ) -> grpc_service_pb2.ServerReadyResponse:
-        return grpc_service_pb2.ServerReadyResponse(ready=any(map(self._is_ready, self._dispatch_host.models())))
+        return grpc_service_pb2.ServerReadyResponse(
+            ready=any(map(self._is_ready, self._dispatch_host.dispatch.models()))
+        )
 
     async def ModelReady(
         self, message: grpc_service_pb2.ModelReadyRequest, context: Context
@@ -102,7 +104,7 @@ class InferenceProtocolServicer:
     ) -> grpc_service_pb2.ModelStatisticsResponse:
         models = [self._model(message.name, message.version)] if message.name else self._request_processor.models()
         num_steps = dict.fromkeys((model.name for model in models), 0)
-        for load in self._dispatch_host.loads():
+        for load in self._dispatch_host.dispatch.loads():
             if load.model in num_steps and load.stats is not None:
                 num_steps[load.model] += load.stats.num_steps
         statistics = [self._counts.message(model, number) for model, number in num_steps.items()]

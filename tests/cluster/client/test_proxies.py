@@ -34,7 +34,7 @@ async def test_links_and_clients_of_this_machine_go_past_a_proxy():
     )
 
     async def is_up() -> bool:
-        return any(model.num_replicas for model in router._dispatch_host.models())
+        return any(model.num_replicas for model in router._dispatch_host.dispatch.models())
 
     await eventually(is_up)
     async with AsyncClient(router.address) as client:

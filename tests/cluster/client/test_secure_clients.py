@@ -47,7 +47,7 @@ def served(tls: ServerTls):
         )
 
         async def is_up() -> bool:
-            return any(model.num_replicas for model in router._dispatch_host.models())
+            return any(model.num_replicas for model in router._dispatch_host.dispatch.models())
 
         await eventually(is_up)
         found.extend((router.address, router.http_address))

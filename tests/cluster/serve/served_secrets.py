@@ -42,7 +42,7 @@ async def serve(folder: Path, key: str, wrong_key: str, token: str, prompt: str)
     )
 
     async def is_up() -> bool:
-        return any(model.num_replicas for model in router._dispatch_host.models())
+        return any(model.num_replicas for model in router._dispatch_host.dispatch.models())
 
     await eventually(is_up)
     tls, published = Tls(ca=folder / "authority.pem"), []

@@ -36,8 +36,8 @@ def drop_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a replica says of an attempt that has ended is taken for news of the request's next attempt."""
     begin, ended = RequestTable.begin_attempt, dict[tuple[int, Hashable], RequestState]()
 
-    def begin_attempt(self: RequestTable, record: RequestState, replica: ReplicaState, now: float) -> object:
-        attempt = begin(self, record, replica, now)
+    def begin_attempt(self: RequestTable, record: RequestState, *args: Any) -> object:
+        attempt = begin(self, record, *args)
         ended[id(self), attempt.number] = record
         return attempt
 
@@ -83,7 +83,8 @@ def forget_the_stop_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(self: RequestState, *args: Any) -> object:
         if self.output_token_ids:
             assert isinstance(self.text, TextStream)
-            self.text._matcher._held = ""
+            if self.text._matcher is not None:
+                self.text._matcher._held = ""
         return continuation(self, *args)
 
     monkeypatch.setattr(RequestState, "continuation", forgetful)
@@ -202,7 +203,7 @@ def leave_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def tick(self: DispatchHost) -> None:
         self._timer, self._timer_due = None, math.inf
-        actions = self._dispatch.tick(self.now())
+        actions = self.dispatch.tick(self.now())
         if actions:
             self.perform(actions)
 
@@ -225,7 +226,7 @@ def break_under_a_storm(monkeypatch: pytest.MonkeyPatch) -> None:
     set_timer = DispatchHost._set_timer
 
     def fail_if_near(self: DispatchHost) -> None:
-        due = self._dispatch.next_tick
+        due = self.dispatch.next_tick
         if due is not None and 0 < due - self.now() < 0.0005:
             raise RuntimeError("a handle without a time")
         set_timer(self)

@@ -67,7 +67,7 @@ class Overload:
         while self.timeline.now < END_S and self.timeline.step():
             if self.timeline.num_events % 500 == 0:
                 self.router.check_integrity()
-                self.num_waiting.append(self.router.dispatch_host.num_queued)
+                self.num_waiting.append(self.router.dispatch_host.dispatch.num_queued)
 
     def send_next(self, tenant: str) -> None:
         num_prompt_tokens, num_output_tokens = (self.rng.randint(size // 2, size * 3 // 2) for size in SIZES[tenant])

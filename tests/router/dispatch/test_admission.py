@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from holdfast.router.dispatch.admission import MAX_RETRY_S, MIN_RETRY_S, AdmissionQueue
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
-from holdfast.router.events import FRESH
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import QueueFullError
 from holdfast.worker.request import EngineRequest, Priority
@@ -41,7 +40,7 @@ def a_request(
         output_token_ids=output,
         tenant=tenant,
     )
-    state = RequestState.opened(request, model, LetterText(), FRESH, urgency=(due_s, next(NUMBERS)))
+    state = RequestState(request=request, model=model, text=LetterText(), urgency=(due_s, next(NUMBERS)))
     state.status = status
     return state
 
@@ -97,7 +96,7 @@ def test_what_need_not_wait_earns_its_tenant_no_debt_and_no_credit():
     for _ in range(50):
         for tenant, num_tokens in (("busy", 100), ("rare", 1)):
             state = a_request("x", tenant=tenant)
-            queue.pass_by(state, 0.0)
+            queue.charge_at_once(state)
             state.tenant.charge(num_tokens, 0)
     for index in range(6):
         push(queue, f"rare {index}", tenant="rare")
@@ -242,7 +241,7 @@ def test_what_is_held_leaves_only_by_name():
     assert queue.has_any("m")
     queue.check_integrity()
     queue.remove(held)
-    assert len(queue) == 0
+    assert queue.num_waiting == 0
     assert not queue.has_any("m")
 
 
@@ -264,6 +263,6 @@ def test_any_order_of_operations_keeps_order_and_books(operations):
             queue.remove(mine[-1][3])
             waiting.remove(mine[-1])
         queue.check_integrity()
-        assert len(queue) == len(waiting)
+        assert queue.num_waiting == len(waiting)
         mine = sorted((entry for entry in waiting if entry[0] == model), key=lambda entry: entry[1:3])
         assert list(queue.waiting(model)) == [entry[3] for entry in mine]

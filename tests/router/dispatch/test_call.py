@@ -62,7 +62,7 @@ def test_siblings_that_cannot_all_be_opened_leave_nothing_open():
     board = Board(RouterConfig(max_waiting_per_replica=1), LimitsConfig(max_queued=1))
     with pytest.raises(QueueFullError):
         opened(board.dispatch_host, *parts(0, 1, 2))
-    assert board.dispatch_host.num_open == 0
+    assert board.dispatch_host.dispatch.num_open == 0
     assert board.port.aborted == board.port.attempts
     board.dispatch_host.check_integrity()
 
@@ -74,7 +74,7 @@ def test_closing_cancels_what_has_not_ended():
     board.news(delta(x, 0, 3, finish=FinishReason.STOP))
     call.close()
     assert board.port.aborted == [y]
-    assert board.dispatch_host.num_open == 0
+    assert board.dispatch_host.dispatch.num_open == 0
 
 
 def test_what_ends_one_completion_with_an_error_is_raised():

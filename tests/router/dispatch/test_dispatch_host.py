@@ -112,7 +112,7 @@ def test_closing_a_stream_that_is_over_leaves_a_newer_request_of_the_same_id_alo
     board.news(delta(board.port.attempts[0], 0, 3, finish=FinishReason.STOP))
     board.open("x")
     board.dispatch_host.close(old)
-    assert board.dispatch_host.num_open == 1
+    assert board.dispatch_host.dispatch.num_open == 1
     assert board.port.aborted == []
 
 
@@ -198,7 +198,7 @@ def test_a_request_that_cannot_be_sent_ends_and_the_others_do_not_notice(caplog)
         bad.poll()
     board.dispatch_host.close(bad)
     assert "it cannot be told" in caplog.text
-    assert board.dispatch_host.num_open == 2
+    assert board.dispatch_host.dispatch.num_open == 2
     board.dispatch_host.check_integrity()
     board.news(*(delta(attempt, 0, 3, finish=FinishReason.STOP) for attempt in board.port.attempts))
     assert [stream.poll().token_ids for stream in (good, late)] == [(3,), (3,)]
@@ -212,7 +212,7 @@ def test_what_one_reader_breaks_is_not_lost_to_the_others():
     assert second.poll().token_ids == (3,)
     with pytest.raises(InternalError):
         first.poll()
-    assert board.dispatch_host.num_open == 0
+    assert board.dispatch_host.dispatch.num_open == 0
     board.dispatch_host.check_integrity()
 
 

@@ -196,7 +196,7 @@ class DispatchMachine(RuleBasedStateMachine):
     def nobody_waits_while_there_is_room(self):
         for model in set(REPLICAS.values()) if hasattr(self, "dispatch") else ():
             if (waiting := self.dispatch._placement._next(model, self.now)) is not None:
-                assert self.dispatch._registry.choose(model, waiting.prefix) is None
+                assert self.dispatch.registry.choose(model, waiting.prefix) is None
 
     @invariant()
     def whoever_waits_for_time_alone_is_woken(self):

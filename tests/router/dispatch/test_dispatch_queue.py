@@ -90,7 +90,7 @@ def test_what_waits_leaves_by_priority():
 def test_nobody_jumps_the_queue():
     core = queueing_core(max_queued=3)
     core.submit("x")
-    core.dispatch._registry.get("r").note_report(load(num_running=1))
+    core.dispatch.registry.get("r").note_report(load(num_running=1))
     assert sent(core.submit("y")).request.request_id == "x"
 
 

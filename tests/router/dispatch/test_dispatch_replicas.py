@@ -234,5 +234,5 @@ def test_siblings_count_as_load_with_one_prompt():
         core.submit(f"g/{number}", group_id="g", num_prompt_tokens=500)
     for name in ("x", "y"):
         core.submit(name, num_prompt_tokens=500)
-    a, b = (core.dispatch._registry.get(name) for name in "ab")
+    a, b = (core.dispatch.registry.get(name) for name in "ab")
     assert (a._num_sent_tokens, b._num_sent_tokens) == (500, 1000)

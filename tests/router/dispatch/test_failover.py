@@ -184,10 +184,10 @@ def test_a_request_that_every_replica_gives_up_fails_in_the_end(core):
 def test_a_retiring_replica_is_emptied_at_once(core):
     attempts = [sent(core.submit(name)).attempt for name in ("x", "y", "z")]
     core.step(delta(attempts[0], 0, 7), replica_id="a")
-    on_a = sorted(core.dispatch._registry.get("a").attempts)
+    on_a = sorted(core.dispatch.registry.get("a").attempts)
     actions = core.dispatch.replica_retiring("a", True, core.now)
     assert aborts(actions) == [("a", attempt) for attempt in on_a]
-    assert core.dispatch._registry.get("a").attempts == set()
+    assert core.dispatch.registry.get("a").attempts == set()
     moved = [action.request for action in actions if hasattr(action, "request")]
     assert {request.request_id: request.output_token_ids for request in moved}["x"] == (7,)
 

@@ -7,7 +7,6 @@ import pytest
 from holdfast.router.dispatch import request_status
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_status import TRANSITIONS, RequestEvent, RequestStatus
-from holdfast.router.events import FRESH
 from holdfast.worker.errors import InternalError
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
@@ -19,7 +18,7 @@ ENDS = {RequestEvent.FAIL, RequestEvent.CANCEL, RequestEvent.HAND_OVER}
 
 def a_request(status: RequestStatus) -> RequestState:
     request = EngineRequest(request_id="x", prompt_token_ids=(1,), sampling_params=SamplingParams(seed=1))
-    state = RequestState.opened(request, "m", LetterText(), FRESH)
+    state = RequestState(request=request, model="m", text=LetterText())
     state.status = status
     return state
 

@@ -222,7 +222,7 @@ def until_suspended(place: Site, stream: OutputStream, *readers: OutputStream) -
 def until_over(place: Site, *readers: OutputStream) -> None:
     for _ in range(2 * NUM_TOKENS):
         place.step(*readers)
-        if not place.host.num_open:
+        if not place.host.dispatch.num_open:
             return
     raise AssertionError("it never ended")
 
@@ -243,17 +243,17 @@ def test_a_stream_that_is_not_read_is_suspended_and_read_whole_in_the_end():
     until_over(place, quick, slow)
     for request_id in ("quick", "slow"):
         assert place.read[request_id] == [right_token(request_id, index) for index in range(NUM_TOKENS)]
-    assert place.host.stats.suspended == {"m": 1}
+    assert place.host.dispatch.stats.suspended == {"m": 1}
 
 
 def test_a_reader_that_keeps_up_or_falls_behind_for_a_moment_is_left_alone():
     place = Site()
     stream = place.open("x", NUM_TOKENS)
-    while place.host.num_open:
+    while place.host.dispatch.num_open:
         for _ in range(MAX_UNREAD + 2):  # 0.4 s without a look
             place.step()
         place.poll(stream)
-    assert not place.host.stats.suspended
+    assert not place.host.dispatch.stats.suspended
     assert len(place.read["x"]) == NUM_TOKENS
 
 
@@ -262,7 +262,7 @@ def test_a_reader_that_waits_for_the_end_is_not_slow():
     stream = place.open("x", NUM_TOKENS)
     stream.notifies_each_step = False
     until_over(place)
-    assert not place.host.stats.suspended
+    assert not place.host.dispatch.stats.suspended
 
 
 def test_without_a_limit_nothing_is_suspended():
@@ -281,7 +281,7 @@ def test_a_suspended_stream_that_fails_tells_its_reader_after_what_there_was():
     with pytest.raises(ByteBudgetError):
         place.poll(stream)
     assert len(place.read["x"]) >= MAX_UNREAD
-    assert place.host.num_open == 0
+    assert place.host.dispatch.num_open == 0
 
 
 def test_a_deadline_ends_a_suspended_stream():

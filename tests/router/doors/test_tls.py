@@ -59,7 +59,7 @@ async def router_with(tls: Tls, replica: FakeReplica | None = None):
 
 
 async def _is_up(router: Router) -> bool:
-    return any(model.num_replicas for model in router._dispatch_host.models())
+    return any(model.num_replicas for model in router._dispatch_host.dispatch.models())
 
 
 def channel_to(router: Router, tls: Tls) -> grpc.aio.Channel:

@@ -218,4 +218,4 @@ async def test_a_router_that_does_not_follow_the_cache_is_told_nothing_of_it():
     async with site(replica, config=RouterConfig(routing_policy="power_of_two")) as place:
         await place.stub.Generate(request([1] * 50, max_tokens=2))
         assert replica.engine.stats().num_cached_blocks > 0
-        assert all(not len(state.cached) for state in place.router._dispatch_host._dispatch._registry)
+        assert all(not len(state.cached) for state in place.router._dispatch_host.dispatch.registry)

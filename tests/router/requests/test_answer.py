@@ -10,8 +10,7 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.call import Call
 from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.events import Deliver, Usage
-from holdfast.router.requests.answer import SampledAnswer
-from holdfast.router.requests.output_signal import OutputSignal
+from holdfast.router.requests.answer import OutputSignal, SampledAnswer
 from holdfast.v1 import engine_pb2, inference_pb2
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob
@@ -95,7 +94,7 @@ async def test_a_deadline_ends_all_completions():
     replica = await FakeReplica.start()
     replica.pause()
     async with site(replica) as place:
-        refused = await refusal(place.stub.Generate(request("hello", **params(n=3), timeout_ms=30)))
+        refused = await refusal(place.stub.Generate(request("hello", **params(n=3), timeout_ms=500)))
         assert refused.code == "DEADLINE_EXCEEDED"
         await replica.until(lambda: len(replica.aborted) == 3)
         replica.resume()

@@ -12,20 +12,20 @@ from tests import loops
 
 async def _waits_for_its_end() -> None:
     pauses = Pauses(max_waiting=2)
-    await pauses.pass_by("m", 60.0)
+    await pauses.wait_over("m", 60.0)
     pauses.set([Pause(model="m"), Pause(model="other", refuses=True)])
-    waiting = [asyncio.create_task(pauses.pass_by("m", 60.0)) for _ in range(2)]
+    waiting = [asyncio.create_task(pauses.wait_over("m", 60.0)) for _ in range(2)]
     await asyncio.sleep(0)
     assert (pauses.num_waiting, [task.done() for task in waiting]) == (2, [False, False])
     with pytest.raises(QueueFullError):
-        await pauses.pass_by("m", 60.0)
+        await pauses.wait_over("m", 60.0)
     with pytest.raises(ModelPausedError, match="'other' is paused"):
-        await pauses.pass_by("other", 60.0)
+        await pauses.wait_over("other", 60.0)
     pauses.set([Pause(model="other")])
     await asyncio.gather(*waiting)
     assert pauses.num_waiting == 0
     with pytest.raises(DeadlineExceededError):
-        await pauses.pass_by("other", 0.0)
+        await pauses.wait_over("other", 0.0)
 
 
 def test_new_requests_of_a_paused_model_wait_for_its_end_or_are_refused():
@@ -35,7 +35,7 @@ def test_new_requests_of_a_paused_model_wait_for_its_end_or_are_refused():
 async def _is_refused_when_the_pause_changes() -> None:
     pauses = Pauses(max_waiting=2)
     pauses.set([Pause(model="m")])
-    waiting = asyncio.create_task(pauses.pass_by("m", 60.0))
+    waiting = asyncio.create_task(pauses.wait_over("m", 60.0))
     await asyncio.sleep(0)
     pauses.set([Pause(model="m", refuses=True)])
     with pytest.raises(ModelPausedError):

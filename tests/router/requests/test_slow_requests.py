@@ -75,6 +75,7 @@ def ended_after(seconds: float, stats: RequestStats, *, reader_wait_s: float = 0
     watch.note(delivery(0))
     clock.now = 100.0 + seconds
     watch.note(delivery(1, FinishReason.LENGTH))
+    watch.is_over = True
     watch.num_tokens, watch.timelines, watch.reader_wait_s = 2, [Timeline(100.0), lost_once()], reader_wait_s
     watch.end()
 

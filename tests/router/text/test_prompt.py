@@ -18,7 +18,6 @@ from tests.fakes import byte_tokenizer
 @pytest.mark.parametrize(
     ("wanted", "max_tokens", "kept"),
     [
-        (None, 4, 8),
         (3, 4, 3),
         (100, 4, 8),
         (-1, 4, 6),
@@ -64,4 +63,3 @@ def test_log_probabilities_of_a_prompt_fit_a_message_of_a_replica():
         told.MergeFrom(item)
         delta = engine_pb2.Delta(prompt_logprobs=[told])
         assert delta.ByteSize() <= 32 + 10 * num_top
-    check_prompt_logprobs(SamplingParams(), 10**9)

@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.router.doors.grpc.chunk_writer import ChunkWriter
 from holdfast.router.events import Deliver
-from holdfast.router.requests.output_signal import OutputSignal
+from holdfast.router.requests.answer import OutputSignal
 from tests.loops import on_each_loop
 
 

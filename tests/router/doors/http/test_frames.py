@@ -17,8 +17,7 @@ from holdfast.router.doors.http.event_stream import Shortcut
 from holdfast.router.doors.http.submission import Encoder, Submission, straight
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.held_stream import Identity
-from holdfast.router.requests.answer import SampledAnswer
-from holdfast.router.requests.output_signal import OutputSignal
+from holdfast.router.requests.answer import OutputSignal, SampledAnswer
 from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 from tests import loops
