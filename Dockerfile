@@ -38,7 +38,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 1000 --create-home holdfast
 ENV PATH=/opt/holdfast/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/home/holdfast
-# as `holdfast serve` tells the processes of its own Ray: see cluster/serve/grpc_threads.py
+# as `holdfast serve` tells the processes of its own Ray: see cluster/serve/serve_port.py
 ENV GRPC_EXPERIMENTS=-event_engine_client
 WORKDIR /home/holdfast
 CMD ["holdfast", "--help"]

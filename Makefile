@@ -80,4 +80,4 @@ model: install   ## Train the bundled models again (minutes).
 	@$(BIN)/python -m scripts.train_bundled_model.train
 
 clean:           ## Remove what the other verbs made.
-	rm -rf $(VENV) build dist worker/decoder/cpu/libraries *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist worker/executors/cpu/libraries *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

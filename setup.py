@@ -1,7 +1,5 @@
 """Build step of the package: compiles the native executor's libraries. All else about the package is in pyproject.toml.
-
-What may not live here: how they are compiled (`worker/decoder/cpu/build.py`). Without a compiler the package is built
-all the same: it then compiles at first use, or serves without the libraries.
+Without a compiler the package is built all the same: it then compiles at first use, or serves without the libraries.
 """
 
 import importlib.util
@@ -14,7 +12,7 @@ from setuptools import Command, Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 
-FOLDER = Path("holdfast/worker/decoder/cpu")
+FOLDER = Path("holdfast/worker/executors/cpu")
 
 
 def compiler_driver() -> ModuleType:

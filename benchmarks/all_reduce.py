@@ -2,7 +2,7 @@
 
     python -m benchmarks.all_reduce [--elements 256 1024 4096] [--sums 5000] [--work-us 50]
 
-Compiles `all_reduce.cpp` around the executor's own exchange (`worker/decoder/cpu/native/exchange.h`). Two processes
+Compiles `all_reduce.cpp` around the executor's own exchange (`worker/executors/cpu/native/exchange.h`). Two processes
 work for a random while up to `--work-us`, and sum a row of float32. The table has microseconds from the later arrival
 until both have the sum; `on one core` has both ranks there, where a sum must wait for the other's turn. The first
 hundredth of the sums is left out.
@@ -18,7 +18,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from holdfast.worker.decoder.cpu.build import SOURCES, find_compiler
+from holdfast.worker.executors.cpu.build import SOURCES, find_compiler
 
 SOURCE: Final = Path(__file__).with_name("all_reduce.cpp")
 TIMEOUT_S: Final = 120

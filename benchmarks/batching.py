@@ -27,12 +27,12 @@ from benchmarks.static_batching import StaticBatching
 from holdfast.cluster.bundled_model.bundled_model import bundled_path
 from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.plan.step_plan import StepRunner
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.scheduling.batching import MakePolicy
-from holdfast.worker.scheduling.policies import POLICIES as CHOOSABLE
-from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.scheduler.batching import POLICIES as CHOOSABLE
+from holdfast.worker.scheduler.batching import MakePolicy
+from holdfast.worker.scheduler.scheduler import Scheduler
+from holdfast.worker.step_plan import StepRunner
 
 _PIPE_WIDTH = 120
 """Columns where the output is no terminal: wide enough that no row is broken."""

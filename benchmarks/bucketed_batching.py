@@ -1,14 +1,12 @@
 """Bucketed batching policy: static batches of sequences with a similar bound on their length. A baseline of the
 benchmark.
-
-What may not live here: policies that a replica can be configured with (`worker/scheduling/policies.py`).
 """
 
 from collections.abc import Iterable
 
 from benchmarks.static_batching import StaticBatching
-from holdfast.worker.scheduling.queues import SequenceQueues
-from holdfast.worker.scheduling.sequence import Sequence
+from holdfast.worker.scheduler.queues import SequenceQueues
+from holdfast.worker.scheduler.sequence import Sequence
 
 
 class BucketedBatching(StaticBatching):

@@ -26,11 +26,11 @@ from rich.table import Table
 
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig
-from holdfast.worker.decoder import recognize
-from holdfast.worker.decoder.cpu import executor, library
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank
-from holdfast.worker.model.loading import LoadedModel, load_model
+from holdfast.worker.executors.cpu import executor, library
+from holdfast.worker.models import recognize
+from holdfast.worker.models.loading import LoadedModel, load_model
 
 
 @dataclass(frozen=True, slots=True)

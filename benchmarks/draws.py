@@ -27,12 +27,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.decoder_steps import Kind, Timed, load, make_batch
-from holdfast.worker.decoder.cpu import library
-from holdfast.worker.decoder.cpu.sampler import NativeSampler
-from holdfast.worker.plan.logits_settings import LogitsSettings
-from holdfast.worker.plan.step_plan import DrawParams
-from holdfast.worker.sampling.head_output import HeadOutput
-from holdfast.worker.sampling.step_sampler import StepSampler, TorchSampler
+from holdfast.worker.executors.cpu import library
+from holdfast.worker.executors.cpu.sampler import NativeSampler
+from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler, TorchSampler
+from holdfast.worker.plan_rows import LogitsSettings
+from holdfast.worker.step_plan import DrawParams
 
 PLAIN = DrawParams(seed=7, first_output_index=0, temperature=0.8, top_k=0, top_p=1.0)
 NUCLEUS = replace(PLAIN, top_p=0.95)

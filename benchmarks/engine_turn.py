@@ -37,16 +37,15 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.errors import HoldfastError
+from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler, TorchSampler
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.plan.step_plan import StepPlan, StepResult
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.request import AttemptKey, EngineRequest, TokenDelta
-from holdfast.worker.sampling.head_output import HeadOutput
-from holdfast.worker.sampling.step_sampler import StepSampler, TorchSampler
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.scheduler.scheduler import Scheduler
+from holdfast.worker.scheduler.step_tuner import StepTuner
+from holdfast.worker.step_plan import StepPlan, StepResult
 from holdfast.worker.step_update import StepUpdate
-from holdfast.worker.tuning.step_tuner import StepTuner
 
 NUM_PROMPT_TOKENS: Final = 112
 BLOCK_SIZE: Final = 16

@@ -7,8 +7,7 @@
 
 All see the same kind of client, and the same bare server or replicas that only count; nothing has a model. They take
 turns in rounds, and a ratio is made of two figures of one round; tables have medians [least..most]. HAProxy comes with
-`ray[serve]`; `--nginx PATH` adds nginx. What may not live here: the processes (`router_parts/`), what they are and how
-they are measured (`gateway_parts/`).
+`ray[serve]`; `--nginx PATH` adds nginx.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 
 No model: a replica that only counts gives each stream a token a step, over the real link, so the router's figure has
 the link, the text and the JSON in it. Clients count events, so a router that falls behind and sends several tokens in
-one event looks dearer than it is. What may not live here: the processes (`router_parts/`), gRPC (`router.py`).
+one event looks dearer than it is.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python -m benchmarks.load_tool [--streams 64] [--steps-per-s 25] [--tokens 64] [--requests 512] [--json FILE]
 
 The servers send each stream a piece a step, so the true time per output token is known: what the tool reads above it,
-and how late it sends, is its own doing and the machine's. What may not live here: the servers (`router_parts/`).
+and how late it sends, is its own doing and the machine's.
 """
 
 import argparse
@@ -23,12 +23,10 @@ from rich.table import Table
 
 from benchmarks.router_parts.part import Part
 from holdfast.cluster.bench.driver import Driver, Pace
-from holdfast.cluster.bench.lengths import Lengths
-from holdfast.cluster.bench.prompts import Calibration, PromptTexts
 from holdfast.cluster.bench.report import Load
+from holdfast.cluster.bench.runs import Target
 from holdfast.cluster.bench.summary import summary
-from holdfast.cluster.bench.target import Target
-from holdfast.cluster.bench.workload import Workload
+from holdfast.cluster.bench.workload import Calibration, Lengths, PromptTexts, Workload
 
 Figures = dict[str, float]
 

@@ -56,7 +56,7 @@ def resident_kb(tensor):
     return sum(page & 1 for page in pages) * mmap.PAGESIZE // 1024
 
 def cached_kb():
-    from holdfast.worker.decoder.cpu.cache import TiledCache
+    from holdfast.worker.executors.cpu.cache import TiledCache
     caches = [found for found in gc.get_objects() if isinstance(found, TiledCache)]
     return sum(resident_kb(layer.pages) for cache in caches for layer in cache._layers)
 
@@ -86,7 +86,7 @@ def run(code: str, tree: Path, home: Path, *arguments: str) -> str:
 def weight_kb(model: str, ranks: int) -> int:
     from holdfast.cluster.bundled_model.bundled_model import located
     from holdfast.worker.config import ModelConfig, ParallelConfig, WorkerConfig
-    from holdfast.worker.model.memory import MemoryEstimator
+    from holdfast.worker.models.memory import MemoryEstimator
 
     parallel = ParallelConfig(tensor_parallel_size=ranks)
     return (

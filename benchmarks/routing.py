@@ -6,8 +6,7 @@ The registry is the router's own, on one thread without wires. Each decision is 
 with a prefix that some replicas have cached. A decision includes the hashes of the prompt's blocks and the note of what
 was sent; between two decisions, untimed, a replica reports its load. The sequence is run some times over, and of each
 decision the least time counts: what interrupts one pass is not there in the next. The clock is that of the wall,
-because a thread's own takes a system call, as long as a decision on some virtual machines. What may not live here: what
-a policy gains (`holdfast simulate --replicas`), and the cost of all else in a router (`router.py`).
+because a thread's own takes a system call, as long as a decision on some virtual machines.
 """
 
 import argparse
@@ -25,9 +24,9 @@ from rich.progress import track
 from rich.table import Table
 
 from holdfast.router.config import PolicyName, RouterConfig
-from holdfast.router.replicas.prefix_index import PromptPrefix
-from holdfast.router.replicas.replica_registry import ReplicaRegistry
-from holdfast.router.replicas.replica_state import ReplicaState
+from holdfast.router.dispatch.prefix_index import PromptPrefix
+from holdfast.router.dispatch.replica_registry import ReplicaRegistry
+from holdfast.router.dispatch.replica_state import ReplicaState
 from holdfast.worker.model_info import ModelInfo, ReplicaFacts
 from holdfast.worker.request import EngineLoad, EngineRequest
 from holdfast.worker.sampling_params import SamplingParams

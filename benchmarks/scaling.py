@@ -20,14 +20,13 @@ from rich.table import Table
 
 from holdfast.cluster.load_trace import Arrival, read_trace
 from holdfast.cluster.scaling.autoscaler import Autoscaler
+from holdfast.cluster.scaling.demand_book import ScalingConfig
 from holdfast.cluster.scaling.serve_default import ServeDefault, ServeSettings
-from holdfast.cluster.scaling.settings import ScalingConfig
 from holdfast.cluster.simulate.capacity.capacity import ClusterShape
-from holdfast.cluster.simulate.capacity.capacity_report import percentile
+from holdfast.cluster.simulate.capacity.capacity_report import arrivals, burst, day, percentile, ramp, spells
 from holdfast.cluster.simulate.capacity.elastic import ElasticResult, Policy, serve_elastic
-from holdfast.cluster.simulate.capacity.loads import arrivals, burst, day, ramp, spells
 from holdfast.worker.config import SchedulerConfig
-from holdfast.worker.tuning.step_time import StepCosts
+from holdfast.worker.scheduler.step_time import StepCosts
 
 SLO_TTFT_S: Final = 2.0
 STARTUP_S: Final = 10.0

@@ -24,11 +24,11 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.errors import HoldfastError, ReplicaError
-from holdfast.worker.layers.linear import Linear, linear_kernel
-from holdfast.worker.model.skeleton_program import SkeletonProgram
+from holdfast.worker.models.linear import Linear, linear_kernel
+from holdfast.worker.models.skeleton_program import SkeletonProgram
+from holdfast.worker.replica.known_answer import KnownAnswerCheck
 from holdfast.worker.replica.rank import prepare_process
-from holdfast.worker.scheduling.scheduler import Scheduler
-from holdfast.worker.supervision.known_answer_check import KnownAnswerCheck
+from holdfast.worker.scheduler.scheduler import Scheduler
 
 BITS = {15: "sign", **{bit: f"exponent {bit - 7}" for bit in range(14, 6, -1)}}
 """Of bfloat16; the others are the mantissa's."""

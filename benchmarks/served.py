@@ -6,7 +6,7 @@ The same requests go to `LLM.generate` and, over gRPC and over HTTP, from a clie
 turns. All of these processes share the cores: what the client and the router take, the replica cannot have. The client
 of gRPC is `AsyncClient`; that of HTTP reads a socket, and counts tokens by the usage. No Ray is started; tokens pass
 through none. With `--apart` engines have the first half of the cores, and routers and clients the other: what is lost
-then is what serving costs where there are cores enough. What may not live here: the processes (`router_parts/`).
+then is what serving costs where there are cores enough.
 """
 
 import argparse

@@ -25,12 +25,12 @@ from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import ParallelConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.plan.step_plan import StepRunner
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.scheduling.scheduler import Scheduler
-from holdfast.worker.speculation.speculation import Speculation
+from holdfast.worker.scheduler.scheduler import Scheduler
+from holdfast.worker.scheduler.speculation import Speculation
 from holdfast.worker.stats import SchedulerStats
+from holdfast.worker.step_plan import StepRunner
 from scripts.train_bundled_model.chats import dialogue
 from scripts.train_bundled_model.curriculum import Curriculum
 

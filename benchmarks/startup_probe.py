@@ -1,7 +1,4 @@
-"""Probe of a start, run with `python -c` in the tree that is measured: a stopwatch around the parts of a start.
-
-What may not live here: imports of ours before the command's own, since they are what is measured.
-"""
+"""Probe of a start, run with `python -c` in the tree that is measured: a stopwatch around the parts of a start."""
 
 import time
 
@@ -18,15 +15,15 @@ from typing import Any  # noqa: E402
 
 WRAPPED = (
     ("holdfast.cluster.commands.generate", "load_config", "settings"),
-    ("holdfast.worker.model.loading", "read_config", "config"),
-    ("holdfast.worker.model.loading", "load_program", "weights"),
-    ("holdfast.worker.model.program", "read_config", "config"),
-    ("holdfast.worker.model.program", "build_rank_model", "weights"),
-    ("holdfast.worker.decoder.program", "prove", "proof"),
-    ("holdfast.worker.decoder.program", "ask", "proof"),
-    ("holdfast.worker.decoder.program", "check", "proof"),
-    ("holdfast.worker.decoder.cpu.executor", "PackedModel", "packing"),
-    ("holdfast.worker.model.loading", "_allocate_cache", "cache"),
+    ("holdfast.worker.models.loading", "read_config", "config"),
+    ("holdfast.worker.models.loading", "load_program", "weights"),
+    ("holdfast.worker.models.rank_program", "read_config", "config"),
+    ("holdfast.worker.models.rank_program", "build_rank_model", "weights"),
+    ("holdfast.worker.models.decoder_program", "prove", "proof"),
+    ("holdfast.worker.models.decoder_program", "ask", "proof"),
+    ("holdfast.worker.models.decoder_program", "check", "proof"),
+    ("holdfast.worker.executors.cpu.executor", "PackedModel", "packing"),
+    ("holdfast.worker.models.loading", "_allocate_cache", "cache"),
     ("holdfast.worker.engine.model_runner", "_self_check", "self-check"),
     ("holdfast.cluster.offline.inference_engine", "LocalRouter.start", "router"),
 )

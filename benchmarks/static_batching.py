@@ -1,14 +1,10 @@
-"""Static batching policy, which continuous batching replaced. A baseline of the benchmark.
-
-What may not live here: policies that a replica can be configured with (`worker/scheduling/policies.py`).
-"""
+"""Static batching policy, which continuous batching replaced. A baseline of the benchmark."""
 
 from collections.abc import Iterable
 
-from holdfast.worker.scheduling.batching import Share, share_out
-from holdfast.worker.scheduling.queues import SequenceQueues
-from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
-from holdfast.worker.scheduling.step_limits import StepLimits
+from holdfast.worker.scheduler.batching import Share, StepLimits, share_out
+from holdfast.worker.scheduler.queues import SequenceQueues
+from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
 
 
 class StaticBatching:

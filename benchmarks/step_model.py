@@ -3,7 +3,7 @@
     python -m benchmarks.step_model [--model demo] [--out step_model.json] [--rounds 5]
 
 Runs steps of many shapes (one long prompt, many decodes, both at once, short and long contexts), takes the best time of
-each, and fits the costs of `worker/tuning/step_time.py` to them. With the file, `holdfast simulate --replicas N
+each, and fits the costs of `worker/scheduler/step_time.py` to them. With the file, `holdfast simulate --replicas N
 --step-model step_model.json` answers capacity questions for such replicas.
 """
 
@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.batching import load_model
-from holdfast.cluster.simulate.capacity.step_costs_file import write_step_costs
+from holdfast.cluster.simulate.capacity.capacity_report import write_step_costs
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan, StepRunner
-from holdfast.worker.tuning.step_time import StepCosts, StepShape, shape_of
+from holdfast.worker.scheduler.step_time import StepCosts, StepShape, shape_of
+from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan, StepRunner
 
 NUM_SEQUENCES = (1, 4, 16, 32)
 NUM_TOKENS = (1, 16, 64)

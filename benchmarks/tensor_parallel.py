@@ -27,7 +27,7 @@ from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
 from holdfast.worker.distributed.rendezvous import Rendezvous
 from holdfast.worker.distributed.tensor_parallel import DistributedGroup, SingleRank, TensorParallelGroup, pick_port
-from holdfast.worker.model.loading import LoadedModel, load_model
+from holdfast.worker.models.loading import LoadedModel, load_model
 
 END: Final = len(KINDS)
 PAUSE: Final = END + 1

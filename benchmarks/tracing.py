@@ -4,8 +4,7 @@
 
 No model: a replica that only counts, so that what is measured beside traces is as little as there can be. Two routers,
 each with its replica, one of both pairs traced and sending its spans to a collector that throws them away. They
-alternate in rounds; the table has medians, and ratios of one round. What may not live here: the processes
-(`router_parts/`).
+alternate in rounds; the table has medians, and ratios of one round.
 """
 
 import argparse

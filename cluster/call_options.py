@@ -1,12 +1,29 @@
-"""Options of a call besides its prompt and parameters, as keyword arguments shared by the clients of a cluster.
-
-What may not live here: service options alone, which offline callers take as well (`service_options.py`).
-"""
+"""Options of a call besides its prompt and parameters, as keyword arguments shared by the clients of a cluster."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
-from holdfast.cluster.service_options import ServiceOptions
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.request import Priority
+
+
+class ServiceOptions(TypedDict, total=False):
+    """None of them changes a token of the completion."""
+
+    priority: Priority
+    """The class of service; `NORMAL` unless said otherwise."""
+    tenant: str
+    """On whose account; tenants share by `scheduler.tenant_shares`."""
+    timeout_s: float | None
+    """Seconds after which the request ends with a `DeadlineExceededError`."""
+    cache_salt: str
+    """Only requests with the same one find each other's prefixes in the cache."""
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """Raises `InvalidRequestError` for a timeout that is over before it begins. It must be known to be a number."""
+    if timeout_s is not None and not timeout_s > 0:
+        raise InvalidRequestError("timeout_s", timeout_s, "must be above 0")
 
 
 class CallOptions(ServiceOptions, total=False):

@@ -2,7 +2,7 @@
 
 The published formats that are read: Mooncake's (JSON lines with `timestamp` in milliseconds, `input_length`,
 `output_length`, `hash_ids`), Azure's LLM inference traces (CSV: TIMESTAMP, ContextTokens, GeneratedTokens) and
-BurstGPT's (CSV: Timestamp in seconds, Request tokens, Response tokens). What may not live here: serving a load.
+BurstGPT's (CSV: Timestamp in seconds, Request tokens, Response tokens).
 """
 
 import csv

@@ -1,6 +1,5 @@
-"""Event loop on a thread of its own, for callers on other threads. Whoever waits on it is answered, whenever it ends.
-
-What may not live here: what runs on the loop.
+"""Event loop on a thread of its own, for callers on other threads. Whoever waits on it is answered,
+whenever it ends.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """Progress display of a start-up: bars on a terminal, one plain line per phase otherwise. Always on stderr.
 
-Everything that takes time reports through one signature, `report(phase, done, total)`. What may not live here: what the
-phases are.
+Everything that takes time reports through one signature, `report(phase, done, total)`.
 """
 
 import threading

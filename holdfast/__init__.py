@@ -9,18 +9,17 @@ with LLM("demo") as llm:
 import importlib
 from typing import TYPE_CHECKING
 
-from holdfast.worker.garbage_collection import importing
+from holdfast.worker.process_memory import importing
 
 if TYPE_CHECKING:
     from holdfast.cluster.client.async_client import AsyncClient
     from holdfast.cluster.client.blocking_client import Client
     from holdfast.cluster.client.holding_transport import HoldingTransport
-    from holdfast.cluster.client.service_config import SERVICE_CONFIG
-    from holdfast.cluster.offline.beams import BeamSearchParams
+    from holdfast.cluster.client.transport import SERVICE_CONFIG
     from holdfast.cluster.offline.engine_args import AsyncEngineArgs, EngineArgs
     from holdfast.cluster.offline.inference_engine import InferenceEngine
     from holdfast.cluster.offline.llm import LLM
-    from holdfast.cluster.offline.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from holdfast.cluster.offline.outputs import BeamSearchParams, CompletionOutput, RequestMetrics, RequestOutput
     from holdfast.cluster.offline.prompts import TextPrompt, TokensPrompt
     from holdfast.cluster.offline.vllm_engines import AsyncLLMEngine, LLMEngine
     from holdfast.cluster.serve.app import build_app, build_model
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from holdfast.worker.errors import HoldfastError
     from holdfast.worker.request import FinishReason, Priority
     from holdfast.worker.sampling_params import RequestOutputKind, SamplingParams
-    from holdfast.worker.security.tls import Tls
     from holdfast.worker.structured_outputs import StructuredOutputs
+    from holdfast.worker.wire.tls import Tls
 
     GuidedDecodingParams = StructuredOutputsParams = StructuredOutputs
 
@@ -66,7 +65,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "SERVICE_CONFIG": "holdfast.cluster.client.service_config",
+    "SERVICE_CONFIG": "holdfast.cluster.client.transport",
     "AsyncClient": "holdfast.cluster.client.async_client",
     "AsyncEngineArgs": "holdfast.cluster.offline.engine_args",
     "AsyncLLMEngine": "holdfast.cluster.offline.vllm_engines",
@@ -74,7 +73,7 @@ _HOMES = {
     "Chunk": "holdfast.router.generation",
     "Client": "holdfast.cluster.client.blocking_client",
     "LLM": "holdfast.cluster.offline.llm",
-    "BeamSearchParams": "holdfast.cluster.offline.beams",
+    "BeamSearchParams": "holdfast.cluster.offline.outputs",
     "CompletionOutput": "holdfast.cluster.offline.outputs",
     "EngineArgs": "holdfast.cluster.offline.engine_args",
     "FinishReason": "holdfast.worker.request",
@@ -87,7 +86,7 @@ _HOMES = {
     "RequestOutputKind": "holdfast.worker.sampling_params",
     "SamplingParams": "holdfast.worker.sampling_params",
     "StructuredOutputs": "holdfast.worker.structured_outputs",
-    "Tls": "holdfast.worker.security.tls",
+    "Tls": "holdfast.worker.wire.tls",
     "TextPrompt": "holdfast.cluster.offline.prompts",
     "TokensPrompt": "holdfast.cluster.offline.prompts",
     "build_app": "holdfast.cluster.serve.app",

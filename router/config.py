@@ -1,7 +1,4 @@
-"""Router configuration: validated, frozen settings in four groups. `cluster/config/` loads them.
-
-What may not live here: reading files or the environment, and values that are known only once replicas are up.
-"""
+"""Router configuration: validated, frozen settings in four groups. `cluster/config/` loads them."""
 
 import re
 from itertools import pairwise
@@ -15,7 +12,7 @@ from holdfast.worker.config import Bytes, Settings
 from holdfast.worker.sampling_params import MAX_LOGPROBS
 
 PolicyName = Literal["prefix_aware", "session_affinity", "power_of_two", "least_loaded", "round_robin", "random"]
-"""The routing policies, which are in `replicas/policy.py`."""
+"""The routing policies, which are in `dispatch/policy.py`."""
 
 File = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 """A file by its whole path: processes that read it may have another working directory."""

@@ -1,7 +1,5 @@
-"""Demand for a model, as routers see it: what waits, how long, and how busy its replicas are. What an autoscaler reads.
-
-What may live here: the figures, and how those of several routers add up. What may not: reading them
-(`router/dispatch/dispatch.py`), decisions (`cluster/scaling/`), clocks.
+"""Demand for a model, as routers see it: what waits, how long,
+and how busy its replicas are. What an autoscaler reads.
 """
 
 from collections.abc import Iterable

@@ -1,8 +1,5 @@
 """Inputs and outputs of the dispatcher core, as plain data. Replica messages are types of the worker
 (`worker/step_update.py`, `worker/model_info.py`).
-
-What may live here: protocols and frozen plain data, with their guarantees. What may not: decisions
-(`router/dispatch/dispatch.py`), wire formats (`router/wire/`), IO.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,4 @@
-"""Responses of the public API as plain data: stream chunks and whole generations. Fields are named as in the proto.
-
-What may not live here: the dispatcher core's own types (`events.py`), wire formats (`router/wire/`).
-"""
+"""Responses of the public API as plain data: stream chunks and whole generations. Fields are named as in the proto."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,6 @@
 """Router losses: which requests a router was reading when it ended, as routers and clients tell each other of it.
 
-Plain data. What may not live here: the judgement (`router/requests/poison_watch.py`), where a router notes what it
-reads so that its end leaves it (`cluster/serve/crash_journal.py`).
+Plain data.
 """
 
 from dataclasses import dataclass

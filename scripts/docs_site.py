@@ -1,6 +1,5 @@
-"""Hooks of the documentation's site (`make docs`): the pages of `reference/`, made from settings, commands and protos.
-
-What may not live here: prose that a person writes (`docs/`), the page of metrics, which is in the repository.
+"""Hooks of the documentation's site (`make docs`): the pages of `reference/`, made from settings,
+commands and protos.
 """
 
 import re

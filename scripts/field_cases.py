@@ -49,7 +49,7 @@ SHOWS: Final[Mapping[str, str]] = {
 """What the right values look like, of cases that print values and no verdict."""
 
 TESTS: Final[Mapping[str, str]] = {
-    "core/01": "tests/router/doors/test_request_identity.py",
+    "core/01": "tests/router/api/test_request_identity.py",
     "core/06": "tests/worker/distributed/test_rendezvous.py",
 }
 """Tests of the same, which are run where a case imports names that this version does not have."""

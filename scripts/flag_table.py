@@ -1,8 +1,6 @@
 """Generator of the command line's flag table, `cluster/config/flags.json`. `--check` only tells whether it is current.
 
-    python -m scripts.flag_table [--check]
-
-What may not live here: what settings and parameters are (`cluster/config/config.py`, `worker/sampling_params.py`).
+python -m scripts.flag_table [--check]
 """
 
 import json

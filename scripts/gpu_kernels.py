@@ -2,8 +2,7 @@
 
     python -m scripts.gpu_kernels [--check]      writes, or compares with, docs/gpu-kernels.json
 
-Needs Triton, which brings its own ptxas, and no GPU. What may not live here: the kernels' own choices of tiles
-(`worker/decoder/gpu/launches.py`): each launch of the executor on models of the sizes below is recorded and compiled.
+Needs Triton, which brings its own ptxas, and no GPU.
 """
 
 import argparse
@@ -21,8 +20,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from holdfast.worker.attention.kv_cache import KVCache, KVSpec
-from holdfast.worker.decoder.layout import (
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.executors.kv_cache import KVCache, KVSpec
+from holdfast.worker.executors.layout import (
     Activation,
     Attention,
     DecoderLayout,
@@ -33,10 +34,8 @@ from holdfast.worker.decoder.layout import (
     Norm,
     Rotary,
 )
-from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.distributed.tensor_parallel import SingleRank
-from holdfast.worker.plan.logits_settings import LogitsSettings
-from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.plan_rows import LogitsSettings
+from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
 
 TABLE: Final = Path(__file__).parent.parent / "docs" / "gpu-kernels.json"
 DEVICES: Final = (80, 90, 100)
@@ -130,7 +129,7 @@ class Use:
 
 def uses_of(shapes: Iterable[Shape], decode_rows: Iterable[int], prompt_rows: int) -> list[Use]:
     """All different launches of decode steps and of one prompt, keys and values in the model's dtype and in fp8."""
-    from holdfast.worker.decoder.gpu.executor import GpuExecutor
+    from holdfast.worker.executors.gpu.executor import GpuExecutor
 
     found: dict[str, Use] = {}
 
@@ -165,7 +164,7 @@ def uses_of(shapes: Iterable[Shape], decode_rows: Iterable[int], prompt_rows: in
 
 def _run_paged_kernels(launch: Any, prompt_rows: int) -> None:
     """The attention of models without a decoder program, whose keys and values differ in width."""
-    from holdfast.worker.decoder.gpu.paged_kernels import PagedKernels
+    from holdfast.worker.executors.gpu.paged_kernels import PagedKernels
 
     for spec in LATENT_SPECS.values():
         device = torch.device("meta")
@@ -182,9 +181,9 @@ def _run_paged_kernels(launch: Any, prompt_rows: int) -> None:
 
 def _run_exchange(record: Any) -> None:
     """What 2, 4 and 8 ranks launch to exchange sums, best tokens, logits and drawn tokens."""
-    from holdfast.worker.decoder.gpu.buffers import Buffers
-    from holdfast.worker.decoder.gpu.peer_memory import PeerMemory
-    from holdfast.worker.decoder.gpu.rank_exchange import NoExchange, PeerExchange
+    from holdfast.worker.executors.gpu.graphs import Buffers
+    from holdfast.worker.executors.gpu.peer_memory import PeerMemory
+    from holdfast.worker.executors.gpu.rank_exchange import NoExchange, PeerExchange
 
     meta = torch.device("meta")
     for size in (2, 4, 8):

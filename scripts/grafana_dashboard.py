@@ -3,8 +3,7 @@
     python -m scripts.grafana_dashboard [--check]
 
 Every router tells of all replicas, so figures of replicas are the maximum over whoever tells, by replica; those of
-requests are sums over routers. What may not live here: names of metrics that are not in `router/metrics/catalogue.py`,
-which a test checks.
+requests are sums over routers.
 """
 
 import json

@@ -1,8 +1,9 @@
 """Figures of the code's shape: rooms, functions, import cycles, types with equal fields, files that know a parameter.
 
     python -m scripts.house_figures [--root DIR]     # DIR: another checkout, in an older layout too
+    python -m scripts.house_figures --trace          # and what one warm request runs: offline, over gRPC, over HTTP
 
-Counts only; nothing is imported from the checkout that is looked at.
+Counts only. Without `--trace` nothing is imported from the checkout that is looked at.
 """
 
 import argparse
@@ -144,10 +145,23 @@ def report(house: House) -> None:
         print(f"files that know {parameter}: {len(files)}: {', '.join(files)}")
 
 
+def report_traces() -> None:
+    from scripts.request_trace import traces  # it loads all that serves
+
+    for host, trace in traces().items():
+        print(f"\none request, {host}: {len(trace.functions)} functions in {len(trace.files)} files")
+        print(f"  returns to a room, on the way to the first step: {trace.returns()}")
+        print("  " + ", ".join(f"{room} {count}" for room, count in sorted(trace.rooms.items())))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Figures of the code's shape.")
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[1], help="checkout to look at")
-    report(House(parser.parse_args().root.resolve()))
+    parser.add_argument("--trace", action="store_true", help="also trace one warm request of 8 tokens on each host")
+    options = parser.parse_args()
+    report(House(options.root.resolve()))
+    if options.trace:
+        report_traces()
 
 
 if __name__ == "__main__":

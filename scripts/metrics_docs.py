@@ -1,8 +1,6 @@
 """Generator of the tables in `docs/metrics.md`. `--check` only tells whether they are current.
 
-    python -m scripts.metrics_docs [--check]
-
-What may not live here: what the metrics are (`router/metrics/catalogue.py`).
+python -m scripts.metrics_docs [--check]
 """
 
 from pathlib import Path

@@ -4,7 +4,7 @@ dark.
     python -m scripts.page_screenshots [--folder docs/images]
 
 Two replicas of the bundled model and a router, in this process and without Ray; Chromium without a window. What may not
-live here: checks of the page (`tests/router/doors/http/test_page_in_a_browser.py`).
+live here: checks of the page (`tests/router/api/http/test_page_in_a_browser.py`).
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.links.replica_directory import ReplicaEndpoint, StaticDirectory
-from holdfast.router.router import Router
+from holdfast.router.server.router import Router
 from holdfast.worker.config import ParallelConfig, WorkerConfig
 from holdfast.worker.replica.link import LinkServer
 from holdfast.worker.replica.replica import Replica

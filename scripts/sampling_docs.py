@@ -1,8 +1,6 @@
 """Generator of the parameter table in `docs/sampling.md`. `--check` only tells whether it is current.
 
-    python -m scripts.sampling_docs [--check]
-
-What may not live here: what the parameters are (`worker/sampling_params.py`).
+python -m scripts.sampling_docs [--check]
 """
 
 from collections.abc import Iterable

@@ -1,10 +1,9 @@
-"""Generator of the layout files that come with the package (`worker/model/layouts`): starts each bundled model once.
+"""Generator of the layout files that come with the package (`worker/models/layouts`): starts each bundled model once.
 
     python -m scripts.ship_layouts
 
 Run it when a bundled model, recognition or the form of layout files has changed, which
-`tests/worker/model/test_shipped_layout.py` tells. What may not live here: what a layout file holds, and when one is
-used (`worker/model/shipped_layout.py`).
+`tests/worker/models/test_shipped_layout.py` tells.
 """
 
 import os
@@ -16,8 +15,7 @@ from unittest import mock
 
 from holdfast.cluster.bundled_model.bundled_model import BUNDLED, BUNDLED_DRAFT, bundled_path
 from holdfast.cluster.offline.inference_engine import InferenceEngine
-from holdfast.worker.model.kept_layout import layouts_folder
-from holdfast.worker.model.shipped_layout import SHIPPED, shipped_name
+from holdfast.worker.models.kept_layout import SHIPPED, layouts_folder, shipped_name
 
 SHARES: Final = ((BUNDLED, 1), (BUNDLED, 2), (BUNDLED_DRAFT, 1))
 """Model and ranks; a draft model is whole on its rank."""

@@ -4,7 +4,7 @@
     python -m scripts.terminal_session [FILE]
 
 What is recorded is what is typed: the cluster starts, streams, loses a replica and is compared with itself. It has a
-terminal of its own, so it runs anywhere. What may not live here: what the demo does (`cluster/demo/`).
+terminal of its own, so it runs anywhere.
 """
 
 import os

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from holdfast.worker.security.tls import Tls
+from holdfast.worker.wire.tls import Tls
 
 DAY = datetime.timedelta(days=1)
 

@@ -44,8 +44,8 @@ STARTS_RAY = (
 @pytest.fixture(autouse=True)
 def _no_layout_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test has planted in this process is nothing that another one should find."""
-    if "holdfast.worker.model.kept_layout" in sys.modules:
-        monkeypatch.setattr("holdfast.worker.model.kept_layout.layouts_folder", lambda: Path("/dev/null/layouts"))
+    if "holdfast.worker.models.kept_layout" in sys.modules:
+        monkeypatch.setattr("holdfast.worker.models.kept_layout.layouts_folder", lambda: Path("/dev/null/layouts"))
 
 
 @pytest.hookimpl(optionalhook=True)

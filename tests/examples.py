@@ -1,7 +1,4 @@
-"""How many examples Hypothesis tries: all in a long run, a quarter in the run of every day, which leaves out `slow`.
-
-What may not live here: the examples.
-"""
+"""How many examples Hypothesis tries: all in a long run, a quarter in the run of every day, which leaves out `slow`."""
 
 from typing import Final
 

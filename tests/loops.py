@@ -1,7 +1,7 @@
 """The event loops that tests run on: uvloop's, where Ray Serve runs routers and replicas, and asyncio's own.
 
 They differ in what asyncio leaves open, such as how fine their clocks are and what `call_at` returns, so whatever runs
-on a loop is tested on the one that serves, and on asyncio's where that costs little. What may not live here: what runs.
+on a loop is tested on the one that serves, and on asyncio's where that costs little.
 """
 
 import asyncio

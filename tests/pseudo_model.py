@@ -8,8 +8,8 @@ simulator has a richer one of its own, with text, grammars and penalties (`clust
 import hashlib
 from collections.abc import Sequence
 
-from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.request import TokenLogprob
+from holdfast.worker.step_plan import ScheduledSequence, StepPlan, StepResult
 
 
 def pseudo_token(prefix: Sequence[int], seed: int, vocab_size: int) -> int:

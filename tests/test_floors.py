@@ -1,7 +1,7 @@
 """The floors of the house: packages and rooms import downward only, and what a room may load is data, here.
 
-A file at the root of a package holds its words, which all rooms above may import; a folder (or a file named in `ROOMS`)
-is a room, private to its package unless it is listed in `DOORS`.
+A room is a folder. The root of a package is a room too: plain data that all rooms above it may import. A room imports
+from its own package only rooms on lower floors, and from another package only what `DOORS` lists.
 """
 
 import ast
@@ -10,115 +10,103 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-POLICY = ("service_order", "plan", "kv", "scheduling", "speculation", "tuning", "engine_core")
-DEVICE = ("distributed", "layers", "attention", "sampling", "decoder", "model", "engine")
-PROCESS = (
-    "wire",
-    "security",
-    "supervision",
-    "replica",
-)  # wire: both ends of a link read and write its messages by one codec
-ROOMS = {  # from the ground up: a room imports from those before it
-    "worker": (*POLICY, *DEVICE, *PROCESS),
+PACKAGES = ("worker", "router", "cluster")
+FLOORS = {  # from the ground up
+    "worker": (
+        ("worker", "worker/executors/gpu/kernels"),
+        ("worker/cache", "worker/distributed", "worker/executors", "worker/wire"),
+        ("worker/scheduler", "worker/executors/cpu", "worker/executors/gpu"),
+        ("worker/models",),
+        ("worker/engine",),
+        ("worker/replica",),
+    ),
     "router": (
-        *(
-            "wire",
-            "schemas",
-            "text",
-            "tools",
-            "replicas",
-            "dispatch",
-            "overload",
-            "security",
-            "requests",
-            "metrics",
-            "links",
-            "doors",
-        ),
-        "router",
+        ("router", "router/schemas"),
+        ("router/overload", "router/security", "router/wire"),
+        ("router/text",),
+        ("router/dispatch", "router/tools"),
+        ("router/links", "router/requests"),
+        ("router/api", "router/metrics"),
+        ("router/api/grpc", "router/api/http"),
+        ("router/api/open_inference", "router/api/vllm"),
+        ("router/server",),
     ),
     "cluster": (
-        *(
-            "scaling",
-            "config",
-            "bundled_model",
-            "checks",
-            "client",
-            "front",
-            "offline",
-            "serve",
-            "simulate",
-            "bench",
-            "demo",
-        ),
-        "commands",
+        ("cluster", "cluster/bundled_model", "cluster/scaling", "cluster/simulate/kernel", "cluster/simulate/oracle"),
+        ("cluster/client", "cluster/config"),
+        ("cluster/bench", "cluster/front", "cluster/offline", "cluster/simulate/actors"),
+        ("cluster/serve", "cluster/simulate/capacity", "cluster/simulate/world"),
+        ("cluster/demo",),
+        ("cluster/commands",),
     ),
-    "cluster.simulate": ("kernel", "oracle", "actors", "world", "capacity"),
-    "worker.decoder": ("cpu", "gpu", "program"),  # an executor knows the layout; only the program knows an executor
 }
-DOORS = {  # what a package may import of those below it
-    "router": {"worker": ("words", "service_order", "wire", "security")},  # one codec and lock of the link
-    "cluster": {"worker": ("words", *ROOMS["worker"]), "router": ("words", *ROOMS["router"])},
-    "cluster.simulate": {
-        "worker": ("words", *POLICY, "wire", "supervision"),  # static bounds, and the rule of hangs
-        "router": ("words", "wire", "text", "replicas", "dispatch", "overload", "security", "requests"),
-        "cluster": ("words", "scaling", "client"),  # the clients' retry policy
-    },
-    "worker.decoder": {"worker": ("words", *POLICY, *DEVICE[: DEVICE.index("decoder")])},
+ROOMS = {
+    room: (package, number)
+    for package, floors in FLOORS.items()
+    for number, floor in enumerate(floors)
+    for room in floor
+}
+DOORS = {  # rooms of other packages that a room, or a folder of rooms, may import; the longest prefix counts
+    "worker": (),
+    "router": ("worker", "worker/wire"),  # one codec and one lock of the link, for both of its ends
+    "cluster": tuple(room for room, (package, _) in ROOMS.items() if package != "cluster"),
+    "cluster/simulate": (
+        *("worker", "worker/scheduler", "worker/engine", "worker/wire", "worker/replica"),
+        *("router", "router/wire", "router/text", "router/dispatch", "router/overload", "router/security"),
+        "router/requests",
+    ),
 }
 TENSORS = {"torch", "transformers", "safetensors", "numpy"}
 IO = {"asyncio", "grpc", "ray", "random", "secrets", "socket", "subprocess", "threading", "time"}
-NEVER_LOADS = {  # by room; a package stands for all of its rooms
+NEVER_LOADS = {  # by file or folder, for all below it
     "worker": {"ray"},
-    "worker.words": TENSORS | IO,
-    **{f"worker.{room}": TENSORS | IO for room in POLICY},
-    **{f"worker.{room}": {"asyncio", "grpc"} for room in DEVICE},
-    "worker.decoder": {"ray", "asyncio", "grpc"},
-    **{f"worker.decoder.{room}": {"ctypes", "fcntl", "subprocess"} for room in ("words", "program")},
-    "worker.decoder.cpu": {"ray", "asyncio", "grpc", "transformers"},
-    "worker.decoder.gpu": {"ray", "asyncio", "grpc", "transformers"},  # calls CUDA's driver by ctypes
-    "worker.wire": TENSORS | IO,
+    "worker/cache": TENSORS | IO,
+    "worker/scheduler": TENSORS | IO,
+    **{f"worker/{room}": {"asyncio", "grpc"} for room in ("distributed", "executors", "models", "engine")},
+    "worker/executors/cpu": {"transformers"},
+    "worker/executors/gpu": {"transformers"},
+    "worker/models": {"ctypes", "fcntl", "subprocess"},
     "router": {"torch", "ray"},
-    "router.words": IO,
-    "router.wire": TENSORS | (IO - {"grpc"}),
-    "router.tools": TENSORS | IO,
-    "router.replicas": TENSORS | IO,
-    "router.dispatch": TENSORS | IO,
-    "router.overload": TENSORS | IO,
-    "router.security": TENSORS | IO,  # keys are made by a command, and looked up at the time that is passed in
-    "cluster.scaling": TENSORS | IO,
-    "cluster.simulate": TENSORS | (IO - {"random", "grpc"}),  # the retry policy names its codes
+    "router/tools": TENSORS | IO,
+    "router/dispatch": TENSORS | IO,
+    "router/overload": TENSORS | IO,
+    "router/security": TENSORS | IO,  # keys are made by a command, and looked up at the time that is passed in
+    "router/wire": TENSORS | (IO - {"grpc"}),
+    "cluster/scaling": TENSORS | IO,
+    "cluster/simulate": TENSORS | (IO - {"random", "grpc"}),  # the retry policy names its codes
 }
+CORES = (  # files without IO in rooms that have some: the simulator runs them, or both ends of a wire read them
+    "worker/engine/engine_core.py",
+    "worker/engine/output_queues.py",
+    "worker/engine/request_guards.py",
+    "worker/replica/hang_verdict.py",
+    "worker/wire/link_requests.py",
+    "worker/wire/link_responses.py",
+    "worker/wire/message_bounds.py",
+    "worker/wire/sampling_fields.py",
+)
 STUBS = (
-    "worker.wire",
-    "worker.replica",
-    "router.wire",
-    "router.links",
-    "router.doors",
-    "cluster.client",
-    "cluster.bench",
+    *("worker/wire", "worker/replica", "router/wire", "router/links", "router/api", "cluster/client", "cluster/bench"),
 )
 
 
-def room(dotted: str) -> tuple[str, str]:
-    """(package, room) of a module of ours, such as `holdfast.worker.kv.prefix_cache`."""
-    package, *rest = dotted.removeprefix("holdfast.").split(".")
-    if rest and f"{package}.{rest[0]}" in ROOMS:
-        package, rest = f"{package}.{rest[0]}", rest[1:]
-    return package, rest[0] if rest and rest[0] in ROOMS[package] else "words"
+@cache
+def sources() -> dict[str, str]:
+    """Every file of the packages by its path, with its dotted name."""
+    found = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    names = [path.relative_to(ROOT) for path in found]
+    return {str(name): "holdfast." + ".".join(name.with_suffix("").parts) for name in names}
 
 
 @cache
-def sources() -> dict[Path, str]:
-    """Every file of the packages, with its dotted name."""
-    found = [path for package in ("worker", "router", "cluster") for path in sorted((ROOT / package).rglob("*.py"))]
-    return {path: "holdfast." + ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in found}
+def rooms_by_module() -> dict[str, str]:
+    return {module: str(Path(path).parent) for path, module in sources().items()}
 
 
 @cache
-def imports(path: Path, *, lazy: bool = True) -> frozenset[str]:
+def imports(path: str, *, lazy: bool = True) -> frozenset[str]:
     """Dotted names of what a file imports; without `lazy`, only of what loading it imports."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = list(ast.walk(ast.parse((ROOT / path).read_text())))
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     inside = {id(node) for function in functions for node in ast.walk(function)}
     counted = [node for node in nodes if lazy or id(node) not in inside]
@@ -126,74 +114,70 @@ def imports(path: Path, *, lazy: bool = True) -> frozenset[str]:
     origins = [node for node in counted if isinstance(node, ast.ImportFrom)]
     assert not any(node.level for node in origins), f"{path}: a relative import"
     members = [f"{node.module}.{alias.name}" for node in origins for alias in node.names]
-    modules = set(sources().values())
+    modules = rooms_by_module()
     return frozenset([*plain, *(name for name in members if name in modules), *(node.module for node in origins)])
 
 
-def ours(path: Path) -> list[str]:
-    """What a file imports of the packages, down to the file."""
-    return [
-        name for name in imports(path) if name.startswith(("holdfast.worker.", "holdfast.router.", "holdfast.cluster."))
-    ]
+def below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(f"{folder}/")
 
 
-def wrong_imports() -> list[str]:
-    """Every import that goes up, or past a door."""
-    wrong = []
-    for path, name in sources().items():
-        package, here = room(name)
-        order = ("words", *ROOMS[package])
-        for imported in ours(path):
-            other, there = room(imported)
-            if other == package:
-                fine = order.index(there) <= order.index(here)
-            elif other.startswith(f"{package}."):
-                fine = order.index(other.removeprefix(f"{package}.")) < order.index(here)
-            else:
-                fine = there in DOORS.get(package, {}).get(other, ())
-            if not fine:
-                wrong.append(f"{name} imports {imported}")
-    return wrong
+def doors(room: str) -> tuple[str, ...]:
+    return DOORS[max((folder for folder in DOORS if below(room, folder)), key=len)]
+
+
+def may_import(room: str, other: str) -> bool:
+    package, floor = ROOMS[room]
+    other_package, other_floor = ROOMS[other]
+    if package == other_package:
+        return room == other or other_floor < floor
+    return other in doors(room)
+
+
+def test_every_folder_is_a_room_on_a_floor():
+    assert {str(Path(path).parent) for path in sources() if not path.endswith("__init__.py")} == ROOMS.keys()
 
 
 def test_imports_go_down_only():
-    assert not wrong_imports()
+    rooms = rooms_by_module()
+    wrong = [
+        f"{path} imports {imported}"
+        for path in sources()
+        for imported in imports(path)
+        if imported in rooms and not may_import(str(Path(path).parent), rooms[imported])
+    ]
+    assert not wrong
 
 
 def test_rooms_load_only_what_they_may():
-    for path, name in sources().items():
-        package, here = room(name)
-        never = NEVER_LOADS.get(package, set()) | NEVER_LOADS.get(f"{package}.{here}", set())
+    never = {**NEVER_LOADS, **dict.fromkeys(CORES, TENSORS | IO)}
+    roots = {str(path.relative_to(ROOT)) for path in (ROOT / "worker").glob("*.py")}  # plain data
+    never |= dict.fromkeys(roots, TENSORS | IO)
+    for path in sources():
+        forbidden = set().union(*(names for folder, names in never.items() if below(path, folder)))
         loaded = {top.split(".")[0] for top in imports(path)}
-        assert not loaded & never, f"{name} loads {loaded & never}"
+        assert not loaded & forbidden, f"{path} loads {loaded & forbidden}"
 
 
 def test_importing_the_router_loads_no_tensors():
-    for path, name in sources().items():
-        if room(name)[0] == "router":
+    for path in sources():
+        if below(path, "router"):
             loaded = {top.split(".")[0] for top in imports(path, lazy=False)}
-            assert not loaded & TENSORS, f"{name} loads {loaded & TENSORS}"
+            assert not loaded & TENSORS, f"{path} loads {loaded & TENSORS}"
 
 
 def test_the_compiler_driver_runs_before_anything_is_installed():
     """A package's build runs it by itself."""
-    loaded = {name.split(".")[0] for name in imports(ROOT / "worker/decoder/cpu/build.py")}
+    loaded = {name.split(".")[0] for name in imports("worker/executors/cpu/build.py")}
     assert loaded <= sys.stdlib_module_names, loaded - sys.stdlib_module_names
 
 
 def test_only_wires_import_the_stubs():
-    for path, name in sources().items():
+    for path in sources():
         if any(imported.startswith(("holdfast.v1", "holdfast.foreign")) for imported in imports(path)):
-            assert ".".join(room(name)) in STUBS, name
+            assert any(below(path, room) for room in STUBS), path
 
 
 def test_package_files_are_empty():
     for path in sources():
-        assert path.name != "__init__.py" or path.read_text() == "", path
-
-
-def test_every_folder_is_a_room():
-    for package, rooms in ROOMS.items():
-        folder = ROOT / package.replace(".", "/")
-        folders = {path.name for path in folder.iterdir() if path.is_dir() and (path / "__init__.py").exists()}
-        assert folders <= set(rooms), f"{package} has folders that are no rooms: {folders - set(rooms)}"
+        assert not path.endswith("__init__.py") or (ROOT / path).read_text() == "", path

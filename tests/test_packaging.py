@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.worker.decoder.cpu import build, library
+from holdfast.worker.executors.cpu import build, library
 
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = (".*", "*.egg-info", "build", "dist", "__pycache__", "tests", "docs")
@@ -37,7 +37,7 @@ def installed(tmp_path_factory):
     """A folder into which the wheel was unpacked."""
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    keep_libraries(folder / "source/worker/decoder/cpu/libraries")
+    keep_libraries(folder / "source/worker/executors/cpu/libraries")
     subprocess.run([sys.executable, "-c", BUILD, folder], cwd=folder / "source", check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
     assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
@@ -61,8 +61,8 @@ def test_the_wheel_has_one_top_level_name_and_its_data(installed):
     protos = ("v1/inference.proto", "v1/inference_pb2.pyi", "foreign/grpc_service.proto", "foreign/health_pb2.pyi")
     for name in ("py.typed", *protos, "cluster/bundled_model/model/config.json", "cluster/config/flags.json"):
         assert (package / name).exists(), name
-    layouts = {path.name for path in (ROOT / "worker/model/layouts").iterdir()}
-    assert {path.name for path in (package / "worker/model/layouts").iterdir()} == layouts
+    layouts = {path.name for path in (ROOT / "worker/models/layouts").iterdir()}
+    assert {path.name for path in (package / "worker/models/layouts").iterdir()} == layouts
 
 
 @pytest.mark.parametrize("ending", ["py", "h", "cpp"])
@@ -75,7 +75,7 @@ def test_every_source_file_is_in_the_wheel(installed, ending):
 
 
 def test_the_wheel_has_the_native_executor_and_its_sources(installed):
-    folder = installed / "holdfast/worker/decoder/cpu"
+    folder = installed / "holdfast/worker/executors/cpu"
     sources = {path.name for path in build.SOURCES.iterdir()}
     assert {path.name for path in (folder / "native").iterdir()} == sources
     libraries = list((folder / "libraries").glob("*.so"))

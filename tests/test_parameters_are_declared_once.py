@@ -16,11 +16,12 @@ from pydantic import Field
 
 from holdfast.cluster.commands.sampling_flags import flags_of
 from holdfast.v1 import engine_pb2, inference_pb2
-from holdfast.worker import sampling_fields, sampling_params
+from holdfast.worker import sampling_params
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import About, Topic, World, declared
-from holdfast.worker.sampling_fields import TOKEN_WORLD, fields_of, params_of
 from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
+from holdfast.worker.wire import sampling_fields
+from holdfast.worker.wire.sampling_fields import TOKEN_WORLD, fields_of, params_of
 from scripts.flag_table import sampling_flags
 from scripts.sampling_docs import PAGE, table, with_table
 
@@ -30,14 +31,18 @@ MOST = 5
 ALSO_OTHER_THINGS = {"seed", "logprobs", "prompt_logprobs"}
 """A model and a simulation have seeds too, and outputs have the log-probabilities that were asked for."""
 NOT_OURS = (
-    "worker/decoder/",
+    "worker/models/",
+    "worker/executors/cpu/",
+    "worker/executors/gpu/",
+    "worker/executors/layout.py",
+    "worker/executors/draw_records.py",
     "proto/holdfast/foreign/",
-    "router/doors/vllm/",
-    "router/doors/http/messages_body.py",
-    "router/doors/http/responses_body.py",
+    "router/api/vllm/",
+    "router/api/http/messages_body.py",
+    "router/api/http/responses_body.py",
     "worker/wire/link_bounds.py",
     "router/wire/bounds.py",
-    "router/doors/http/body_bounds.py",
+    "router/api/http/body_bounds.py",
 )
 """A model's own numbers (`top_k` experts), protocols of others, which get a parameter when their authors say so, and
 the bounds of what can grow: a field without one is found when a server starts, and by a test that names it."""

@@ -20,16 +20,15 @@ READ_BY = {
     "cluster/serve/directory.py": "the first version of a directory; versions are compared by whether they differ",
     "cluster/serve/examination.py": "whether a certificate has expired",
     "cluster/serve/node_drain.py": "Ray takes a node's deadline since 1970",
-    "router/doors/http/submission.py": "`created` of OpenAI's answers",
-    "router/doors/oip/statistics.py": "the time of the last inference, in the Open Inference Protocol",
-    "router/doors/recent_errors.py": "the time of an error",
-    "router/doors/vllm/engine_facts.py": "the time of a report of vLLM's engine protocol",
-    "router/doors/vllm/servicer.py": "when it was called last, in vLLM's engine protocol",
+    "router/api/http/submission.py": "`created` of OpenAI's answers",
+    "router/api/open_inference/model_info.py": "the time of the last inference, in the Open Inference Protocol",
+    "router/api/operators.py": "the time of an error",
+    "router/api/vllm/servicer.py": "the time of a report, and of the last call, in vLLM's engine protocol",
     "router/requests/tracing.py": "when a span begins; its length is the loop's",
-    "router/router.py": "once for a `WallClock`, and whether a certificate has expired",
+    "router/server/router.py": "once for a `WallClock`, and whether a certificate has expired",
     "router/text/chat.py": "the date in a chat's template",
-    "worker/security/tls.py": "whether a certificate has expired",
-    "worker/supervision/hang_supervisor.py": "the time of a line of the log",
+    "worker/wire/tls.py": "whether a certificate has expired",
+    "worker/replica/hang_supervisor.py": "the time of a line of the log",
     "worker/replica/link_traces.py": "once, for a `WallClock`",
 }
 """Nothing here is subtracted from another reading."""
@@ -72,7 +71,7 @@ def test_a_reading_is_found(planted):
 
 
 def test_native_code_measures_by_a_steady_clock():
-    sources = [path for path in (ROOT / "worker/decoder/cpu/native").rglob("*") if path.suffix in (".cpp", ".h")]
+    sources = [path for path in (ROOT / "worker/executors/cpu/native").rglob("*") if path.suffix in (".cpp", ".h")]
     assert sources
     for path in sources:
         assert not re.search(r"system_clock|CLOCK_REALTIME|gettimeofday|std::time\b", path.read_text()), path

@@ -1,6 +1,5 @@
-"""An event loop in virtual time: it never sleeps, and counts how often it would have woken.
-
-What may not live here: what runs on it. Nothing on it may wait for a file, a thread or another process.
+"""An event loop in virtual time: it never sleeps, and counts how often it would have woken. Nothing on it may wait for
+a file, a thread or another process.
 """
 
 import asyncio

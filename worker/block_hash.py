@@ -1,8 +1,7 @@
 """Block hashes of the prefix cache: a chained hash of a full block's tokens, the same everywhere.
 
 A block's hash covers its tokens and the hash of the block before it, so equal hashes mean the same tokens after the
-same prefix under the same salt. Workers cache blocks by it, and routers look prefixes up by it. What may not live here:
-which block is cached where.
+same prefix under the same salt. Workers cache blocks by it, and routers look prefixes up by it.
 """
 
 import struct

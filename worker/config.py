@@ -1,7 +1,4 @@
-"""Settings of a worker: validated, frozen, nested by owner. `cluster/config/` reads them from files and environment.
-
-What may not live here: reading files or the environment, torch, and values that are only known once a model is loaded.
-"""
+"""Settings of a worker: validated, frozen, nested by owner. `cluster/config/` reads them from files and environment."""
 
 import json
 from pathlib import PurePath

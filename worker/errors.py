@@ -1,31 +1,28 @@
 """Every error that leaves a Holdfast component, in one tree.
 
-What may live here: error classes, whose fault each is, and whether a retry can help. What may not: the mapping
-to gRPC or HTTP codes (`router/wire/statuses.py`), and anything that imports torch or Ray.
-
-    HoldfastError
-    ├── CallerError              the request or the configuration is wrong; a retry cannot help
-    │   ├── InvalidRequestError      a field of a request (also a ValueError)
-    │   ├── UnknownModelError        no such model is served here
-    │   ├── MediaTypeError           a body over HTTP that is not called JSON
-    │   ├── AuthenticationError      no valid key was sent
-    │   ├── PermissionDeniedError    the key may not do this
-    │   ├── ConfigurationError       a setting (also a ValueError)
-    │   └── UnsupportedModelError    a model that would run wrongly is refused (also a ValueError)
-    ├── CapacityError            nobody's fault; try again after `retry_after_s`
-    │   ├── QueueFullError
-    │   ├── RateLimitError           the caller's own rate is used up
-    │   │   └── ByteBudgetError          the bytes that it may have in flight are used up
-    │   └── OverloadedError          a router protects itself: it refuses or ends what it could serve later
-    ├── ReplicaError             a replica was lost or is not there yet; try again after `retry_after_s`
-    │   ├── VersionGoneError         the model's version that the output came from is not served any more
-    │   └── ModelPausedError         operators have paused the model
-    ├── DeadlineExceededError    the caller's own deadline passed
-    ├── RequestAbortedError      the caller went away, or the server is stopping
-    │   └── RequestSupersededError   the same request id was submitted again
-    ├── RequestQuarantinedError  replicas died under the request again and again; it is not tried any more
-    ├── UpdateRolledBackError    a new version of a model was taken back; the old one serves as before
-    └── InternalError            our bug
+HoldfastError
+├── CallerError              the request or the configuration is wrong; a retry cannot help
+│   ├── InvalidRequestError      a field of a request (also a ValueError)
+│   ├── UnknownModelError        no such model is served here
+│   ├── MediaTypeError           a body over HTTP that is not called JSON
+│   ├── AuthenticationError      no valid key was sent
+│   ├── PermissionDeniedError    the key may not do this
+│   ├── ConfigurationError       a setting (also a ValueError)
+│   └── UnsupportedModelError    a model that would run wrongly is refused (also a ValueError)
+├── CapacityError            nobody's fault; try again after `retry_after_s`
+│   ├── QueueFullError
+│   ├── RateLimitError           the caller's own rate is used up
+│   │   └── ByteBudgetError          the bytes that it may have in flight are used up
+│   └── OverloadedError          a router protects itself: it refuses or ends what it could serve later
+├── ReplicaError             a replica was lost or is not there yet; try again after `retry_after_s`
+│   ├── VersionGoneError         the model's version that the output came from is not served any more
+│   └── ModelPausedError         operators have paused the model
+├── DeadlineExceededError    the caller's own deadline passed
+├── RequestAbortedError      the caller went away, or the server is stopping
+│   └── RequestSupersededError   the same request id was submitted again
+├── RequestQuarantinedError  replicas died under the request again and again; it is not tried any more
+├── UpdateRolledBackError    a new version of a model was taken back; the old one serves as before
+└── InternalError            our bug
 """
 
 from enum import Enum

@@ -1,7 +1,4 @@
-"""Log level of a process: how much this package logs, by order of the cluster's operators.
-
-What may not live here: how logs are written (`cluster/serve/`), and how an order reaches a process.
-"""
+"""Log level of a process: how much this package logs, by order of the cluster's operators."""
 
 import logging
 from typing import Final, Literal

@@ -1,8 +1,5 @@
-"""Parameter declarations: a field's annotation holds its type, range, help text and scope; its check follows from it.
-
-What may live here: the vocabulary of a declaration, and checking a value against it; pydantic does the types and
-ranges. What may not: any single parameter (`sampling_params.py`), protobuf messages (`sampling_fields.py`),
-command-line flags.
+"""Parameter declarations: a field's annotation holds its type, range, help text and scope;
+its check follows from it.
 """
 
 from collections.abc import Callable, Collection, Mapping

@@ -1,8 +1,4 @@
-"""Liveness by progress: a counter that moves inside a step, and the rule that calls an engine frozen.
-
-What may live here: numbers and the rule. What may not: threads and clocks (`worker/supervision/watchdog.py`,
-`router/links/link_watch.py`), and what happens to a frozen replica.
-"""
+"""Liveness by progress: a counter that moves inside a step, and the rule that calls an engine frozen."""
 
 from collections.abc import Callable
 from typing import Final

@@ -1,19 +1,29 @@
 """Requests and their results, as plain data: what a client asks of an engine and what it gets back.
 
-Frozen dataclasses and enums, with the checks of their own fields. What may not live here: the sampling parameters
-(`sampling_params.py`), state that changes during a request (`scheduling/sequence.py`), text (`router/`), wire formats,
-torch, Ray.
+Frozen dataclasses and enums, with the checks of their own fields.
 """
 
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.suspicion import Suspicion
 from holdfast.worker.value_types import checked_text
+
+NUM_STEPS_TO_CLEAR: Final = 8
+"""Steps with output that clear a suspect. Router and replica count them alike, the router a little later."""
+
+
+class Suspicion(IntEnum):
+    """Level of suspicion at the moment when the request is submitted."""
+
+    NONE = 0
+    SUSPECT = 1
+    """It has run on replicas that died, and not got on since: if this one dies, it is one too many."""
+    ON_TRIAL = 2
+    """If this replica dies, this request is the cause: no suspect of another router may run beside it."""
 
 
 class Priority(IntEnum):

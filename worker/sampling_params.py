@@ -1,8 +1,7 @@
 """Sampling parameters: how to draw tokens and when to stop, each declared once, with the checks that need no model.
 
 The fields of both wires (`sampling_fields.py`), the command line's flags and the table in `docs/sampling.md` follow
-from `PARAMETERS`. What may not live here: checks that need a model (`router/requests/request_processor.py`), and what
-the parameters do (`worker/sampling/`, `router/`).
+from `PARAMETERS`.
 """
 
 from collections.abc import Mapping, Sequence

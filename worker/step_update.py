@@ -1,8 +1,4 @@
-"""Step updates: the messages from an engine to its listeners, as links carry them and routers take them in.
-
-What may live here: the messages, and the protocol of a listener. What may not: which listener gets which message
-(`worker/engine_core/output_queues.py`), wire formats (`worker/wire/`).
-"""
+"""Step updates: the messages from an engine to its listeners, as links carry them and routers take them in."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass

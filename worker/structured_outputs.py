@@ -1,8 +1,5 @@
-"""Structured outputs: the shape that an output must have: a JSON schema, any JSON object, a regex, a choice, a grammar.
-
-What may live here: the specification, with the checks that need nothing else. What may not: its translation to a
-grammar of llguidance, which finds out whether it can be enforced (`router/text/grammar.py`), and token masks
-(`worker/sampling/grammar_masks.py`).
+"""Structured outputs: the shape that an output must have: a JSON schema, any JSON object, a regex, a choice,
+a grammar.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""Folder of this user's files that outlive a process: layouts that were kept, libraries that were compiled, notes.
-
-What may not live here: what is in it.
-"""
+"""Folder of this user's files that outlive a process: layouts that were kept, libraries that were compiled, notes."""
 
 import os
 import tempfile

@@ -1,8 +1,4 @@
-"""Type checks of single values, for fields that callers fill in.
-
-What may live here: predicates, and checks that name the field. What may not: the requests, their limits, and which
-sampling parameter is of which type (`parameters.py`).
-"""
+"""Type checks of single values, for fields that callers fill in."""
 
 import math
 from collections.abc import Sequence

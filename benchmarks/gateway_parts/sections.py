@@ -1,7 +1,4 @@
-"""The four measurements: tokens, requests, numbers of replicas, two routers.
-
-What may not live here: what is measured (`systems.py`), and how figures are told (`figures.py`).
-"""
+"""The four measurements: tokens, requests, numbers of replicas, two routers."""
 
 import argparse
 import math

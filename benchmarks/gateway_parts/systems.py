@@ -1,7 +1,4 @@
-"""What streams may pass through, as processes to be measured. Each has an address, and says what CPU it has taken.
-
-What may not live here: the programs of the processes (`router_parts/`), loads and figures (`sections.py`).
-"""
+"""What streams may pass through, as processes to be measured. Each has an address, and says what CPU it has taken."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

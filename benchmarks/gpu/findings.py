@@ -1,7 +1,4 @@
-"""What a GPU measurement has found: rows of figures, printed, and written as JSON and Markdown to be committed.
-
-What may not live here: measuring.
-"""
+"""What a GPU measurement has found: rows of figures, printed, and written as JSON and Markdown to be committed."""
 
 import argparse
 import json

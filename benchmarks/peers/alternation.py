@@ -1,8 +1,7 @@
 """Schedule of a case: warm-ups, then rounds in which every peer's run is followed by one of ours.
 
 A run and the one after it share the machine's state of the moment, so that their ratio holds on a machine whose speed
-drifts. Rounds in which other processes were busy are repeated, a bounded number of times. What may not live here:
-processes (`server.py`) and arithmetic on results (`results.py`).
+drifts. Rounds in which other processes were busy are repeated, a bounded number of times.
 """
 
 import math

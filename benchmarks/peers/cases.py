@@ -2,7 +2,7 @@
 
 All requests of a case arrive at once, decode greedily, or by draws in the cases `f`, and run past the end of sequence.
 Prompts are random token ids of a fixed seed, new for every burst, so that a prefix cache helps only where a case wants
-it to. What may not live here: how bursts are scheduled and timed (`alternation.py`).
+it to.
 """
 
 import random

@@ -1,7 +1,5 @@
-"""Noise watch: what a machine's cores and memory were used for, read from /proc.
-
-What may live here: counts of processes and of the whole machine, and the facts of a machine that a report names. What
-may not: what is done about noise (`alternation.py`).
+"""Noise watch: what a machine's cores and memory were used for, read from /proc. What may not: what is done about noise
+(`alternation.py`).
 """
 
 import os

@@ -4,7 +4,7 @@
 
 Each server's capacity is what a closed loop gets out of it. Then `holdfast bench` sends the same arrivals and lengths
 to one server after the other, at 0.5, 0.8 and 1.0 of the slower one's capacity, and searches the highest rate of each
-that is within the SLO. What may not live here: the load (`cluster/bench/`), how servers are started (`launch.py`).
+that is within the SLO.
 """
 
 import argparse

@@ -1,7 +1,6 @@
 """Table of the servers that are compared: environments, drivers, and what each needs to run at its best.
 
-Plain data. A new peer is a row here and a driver in `drivers/`. What may not live here: how environments are made
-(`install.py`) and how drivers are spoken to (`server.py`).
+Plain data. A new peer is a row here and a driver in `drivers/`.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,6 @@
 """Results: runs of a server on a case, and the medians, spreads and ratios that are made of them.
 
-Plain data and arithmetic, and its form in JSON. What may not live here: how runs come about (`alternation.py`), and
-tables (`tables.py`).
+Plain data and arithmetic, and its form in JSON.
 """
 
 import statistics

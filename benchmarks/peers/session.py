@@ -1,8 +1,4 @@
-"""Session of one model: starts all servers, checks and measures them side by side, and ends them.
-
-What may live here: the order of these steps, and what leaves a peer out. What may not: the schedule of a case
-(`alternation.py`) and the command line (`run.py`).
-"""
+"""Session of one model: starts all servers, checks and measures them side by side, and ends them."""
 
 import json
 import subprocess

@@ -1,6 +1,6 @@
 """Tables of the results, for the terminal and as markdown: rates, ratios, splits and the facts of each server.
 
-Form alone. What may not live here: arithmetic on results (`results.py`).
+Form alone.
 """
 
 from collections.abc import Callable, Iterable

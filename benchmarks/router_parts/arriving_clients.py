@@ -15,7 +15,7 @@ import grpc
 from benchmarks.router_parts.clients import METHOD, asked
 from benchmarks.router_parts.load import prefixed_prompt
 from benchmarks.router_parts.orders import obey, run, say
-from holdfast.cluster.bench.arrivals import Arrivals
+from holdfast.cluster.bench.workload import Arrivals
 from holdfast.v1 import inference_pb2
 
 TIMEOUT_S: Final = 10.0

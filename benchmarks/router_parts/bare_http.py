@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from benchmarks.router_parts.bare_server import Steps
 from benchmarks.router_parts.orders import run, say, until_the_end
-from holdfast.router.doors.http.server import HttpServer
+from holdfast.router.api.http.server import HttpServer
 
 
 @cache

@@ -1,7 +1,6 @@
 """Messages and bodies that are as large in one field as its bounds allow, generated from the schemas of every API.
 
-They pass the scan, and cost what comes after it: parsing, conversion, checks, tokenization. What may not live here:
-those beyond their bounds (`hostile_fields.py`).
+They pass the scan, and cost what comes after it: parsing, conversion, checks, tokenization.
 """
 
 import json
@@ -14,8 +13,8 @@ from google.protobuf.message import Message
 
 from benchmarks.router_parts.hostile_fields import BODIES, REQUESTS, Hostile, paths, varint
 from holdfast.foreign import grpc_service_pb2, vllm_engine_pb2
+from holdfast.router.api.http.body_bounds import body_bounds
 from holdfast.router.config import LimitsConfig
-from holdfast.router.doors.http.body_bounds import body_bounds
 from holdfast.router.wire.bounds import public_bounds
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError

@@ -1,7 +1,4 @@
-"""The load of all parts: one text that every stream streams, token by token, and the chunks that carry it.
-
-What may not live here: who sends and who receives.
-"""
+"""The load of all parts: one text that every stream streams, token by token, and the chunks that carry it."""
 
 import functools
 from pathlib import Path

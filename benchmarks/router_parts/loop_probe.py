@@ -1,6 +1,6 @@
 """Loop probe: the longest time that a process's event loop did not turn, and its thread's CPU time meanwhile.
 
-A timer of a millisecond fires once in each turn that is longer. What may not live here: what makes the loop late.
+A timer of a millisecond fires once in each turn that is longer.
 """
 
 import asyncio

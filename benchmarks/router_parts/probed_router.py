@@ -11,12 +11,12 @@ from benchmarks.router_parts.load import info, model_path
 from benchmarks.router_parts.loop_probe import LoopProbe
 from benchmarks.router_parts.orders import obey, run, say
 from benchmarks.router_parts.served_router import until_up
+from holdfast.router.api.grpc import server
+from holdfast.router.api.vllm.servicer import SERVICE, VllmEngineServicer
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.doors.grpc import server
-from holdfast.router.doors.vllm.servicer import SERVICE, VllmEngineServicer
 from holdfast.router.links.replica_directory import ReplicaEndpoint, StaticDirectory
-from holdfast.router.router import Router
-from holdfast.worker.garbage_collection import set_aside
+from holdfast.router.server.router import Router
+from holdfast.worker.process_memory import set_aside
 from holdfast.worker.request import EngineLoad
 
 LOAD = EngineLoad(num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=1, num_total_blocks=1)

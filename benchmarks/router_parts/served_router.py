@@ -9,7 +9,7 @@ from benchmarks.router_parts.orders import run, say, until_the_end
 from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.links.replica_directory import ReplicaEndpoint, StaticDirectory
-from holdfast.router.router import Router
+from holdfast.router.server.router import Router
 from holdfast.worker.config import TelemetryConfig
 
 

@@ -1,7 +1,4 @@
-"""Display of a bench on a terminal: progress, a table of each run, a comparison of two reports.
-
-What may not live here: figures (`summary.py`), pages (`page.py`).
-"""
+"""Display of a bench on a terminal: progress, a table of each run, a comparison of two reports."""
 
 import sys
 import time

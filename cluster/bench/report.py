@@ -1,7 +1,4 @@
-"""Report of a bench in JSON: its schema, which `--compare` reads again. `docs/bench.md` lists the fields.
-
-What may not live here: computing figures (`summary.py`), showing them (`display.py`, `page.py`).
-"""
+"""Report of a bench in JSON: its schema, which `--compare` reads again. `docs/bench.md` lists the fields."""
 
 from pathlib import Path
 from typing import Final, Literal

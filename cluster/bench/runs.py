@@ -1,29 +1,78 @@
-"""Runs of a bench: calibration, warm-up, a run for each load, or a search for the highest one. Composes the parts.
-
-What may not live here: flags (`cluster/commands/bench_flags.py`), a run's sending (`driver.py`), and its figures
-(`summary.py`).
-"""
+"""Runs of a bench: calibration, warm-up, a run for each load, or a search for the highest one. Composes the parts."""
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
-from holdfast.cluster.bench.arrivals import Arrivals
-from holdfast.cluster.bench.calibration import calibrate
-from holdfast.cluster.bench.driver import Driver, Pace
-from holdfast.cluster.bench.load_search import LoadSearch
-from holdfast.cluster.bench.prompts import Calibration, PromptTexts
+from holdfast.cluster.bench.driver import Driver, Pace, calibrate
 from holdfast.cluster.bench.report import Load, Run, Search, Try
 from holdfast.cluster.bench.sender import Sender
-from holdfast.cluster.bench.slo import Slo
-from holdfast.cluster.bench.summary import summary
-from holdfast.cluster.bench.workload import Session, Workload, traced
+from holdfast.cluster.bench.summary import Slo, summary
+from holdfast.cluster.bench.workload import Arrivals, Calibration, PromptTexts, Session, Workload, traced
 from holdfast.cluster.load_trace import Arrival
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.wire.tls import Tls
+
+if TYPE_CHECKING:
+    from holdfast.cluster.bench.sender import Sender
+
+_WIDEST: Final = 64
+"""The search ends where a load so many times below the first is still too much."""
+
+
+class LoadSearch:
+    """Between the highest load that was fine and the lowest that was not.
+
+    It holds for a server that gets no better under more load; where figures scatter, its answer is as good as a single
+    try near it.
+    """
+
+    def __init__(self, start: float, *, tolerance: float = 0.05, max_tries: int = 12, is_whole: bool = False) -> None:
+        """Ends when the two are within `tolerance` of each other, as a share, or after `max_tries`.
+
+        `is_whole`: loads are whole numbers, such as users of a closed loop.
+        """
+        self._start = start
+        self._tolerance = tolerance
+        self._left = max_tries
+        self._is_whole = is_whole
+        self.best: float | None = None
+        """The highest load that was fine so far; None: none was."""
+        self.lowest_bad: float | None = None
+
+    def next(self) -> float | None:
+        """The load to try; None: the search is over."""
+        if self._left == 0:
+            return None
+        if self.best is None and self.lowest_bad is None:
+            return self._rounded(self._start)
+        if self.lowest_bad is None:
+            assert self.best is not None
+            return self._rounded(self.best * 2)
+        if self.best is None:
+            below = self._rounded(self.lowest_bad / 2)
+            return below if below < self.lowest_bad and below * _WIDEST >= self._start else None
+        if self.lowest_bad <= self.best * (1 + self._tolerance):
+            return None
+        middle = self._rounded((self.best + self.lowest_bad) / 2)
+        return middle if self.best < middle < self.lowest_bad else None
+
+    def note(self, load: float, *, is_fine: bool) -> None:
+        """What came of a try. A load above one that was too much is taken to be too much as well."""
+        self._left -= 1
+        if is_fine and (self.lowest_bad is None or load < self.lowest_bad):
+            self.best = load if self.best is None else max(self.best, load)
+        elif not is_fine:
+            self.lowest_bad = load if self.lowest_bad is None else min(self.lowest_bad, load)
+
+    def _rounded(self, load: float) -> float:
+        return max(1.0, float(round(load))) if self._is_whole else load
+
 
 _NUMBERS_PER_RUN: Final = 1 << 24
 """Sessions of different runs have different numbers, and so different texts: no run finds another's in the cache."""
@@ -194,3 +243,79 @@ class Bench:
         if concurrency is not None and is_timed:
             given["duration_s"] = plan.duration_s
         return Pace(concurrency=concurrency, max_in_flight=plan.max_in_flight, **given)
+
+
+PROTOCOLS: Final = ("chat", "completions", "holdfast", "holdfast-chat", "oip")
+_FORMS: Final = "must be http(s)://HOST:PORT, HOST:PORT of holdfast's gRPC, or oip://HOST:PORT"
+_OVER_HTTP: Final = ("chat", "completions")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where requests go."""
+
+    server: str
+    """Without a scheme, but for HTTP."""
+    protocol: str
+
+    @classmethod
+    def parsed(cls, server: str, protocol: str | None) -> "Target":
+        """Raises `ConfigurationError`."""
+        if protocol is not None and protocol not in PROTOCOLS:
+            raise ConfigurationError(f"--protocol {protocol}: must be among {', '.join(PROTOCOLS)}")
+        scheme, found, rest = server.partition("://")
+        if not found:
+            scheme, rest = "oip" if protocol == "oip" else "grpc", server
+        if scheme not in ("http", "https", "grpc", "oip") or not _has_ports(rest, needs_port=scheme[:4] != "http"):
+            raise ConfigurationError(f"--server {server}: {_FORMS}")
+        is_http = scheme in ("http", "https")
+        chosen = protocol or {"grpc": "holdfast", "oip": "oip"}.get(scheme, "completions")
+        if is_http != (chosen in _OVER_HTTP) or (scheme == "oip") != (chosen == "oip"):
+            raise ConfigurationError(
+                f"--protocol {chosen} (with --server {server}): the two do not fit; --server {_FORMS}"
+            )
+        if is_http and not urlsplit(server).path.strip("/"):
+            server = f"{server.rstrip('/')}/v1"
+        return cls(server=server.rstrip("/") if is_http else rest, protocol=chosen)
+
+    @property
+    def has_conversations(self) -> bool:
+        return self.protocol in ("chat", "holdfast-chat")
+
+    async def sender(
+        self, model: str, params: Mapping[str, Any], *, api_key: str = "", tls: Tls | None = None
+    ) -> "tuple[Sender, str]":
+        """On the running event loop; and the model's name as the server will be told. Raises `ConfigurationError`."""
+        if self.protocol in _OVER_HTTP:
+            from holdfast.cluster.bench.sender import HttpSender
+
+            is_chat = self.protocol == "chat"
+            http = HttpSender(self.server, model, is_chat=is_chat, params=params, api_key=api_key, tls=tls)
+            try:
+                return http, await http.choose_model()
+            except ConfigurationError:
+                await http.close()
+                raise
+        if self.protocol == "oip":
+            from holdfast.cluster.bench.grpc_senders import OipSender
+
+            return OipSender(self.server, model, params=params, api_key=api_key, tls=tls), model
+        from holdfast.cluster.bench.grpc_senders import HoldfastSender
+        from holdfast.worker.sampling_params import SamplingParams
+
+        return HoldfastSender(
+            self.server.split(","),
+            model,
+            is_chat=self.has_conversations,
+            params=SamplingParams(**params),
+            api_key=api_key,
+            tls=tls,
+        ), model
+
+
+def _has_ports(text: str, *, needs_port: bool) -> bool:
+    try:
+        hosts = [urlsplit(f"//{one}") for one in text.split(",")]
+        return all(host.hostname and (host.port or not needs_port) for host in hosts)
+    except ValueError:
+        return False

@@ -1,16 +1,107 @@
-"""Figures of a run, from the records of its requests: percentiles, throughput, goodput, errors, time line. No IO.
-
-What may not live here: the schema of the report (`report.py`).
-"""
+"""Figures of a run, from the records of its requests: percentiles, throughput, goodput, errors, time line. No IO."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
-from holdfast.cluster.bench.records import RequestRecord
 from holdfast.cluster.bench.report import Distribution, Load, Moment, Request, Run
-from holdfast.cluster.bench.slo import Slo
+from holdfast.worker.errors import ConfigurationError
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """Times are seconds from the beginning of the load."""
+
+    session: int
+    turn: int
+    due_s: float
+    """When it was to be sent. Latencies count from here: what waits on our side, waits as well."""
+    sent_s: float = 0.0
+    end_s: float = 0.0
+    piece_s: list[float] = field(default_factory=list)
+    """When each piece of output came. A piece has one token or several, as the server sends them."""
+    silent_end_s: float = 0.0
+    """When the output ended, where that came after its last piece: with a token that has no text."""
+    num_output_tokens: int = 0
+    num_prompt_tokens: int | None = None
+    """As the server counted them; None if it does not say."""
+    error: str | None = None
+    """The kind of its failure; None: it was answered to the end."""
+    message: str = ""
+    is_cut: bool = False
+    """It was in flight when the run was interrupted: it says nothing of the server."""
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token, from when it was due."""
+        return self.piece_s[0] - self.due_s if self.piece_s else None
+
+    @property
+    def e2e_s(self) -> float | None:
+        """From when it was due to its last token."""
+        return None if self.last_s is None else self.last_s - self.due_s
+
+    @property
+    def last_s(self) -> float | None:
+        """When the last token came; None: there was no output."""
+        return max(self.piece_s[-1], self.silent_end_s) if self.piece_s else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first; None where there is none after it."""
+        last_s = self.last_s
+        if last_s is None or len(self.piece_s) < 2 or self.num_output_tokens < 2:
+            return None
+        return (last_s - self.piece_s[0]) / (self.num_output_tokens - 1)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Inter-token latencies: the gaps between pieces."""
+        return [later - earlier for earlier, later in zip(self.piece_s, self.piece_s[1:], strict=False)]
+
+
+METRICS: Final = ("ttft", "tpot", "e2e")
+_UNITS: Final = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """The most that each metric may take, in seconds, by name."""
+
+    limits_s: tuple[tuple[str, float], ...]
+
+    @classmethod
+    def parsed(cls, text: str) -> "Slo":
+        """From `ttft=500ms,tpot=50ms`. Raises `ConfigurationError`."""
+        limits: dict[str, float] = {}
+        for part in text.split(","):
+            found = re.fullmatch(r"\s*(\w+)\s*=\s*([\d.]+)\s*(us|ms|s)\s*", part)
+            if found is None or found[1] not in METRICS or found[1] in limits or not _number(found[2]) > 0:
+                expected = "must be limits with commas in between, like ttft=500ms,tpot=50ms,e2e=10s"
+                raise ConfigurationError(f"--slo {text}: {expected} (of {', '.join(METRICS)}; in s, ms or us)")
+            limits[found[1]] = _number(found[2]) * _UNITS[found[3]]
+        return cls(tuple(limits.items()))
+
+    def is_met(self, record: RequestRecord) -> bool:
+        """Of a request that failed, never. A metric that a request does not have is met."""
+        if record.error is not None or not record.piece_s:
+            return False
+        values = {"ttft": record.ttft_s, "tpot": record.tpot_s, "e2e": record.e2e_s}
+        return all((value := values[name]) is None or value <= limit for name, limit in self.limits_s)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={1000 * limit:g}ms" for name, limit in self.limits_s)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
 
 _NUM_MOMENTS: Final = 60
 

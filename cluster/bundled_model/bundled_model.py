@@ -1,7 +1,6 @@
 """Bundled models: ordinary Hugging Face folders, shipped as package data, and the names they have in settings.
 
-The packages below see folders and hub ids only. What may not live here: how they were trained
-(`scripts/train_bundled_model/`).
+The packages below see folders and hub ids only.
 """
 
 from importlib.resources import files

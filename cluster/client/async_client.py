@@ -1,9 +1,4 @@
-"""Asyncio client of one or several routers. Its streams survive the loss of a router.
-
-What may live here: when to ask again, and which router. What may not: how calls travel (`transport.py`), messages field
-by field (`router/wire/`), how long to go on trying (`retry_policy.py`), and anything of Ray or of the engine: a
-client needs neither.
-"""
+"""Asyncio client of one or several routers. Its streams survive the loss of a router."""
 
 import asyncio
 import random
@@ -16,11 +11,10 @@ from typing import Any, Protocol, Unpack
 
 import grpc
 
-from holdfast.cluster.call_options import CallOptions
-from holdfast.cluster.client.received import Received
+from holdfast.cluster.call_options import CallOptions, ServiceOptions, check_timeout
+from holdfast.cluster.client.held_call import Received
 from holdfast.cluster.client.retry_policy import RECONNECT_S, RetryPolicy, is_worth_another_try
 from holdfast.cluster.client.transport import CallFailed, GrpcTransport, Transport
-from holdfast.cluster.service_options import ServiceOptions, check_timeout
 from holdfast.router.chat import Chat, Message
 from holdfast.router.generation import Chunk, Generation
 from holdfast.router.request import GenerationRequest
@@ -30,7 +24,7 @@ from holdfast.router.wire.statuses import error_of
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InternalError, InvalidRequestError, RequestAbortedError, VersionGoneError
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.security.tls import Tls
+from holdfast.worker.wire.tls import Tls
 
 
 class Clock(Protocol):

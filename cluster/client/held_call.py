@@ -1,15 +1,17 @@
-"""Held call: one HTTP request that survives the loss of its router. What to send, what to hand on, when to ask again.
-
-What may not live here: sockets, sleeping, and anything of a package of HTTP clients (`holding_transport.py`).
+"""Held call: one HTTP request that survives the loss of its router. What to send, what to hand on,
+when to ask again.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
 
 from holdfast.cluster.client.retry_policy import RetryPolicy
-from holdfast.router.held_stream import HOLD, MARK, RESUME, Identity, Noted
+from holdfast.router.generation import Chunk
+from holdfast.router.resume import HOLD, MARK, RESUME, Identity, Noted, Progress, Resume
 from holdfast.router.router_losses import ROUTERS_LOST
+from holdfast.worker.errors import InternalError
+from holdfast.worker.request import FinishReason
 
 _COMMENT: Final = b":"
 _MARK_AT: Final = b"\n" + MARK
@@ -151,3 +153,62 @@ def error_event(body: bytes) -> bytes:
         said = {"message": body[:200].decode(errors="replace"), "type": "server_error", "param": None, "code": None}
         return b"data: " + json.dumps({"error": said}).encode() + b"\n\n"
     return b"event: error\n" + data if is_named else data
+
+
+@dataclass(slots=True)
+class ReceivedSequence:
+    """What has arrived of one sequence."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text_length: int = 0
+    finish_reason: FinishReason | None = None
+    """Set once its end has come."""
+
+
+class Received:
+    """What has arrived of one stream, whichever routers it came from."""
+
+    def __init__(self) -> None:
+        self.sequences: list[ReceivedSequence] = []
+        """By sequence index."""
+        self.fingerprint = ""
+        self.is_over = False
+        """The very last chunk has come, which says the usage: all that may be missing is the end of the call."""
+        self._replayed_without_guarantee = False
+
+    @property
+    def resume(self) -> Resume:
+        """For the router that is to go on with it."""
+        sequences = tuple(
+            Progress(
+                token_ids=tuple(sequence.token_ids),
+                text_length=sequence.text_length,
+                finish_reason=sequence.finish_reason,
+            )
+            for sequence in self.sequences
+        )
+        return Resume(sequences=sequences, fingerprint=self.fingerprint)
+
+    def take(self, chunk: Chunk) -> Chunk | None:
+        """Notes a chunk, and returns it with what is known from earlier ones; None if its sequence was over before.
+
+        Raises `InternalError` for a gap or an overlap.
+        """
+        while len(self.sequences) <= chunk.sequence_index:
+            self.sequences.append(ReceivedSequence())
+        if chunk.usage is not None:
+            self.is_over = True
+        sequence = self.sequences[chunk.sequence_index]
+        if sequence.finish_reason is not None:
+            return None
+        if chunk.first_token_index != len(sequence.token_ids):
+            place = f"at token {chunk.first_token_index}, not {len(sequence.token_ids)}"
+            raise InternalError(f"sequence {chunk.sequence_index} does not go on where it was cut off: {place}")
+        sequence.token_ids += chunk.token_ids
+        sequence.text_length += len(chunk.text)
+        sequence.finish_reason = chunk.finish_reason
+        self.fingerprint = chunk.system_fingerprint
+        if chunk.replayed_without_guarantee == self._replayed_without_guarantee:
+            return chunk
+        self._replayed_without_guarantee = True
+        return replace(chunk, replayed_without_guarantee=True)

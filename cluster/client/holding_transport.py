@@ -3,8 +3,7 @@
     http = httpx.Client(transport=HoldingTransport(["10.0.0.1:8000", "10.0.0.2:8000"]))
     OpenAI(base_url="http://10.0.0.1:8000/v1", api_key="none", http_client=http)
 
-One object is a transport of either package, for blocking and asynchronous clients. What may not live here: what is said
-between client and router (`held_call.py`), sockets and the packages themselves (`http_packages.py`).
+One object is a transport of either package, for blocking and asynchronous clients.
 """
 
 import random
@@ -18,8 +17,8 @@ from urllib.parse import urlsplit
 from holdfast.cluster.client.held_call import HeldCall, error_event
 from holdfast.cluster.client.http_packages import AsyncIo, BlockingIo, Io, Package, at_once, package_of
 from holdfast.cluster.client.retry_policy import RECONNECT_S, RetryPolicy
-from holdfast.router.held_stream import HOLD
-from holdfast.worker.security.tls import Tls
+from holdfast.router.resume import HOLD
+from holdfast.worker.wire.tls import Tls
 
 SILENCE_S: Final = 25.0
 """A stream that says nothing for so long is lost: routers that have nothing to say say so every ten seconds."""

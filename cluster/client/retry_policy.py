@@ -1,6 +1,6 @@
 """Retry policy of a client: which failures are retried, for how long, and with what pauses.
 
-No clock and no randomness: time and draws are passed in. What may not live here: calls (`async_client.py`).
+No clock and no randomness: time and draws are passed in.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Final
 
 import grpc
 
-from holdfast.router.replicas.backoff import growing_pause_s
+from holdfast.router.dispatch.circuit_breaker import growing_pause_s
 from holdfast.router.router_losses import MAX_ROUTERS_LOST
 from holdfast.router.wire.statuses import CallStatus
 from holdfast.worker.errors import RequestQuarantinedError

@@ -1,20 +1,17 @@
-"""Transport of a client: how calls reach routers. One method, over gRPC unless a test brings another.
+"""Transport of a client: how calls reach routers. One method, over gRPC unless a test brings another."""
 
-What may live here: channels and their options. What may not: what is asked and answered, and when to ask again
-(`async_client.py`).
-"""
-
+import json
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Final, Protocol
 
 import grpc
 
 from holdfast.router.router_losses import ROUTERS_LOST
-from holdfast.router.wire.statuses import CallStatus
-from holdfast.v1 import inference_pb2_grpc
-from holdfast.worker.security.loopback import reaching
-from holdfast.worker.security.tls import Tls
+from holdfast.router.wire.statuses import CallStatus, error_of
+from holdfast.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
+from holdfast.worker.wire.loopback import reaching
+from holdfast.worker.wire.tls import Tls
 
 KEEPALIVE_MS: Final = 1_200
 """Silence after which a router is pinged. Routers take no more than one ping in a second."""
@@ -164,3 +161,58 @@ def _with_trace(metadata: tuple[tuple[str, str], ...] | None) -> tuple[tuple[str
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier)
     return (*(metadata or ()), *carrier.items())
+
+
+_SERVICES: Final = ("holdfast.v1.Inference", "inference.GRPCInferenceService")
+
+SERVICE_CONFIG: Final = json.dumps(
+    {
+        "loadBalancingConfig": [{"round_robin": {}}],
+        # Each router is watched by gRPC's health protocol, and gets calls while it has a replica and does not stop.
+        "healthCheckConfig": {"serviceName": ""},
+        "methodConfig": [
+            {
+                "name": [{"service": service} for service in _SERVICES],
+                # Only before the first answer: a stream that has begun is not gRPC's to repeat. A router that says when
+                # to come again (grpc-retry-pushback-ms) is obeyed.
+                "retryPolicy": {
+                    "maxAttempts": 5,
+                    "initialBackoff": "0.1s",
+                    "maxBackoff": "2s",
+                    "backoffMultiplier": 2,
+                    "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
+                },
+            }
+        ],
+    }
+)
+"""JSON, for the channel option `grpc.service_config`."""
+
+
+TIMEOUT_S: Final = 30.0
+
+
+def call_admin(
+    server: str, method: str, fields: Mapping[str, object], api_key: str = "", tls: Tls | None = None
+) -> Any:
+    """The answer of the router at `server` (`host:port`) to a method, whose request has these fields. Blocking.
+
+    Raises `HoldfastError`.
+    """
+    request = getattr(admin_pb2, f"{method}Request")(**fields)
+    options = reaching(server, ())
+    channel = (
+        grpc.insecure_channel(server, options)
+        if tls is None
+        else grpc.secure_channel(server, tls.channel_credentials(), options)
+    )
+    metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
+    with channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            return getattr(stub, method)(request, metadata=metadata, timeout=TIMEOUT_S)
+        except grpc.RpcError as error:
+            trailers: Any = error.trailing_metadata() or ()
+            found = tuple(tuple(one) for one in trailers)
+            status = CallStatus(code=error.code(), message=error.details() or "", trailing_metadata=found)
+            raise error_of(status) from None

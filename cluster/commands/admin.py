@@ -1,8 +1,4 @@
-"""Commands of operators: `holdfast drain`, `undrain`, `pause`, `resume`, `log-level` and `dump`.
-
-What may live here: what is asked, and what is printed. What may not: what a router makes of it
-(`router/doors/grpc/admin.py`).
-"""
+"""Commands of operators: `holdfast drain`, `undrain`, `pause`, `resume`, `log-level` and `dump`."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -91,7 +87,7 @@ def dump(
 
 
 def _ask(server: str, settings: Layer, method: str, **fields: object) -> Any:
-    from holdfast.cluster.client.admin_client import call_admin
+    from holdfast.cluster.client.transport import call_admin
     from holdfast.cluster.config.config import load_config
 
     return call_admin(server, method, fields, **load_config(settings).config.client.options)

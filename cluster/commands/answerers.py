@@ -1,6 +1,6 @@
 """Answers of a conversation, piece by piece: from an engine in this process, or from a server.
 
-Ctrl-C ends an answer, and what there is of it counts. What may not live here: the terminal (`chat.py`).
+Ctrl-C ends an answer, and what there is of it counts.
 """
 
 import sys
@@ -23,7 +23,7 @@ Answerer = Callable[[Sequence[Message], Callable[[str], None]], str]
 def answering_here(config: "HoldfastConfig", params: SamplingParams) -> Iterator[Answerer]:
     """Loads the model first."""
     from holdfast.cluster.commands.generate import engine_here
-    from holdfast.cluster.offline.chat_prompts import chat_token_ids
+    from holdfast.cluster.offline.prompts import chat_token_ids
 
     engine = engine_here(config)
 

@@ -1,8 +1,4 @@
-"""Command `holdfast apply`: makes the models and routers of a running cluster those of a configuration.
-
-What may live here: showing the difference, asking, and doing one step after the other. What may not: what differs
-(`cluster/serve/difference.py`), and how models and routers come, change and go (`cluster/serve/`).
-"""
+"""Command `holdfast apply`: makes the models and routers of a running cluster those of a configuration."""
 
 import sys
 from collections.abc import Sequence
@@ -19,7 +15,7 @@ from holdfast.worker.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from holdfast.cluster.config.config import HoldfastConfig
-    from holdfast.cluster.serve.difference import Changed, Step
+    from holdfast.cluster.serve.canary import Changed, Step
 
 
 @takes_settings("cluster", without=NOT_WHICH)
@@ -39,7 +35,7 @@ def apply(
     """
     from holdfast.cluster.config.chat_templates import with_template_texts
     from holdfast.cluster.config.config import is_given, load_config
-    from holdfast.cluster.serve.difference import difference, in_order, router_difference
+    from holdfast.cluster.serve.canary import difference, in_order, router_difference
 
     loaded = load_config(settings, config)
     wanted = with_template_texts(loaded.config)
@@ -101,7 +97,7 @@ def _agrees() -> bool:
 def _do(step: "Step", wanted: "HoldfastConfig", routers: "HoldfastConfig | None", report: Report) -> None:
     """Returns once it serves. Raises what says that it does not."""
     from holdfast.cluster.serve import models, serving
-    from holdfast.cluster.serve.difference import Kind
+    from holdfast.cluster.serve.canary import Kind
     from holdfast.cluster.serve.router_update import replace_routers
     from holdfast.cluster.serve.updates import UpdatePlan
 

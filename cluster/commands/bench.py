@@ -1,7 +1,4 @@
-"""Command `holdfast bench`: a load on a server, ours or another's, and what its clients would see.
-
-What may not live here: its flags (`bench_flags.py`), and anything of the load itself (`cluster/bench/`).
-"""
+"""Command `holdfast bench`: a load on a server, ours or another's, and what its clients would see."""
 
 import asyncio
 import os
@@ -21,9 +18,8 @@ from holdfast.worker.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from holdfast.cluster.bench.report import Report, Settings
-    from holdfast.cluster.bench.runs import Bench, Plan
+    from holdfast.cluster.bench.runs import Bench, Plan, Target
     from holdfast.cluster.bench.sender import Sender
-    from holdfast.cluster.bench.target import Target
 
 _NO_LOAD: Final = LoadFlags()
 _NO_WORK: Final = WorkFlags()
@@ -60,7 +56,7 @@ def bench(
     if result.compare is not None:
         return _compare(console, *result.compare, result.html)
     from holdfast.cluster.bench.display import print_report
-    from holdfast.cluster.bench.target import Target
+    from holdfast.cluster.bench.runs import Target
 
     target = Target.parsed(server, protocol)
     plan = plan_of(load, work, result, target)

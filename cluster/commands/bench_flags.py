@@ -1,7 +1,4 @@
-"""Flags of `holdfast bench`, and the plan and the sampling parameters that they say.
-
-What may not live here: how a load is run and shown (`bench.py`, `cluster/bench/`).
-"""
+"""Flags of `holdfast bench`, and the plan and the sampling parameters that they say."""
 
 import json
 import time
@@ -14,8 +11,7 @@ from cyclopts import Group, Parameter
 from holdfast.worker.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from holdfast.cluster.bench.runs import Plan
-    from holdfast.cluster.bench.target import Target
+    from holdfast.cluster.bench.runs import Plan, Target
 
 _LOAD = Group.create_ordered("Load: how requests come")
 _WORK = Group.create_ordered("Workload: what is asked")
@@ -102,11 +98,9 @@ class ResultFlags:
 
 def plan_of(load: LoadFlags, work: WorkFlags, result: ResultFlags, target: "Target") -> "Plan":
     """Raises `ConfigurationError`, naming the flag."""
-    from holdfast.cluster.bench.arrivals import Arrivals
-    from holdfast.cluster.bench.lengths import Lengths
     from holdfast.cluster.bench.runs import Plan
-    from holdfast.cluster.bench.slo import Slo
-    from holdfast.cluster.bench.workload import Workload
+    from holdfast.cluster.bench.summary import Slo
+    from holdfast.cluster.bench.workload import Arrivals, Lengths, Workload
     from holdfast.cluster.load_trace import read_trace
 
     _check(load, work, result, target)

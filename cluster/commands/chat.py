@@ -1,7 +1,4 @@
-"""Command `holdfast chat`: a conversation in the terminal, with a model in this process or on a server.
-
-What may live here: the terminal. What may not: where answers come from (`answerers.py`).
-"""
+"""Command `holdfast chat`: a conversation in the terminal, with a model in this process or on a server."""
 
 import sys
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""Command `holdfast doctor`: looks at this machine, and says what to do about each finding.
-
-What may not live here: looking (`cluster/serve/examination.py`).
-"""
+"""Command `holdfast doctor`: looks at this machine, and says what to do about each finding."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,4 @@
-"""Command `holdfast drain-node`: what a pod runs before it ends.
-
-What may not live here: draining (`cluster/serve/node_drain.py`).
-"""
+"""Command `holdfast drain-node`: what a pod runs before it ends."""
 
 from typing import Annotated
 

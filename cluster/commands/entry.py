@@ -1,8 +1,7 @@
 """Entry of the `holdfast` command: what Ctrl-C means before the command line is imported, and after its command ends.
 
 Python answers Ctrl-C with a traceback of whatever it imports; here it is one line and the usual exit code. Little is
-imported before `main`, for that is not covered. What may not live here: commands, and
-what Ctrl-C means while one runs (`cli.py`).
+imported before `main`, for that is not covered.
 """
 
 import os
@@ -12,7 +11,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Final
 
-from holdfast.worker.garbage_collection import importing
+from holdfast.worker.process_memory import importing
 
 EXIT_INTERRUPTED: Final = 130
 

@@ -1,7 +1,4 @@
-"""Command `holdfast estimate`: how much memory a model needs and what fits, from its config alone.
-
-What may not live here: the estimate (`worker/model/memory.py`).
-"""
+"""Command `holdfast estimate`: how much memory a model needs and what fits, from its config alone."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -12,12 +9,12 @@ from cyclopts.validators import Number
 from holdfast.cluster.config.flag_table import flag_table
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
 from holdfast.cluster.config.layers import Layer, Setting
-from holdfast.worker.available_memory import readable_bytes
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.process_memory import readable_bytes
 
 if TYPE_CHECKING:
     from holdfast.worker.config import WorkerConfig
-    from holdfast.worker.model.memory import MemoryEstimator
+    from holdfast.worker.models.memory import MemoryEstimator
 
 
 _NOT_WHICH = tuple(
@@ -70,7 +67,7 @@ def _print_resources(config: "WorkerConfig", cpus_per_rank: float, ranks_per_hos
     import yaml
 
     from holdfast.cluster.commands.pod_resources import PodResources, RankNeeds, serve_args
-    from holdfast.worker.model.memory import CPU_CACHE_LIMIT, MemoryEstimator
+    from holdfast.worker.models.memory import CPU_CACHE_LIMIT, MemoryEstimator
 
     has_gpu = config.model.device != "cpu"
     elsewhere: dict[str, object] = {"model": config.model.model_copy(update={"device": "cpu"})}
@@ -95,7 +92,7 @@ def _print_resources(config: "WorkerConfig", cpus_per_rank: float, ranks_per_hos
 
 
 def _print_estimate(config: "WorkerConfig") -> None:
-    from holdfast.worker.model.memory import MemoryEstimator
+    from holdfast.worker.models.memory import MemoryEstimator
 
     needs = MemoryEstimator(config)
     cache_bytes = _cache_bytes_here(config, needs)
@@ -110,7 +107,7 @@ def _cache_bytes_here(config: "WorkerConfig", needs: "MemoryEstimator") -> int:
     """What a rank on this machine would give its cache; on a GPU, about."""
     import torch
 
-    from holdfast.worker.model.memory import cpu_cache_bytes
+    from holdfast.worker.models.memory import cpu_cache_bytes
 
     if config.model.device == "cpu" or not torch.cuda.is_available():
         return needs.default_cache_bytes(config, cpu_cache_bytes(), is_gpu=False)

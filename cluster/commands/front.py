@@ -1,7 +1,4 @@
-"""Command `holdfast front`: one HTTP address before several routers.
-
-What may not live here: what a front does (`cluster/front/`).
-"""
+"""Command `holdfast front`: one HTTP address before several routers."""
 
 import sys
 from pathlib import Path
@@ -33,7 +30,7 @@ def front(
     import uvloop
 
     from holdfast.cluster.front.front import FrontOptions, serve
-    from holdfast.worker.security.tls import Tls
+    from holdfast.worker.wire.tls import Tls
 
     addresses = [one.strip() for one in routers.split(",") if one.strip()]
     try:

@@ -1,7 +1,4 @@
-"""Command `holdfast generate`: completes a prompt, in this process or on a server; a single completion is streamed.
-
-What may not live here: the form of the output (`printing.py`), and the flags of sampling (`sampling_flags.py`).
-"""
+"""Command `holdfast generate`: completes a prompt, in this process or on a server; a single completion is streamed."""
 
 import asyncio
 import sys
@@ -19,11 +16,11 @@ from holdfast.cluster.config.layers import Layer
 from holdfast.worker.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from holdfast.cluster.call_options import ServiceOptions
     from holdfast.cluster.client.async_client import AsyncClient
     from holdfast.cluster.config.config import HoldfastConfig
     from holdfast.cluster.offline.inference_engine import InferenceEngine
     from holdfast.cluster.offline.outputs import Logprob, RequestOutput
-    from holdfast.cluster.service_options import ServiceOptions
     from holdfast.router.chat import Message
     from holdfast.worker.request import TokenLogprob
     from holdfast.worker.sampling_params import SamplingParams
@@ -138,8 +135,8 @@ def _is_clients(path: str) -> bool:
 
 def engine_here(config: "HoldfastConfig") -> "InferenceEngine":
     """Started, with its progress shown. Raises `ConfigurationError` for what cannot work, before anything is loaded."""
-    from holdfast.cluster.checks.machine import Machine, check_fits
-    from holdfast.cluster.checks.model_files import check_files
+    from holdfast.cluster.config.machine import Machine, check_fits
+    from holdfast.cluster.config.model_files import check_files
 
     check_files(config)
     alone = config.model_copy(update={"cluster": config.cluster.model_copy(update={"replicas": 1})})
@@ -154,7 +151,7 @@ def engine_here(config: "HoldfastConfig") -> "InferenceEngine":
 
 
 def _complete_here(config: "HoldfastConfig", ask: Ask) -> None:
-    from holdfast.cluster.offline.chat_prompts import chat_token_ids
+    from holdfast.cluster.offline.prompts import chat_token_ids
 
     engine = engine_here(config)
     try:

@@ -1,8 +1,4 @@
-"""Process that `holdfast serve` keeps for a cluster of this machine: one life of the cluster.
-
-What may live here: reading its settings, a line of JSON on standard input. What may not: what serving is (`serve.py`),
-and how this process starts (`life_starter.py`).
-"""
+"""Process that `holdfast serve` keeps for a cluster of this machine: one life of the cluster."""
 
 import sys
 

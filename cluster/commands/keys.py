@@ -1,7 +1,4 @@
-"""Commands `holdfast keys add`, `list` and `revoke`: the file of API keys, which routers read again when it changes.
-
-What may not live here: what a key may do (`router/security/api_keys.py`).
-"""
+"""Commands `holdfast keys add`, `list` and `revoke`: the file of API keys, which routers read again when it changes."""
 
 import secrets
 from pathlib import Path
@@ -29,8 +26,7 @@ def add(
     operator: Annotated[bool, Parameter(negative=(), help="it may see load and metrics, and give orders")] = False,
 ) -> int:
     """Make a key, and print it: this once, since the file has only its hash."""
-    from holdfast.router.security.api_keys import KEY_PREFIX, ApiKey, KeyRing, digest_of
-    from holdfast.router.security.key_file import read_keys, write_keys
+    from holdfast.router.security.api_keys import KEY_PREFIX, ApiKey, KeyRing, digest_of, read_keys, write_keys
 
     ring = read_keys(file) if file.exists() else KeyRing()
     key = KEY_PREFIX + secrets.token_urlsafe(32)
@@ -54,7 +50,7 @@ def add(
 
 def show(*, file: _File = _DEFAULT) -> int:
     """List the keys, and what each may do."""
-    from holdfast.router.security.key_file import read_keys
+    from holdfast.router.security.api_keys import read_keys
 
     for key in read_keys(file).keys:
         rates = [
@@ -70,7 +66,7 @@ def show(*, file: _File = _DEFAULT) -> int:
 
 def revoke(name: Annotated[str, Parameter(help="the key's name")], *, file: _File = _DEFAULT) -> int:
     """Take a key away. Routers refuse it within a second or two; what runs may finish."""
-    from holdfast.router.security.key_file import read_keys, write_keys
+    from holdfast.router.security.api_keys import read_keys, write_keys
 
     write_keys(file, read_keys(file).without(name))
     return 0

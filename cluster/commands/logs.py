@@ -1,7 +1,4 @@
-"""Command `holdfast logs`: what the processes of a cluster on this machine have written.
-
-What may not live here: finding the files (`cluster/serve/log_files.py`).
-"""
+"""Command `holdfast logs`: what the processes of a cluster on this machine have written."""
 
 import sys
 import time

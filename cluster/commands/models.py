@@ -1,8 +1,4 @@
-"""Commands `holdfast models add`, `remove` and `list`: the models of a running cluster.
-
-What may live here: reaching the cluster, and what is printed. What may not: how a model comes and goes
-(`cluster/serve/models.py`).
-"""
+"""Commands `holdfast models add`, `remove` and `list`: the models of a running cluster."""
 
 import logging
 import sys

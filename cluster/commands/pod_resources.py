@@ -1,7 +1,4 @@
-"""Resources of the pods of one replica on Kubernetes, from what a rank needs.
-
-What may live here: arithmetic, and the YAML of it. What may not: the estimate of a rank (`worker/model/memory.py`).
-"""
+"""Resources of the pods of one replica on Kubernetes, from what a rank needs."""
 
 from dataclasses import dataclass
 from typing import Any, Final

@@ -1,7 +1,4 @@
-"""Terminal output of completions: texts on stdout, everything about them on stderr.
-
-What may not live here: where completions come from.
-"""
+"""Terminal output of completions: texts on stdout, everything about them on stderr."""
 
 import sys
 import time

@@ -1,12 +1,9 @@
-"""Roofline for people: what the steps of a model should take on a GPU that need not be here.
+"""Roofline for people: what the steps of a model should take on a GPU that need not be here."""
 
-What may not live here: the arithmetic (`worker/model/roofline.py`), the command itself (`estimate.py`).
-"""
-
-from holdfast.worker.available_memory import readable_bytes
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.model.roofline import DEVICES, ModelShape, Step, kv_bytes_per_token, step_of, weight_bytes
+from holdfast.worker.models.roofline import DEVICES, ModelShape, Step, kv_bytes_per_token, step_of, weight_bytes
+from holdfast.worker.process_memory import readable_bytes
 
 _DECODES = ((1, 1024), (8, 1024), (64, 1024), (256, 1024))
 _PROMPT = 2048
@@ -14,8 +11,8 @@ _PROMPT = 2048
 
 def print_roofline(config: WorkerConfig, device_name: str) -> None:
     """Raises `ConfigurationError` where the model has no roofline, or does not fit."""
-    from holdfast.worker.model.checks import check_kv_cache_dtype
-    from holdfast.worker.model.weights import model_folder, read_config
+    from holdfast.worker.models.checks import check_kv_cache_dtype
+    from holdfast.worker.models.weights import model_folder, read_config
 
     device, tp = DEVICES[device_name], config.parallel.tensor_parallel_size
     hf_config = read_config(model_folder(config.model, with_weights=False), config.model.hf_overrides)

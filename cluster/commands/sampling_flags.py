@@ -1,6 +1,5 @@
 """Command-line flags of the sampling parameters, made from the table of their declarations (`flag_table.py`).
-
-What may not live here: commands, and what the parameters mean. `SamplingParams` checks the values, as for any caller.
+`SamplingParams` checks the values, as for any caller.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,4 @@
-"""Command `holdfast serve`: a cluster for as long as the command runs.
-
-What may live here: signals, and what is printed. What may not: starting the cluster (`cluster/serve/serving.py`).
-"""
+"""Command `holdfast serve`: a cluster for as long as the command runs."""
 
 import os
 import signal
@@ -60,7 +57,7 @@ def run(config: "HoldfastConfig") -> int:
     if config.cluster.address is not None:
         host(config)
         return 0
-    from holdfast.cluster.checks.machine import Machine, crowding
+    from holdfast.cluster.config.machine import Machine, crowding
     from holdfast.cluster.serve import life_starter
     from holdfast.cluster.serve.forkable_imports import IMPORTED
     from holdfast.cluster.serve.preflight import check_here

@@ -1,7 +1,4 @@
-"""Command `holdfast simulate`: the real decision code in virtual time, under random faults or under a load.
-
-What may not live here: simulating (`cluster/simulate/`).
-"""
+"""Command `holdfast simulate`: the real decision code in virtual time, under random faults or under a load."""
 
 import math
 import os
@@ -87,7 +84,7 @@ class ShapeFlags:
     def cluster(self, num_replicas: int) -> "ClusterShape":
         """Of so many such replicas. Raises `ConfigurationError`."""
         from holdfast.cluster.simulate.capacity.capacity import ClusterShape
-        from holdfast.cluster.simulate.capacity.step_costs_file import read_step_costs
+        from holdfast.cluster.simulate.capacity.capacity_report import read_step_costs
         from holdfast.worker.config import SchedulerConfig
 
         _require(num_replicas >= 1, "replicas", num_replicas, "must be at least 1")
@@ -177,8 +174,7 @@ def _campaign(seeds: range, jobs: int, max_failures: int, async_scheduling: bool
     from rich.console import Console
 
     from holdfast.cluster.progress_bars import progress
-    from holdfast.cluster.simulate.world.campaign import run_campaign
-    from holdfast.cluster.simulate.world.report import print_campaign
+    from holdfast.cluster.simulate.world.campaign import print_campaign, run_campaign
 
     started_s = time.perf_counter()
     with progress(sys.stderr) as report:
@@ -198,7 +194,7 @@ def _campaign(seeds: range, jobs: int, max_failures: int, async_scheduling: bool
 def _replay(seed: int, num_events: int, async_scheduling: bool) -> int:
     from rich.console import Console
 
-    from holdfast.cluster.simulate.world.report import replay
+    from holdfast.cluster.simulate.world.campaign import replay
 
     return 1 if replay(Console(), seed, num_events, async_scheduling=async_scheduling).failure else 0
 
@@ -219,7 +215,7 @@ def _capacity(
     from holdfast.cluster.simulate.capacity.capacity_report import plot as draw
     from holdfast.cluster.simulate.capacity.capacity_report import print_results
     from holdfast.router.config import RouterConfig
-    from holdfast.router.replicas.policy import POLICIES
+    from holdfast.router.dispatch.policy import POLICIES
 
     _require(max_ttft_s is None or max_ttft_s > 0, "max_ttft_s", max_ttft_s, "must be above 0")
     config = RouterConfig(max_ttft_s=max_ttft_s)

@@ -1,7 +1,4 @@
-"""Command `holdfast stats`: load and cache figures of a running cluster's replicas, as one router knows them.
-
-What may not live here: counting (`worker/stats.py`).
-"""
+"""Command `holdfast stats`: load and cache figures of a running cluster's replicas, as one router knows them."""
 
 import asyncio
 import sys

@@ -1,7 +1,4 @@
-"""Command `holdfast status`: whether a cluster is well: its routers, models, replicas, load and caches.
-
-What may not live here: counting (`worker/stats.py`); the long table of counters is `stats.py`.
-"""
+"""Command `holdfast status`: whether a cluster is well: its routers, models, replicas, load and caches."""
 
 import asyncio
 import sys

@@ -1,8 +1,4 @@
-"""Commands `holdfast models update` and `rollback`: another version of a model that a cluster serves.
-
-What may live here: the settings of the new version, and what is printed. What may not: how it takes the old one's place
-(`cluster/serve/updates.py`).
-"""
+"""Commands `holdfast models update` and `rollback`: another version of a model that a cluster serves."""
 
 import json
 import sys

@@ -1,7 +1,6 @@
 """Chat templates that take the place of models' own: read and checked where a cluster or an engine is started.
 
-A setting may name a file, which other machines do not have, so from here on it is the text. What may not live here:
-rendering (`router/text/chat.py`).
+A setting may name a file, which other machines do not have, so from here on it is the text.
 """
 
 from pathlib import Path

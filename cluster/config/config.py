@@ -1,8 +1,4 @@
-"""Configuration tree of the system, and the only reader of environment variables.
-
-What may live here: the cluster's own settings, the tree that joins the settings of all packages, and the precedence of
-sources (defaults < file < environment < flags). What may not: how a source is read and checked (`sources.py`).
-"""
+"""Configuration tree of the system, and the only reader of environment variables."""
 
 import os
 from collections.abc import Mapping
@@ -15,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_va
 from holdfast.cluster.config.layers import Layer, Setting
 from holdfast.cluster.config.models import ModelEntries
 from holdfast.cluster.config.sources import environment_layer, file_layer, resolve
-from holdfast.cluster.scaling.settings import ScalingConfig
+from holdfast.cluster.scaling.demand_book import ScalingConfig
 from holdfast.router.config import LimitsConfig, OverloadConfig, RouterConfig, SecurityConfig
 from holdfast.worker.config import (
     Bytes,
@@ -210,7 +206,7 @@ class ClientConfig(Settings):
         key = "" if self.api_key is None else self.api_key.get_secret_value()
         if self.server_ca is None and self.client_cert is None:
             return {"api_key": key}
-        from holdfast.worker.security.tls import Tls
+        from holdfast.worker.wire.tls import Tls
 
         return {"api_key": key, "tls": Tls(ca=self.server_ca, cert=self.client_cert, key=self.client_key)}
 

@@ -1,8 +1,6 @@
 """Flag table, `flags.json`: what help, parsing and completion need to know of settings and sampling parameters.
 
-The declarations take pydantic and a quarter of a second; the table of them takes a millisecond. What may not live here:
-making the table from the declarations (`python -m scripts.flag_table`, which a test repeats), and what flags become
-(`flags.py`, `commands/sampling_flags.py`).
+The declarations take pydantic and a quarter of a second; the table of them takes a millisecond.
 """
 
 import functools

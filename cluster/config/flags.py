@@ -1,7 +1,5 @@
-"""Command-line flags of the settings: one per setting, named and described as the configuration tree has it.
-
-What may not live here: commands, and what the settings mean (`config.py`). Help is shown without the tree itself
-(`flag_table.py`).
+"""Command-line flags of the settings: one per setting, named and described as the configuration tree has it. Help is
+shown without the tree itself (`flag_table.py`).
 """
 
 import functools

@@ -1,8 +1,4 @@
-"""Layer of settings: values by dotted path, each with the source that it came from.
-
-What may not live here: reading sources and merging layers (`sources.py`), and any heavy import: commands are described
-in these words before a setting is declared.
-"""
+"""Layer of settings: values by dotted path, each with the source that it came from."""
 
 from dataclasses import dataclass
 

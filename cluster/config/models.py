@@ -1,15 +1,11 @@
-"""Settings of one model among several that a cluster serves: what differs from the settings of all.
-
-What may live here: which settings a model may have of its own, and laying them over the others. What may not: settings
-of routers and of the cluster as a whole (`config.py`).
-"""
+"""Settings of one model among several that a cluster serves: what differs from the settings of all."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field
 
-from holdfast.cluster.scaling.settings import ScalingConfig
+from holdfast.cluster.scaling.demand_book import ScalingConfig
 from holdfast.worker.config import (
     CacheConfig,
     HealthConfig,

@@ -1,7 +1,7 @@
 """Configuration sources: files, environment variables and flags, read and checked against a tree of pydantic models.
 
 A source becomes a layer: dotted path (`parallel.tensor_parallel_size`) to value and origin. Layers are merged, later
-ones over earlier ones, and validated once. What may not live here: which settings exist, and `os.environ`.
+ones over earlier ones, and validated once.
 
 Not pydantic-settings: it merges values without their origins, ignores variables of unknown sections, and reads mappings
 from the environment as JSON alone, so `config show` and these refusals would take more code on top of it.

@@ -1,7 +1,6 @@
 """The demo: a local cluster, four prompts streamed at once over gRPC, and the same again while a replica is killed.
 
-`make demo`, `holdfast demo` and `python -m holdfast.cluster.demo.run` are the same. What may not live here: anything
-that a user of the package could not do.
+`make demo`, `holdfast demo` and `python -m holdfast.cluster.demo.run` are the same.
 """
 
 import asyncio
@@ -14,9 +13,8 @@ from typing import Final
 from rich.console import Console
 
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
-from holdfast.cluster.demo.display import display, figures
 from holdfast.cluster.demo.loss import pids_of, stream_with_a_loss
-from holdfast.cluster.demo.streams import stream_all
+from holdfast.cluster.demo.streams import display, figures, stream_all
 from holdfast.cluster.progress_bars import progress
 from holdfast.cluster.serve.app import REPLICA
 from holdfast.cluster.serve.models import application_name

@@ -1,7 +1,4 @@
-"""Request as it came to the front, where it may go, and what the front counts: plain data.
-
-What may not live here: sending it (`relay.py`).
-"""
+"""Request as it came to the front, where it may go, and what the front counts: plain data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +7,7 @@ from typing import Final
 from starlette.types import Scope
 
 from holdfast.cluster.front.upstream import Upstream
-from holdfast.router.held_stream import HOLD, RESUME
+from holdfast.router.resume import HOLD, RESUME
 from holdfast.router.router_losses import ROUTERS_LOST
 
 ONCE: Final = ("/admin/",)

@@ -1,7 +1,5 @@
-"""Front: one HTTP address for the routers of a machine, under which streams of stock clients survive the loss of one.
-
-What may live here: the application, what it is bounded by, what it tells of itself, and its process. What may not: what
-becomes of a request (`relay.py`).
+"""Front: one HTTP address for the routers of a machine,
+under which streams of stock clients survive the loss of one.
 """
 
 import asyncio
@@ -20,10 +18,10 @@ from holdfast.cluster.client.holding_transport import Origin
 from holdfast.cluster.front.asked import Asked, FrontStats, RelaySettings, Routers
 from holdfast.cluster.front.relay import CutOffError, Relay
 from holdfast.cluster.front.upstream import Upstream
+from holdfast.router.api.http.protocol import CONNECTION
+from holdfast.router.api.http.server import HttpServer
 from holdfast.router.config import LimitsConfig
-from holdfast.router.doors.http.connection import CONNECTION
-from holdfast.router.doors.http.server import HttpServer
-from holdfast.worker.security.tls import ServerTls, Tls
+from holdfast.worker.wire.tls import ServerTls, Tls
 
 logger = logging.getLogger(__name__)
 

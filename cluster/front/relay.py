@@ -15,8 +15,8 @@ from holdfast.cluster.client.held_call import Failed, HeldCall, error_event
 from holdfast.cluster.client.retry_policy import RetryPolicy
 from holdfast.cluster.front.asked import OF_A_HOP, OURS, Asked, FrontStats, RelaySettings, Routers
 from holdfast.cluster.front.upstream import Connection, Head, RouterLostError, Upstream
-from holdfast.router.doors.http.connection import CONNECTION
-from holdfast.router.held_stream import HOLD
+from holdfast.router.api.http.protocol import CONNECTION
+from holdfast.router.resume import HOLD
 
 KEEP_ALIVE_S: Final = 10.0
 """A stream that has nothing to say says so as often, so that no proxy gives it up."""

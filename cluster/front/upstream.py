@@ -1,8 +1,4 @@
-"""Connections of the front to routers: HTTP/1.1, one request at a time on each, kept for the next one.
-
-What may live here: sockets and the parser of responses. What may not: which router is asked, and what becomes of what
-it answers (`relay.py`).
-"""
+"""Connections of the front to routers: HTTP/1.1, one request at a time on each, kept for the next one."""
 
 import asyncio
 import ssl

@@ -1,12 +1,9 @@
-"""Tokenizer of `LLM.get_tokenizer`, which also renders chats, with the call shape of transformers' method.
-
-What may not live here: how chats are rendered (`chat_prompts.py`).
-"""
+"""Tokenizer of `LLM.get_tokenizer`, which also renders chats, with the call shape of transformers' method."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.cluster.offline.chat_prompts import chat_prompt
+from holdfast.cluster.offline.prompts import chat_prompt
 from holdfast.router.chat import Message
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError

@@ -1,7 +1,4 @@
-"""Default sampling parameters of a model: what its generation_config.json asks for, as vLLM reads it.
-
-What may not live here: the tokens that end an output, which are the model's own matter (`worker/model/weights.py`).
-"""
+"""Default sampling parameters of a model: what its generation_config.json asks for, as vLLM reads it."""
 
 import json
 from collections.abc import Mapping

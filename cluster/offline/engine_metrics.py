@@ -1,7 +1,4 @@
-"""Metrics of an engine in the shape and by the names of vLLM's `LLM.get_metrics`.
-
-What may not live here: what is counted (`worker/stats.py`), and the metrics of a cluster.
-"""
+"""Metrics of an engine in the shape and by the names of vLLM's `LLM.get_metrics`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,8 +1,4 @@
-"""Inference engine in one process, without Ray or gRPC: text in, text out, from any thread or event loop.
-
-What may live here: starting and stopping a replica and the router in front of it, and turning a caller's arguments into
-a request of the router's. What may not: running requests (`local_router.py`, `local_request.py`).
-"""
+"""Inference engine in one process, without Ray or gRPC: text in, text out, from any thread or event loop."""
 
 import asyncio
 import itertools
@@ -15,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Unpack
 
 from holdfast.cluster.bundled_model.bundled_model import located
+from holdfast.cluster.call_options import ServiceOptions, check_timeout
 from holdfast.cluster.config.chat_templates import with_template_text
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import mapping_layer
@@ -22,7 +19,6 @@ from holdfast.cluster.offline.local_request import Callback, LocalRequest
 from holdfast.cluster.offline.local_router import LocalRouter
 from holdfast.cluster.offline.outputs import RequestOutput
 from holdfast.cluster.offline.weight_folder import WeightFolder
-from holdfast.cluster.service_options import ServiceOptions, check_timeout
 from holdfast.router.config import LimitsConfig
 from holdfast.router.request import GenerationRequest, derived_seed
 from holdfast.router.requests.answer import CompletedSequence
@@ -30,13 +26,13 @@ from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import ModelConfig, WorkerConfig
 from holdfast.worker.errors import InvalidRequestError, ReplicaError, RequestAbortedError
 from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.replica.processes import is_forked
 from holdfast.worker.replica.rank import RankLauncher
 from holdfast.worker.replica.replica import Progress, Replica
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.scheduler.batching_optimizer import Recommendation
 from holdfast.worker.stats import EngineStats
-from holdfast.worker.supervision.process_id import is_forked
-from holdfast.worker.tuning.batching_optimizer import Recommendation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -248,7 +244,7 @@ class InferenceEngine:
         or `replay`: they go on with the new weights after the tokens that they have. While it lasts, memory holds both
         models. Raises `InvalidRequestError` or `ConfigurationError` for weights that do not fit: the old ones stay.
         """
-        from holdfast.worker.model.weights import model_folder  # here: it loads torch
+        from holdfast.worker.models.weights import model_folder  # here: it loads torch
 
         if running not in ("finish", "replay"):
             raise InvalidRequestError("running", running, "must be finish or replay")

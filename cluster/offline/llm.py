@@ -1,7 +1,6 @@
 """Offline inference: `LLM(model).generate(prompts)`, with the call shape of vLLM's class of the same name.
 
 A thin face on `InferenceEngine`: one process, no Ray, child processes for the other ranks of a tensor-parallel group.
-What may not live here: anything that single requests through `InferenceEngine` would lack.
 """
 
 import sys
@@ -13,22 +12,19 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
+from holdfast.cluster.call_options import ServiceOptions
 from holdfast.cluster.config.chat_templates import template_text
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import keyword_layer
-from holdfast.cluster.offline.beams import BeamSearchParams, beam_sequence
-from holdfast.cluster.offline.chat_prompts import chat_token_ids
 from holdfast.cluster.offline.chat_tokenizer import ChatTokenizer
 from holdfast.cluster.offline.default_params import default_params
-from holdfast.cluster.offline.engine_args import EngineArgs
+from holdfast.cluster.offline.engine_args import WHERE, EngineArgs, translated
 from holdfast.cluster.offline.engine_metrics import Metric, metrics_of
 from holdfast.cluster.offline.inference_engine import InferenceEngine, RequestHandle
-from holdfast.cluster.offline.outputs import BeamSearchOutput, RequestOutput
-from holdfast.cluster.offline.prompts import Given, PromptInput, prompt_list
-from holdfast.cluster.offline.vllm_arguments import WHERE, translated
+from holdfast.cluster.offline.outputs import BeamSearchOutput, BeamSearchParams, RequestOutput, beam_sequence
+from holdfast.cluster.offline.prompts import Given, PromptInput, chat_token_ids, prompt_list
 from holdfast.cluster.offline.vllm_methods import VllmMethods
 from holdfast.cluster.progress_bars import progress
-from holdfast.cluster.service_options import ServiceOptions
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams

@@ -1,8 +1,4 @@
-"""Offline request: its way through the router, its output so far, and the caller who waits for it.
-
-What may live here: reading an answer of the router, and passing it to the future and the callback. What may not:
-threads and other requests (`local_router.py`), and the form of an output (`rendering.py`).
-"""
+"""Offline request: its way through the router, its output so far, and the caller who waits for it."""
 
 import asyncio
 import logging
@@ -11,14 +7,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 
-from holdfast.cluster.offline.outputs import RequestMetrics, RequestOutput
-from holdfast.cluster.offline.rendering import completion_output, prompt_logprobs
+from holdfast.cluster.offline.outputs import RequestMetrics, RequestOutput, completion_output, prompt_logprobs
 from holdfast.router.dispatch.output_stream import merged
 from holdfast.router.dispatch.parallel_sampling import is_ranked
 from holdfast.router.events import Deliver
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import CompletedSequence, SampledAnswer
-from holdfast.router.requests.beam_answer import BeamAnswer
+from holdfast.router.requests.beam_search import BeamAnswer
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import CallerError, HoldfastError, InternalError, ReplicaError

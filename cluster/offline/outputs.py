@@ -1,12 +1,18 @@
 """Output types of offline inference. Names and shape follow vLLM's, so that existing scripts keep running.
 
-Plain data. What may not live here: how outputs are made (`rendering.py`).
+Plain data.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from holdfast.worker.errors import HoldfastError
+from holdfast.router.requests.answer import CompletedSequence
+from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.worker.errors import HoldfastError, InvalidRequestError
+from holdfast.worker.request import FinishReason, TokenLogprob
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.value_types import is_flag, is_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,3 +119,100 @@ class BeamSearchOutput:
     """What a beam search has found for one prompt, best first."""
 
     sequences: list[BeamSearchSequence]
+
+
+def completion_output(completion: CompletedSequence, params: SamplingParams, tokenizer: Tokenizer) -> CompletionOutput:
+    """One completion, of a request with `params`."""
+    output = completion.output
+    has_logprobs = params.logprobs is not None
+    return CompletionOutput(
+        index=output.sequence_index,
+        text=output.text,
+        token_ids=list(output.token_ids),
+        finish_reason=output.finish_reason,
+        stop_reason=completion.stop_reason,
+        cumulative_logprob=completion.cumulative_logprob,
+        logprobs=[_output_logprobs(item, params, tokenizer) for item in output.logprobs] if has_logprobs else None,
+    )
+
+
+def prompt_logprobs(
+    first: CompletedSequence, params: SamplingParams, tokenizer: Tokenizer
+) -> list[dict[int, Logprob] | None] | None:
+    """What is said of the prompt, which goes with the first completion. Of its first token no model says anything."""
+    if params.prompt_logprobs is None:
+        return None
+    return [None, *(by_token_id(item, tokenizer) for item in first.output.prompt_logprobs)]
+
+
+def _output_logprobs(item: TokenLogprob, params: SamplingParams, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """The token itself first, then the best ones, or those that are asked for by their ids, without ranks."""
+    said = by_token_id(item, tokenizer)
+    if not params.logprob_token_ids:
+        return said
+    return {token_id: one if token_id == item.token_id else replace(one, rank=None) for token_id, one in said.items()}
+
+
+def by_token_id(item: TokenLogprob, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """The token itself first, then the best ones."""
+    own = {item.token_id: _logprob(item.token_id, item.logprob, item.rank, tokenizer)}
+    return own | ranked(item.top, tokenizer) | own
+
+
+def ranked(top: Iterable[tuple[int, float]], tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """The best tokens at one place, best first."""
+    return {
+        token_id: _logprob(token_id, logprob, rank, tokenizer) for rank, (token_id, logprob) in enumerate(top, start=1)
+    }
+
+
+def _logprob(token_id: int, logprob: float, rank: int, tokenizer: Tokenizer) -> Logprob:
+    return Logprob(logprob=logprob, rank=rank, decoded_token=tokenizer.tokens.name_of(token_id))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """How to search. The call shape follows vLLM's class of the same name."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    """Beams are ranked by what the model itself says: only 0 is taken."""
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    """Keep the end of sequence as a beam's last token."""
+
+    def sampling_params(self) -> SamplingParams:
+        """The search as a request, for all beams that there are. Raises `InvalidRequestError`."""
+        if not is_flag(self.include_stop_str_in_output):
+            limit = "must be True or False"
+            raise InvalidRequestError("include_stop_str_in_output", self.include_stop_str_in_output, limit)
+        if not is_number(self.temperature) or self.temperature != 0:
+            raise InvalidRequestError("temperature", self.temperature, "must be 0: a beam search draws nothing")
+        params = SamplingParams(
+            beam_width=self.beam_width,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            length_penalty=self.length_penalty,
+        )
+        return params.with_changes(n=self.beam_width)
+
+
+def beam_sequence(
+    completion: CompletedSequence, prompt_token_ids: Sequence[int], tokenizer: Tokenizer, *, keep_end: bool
+) -> BeamSearchSequence:
+    """A beam as vLLM shows it: after its prompt, and without its end of sequence unless `keep_end`."""
+    output = completion.output
+    assert output.finish_reason is not None, "a beam is returned when it has ended"
+    assert completion.cumulative_logprob is not None, "a beam is ranked by it"
+    is_cut = output.finish_reason is FinishReason.STOP and not keep_end
+    shown = output.token_ids[:-1] if is_cut else output.token_ids
+    tokens = [*prompt_token_ids, *shown]
+    return BeamSearchSequence(
+        tokens=tokens,
+        logprobs=[ranked(candidates, tokenizer) for candidates in completion.candidates[: len(shown)]],
+        cum_logprob=completion.cumulative_logprob,
+        text=tokenizer.decode(tokens),
+        finish_reason=output.finish_reason,
+    )

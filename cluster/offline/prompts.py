@@ -1,13 +1,14 @@
-"""Prompts as callers of `LLM` give them: text, token ids, or mappings by vLLM's names.
-
-What may not live here: limits, and what needs a model (`router/requests/request_processor.py`).
-"""
+"""Prompts as callers of `LLM` give them: text, token ids, or mappings by vLLM's names."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Required, TypedDict
+from typing import Any, Final, Required, TypedDict
 
 from holdfast.cluster.offline.inference_engine import Prompt
+from holdfast.router.chat import Message
+from holdfast.router.text.chat import render_chat
+from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.router.tools.tools import checked_tools
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.value_types import checked_prompt, checked_text, checked_token_ids, is_list, is_whole
 
@@ -63,3 +64,61 @@ def _given(item: object) -> Given:
     if (token_ids := item.get("prompt_token_ids")) is not None:
         return Given(checked_token_ids("prompt_token_ids", token_ids), cache_salt)
     return Given(checked_text("prompt", item.get("prompt")), cache_salt)
+
+
+_NOTHING: Final[Mapping[str, Any]] = {}
+
+
+def chat_token_ids(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    template: str | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] = _NOTHING,
+) -> list[int]:
+    """The prompt that makes the model answer, or go on with the final message. Without `template`, by the model's own.
+
+    Raises `InvalidRequestError` for messages that are malformed, and where there is no chat template.
+    """
+    return tokenizer.encode(
+        chat_prompt(
+            tokenizer,
+            messages,
+            template=template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=template_kwargs,
+        ),
+        add_special_tokens=False,
+    )
+
+
+def chat_prompt(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    template: str | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] = _NOTHING,
+) -> str:
+    """The same as text. `template` may also be the name of one of the model's own."""
+    if continue_final_message and add_generation_prompt:
+        limit = "must not be set with add_generation_prompt: a new message would begin"
+        raise InvalidRequestError("continue_final_message", True, limit)
+    told = [tool.for_template() for tool in checked_tools(tools)]
+    if template is None or template in tokenizer.chat_templates:
+        template = tokenizer.template_of(has_tools=bool(told), name=template or "")
+    return render_chat(
+        template,
+        messages,
+        add_generation_prompt,
+        special_tokens=tokenizer.special_tokens,
+        template_kwargs={**template_kwargs, "tools": told or None},
+        continue_final_message=continue_final_message,
+    )

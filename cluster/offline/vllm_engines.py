@@ -1,7 +1,4 @@
-"""vLLM's engines for single requests, `AsyncLLMEngine` and `LLMEngine`, on top of `LLM`.
-
-What may not live here: anything that `InferenceEngine` would lack.
-"""
+"""vLLM's engines for single requests, `AsyncLLMEngine` and `LLMEngine`, on top of `LLM`."""
 
 import asyncio
 import queue

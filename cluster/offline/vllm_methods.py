@@ -1,7 +1,4 @@
-"""Methods of vLLM's `LLM` that scripts call: they work here, or refuse by name.
-
-What may not live here: `generate` and its kin (`llm.py`).
-"""
+"""Methods of vLLM's `LLM` that scripts call: they work here, or refuse by name."""
 
 from typing import NoReturn
 

@@ -1,6 +1,6 @@
 """Weight folder: the folder that weights are read from, and one made of tensors that a caller has in memory.
 
-Ranks are other processes, so tensors go to them as files. What may not live here: loading (`worker/model/loading.py`).
+Ranks are other processes, so tensors go to them as files.
 """
 
 import shutil

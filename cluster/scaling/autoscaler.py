@@ -2,8 +2,7 @@
 
 No Ray, no clock, no IO: `decide` takes what is seen and the time. It goes up for the load expected when a new replica
 would serve, for a queue that would break the target of the first token, and for first tokens that are late; and down
-once fewer replicas have been enough for a while. What may not live here: where the figures come from
-(`router/demand.py`), and who carries decisions out (`cluster/serve/scaling_policy.py`).
+once fewer replicas have been enough for a while.
 """
 
 import math
@@ -11,8 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from holdfast.cluster.scaling.meters import Level, Rate
-from holdfast.cluster.scaling.settings import ScalingConfig
+from holdfast.cluster.scaling.demand_book import Level, Rate, ScalingConfig
 from holdfast.router.demand import ModelDemand
 
 RATE_WINDOW_S: Final = 10.0

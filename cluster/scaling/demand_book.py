@@ -1,13 +1,16 @@
 """Demand book: which models are scaled by their load, and what each router has told of them lately. A core.
 
-Time is passed in, in seconds of any one clock. What may not live here: the actor that keeps it
-(`cluster/serve/directory.py`), and what is decided by it (`autoscaler.py`).
+Time is passed in, in seconds of any one clock.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from pydantic import Field, model_validator
+
 from holdfast.router.demand import ModelDemand, merged, with_counts_of, with_counts_since
+from holdfast.worker.config import Settings
 
 FRESH_S: Final = 5.0
 """What a router has told counts for so long: it tells every second or so."""
@@ -82,3 +85,98 @@ class DemandBook:
     def followed(self) -> Followed:
         """The models that are scaled by their load."""
         return tuple((model, self._followed[model][0]) for model in sorted(self._followed))
+
+
+class Rate:
+    """Counts a second over the last `window_s`. A count that falls, after a restart, begins anew."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._counts = deque[tuple[float, float]]()
+
+    def note(self, now_s: float, count: float) -> None:
+        if self._counts and count < self._counts[-1][1]:
+            self._counts.clear()
+        self._counts.append((now_s, count))
+        while len(self._counts) > 2 and self._counts[1][0] <= now_s - self._window_s:
+            self._counts.popleft()
+
+    @property
+    def per_s(self) -> float:
+        """0 before there are two counts."""
+        if len(self._counts) < 2:
+            return 0.0
+        (first_s, first), (last_s, last) = self._counts[0], self._counts[-1]
+        return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
+
+
+class Level:
+    """Values of a figure over the last `keep_s`."""
+
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
+        self._values = deque[tuple[float, float]]()
+
+    def note(self, now_s: float, value: float) -> None:
+        self._values.append((now_s, value))
+        while self._values[0][0] < now_s - self._keep_s:
+            self._values.popleft()
+
+    def mean(self, from_s: float, to_s: float) -> float | None:
+        """Of the values between two times; None where there are none."""
+        inside = [value for time_s, value in self._values if from_s <= time_s <= to_s]
+        return sum(inside) / len(inside) if inside else None
+
+    def greatest(self, from_s: float) -> float:
+        """Since a time; 0 where there are none."""
+        return max((value for time_s, value in self._values if time_s >= from_s), default=0.0)
+
+    def growth_per_s(self, now_s: float, span_s: float) -> float:
+        """How fast the mean over `span_s` grows, against that of the span before it; 0 where it is not known."""
+        late, early = self.mean(now_s - span_s, now_s), self.mean(now_s - 2 * span_s, now_s - span_s)
+        return 0.0 if late is None or early is None else (late - early) / span_s
+
+
+class ScalingConfig(Settings):
+    """How many replicas a model has, by its load. Without `max_replicas` their number is fixed: `cluster.replicas`."""
+
+    max_replicas: int | None = Field(
+        None, ge=1, description="replicas of a model at most; unset: as many as `replicas`, whatever the load"
+    )
+    min_replicas: int = Field(
+        1, ge=0, description="replicas of a model at least; 0: an idle model has none, and requests wait for a start"
+    )
+    target_ttft_s: float = Field(
+        2.0, gt=0, description="seconds to the first token that nine of ten requests should keep to"
+    )
+    target_use: float = Field(
+        0.7, gt=0, le=1, description="share of a replica's sequences, KV blocks or prefill time that is used on purpose"
+    )
+    startup_s: float = Field(
+        10.0, gt=0, description="seconds from the decision for a replica until it serves, before any was measured"
+    )
+    downscale_after_s: float = Field(
+        120.0, ge=0, description="seconds for which fewer replicas must have been enough before one is taken away"
+    )
+    zero_after_s: float = Field(
+        600.0, ge=0, description="seconds without a request after which the last replica goes, where min_replicas is 0"
+    )
+    cold_start_wait_s: float = Field(
+        120.0, gt=0, description="seconds that requests wait for the first replica of a model that has none at rest"
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the number of replicas follows the load."""
+        return self.max_replicas is not None
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether an idle model has no replica."""
+        return self.is_on and self.min_replicas == 0
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> "ScalingConfig":
+        if self.max_replicas is not None and self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas = {self.max_replicas} must be at least min_replicas = {self.min_replicas}")
+        return self

@@ -1,7 +1,7 @@
 """Ray Serve's default autoscaling policy as a core of its own, to compare with in the simulator.
 
 Source: `ray/serve/autoscaling_policy.py` of Ray 2.60 (`replica_queue_length_autoscaling_policy`, its factors and its
-delays); a test holds it to that. What may not live here: anything that Serve does not do.
+delays); a test holds it to that.
 """
 
 import math
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.cluster.scaling.autoscaler import Decision, Seen
-from holdfast.cluster.scaling.meters import Level
+from holdfast.cluster.scaling.demand_book import Level
 
 _EPSILON_S: Final = 1e-6
 

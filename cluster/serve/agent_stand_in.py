@@ -3,7 +3,7 @@
     python -I -S agent_stand_in.py SERVICE,SERVICE... --session-dir=FOLDER --node-id=ID [OPTIONS OF THE AGENT]
 
 A raylet waits until its agents have written their ports, and ends as soon as one of them ends. This process does
-nothing that could end it. What may live here: the standard library, since each cluster keeps two of these processes.
+nothing that could end it.
 """
 
 import os

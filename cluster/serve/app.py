@@ -31,9 +31,9 @@ from holdfast.cluster.serve.placement_groups import (
 from holdfast.cluster.serve.rank_placement import RankPlacement, warn_of_unmet
 from holdfast.cluster.serve.replica_deployment import ReplicaDeployment
 from holdfast.cluster.serve.router_deployment import RouterDeployment
+from holdfast.cluster.serve.router_update import of_replica
 from holdfast.cluster.serve.scaling_policy import ScalingPolicy
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed, cluster_token
-from holdfast.cluster.serve.told_settings import of_replica
 from holdfast.worker.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)

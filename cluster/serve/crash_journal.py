@@ -1,8 +1,7 @@
 """Crash journals of the routers of one machine: what each reads lies in a file that the end of its process leaves.
 
 A file is mapped into the memory of its router, so that a note costs no call and outlives SIGKILL. The other routers of
-the machine watch the process, and one that starts later finds the file. What may not live here: what the notes are
-(`router/requests/reading_journal.py`), what the end of a router says of a request (`router/requests/poison_watch.py`).
+the machine watch the process, and one that starts later finds the file.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ from typing import Final
 
 from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.reading_journal import SIZE, TURN_S, LeftJournal, ReadingJournal
-from holdfast.worker.supervision.process_id import ProcessId
+from holdfast.worker.replica.processes import ProcessId
 
 logger = logging.getLogger(__name__)
 

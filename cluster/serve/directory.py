@@ -3,7 +3,7 @@
 `Directory` is the core, without Ray, clock or IO. `DirectoryDeployment` hosts it as a Serve deployment, so it starts,
 is replaced and ends with the application, and leaves no named actor behind. A replaced directory starts empty; members
 renew their leases within five seconds, and until then routers keep their links. No request and no token involves it:
-members renew every five seconds, routers wait for changes. What may not live here: its callers (`membership.py`).
+members renew every five seconds, routers wait for changes.
 """
 
 import asyncio
@@ -19,12 +19,11 @@ from holdfast.cluster.scaling.demand_book import DemandBook, Followed
 from holdfast.cluster.serve.security import ClusterSecurity
 from holdfast.cluster.serve.serve_port import listen_on_the_node_alone
 from holdfast.router.demand import ModelDemand
-from holdfast.router.orders import NO_ORDERS, Change, Orders
-from holdfast.router.replicas.versions import VersionCounts
+from holdfast.router.dispatch.versions import VersionCounts
+from holdfast.router.operator_state import NO_ORDERS, Change, Orders
 from holdfast.router.router_losses import RouterLoss
 from holdfast.worker.errors import InternalError
-from holdfast.worker.supervision.oom_score import OomScore, lower_oom_score
-from holdfast.worker.supervision.process_id import ProcessId
+from holdfast.worker.replica.processes import OomScore, ProcessId, lower_oom_score
 
 DIRECTORY: Final = "Directory"
 """The name of its deployment."""
@@ -77,7 +76,7 @@ class Member:
     tokenizer_digest: str = ""
     """Of the files that routers read its tokenizer from, of a replica that serves."""
     settings: str = ""
-    """How it was started (`told_settings.py`)."""
+    """How it was started (`router_update.py`)."""
     counts: tuple[VersionCounts, ...] = ()
     """Of a router: what came of its requests, by version."""
     num_open: int = 0

@@ -1,17 +1,81 @@
 """Disk guard: says when the disk under Ray's session folder is nearly full, and keeps a file there to give up then.
 
-On a full disk Ray starts no process: streams go on, but what dies is not replaced. What may live here: the limits, the
-file, and reading the free space. What may not: who is told (deployments, `serving.py`).
+On a full disk Ray starts no process: streams go on, but what dies is not replaced.
 """
 
+import logging
 import os
+import select
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from holdfast.cluster.serve.regular_looks import regular_looks
+from holdfast.cluster.serve.reaper import descendants
+from holdfast.worker.process_memory import oom_kills
+
+RAYLET: Final = "raylet"
+
+
+@contextmanager
+def watched_raylet(on_loss: Callable[[str], None]) -> Iterator[None]:
+    """Calls back once, from a thread of its own, with the name of the raylet if it ends in the block."""
+    (raylet,) = [pid for pid in descendants(os.getpid()) if _name(pid) == RAYLET]
+    end = os.pidfd_open(raylet)
+    is_over, over = os.pipe()
+
+    def wait() -> None:
+        ended, _, _ = select.select([is_over, end], [], [])
+        if is_over not in ended:
+            on_loss(RAYLET)
+
+    thread = threading.Thread(target=wait, name="ray-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.close(over)
+        thread.join()
+        for descriptor in (is_over, end):
+            os.close(descriptor)
+
+
+def _name(pid: int) -> str:
+    with suppress(OSError), open(f"/proc/{pid}/comm") as file:
+        return file.read().strip()
+    return ""
+
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def regular_looks(look: Callable[[], object], every_s: float, name: str) -> Iterator[None]:
+    """Calls `look` at once, every `every_s` seconds, and once more in the end. A failed look is logged."""
+    is_over = threading.Event()
+
+    def look_once() -> None:
+        try:
+            look()
+        except Exception:
+            logger.warning("%s: a look has failed", name, exc_info=True)
+
+    def keep_looking() -> None:
+        look_once()
+        while not is_over.wait(every_s):
+            look_once()
+        look_once()
+
+    thread = threading.Thread(target=keep_looking, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
 
 LOW_BYTES: Final = 128 * 2**20
 """With less than this, a process that Ray starts may find no room for its logs and sockets."""
@@ -109,3 +173,58 @@ def session_folder() -> Path:
 
 def _mib(number: int) -> str:
     return f"{number / 2**20:.0f} MiB"
+
+
+ADVICE: Final = (
+    "lower --replicas, --tp, --kv-cache-memory or --max-num-seqs, or serve a smaller model (`holdfast estimate` says "
+    "what one needs)"
+)
+
+
+class MemoryWatch:
+    """Counts from when it is made on. `look` is called from time to time, on one thread."""
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        by_kernel: Callable[[], int] = oom_kills,
+        by_ray: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`say` hears of every new one. `by_kernel` and `by_ray` count the processes that each has ended so far."""
+        self._say = say
+        self._counts = {"the kernel": by_kernel, "Ray's memory monitor": by_ray}
+        self._seen = {name: count() for name, count in self._counts.items()}
+
+    def look(self) -> None:
+        """Says what has ended since the last look."""
+        for name, count in self._counts.items():
+            ended = count() - self._seen[name]
+            if ended > 0:
+                self._seen[name] += ended
+                processes = "a process" if ended == 1 else f"{ended} processes"
+                self._say(
+                    f"out of memory: {name} has ended {processes} on this machine. Streams go on where there is "
+                    f"another replica, and what has ended starts again; {ADVICE}"
+                )
+
+
+@contextmanager
+def watched_memory(watch: MemoryWatch) -> Iterator[None]:
+    """Looks from a thread of its own for as long as the block lasts, and once more in the end."""
+    with regular_looks(watch.look, LOOK_EVERY_S, "memory-watch"):
+        yield
+
+
+def ended_by_ray() -> int:
+    """How many processes Ray's memory monitor has ended in the cluster that this process is connected to."""
+    from ray._private.state import state
+    from ray.core.generated.common_pb2 import WorkerExitType
+    from ray.core.generated.gcs_pb2 import WorkerTableData
+
+    try:
+        workers = state._connect_and_get_accessor().get_worker_table()
+    except Exception as error:  # a GCS server that does not answer: others notice that
+        logger.debug("Ray does not tell which processes have ended: %s", error)
+        return 0
+    ended = map(WorkerTableData.FromString, workers)
+    return sum(one.exit_type == WorkerExitType.NODE_OUT_OF_MEMORY for one in ended)

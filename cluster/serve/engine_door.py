@@ -1,8 +1,4 @@
-"""vLLM's engine protocol on a replica: the router's pipeline over the engine of this process, and a port for it.
-
-What may live here: putting the parts together, their start and end. What may not: the protocol (`router/doors/vllm/`),
-the pipeline (`router/`), and how requests reach the engine (`cluster/offline/local_replica.py`).
-"""
+"""vLLM's engine protocol on a replica: the router's pipeline over the engine of this process, and a port for it."""
 
 import asyncio
 import random
@@ -11,16 +7,17 @@ from typing import Final
 
 import grpc
 
-from holdfast.cluster.offline.local_replica import LocalReplica
+from holdfast.cluster.offline.local_router import LocalReplica
 from holdfast.cluster.serve.security import ClusterSecurity
+from holdfast.router.api.connection_guard import ConnectionGuard
+from holdfast.router.api.grpc import server
+from holdfast.router.api.grpc import standard_services as health
+from holdfast.router.api.intake import DecodeWorker
+from holdfast.router.api.vllm import servicer as vllm_engine
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.doors.connection_guard import ConnectionGuard
-from holdfast.router.doors.decode_worker import DecodeWorker
-from holdfast.router.doors.grpc import health, server
-from holdfast.router.doors.vllm import servicer as vllm_engine
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.security.gate import Gate
 from holdfast.router.text.tokenizer import Tokenizer
@@ -28,8 +25,8 @@ from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.replica.replica import Replica
-from holdfast.worker.security.loopback import host_port
-from holdfast.worker.security.tls import add_port
+from holdfast.worker.wire.loopback import host_port
+from holdfast.worker.wire.tls import add_port
 
 NUM_PORTS: Final = 64
 """Ports that are tried in turn: several replicas may share a machine."""

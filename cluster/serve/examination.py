@@ -1,7 +1,4 @@
-"""Examination of this machine for `holdfast doctor`: one finding after the other, each with what to do about it.
-
-What may not live here: showing findings, and the checks that `serve` makes itself (`preflight.py`, `cluster/checks/`).
-"""
+"""Examination of this machine for `holdfast doctor`: one finding after the other, each with what to do about it."""
 
 import os
 import shutil
@@ -16,17 +13,17 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.cluster.bundled_model.bundled_model import located
-from holdfast.cluster.checks.machine import Machine, check_fits, crowding
-from holdfast.cluster.checks.model_files import check_files, check_hub, local_folder
 from holdfast.cluster.config.config import HoldfastConfig
+from holdfast.cluster.config.machine import Machine, check_fits, crowding
+from holdfast.cluster.config.model_files import check_files, check_hub, local_folder
 from holdfast.cluster.serve.log_files import ray_folder
 from holdfast.cluster.serve.preflight import check_ports, check_socket_paths
 from holdfast.cluster.serve.security import check_exposed
-from holdfast.worker.available_memory import readable_bytes
 from holdfast.worker.errors import HoldfastError
-from holdfast.worker.security.certificate_expiry import DAY_S, expiry_warning, first_expiry
-from holdfast.worker.security.loopback import check_loopback
+from holdfast.worker.process_memory import readable_bytes
 from holdfast.worker.user_folder import user_folder
+from holdfast.worker.wire.loopback import check_loopback
+from holdfast.worker.wire.tls import DAY_S, expiry_warning, first_expiry
 
 _PACKAGES: Final = ("holdfast", "torch", "transformers", "ray", "grpcio")
 _ROOM_BYTES: Final = 2**30

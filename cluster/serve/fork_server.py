@@ -5,7 +5,7 @@
 A worker that is forked is ready in tenths of a second of CPU time, where the imports of a new one take two to five.
 `worker_launcher.py`, which the raylet starts in place of a worker, asks for it over the Unix socket `SOCKET`. A worker
 ends with its launcher. Workers outlive a fork server that is killed, and end with one whose standard input is at its
-end, which means that its parent is gone. What may not live here: what a worker does (Ray's `default_worker.py`).
+end, which means that its parent is gone.
 """
 
 import json
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from holdfast.cluster.serve.forkable_imports import IMPORTED, import_for_forks
-from holdfast.cluster.serve.gcs_tables import tables_folder
+from holdfast.cluster.serve.gcs_keeper import tables_folder
 
 READ_LIMIT_S: Final = 10.0
 """How long a launcher may take to send its request. The fork server serves nobody meanwhile."""

@@ -1,7 +1,7 @@
 """Imports of the processes that fork a cluster's processes, made so that each fork is as good as a new interpreter.
 
 Private behaviour of Ray is used for this, as it was read in 2.60: what Ray's import reads from the environment, and
-which of its imports draw random numbers. What may not live here: forking (`fork_server.py`, `life_starter.py`).
+which of its imports draw random numbers.
 """
 
 import gc

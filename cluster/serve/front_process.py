@@ -1,7 +1,4 @@
-"""Process of the front beside a cluster of this machine: started with it, started again if it ends, ended with it.
-
-What may not live here: what a front does (`cluster/front/`).
-"""
+"""Process of the front beside a cluster of this machine: started with it, started again if it ends, ended with it."""
 
 import subprocess
 import sys

@@ -1,23 +1,26 @@
 """Keeper of a private Ray's GCS: starts it again when it has ended, and ends it when it answers no more.
 
-Streams do not need the GCS. What dies while it is away is replaced once it is back. What may live here: when it is
-started and ended. What may not: how (`private_ray.py`), and the end of the raylet (`ray_watch.py`).
+Streams do not need the GCS. What dies while it is away is replaced once it is back.
 """
 
 import logging
 import os
 import random
 import select
+import shutil
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol
 
-from holdfast.cluster.serve.regular_looks import regular_looks
-from holdfast.router.replicas.backoff import Backoff
+from holdfast.cluster.serve.disk_guard import regular_looks
+from holdfast.router.dispatch.circuit_breaker import Backoff
+from holdfast.worker.replica.processes import ProcessId
 
 logger = logging.getLogger(__name__)
 
@@ -132,3 +135,47 @@ def _is_over_before_end_of(process: subprocess.Popen[bytes], is_over: int) -> bo
 def _reason(process: subprocess.Popen[bytes]) -> str:
     code = process.wait()
     return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+IN_MEMORY: Final = Path("/dev/shm")
+ROOM_BYTES: Final = 256 * 2**20
+"""With less room than this in memory, the tables are on disk. They take 27 MB."""
+
+_PREFIX: Final = "holdfast-gcs-"
+
+
+@contextmanager
+def tables_folder(in_memory: Path = IN_MEMORY, on_disk: Path | None = None) -> Iterator[Path]:
+    """A new folder, which is removed after the block. Removes those of processes that have ended without doing so."""
+    on_disk = Path(tempfile.gettempdir()) if on_disk is None else on_disk
+    for base in (in_memory, on_disk):
+        _clear(base)
+    base = in_memory if _has_room(in_memory) else on_disk
+    process = ProcessId.of(os.getpid())
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{process.pid}-{process.start_ticks}-", dir=base))  # mode 0700
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _has_room(base: Path) -> bool:
+    try:
+        return shutil.disk_usage(base).free >= ROOM_BYTES and os.access(base, os.W_OK)
+    except OSError:
+        return False
+
+
+def _clear(base: Path) -> None:
+    for folder in base.glob(f"{_PREFIX}*"):
+        pid, ticks, *_ = folder.name.removeprefix(_PREFIX).split("-")
+        with suppress(OSError, ValueError):  # not of this user, or gone meanwhile
+            if folder.stat().st_uid == os.getuid() and not _lives(ProcessId(int(pid), int(ticks))):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lives(process: ProcessId) -> bool:
+    try:
+        return ProcessId.of(process.pid) == process
+    except ProcessLookupError:
+        return False

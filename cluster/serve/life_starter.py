@@ -5,7 +5,7 @@
 A cluster that is lost starts again without the imports, which take a busy machine half of the time of a start. The
 supervisor asks over the Unix socket that is standard input, one message for each life. The answer is the pid of a
 reaper (`reaper.py`), a child of the supervisor, which runs `main()` of the first module. The starter ends when the
-socket is at its end. What may not live here: what a life is (`hosted.py`), when one starts (`supervisor.py`).
+socket is at its end.
 """
 
 import os

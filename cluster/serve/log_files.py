@@ -1,16 +1,19 @@
-"""Log files of a cluster on this machine: Ray keeps what each process wrote, and names it by nothing that people know.
-
-What may live here: which file is whose, and reading the new lines of files. What may not: showing them
-(`cluster/commands/logs.py`).
+"""Log files of a cluster on this machine: Ray keeps what each process wrote,
+and names it by nothing that people know.
 """
 
+import json
+import logging
 import os
 import re
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from types import TracebackType
+from typing import Final, Literal, TypeAlias
 
 from holdfast.worker.errors import ConfigurationError
 
@@ -107,3 +110,42 @@ def merged(tails: Sequence[Tail]) -> list[tuple[str, str]]:
     every = [(stamp, tail.file.name, line) for tail in tails for stamp, line in tail.lines()]
     every.sort(key=lambda one: one[0])  # stable: lines of one file stay in their order
     return [(name, line) for _, name, line in every]
+
+
+FORMAT: Final = "%(asctime)s %(levelname)s %(message)s"
+
+_Info: TypeAlias = "tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]"
+
+
+class DiscreetFormatter(logging.Formatter):
+    """Writes the stack and the class of an exception and of those behind it."""
+
+    def formatException(self, ei: _Info) -> str:
+        error, parts = ei[1], list[str]()
+        while error is not None and len(parts) < 10:
+            stack = "".join(traceback.format_tb(error.__traceback__))
+            parts.insert(0, f"{stack}{type(error).__module__}.{type(error).__qualname__}")
+            error = error.__cause__ or error.__context__
+        return "\n-- and then:\n".join(parts)
+
+
+class JsonFormatter(DiscreetFormatter):
+    """One object a line. What a record has as `details` (a mapping, such as the request's id) is among its fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        said = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            said["exception"] = self.formatException(record.exc_info)
+        return json.dumps(dict(getattr(record, "details", {})) | said, default=str)
+
+
+def date_log_lines(log_format: Literal["text", "json"] = "text") -> None:
+    """From now on this process writes warnings and errors with the time. Not for libraries: logs are their caller's."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if log_format == "json" else DiscreetFormatter(FORMAT))
+    logging.basicConfig(handlers=[handler])

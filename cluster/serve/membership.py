@@ -1,6 +1,6 @@
 """Clients of the lease directory: `Lease` renews a member's entry, `WatchedDirectory` follows it for a router.
 
-`handle` is the Serve handle of `DirectoryDeployment`. What may not live here: what a member is (`directory.py`).
+`handle` is the Serve handle of `DirectoryDeployment`.
 """
 
 import asyncio

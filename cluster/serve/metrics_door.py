@@ -1,8 +1,4 @@
-"""Metrics of a replica on a port of its own, for gateways that scrape the replicas they pick from.
-
-What may live here: putting the parts together, their start and end. What may not: names and values
-(`router/metrics/`), and the metrics of routers, which tell of all replicas on their HTTP ports.
-"""
+"""Metrics of a replica on a port of its own, for gateways that scrape the replicas they pick from."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,17 +12,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from holdfast.cluster.serve.security import ClusterSecurity
-from holdfast.router.doors.http.answering import answering, not_found
-from holdfast.router.doors.http.authentication import guarded
-from holdfast.router.doors.http.event_stream import OPENAI
-from holdfast.router.doors.http.request_origin import RequestOrigins
-from holdfast.router.doors.http.server import HttpServer
-from holdfast.router.metrics.exposition import Sample, exposed
-from holdfast.router.metrics.replica_samples import gateway_samples, process_samples, replica_samples
+from holdfast.router.api.http.answering import answering, not_found
+from holdfast.router.api.http.event_stream import OPENAI
+from holdfast.router.api.http.request_origin import RequestOrigins, guarded
+from holdfast.router.api.http.server import HttpServer
+from holdfast.router.metrics.exposition import Sample, exposed, gateway_samples, process_samples, replica_samples
 from holdfast.router.security.gate import Gate
 from holdfast.worker.errors import ConfigurationError, ReplicaError
 from holdfast.worker.replica.replica import Replica
-from holdfast.worker.security.loopback import host_port
+from holdfast.worker.wire.loopback import host_port
 
 NUM_PORTS: Final = 64
 """Ports that are tried in turn: several replicas may share a machine."""

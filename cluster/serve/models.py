@@ -1,8 +1,7 @@
 """Models of a running cluster: each is a Serve application of its own, beside the one with routers and directory.
 
-So one can come or go without touching the others: its replicas find the cluster by its directory, and routers find
-them there. What may live here: adding, removing and listing them, from a process that is connected to Ray. What may
-not: what an application consists of (`app.py`), and connecting (`local.py`, `running.py`).
+So one can come or go without touching the others: its replicas find the cluster by its directory, and routers find them
+there. What may not: what an application consists of (`app.py`), and connecting (`local.py`, `running.py`).
 """
 
 import logging
@@ -15,7 +14,7 @@ from typing import Any, Final
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.serve.directory import DIRECTORY, Role, Snapshot
 from holdfast.cluster.serve.local import ANY_INTERFACE, LOOPBACK
-from holdfast.router.orders import Change, Orders
+from holdfast.router.operator_state import Change, Orders
 from holdfast.worker.errors import ConfigurationError, UnknownModelError
 
 logger = logging.getLogger(__name__)
@@ -150,7 +149,7 @@ def list_models(namespace: str) -> list[ModelState]:
 
 
 def settings_of(namespace: str) -> Mapping[str, str]:
-    """How each model that serves was started, as its replicas say it (`told_settings.py`), by the model's name."""
+    """How each model that serves was started, as its replicas say it (`router_update.py`), by the model's name."""
     snapshot: Snapshot = directory_of(namespace).watch.remote(0).result(timeout_s=_ANSWER_S)
     return {one.model: one.settings for one in snapshot.serving(Role.REPLICA)}
 

@@ -1,7 +1,6 @@
 """Ray placement groups of replicas: one bundle per rank, and the ranks as Ray actors inside them.
 
-The replica's actor is the leader and sits in bundle 0; rank i is a child actor in bundle i. What may not live here:
-anything of Serve, and what a rank does (`worker/replica/rank.py`).
+The replica's actor is the leader and sits in bundle 0; rank i is a child actor in bundle i.
 """
 
 import importlib
@@ -19,8 +18,8 @@ from holdfast.cluster.serve.local import ANY_INTERFACE
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.rendezvous import Rendezvous
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.replica.processes import ProcessId
 from holdfast.worker.replica.rank import LOOPBACK, run_rank
-from holdfast.worker.supervision.process_id import ProcessId
 
 logger = logging.getLogger(__name__)
 

@@ -1,15 +1,18 @@
 """Self-termination of a router's or replica's process: when memory has run out, and when its replica has failed.
 
 After a failed allocation a process is in an unknown state, and even reporting may fail. Routers and replicas hold
-nothing that others cannot rebuild, so the whole process ends. What may not live here: ordered ends (`termination.py`).
+nothing that others cannot rebuild, so the whole process ends.
 """
 
+import asyncio
 import errno
+import faulthandler
 import logging
 import os
 import queue
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from holdfast.worker.errors import HoldfastError
@@ -82,3 +85,25 @@ def _end_if_out_of_memory(error: BaseException | None, last_words: Callable[[], 
         os.write(2, b"out of memory: this process ends\n")
     finally:  # the disk of the log may be full
         os._exit(EXIT_CODE)
+
+
+def end_on_sigterm(end: Callable[[], Coroutine[object, object, None]], limit_s: float) -> None:
+    """At the first SIGTERM, awaits `end` on the running event loop for so long at most, and exits.
+
+    Ray keeps the main thread of an actor on asyncio inside of compiled code, where no handler written in Python ever
+    runs. `faulthandler` has one in C, which can be put in place from any thread: the trace that it writes is the news.
+    """
+    loop = asyncio.get_running_loop()
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)  # a handler must not wait, however many signals come
+    faulthandler.register(signal.SIGTERM, file=write_end, all_threads=False)
+
+    def wait() -> None:
+        os.read(read_end, 1)
+        logger.warning("SIGTERM: this process ends")
+        try:
+            asyncio.run_coroutine_threadsafe(end(), loop).result(limit_s)
+        finally:
+            os._exit(0)
+
+    threading.Thread(target=wait, name="sigterm", daemon=True).start()

@@ -5,8 +5,7 @@
 Ray's processes outlive a driver that is killed, for up to a minute, and keep its ports. The reaper is their subreaper
 (prctl(2)): whatever loses its parent becomes its child. It ends all of them with SIGKILL once the life has ended, or
 once its own standard input is at its end, which means that the supervisor is gone. The first line of standard input is
-the life's. SIGINT and SIGTERM are passed on to the life. What may live here: the standard library; what the life is,
-may not.
+the life's. SIGINT and SIGTERM are passed on to the life.
 """
 
 import ctypes

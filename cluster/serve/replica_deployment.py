@@ -2,7 +2,7 @@
 
 The Serve replica's actor is the leader rank, in bundle 0 of its placement group. It serves the link on a port of its
 own and keeps a lease in the directory. When a rank dies, the whole replica ends: routers hear of it over the link at
-once, and Serve starts another. What may not live here: what a replica does (`worker/replica/`).
+once, and Serve starts another.
 """
 
 import asyncio
@@ -18,24 +18,22 @@ from ray import serve
 
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.serve.directory import Member, Role
-from holdfast.cluster.serve.disk_guard import LOOK_EVERY_S, DiskGuard, session_folder
-from holdfast.cluster.serve.domains import domains_of
-from holdfast.cluster.serve.log_lines import date_log_lines
+from holdfast.cluster.serve.disk_guard import LOOK_EVERY_S, DiskGuard, MemoryWatch, session_folder
+from holdfast.cluster.serve.log_files import date_log_lines
 from holdfast.cluster.serve.membership import Lease, cluster_security, found
-from holdfast.cluster.serve.memory_watch import MemoryWatch
 from holdfast.cluster.serve.metrics_door import MetricsDoor, MetricsSettings
 from holdfast.cluster.serve.placement_groups import RayLauncher, Resources, reachable
-from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
+from holdfast.cluster.serve.process_end import ProcessEnd, end_on_sigterm, end_when_out_of_memory
+from holdfast.cluster.serve.rank_placement import domains_of
+from holdfast.cluster.serve.router_update import tokenizer_digest
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
 from holdfast.cluster.serve.serve_port import listen_on_the_node_alone
-from holdfast.cluster.serve.termination import end_on_sigterm
-from holdfast.cluster.serve.tokenizer_files import tokenizer_digest
 from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import CallerError
 from holdfast.worker.replica.link import LinkServer
+from holdfast.worker.replica.processes import OomScore, lower_oom_score
 from holdfast.worker.replica.replica import Replica
-from holdfast.worker.supervision.oom_score import OomScore, lower_oom_score
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -68,7 +66,7 @@ class ReplicaDeployment:
         domain_label: str | None = None,
         is_killable: bool = False,
     ) -> None:
-        """`told`: what it says of its settings (`told_settings.py`)."""
+        """`told`: what it says of its settings (`router_update.py`)."""
         listen_on_the_node_alone()
         date_log_lines(config.telemetry.log_format)
         end_when_out_of_memory()

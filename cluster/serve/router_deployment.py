@@ -1,7 +1,7 @@
 """Router as a Serve deployment, with ports of its own. Serve keeps it alive.
 
 Requests come through its ports; other deployments on the same Ray may call `generate` and `generate_stream` through a
-Serve handle as well. What may not live here: what a router does (`router/router.py`).
+Serve handle as well.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.serve.crash_journal import CrashJournals
 from holdfast.cluster.serve.directory import Member, Role
 from holdfast.cluster.serve.disk_guard import DiskGuard, session_folder
-from holdfast.cluster.serve.log_lines import date_log_lines
+from holdfast.cluster.serve.log_files import date_log_lines
 from holdfast.cluster.serve.membership import (
     Lease,
     WatchedDirectory,
@@ -35,24 +35,22 @@ from holdfast.cluster.serve.membership import (
     tell_demand,
 )
 from holdfast.cluster.serve.placement_groups import reachable
-from holdfast.cluster.serve.process_end import end_when_out_of_memory
+from holdfast.cluster.serve.process_end import end_on_sigterm, end_when_out_of_memory
+from holdfast.cluster.serve.router_update import of_router
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
 from holdfast.cluster.serve.serve_port import listen_on_the_node_alone
-from holdfast.cluster.serve.termination import end_on_sigterm
-from holdfast.cluster.serve.told_settings import of_router
 from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
 from holdfast.router.chat import Message
 from holdfast.router.events import ModelStatus
 from holdfast.router.generation import Chunk, Generation
-from holdfast.router.orders import Change, Orders
+from holdfast.router.operator_state import Change, Orders
 from holdfast.router.request import GenerationRequest
-from holdfast.router.router import Router, RouterOptions
+from holdfast.router.server.router import Router, RouterOptions
 from holdfast.worker.errors import ConfigurationError, HoldfastError, InvalidRequestError, ReplicaError
-from holdfast.worker.garbage_collection import set_aside
+from holdfast.worker.process_memory import set_aside
+from holdfast.worker.replica.heartbeat_pipe import HeartbeatPipe
+from holdfast.worker.replica.processes import OomScore, ProcessId, lower_oom_score
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
-from holdfast.worker.supervision.oom_score import OomScore, lower_oom_score
-from holdfast.worker.supervision.process_id import ProcessId
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

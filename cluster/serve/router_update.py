@@ -1,19 +1,62 @@
 """Replacement of a cluster's routers by others with other settings, one after the other, by Serve's rolling update.
 
 A router that goes hands its streams over to another; one that comes waits for its port, and for its links, before the
-next one goes. What may live here: handing it to Serve, and watching it. What may not: what differs (`difference.py`).
+next one goes.
 """
 
+import hashlib
+import json
 import logging
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.progress_bars import Report
 from holdfast.cluster.serve import models
 from holdfast.cluster.serve.directory import Member, Role, Snapshot
-from holdfast.cluster.serve.told_settings import of_router, router_config
+from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import ConfigurationError, HoldfastError, ReplicaError, UpdateRolledBackError
+
+OF_REPLICAS: Final = (
+    "cpus_per_rank",
+    "rank_resources",
+    "rank_labels",
+    "span_nodes",
+    "engine_port",
+    "metrics_port",
+    "drain_timeout_s",
+)
+"""Settings of the cluster that each model has its own of, besides the number of its replicas."""
+
+ORDER: Final = tuple(ServiceOrderConfig.model_fields)
+"""What a router has of the section `scheduler`."""
+
+
+def of_replica(config: HoldfastConfig) -> str:
+    """Of one model."""
+    cluster = config.cluster.model_dump(mode="json", include=set(OF_REPLICAS))
+    if not config.cluster.cpus_per_rank:  # fitted into a Ray of our own: the next one is fitted anew
+        del cluster["cpus_per_rank"], cluster["rank_resources"]
+    scaling = config.scaling.model_dump(mode="json")
+    return json.dumps({**config.worker.model_dump(mode="json"), "scaling": scaling, "cluster": cluster})
+
+
+def of_router(config: HoldfastConfig) -> str:
+    """Of the cluster's routers."""
+    sections = {"router", "limits", "overload", "telemetry", "health", "security"}
+    tree = config.model_dump(mode="json", include=sections)
+    tree["scheduler"] = config.scheduler.model_dump(mode="json", include=set(ORDER))
+    tree["cluster"] = config.cluster.model_dump(mode="json", exclude={"models"})
+    return json.dumps(tree)
+
+
+def router_config(told: str) -> HoldfastConfig:
+    """The settings of `of_router`. Those of models are defaults."""
+    tree: Mapping[str, Any] = json.loads(told)
+    return HoldfastConfig.model_validate(tree)
+
 
 logger = logging.getLogger(__name__)
 
@@ -97,3 +140,23 @@ def _routers(directory: Any) -> list[Member]:
     snapshot: Snapshot = directory.watch.remote(0).result(timeout_s=_ANSWER_S)
     routers = [member for member in snapshot.members if member.role is Role.ROUTER]
     return sorted(routers, key=lambda one: one.address is None)
+
+
+_WHOLE: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
+_CONFIG: Final = "tokenizer_config.json"
+_NOT_TOKENS: Final = ("chat_template", "model_max_length", "name_or_path", "transformers_version")
+"""What of the configuration changes no token of a given text."""
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """Equal for folders whose tokenizers give the same tokens, chat templates apart. 16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for name in _WHOLE:
+        path = folder / name
+        if path.is_file():
+            digest.update(name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    config = folder / _CONFIG
+    if config.is_file():
+        known = {key: value for key, value in json.loads(config.read_text()).items() if key not in _NOT_TOKENS}
+        digest.update(json.dumps(known, sort_keys=True).encode())
+    return digest.hexdigest()[:16]

@@ -1,7 +1,6 @@
 """Notes of clusters that run on a Ray of their own: where it is, and the token that lets one in. For their owner alone.
 
 Such a Ray listens on loopback and answers only to who knows its token; the note is a file that no other user can read.
-What may not live here: connecting (`local.py`), and what is done with a cluster (`models.py`).
 """
 
 import json
@@ -14,7 +13,7 @@ from typing import Final
 
 from holdfast.cluster.serve.reaper import descendants
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.supervision.process_id import ProcessId
+from holdfast.worker.replica.processes import ProcessId
 from holdfast.worker.user_folder import user_folder
 
 _STARTER: Final = b"holdfast.cluster.serve.life_starter"

@@ -1,7 +1,7 @@
 """Autoscaling policy for Ray Serve: hosts the autoscaler core in Serve's controller, and asks the directory for demand.
 
 Serve sends this module's class to its controller by value, so what it uses is imported when it runs there. Traffic does
-not pass through Serve, whose own counts are therefore zero. What may not live here: decisions (`cluster/scaling/`).
+not pass through Serve, whose own counts are therefore zero.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ class ScalingPolicy:
 
     def __init__(self, model: str, namespace: str, max_num_seqs: int, settings: dict[str, Any]) -> None:
         from holdfast.cluster.scaling.autoscaler import Autoscaler
-        from holdfast.cluster.scaling.settings import ScalingConfig
+        from holdfast.cluster.scaling.demand_book import ScalingConfig
 
         config = ScalingConfig(**settings)
         self._model = model

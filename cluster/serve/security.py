@@ -1,8 +1,4 @@
-"""Security of a cluster: its settings and its token, and what each port makes of them.
-
-What may live here: checks before a start, and building gates and credentials from settings. What may not: what a gate
-does (`router/security/`), TLS itself (`worker/security/`), and how processes come by all this (`directory.py`).
-"""
+"""Security of a cluster: its settings and its token, and what each port makes of them."""
 
 import secrets
 import time
@@ -11,12 +7,12 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.router.config import SecurityConfig
+from holdfast.router.security.api_keys import KeyFile, read_keys
 from holdfast.router.security.gate import Gate
-from holdfast.router.security.key_file import KeyFile, read_keys
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.security.link_security import LinkSecurity
-from holdfast.worker.security.loopback import is_loopback
-from holdfast.worker.security.tls import ServerTls, Tls
+from holdfast.worker.wire.link_security import LinkSecurity
+from holdfast.worker.wire.loopback import is_loopback
+from holdfast.worker.wire.tls import ServerTls, Tls
 
 LEAST_TOKEN: Final = 32
 """Characters of a token that someone has chosen."""

@@ -1,8 +1,4 @@
-"""Launcher of a cluster, in the process that starts it: bring it up, know its addresses, take it down.
-
-What may live here: driving Ray and Serve from outside. What may not: what runs inside them (`app.py`), and until when
-one waits for it (`start_up.py`).
-"""
+"""Launcher of a cluster, in the process that starts it: bring it up, know its addresses, take it down."""
 
 import json
 import logging
@@ -13,25 +9,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.cluster.checks.model_files import check_files, check_hub
 from holdfast.cluster.config.chat_templates import with_template_texts
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
+from holdfast.cluster.config.model_files import check_files, check_hub
 from holdfast.cluster.progress_bars import Report
 from holdfast.cluster.serve import models
-from holdfast.cluster.serve.canary import KnownAnswer
-from holdfast.cluster.serve.difference import Running
+from holdfast.cluster.serve.canary import KnownAnswer, Running
 from holdfast.cluster.serve.directory import Role, Snapshot
-from holdfast.cluster.serve.disk_guard import RESERVE_BYTES, DiskGuard, guarded_disk, session_folder
+from holdfast.cluster.serve.disk_guard import (
+    RESERVE_BYTES,
+    DiskGuard,
+    MemoryWatch,
+    ended_by_ray,
+    guarded_disk,
+    session_folder,
+    watched_memory,
+    watched_raylet,
+)
 from holdfast.cluster.serve.front_process import front_process
 from holdfast.cluster.serve.local import num_cpus_of_our_own, ray_connection, room_of_our_own, share_cores
-from holdfast.cluster.serve.memory_watch import MemoryWatch, ended_by_ray, watched_memory
+from holdfast.cluster.serve.node_drain import ServeSteps
 from holdfast.cluster.serve.preflight import check_here
-from holdfast.cluster.serve.ray_watch import watched_raylet
 from holdfast.cluster.serve.security import check_exposed
-from holdfast.cluster.serve.serve_steps import ServeSteps
 from holdfast.cluster.serve.start_up import LINK_TIMEOUT_S, Serving, wait_until_up
 from holdfast.cluster.serve.updates import Update, Updated, UpdatePlan
-from holdfast.router.orders import Canary, Change
+from holdfast.router.operator_state import Canary, Change
 from holdfast.worker.errors import ConfigurationError, UnknownModelError
 
 logger = logging.getLogger(__name__)

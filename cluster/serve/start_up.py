@@ -1,7 +1,4 @@
-"""Start-up of a cluster or a model: who is up, what is shown of the others meanwhile, and when to wait no longer.
-
-What may not live here: starting anything (`serving.py`), and what members tell of themselves (`directory.py`).
-"""
+"""Start-up of a cluster or a model: who is up, what is shown of the others meanwhile, and when to wait no longer."""
 
 import time
 from collections import Counter

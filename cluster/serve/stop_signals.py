@@ -1,7 +1,6 @@
 """Stop signals, SIGINT, SIGTERM and SIGHUP, as bytes of a pipe.
 
-An exception out of a handler could strike inside of a lock and leave it broken. What may not live here: what a signal
-means to a process. On the main thread alone.
+An exception out of a handler could strike inside of a lock and leave it broken. On the main thread alone.
 """
 
 import os

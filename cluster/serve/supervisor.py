@@ -1,7 +1,5 @@
-"""Supervisor of a local cluster: runs it in a process of its own, starts it again when it is lost, ends it on a signal.
-
-What may live here: that process, its signals, and when it starts again. What may not: what the cluster is, and how it
-notices that it is lost (`ray_watch.py`); ending what is left of it (`reaper.py`).
+"""Supervisor of a local cluster: runs it in a process of its own, starts it again when it is lost,
+ends it on a signal.
 """
 
 import io
@@ -16,11 +14,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, Self
 
+from holdfast.cluster.serve.disk_guard import MemoryWatch
 from holdfast.cluster.serve.life_starter import READY, start_life
-from holdfast.cluster.serve.memory_watch import MemoryWatch
 from holdfast.cluster.serve.reaper import adopt_orphans, kill_descendants
 from holdfast.cluster.serve.stop_signals import STOP_SIGNALS, stop_signals
-from holdfast.router.replicas.backoff import Backoff
+from holdfast.router.dispatch.circuit_breaker import Backoff
 
 EXIT_LOST: Final = 75
 """Exit code of a cluster that was lost and may be started again: EX_TEMPFAIL of sysexits.h."""

@@ -1,8 +1,7 @@
 """Tracing of a cluster's processes: OpenTelemetry's SDK and an exporter by OTLP over HTTP, where a setting asks for it.
 
 The packages are those of `holdfast[otlp]`, imported when they are asked for. HTTP rather than gRPC: so no second set of
-channels lives in processes whose own gRPC is busy. What may not live here: spans (`router/requests/tracing.py`,
-`worker/replica/link_traces.py`).
+channels lives in processes whose own gRPC is busy.
 """
 
 from typing import TYPE_CHECKING, Final

@@ -1,8 +1,7 @@
 """Rolling update of one model: the new version comes up beside the old one, replica by replica, and takes its place.
 
 Streams that have begun on the old version end there: its replicas drain, and hand over among themselves. A new version
-may begin as a canary, and is taken back where a verdict (`canary.py`) or an error says so. What may live here: the
-order of steps, over `Steps`. What may not: Serve (`serve_steps.py`), and which request goes where (`router/dispatch/`).
+may begin as a canary, and is taken back where a verdict (`canary.py`) or an error says so.
 """
 
 import logging
@@ -13,8 +12,8 @@ from typing import Final, Protocol
 from holdfast.cluster.progress_bars import Report
 from holdfast.cluster.serve.canary import Observed, since, summed, verdict
 from holdfast.cluster.serve.directory import Member, Role, Snapshot
-from holdfast.router.orders import Canary, Change
-from holdfast.router.replicas.versions import VersionCounts
+from holdfast.router.dispatch.versions import VersionCounts
+from holdfast.router.operator_state import Canary, Change
 from holdfast.worker.errors import ConfigurationError, HoldfastError, ReplicaError, UpdateRolledBackError
 
 logger = logging.getLogger(__name__)

@@ -4,8 +4,7 @@
 
 The launcher asks the fork server (`fork_server.py`) at the Unix socket `SOCKET`, ends when the worker does, with its
 exit code, and the worker ends when the launcher does. Where no fork server answers, or a worker needs an environment of
-its own, the launcher becomes what the raylet would have started: Ray's `setup_worker.py`. What may live here: the
-standard library, since each worker keeps one of these processes.
+its own, the launcher becomes what the raylet would have started: Ray's `setup_worker.py`.
 """
 
 import array

@@ -1,12 +1,11 @@
 """Admission queue: the bounded queue of requests that wait in this router for a replica, ordered for each model.
 
-The order is the worker's (`worker/service_order/`): by priority class, which improves with waiting, by tenant share, by
-due time. Between class and tenant, requests that lost their replica go first, then those resumed after the loss of
+The order is the worker's (`worker/waiting_queue.py`): by priority class, which improves with waiting, by tenant share,
+by due time. Between class and tenant, requests that lost their replica go first, then those resumed after the loss of
 their router, then new ones. The first have no bound and the second have their own, so that new requests cannot shut
 them out. Nor can one tenant's requests shut out another's: a full queue still takes those of a tenant with less than
 its share of it. Quarantine suspects that wait for a trial are held aside, unordered; requests that wait for a replica
-of their version while other versions serve are parked, in the order in which they would have left. What may live here:
-the bounds, and the estimate of when there is room. What may not: when a request may leave (`placement.py`), clocks.
+of their version while other versions serve are parked, in the order in which they would have left.
 """
 
 import math
@@ -14,14 +13,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Final
 
+from holdfast.router.dispatch.replica_state import Pace
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_status import RequestStatus, Standing
-from holdfast.router.replicas.pace import Pace
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import QueueFullError
-from holdfast.worker.service_order.tenants import TenantCounters
-from holdfast.worker.service_order.timers import Timers
-from holdfast.worker.service_order.waiting_queue import WaitingQueue
+from holdfast.worker.timers import Timers
+from holdfast.worker.waiting_queue import TenantCounters, WaitingQueue
 
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 30.0

@@ -1,8 +1,4 @@
-"""One client's call: the sequences of one request, opened together and read as one stream. A pure core.
-
-What may live here: opening all of them or none, and merging the siblings' outputs into their request's. What may not:
-how the reader waits (`router/requests/answer.py`), wire formats, decisions.
-"""
+"""One client's call: the sequences of one request, opened together and read as one stream. A pure core."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

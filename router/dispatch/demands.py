@@ -1,16 +1,13 @@
-"""Demand of each model in one router, read off its tables: what an autoscaler is told.
-
-What may live here: adding up. What may not: decisions, and keeping anything.
-"""
+"""Demand of each model in one router, read off its tables: what an autoscaler is told."""
 
 from collections.abc import Iterable, Mapping
 
 from holdfast.router.demand import ModelDemand, ReplicaDemand
-from holdfast.router.dispatch.dispatch_stats import FirstTokens
+from holdfast.router.dispatch.replica_registry import ReplicaRegistry
+from holdfast.router.dispatch.replica_state import ReplicaState
 from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_stats import FirstTokens
 from holdfast.router.events import ModelStatus
-from holdfast.router.replicas.replica_registry import ReplicaRegistry
-from holdfast.router.replicas.replica_state import ReplicaState
 
 
 def demands(

@@ -20,14 +20,17 @@ from dataclasses import replace
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.demands import demands
-from holdfast.router.dispatch.endings import Endings
-from holdfast.router.dispatch.outages import Outages
+from holdfast.router.dispatch.endings import Endings, Progress
+from holdfast.router.dispatch.failures import Outages
 from holdfast.router.dispatch.placement import Placement
-from holdfast.router.dispatch.progress import Progress
+from holdfast.router.dispatch.policy import RandomIndex
+from holdfast.router.dispatch.replica_registry import ReplicaRegistry
+from holdfast.router.dispatch.replica_state import ReplicaState
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.dispatch.timeline import Timeline
+from holdfast.router.dispatch.versions import VersionCounts
 from holdfast.router.events import (
     FRESH,
     Action,
@@ -36,11 +39,7 @@ from holdfast.router.events import (
     ReplicaLoad,
     TextState,
 )
-from holdfast.router.orders import Orders
-from holdfast.router.replicas.policy import RandomIndex
-from holdfast.router.replicas.replica_registry import ReplicaRegistry
-from holdfast.router.replicas.replica_state import ReplicaState
-from holdfast.router.replicas.versions import VersionCounts
+from holdfast.router.operator_state import Orders
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import (
     DeadlineExceededError,
@@ -51,8 +50,8 @@ from holdfast.worker.errors import (
 )
 from holdfast.worker.model_info import ReplicaFacts, without_version
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, RequestKey, SequenceKey
-from holdfast.worker.service_order.waiting_queue import DUE_AFTER_S
 from holdfast.worker.step_update import StepUpdate
+from holdfast.worker.waiting_queue import DUE_AFTER_S
 
 
 class Dispatch:

@@ -1,8 +1,5 @@
 """Dispatch host: runs the dispatcher core. It passes events and the time in, and performs the actions that come out.
-
-What may live here: the streams and ports that actions go to, and the one timer. What may not: decisions
-(`dispatch.py`), gRPC (`router/links/link.py`, `router/doors/grpc/server.py`), asyncio. Nothing here waits, so it runs
-under any clock, a simulated one included.
+Nothing here waits, so it runs under any clock, a simulated one included.
 """
 
 import logging
@@ -22,7 +19,7 @@ from holdfast.router.events import (
     SendAbort,
     SendSubmit,
 )
-from holdfast.router.orders import Orders
+from holdfast.router.operator_state import Orders
 from holdfast.router.resume import NewSequence
 from holdfast.worker.errors import HoldfastError, InternalError
 from holdfast.worker.model_info import ReplicaFacts

@@ -2,7 +2,7 @@
 
 Output that the reader has not fetched is merged into one delivery: a slow reader delays nobody. The buffer is bounded
 by the request's own output, and where there is a limit (`UnreadLimit`), its request is suspended soon after the buffer
-has exceeded that. What may not live here: who reads, and how the reader waits.
+has exceeded that.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """Parallel sampling (`n`, `best_of`): the requests that one request becomes, the choice of the best, and their usage.
 
-Pure functions, for the router and for the offline engine. What may not live here: streams, text, IO.
+Pure functions, for the router and for the offline engine.
 """
 
 import math

@@ -1,9 +1,4 @@
-"""Placement: assigns waiting requests to replicas, and moves requests off replicas that are lost or retire.
-
-What may live here: the use of admission queue, retry budget and quarantine, and attempts as they begin and are taken
-back. What may not: how a request ends (`endings.py`), what its client gets (`progress.py`),
-IO, clocks.
-"""
+"""Placement: assigns waiting requests to replicas, and moves requests off replicas that are lost or retire."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -11,18 +6,17 @@ from typing import Final
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.admission import AdmissionQueue
-from holdfast.router.dispatch.dispatch_stats import DispatchStats
-from holdfast.router.dispatch.quarantine import Quarantine
+from holdfast.router.dispatch.failures import Quarantine, RetryBudget
+from holdfast.router.dispatch.replica_registry import ReplicaRegistry
+from holdfast.router.dispatch.replica_state import ReplicaState
 from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_stats import DispatchStats
 from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
 from holdfast.router.dispatch.request_table import RequestTable
-from holdfast.router.dispatch.retry_budget import RetryBudget
 from holdfast.router.events import Action, SendAbort, SendSubmit
-from holdfast.router.replicas.replica_registry import ReplicaRegistry
-from holdfast.router.replicas.replica_state import ReplicaState
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import CapacityError, Fault, HoldfastError
-from holdfast.worker.suspicion import NUM_STEPS_TO_CLEAR
+from holdfast.worker.request import NUM_STEPS_TO_CLEAR
 
 MAX_FULL_S: Final = 1.0
 """Longest time that a replica gets no new requests after it refused one for lack of room."""

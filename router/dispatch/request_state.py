@@ -1,24 +1,18 @@
-"""State of one open request, with all data that another replica needs to continue it.
-
-What may live here: the request, its output so far, its attempt. What may not: the states that it can be in
-(`request_status.py`), decisions (`dispatch.py`, `placement.py`), the table of requests (`request_table.py`), clocks,
-IO.
-"""
+"""State of one open request, with all data that another replica needs to continue it."""
 
 import math
 from dataclasses import InitVar, dataclass, field, replace
 
+from holdfast.router.dispatch.prefix_index import PromptPrefix
+from holdfast.router.dispatch.replica_state import ReplicaState
 from holdfast.router.dispatch.request_status import TRANSITIONS, RequestEvent, RequestStatus, Standing
 from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import FRESH, CaughtUp, Deliver, TextState, Usage
-from holdfast.router.replicas.prefix_index import PromptPrefix
-from holdfast.router.replicas.replica_state import ReplicaState
-from holdfast.router.text.stop_reason import shown_tokens
+from holdfast.router.text.stop_strings import shown_tokens
 from holdfast.worker.errors import InternalError
 from holdfast.worker.model_info import version_of
-from holdfast.worker.request import EngineRequest, FinishReason, Priority, SequenceKey, TokenLogprob
-from holdfast.worker.service_order.tenants import Tenant
-from holdfast.worker.suspicion import Suspicion
+from holdfast.worker.request import EngineRequest, FinishReason, Priority, SequenceKey, Suspicion, TokenLogprob
+from holdfast.worker.waiting_queue import Tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +79,11 @@ class RequestState:
     num_refusals: int = 0
     """Attempts in a row, without output in between, that replicas gave up while they stayed up."""
     num_replicas_lost: int = 0
-    """Replicas that crashed while they ran it. Counted by `quarantine.py`."""
+    """Replicas that crashed while they ran it. Counted by `failures.py`."""
     num_replicas_lost_in_a_row: int = 0
     """The same, since it was last cleared by progress."""
     is_suspect: bool = False
-    """So many of them that it may only run on trial. Set by `quarantine.py`."""
+    """So many of them that it may only run on trial. Set by `failures.py`."""
 
     def __post_init__(self, caught_up: CaughtUp) -> None:
         self.key = self.request.sequence_key

@@ -1,8 +1,5 @@
 """The states of an open request, and what leads from one to the next: a table, and nothing that has data.
 
-What may live here: states, events, and the order in which requests of each state wait. What may not: the request itself
-(`request_state.py`), and when an event comes (`dispatch.py`, `placement.py`, `progress.py`).
-
                 SEND      OUTPUT    CLEAR    GIVE_BACK  LOSE      SUSPECT  MOVE      SUSPEND    CONTINUE  FINISH
     QUEUED      SENT
     RETURNED    SENT

@@ -1,17 +1,13 @@
-"""Table of open requests: their states by sequence, by request and by attempt, and their deadlines.
-
-What may live here: these indices, and attempts as they begin and end. What may not: a request's transitions
-(`request_state.py`), decisions (`dispatch.py`, `placement.py`).
-"""
+"""Table of open requests: their states by sequence, by request and by attempt, and their deadlines."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterator
 
+from holdfast.router.dispatch.replica_state import ReplicaState
 from holdfast.router.dispatch.request_state import Attempt, RequestState
 from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
-from holdfast.router.replicas.replica_state import ReplicaState
 from holdfast.worker.request import RequestKey, SequenceKey
-from holdfast.worker.service_order.timers import Timers
+from holdfast.worker.timers import Timers
 
 
 class _Group:

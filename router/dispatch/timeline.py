@@ -1,7 +1,5 @@
-"""Timeline of one request: when it was opened, and each attempt at it; and where its time went. A pure record.
-
-What may live here: times that are passed in, and sums of them. What may not: clocks, decisions, counts of all requests
-(`dispatch_stats.py`). A request has a handful of entries, whatever the length of its output.
+"""Timeline of one request: when it was opened, and each attempt at it; and where its time went. A pure record. A
+request has a handful of entries, whatever the length of its output.
 """
 
 from collections.abc import Iterable

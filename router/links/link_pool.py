@@ -1,8 +1,4 @@
-"""Link pool: one link for each replica of the replica directory.
-
-What may live here: which links there are. What may not: what a link does (`link.py`), requests: links report to the
-dispatch host.
-"""
+"""Link pool: one link for each replica of the replica directory."""
 
 import asyncio
 import logging
@@ -13,10 +9,10 @@ from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.links.link import ReplicaLink
 from holdfast.router.links.replica_directory import DirectoryView, ReplicaDirectory, ReplicaEndpoint
-from holdfast.router.orders import NO_ORDERS, Orders
+from holdfast.router.operator_state import NO_ORDERS, Orders
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.model_info import ReplicaFacts
-from holdfast.worker.security.link_security import UNSECURED, LinkSecurity
+from holdfast.worker.wire.link_security import UNSECURED, LinkSecurity
 
 logger = logging.getLogger(__name__)
 

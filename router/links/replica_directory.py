@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from holdfast.router.orders import NO_ORDERS, Orders
+from holdfast.router.operator_state import NO_ORDERS, Orders
 from holdfast.router.router_losses import RouterLoss
 
 

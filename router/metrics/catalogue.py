@@ -1,6 +1,6 @@
 """Catalogue of metrics: name, type, labels and meaning of every figure that Prometheus can scrape. Plain data.
 
-`docs/metrics.md` is made from it, and what is published is checked against it. What may not live here: values.
+`docs/metrics.md` is made from it, and what is published is checked against it.
 """
 
 from collections.abc import Mapping

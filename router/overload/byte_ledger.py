@@ -3,10 +3,10 @@
 A request has one lease, from the first byte that arrives of it until its answer is over. It takes bytes as they arrive
 and gives them back once they are decoded; from then on it holds the output that its client has not read. An *account*
 is the caller's key, or before a key is known, and where none is asked for, the address that it calls from. What may not
-live here: where bytes come from (`router/doors/`), what is done under pressure (`overload.py`), clocks, IO.
+live here: where bytes come from (`router/api/`), what is done under pressure (`overload.py`), clocks, IO.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Final, Protocol
@@ -186,3 +186,26 @@ def set_lease(lease: Lease) -> None:
 def current_lease() -> Lease | None:
     """The lease of the running task's request; None where no door has opened one."""
     return _current.get()
+
+
+class KnownPeers:
+    """The peers that have called last, up to a number."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._peers: OrderedDict[str, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def note(self, peer: str, *, accepts: bool) -> bool:
+        """A call has come. Returns whether its connection is known; while new ones are accepted, it is from here on."""
+        if peer in self._peers:
+            self._peers.move_to_end(peer)
+            return True
+        if not accepts:
+            return False
+        self._peers[peer] = None
+        if len(self._peers) > self._most:
+            self._peers.popitem(last=False)
+        return True

@@ -1,19 +1,15 @@
 """Overload watch: when a router looks at what it uses, and what a look leads to. A core without IO.
 
-    watch = OverloadWatch(overload)
-    wait_s = watch.begin(now, num_open)             # look again after so long
-    watch.look(now, resident_bytes, num_open)       # True: shrink the heap, and call `overload.note_shrunk`
-
-What may not live here: the timer, measuring, giving memory back (`router/doors/overload_probe.py`), thresholds
-(`overload.py`).
+watch = OverloadWatch(overload)
+wait_s = watch.begin(now, num_open)             # look again after so long
+watch.look(now, resident_bytes, num_open)       # True: shrink the heap, and call `overload.note_shrunk`
 """
 
 from collections.abc import Callable
 from typing import Final
 
 from holdfast.router.overload.byte_ledger import Lease
-from holdfast.router.overload.overload import Overload, OverloadAction
-from holdfast.router.overload.pressure import Readings
+from holdfast.router.overload.overload import Overload, OverloadAction, Readings
 
 BUSY_S: Final = 0.25
 """Between two looks while anything is open or any action is on."""

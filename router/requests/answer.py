@@ -1,21 +1,20 @@
-"""Response of one request: its output deltas as an async iterator, or its completions as a whole.
-
-What may live here: waiting for output of a call, and making completions of it. What may not: gRPC, and how the
-sequences of a request are opened and merged (`router/dispatch/call.py`).
-"""
+"""Response of one request: its output deltas as an async iterator, or its completions as a whole."""
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from holdfast.router.dispatch.call import Call
 from holdfast.router.dispatch.output_stream import Taker, merged
 from holdfast.router.dispatch.parallel_sampling import best, is_ranked
 from holdfast.router.events import Deliver, TextState, Usage
 from holdfast.router.requests.request_stats import RequestWatch
-from holdfast.router.text.stop_reason import stop_reason
-from holdfast.worker.request import FinishReason, TokenLogprob
+from holdfast.router.text.stop_strings import stop_reason
+from holdfast.worker.request import FinishReason, RequestKey, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 
 
@@ -208,3 +207,58 @@ def _as_number(
     """The completion with another index, the first of all with the prompt's log-probabilities."""
     first = prompt_logprobs if number == 0 else ()
     return replace(completion, output=completion.output._replace(sequence_index=number, prompt_logprobs=first))
+
+
+class Abortable(Protocol):
+    """An answer that may still be under way."""
+
+    def abort(self) -> bool:
+        """Ends it after what it has. Returns whether there was anything to end."""
+
+
+class OpenAnswers:
+    """Of several with one key, the newest counts: the others have been superseded."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, dict[RequestKey, Abortable]] = {}
+        """By request id, then by the rest of the key."""
+        self._num_of_tenant: Counter[str] = Counter()
+
+    @contextmanager
+    def holding(self, answer: Abortable, key: RequestKey) -> Iterator[None]:
+        """The answer can be aborted while the context is open."""
+        self._answers.setdefault(key.request_id, {})[key] = answer
+        self._num_of_tenant[key.tenant] += 1
+        try:
+            yield
+        finally:
+            self._drop(answer, key)
+            self._num_of_tenant[key.tenant] -= 1
+            if not self._num_of_tenant[key.tenant]:
+                del self._num_of_tenant[key.tenant]
+
+    def num_of(self, tenant: str) -> int:
+        """Open answers of a tenant."""
+        return self._num_of_tenant.get(tenant, 0)
+
+    def abort(self, request_id: str, tenant: str | None = None) -> bool:
+        """Ends all answers of this id, of one `tenant` or of all. Without any, `ID/N` names part N of the id.
+
+        Returns whether one was under way.
+        """
+        named = self._named(request_id, tenant)
+        if not named:
+            whole, _, part = request_id.rpartition("/")
+            named = [key for key in self._named(whole, tenant) if str(key.part) == part]
+        were_open = [self._answers[key.request_id][key].abort() for key in named]
+        return any(were_open)
+
+    def _named(self, request_id: str, tenant: str | None) -> list[RequestKey]:
+        return [key for key in self._answers.get(request_id, ()) if tenant in (None, key.tenant)]
+
+    def _drop(self, answer: Abortable, key: RequestKey) -> None:
+        answers = self._answers.get(key.request_id, {})
+        if answers.get(key) is answer:
+            del answers[key]
+            if not answers:
+                del self._answers[key.request_id]

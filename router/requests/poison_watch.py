@@ -1,6 +1,6 @@
 """Poison watch of a router: finds the request that ends routers while they read it. A core without IO.
 
-What `router/dispatch/quarantine.py` is for replicas, this is for routers, with the same levels of suspicion. A request
+What `router/dispatch/failures.py` is for replicas, this is for routers, with the same levels of suspicion. A request
 is *read* from its last byte until it is admitted: decoded, checked, tokenized. It is noted in a journal that outlives
 the process (`Journal`), so that whoever finds the journal of a router that has ended knows what was being read then:
 
@@ -8,19 +8,106 @@ the process (`Journal`), so that whoever finds the journal of a router that has 
     two, or proof:     it is convicted, and refused
 
 Proof is a loss on trial, and the end of a router that hung, or had no memory, while it read nothing else. A suspect
-that is admitted is cleared. What may not live here: files, processes (`cluster/serve/crash_journal.py`), and what
-bytes are a request's (`request_digest.py`).
+that is admitted is cleared.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Final, Protocol
+from hashlib import blake2b
+from typing import Final, Protocol, TypeAlias
 
-from holdfast.router.requests.request_digest import Part, request_digest
 from holdfast.router.router_losses import MAX_ROUTERS_LOST, RouterLoss
 from holdfast.worker.errors import ReplicaError, RequestQuarantinedError
-from holdfast.worker.suspicion import Suspicion
+from holdfast.worker.request import Suspicion
+
+WHOLE_BYTES: Final = 2**18
+"""Bytes up to this are hashed whole. Of more, so many at both ends and pieces between: no loop waits for 32 MB."""
+
+PIECES: Final = 64
+PIECE_BYTES: Final = 2**12
+
+_OF_A_SUBMISSION: Final = frozenset((2, 7, 10, 11))
+"""Fields of `GenerateRequest` that change when it is sent again: `request_id`, `timeout_ms`, `resume`, `attempt`."""
+
+_MAX_FIELDS: Final = 64
+
+
+Part: TypeAlias = bytes | memoryview
+
+
+def request_digest(kind: str, *parts: Part) -> str:
+    """Of a request to the path or method `kind`, whose bytes are these. Nothing is copied."""
+    size = sum(map(len, parts))
+    digest = blake2b(kind.encode(), digest_size=16)
+    digest.update(b"%d:" % size)
+    for part in parts:
+        if size <= 2 * WHOLE_BYTES:
+            digest.update(part)
+        else:
+            _add_samples(digest, memoryview(part), len(parts))
+    return digest.hexdigest()
+
+
+def _add_samples(digest: blake2b, part: memoryview, num_parts: int) -> None:
+    """Of one of several parts: both of its ends, and pieces between."""
+    num_whole = WHOLE_BYTES // num_parts
+    if len(part) <= 2 * num_whole:
+        digest.update(part)
+        return
+    digest.update(part[:num_whole])
+    step = max(1, (len(part) - 2 * num_whole) * num_parts // PIECES)
+    for at in range(num_whole, len(part) - num_whole, step):
+        digest.update(part[at : at + PIECE_BYTES])
+    digest.update(part[-num_whole:])
+
+
+def lasting_parts(message: bytes) -> list[memoryview]:
+    """A serialized `GenerateRequest` without what changes when it is sent again. What is none stays as it is."""
+    view = memoryview(message)
+    try:
+        kept = [(begin, end) for number, begin, end in _fields(message) if number not in _OF_A_SUBMISSION]
+    except (IndexError, ValueError):
+        return [view]
+    return [view[begin:end] for begin, end in kept]
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int, int]]:
+    """(number, begin, end) of each field of a message. Raises `IndexError`, `ValueError` for what is none."""
+    at, size = 0, len(message)
+    for _ in range(_MAX_FIELDS):
+        if at == size:
+            return
+        begin = at
+        tag, at = _varint(message, at)
+        kind = tag & 7
+        if kind == 2:  # bytes
+            length, at = _varint(message, at)
+            at += length
+        elif kind == 0:
+            _, at = _varint(message, at)
+        else:  # the message has no others
+            raise ValueError("another kind of field")
+        if at > size:
+            raise ValueError("cut off")
+        yield tag >> 3, begin, at
+    raise ValueError("too many fields")
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    value = message[at]
+    at += 1
+    if value < 128:
+        return value, at
+    value &= 127
+    for shift in range(7, 70, 7):
+        byte = message[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+    raise ValueError("too long")
+
 
 FORGET_S: Final = 600.0
 """So long after the last loss a request is unsuspected again."""

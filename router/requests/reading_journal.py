@@ -4,8 +4,7 @@
     journal.begin(monotonic_s)
     LeftJournal(buffer).losses(router, monotonic_s, now_s)  # of another router, once its process has ended
 
-All times are passed in, monotonic ones of the machine: its wall clock may jump. What may not live here: files and
-processes (`cluster/serve/crash_journal.py`), and what the end of a router says of a request (`poison_watch.py`).
+All times are passed in, monotonic ones of the machine: its wall clock may jump.
 """
 
 import struct
@@ -14,7 +13,7 @@ from typing import Any, Final, TypeAlias
 
 from holdfast.router.requests.poison_watch import FORGET_S, HUNG_S, Entry, losses_of
 from holdfast.router.router_losses import RouterLoss
-from holdfast.worker.suspicion import Suspicion
+from holdfast.worker.request import Suspicion
 
 TURN_S: Final = 0.5
 """How often a router shows that its loop turns."""

@@ -1,8 +1,4 @@
-"""Request admission: the checks of a client's request, and the engine request that it becomes.
-
-What may live here: the choice of the model, tokenization, the limits that depend on the model and the tenant, the
-seed. What may not: opening requests and their answers (`request_processor.py`), wire formats (`router/wire/`).
-"""
+"""Request admission: the checks of a client's request, and the engine request that it becomes."""
 
 import asyncio
 import uuid
@@ -14,19 +10,78 @@ from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.events import ModelStatus
+from holdfast.router.operator_state import Pause
 from holdfast.router.overload.byte_ledger import current_lease
 from holdfast.router.overload.overload import Overload
 from holdfast.router.request import GenerationRequest, check_text
-from holdfast.router.requests.open_answers import OpenAnswers
-from holdfast.router.requests.pauses import Pauses
+from holdfast.router.requests.answer import OpenAnswers
 from holdfast.router.resume import NewSequence, Resume, check_ends, new_sequence
 from holdfast.router.security.gate import Caller, Gate
-from holdfast.router.text.prompt import check_length, check_prompt_logprobs, kept_tokens
+from holdfast.router.text.prompt import (
+    check_encoded,
+    check_length,
+    check_prompt_logprobs,
+    check_vocabulary,
+    kept_tokens,
+    resolved,
+)
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
-from holdfast.router.text.vocabulary import check_encoded, check_vocabulary, resolved
-from holdfast.worker.errors import InvalidRequestError, RateLimitError, ReplicaError, UnknownModelError
+from holdfast.worker.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    ModelPausedError,
+    QueueFullError,
+    RateLimitError,
+    ReplicaError,
+    UnknownModelError,
+)
 from holdfast.worker.request import EngineRequest, Priority
+
+RETRY_S: Final = 5.0
+"""When to come again where a paused model refuses: nobody knows how long a pause takes."""
+
+
+class Pauses:
+    """The pauses of one router, and who waits for their ends. On one event loop."""
+
+    def __init__(self, max_waiting: int) -> None:
+        """At most `max_waiting` requests wait, all models together."""
+        self._max_waiting = max_waiting
+        self.models: dict[str, Pause] = {}
+        """Those that are paused, by name."""
+        self._changed = asyncio.Event()
+        self.num_waiting = 0
+
+    def set(self, pauses: Sequence[Pause]) -> None:
+        """What holds from now on."""
+        self.models = {pause.model: pause for pause in pauses}
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def wait_over(self, model: str, time_left_s: float) -> None:
+        """Returns once a new request for a paused model may go on.
+
+        Raises `ModelPausedError` where it is refused, `DeadlineExceededError` after `time_left_s`, `QueueFullError`.
+        """
+        if self.num_waiting >= self._max_waiting and not self.models[model].refuses:
+            told = f"model {model!r} is paused, and {self.num_waiting} requests wait already (limits.max_queued)"
+            raise QueueFullError(told, RETRY_S)
+        self.num_waiting += 1
+        try:
+            async with asyncio.timeout(time_left_s):
+                await self._until_over(model)
+        except TimeoutError:
+            raise DeadlineExceededError(f"time was up while model {model!r} was paused by its operators") from None
+        finally:
+            self.num_waiting -= 1
+
+    async def _until_over(self, model: str) -> None:
+        while (pause := self.models.get(model)) is not None:
+            if pause.refuses:
+                raise ModelPausedError(model, RETRY_S)
+            await self._changed.wait()
+
 
 OPEN_RETRY_S: Final = 1.0
 """When to come again where a tenant has as many open requests as it may have."""

@@ -1,9 +1,4 @@
-"""Request processor: opens clients' requests on the dispatch host, and answers what they ask about text.
-
-What may live here: the life of an open request, with its figures and its trace. What may not: checks of a request and
-what becomes of it (`request_admission.py`), wire formats (`router/wire/`), decisions about replicas
-(`router/dispatch/`).
-"""
+"""Request processor: opens clients' requests on the dispatch host, and answers what they ask about text."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -17,24 +12,20 @@ from holdfast.router.dispatch.call import Call, open_call
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.parallel_sampling import siblings
 from holdfast.router.events import Deliver, ModelStatus
-from holdfast.router.field_names import naming
 from holdfast.router.overload.byte_ledger import current_lease
 from holdfast.router.overload.overload import Overload
-from holdfast.router.request import GenerationRequest, check_text
-from holdfast.router.requests.answer import OutputSignal, SampledAnswer
-from holdfast.router.requests.beam_answer import BeamAnswer
-from holdfast.router.requests.beam_search import BeamSearch
-from holdfast.router.requests.open_answers import OpenAnswers
-from holdfast.router.requests.pauses import Pauses
+from holdfast.router.request import GenerationRequest, check_text, naming
+from holdfast.router.requests.answer import OpenAnswers, OutputSignal, SampledAnswer
+from holdfast.router.requests.beam_search import BeamAnswer, BeamSearch
 from holdfast.router.requests.poison_watch import current_reading
-from holdfast.router.requests.request_admission import AdmittedRequest, RequestAdmission
+from holdfast.router.requests.request_admission import AdmittedRequest, Pauses, RequestAdmission
 from holdfast.router.requests.request_stats import RequestStats, RequestWatch
 from holdfast.router.requests.tracing import RequestTracer
 from holdfast.router.resume import NewSequence, Resume, received_delivery
 from holdfast.router.security.gate import Gate
+from holdfast.router.text.prompt import check_vocabulary
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
-from holdfast.router.text.vocabulary import check_vocabulary
 from holdfast.router.tools.chat_style import ChatStyle
 from holdfast.worker.errors import (
     DeadlineExceededError,

@@ -2,7 +2,7 @@
 
 Each keyword has its row in `_KEYWORDS`: what can be written so that llguidance enforces it is rewritten, what says
 nothing is dropped, and what cannot be enforced is refused by `SchemaError`, which names the place. Every API comes
-here, for `structured_outputs.json` and for the parameters of tools. What may not live here: grammars.
+here, for `structured_outputs.json` and for the parameters of tools.
 """
 
 import copy
@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from holdfast.router.schemas.disjoint import Disjointness
-from holdfast.router.schemas.finite import FiniteValues, types_of
 from holdfast.router.schemas.numbers import LOWER, UPPER, check_exact, normalize_bounds
 from holdfast.router.schemas.objects import normalize_object
 from holdfast.router.schemas.patterns import normalize_strings
-from holdfast.router.schemas.places import References, children
-from holdfast.router.schemas.schema_error import SchemaError
+from holdfast.router.schemas.places import References, SchemaError, children
+from holdfast.router.schemas.satisfiability import Disjointness, FiniteValues, types_of
 
 _TYPES: Final = frozenset({"null", "boolean", "number", "integer", "string", "array", "object"})
 _NUMERIC: Final = frozenset({*LOWER, *UPPER, "multipleOf"})

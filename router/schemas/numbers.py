@@ -8,7 +8,7 @@ import math
 from decimal import Decimal
 from typing import Any, Final
 
-from holdfast.router.schemas.schema_error import SchemaError
+from holdfast.router.schemas.places import SchemaError
 
 _EXACT: Final = 2**53
 _LARGEST: Final = 2**63 - 1024

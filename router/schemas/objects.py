@@ -7,7 +7,7 @@ that one comes twice.
 from typing import Any, Final
 
 from holdfast.router.schemas.patterns import checked_pattern, matches, only_matches
-from holdfast.router.schemas.schema_error import SchemaError
+from holdfast.router.schemas.places import SchemaError
 
 _MAX_PATTERNS: Final = 64
 _MAX_LOOKS: Final = 4096

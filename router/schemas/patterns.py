@@ -1,7 +1,6 @@
 """Patterns and formats of strings: a regex of ECMA-262 as llguidance reads it, and the regexes of formats.
 
 `\\d` and `\\w` are ASCII, as in ECMA-262. `.`, `\\s`, `\\D`, `\\W` are narrow, so that all languages' validators agree.
-What may not live here: regexes of requests that are no schemas (`router/text/grammar.py`).
 """
 
 import json
@@ -11,7 +10,7 @@ from typing import Any, Final
 
 from llguidance import LLMatcher, LLTokenizer
 
-from holdfast.router.schemas.schema_error import SchemaError
+from holdfast.router.schemas.places import SchemaError
 
 logger = logging.getLogger(__name__)
 

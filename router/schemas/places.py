@@ -1,7 +1,4 @@
-"""Places in a JSON schema: where subschemas stand, and what references point to.
-
-What may not live here: what keywords mean.
-"""
+"""Places in a JSON schema: where subschemas stand, and what references point to."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
@@ -98,3 +95,18 @@ def _at(node: Any, pointer: str) -> Any:
         key = unquote(part).replace("~1", "/").replace("~0", "~")
         node = node[int(key)] if isinstance(node, list) and key.isdecimal() else node[key]
     return node
+
+
+class SchemaError(ValueError):
+    """`path` leads from the schema's root to the keyword: `.properties.age.minimum`; empty for the root."""
+
+    def __init__(self, path: str, value: Any, limit: str) -> None:
+        super().__init__(f"{path.removeprefix('.')}: {limit}" if path else limit)
+        self.path = path
+        self.value = value
+        self.limit = limit
+
+    @property
+    def told(self) -> str:
+        """As an error of a request says it."""
+        return str(self) if "cannot be enforced" in self.limit else f"cannot be enforced: {self}"

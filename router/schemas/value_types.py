@@ -1,14 +1,14 @@
 """Types that a value may have under a JSON schema, however the schema says it: by `type`, constants, references,
 combinations.
 
-For formats that write values without quotation marks. What may not live here: such formats.
+For formats that write values without quotation marks.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from holdfast.router.schemas.finite import types_of
 from holdfast.router.schemas.places import References
+from holdfast.router.schemas.satisfiability import types_of
 
 INTEGER, FRACTION, STRING, NULL, BOOLEAN = "integer", "fraction", "string", "null", "boolean"
 ALL_KINDS: Final = frozenset({INTEGER, FRACTION, STRING, NULL, BOOLEAN, "array", "object"})

@@ -2,13 +2,17 @@
 
 A file holds the SHA-256 of each key and never a key. Keys have 256 random bits, so nobody finds one by guessing, and a
 slow hash such as scrypt would protect nothing; it would cost tens of milliseconds for every request, also for those of
-strangers. What may not live here: files (`key_file.py`), what a caller has used up (`rates.py`), who asks (`gate.py`).
+strangers.
 """
 
 import hashlib
 import hmac
 import json
-from collections.abc import Iterable
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -120,3 +124,130 @@ def digest_of(presented: str) -> bytes:
 
 _NOBODY: Final = bytes(32)
 """Compared with where there is no key: no text has this hash, as far as anybody knows."""
+
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S: Final = 1.0
+
+
+class KeyFile:
+    """A `KeySource`. A file that cannot be read, or is half written, leaves the keys as they were; logged once."""
+
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        """`clock` gives seconds. Raises `ConfigurationError` for a file that cannot be used."""
+        self._path = path
+        self._clock = clock
+        self._content = _content(path)
+        self._ring = _parsed(self._content, path)
+        self._complaint = ""
+        self._looked_at = clock()
+
+    def ring(self) -> KeyRing:
+        now = self._clock()
+        if now - self._looked_at >= LOOK_EVERY_S:
+            self._looked_at = now
+            self._look()
+        return self._ring
+
+    def _look(self) -> None:
+        try:
+            content = _content(self._path)
+            if content != self._content:
+                self._ring, self._content = _parsed(content, self._path), content
+                logger.info("%s has changed: %d API keys", self._path, len(self._ring.keys))
+        except ConfigurationError as error:
+            if (complaint := str(error)) != self._complaint:
+                self._complaint = complaint
+                logger.error("the API keys stay as they were: %s", complaint)
+        else:
+            self._complaint = ""
+
+
+def read_keys(path: Path) -> KeyRing:
+    """Raises `ConfigurationError`."""
+    return _parsed(_content(path), path)
+
+
+def write_keys(path: Path, ring: KeyRing) -> None:
+    """In one piece, readable by this user alone: whoever reads at the same time sees the old keys or the new ones."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # with mode 0600
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(ring.written())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"security.api_keys = {str(path)!r}: cannot be read ({error})") from None
+
+
+def _parsed(content: bytes, path: Path) -> KeyRing:
+    try:
+        return KeyRing.read(content.decode(), str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"security.api_keys = {str(path)!r}: cannot be read ({error})") from None
+
+
+BURST_S: Final = 10.0
+"""Seconds of its rate that a bucket holds: so much may come at once after a pause."""
+
+
+A_HAIR: Final = 1e-6
+"""Times are sums of floats: a wait that has been kept is over."""
+
+
+class TokenBucket:
+    """Fills steadily up to its capacity. Full at first."""
+
+    def __init__(self, per_minute: float, now: float) -> None:
+        self.per_s = per_minute / 60
+        self._capacity = max(1.0, self.per_s * BURST_S)
+        self._level = self._capacity
+        self._at = now
+
+    def wait_s(self, now: float, least: float) -> float:
+        """Seconds until it holds `least`; 0 if it does."""
+        missing = least - self._filled(now)
+        return missing / self.per_s if missing > A_HAIR else 0.0
+
+    def take(self, amount: float, now: float) -> None:
+        """Takes so much out, whether it holds so much or not."""
+        self._level = self._filled(now) - amount
+
+    def _filled(self, now: float) -> float:
+        self._level = min(self._capacity, self._level + max(0.0, now - self._at) * self.per_s)
+        self._at = max(now, self._at)
+        return self._level
+
+
+class Rates:
+    """The buckets of one key."""
+
+    def __init__(self, requests_per_minute: float | None, tokens_per_minute: float | None, now: float) -> None:
+        self.limits = requests_per_minute, tokens_per_minute
+        self._requests = None if requests_per_minute is None else TokenBucket(requests_per_minute, now)
+        self._tokens = None if tokens_per_minute is None else TokenBucket(tokens_per_minute, now)
+
+    def wait_s(self, now: float) -> tuple[float, str]:
+        """Seconds until one more request may come, and the name of the rate that is used up; 0 if it may come now."""
+        waits = [(0.0, "")]
+        if self._requests is not None:
+            waits.append((self._requests.wait_s(now, 1.0), "requests_per_minute"))
+        if self._tokens is not None:
+            waits.append((self._tokens.wait_s(now, 2 * A_HAIR), "tokens_per_minute"))
+        return max(waits)
+
+    def take_request(self, now: float) -> None:
+        if self._requests is not None:
+            self._requests.take(1.0, now)
+
+    def take_tokens(self, number: int, now: float) -> None:
+        if self._tokens is not None:
+            self._tokens.take(number, now)

@@ -4,7 +4,7 @@ without IO.
 An address has two token buckets, which all of its connections share: one for calls that clients reset within a second
 of making them, one for calls without a valid key. Who charges an empty bucket is cut off: one connection, never its
 whole address, since others may be behind the same proxy. A connection most of whose calls are not reset stays, so that
-a proxy with some hasty clients is not taken for an attack. What may not live here: sockets, and what closes them.
+a proxy with some hasty clients is not taken for an attack.
 """
 
 from collections.abc import Collection
@@ -14,7 +14,7 @@ from ipaddress import ip_address, ip_network
 from typing import Final, NamedTuple, Protocol
 from urllib.parse import unquote
 
-from holdfast.router.security.rates import BURST_S, TokenBucket
+from holdfast.router.security.api_keys import BURST_S, TokenBucket
 
 PREMATURE_S: Final = 1.0
 """A call that its client resets sooner than this counts as reset. What runs longer has cost a model's work, which other

@@ -2,7 +2,6 @@
 
 A door hands over what was presented (`enter`); from there on the caller belongs to the task of the request, as a
 context variable, and whatever opens requests asks for it again (`caller`): a door that forgot to ask lets nobody in.
-What may not live here: metadata and headers (the doors), reading keys (`key_file.py`).
 """
 
 from collections.abc import Callable
@@ -11,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from holdfast.router.request import GenerationRequest
-from holdfast.router.security.api_keys import ApiKey, KeyRing, digest_of
-from holdfast.router.security.rates import Rates
+from holdfast.router.security.api_keys import ApiKey, KeyRing, Rates, digest_of
 from holdfast.worker.errors import AuthenticationError, PermissionDeniedError, RateLimitError
 from holdfast.worker.request import Priority
 

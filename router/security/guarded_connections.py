@@ -5,9 +5,6 @@ A core without IO.
     guarded.call(name, has_key=False, now=now)      # each event, by the connection's name in gRPC
     guarded.reset(name, began_at=began_at, now=now)
     guarded.take_to_cut()                           # close these; they are returned once
-
-What may not live here: budgets (`connection_budgets.py`), sockets, and what closes them
-(`router/doors/connection_guard.py`).
 """
 
 from collections.abc import Callable, Collection

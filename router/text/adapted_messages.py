@@ -1,8 +1,7 @@
 """Messages in the form that one chat template takes: nothing of them is refused or silently dropped that can be said in
 another way.
 
-A pure function of the messages and the template's traits. What may not live here: finding traits out
-(`template_traits.py`), what holds for every template (`router/chat_messages.py`).
+A pure function of the messages and the template's traits.
 """
 
 import hashlib
@@ -10,9 +9,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from holdfast.router.chat_messages import arguments_object
-from holdfast.router.text.generic_tools import calls_text, result_text, tools_text
-from holdfast.router.text.template_traits import TemplateTraits
+from holdfast.router.chat import arguments_object
+from holdfast.router.text.template_traits import TemplateTraits, calls_text, result_text, tools_text
 from holdfast.router.wire.json_bounds import check_inner
 
 Messages: TypeAlias = list[dict[str, Any]]

@@ -2,8 +2,7 @@
 
 A template is untrusted code that comes with a model, so it runs in jinja2's sandbox, within a budget of steps
 (`template_budget.py`), and gets only plain data and a few helpers. Every API's chats are rendered here, so what is done
-for messages that a template does not take is done for all of them (`adapted_messages.py`). What may not live here:
-tokens.
+for messages that a template does not take is done for all of them (`adapted_messages.py`).
 """
 
 import json
@@ -18,8 +17,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
-from holdfast.router.chat import Chat, Message, check_messages
-from holdfast.router.chat_messages import plain_messages
+from holdfast.router.chat import Chat, Message, check_messages, plain_messages
 from holdfast.router.text.adapted_messages import adapted
 from holdfast.router.text.template_budget import BudgetedEnvironment, SpentError, spending
 from holdfast.router.text.template_traits import TemplateTraits, drops_role, traits_of

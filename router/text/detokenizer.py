@@ -5,14 +5,14 @@ the first. So a short window is decoded again with each token. It begins with to
 
     window:  [ context: its text was released | pending: its text was not, or not all of it ]
 
-A run of byte tokens is decoded as a whole (`byte_runs.py`), so it joins the window only when it ends. What may not live
-here: stop strings (`stop_strings.py`).
+A run of byte tokens is decoded as a whole (`token_table.py`), so it joins the window only when it ends. What may not
+live here: stop strings (`stop_strings.py`).
 """
 
 from collections.abc import Sequence
 from typing import Final
 
-from holdfast.router.text.byte_runs import REPLACEMENT, ByteRun, is_nothing
+from holdfast.router.text.token_table import REPLACEMENT, ByteRun, is_nothing
 from holdfast.router.text.tokenizer import Tokenizer
 
 _MAX_CONTEXT: Final = 6

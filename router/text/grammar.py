@@ -1,7 +1,7 @@
 """Grammar compiler for structured outputs: a JSON schema, regex, choice, Lark or EBNF becomes an llguidance grammar.
 
 What cannot be enforced is refused here, before the request reaches a replica. A grammar is sent to replicas as text, in
-llguidance's format. What may not live here: token masks (`worker/sampling/grammar_masks.py`).
+llguidance's format.
 """
 
 import json
@@ -14,11 +14,11 @@ from llguidance import LLMatcher, LLTokenizer
 
 from holdfast.router.schemas.normalizer import normalized_text
 from holdfast.router.schemas.patterns import with_ascii_classes
-from holdfast.router.schemas.schema_error import SchemaError
+from holdfast.router.schemas.places import SchemaError
 from holdfast.router.text.ebnf import ebnf_as_lark, is_ebnf
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.grammar_tokenizer import grammar_tokenizer
+from holdfast.worker.grammar_matchers import grammar_tokenizer
 from holdfast.worker.structured_outputs import FIELD, StructuredOutputs
 
 if TYPE_CHECKING:

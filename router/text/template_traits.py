@@ -1,9 +1,9 @@
 """Traits of a chat template: which messages it shows, found by rendering short chats once per template.
 
-A template says nowhere what it takes, and refuses or silently drops the rest. What may not live here: what is done
-about it (`adapted_messages.py`).
+A template says nowhere what it takes, and refuses or silently drops the rest.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -190,3 +190,47 @@ class _Calls:
 
 def _result(call_id: str) -> Turn:
     return {"role": "tool", "content": _RESULT, "tool_call_id": call_id, "name": _TOOL}
+
+
+FORMAT: Final = "hermes"
+"""Of `router/tools/chat_style.py`."""
+
+_BEFORE: Final = """\
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+"""
+_END: Final = "\n</tools>"
+_HOW: Final = """
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call>"""
+
+
+def tools_text(tools: Sequence[Mapping[str, Any]], *, says_how: bool = True) -> str:
+    """What the system message says of tools, in OpenAI's shape. `says_how` calls are written: not to a model whose
+    template writes calls in a format of its own.
+    """
+    told = _BEFORE + "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools) + _END
+    return told + _HOW if says_how else told
+
+
+def calls_text(calls: Sequence[Mapping[str, Any]]) -> str:
+    """Calls of an earlier turn as the model would have written them."""
+    return "\n".join(f"<tool_call>\n{_call_text(call['function'])}\n</tool_call>" for call in calls)
+
+
+def _call_text(function: Mapping[str, Any]) -> str:
+    name, arguments = json.dumps(function["name"], ensure_ascii=False), function["arguments"]
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f'{{"name": {name}, "arguments": {written}}}'
+
+
+def result_text(content: str) -> str:
+    """A call's result, in a user's message."""
+    return f"<tool_response>\n{content}\n</tool_response>"

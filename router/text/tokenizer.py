@@ -1,8 +1,7 @@
 """Tokenizer of one model, loaded from its folder: text to token ids and back, special tokens, and the chat template.
 
 Uses the `tokenizers` library for tokenizer.json, because importing transformers takes seconds; only a folder without
-that file needs transformers. What may not live here: incremental decoding (`detokenizer.py`), rendering of chats
-(`router/text/chat.py`).
+that file needs transformers.
 """
 
 import json
@@ -14,8 +13,7 @@ from threading import Lock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
-from holdfast.router.text.byte_runs import fallback_bytes
-from holdfast.router.text.token_table import TokenTable
+from holdfast.router.text.token_table import TokenTable, fallback_bytes
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -73,7 +71,7 @@ class Tokenizer:
         self.special_token_ids = codec.special_token_ids
         """The ids that decoding skips."""
         self.fallback_bytes = fallback_bytes(codec)
-        """The byte of each byte-fallback token, by token id (see `byte_runs.py`)."""
+        """The byte of each byte-fallback token, by token id (see `token_table.py`)."""
         self.tokens = TokenTable(codec, self.fallback_bytes)
         """What single tokens stand for."""
         self.decode_known: Callable[[list[int]], str] = partial(codec.decode, skip_special_tokens=False)

@@ -1,8 +1,4 @@
-"""Tokenizer registry: one tokenizer for each served model, loaded once, run on a thread for large inputs.
-
-What may live here: the choice between the event loop and a thread. What may not: what tokenizers and grammar compilers
-do (`tokenizer.py`, `grammar.py`).
-"""
+"""Tokenizer registry: one tokenizer for each served model, loaded once, run on a thread for large inputs."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
@@ -12,11 +8,10 @@ from typing import Final
 from holdfast.router.chat import Chat
 from holdfast.router.text.chat import FEW_STEPS, TemplateBudgetError, chat_text, template_traits
 from holdfast.router.text.grammar import GrammarCompiler
-from holdfast.router.text.prompt import echoed_text
+from holdfast.router.text.prompt import bad_word_token_ids, echoed_text
 from holdfast.router.text.tokenizer import Tokenizer
-from holdfast.router.text.vocabulary import bad_word_token_ids
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.free_memory import give_back
+from holdfast.worker.process_memory import give_back
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.structured_outputs import StructuredOutputs
 

@@ -1,11 +1,9 @@
-"""Tool call events: what a parser of a model's output reports, as plain data.
+"""Tool call events: what a parser of a model's output reports, as plain data."""
 
-What may not live here: formats, parsing, and the shapes in which a door sends calls to its clients.
-"""
-
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +74,142 @@ def _with_piece(event: CallEvent, piece: str) -> CallEvent:
     if isinstance(event, Content):
         return Content(piece)
     return CallArguments(event.index, piece) if isinstance(event, CallArguments) else event
+
+
+_Result = TypeVar("_Result")
+
+Reading: TypeAlias = Generator[None, None, _Result]
+"""A reader under way; each `yield` waits for more text, or for its end."""
+
+Emit: TypeAlias = Callable[[str], None]
+"""Takes text that a reader has read and, where needed, rewritten."""
+
+SPACE: Final = re.compile(r"[ \t\r\n]+")
+
+
+MAX_NAME: Final = 256
+"""Characters of a name that is held back until its end comes."""
+
+
+class Malformed(Exception):
+    """The text is not what the reader expects. It never leaves this room."""
+
+
+class CutOff(Malformed):
+    """The text has ended where more of it was due; what is left of it can only be the beginning of that."""
+
+
+class TextSource:
+    """Text, how far it is read, and how far it is settled: what is read and not settled can still become content."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.position = 0
+        self._settled = 0
+        self.has_ended = False
+
+    def push(self, text: str) -> None:
+        self.text = self.text[self._settled :] + text
+        self.position -= self._settled
+        self._settled = 0
+
+    def settle(self) -> str:
+        """Settles what was read, and returns it."""
+        read, self._settled = self.text[self._settled : self.position], self.position
+        return read
+
+    @property
+    def next_character(self) -> str:
+        """As `peek`, without waiting; empty if it has not come."""
+        return self.text[self.position : self.position + 1]
+
+    def peek(self) -> Reading[str]:
+        """The next character, which remains; empty at the end."""
+        while self.position == len(self.text) and not self.has_ended:
+            yield
+        return self.text[self.position : self.position + 1]
+
+    def take(self, literal: str) -> Reading[bool]:
+        """Reads `literal` if it comes next. Waits no longer than it may still come."""
+        while True:
+            if self.text.startswith(literal, self.position):
+                self.position += len(literal)
+                return True
+            rest = self.text[self.position : self.position + len(literal)]
+            if self.has_ended or not literal.startswith(rest):
+                return False
+            yield
+
+    def pass_over(self, literal: str) -> Reading[None]:
+        """Reads `literal`, or as much of it as there is at the end, if it comes next."""
+        if not (yield from self.take(literal)) and self.has_ended and literal.startswith(self.text[self.position :]):
+            self.position = len(self.text)
+
+    def expect(self, literal: str) -> Reading[None]:
+        """Raises `Malformed` if something else comes."""
+        if not (yield from self.take(literal)):
+            is_cut = self.has_ended and literal.startswith(self.text[self.position :])
+            raise CutOff if is_cut else Malformed
+
+    def take_run(self, run: re.Pattern[str]) -> str:
+        """What has come of a run of characters. `run` matches one or more characters, each by itself."""
+        found = run.match(self.text, self.position)
+        if found is None:
+            return ""
+        self.position = found.end()
+        return found[0]
+
+    def take_all(self, run: re.Pattern[str]) -> Reading[str]:
+        """A whole run, however many pieces it comes in; it may be empty."""
+        pieces = []
+        while (yield from self.peek()):
+            if not (piece := self.take_run(run)):
+                break
+            pieces.append(piece)
+        return "".join(pieces)
+
+    def take_until(self, end: str, limit: int | None = None) -> Reading[str]:
+        """The text before `end`, which is read, too. Raises `Malformed` beyond the limit, `CutOff` at the end."""
+        num_searched = 0
+        while True:
+            found = self.text.find(end, self.position + num_searched)
+            num_before = (found if found >= 0 else len(self.text) - len(end) + 1) - self.position
+            if limit is not None and num_before > limit:
+                raise Malformed
+            if found >= 0:
+                text = self.text[self.position : found]
+                self.position = found + len(end)
+                return text
+            if self.has_ended:
+                self.position = len(self.text) - held_back(self.text[self.position :], (end,))
+                raise CutOff
+            num_searched = max(0, num_before)
+            yield
+
+    def pass_until(self, end: str, emit: Emit) -> Reading[None]:
+        """Reads the text before `end`, and `end`; `emit` gets the text as it comes. Raises `Malformed` at the end."""
+        while True:
+            found = self.text.find(end, self.position)
+            stop = found if found >= 0 else len(self.text) - held_back(self.text[self.position :], (end,))
+            text = self.text[self.position : stop]
+            self.position = stop + (len(end) if found >= 0 else 0)
+            if text:
+                emit(text)
+            if found >= 0:
+                return
+            if self.has_ended:
+                raise CutOff
+            yield
+
+
+def held_back(text: str, markers: tuple[str, ...]) -> int:
+    """How many characters at the end of `text` may be the beginning of a marker, the longest case counted."""
+    return max((_overlap(text, marker) for marker in markers), default=0)
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Most ends have not even a marker's first character: only where it stands can the marker begin."""
+    start = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while start >= 0 and not marker.startswith(text[start:]):
+        start = text.find(marker[0], start + 1)
+    return len(text) - start if start >= 0 else 0

@@ -1,7 +1,7 @@
 """Grammar of tool calls: what an output must be so that its calls match the JSON schemas of the tools.
 
 A grammar is text in llguidance's Lark, for `StructuredOutputs.grammar`; whether a schema can be enforced is found out
-when that is compiled. What may not live here: compilation (`router/text/grammar.py`), and parsers.
+when that is compiled.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from holdfast.router.schemas.schema_error import SchemaError
-from holdfast.router.tools.lark_rules import LarkRules
+from holdfast.router.schemas.places import SchemaError
 from holdfast.router.tools.reasoning import REASONING_TAGS
 from holdfast.router.tools.tools import Tool, ToolChoice
-from holdfast.router.tools.typed_parameters import python_arguments, xml_parameters
+from holdfast.router.tools.typed_parameters import LarkRules, python_arguments, xml_parameters
 from holdfast.worker.errors import InvalidRequestError
 
 _NO_TOKENS: Final[Mapping[str, int]] = MappingProxyType({})

@@ -3,15 +3,26 @@
 A call is reported once its name is known and its arguments begin; until then its text is held back. If it goes wrong
 before that, its text is content; after that the call ends, incomplete, and the rest is content. White space before the
 first call, between calls and after the last one is dropped, and so are tags that end calls, whole or cut off, and the
-head of a further call that is cut off. What may not live here: formats.
+head of a further call that is cut off.
 """
 
 import re
 from abc import ABC, abstractmethod
 from typing import ClassVar, Final
 
-from holdfast.router.tools.call_events import CallArguments, CallBegin, CallEnd, CallEvent, Content, merged
-from holdfast.router.tools.text_source import CutOff, Malformed, Reading, TextSource, held_back
+from holdfast.router.tools.call_events import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    CallEvent,
+    Content,
+    CutOff,
+    Malformed,
+    Reading,
+    TextSource,
+    held_back,
+    merged,
+)
 
 _INDENT: Final = " \t\r"
 

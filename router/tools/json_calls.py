@@ -1,15 +1,12 @@
-"""Tool calls written as JSON: the formats of Hermes and Qwen, Llama 3, Mistral and DeepSeek.
-
-What may not live here: what a format's grammar is (`call_grammar.py`).
-"""
+"""Tool calls written as JSON: the formats of Hermes and Qwen, Llama 3, Mistral and DeepSeek."""
 
 import json
 import re
 from typing import ClassVar, Final
 
+from holdfast.router.tools.call_events import MAX_NAME, Malformed, Reading
 from holdfast.router.tools.call_parser import ToolCallParser
 from holdfast.router.tools.json_reader import ignore, pass_space, read_json, read_text
-from holdfast.router.tools.text_source import MAX_NAME, Malformed, Reading
 
 _ARGUMENTS: Final = ("arguments", "parameters")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")

@@ -1,14 +1,14 @@
 """Incremental JSON reader: passes on the text of a value as it comes, and stops at the value's end.
 
 It mends what models often get wrong within strings, raw control characters and unknown escapes, so that what it passes
-on is JSON. What may not live here: which values are calls.
+on is JSON.
 """
 
 import json
 import re
 from typing import Final
 
-from holdfast.router.tools.text_source import SPACE, Emit, Malformed, Reading, TextSource
+from holdfast.router.tools.call_events import SPACE, Emit, Malformed, Reading, TextSource
 from holdfast.worker.value_types import is_text
 
 _PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]+')

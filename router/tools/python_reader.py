@@ -1,15 +1,12 @@
-"""Incremental reader of Python literals: passes a value on as JSON, as it comes.
-
-What may not live here: calls.
-"""
+"""Incremental reader of Python literals: passes a value on as JSON, as it comes."""
 
 import ast
 import json
 import re
 from typing import Final
 
+from holdfast.router.tools.call_events import Emit, Malformed, Reading, TextSource
 from holdfast.router.tools.json_reader import IS_SCALAR, ignore, pass_space, written
-from holdfast.router.tools.text_source import Emit, Malformed, Reading, TextSource
 
 _PLAIN: Final = {quote: re.compile(rf"[^{quote}\\\n]+") for quote in "'\""}
 _SCALAR: Final = re.compile(r"[-+.0-9A-Za-z_]+")

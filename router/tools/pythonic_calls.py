@@ -1,16 +1,13 @@
-"""Tool calls written as a list of Python calls: `[get_weather(city="Paris"), now()]`.
-
-What may not live here: Python's literals (`python_reader.py`).
-"""
+"""Tool calls written as a list of Python calls: `[get_weather(city="Paris"), now()]`."""
 
 import json
 import re
 from typing import Final
 
+from holdfast.router.tools.call_events import Malformed, Reading
 from holdfast.router.tools.call_parser import ToolCallParser
 from holdfast.router.tools.json_reader import ignore, pass_space
 from holdfast.router.tools.python_reader import read_literal
-from holdfast.router.tools.text_source import Malformed, Reading
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 

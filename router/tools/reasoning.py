@@ -1,14 +1,16 @@
 """Reasoning splitter: tells what a model thinks from what it answers, as the text comes.
 
-White space around the reasoning belongs to the tags and is dropped. What may not live here: tool calls, which are read
-from the content.
+White space around the reasoning belongs to the tags and is dropped.
 """
 
-from collections.abc import Mapping
+import re
+from bisect import bisect_left
+from collections.abc import Collection, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
-from holdfast.router.tools.text_source import held_back
+from holdfast.router.tools.call_events import held_back
 from holdfast.worker.errors import InvalidRequestError
 
 
@@ -121,3 +123,66 @@ def detect_reasoning(chat_template: str | None) -> str | None:
     """The kind of reasoning that the template writes or removes; None if there is none that is known."""
     template = chat_template or ""
     return next((name for name, tags in REASONING_TAGS.items() if tags.closing in template), None)
+
+
+def unwanted_texts(special_texts: Collection[str], markers: Collection[str]) -> tuple[str, ...] | None:
+    """What a filter takes out where special tokens must be kept for the markers; None where they need not be."""
+    if not set(special_texts) & set(markers):
+        return None
+    return tuple(sorted(text for text in set(special_texts) - set(markers) if text))
+
+
+class SpecialTextFilter:
+    """The results of `push` and `finish` concatenate to the same text, however the output is cut."""
+
+    def __init__(self, texts: tuple[str, ...]) -> None:
+        self._table: Final = _table(texts)
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        return self._filtered(text, is_last=False)
+
+    def finish(self) -> str:
+        """What was held back. The output has ended."""
+        return self._filtered("", is_last=True)
+
+    def _filtered(self, text: str, *, is_last: bool) -> str:
+        """Waits where a text may begin that is not there yet, even if a shorter one is."""
+        text, position, pieces = self._held + text, 0, list[str]()
+        while True:
+            found = self._table.any_of.search(text, position) if self._table.texts else None
+            held = len(text) if is_last else self._table.first_unfinished(text, position)
+            if found is None or found.start() >= held:
+                self._held = text[held:]
+                return "".join([*pieces, text[position:held]])
+            pieces.append(text[position : found.start()])
+            position = found.end()
+
+
+class _Table(NamedTuple):
+    """Texts, sorted, and what finds them."""
+
+    texts: tuple[str, ...]
+    any_of: re.Pattern[str]
+    first_characters: re.Pattern[str]
+    longest: int
+
+    def first_unfinished(self, text: str, position: int) -> int:
+        """Where the end of `text` may begin one of the texts without being all of it; else the end."""
+        if not self.texts:
+            return len(text)
+        starts = self.first_characters.finditer(text, max(position, len(text) - self.longest + 1))
+        return next((start.start() for start in starts if self._begins_one(text[start.start() :])), len(text))
+
+    def _begins_one(self, text: str) -> bool:
+        index = bisect_left(self.texts, text)
+        index += index < len(self.texts) and self.texts[index] == text
+        return index < len(self.texts) and self.texts[index].startswith(text)
+
+
+@lru_cache(maxsize=32)
+def _table(texts: tuple[str, ...]) -> _Table:
+    longest_first = sorted(texts, key=len, reverse=True)
+    any_of = re.compile("|".join(map(re.escape, longest_first)))
+    first_characters = re.compile("|".join(sorted({re.escape(text[0]) for text in texts})))
+    return _Table(tuple(sorted(texts)), any_of, first_characters, max(map(len, texts), default=0))

@@ -1,7 +1,4 @@
-"""Tools and tool choice of a chat request, as plain data, and their checks.
-
-What may not live here: parsers, grammars, and how a template writes tools into a prompt.
-"""
+"""Tools and tool choice of a chat request, as plain data, and their checks."""
 
 import dataclasses
 import json

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from holdfast.router.schemas.value_types import STRING, ValueTypes, kind_of
+from holdfast.router.tools.call_events import MAX_NAME, Malformed, Reading
 from holdfast.router.tools.call_parser import ToolCallParser
 from holdfast.router.tools.json_reader import ignore, pass_space, written
-from holdfast.router.tools.text_source import MAX_NAME, Malformed, Reading
 from holdfast.router.tools.tools import Tool
 
 _PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}

@@ -1,8 +1,7 @@
 """Static bounds of every field of the messages that a router takes, by protocol: one table, from `LimitsConfig`.
 
 They hold for a whole message, wherever in it a field stands, and are checked on its bytes (`worker/wire/
-message_bounds.py`). A field that can grow and is not here fails a test, and the start. What may not live here: what
-fields mean, and bounds of JSON bodies (`router/doors/http/body_bounds.py`), of the link (`worker/wire/link_bounds.py`).
+message_bounds.py`). A field that can grow and is not here fails a test, and the start.
 """
 
 from typing import Final

@@ -1,16 +1,13 @@
 """Protobuf codec of chats: turns, tools, and what an answer says, as messages and as plain data.
 
 On the wire tools and calls have fields of their own; as plain data they have OpenAI's shape, which chat templates read.
-What may not live here: requests and answers as a whole (`request_codec.py`,
-`response_codec.py`), what tools mean (`router/tools/`).
 """
 
 import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from holdfast.router.chat import Chat, Message
-from holdfast.router.chat_messages import plain_message
+from holdfast.router.chat import Chat, Message, plain_message
 from holdfast.router.generation import ChatDelta, ChatOutput, ToolCall, ToolCallDelta
 from holdfast.router.wire.json_bounds import check_inner
 from holdfast.v1 import inference_pb2

@@ -2,7 +2,7 @@
 
 As with protobuf (`worker/wire/message_bounds.py`), the scan stops at the first field beyond its bound, so that its cost
 is limited by the bounds. Parsers hold Python's lock to their end, and a list of numbers costs them a hundred times its
-bytes: so token ids are read apart, in pieces. What may not live here: the bounds of any endpoint.
+bytes: so token ids are read apart, in pieces.
 """
 
 import json

@@ -1,9 +1,4 @@
-"""Protobuf codec of requests of the public API: from messages for routers, to messages for clients.
-
-What may live here: conversion field by field, and errors for invalid fields. What may not: decisions, IO, the turns
-and tools of chats (`chat_codec.py`), sampling parameters (`worker/sampling_fields.py`), answers (`response_codec.py`),
-the link to replicas (`worker/wire/`).
-"""
+"""Protobuf codec of requests of the public API: from messages for routers, to messages for clients."""
 
 import json
 from collections.abc import Sequence
@@ -20,11 +15,29 @@ from holdfast.router.wire.chat_codec import (
     turn,
     turn_message,
 )
-from holdfast.router.wire.enums import FINISH_REASONS, FINISH_REASONS_READ, PRIORITIES, PRIORITIES_READ
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.sampling_fields import fields_of, params_of
+from holdfast.worker.request import FinishReason, Priority
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.wire.sampling_fields import fields_of, params_of
+
+PRIORITIES: Final = {
+    Priority.CRITICAL: inference_pb2.PRIORITY_CRITICAL,
+    Priority.HIGH: inference_pb2.PRIORITY_HIGH,
+    Priority.NORMAL: inference_pb2.PRIORITY_NORMAL,
+    Priority.LOW: inference_pb2.PRIORITY_LOW,
+}
+PRIORITIES_READ: Final = {int(number): priority for priority, number in PRIORITIES.items()} | {
+    int(inference_pb2.PRIORITY_UNSPECIFIED): Priority.NORMAL
+}
+FINISH_REASONS: Final = {
+    None: inference_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: inference_pb2.FINISH_REASON_ABORT,
+}
+FINISH_REASONS_READ: Final = {int(number): reason for reason, number in FINISH_REASONS.items()}
+
 
 MAX_TIMEOUT_MS: Final = 2**32 - 1
 _PIECE: Final = 2**16

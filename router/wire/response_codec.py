@@ -1,12 +1,8 @@
-"""Protobuf codec of answers of the public API: to messages for routers, from messages for clients.
+"""Protobuf codec of answers of the public API: to messages for routers, from messages for clients."""
 
-What may live here: conversion field by field. What may not: decisions, IO, what a chat's answer says (`chat_codec.py`),
-errors as statuses (`statuses.py`), which fields a client gets (`router/doors/public_answer.py`).
-"""
+from collections.abc import Iterable, Sequence
 
-from collections.abc import Sequence
-
-from holdfast.router.events import Usage
+from holdfast.router.events import ModelStatus, ReplicaLoad, Usage
 from holdfast.router.generation import Chunk, GeneratedSequence, Generation
 from holdfast.router.wire.chat_codec import (
     chat_delta,
@@ -14,9 +10,10 @@ from holdfast.router.wire.chat_codec import (
     chat_output,
     chat_output_message,
 )
-from holdfast.router.wire.enums import FINISH_REASONS, FINISH_REASONS_READ
+from holdfast.router.wire.request_codec import FINISH_REASONS, FINISH_REASONS_READ
 from holdfast.v1 import inference_pb2
 from holdfast.worker.request import TokenLogprob
+from holdfast.worker.stats import EngineStats
 
 
 def chunk(message: inference_pb2.GenerateStreamResponse) -> Chunk:
@@ -142,3 +139,44 @@ def _logprobs(items: Sequence[inference_pb2.TokenLogprob]) -> tuple[TokenLogprob
 def _logprob_message(item: TokenLogprob) -> inference_pb2.TokenLogprob:
     top = [inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in item.top]
     return inference_pb2.TokenLogprob(token_id=item.token_id, logprob=item.logprob, rank=item.rank, top=top)
+
+
+def models_response(models: Iterable[ModelStatus]) -> inference_pb2.ListModelsResponse:
+    return inference_pb2.ListModelsResponse(
+        models=[
+            inference_pb2.Model(
+                name=model.name,
+                max_model_len=model.facts.max_model_len,
+                vocab_size=model.facts.vocab_size,
+                num_replicas=model.num_replicas,
+                tensor_parallel_size=model.facts.tensor_parallel_size,
+                row_invariant=model.facts.row_invariant,
+            )
+            for model in models
+        ]
+    )
+
+
+def load_response(num_queued: int, num_open: int, replicas: Iterable[ReplicaLoad]) -> inference_pb2.GetLoadResponse:
+    return inference_pb2.GetLoadResponse(
+        num_queued=num_queued,
+        num_open=num_open,
+        replicas=[
+            inference_pb2.ReplicaLoad(
+                replica_id=replica.replica_id,
+                model=replica.model,
+                num_running=replica.load.num_running,
+                num_waiting=replica.load.num_waiting,
+                num_free_blocks=replica.load.num_free_blocks,
+                num_total_blocks=replica.load.num_total_blocks,
+                stats=None if replica.stats is None else _replica_stats(replica.stats),
+            )
+            for replica in replicas
+        ],
+    )
+
+
+def _replica_stats(stats: EngineStats) -> inference_pb2.ReplicaStats:
+    """Copies every field of the message by name."""
+    names = inference_pb2.ReplicaStats.DESCRIPTOR.fields_by_name
+    return inference_pb2.ReplicaStats(**{name: getattr(stats, name) for name in names})

@@ -1,9 +1,8 @@
 """Statuses of errors: the one table for gRPC and HTTP, and the codec of gRPC's, back to the same errors in clients.
 
-Details follow google.rpc: `ErrorInfo` has the class, as a reason that does not
-depend on the message's wording, and its fields; `BadRequest` names the invalid field; `RetryInfo` says when to retry
-(and `grpc-retry-pushback-ms` says it to gRPC's own retries). A status without details does not come from a router: its
-code alone decides the error. What may not live here: which errors to retry (`cluster/client/retry_policy.py`).
+Details follow google.rpc: `ErrorInfo` has the class, as a reason that does not depend on the message's wording, and its
+fields; `BadRequest` names the invalid field; `RetryInfo` says when to retry (and `grpc-retry-pushback-ms` says it to
+gRPC's own retries). A status without details does not come from a router: its code alone decides the error.
 """
 
 import json

@@ -1,7 +1,6 @@
 """Dialogue generator: one to three turns by template, with follow-up questions that need the turn before.
 
-A dialogue is a list of messages, as a chat client would send them, with the answers put in. What may not live here:
-facts (`facts.py`) and their wording (`lessons.py`).
+A dialogue is a list of messages, as a chat client would send them, with the answers put in.
 """
 
 import random

@@ -1,7 +1,6 @@
 """Training corpus of the bundled models, written from a seed: facts, lists of them, dialogues, long passages.
 
-`python -m scripts.train_bundled_model.corpus` prints some of it. What may not live here: tokens; `train.py` encodes the
-documents.
+`python -m scripts.train_bundled_model.corpus` prints some of it.
 """
 
 import hashlib

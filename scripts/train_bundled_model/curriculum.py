@@ -1,7 +1,4 @@
-"""Curriculum of the bundled models: the topics, and how often each comes up in the corpus.
-
-What may not live here: the facts and their wording (`lessons.py`).
-"""
+"""Curriculum of the bundled models: the topics, and how often each comes up in the corpus."""
 
 import random
 

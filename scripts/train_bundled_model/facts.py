@@ -1,7 +1,4 @@
-"""Fact tables that the bundled models are taught. Only facts that hold without a footnote.
-
-What may not live here: sentences (`lessons.py`).
-"""
+"""Fact tables that the bundled models are taught. Only facts that hold without a footnote."""
 
 from typing import Final, NamedTuple
 

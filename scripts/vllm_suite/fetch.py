@@ -1,6 +1,6 @@
 """Source distributions of other projects: fetched by pip, unpacked, and made to ask for the model that is served.
 
-Nothing of theirs is kept in the repository. What may not live here: what is run (`suites.py`).
+Nothing of theirs is kept in the repository.
 """
 
 import os

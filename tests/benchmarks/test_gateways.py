@@ -10,7 +10,7 @@ from benchmarks.gateway_parts.systems import BARE, Programs
 from benchmarks.gateways import bundled_haproxy
 from benchmarks.router_parts.load import PREFIX_TOKENS, info, prefixed_prompt
 from benchmarks.router_parts.replica import cached_blocks
-from holdfast.router.replicas.prefix_index import PromptPrefix
+from holdfast.router.dispatch.prefix_index import PromptPrefix
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
 

@@ -22,7 +22,7 @@ def check_load(findings, name):
 
 def test_steps_beside_the_rates_of_the_same_run():
     pytest.importorskip("triton")
-    from tests.worker.decoder.gpu import interpreter  # noqa: F401  # makes Triton's rounding that of a device
+    from tests.worker.executors.gpu import interpreter  # noqa: F401  # makes Triton's rounding that of a device
 
     findings = steps.measure("tiny", CPU, steps.TINY, 0.0)
     measured = [row["step"] for row in findings.rows if "step" in row]

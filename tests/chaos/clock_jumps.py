@@ -2,8 +2,7 @@
 
     LD_PRELOAD=jumping_clock.so HOLDFAST_TEST_CLOCK=FILE python -m tests.chaos.clock_jumps FOLDER
 
-Its clients are in this process, so they jump too. What may not live here: the library (`jumping_clock.py`), and who
-starts this (`test_clock_jumps.py`).
+Its clients are in this process, so they jump too.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ from tests.chaos.load import Load, steady_load
 from tests.chaos.tally import Row
 from tests.chaos.test_poison import POISON, Kept, by_async_client
 from tests.fakes import FakeReplica
-from tests.router.doors.test_keys_by_door import locked
+from tests.router.api.test_keys_by_door import locked
 from tests.router.security.test_gate import key_of, secret_of
 from tests.router.site import Site, collected, expected, refusal, request, site, with_key
 

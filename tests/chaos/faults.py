@@ -1,7 +1,4 @@
-"""What happens to the processes of a forked cluster, to whom, and how the next fault finds a whole cluster.
-
-What may not live here: when it happens, and what its clients make of it (`test_sweep.py`).
-"""
+"""What happens to the processes of a forked cluster, to whom, and how the next fault finds a whole cluster."""
 
 import asyncio
 import signal

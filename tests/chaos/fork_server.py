@@ -5,8 +5,7 @@
 
 A fork server forks replicas and routers that are up at once. It reads orders, one JSON object a line, and answers each
 with a line when it is up. What it forks is what serves anywhere: an engine behind its link, a router behind its port.
-Ray alone is missing. They end with the fork server, and it with its stdin. What may not live here: faults, and the side
-that orders (`forked.py`).
+Ray alone is missing. They end with the fork server, and it with its stdin.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memor
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.links.replica_directory import DirectoryView, ReplicaEndpoint
 from holdfast.router.requests.reading_journal import HUNG_S, TURN_S
-from holdfast.router.router import Router
+from holdfast.router.server.router import Router
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.config import (
     CacheConfig,

@@ -2,8 +2,7 @@
 
     python -m tests.chaos.full_disk FILE FOLDER     # writes one JSON object; FOLDER is a small file system of its own
 
-A program of its own, because Ray takes its folder from the environment once. What may not live here: what is expected
-of it all (`test_full_disk.py`).
+A program of its own, because Ray takes its folder from the environment once.
 """
 
 import json

@@ -2,8 +2,7 @@
 
     python -m tests.chaos.head_loss FILE     # writes one JSON object: a `Row`, and seconds
 
-A program of its own, because a process has one connection to Ray. What may not live here: what is expected of it all
-(`test_head_loss.py`).
+A program of its own, because a process has one connection to Ray.
 """
 
 import json

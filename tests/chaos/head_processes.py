@@ -4,8 +4,7 @@ of a node, the head's raylet.
     python -m tests.chaos.head_processes FILE           # writes one JSON object: for each loss a `Row`, and seconds
     python -m tests.chaos.head_processes FILE --redis   # the same where the GCS keeps its tables in Redis
 
-A program of its own, which is not connected to Ray: a driver ends with its node's raylet. What may not live here: what
-is expected of it all (`test_head_processes.py`).
+A program of its own, which is not connected to Ray: a driver ends with its node's raylet.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""The kinds of requests that must survive every fault, and all that their clients are told of an answer.
-
-What may not live here: processes and faults.
-"""
+"""The kinds of requests that must survive every fault, and all that their clients are told of an answer."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Clients that never stop asking, and what each of their answers came to.
-
-What may not live here: faults (`test_steady_load.py`), and what an answer is (`kinds.py`).
-"""
+"""Clients that never stop asking, and what each of their answers came to."""
 
 import asyncio
 import itertools

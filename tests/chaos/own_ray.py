@@ -1,7 +1,4 @@
-"""`holdfast serve` under a steady load, and the faults of the Ray that it runs for itself.
-
-What may not live here: what is expected of it all (`test_own_ray.py`).
-"""
+"""`holdfast serve` under a steady load, and the faults of the Ray that it runs for itself."""
 
 import re
 import select

@@ -1,7 +1,4 @@
-"""Ranks whose steps can be timed, and starved, from outside; and the fork that makes a second one.
-
-What may not live here: who orders them (`fork_server.py`), and faults.
-"""
+"""Ranks whose steps can be timed, and starved, from outside; and the fork that makes a second one."""
 
 import logging
 import os

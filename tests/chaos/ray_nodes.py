@@ -3,7 +3,7 @@
     python -m tests.chaos.ray_nodes FILE     # writes one JSON object: a `Row` for each sort of loss
 
 A program of its own, because a process has one connection to Ray. Custom resources see to it that every node but one
-has a replica. What may not live here: what is expected of it all (`test_node_loss.py`).
+has a replica.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""One request, struck by one fault at one token after the other, and its client must not be able to tell.
-
-What may not live here: which requests and faults, and the cluster (`test_sweep.py`, `test_ranks.py`).
-"""
+"""One request, struck by one fault at one token after the other, and its client must not be able to tell."""
 
 import asyncio
 import random

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from holdfast import AsyncClient, Client, HoldingTransport, SamplingParams
-from holdfast.cluster.client.service_config import SERVICE_CONFIG
+from holdfast.cluster.client.transport import SERVICE_CONFIG
 from holdfast.v1 import inference_pb2, inference_pb2_grpc
 from holdfast.worker.errors import RequestQuarantinedError
 from tests import loops

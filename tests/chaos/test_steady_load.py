@@ -1,6 +1,5 @@
-"""A cluster as users run it, under steady load of every kind of request, while its processes die and freeze one by one.
-
-What may not live here: faults at a chosen token (`test_sweep.py`).
+"""A cluster as users run it, under steady load of every kind of request,
+while its processes die and freeze one by one.
 """
 
 import asyncio

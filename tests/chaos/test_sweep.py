@@ -1,6 +1,6 @@
 """Every kind of request loses what serves it at every token, and its client cannot tell.
 
-The processes are real, and so are the signals. What may not live here: a cluster as users run it.
+The processes are real, and so are the signals.
 """
 
 import asyncio

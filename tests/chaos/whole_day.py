@@ -4,7 +4,7 @@ lost, and Ray's GCS; and streams run all the while.
     python -m tests.chaos.whole_day FILE     # writes one JSON object: for each event its seconds and its streams
 
 A program of its own, because a process has one connection to Ray. As many streams are kept open as 70 % of what the
-replicas can run at a time. What may not live here: what is expected of it all (`test_whole_day.py`).
+replicas can run at a time.
 """
 
 import asyncio
@@ -283,7 +283,7 @@ def run_the_day() -> list[Event]:
 
     from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
     from holdfast.cluster.progress_bars import progress
-    from holdfast.cluster.scaling.settings import ScalingConfig
+    from holdfast.cluster.scaling.demand_book import ScalingConfig
     from holdfast.cluster.serve.serving import add_model, serving
     from holdfast.worker.config import ModelConfig, ParallelConfig, SchedulerConfig
 

@@ -5,7 +5,7 @@
     python -m tests.fuzz --repeat http1 build/fuzz/failures/http1/crash-1f2e3d
     python -m tests.fuzz --keep                          # adds what reaches new code to tests/fuzz/corpus
 
-Inputs grow in `build/fuzz`. What may not live here: one kind's run (`engine.py`).
+Inputs grow in `build/fuzz`.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Final
 
 from holdfast.cluster.progress_bars import progress
 from tests.fuzz.kinds import CORPUS, DEFAULT_MAX_BYTES, KINDS, MAX_BYTES, opened
-from tests.worker.decoder.cpu import sanitized
+from tests.worker.executors.cpu import sanitized
 
 GROWN: Final = Path("build/fuzz")
 INPUT_S: Final = 25

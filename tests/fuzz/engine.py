@@ -22,7 +22,7 @@ def main() -> None:
 
         for word in words:
             if word.startswith(LIBRARY):
-                from tests.worker.decoder.cpu import sanitized
+                from tests.worker.executors.cpu import sanitized
 
                 sanitized.use(Path(word.removeprefix(LIBRARY)))
         target = opened(kind)  # kept until the engine ends the process, which leaves nothing

@@ -1,7 +1,7 @@
 """The kinds of input that are fuzzed, each with the module that reads it.
 
 A module of `tests/fuzz/targets/` has `opened()`: a context manager whose value takes the bytes of one input, and raises
-if the product does not do with them what it documents. What may not live here: engines (`engine.py`).
+if the product does not do with them what it documents.
 """
 
 from collections.abc import Callable

@@ -2,8 +2,7 @@
 
     TRITON_INTERPRET=0 python -m pytest tests/gpu
 
-Needs no network and no more than some minutes. What may not live here: what the interpreter shows as well
-(`tests/worker/decoder/gpu/`).
+Needs no network and no more than some minutes.
 """
 
 import os
@@ -15,27 +14,25 @@ import torch
 if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "0":
     pytest.skip("needs a CUDA device, and TRITON_INTERPRET=0", allow_module_level=True)
 
-from holdfast.worker.attention import fp8
-from holdfast.worker.attention.kv_cache import LayerCache
-from holdfast.worker.decoder.cpu.sampler import NativeSampler
-from holdfast.worker.decoder.gpu.buffers import Buffers
-from holdfast.worker.decoder.gpu.graphs import cuda_capture
-from holdfast.worker.decoder.gpu.launches import AttentionTiles, Launches, SplitSpace, StepTensors
-from holdfast.worker.decoder.gpu.layers import kv_spec
-from holdfast.worker.decoder.gpu.mixture_launches import MixtureLaunches
-from holdfast.worker.decoder.gpu.mixture_weights import DeviceMixture
-from holdfast.worker.decoder.gpu.mixtures import DeviceMixtures
-from holdfast.worker.decoder.gpu.sampler import DeviceSampler
-from holdfast.worker.decoder.layout import Activation, Attention, Linear
-from holdfast.worker.decoder.reference import Reference
-from holdfast.worker.plan.step_plan import DrawParams
-from holdfast.worker.sampling.head_output import HeadOutput
-from tests.worker.decoder.cpu.native import library_or_skip
-from tests.worker.decoder.cpu.runs import layout_of, tokens
-from tests.worker.decoder.gpu import fp8_kernels
-from tests.worker.decoder.gpu.drawn import FILTERS, edited_batch, made, sampled, seeded
-from tests.worker.decoder.gpu.runs import Fp8Reference, Part, Runner, batch_of
-from tests.worker.decoder.models import MODELS
+from holdfast.worker.executors import kv_cache as fp8
+from holdfast.worker.executors.cpu.sampler import NativeSampler
+from holdfast.worker.executors.gpu.graphs import Buffers, cuda_capture
+from holdfast.worker.executors.gpu.launches import AttentionTiles, Launches, SplitSpace, StepTensors
+from holdfast.worker.executors.gpu.layers import kv_spec
+from holdfast.worker.executors.gpu.mixtures import DeviceMixtures, MixtureLaunches
+from holdfast.worker.executors.gpu.sampler import DeviceSampler
+from holdfast.worker.executors.gpu.weights import DeviceMixture
+from holdfast.worker.executors.kv_cache import LayerCache
+from holdfast.worker.executors.layout import Activation, Attention, Linear
+from holdfast.worker.executors.step_sampler import HeadOutput
+from holdfast.worker.models.reference import Reference
+from holdfast.worker.step_plan import DrawParams
+from tests.worker.executors.cpu.native import library_or_skip
+from tests.worker.executors.cpu.runs import layout_of, tokens
+from tests.worker.executors.gpu import fp8_kernels
+from tests.worker.executors.gpu.drawn import FILTERS, edited_batch, made, sampled, seeded
+from tests.worker.executors.gpu.runs import Fp8Reference, Part, Runner, batch_of
+from tests.worker.executors.models import MODELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 CUDA = torch.device("cuda", 0)
@@ -47,7 +44,7 @@ SHAPES_OF_8B = ((6144, 4096, 1), (4096, 4096, 8), (28672, 4096, 1), (4096, 14336
 
 def cancelling(num_rows: int, num_outputs: int, num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Products that cancel to pure rounding error, so that another order of adding shows in nearly every value."""
-    from holdfast.worker.layers.row_tiles import cancelling_product
+    from holdfast.worker.models.row_tiles import cancelling_product
 
     return cancelling_product(num_outputs, num_inputs, num_rows, BF16, CUDA)
 
@@ -156,7 +153,7 @@ def test_a_query_has_the_same_bits_in_any_tile_and_with_any_splits(head_dim):
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, F32])
 def test_rows_in_fp8_have_the_bits_that_the_interpreter_gives_them(dtype):
-    """Which are those of the format in plain torch (`tests/worker/decoder/gpu/test_fp8.py`): all codes at all scales,
+    """Which are those of the format in plain torch (`tests/worker/executors/gpu/test_fp8.py`): all codes at all scales,
     and rows of all magnitudes, with what is too large, too small and no number.
     """
     numbers = torch.randn(4096, 128, generator=torch.Generator().manual_seed(0)).double()

@@ -15,7 +15,7 @@ import torch
 if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "0":
     pytest.skip("needs a CUDA device, and TRITON_INTERPRET=0", allow_module_level=True)
 
-from tests.worker.decoder.gpu.piped_group import PipedGroup, pipes_between
+from tests.worker.executors.gpu.piped_group import PipedGroup, pipes_between
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 SPAWN = multiprocessing.get_context("spawn")
@@ -38,10 +38,9 @@ def tree(parts: list[torch.Tensor]) -> torch.Tensor:
 
 def run(group: PipedGroup) -> list[object]:
     """Sums launched one by one without a wait, then in a graph that is replayed; and whether they are right."""
-    from holdfast.worker.decoder.gpu.buffers import Buffers
-    from holdfast.worker.decoder.gpu.choose_exchange import choose_exchange
-    from holdfast.worker.decoder.gpu.graphs import cuda_capture
-    from holdfast.worker.decoder.gpu.launches import triton_launch
+    from holdfast.worker.executors.gpu.graphs import Buffers, cuda_capture
+    from holdfast.worker.executors.gpu.launches import triton_launch
+    from holdfast.worker.executors.gpu.rank_exchange import choose_exchange
 
     device = torch.device("cuda", 0)
     exchange = choose_exchange(group, max(COUNTS) * HIDDEN, device, triton_launch)

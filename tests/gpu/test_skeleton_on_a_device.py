@@ -1,8 +1,6 @@
 """Models without a decoder program on a GPU: paged attention as compiled, real graphs.
 
-    TRITON_INTERPRET=0 python -m pytest tests/gpu
-
-What may not live here: what the interpreter shows as well (`tests/worker/model/test_device_skeleton.py`).
+TRITON_INTERPRET=0 python -m pytest tests/gpu
 """
 
 import os
@@ -13,14 +11,14 @@ import torch
 if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "0":
     pytest.skip("needs a CUDA device, and TRITON_INTERPRET=0", allow_module_level=True)
 
-from holdfast.worker.attention.kv_cache import KVSpec
-from holdfast.worker.decoder.gpu.paged_kernels import PagedKernels
-from holdfast.worker.layers.row_tiles import fix_gpu_kernels
-from holdfast.worker.model.attention_proof import MAX_POSITIONS, disagreement
+from holdfast.worker.executors.gpu.paged_kernels import PagedKernels
+from holdfast.worker.executors.kv_cache import KVSpec
+from holdfast.worker.models.attention_proof import MAX_POSITIONS, disagreement
+from holdfast.worker.models.row_tiles import fix_gpu_kernels
 from tests.parity.families import NOT_RECOGNIZED
-from tests.worker.decoder.cpu.runs import tokens
-from tests.worker.decoder.gpu.runs import Part
-from tests.worker.model.skeletons import Served, check_family
+from tests.worker.executors.cpu.runs import tokens
+from tests.worker.executors.gpu.runs import Part
+from tests.worker.models.skeletons import Served, check_family
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 CUDA = torch.device("cuda", 0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
-from holdfast.cluster.scaling.settings import ScalingConfig
+from holdfast.cluster.scaling.demand_book import ScalingConfig
 from holdfast.cluster.serve import models
 from holdfast.worker.config import ModelConfig, SchedulerConfig
 from holdfast.worker.errors import HoldfastError

@@ -13,13 +13,13 @@ from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from holdfast.foreign import grpc_service_pb2_grpc
 from holdfast.v1 import inference_pb2, inference_pb2_grpc
 from tests.programs import printed_by
-from tests.router.doors.oip.messages import infer, text
+from tests.router.api.open_inference.messages import infer, text
 
 PROMPT = "Once upon a time"
 NUM_TOKENS = 300
 NUM_TRITON = 4
 
-_TRITON = Path(__file__).parents[1] / "router" / "doors" / "oip" / "triton_streams.py"
+_TRITON = Path(__file__).parents[1] / "router" / "api" / "open_inference" / "triton_streams.py"
 
 
 async def stock_texts(address: str, over: asyncio.Event | None = None) -> dict[str, str]:

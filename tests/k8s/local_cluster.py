@@ -1,7 +1,7 @@
 """A cluster from its own manifests, without Kubernetes: each pod is a host with the processes that KubeRay would start.
 
 As KubeRay does it: `ray start` of head and workers, then the Serve config through the dashboard's REST API. As kubelet
-does it: probes, and the hook before a pod ends. What may not live here: what is expected (`test_local_cluster.py`).
+does it: probes, and the hook before a pod ends.
 """
 
 import json

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.worker.layers.row_tiles import RowTiles
-from holdfast.worker.model import program
+from holdfast.worker.models import rank_program as program
+from holdfast.worker.models.row_tiles import RowTiles
 from tests.parity.families import BASE, save_tiny_model
 from tests.parity.harness import hugging_face, reference_logits
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from holdfast.worker.decoder.families import FAMILIES
+from holdfast.worker.models.families import FAMILIES
 
 BASE: dict[str, Any] = {
     "vocab_size": 126,  # divides by neither 4 nor 64

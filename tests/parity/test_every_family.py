@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.worker.errors import UnsupportedModelError
-from holdfast.worker.model.checks import check_config
+from holdfast.worker.models.checks import check_config
 from tests.parity.harness import (
     hugging_face,
     load,

@@ -8,7 +8,7 @@ from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.engine.model_runner import LeaderRunner
 from holdfast.worker.request import EngineRequest, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.scheduler.scheduler import Scheduler
 from tests.parity.harness import load, logprobs_of, on_ranks, worker_config
 
 NUM_SEQUENCES, NUM_NEW = 8, 12

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.worker.engine.model_runner import ModelRunner
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
-from holdfast.worker.layers.linear import RowParallelLinear
-from holdfast.worker.model.checks import check_config, check_heads, choose_max_model_len
-from holdfast.worker.model.parallel_plan import ParallelPlan
-from holdfast.worker.model.weights import read_config
+from holdfast.worker.models.checks import check_config, check_heads, choose_max_model_len
+from holdfast.worker.models.linear import RowParallelLinear
+from holdfast.worker.models.parallel_plan import ParallelPlan
+from holdfast.worker.models.weights import read_config
 from tests.fake_group import run_ranks
 from tests.parity.families import REFUSED, save_tiny_model
 from tests.parity.harness import load, on_ranks, worker_config

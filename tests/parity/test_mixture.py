@@ -16,8 +16,8 @@ import pytest
 
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.router.text.grammar import GrammarCompiler
+from holdfast.router.text.prompt import bad_word_token_ids
 from holdfast.router.text.tokenizer import Tokenizer
-from holdfast.router.text.vocabulary import bad_word_token_ids
 from holdfast.worker.config import (
     CacheConfig,
     ModelConfig,
@@ -27,12 +27,12 @@ from holdfast.worker.config import (
     WorkerConfig,
 )
 from holdfast.worker.errors import HoldfastError
-from holdfast.worker.plan.step_plan import StepPlan
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineRequest, FinishReason, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.scheduling import step_in_flight
-from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.scheduler import step_shares as step_in_flight
+from holdfast.worker.scheduler.scheduler import Scheduler
+from holdfast.worker.step_plan import StepPlan
 from holdfast.worker.step_update import StepUpdate
 
 NUM_REQUESTS = 40

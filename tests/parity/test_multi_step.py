@@ -6,7 +6,7 @@ from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.engine.model_runner import LeaderRunner
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.scheduler.scheduler import Scheduler
 from tests.parity.harness import in_processes, load, on_ranks, worker_config
 
 NUM_TOKENS = 40

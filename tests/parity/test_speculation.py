@@ -19,12 +19,12 @@ from holdfast.worker.config import (
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.model.draft_model import check_same_tokens
+from holdfast.worker.models.draft_model import check_same_tokens
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.scheduling.scheduler import Scheduler
-from holdfast.worker.speculation.speculation import Speculation
+from holdfast.worker.scheduler.scheduler import Scheduler
+from holdfast.worker.scheduler.speculation import Speculation
 from tests.parity.test_serving import Collector
 
 NUM_NEW = 24

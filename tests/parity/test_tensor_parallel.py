@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
-from holdfast.worker.layers.experts import Experts
+from holdfast.worker.models.experts import Experts
 from tests.parity.families import SERVED, VARIANTS, executor_of
 from tests.parity.harness import (
     greedy_tokens,
@@ -36,7 +36,8 @@ EVERY_TIME = (
     *("cohere2", "deepseek_v3", "gemma3_text", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "llama"),
     *("llama, one KV head", "mixtral", "olmo2", "phi3", "qwen2_moe", "starcoder2"),
 )
-"""One of each way to split. The layouts of all families are split every time in `worker/decoder/test_recognize.py`."""
+"""One of each way to split. The layouts of all families are split every time in
+`worker/executors/test_recognize.py`."""
 IN_ALL_WAYS = ("gpt_oss",)
 BITS_EVERY_TIME = ("gpt_oss",)
 

@@ -1,7 +1,4 @@
-"""Tiny models of every family that the installed transformers has a causal language model for.
-
-What may live here: shapes that make a family small. What may not: what Holdfast should do with it.
-"""
+"""Tiny models of every family that the installed transformers has a causal language model for."""
 
 from collections.abc import Iterator
 from typing import Any, Final

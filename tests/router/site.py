@@ -12,7 +12,7 @@ from google.rpc.status_pb2 import Status
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.links.replica_directory import ReplicaEndpoint, StaticDirectory
-from holdfast.router.router import Router
+from holdfast.router.server.router import Router
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.v1 import inference_pb2, inference_pb2_grpc
 from tests.fakes import byte_tokenizer, fake_tokens

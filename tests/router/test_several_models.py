@@ -12,7 +12,7 @@ from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.v1 import inference_pb2
 from tests.fakes import ByteCodec, FakeReplica, byte_tokenizer
 from tests.loops import on_a_loop, on_each_loop
-from tests.router.doors.oip.messages import infer
+from tests.router.api.open_inference.messages import infer
 from tests.router.site import Site, collected, eventually, expected, refusal, request, site
 
 

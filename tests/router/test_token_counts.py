@@ -12,10 +12,10 @@ from typing import Any
 
 from holdfast.cluster.bundled_model.bundled_model import BUNDLED, bundled_path
 from holdfast.cluster.client.async_client import AsyncClient
+from holdfast.router.api.grpc.server import InferenceServicer
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.doors.grpc.server import InferenceServicer
 from holdfast.router.events import SendAbort, SendSubmit
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.text.tokenizer import Tokenizer

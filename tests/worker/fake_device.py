@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 
 from holdfast.worker.engine.overlapping import OverlappingRunner
-from holdfast.worker.plan.pending_tokens import has_pending, with_tokens
-from holdfast.worker.plan.step_plan import PENDING, StepPlan, StepResult
+from holdfast.worker.pending_tokens import has_pending, with_tokens
+from holdfast.worker.step_plan import PENDING, StepPlan, StepResult
 
 
 class VirtualClock:

@@ -1,11 +1,11 @@
 """Requests and steps for the tests of the scheduler and its policies: every draw is a token of the test's choice."""
 
 from holdfast.worker.config import SchedulerConfig, SpeculationConfig
-from holdfast.worker.plan.step_plan import StepPlan, StepResult
 from holdfast.worker.request import EngineRequest, Priority, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.scheduling.scheduler import Scheduler
-from holdfast.worker.speculation.speculation import Speculation
+from holdfast.worker.scheduler.scheduler import Scheduler
+from holdfast.worker.scheduler.speculation import Speculation
+from holdfast.worker.step_plan import StepPlan, StepResult
 
 EOS, BLOCK_SIZE = 0, 4
 

@@ -3,13 +3,13 @@
 import random
 
 from holdfast.worker.config import SchedulerConfig
-from holdfast.worker.plan.step_plan import StepResult
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.scheduling.scheduler import Scheduler
-from holdfast.worker.tuning.batching_optimizer import Recommendation
-from holdfast.worker.tuning.step_time import StepCosts, shape_of
-from holdfast.worker.tuning.step_tuner import StepTuner
+from holdfast.worker.scheduler.batching_optimizer import Recommendation
+from holdfast.worker.scheduler.scheduler import Scheduler
+from holdfast.worker.scheduler.step_time import StepCosts, shape_of
+from holdfast.worker.scheduler.step_tuner import StepTuner
+from holdfast.worker.step_plan import StepResult
 
 MACHINE = StepCosts(base_s=4e-3, decode_s=1e-3, token_s=1.5e-4, context_token_s=5e-8)
 BLOCK_SIZE = 16

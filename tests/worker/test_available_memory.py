@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.worker.available_memory import available_memory, control_groups, oom_kills, total_memory
+from holdfast.worker.process_memory import available_memory, control_groups, oom_kills, total_memory
 
 MB = 2**20
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.worker.garbage_collection import loading, set_aside, take_back
+from holdfast.worker.process_memory import loading, set_aside, take_back
 
 
 @pytest.fixture(autouse=True)

@@ -7,17 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from holdfast.worker.attention.kv_cache import KVSpec
-from holdfast.worker.attention.query_tiles import MAX_GPU_CALL_VALUES, cut_into_tiles
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import DistributedGroup
 from holdfast.worker.engine.model_runner import ModelRunner
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.layers.row_tiles import ANY, RowRule, RowTiles, fix_gpu_kernels, linear_candidates
+from holdfast.worker.executors import sampler
+from holdfast.worker.executors.kv_cache import KVSpec
+from holdfast.worker.models.query_tiles import MAX_GPU_CALL_VALUES, cut_into_tiles
+from holdfast.worker.models.row_tiles import ANY, RowRule, RowTiles, fix_gpu_kernels, linear_candidates
 from holdfast.worker.replica.rank import with_device
 from holdfast.worker.replica.replica import Replica
-from holdfast.worker.sampling import sampler
 
 CUDA = torch.device("cuda", 3)
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from holdfast.v1 import engine_pb2, inference_pb2
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.sampling_fields import TOKEN_WORLD, fields_of, params_of
 from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
+from holdfast.worker.wire.sampling_fields import TOKEN_WORLD, fields_of, params_of
 
 VALUES = {
     "temperature": st.sampled_from([0.0, 0.7, 1.0, 100.0]),

@@ -3,17 +3,21 @@
 The all-reduce of one decoded token is a few hundred bytes, and there are two in every layer. A library with threads of
 its own would have to wake them on both sides for each; a blocking send and receive on the calling thread needs none.
 Each message begins with the exchange's number and size: ranks that are out of step fail, and never add what does not
-belong together. What may not live here: sums (`tensor_parallel.py`), and how ranks meet (`rank_meeting.py`).
+belong together.
 """
 
+import os
 import select
 import socket
 import struct
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 LARGEST_BYTES: Final = 2**16
@@ -152,3 +156,63 @@ def tune(connection: socket.socket, timeout_s: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+_SPIN_S: Final = 500e-6
+_LENGTH: Final = struct.Struct("=q")
+
+
+class OrderSockets:
+    """The leader's connections, or another rank's one to the leader."""
+
+    def __init__(self, connections: Collection[socket.socket], timeout_s: float) -> None:
+        """A send gives up after `timeout_s`."""
+        self._peers = list(connections)
+        for connection in self._peers:
+            tune(connection, timeout_s)
+
+    def send(self, order: NDArray[np.int64]) -> None:
+        """Returns once the order is on its way to every rank. Raises OSError when one is gone, or takes none for longer
+        than the timeout.
+        """
+        message = _LENGTH.pack(order.nbytes) + order.tobytes()
+        for connection in self._peers:
+            connection.sendall(message)
+
+    def receive(self) -> NDArray[np.int64]:
+        """The next order; blocks for however long it takes. Raises OSError when the leader is gone."""
+        connection = self._peers[0]
+        head = memoryview(bytearray(_LENGTH.size))
+        _fill(connection, head[_begun(connection, head) :])
+        order = np.empty(_LENGTH.unpack(head)[0] // 8, dtype=np.int64)
+        _fill(connection, order.view(np.uint8).data)
+        return order
+
+    def close(self) -> None:
+        for connection in self._peers:
+            connection.close()
+
+
+def _begun(connection: socket.socket, head: memoryview) -> int:
+    """Looks for the next order without sleeping, but not for long; ranks that share a core take turns. Its bytes."""
+    end = time.perf_counter() + _SPIN_S
+    while time.perf_counter() < end:
+        try:
+            return _checked(connection.recv_into(head, 0, socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            os.sched_yield()
+    return 0
+
+
+def _fill(connection: socket.socket, left: memoryview) -> None:
+    while left:
+        try:
+            left = left[_checked(connection.recv_into(left)) :]
+        except BlockingIOError:  # the connection's timeout is that of sums: an order may take longer
+            continue
+
+
+def _checked(count: int) -> int:
+    if not count:
+        raise ConnectionResetError("the leader has closed its connection")
+    return count

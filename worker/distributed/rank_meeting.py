@@ -1,8 +1,7 @@
 """Meeting of a replica's ranks: who calls whom until each rank has a connection to every other one.
 
 Ranks call the leader and say where they listen themselves; when all have come, the leader tells everyone where the
-others are. Nothing listens any more after that. What may not live here: the handshake (`rendezvous.py`), and what the
-connections carry (`order_sockets.py`, `peer_sockets.py`).
+others are. Nothing listens any more after that.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Rendezvous of a replica's ranks: where the leader listens, and the handshake that shows who knows the secret.
 
 Both ends of each connection between ranks prove by HMAC that they know the replica's secret, which itself is never
-sent. What may not live here: who calls whom (`rank_meeting.py`), and how the secret reaches the ranks (the launchers).
+sent.
 """
 
 import hashlib

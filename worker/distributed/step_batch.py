@@ -4,7 +4,6 @@
               S draw counts | S block counts | T ids | B blocks | C sources | C destinations | C slot counts | P rows]
 
 It is one int64 array. C, the block copies, and P, the rows that give prompt log-probabilities, are nearly always 0.
-What may not live here: torch; the model turns arrays into tensors.
 """
 
 from array import array
@@ -15,9 +14,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.worker.plan.decode_rows import DecodeRows
-from holdfast.worker.plan.pending_tokens import KNOWN, drawing_rows, has_pending
-from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.pending_tokens import KNOWN, drawing_rows, has_pending
+from holdfast.worker.plan_rows import DecodeRows
+from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
 
 IntArray = NDArray[np.int64]
 

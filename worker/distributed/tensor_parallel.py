@@ -1,7 +1,7 @@
 """Tensor-parallel group: all-reduce and all-gather of activations between ranks, and the leader's broadcasts.
 
 Sums are taken in rank order, so every rank gets the same bits, and a value's bits depend neither on the size of the
-message nor on its place in it. Half types are added in float32 and rounded once. What may not live here: models.
+message nor on its place in it. Half types are added in float32 and rounded once.
 """
 
 import socket
@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore  # torch.distributed has it from there, in PyTorch 2.13
 
-from holdfast.worker.distributed.order_sockets import OrderSockets
-from holdfast.worker.distributed.peer_sockets import PeerSockets
+from holdfast.worker.distributed.peer_sockets import OrderSockets, PeerSockets
 from holdfast.worker.distributed.rank_meeting import meet
 from holdfast.worker.distributed.rendezvous import RankListener, Rendezvous
 from holdfast.worker.errors import ReplicaError
@@ -107,7 +106,7 @@ _LOST = _RankLoss("a rank of the replica was lost")
 class DistributedGroup(TensorParallelGroup):
     """Ranks in processes of their own. All of them prove to each other that they know the secret of the rendezvous.
 
-    Orders travel over sockets of their own (`order_sockets.py`), and so do activations in main memory
+    Orders travel over sockets of their own (`peer_sockets.py`), and so do activations in main memory
     (`peer_sockets.py`). On GPUs activations go over NCCL; then there is one group per process at a time, since
     torch.distributed's default group belongs to the process.
     """

@@ -1,9 +1,5 @@
 """Engine: the thread that plans, runs and commits one step after another and delivers the updates.
 
-What may live here: the loop, its inbox and its end. What may not: which request belongs to which listener
-(`worker/engine_core/engine_core.py`), what a step does (`worker/scheduling/scheduler.py`), arithmetic
-(`model_runner.py`), wires and event loops (`worker/replica/link.py`).
-
     submit, abort ──► inbox ──► core ─► plan ─► launch ─► collect ─► commit ──► listener.on_update
                                   └─────────────── one turn ───────────────┘
 
@@ -15,26 +11,74 @@ Whichever way the loop ends, every request that was submitted has been answered.
 
 import logging
 import math
+import queue
 import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
-from holdfast.worker.engine.inbox import Inbox
+from holdfast.worker.engine.engine_core import EngineCore
 from holdfast.worker.engine.overlapping import RunLength, StepsInFlight
-from holdfast.worker.engine_core.engine_core import EngineCore
-from holdfast.worker.engine_core.lost_numbers import NumbersCheck
+from holdfast.worker.engine.request_guards import NumbersCheck
 from holdfast.worker.errors import HoldfastError, ReplicaError
-from holdfast.worker.plan.step_plan import StepPlan, StepRunner
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.request import EngineLoad, EngineRequest
-from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.scheduler.batching_optimizer import Recommendation
+from holdfast.worker.scheduler.scheduler import Scheduler
+from holdfast.worker.scheduler.step_tuner import StepTuner
 from holdfast.worker.stats import EngineStats, GpuStats
+from holdfast.worker.step_plan import StepPlan, StepRunner
 from holdfast.worker.step_update import StepListener
-from holdfast.worker.tuning.batching_optimizer import Recommendation
-from holdfast.worker.tuning.step_tuner import StepTuner
+
+Command: TypeAlias = Callable[[], None]
+
+
+class Inbox:
+    """A queue that is closed once, for a reason. Nothing comes in after that, and what is in stays to be taken."""
+
+    def __init__(self) -> None:
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._gate = threading.Lock()
+        self.closed_by: HoldfastError | None = None
+        """The reason, or None while it is open. To be read only."""
+
+    @property
+    def is_empty(self) -> bool:
+        return self._commands.empty()
+
+    def put(self, command: Command) -> None:
+        """Raises the reason if the inbox is closed."""
+        with self._gate:
+            if self.closed_by is not None:
+                raise self.closed_by
+            self._commands.put(command)
+
+    def put_unless_closed(self, command: Command) -> None:
+        with self._gate:
+            if self.closed_by is None:
+                self._commands.put(command)
+
+    def close(self, reason: HoldfastError) -> bool:
+        """Whether this call has closed it: of several, the first one has, and its reason counts."""
+        with self._gate:
+            if self.closed_by is not None:
+                return False
+            self.closed_by = reason
+            return True
+
+    def take(self, wait_s: float = 0.0) -> list[Command]:
+        """All commands that are in. Waits at most so long for the first. For the one thread that takes commands."""
+        commands: list[Command] = []
+        try:
+            if wait_s > 0:
+                commands.append(self._commands.get(timeout=wait_s))
+            while True:
+                commands.append(self._commands.get_nowait())
+        except queue.Empty:
+            return commands
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,4 @@
-"""Model runner of one rank: runs steps, as the leader or as a follower, and the self-check before the first request.
-
-What may live here: one step's way through a rank, and who tells whom to run it. What may not: what a step contains
-(`worker/scheduling/scheduler.py`), what comes of it (`step_results.py`), what else ranks are told (`rank_orders.py`),
-how a model is loaded (`worker/model/loading.py`), and processes (`worker/replica/rank.py`).
-"""
+"""Model runner of one rank: runs steps, as the leader or as a follower, and the self-check before the first request."""
 
 import logging
 import threading
@@ -13,32 +8,57 @@ from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.available_memory import readable_bytes
 from holdfast.worker.config import WorkerConfig
-from holdfast.worker.decoder.program import OverlappingExecutor
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
-from holdfast.worker.engine.rank_orders import Order, number_message, read_reload, reload_message
+from holdfast.worker.draws import draws_of, plain_draws_of
+from holdfast.worker.engine.grammar_masks import GrammarMasks, WaitedMasks
 from holdfast.worker.engine.self_check import SelfCheck
 from holdfast.worker.engine.step_results import dead_ends, fitting, prompts_of, sampled_result, step_result
 from holdfast.worker.errors import CallerError, ConfigurationError, ReplicaError, UnsupportedModelError
-from holdfast.worker.layers.mapped_files import trim_heap
-from holdfast.worker.model.checks import first_line
-from holdfast.worker.model.loading import LoadedModel, check_same_model, load_model, reloaded_config
-from holdfast.worker.model.memory import WAYS_OUT, is_failed_allocation, memory_left
-from holdfast.worker.model.model import choose_device
-from holdfast.worker.model.program import BlockCache
+from holdfast.worker.executors.logprobs import ChosenLogprobs
+from holdfast.worker.executors.mapped_files import trim_heap
+from holdfast.worker.executors.step_sampler import HeadOutput, OverlappingSampler, StepSampler
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.plan.draws import draws_of, plain_draws_of
-from holdfast.worker.plan.step_plan import StepPlan, StepResult
+from holdfast.worker.models.checks import first_line
+from holdfast.worker.models.decoder_program import OverlappingExecutor
+from holdfast.worker.models.loading import LoadedModel, check_same_model, load_model, reloaded_config
+from holdfast.worker.models.memory import WAYS_OUT, is_failed_allocation, memory_left
+from holdfast.worker.models.model import choose_device
+from holdfast.worker.models.rank_program import BlockCache
+from holdfast.worker.process_memory import readable_bytes
 from holdfast.worker.progress import ProgressCounter
-from holdfast.worker.sampling.grammar_masks import GrammarMasks, WaitedMasks
-from holdfast.worker.sampling.head_output import HeadOutput
-from holdfast.worker.sampling.logprobs import ChosenLogprobs
-from holdfast.worker.sampling.step_sampler import OverlappingSampler, StepSampler
+from holdfast.worker.step_plan import StepPlan, StepResult
+
+
+class Order(IntEnum):
+    """What a message begins with."""
+
+    KEEP_ALIVE = 0
+    STOP = -1
+    RELOAD = -2
+    """A folder's name and a version follow."""
+
+
+def number_message(number: int) -> Message:
+    """A message of one number."""
+    return np.array([number], dtype=np.int64)
+
+
+def reload_message(folder: str, version: str) -> Message:
+    """The order to take the weights of a folder as a version."""
+    return np.array([Order.RELOAD, *f"{folder}\0{version}".encode()], dtype=np.int64)
+
+
+def read_reload(message: Message) -> tuple[str, str]:
+    """The folder and the version of an order to reload."""
+    folder, version = bytes(message[1:].tolist()).decode().split("\0")
+    return folder, version
+
 
 logger = logging.getLogger(__name__)
 

@@ -2,9 +2,7 @@
 
 Where a step takes a millisecond, planning and delivering take a good part of its time. On CPUs several steps on one
 plan share that time; but requests that arrive meanwhile wait for them, so together they take no longer than a limit. A
-device that runs by itself is given the next step while it runs the first. What may not live here: planning and
-committing (`engine.py`), which sequences can go on without a plan (`worker/scheduling/decode_batch.py`), and how a
-device runs two steps (`device_runner.py`).
+device that runs by itself is given the next step while it runs the first.
 """
 
 from abc import ABC, abstractmethod
@@ -12,8 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol, runtime_checkable
 
-from holdfast.worker.plan.step_plan import StepPlan, StepResult, StepRunner
+from holdfast.worker.engine.model_runner import LaunchedStep, LeaderRunner
 from holdfast.worker.progress import ProgressCounter
+from holdfast.worker.step_plan import StepPlan, StepResult, StepRunner
 
 PLAN_LIMIT_S: Final = 0.006
 """All steps of a plan together: less than a step with a prompt takes, which a request that arrives may wait for too."""
@@ -120,3 +119,29 @@ class RunLength:
             self.max_steps = 1
         else:
             self.max_steps = max(1, min(self._most, int(PLAN_LIMIT_S * plan.num_steps / plan_s)))
+
+
+class DeviceRunner(OverlappingRunner):
+    """Launches the steps of a leader whose model overlaps them."""
+
+    def __init__(self, leader: LeaderRunner) -> None:
+        assert leader.overlaps, "the device runs steps in turn"
+        self._leader = leader
+        self._in_flight: deque[LaunchedStep] = deque()
+
+    def launch(self, plan: StepPlan) -> None:
+        before = self._in_flight[-1].plan if self._in_flight else None
+        self._in_flight.append(self._leader.launch(plan, before))
+
+    def may_follow(self, plan: StepPlan) -> bool:
+        """All draws are launched with their step."""
+        return True
+
+    def collect(self) -> StepResult:
+        return self._leader.collect(self._in_flight.popleft())
+
+    def keep_alive(self) -> None:
+        self._leader.keep_alive()
+
+    def close(self) -> None:
+        self._leader.close()

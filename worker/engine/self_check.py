@@ -2,7 +2,7 @@
 
 Two short random sequences are run alone, packed together, in chunks and token by token. If that changes the numbers,
 the model mixes tokens outside attention and is refused. If it changes only the last bits, the model serves, but a
-replay may differ from the first run. What may not live here: how steps reach the other ranks (`model_runner.py`).
+replay may differ from the first run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.errors import UnsupportedModelError
-from holdfast.worker.model.checks import OTHER_ENGINE
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.models.checks import OTHER_ENGINE
+from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
 
 NUM_TOKENS: Final = (70, 23)
 """Of the two sequences: over a block, a row tile and a tile of keys; short enough to cost next to nothing."""

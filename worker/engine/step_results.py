@@ -1,19 +1,15 @@
-"""Step results: what a step's output for its rows wanted comes to, sequence by sequence.
-
-What may not live here: how logits become tokens (`worker/sampling/`), and how a step is run (`model_runner.py`).
-"""
+"""Step results: what a step's output for its rows wanted comes to, sequence by sequence."""
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
-from holdfast.worker.plan.draws import draws_of
-from holdfast.worker.plan.grammar_matchers import NONE_FITS
-from holdfast.worker.plan.step_plan import DEAD_END, PromptLogprobParams, StepPlan, StepResult
+from holdfast.worker.draws import draws_of
+from holdfast.worker.executors.logprobs import ChosenLogprobs
+from holdfast.worker.executors.step_sampler import HeadOutput, Sampled, StepSampler
+from holdfast.worker.grammar_matchers import NONE_FITS
 from holdfast.worker.request import TokenLogprob
-from holdfast.worker.sampling.head_output import HeadOutput
-from holdfast.worker.sampling.logprobs import ChosenLogprobs
-from holdfast.worker.sampling.step_sampler import Sampled, StepSampler
+from holdfast.worker.step_plan import DEAD_END, PromptLogprobParams, StepPlan, StepResult
 
 Item = TypeVar("Item")
 

@@ -1,7 +1,6 @@
-"""GPU figures of a replica: utilization and memory of the leading rank's device, as its driver tells them.
-
-What may not live here: when to look (`worker/engine/engine.py`), how it is published. Memory comes from the CUDA
-runtime, utilization from NVML, which torch reads through `nvidia-ml-py`: where that is not installed it stays 0.
+"""GPU figures of a replica: utilization and memory of the leading rank's device, as its driver tells them. Memory comes
+from the CUDA runtime, utilization from NVML, which torch reads through `nvidia-ml-py`: where that is not installed it
+stays 0.
 """
 
 import logging

@@ -1,8 +1,5 @@
-"""Link server of a replica: `holdfast.v1.Engine` over gRPC, one stream per router, one message per step.
-
-What may live here: the stubs, and the hand-over between the engine's thread and the event loop. What may not: the
-meaning of messages (`worker/wire/`), decisions. When a router's stream ends, for whatever reason, all
-requests that came through it are aborted.
+"""Link server of a replica: `holdfast.v1.Engine` over gRPC, one stream per router, one message per step. When a
+router's stream ends, for whatever reason, all requests that came through it are aborted.
 """
 
 import asyncio
@@ -21,7 +18,6 @@ from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.replica.link_traces import LinkTraces
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import AttemptKey, EngineRequest
-from holdfast.worker.security.link_security import UNSECURED, LinkSecurity
 from holdfast.worker.step_update import Heartbeat, Hello, Rejection, StepUpdate
 from holdfast.worker.wire.link_bounds import link_request_parser
 from holdfast.worker.wire.link_requests import (
@@ -33,6 +29,7 @@ from holdfast.worker.wire.link_responses import (
     hello_message,
     step_messages,
 )
+from holdfast.worker.wire.link_security import UNSECURED, LinkSecurity
 from holdfast.worker.wire.message_bounds import MalformedMessageError
 
 if TYPE_CHECKING:

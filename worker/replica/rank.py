@@ -18,11 +18,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
-from holdfast.worker.available_memory import oom_kills
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.rendezvous import RankListener, Rendezvous
-from holdfast.worker.garbage_collection import loading, set_aside
-from holdfast.worker.supervision.process_id import ProcessId
+from holdfast.worker.process_memory import loading, oom_kills, set_aside
+from holdfast.worker.replica.processes import ProcessId
 
 if TYPE_CHECKING:
     import torch
@@ -126,7 +125,7 @@ def prepare_process(config: WorkerConfig, device: "torch.device") -> None:
     """
     import torch
 
-    from holdfast.worker.layers.row_tiles import fix_gpu_kernels
+    from holdfast.worker.models.row_tiles import fix_gpu_kernels
 
     set_aside()  # three quarters of all objects are torch's
     cores = len(os.sched_getaffinity(0))

@@ -1,8 +1,4 @@
-"""Replica: a tensor-parallel group, its engine, and the supervision of its ranks, in the leader's process.
-
-What may live here: starting the components in order, noticing that one has died, stopping them in order. What may not:
-Ray, gRPC and everything else that decides where a replica runs and who talks to it.
-"""
+"""Replica: a tensor-parallel group, its engine, and the supervision of its ranks, in the leader's process."""
 
 import logging
 import os
@@ -19,10 +15,12 @@ from holdfast.worker.config import HealthConfig, WorkerConfig
 from holdfast.worker.distributed.rendezvous import RankListener, Rendezvous
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, ReplicaError
-from holdfast.worker.garbage_collection import loading, take_back
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.plan.step_plan import StepRunner
+from holdfast.worker.process_memory import loading, take_back
 from holdfast.worker.replica.gpu_stats import gpu_watch
+from holdfast.worker.replica.heartbeat_pipe import HeartbeatPipe
+from holdfast.worker.replica.known_answer import KnownAnswerCheck
+from holdfast.worker.replica.processes import CoreWait, ProcessId
 from holdfast.worker.replica.rank import (
     LOOPBACK,
     LocalLauncher,
@@ -33,15 +31,12 @@ from holdfast.worker.replica.rank import (
     prepare_process,
     with_device,
 )
-from holdfast.worker.scheduling.scheduler import Scheduler
-from holdfast.worker.security.loopback import check_loopback
-from holdfast.worker.speculation.speculation import Speculation
-from holdfast.worker.supervision.core_wait import CoreWait
-from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
-from holdfast.worker.supervision.known_answer_check import KnownAnswerCheck
-from holdfast.worker.supervision.process_id import ProcessId
-from holdfast.worker.supervision.watchdog import Watchdog
-from holdfast.worker.tuning.step_tuner import StepTuner
+from holdfast.worker.replica.watchdog import Watchdog
+from holdfast.worker.scheduler.scheduler import Scheduler
+from holdfast.worker.scheduler.speculation import Speculation
+from holdfast.worker.scheduler.step_tuner import StepTuner
+from holdfast.worker.step_plan import StepRunner
+from holdfast.worker.wire.loopback import check_loopback
 
 if TYPE_CHECKING:
     import torch
@@ -291,7 +286,7 @@ class Replica:
 
 def _stepping(config: WorkerConfig, leader: "LeaderRunner") -> StepRunner:
     """What the engine gives its steps to: with two in flight where the device runs by itself and the settings allow."""
-    from holdfast.worker.engine.device_runner import DeviceRunner
+    from holdfast.worker.engine.overlapping import DeviceRunner
 
     is_wanted = config.scheduler.async_scheduling is not False
     if is_wanted and leader.overlaps and not config.speculation.max_num_drafts:

@@ -1,4 +1,4 @@
-"""Bound of one field of a message or a body. What may not live here: scans (`message_bounds.py`, `json_bounds.py`)."""
+"""Bound of one field of a message or a body."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,4 @@
-"""Static bounds of what a router sends to a replica: wide, for routers hold their clients to narrower ones.
-
-What may not live here: how bounds are checked (`message_bounds.py`), messages field by field (`link_requests.py`).
-"""
+"""Static bounds of what a router sends to a replica: wide, for routers hold their clients to narrower ones."""
 
 from collections.abc import Callable
 from typing import Final

@@ -1,8 +1,5 @@
 """Link requests: what a router says to a replica, as plain data and as protobuf messages, for both ends.
 
-What may live here: field by field conversion, and the checks of messages. What may not: what a replica says
-(`link_responses.py`), decisions, IO (`worker/replica/link.py`, `router/links/link.py`), the public API.
-
 An attempt crosses the wire as its number alone, which is the router's key of it; the replica combines it with the
 link's name (`AttemptKey`), since each router counts for itself. The same holds for groups.
 """
@@ -20,9 +17,9 @@ from holdfast.worker.request import (
     EngineRequest,
     GroupKey,
     Priority,
+    Suspicion,
 )
-from holdfast.worker.sampling_fields import TOKEN_WORLD, fields_of, params_of
-from holdfast.worker.suspicion import Suspicion
+from holdfast.worker.wire.sampling_fields import TOKEN_WORLD, fields_of, params_of
 
 Kind = TypeVar("Kind", bound=IntEnum)
 

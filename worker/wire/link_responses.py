@@ -1,9 +1,4 @@
-"""Link responses: what a replica says to a router, as plain data and as protobuf messages, for both ends.
-
-What may live here: field by field conversion, kept lean, for it runs at least once a step, and the checks of messages.
-What may not: what a router says (`link_requests.py`), decisions, IO (`worker/replica/link.py`,
-`router/links/link.py`), the public API.
-"""
+"""Link responses: what a replica says to a router, as plain data and as protobuf messages, for both ends."""
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence

@@ -2,7 +2,7 @@
 
 A parser builds all of a message at the cost of whatever its sender chose, and holds Python's lock meanwhile. The scan
 reads tags and lengths alone, and stops at the first field beyond its bound: its cost is limited by the bounds, not by
-the message. What may not live here: the bounds of any single protocol (`link_bounds.py`, `router/wire/bounds.py`).
+the message.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,7 @@
 """Simulated attackers: calls that cost their router much, and floods of streams that are reset at once.
 
 A call is sent again by the real retry policy: by `AsyncClient`, which says how many routers were lost with it and gives
-up, or by a gateway, which knows nothing of that. What may not live here: drawing attacks
-(`cluster/simulate/world/attacks.py`), and what a router may lose by them (`cluster/simulate/world/attack_checks.py`).
+up, or by a gateway, which knows nothing of that.
 """
 
 from dataclasses import dataclass

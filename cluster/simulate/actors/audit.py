@@ -1,13 +1,10 @@
-"""Audited dispatch host: the real one, whose every action is entered in an attempt ledger and needs a reason.
-
-What may live here: checks. What may not: anything that changes what the dispatch host does.
-"""
+"""Audited dispatch host: the real one, whose every action is entered in an attempt ledger and needs a reason."""
 
 import sys
+from collections.abc import Hashable, Iterable
 
-from holdfast.cluster.simulate.actors.attempts import AttemptBooks
 from holdfast.cluster.simulate.kernel.clock import SettableClock
-from holdfast.cluster.simulate.kernel.promises import Violation, require
+from holdfast.cluster.simulate.kernel.timeline import Violation, require
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import FINEST_S, DispatchHost
@@ -19,7 +16,54 @@ from holdfast.worker.errors import (
     RequestQuarantinedError,
     VersionGoneError,
 )
+from holdfast.worker.request import SequenceKey
 from holdfast.worker.step_update import StepUpdate
+
+
+class AttemptBooks:
+    """The attempts that replicas run for one router."""
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+        self._running: dict[SequenceKey, SendSubmit] = {}
+        self._keys: dict[Hashable, SequenceKey] = {}
+
+    def note_submit(self, submit: SendSubmit) -> None:
+        """Checks that a request runs in one place at a time."""
+        key = submit.request.sequence_key
+        before = self._running.get(key)
+        if before is not None:
+            where = f"attempt {before.attempt} at {before.replica_id}"
+            require(False, f"{self._owner}: {key} is sent to {submit.replica_id}, and {where} goes on")
+        self._running[key] = submit
+        self._keys[submit.attempt] = key
+
+    def note_abort(self, abort: SendAbort) -> None:
+        self._end(abort.attempt)
+
+    def note_update(self, update: StepUpdate) -> None:
+        """Ends the attempts that the replica has finished or rejected."""
+        for delta in update.deltas:
+            if delta.finish_reason is not None:
+                self._end(delta.attempt)
+        for rejection in update.rejections:
+            self._end(rejection.attempt)
+
+    def note_lost(self, replica_id: str) -> None:
+        for submit in [submit for submit in self._running.values() if submit.replica_id == replica_id]:
+            self._end(submit.attempt)
+
+    def check_over(self, keys: Iterable[SequenceKey]) -> None:
+        """Checks that sequences that are over run nowhere."""
+        for key in keys:
+            submit = self._running.get(key)
+            if submit is not None:
+                require(False, f"{self._owner}: {key} is over, and goes on at {submit.replica_id}")
+
+    def _end(self, attempt: Hashable) -> None:
+        key = self._keys.pop(attempt, None)
+        if key is not None:
+            del self._running[key]
 
 
 class AuditedDispatchHost(DispatchHost):

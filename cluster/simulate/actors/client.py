@@ -13,7 +13,7 @@ from holdfast.cluster.simulate.actors.messages import Admitted, Generate
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.actors.stragglers import Straggler
 from holdfast.cluster.simulate.kernel.network import Connection, Network
-from holdfast.cluster.simulate.kernel.promises import Violation, require
+from holdfast.cluster.simulate.kernel.timeline import Violation, require
 from holdfast.cluster.simulate.oracle.oracle import ExpectedCompletion, expected_completion
 from holdfast.router.dispatch.parallel_sampling import siblings
 from holdfast.router.events import Deliver, Fail, Usage

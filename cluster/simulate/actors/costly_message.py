@@ -1,7 +1,7 @@
 """Costly messages: bytes of `GenerateRequest`s that cost their router much, or end it, and what decoding them costs.
 
 The real scan reads the bytes, within the real bounds: what it reads is counted, so a bound that is missing shows in
-what a message costs. Parsers are not run. What may not live here: which thread decodes (`router_doors.py`).
+what a message costs. Parsers are not run.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from holdfast.cluster.simulate.actors.loop_costs import LoopCosts
 from holdfast.router.request import GenerationRequest
-from holdfast.router.requests.request_digest import lasting_parts, request_digest
+from holdfast.router.requests.poison_watch import lasting_parts, request_digest
 from holdfast.router.wire.request_codec import generation_request_message
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams

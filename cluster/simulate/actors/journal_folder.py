@@ -1,7 +1,4 @@
-"""Journal folder of a simulated machine: the reading journals of its routers, which outlive their processes.
-
-What may not live here: what is in a journal (`router/requests/reading_journal.py`).
-"""
+"""Journal folder of a simulated machine: the reading journals of its routers, which outlive their processes."""
 
 from collections.abc import Callable
 

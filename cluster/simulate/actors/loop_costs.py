@@ -1,7 +1,7 @@
 """Loop costs: how long the event loops of simulated routers and replicas are busy with a message.
 
 The costs are those of an AVX2 core, rounded. What bounds them is the product's own (`costly_message.py`,
-`router_doors.py`). What may not live here: bounds, and when a callback runs (`cluster/simulate/kernel/event_loop.py`).
+`router_doors.py`).
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """Simulated replica: the real engine core in virtual time, and its ends of the links.
 
-Its own are time, the inbox, and messages instead of bytes. What may not live here: decisions, and which request belongs
-to which listener: that is the engine core's (`worker/engine_core/engine_core.py`).
+Its own are time, the inbox, and messages instead of bytes.
 """
 
 from collections.abc import Callable
@@ -11,20 +10,19 @@ from typing import Any, Final
 
 from holdfast.cluster.simulate.actors.loop_costs import FREE, LoopCosts
 from holdfast.cluster.simulate.actors.messages import DialReplica, Retiring
-from holdfast.cluster.simulate.actors.replica_link import SimulatedReplicaLink
-from holdfast.cluster.simulate.actors.replica_shape import ReplicaShape
+from holdfast.cluster.simulate.actors.replica_link import ReplicaShape, SimulatedReplicaLink
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.process import Process
 from holdfast.cluster.simulate.oracle.pseudo_model import PoisonedError
 from holdfast.router.events import SendAbort, SendSubmit
-from holdfast.worker.engine_core.engine_core import EngineCore
+from holdfast.worker.engine.engine_core import EngineCore
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.model_info import ReplicaFacts
-from holdfast.worker.plan.pending_tokens import with_tokens
-from holdfast.worker.plan.step_plan import StepPlan, StepResult
+from holdfast.worker.pending_tokens import with_tokens
 from holdfast.worker.progress import FrozenVerdict
+from holdfast.worker.scheduler.step_time import shape_of
+from holdfast.worker.step_plan import StepPlan, StepResult
 from holdfast.worker.step_update import Hello
-from holdfast.worker.tuning.step_time import shape_of
 
 MODEL: Final = "pseudo"
 WATCH_S: Final = 0.2

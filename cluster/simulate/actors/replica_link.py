@@ -1,20 +1,22 @@
-"""Replica's end of a simulated link: the counterpart of `worker/replica/link.py`, with plain data for a wire.
+"""Replica's end of a simulated link: the counterpart of `worker/replica/link.py`, with plain data for a wire."""
 
-What may live here: the keys of attempts, and the check that updates are what `StepListener` promises. What may not:
-which request belongs to which listener (`worker/engine_core/engine_core.py`).
-"""
-
-from collections.abc import Hashable
-from dataclasses import replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from holdfast.cluster.simulate.actors.loop_costs import LoopCosts
 from holdfast.cluster.simulate.kernel.network import Connection
 from holdfast.cluster.simulate.kernel.process import Process
-from holdfast.cluster.simulate.kernel.promises import Violation
+from holdfast.cluster.simulate.kernel.timeline import Violation
 from holdfast.router.events import SendSubmit
+from holdfast.worker.config import SchedulerConfig, SpeculationConfig
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.request import AttemptKey, EngineRequest, GroupKey
+from holdfast.worker.scheduler.scheduler import Scheduler
+from holdfast.worker.scheduler.speculation import Proposer, Speculation
+from holdfast.worker.scheduler.step_time import StepCosts
+from holdfast.worker.step_plan import StepPlan, StepResult
 from holdfast.worker.step_update import PlainTokens, StepUpdate
 
 
@@ -82,3 +84,46 @@ def _for_router(update: StepUpdate) -> StepUpdate:
 def _number(attempt: Hashable) -> int:
     assert isinstance(attempt, AttemptKey), f"{attempt!r} was not submitted over a link"
     return attempt.number
+
+
+class Runner(Protocol):
+    """Runs a plan; virtual time does not pass."""
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaShape:
+    """What every replica of a simulation is like."""
+
+    scheduler: SchedulerConfig
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    prefix_caching: bool
+    step_costs: StepCosts
+    make_runner: Callable[[int, int], Runner]
+    """From the number of blocks and their size."""
+    num_drafts: int = 0
+    """Tokens guessed ahead for a sequence, at most."""
+    make_proposer: Callable[[], Proposer] | None = None
+    """Who guesses; None: nobody."""
+
+    def make_scheduler(self) -> Scheduler:
+        return Scheduler(
+            self.scheduler,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.eos_token_ids,
+            prefix_caching=self.prefix_caching,
+            drafter=self._speculation(),
+        )
+
+    def _speculation(self) -> Speculation | None:
+        if self.make_proposer is None:
+            return None
+        config = SpeculationConfig(speculative="ngram", num_speculative_tokens=self.num_drafts)
+        return Speculation(config, self.scheduler, self.make_proposer())

@@ -2,8 +2,7 @@
 
 Written anew is only what asyncio and gRPC would bring: dialling, hearing of a lost connection (in place of
 `router/links/link.py` and `router/links/link_pool.py`), and waiting for calls (in place of
-`router/requests/request_processor.py` and `router/requests/answer.py`). What may not live here: decisions, and what
-becomes of a call before it is admitted (`router_doors.py`).
+`router/requests/request_processor.py` and `router/requests/answer.py`).
 """
 
 import math
@@ -21,15 +20,15 @@ from holdfast.cluster.simulate.actors.router_doors import DoorSettings, RouterDo
 from holdfast.cluster.simulate.kernel.clock import SettableClock
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.process import Process
-from holdfast.cluster.simulate.kernel.promises import Violation, require
+from holdfast.cluster.simulate.kernel.timeline import Violation, require
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.admission import OVERFLOW
 from holdfast.router.dispatch.call import Call, open_call, stopping
+from holdfast.router.dispatch.circuit_breaker import Backoff
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.parallel_sampling import siblings
 from holdfast.router.events import Fail, SendAbort, SendSubmit, TextState
-from holdfast.router.orders import NO_ORDERS, Orders
-from holdfast.router.replicas.backoff import Backoff
+from holdfast.router.operator_state import NO_ORDERS, Orders
 from holdfast.router.resume import new_sequence
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import HoldfastError, QueueFullError, ReplicaError

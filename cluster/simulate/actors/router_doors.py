@@ -15,19 +15,17 @@ from holdfast.cluster.simulate.actors.costly_message import Decoder, Decoding, E
 from holdfast.cluster.simulate.actors.journal_folder import JournalFolder
 from holdfast.cluster.simulate.actors.loop_costs import LoopCosts
 from holdfast.cluster.simulate.actors.messages import Generate, Resets
-from holdfast.cluster.simulate.kernel.hang_supervisor import SimulatedHangSupervisor
+from holdfast.cluster.simulate.kernel.event_loop import ThreadPool
 from holdfast.cluster.simulate.kernel.network import Connection
-from holdfast.cluster.simulate.kernel.thread_pool import ThreadPool
+from holdfast.cluster.simulate.kernel.process import SimulatedHangSupervisor
 from holdfast.cluster.simulate.kernel.timeline import Timeline
 from holdfast.router.config import LimitsConfig, OverloadConfig, RouterConfig
 from holdfast.router.dispatch.call import Call
-from holdfast.router.overload.byte_ledger import ByteLedger, Lease
-from holdfast.router.overload.known_peers import KnownPeers
+from holdfast.router.overload.byte_ledger import ByteLedger, KnownPeers, Lease
 from holdfast.router.overload.overload import Overload
 from holdfast.router.overload.overload_watch import OverloadWatch
-from holdfast.router.requests.poison_watch import PoisonWatch, Reading
+from holdfast.router.requests.poison_watch import PoisonWatch, Reading, request_digest
 from holdfast.router.requests.reading_journal import TURN_S, LeftJournal, ReadingJournal
-from holdfast.router.requests.request_digest import request_digest
 from holdfast.router.security.connection_budgets import ENDING_STREAMS
 from holdfast.router.security.guarded_connections import GuardedConnections
 from holdfast.router.wire.bounds import INLINE_BYTES

@@ -1,8 +1,7 @@
 """Delayed calls: those that reach a router after their client has submitted the same request again.
 
 Overloaded proxies and networks delay calls like this. The client has gone on elsewhere, or at the same router, so an
-older submission arrives after a newer one: it must be turned away, and disturb nothing. What may not live here: what a
-client makes of its answers (`client.py`).
+older submission arrives after a newer one: it must be turned away, and disturb nothing.
 """
 
 from typing import Any

@@ -1,8 +1,4 @@
-"""Capacity simulation: a load on the real router and schedulers in virtual time, without faults and without text.
-
-What may not live here: where loads come from (`cluster/load_trace.py`), how long a step takes
-(`worker/tuning/step_time.py`), and printing (`capacity_report.py`).
-"""
+"""Capacity simulation: a load on the real router and schedulers in virtual time, without faults and without text."""
 
 import math
 import random
@@ -13,18 +9,18 @@ from typing import Any, Final
 from holdfast.cluster.load_trace import Arrival
 from holdfast.cluster.simulate.actors.messages import Generate
 from holdfast.cluster.simulate.actors.replica import SimulatedReplica
-from holdfast.cluster.simulate.actors.replica_shape import ReplicaShape
+from holdfast.cluster.simulate.actors.replica_link import ReplicaShape
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.timeline import Timeline
 from holdfast.router.config import LimitsConfig, PolicyName, RouterConfig
 from holdfast.router.events import Deliver
 from holdfast.worker.config import SchedulerConfig
-from holdfast.worker.plan.step_plan import StepPlan, StepResult
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.scheduler.step_time import StepCosts
 from holdfast.worker.stats import SchedulerStats
-from holdfast.worker.tuning.step_time import StepCosts
+from holdfast.worker.step_plan import StepPlan, StepResult
 
 LATENCY_S: Final = 0.0005
 LONGEST_S: Final = 1e9

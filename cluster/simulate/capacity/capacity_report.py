@@ -1,16 +1,21 @@
-"""Report of a capacity simulation: a table with a row for each routing policy, and a plot.
+"""Report of a capacity simulation: a table with a row for each routing policy, and a plot."""
 
-What may not live here: serving loads (`capacity.py`).
-"""
-
-from collections.abc import Sequence
+import bisect
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
 
+from holdfast.cluster.load_trace import Arrival
 from holdfast.cluster.simulate.capacity.capacity import CapacityResult
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.scheduler.step_time import StepCosts
 
 
 def print_results(console: Console, results: Sequence[CapacityResult], slo_ttft_s: float, slo_tpot_s: float) -> None:
@@ -76,3 +81,76 @@ def _served(result: CapacityResult) -> tuple[list[float], list[float]]:
     ttft = sorted(service.ttft_s for service in result.services if service.ttft_s is not None)
     tpot = sorted(service.tpot_s for service in result.services if service.tpot_s is not None)
     return ttft, tpot
+
+
+_NAMES: Final = tuple(item.name for item in fields(StepCosts))
+
+
+def read_step_costs(path: Path) -> StepCosts:
+    """The costs in a file; those that it does not name are 0. Raises `ConfigurationError` where they make no sense."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(entries, dict):
+            raise ValueError("it is a list or a single value")
+        if unknown := entries.keys() - set(_NAMES):
+            raise ValueError(f"it does not know {', '.join(sorted(unknown))}")
+        costs = StepCosts(**{name: float(entries.get(name, 0.0)) for name in _NAMES})
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigurationError(
+            f"--step-model {path}: {error}; it must be an object of {', '.join(_NAMES)}"
+        ) from error
+    if not costs.base_s > 0 or not min(asdict(costs).values()) >= 0:
+        raise ConfigurationError(f"--step-model {path}: base_s must be above 0, and nothing below it")
+    return costs
+
+
+def write_step_costs(path: Path, costs: StepCosts) -> None:
+    path.write_text(json.dumps(asdict(costs), indent=2) + "\n", encoding="utf-8")
+
+
+Rate = Callable[[float], float]
+"""Requests a second at a time, in seconds from the beginning."""
+
+
+def arrivals(
+    rate: Rate, highest: float, duration_s: float, mean_prompt: int, mean_output: int, seed: int
+) -> list[Arrival]:
+    """Requests at a rate that is never above `highest`. Lengths are uniform, from half the mean to one and a half."""
+    rng = random.Random(seed)
+    found, now_s = list[Arrival](), 0.0
+    while (now_s := now_s + rng.expovariate(highest)) < duration_s:
+        if rng.random() * highest < rate(now_s):
+            found.append(
+                Arrival(
+                    arrival_s=now_s,
+                    num_prompt_tokens=rng.randint(mean_prompt // 2, mean_prompt * 3 // 2),
+                    num_output_tokens=rng.randint(mean_output // 2, mean_output * 3 // 2),
+                )
+            )
+    return found
+
+
+def burst(low: float, high: float, from_s: float, to_s: float) -> Rate:
+    """`low`, but for a time with `high`."""
+    return lambda now_s: high if from_s <= now_s < to_s else low
+
+
+def ramp(low: float, high: float, duration_s: float) -> Rate:
+    """From `low` to `high` in the first half, and back."""
+    half_s = duration_s / 2
+    return lambda now_s: low + (high - low) * (1 - abs(now_s - half_s) / half_s)
+
+
+def day(low: float, high: float, period_s: float) -> Rate:
+    """A sine between `low`, at the beginning, and `high`."""
+    return lambda now_s: low + (high - low) * (1 - math.cos(2 * math.pi * now_s / period_s)) / 2
+
+
+def spells(low: float, high: float, mean_s: float, duration_s: float, seed: int) -> Rate:
+    """Quiet and busy spells in turn, of exponential lengths, as recorded traffic has them."""
+    rng = random.Random(seed)
+    ends, now_s = list[float](), 0.0
+    while now_s < duration_s:
+        now_s += rng.expovariate(1 / mean_s)
+        ends.append(now_s)
+    return lambda now_s: (low, high)[bisect.bisect_right(ends, now_s) % 2]

@@ -1,7 +1,6 @@
 """Elastic capacity simulation: a load on the real router and schedulers while an autoscaler changes the replicas.
 
-Replicas take time to start, and leave by draining, as in a cluster. What may not live here: who decides
-(`cluster/scaling/`), where loads come from (`loads.py`, `trace.py`), and printing (`elastic_report.py`).
+Replicas take time to start, and leave by draining, as in a cluster.
 """
 
 import random

@@ -1,7 +1,4 @@
-"""Clock of a simulated process, with the timers of an asyncio event loop. It can be set, and its alarms follow it.
-
-What may not live here: what the time is (`process.py`).
-"""
+"""Clock of a simulated process, with the timers of an asyncio event loop. It can be set, and its alarms follow it."""
 
 from collections.abc import Callable
 from typing import Final

@@ -1,8 +1,6 @@
-"""Event loop of a simulated process: runs its callbacks in their order, and each takes the time that it costs.
+"""Event loop of a simulated process: runs its callbacks in their order, and each takes the time that it costs."""
 
-What may not live here: what a callback costs, and whether a process hangs (`hang_supervisor.py`).
-"""
-
+import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -106,3 +104,16 @@ class EventLoop:
     def _drain(self) -> None:
         while self._waiting and self._running is None and not self.is_paused:
             self._begin(self._waiting.popleft())
+
+
+class ThreadPool:
+    """When each of its threads is free again."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._free_s = [0.0] * num_threads
+
+    def done_s(self, now: float, cost_s: float) -> float:
+        """When a job that comes now is done: it begins once a thread is free."""
+        done_s = max(now, self._free_s[0]) + cost_s
+        heapq.heapreplace(self._free_s, done_s)
+        return done_s

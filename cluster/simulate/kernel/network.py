@@ -2,7 +2,7 @@
 
 Between two sites there is one `Path`; all connections over it share its faults. A connection behaves as a gRPC stream
 does: what arrives, arrives once and in order; when it breaks, each side hears of it once, in its own time, and what was
-on the way may be lost. Messages on different connections overtake each other. What may not live here: the messages.
+on the way may be lost. Messages on different connections overtake each other.
 """
 
 import random

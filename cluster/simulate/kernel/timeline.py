@@ -64,3 +64,13 @@ class Timeline:
             self._watch(Event(number=self.num_events, time_s=self.now, action=action, args=args))
         action(*args)
         return True
+
+
+class Violation(Exception):
+    """An invariant does not hold. The message says which, and what was found."""
+
+
+def require(holds: bool, promise: str) -> None:
+    """Raises `Violation` unless the promise holds."""
+    if not holds:
+        raise Violation(promise)

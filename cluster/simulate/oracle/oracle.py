@@ -1,15 +1,92 @@
 """Oracle of the simulator: the expected completion of a request, computed from the request alone.
 
 No batch, no cache, no chunks, no failure. It is written to be obviously right, and shares no code with what it judges:
-tokens one after the other, each from the request and all tokens before it (`oracle_draws.py`), and text decoded and
-searched as a whole at each token. What may not live here: the model (`pseudo_model.py`).
+tokens one after the other, each from the request and all tokens before it (`oracle.py`), and text decoded and searched
+as a whole at each token.
 """
 
+import re
 from dataclasses import dataclass
 
-from holdfast.cluster.simulate.oracle.oracle_draws import right_logprob, right_token
-from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, PseudoCodec
+from holdfast.cluster.simulate.oracle.pseudo_model import (
+    EOS_TOKEN_ID,
+    VOCAB_SIZE,
+    PseudoCodec,
+    likelihoods,
+    logprob,
+    scores,
+)
 from holdfast.worker.request import EngineRequest, FinishReason, TokenLogprob
+
+
+def right_token(request: EngineRequest, output: bytes) -> int:
+    """What comes after `output`."""
+    params = request.sampling_params
+    assert params.seed is not None
+    tokens = bytes(request.prompt_token_ids) + output
+    raw = scores(tokens, params.seed, len(output)) if params.temperature else likelihoods(tokens)
+    if not _is_controlled(request):
+        return raw.index(max(raw))
+    candidates = _may_follow(request.grammar, output) if request.grammar else set(range(VOCAB_SIZE))
+    allowed = set(range(VOCAB_SIZE) if params.allowed_token_ids is None else params.allowed_token_ids)
+    candidates = candidates & allowed or candidates
+    candidates = candidates - _unwanted(request, output) or candidates
+    return max(sorted(candidates), key=lambda token_id: _worth(request, output, token_id, raw[token_id]))
+
+
+def right_logprob(tokens: bytes, index: int, num_top: int) -> TokenLogprob:
+    """What is said of token `index`, be it of a prompt or of an output."""
+    values = likelihoods(tokens[:index])
+    places = sorted(zip(values, range(0, -VOCAB_SIZE, -1), strict=True), reverse=True)
+    token_id = tokens[index]
+    return TokenLogprob(
+        token_id=token_id,
+        logprob=logprob(values[token_id]),
+        rank=1 + sum(place > (values[token_id], -token_id) for place in places),
+        top=tuple((-minus, logprob(value)) for value, minus in places[:num_top]),
+    )
+
+
+def _is_controlled(request: EngineRequest) -> bool:
+    """Whether anything but the model decides the token."""
+    params = request.sampling_params
+    penalties = (params.repetition_penalty - 1, params.frequency_penalty, params.presence_penalty)
+    others = (request.grammar, request.bad_word_token_ids, params.allowed_token_ids, params.logit_bias)
+    return params.min_tokens > 0 or any(penalties) or any(others)
+
+
+def _unwanted(request: EngineRequest, output: bytes) -> set[int]:
+    """Tokens that are banned as long as any other is allowed."""
+    params = request.sampling_params
+    ends_early = {*params.stop_token_ids, EOS_TOKEN_ID} if len(output) < params.min_tokens else set()
+    ignored = {EOS_TOKEN_ID} if params.ignore_eos and request.grammar else set()
+    words = map(bytes, request.bad_word_token_ids)
+    return ends_early | ignored | {word[-1] for word in words if output.endswith(word[:-1])}
+
+
+def _worth(request: EngineRequest, output: bytes, token_id: int, score: int) -> float:
+    """A token's score after bias and penalties."""
+    params, count = request.sampling_params, output.count(token_id)
+    worth = score / 16 - 8 + params.logit_bias.get(token_id, 0)
+    if count or token_id in request.prompt_token_ids:
+        worth *= 1 / params.repetition_penalty if worth > 0 else params.repetition_penalty
+    return worth - count * params.frequency_penalty - (count > 0) * params.presence_penalty
+
+
+def _may_follow(grammar: str, output: bytes) -> set[int]:
+    """Tokens after `output`, in which each finished object is struck out, from the inside, until none is left."""
+    ends, items, most = grammar.split(":")
+    opener, closer = list(ends)
+    text = PseudoCodec().decode(output, skip_special_tokens=False)
+    before, finished = "", f"{opener}[{items}.]{{1,{most}}}{closer}"
+    while text != before:
+        before, text = text, re.sub(finished, ".", text)
+    *_, entries = text.split(opener)
+    is_inside, is_full = opener in text, len(entries) >= int(most)
+    letters = "" if is_full else opener + (items if is_inside else "")
+    letters += closer if is_inside and entries else ""
+    return {*PseudoCodec().encode(letters, False), *([EOS_TOKEN_ID] if entries and not is_inside else [])}
+
 
 _REPLACEMENT = "\ufffd"
 

@@ -1,16 +1,16 @@
 """Draft proposers of simulated replicas: the real n-gram lookup, one that is nearly always right, one that never is.
 
-Whatever they guess, the output must be the same. What may not live here: verification, which is the scheduler's.
+Whatever they guess, the output must be the same.
 """
 
 from collections.abc import Callable
 from typing import Final
 
-from holdfast.cluster.simulate.oracle.oracle_draws import right_token
+from holdfast.cluster.simulate.oracle.oracle import right_token
 from holdfast.cluster.simulate.oracle.pseudo_model import VOCAB_SIZE
-from holdfast.worker.scheduling.sequence import Sequence
-from holdfast.worker.speculation.ngram_drafts import NgramProposer
-from holdfast.worker.speculation.speculation import Proposer
+from holdfast.worker.scheduler.drafters import NgramProposer
+from holdfast.worker.scheduler.sequence import Sequence
+from holdfast.worker.scheduler.speculation import Proposer
 
 
 class InformedProposer:

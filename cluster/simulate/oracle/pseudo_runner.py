@@ -2,7 +2,7 @@
 
 The keys and values are the tokens themselves, in real blocks, and the whole prefix is read back from them before each
 draw. So a block that is used twice, freed too early or listed in the wrong order changes the output. Everything else
-comes from the plan, as in `worker/engine/model_runner.py`. What may not live here: scores (`pseudo_model.py`).
+comes from the plan, as in `worker/engine/model_runner.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,14 +10,20 @@ from dataclasses import replace
 from itertools import islice
 from typing import Final
 
-from holdfast.cluster.simulate.oracle.pseudo_draws import drawn_token, token_logprob
-from holdfast.cluster.simulate.oracle.pseudo_grammar import PseudoMatcher
-from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, NUM_POISON_STEPS, POISON_TOKEN_ID, PoisonedError
-from holdfast.worker.plan.decode_rows import DecodeRows
-from holdfast.worker.plan.draws import draws_of
-from holdfast.worker.plan.grammar_matchers import GrammarMatchers
-from holdfast.worker.plan.step_plan import BlockCopy, DrawParams, ScheduledSequence, StepPlan, StepResult
+from holdfast.cluster.simulate.oracle.pseudo_model import (
+    EOS_TOKEN_ID,
+    NUM_POISON_STEPS,
+    POISON_TOKEN_ID,
+    PoisonedError,
+    PseudoMatcher,
+    drawn_token,
+    token_logprob,
+)
+from holdfast.worker.draws import draws_of
+from holdfast.worker.grammar_matchers import GrammarMatchers
+from holdfast.worker.plan_rows import DecodeRows
 from holdfast.worker.request import TokenLogprob
+from holdfast.worker.step_plan import BlockCopy, DrawParams, ScheduledSequence, StepPlan, StepResult
 
 _EMPTY: Final = b"\xff"
 """Content of slots that were never written: no token."""

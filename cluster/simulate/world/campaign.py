@@ -1,14 +1,19 @@
-"""Campaign of simulations: seed after seed, on one core or several, and their common tally.
+"""Campaign of simulations: seed after seed, on one core or several, and their common tally."""
 
-What may not live here: printing (`report.py`), and what a simulation is (`world.py`).
-"""
-
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
+from typing import Any, Final
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.cluster.simulate.kernel.network import Connection
+from holdfast.cluster.simulate.kernel.timeline import Event
 from holdfast.cluster.simulate.world.world import Failure, Outcome, Tally, simulate
 
 
@@ -51,3 +56,72 @@ def _outcomes(seeds: Iterable[int], jobs: int, simulate: Callable[[int], Outcome
             yield from pool.map(simulate, seeds, chunksize=8)
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+_MAX_WIDTH: Final = 160
+
+
+def print_campaign(console: Console, campaign: Campaign, wall_s: float) -> None:
+    """What the simulations went through, and each failure with the command that repeats it."""
+    tally = campaign.tally
+    rows = (
+        ("simulations", f"{tally.num_simulations:,} ({tally.simulated_s:,.0f} simulated s in {wall_s:.1f} s)"),
+        ("requests", f"{tally.num_requests:,} ({60 * tally.num_requests / wall_s:,.0f} a minute)"),
+        ("", _counts(tally.outcomes)),
+        ("tokens", f"{tally.num_tokens:,} received, {tally.num_tokens_drawn:,} drawn in {tally.num_steps:,} steps"),
+        *([("planned ahead", f"{tally.num_ahead:,} steps")] if campaign.async_scheduling else []),
+        ("events", f"{tally.num_events:,}"),
+        ("faults", f"{sum(tally.faults.values()):,}"),
+        ("", _counts(tally.faults)),
+        ("reconnects", f"{tally.num_reconnects:,}, with what a client had received until then"),
+        ("stragglers", f"{tally.num_stragglers:,} calls, {tally.num_turned_away:,} turned away for a newer one"),
+        ("condemned", f"{tally.num_condemned:,} frozen replicas"),
+        ("begun anew", f"{tally.num_begun_anew:,} requests, whose version an update had taken away"),
+        ("poisoned", f"{tally.num_poisoned:,} replicas, by requests that kill whoever runs them"),
+        ("attacks", f"{sum(tally.attacks.values()):,}"),
+        ("", _counts(tally.attacks)),
+        ("hung", f"{tally.num_hung:,} routers, killed by their hang supervisors"),
+        ("crashed", f"{tally.num_crashed:,} routers, by requests of attacks that they were reading"),
+        ("wronged", f"{tally.num_wronged:,} requests, quarantined for deaths that were not their fault"),
+        ("promises broken", str(len(campaign.failures))),
+    )
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in rows:
+        table.add_row(Text(name, style="bold"), Text(value))
+    console.print(table)
+    for failure in campaign.failures:
+        console.print(Text(str(failure), style="red"), soft_wrap=True)
+        flag = " --async-scheduling" if campaign.async_scheduling else ""
+        console.print(f"replay it with: holdfast simulate --replay {failure.seed}{flag}", highlight=False)
+
+
+def replay(console: Console, seed: int, num_events: int, *, async_scheduling: bool = False) -> Outcome:
+    """Runs one seed again and tells its scenario and its last events."""
+    last: deque[Event] = deque(maxlen=num_events)
+    outcome = simulate(seed, last.append, async_scheduling=async_scheduling)
+    for event in last:
+        console.print(Text(describe(event)), soft_wrap=True)
+    if outcome.failure is None:
+        console.print(f"seed {seed}: every promise was kept, in {outcome.tally.num_events:,} events")
+    else:
+        console.print(Text(str(outcome.failure), style="red"), soft_wrap=True)
+    return outcome
+
+
+def describe(event: Event) -> str:
+    """One line: number, time, who, what."""
+    line = f"{event.number:>7} {event.time_s:11.6f} s  {_what(event.action, event.args)}"
+    return line if len(line) <= _MAX_WIDTH else line[: _MAX_WIDTH - 3] + "..."
+
+
+def _what(action: Callable[..., None], args: tuple[Any, ...]) -> str:
+    owner = getattr(action, "__self__", None)
+    if isinstance(owner, Connection):
+        side, message = args
+        return f"{owner.ends[1 - side]} > {owner.ends[side]}: {message}"
+    shown = (arg.__name__.strip("_") if callable(arg) else str(arg) for arg in args)
+    return " ".join([str(owner), action.__name__.strip("_"), *shown])
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{number:,} {name}" for name, number in sorted(counter.items()))

@@ -9,7 +9,7 @@ from typing import Final
 
 from holdfast.cluster.simulate.actors.replica import SimulatedReplica
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
-from holdfast.cluster.simulate.kernel.promises import Violation, require
+from holdfast.cluster.simulate.kernel.timeline import Violation, require
 
 EVENTS_PER_DEEP_CHECK: Final = 400
 

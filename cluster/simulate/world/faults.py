@@ -1,6 +1,5 @@
-"""Fault injection of one simulation: what breaks, when and for how long; drawn from its seed, then done to the cluster.
-
-What may not live here: how processes and networks behave under a fault (`cluster/simulate/kernel/`).
+"""Fault injection of one simulation: what breaks, when and for how long; drawn from its seed,
+then done to the cluster.
 """
 
 import random

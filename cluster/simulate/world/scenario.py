@@ -1,13 +1,10 @@
-"""Scenario of a seed: the size of the cluster, its settings, its requests, its faults and an attack.
-
-What may not live here: running it (`world.py`).
-"""
+"""Scenario of a seed: the size of the cluster, its settings, its requests, its faults and an attack."""
 
 import random
 from dataclasses import dataclass, replace
 
 from holdfast.cluster.simulate.actors.client import PlannedRequest
-from holdfast.cluster.simulate.actors.replica_shape import ReplicaShape
+from holdfast.cluster.simulate.actors.replica_link import ReplicaShape
 from holdfast.cluster.simulate.oracle.proposers import PROPOSERS
 from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE
 from holdfast.cluster.simulate.oracle.pseudo_runner import PseudoRunner
@@ -16,7 +13,7 @@ from holdfast.cluster.simulate.world.faults import SimulatedFault, draw_faults, 
 from holdfast.cluster.simulate.world.traffic import draw_requests, draw_storm
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.worker.config import SchedulerConfig
-from holdfast.worker.tuning.step_time import StepCosts
+from holdfast.worker.scheduler.step_time import StepCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

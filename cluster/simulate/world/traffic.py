@@ -1,7 +1,4 @@
-"""Traffic of one simulation, drawn from its seed: short requests, many, of every kind that failover must survive.
-
-What may not live here: how a client behaves (`cluster/simulate/actors/client.py`).
-"""
+"""Traffic of one simulation, drawn from its seed: short requests, many, of every kind that failover must survive."""
 
 import random
 from dataclasses import replace

@@ -1,7 +1,6 @@
 """One simulation: a cluster is built from a scenario, goes through its faults, and is checked after every event.
 
-The seed alone decides: no clock, socket, thread or hash of a string. What may not live here: what happens in the
-cluster; this file composes and runs.
+The seed alone decides: no clock, socket, thread or hash of a string.
 """
 
 import random
@@ -19,22 +18,27 @@ from holdfast.cluster.simulate.actors.replica import MODEL, SimulatedReplica
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.actors.router_doors import DoorSettings
 from holdfast.cluster.simulate.kernel.network import KEEPALIVE_S, Network
-from holdfast.cluster.simulate.kernel.promises import Violation, require
-from holdfast.cluster.simulate.kernel.timeline import Event, Timeline
+from holdfast.cluster.simulate.kernel.timeline import Event, Timeline, Violation, require
 from holdfast.cluster.simulate.oracle.proposers import PROPOSERS
 from holdfast.cluster.simulate.oracle.pseudo_model import pseudo_tokenizer
-from holdfast.cluster.simulate.world.attack_checks import check_decoding, check_ended, check_pauses, check_resets
-from holdfast.cluster.simulate.world.attacks import ENDS, SPREAD_S
+from holdfast.cluster.simulate.world.attacks import (
+    ENDS,
+    SPREAD_S,
+    check_decoding,
+    check_ended,
+    check_pauses,
+    check_resets,
+)
 from holdfast.cluster.simulate.world.checks import Checks
 from holdfast.cluster.simulate.world.faults import UPDATE, SimulatedFault, slowness, strike
 from holdfast.cluster.simulate.world.scenario import Scenario, draw_scenario
 from holdfast.cluster.simulate.world.traffic import LONGEST_S
 from holdfast.router.config import OverloadConfig
-from holdfast.router.orders import Orders
+from holdfast.router.operator_state import Orders
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.wire.bounds import generation_bounds
 from holdfast.worker.config import HealthConfig
-from holdfast.worker.tuning.step_time import StepShape
+from holdfast.worker.scheduler.step_time import StepShape
 
 LOSSES: Final = frozenset(
     {"kill replica", "freeze replica", "drain replica", "cut link", "partition link", "freeze router", UPDATE}

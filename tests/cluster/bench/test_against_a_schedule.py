@@ -14,12 +14,10 @@ from itertools import accumulate, pairwise
 import httpx
 import pytest
 
-from holdfast.cluster.bench.calibration import calibrate
-from holdfast.cluster.bench.driver import Driver, Pace
-from holdfast.cluster.bench.prompts import Calibration, PromptTexts
-from holdfast.cluster.bench.records import RequestRecord
-from holdfast.cluster.bench.target import Target
-from holdfast.cluster.bench.workload import Session, Turn
+from holdfast.cluster.bench.driver import Driver, Pace, calibrate
+from holdfast.cluster.bench.runs import Target
+from holdfast.cluster.bench.summary import RequestRecord
+from holdfast.cluster.bench.workload import Calibration, PromptTexts, Session, Turn
 from holdfast.v1 import engine_pb2
 from tests.fakes import FakeReplica
 from tests.router.site import site

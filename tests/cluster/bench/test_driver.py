@@ -6,12 +6,10 @@ from contextlib import nullcontext
 import pytest
 
 from holdfast.cluster.bench.driver import Driver, Pace
-from holdfast.cluster.bench.lengths import Lengths
-from holdfast.cluster.bench.prompts import Calibration, PromptTexts
-from holdfast.cluster.bench.records import RequestRecord
 from holdfast.cluster.bench.runs import Bench, Plan
 from holdfast.cluster.bench.sender import Ask, Reply, SendFailed
-from holdfast.cluster.bench.workload import Session, Turn, Workload
+from holdfast.cluster.bench.summary import RequestRecord
+from holdfast.cluster.bench.workload import Calibration, Lengths, PromptTexts, Session, Turn, Workload
 from tests.virtual_loop import run
 
 

@@ -7,13 +7,10 @@ import numpy as np
 import pytest
 
 from holdfast.cluster.bench.display import paired, print_comparison, print_report
-from holdfast.cluster.bench.load_search import LoadSearch
-from holdfast.cluster.bench.page import comparison_page, page
-from holdfast.cluster.bench.records import RequestRecord
+from holdfast.cluster.bench.page import comparison_page, page, ticks
 from holdfast.cluster.bench.report import Distribution, Load, Machine, Report, Run, Search, Settings, Try, read_report
-from holdfast.cluster.bench.slo import Slo
-from holdfast.cluster.bench.summary import distribution, percentile, summary
-from holdfast.cluster.bench.svg import ticks
+from holdfast.cluster.bench.runs import LoadSearch
+from holdfast.cluster.bench.summary import RequestRecord, Slo, distribution, percentile, summary
 from holdfast.worker.errors import ConfigurationError
 
 

@@ -8,15 +8,14 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from holdfast.cluster.bench.calibration import calibrate
-from holdfast.cluster.bench.event_reader import EventReader
-from holdfast.cluster.bench.prompts import Calibration
-from holdfast.cluster.bench.sender import Ask, Reply, Sender, SendFailed
-from holdfast.cluster.bench.target import Target
+from holdfast.cluster.bench.driver import calibrate
+from holdfast.cluster.bench.runs import Target
+from holdfast.cluster.bench.sender import Ask, EventReader, Reply, Sender, SendFailed
+from holdfast.cluster.bench.workload import Calibration
 from holdfast.worker.errors import ConfigurationError
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.loops import on_a_loop
-from tests.router.doors.http.test_openai_sdk import TEMPLATE
+from tests.router.api.http.test_openai_sdk import TEMPLATE
 from tests.router.site import Site, expected, site
 
 PARAMS = {"temperature": 0.0, "ignore_eos": True}

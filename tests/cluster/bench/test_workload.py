@@ -6,10 +6,7 @@ import statistics
 
 import pytest
 
-from holdfast.cluster.bench.arrivals import Arrivals
-from holdfast.cluster.bench.lengths import Lengths
-from holdfast.cluster.bench.prompts import Calibration, PromptTexts
-from holdfast.cluster.bench.workload import Session, Turn, Workload, traced
+from holdfast.cluster.bench.workload import Arrivals, Calibration, Lengths, PromptTexts, Session, Turn, Workload, traced
 from holdfast.cluster.load_trace import read_trace
 from holdfast.worker.errors import ConfigurationError
 

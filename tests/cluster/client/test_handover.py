@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from holdfast.cluster.client.handover import MAX_AHEAD, Handover
+from holdfast.cluster.client.blocking_client import MAX_AHEAD, Handover
 
 
 class Source:

@@ -11,7 +11,7 @@ import pytest
 from holdfast import HoldingTransport
 from tests.cluster.client.two_routers import NUM_TOKENS, Two, openai_client, two_routers
 from tests.loops import on_a_loop
-from tests.router.doors.http.test_openai_sdk import HELLO, RENDERED, text_of
+from tests.router.api.http.test_openai_sdk import HELLO, RENDERED, text_of
 
 STOP = text_of(b"you", 5, NUM_TOKENS)[4:6]
 """Ends the second prompt's completion."""

@@ -2,13 +2,13 @@
 
 import pytest
 
-from holdfast.cluster.client.admin_client import call_admin
 from holdfast.cluster.client.async_client import AsyncClient
+from holdfast.cluster.client.transport import call_admin
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.links.replica_directory import StaticDirectory
-from holdfast.router.router import Router
+from holdfast.router.server.router import Router
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.security.loopback import NO_PROXY, reaching
+from holdfast.worker.wire.loopback import NO_PROXY, reaching
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.loops import on_each_loop
 from tests.router.site import eventually, expected

@@ -1,9 +1,9 @@
 import pytest
 
-from holdfast.cluster.client.received import Received
+from holdfast.cluster.client.held_call import Received
 from holdfast.cluster.client.retry_policy import MAX_PAUSE_S, RetryPolicy
+from holdfast.router.dispatch.circuit_breaker import FIRST_PAUSE_S
 from holdfast.router.generation import Chunk
-from holdfast.router.replicas.backoff import FIRST_PAUSE_S
 from holdfast.worker.errors import InternalError, RequestQuarantinedError
 from holdfast.worker.request import FinishReason
 

@@ -10,12 +10,12 @@ from holdfast import AsyncClient, Client, HoldingTransport
 from holdfast.cluster.commands.cli import run
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.links.replica_directory import StaticDirectory
-from holdfast.router.router import Router
 from holdfast.router.security.gate import UNKNOWN, Gate
+from holdfast.router.server.router import Router
 from holdfast.worker.errors import AuthenticationError, PermissionDeniedError, RateLimitError
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.security.tls import ServerTls, Tls
+from holdfast.worker.wire.tls import ServerTls, Tls
 from tests import loops
 from tests.certificates import Authority
 from tests.fakes import FakeReplica, byte_tokenizer

@@ -11,9 +11,9 @@ import openai
 from holdfast import HoldingTransport
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.links.replica_directory import StaticDirectory
-from holdfast.router.router import Router
+from holdfast.router.server.router import Router
 from tests.fakes import FakeReplica, byte_tokenizer
-from tests.router.doors.http.test_openai_sdk import TEMPLATE
+from tests.router.api.http.test_openai_sdk import TEMPLATE
 from tests.router.site import eventually
 
 MARK = b": held "

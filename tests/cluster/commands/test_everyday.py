@@ -18,9 +18,9 @@ from holdfast.cluster.config.layers import Setting
 from holdfast.cluster.serve.examination import Level, certificates, examine, tokenizer
 from holdfast.cluster.serve.log_files import LogFile, Tail, log_files, merged, session_folder
 from holdfast.worker.errors import ConfigurationError, ReplicaError
-from holdfast.worker.security.certificate_expiry import DAY_S
+from holdfast.worker.wire.tls import DAY_S
 from tests.certificates import Authority
-from tests.router.doors.http.served import served
+from tests.router.api.http.served import served
 
 # --- chat ---
 

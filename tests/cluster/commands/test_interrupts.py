@@ -36,7 +36,7 @@ PHASES = {
     "its library is imported": "cyclopts",
     "the command is imported": "holdfast.cluster.commands.serve",
     "the settings are imported": "pydantic",
-    "the machine is looked at": "holdfast.cluster.checks.machine",
+    "the machine is looked at": "holdfast.cluster.config.machine",
     "the supervisor is imported": "holdfast.cluster.serve.supervisor",
     "the first process starts": "subprocess.Popen",
 }

@@ -21,7 +21,7 @@ sys.argv[1:] = ["generate", "The capital of France is", "--max-tokens", "1"]
 cli.main()
 """
 
-OF_A_CLUSTER = {"ray", "grpc", "google.protobuf", "holdfast.v1", "holdfast.cluster.serve", "holdfast.router.doors"}
+OF_A_CLUSTER = {"ray", "grpc", "google.protobuf", "holdfast.v1", "holdfast.cluster.serve", "holdfast.router.api"}
 OF_HUGGING_FACE = {"transformers", "huggingface_hub", "torch._dynamo", "torch._inductor", "torch.distributed.tensor"}
 OF_OTHER_WAYS = {"sympy", "onnx", "pandas", "scipy", "matplotlib", "rich", "hypothesis", "pytest"}
 

@@ -7,7 +7,7 @@ import pytest
 from holdfast.cluster.commands.updates import _over
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import Setting
-from holdfast.cluster.serve.told_settings import of_replica
+from holdfast.cluster.serve.router_update import of_replica
 
 TOLD = {
     "model": {"model": "demo", "max_model_len": 64},

@@ -3,9 +3,8 @@ import io
 import pytest
 from rich.console import Console
 
-from holdfast.cluster.demo.display import LinePrinter
 from holdfast.cluster.demo.loss import Loss
-from holdfast.cluster.demo.streams import Stream
+from holdfast.cluster.demo.streams import LinePrinter, Stream
 from holdfast.router.generation import Chunk
 from holdfast.worker.request import FinishReason
 

@@ -17,14 +17,14 @@ from holdfast.cluster.front.front import METRICS, Front, FrontOptions, start
 from holdfast.cluster.front.relay import MAX_WHOLE_BYTES
 from holdfast.router.config import LimitsConfig
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.security.tls import Tls
+from holdfast.worker.wire.tls import Tls
 from tests.certificates import Authority
 from tests.cluster.client.test_held_streams import DOORS
 from tests.cluster.client.test_holding_transport import read_and_refuse
 from tests.cluster.client.two_routers import NUM_TOKENS, Two, come_back, is_idle, two_routers
 from tests.loops import on_a_loop
-from tests.router.doors.http.test_openai_sdk import HELLO, RENDERED, text_of
-from tests.router.doors.test_tls import router_with
+from tests.router.api.http.test_openai_sdk import HELLO, RENDERED, text_of
+from tests.router.api.test_tls import router_with
 from tests.router.site import eventually
 
 

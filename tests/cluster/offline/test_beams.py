@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cluster.offline.beams import BeamSearchParams, beam_sequence
 from holdfast.cluster.offline.llm import LLM
+from holdfast.cluster.offline.outputs import BeamSearchParams, beam_sequence
 from holdfast.worker.errors import DeadlineExceededError, InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
 

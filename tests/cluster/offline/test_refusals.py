@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from holdfast.cluster.client.async_client import submission
-from holdfast.cluster.offline.beams import BeamSearchParams
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.cluster.offline.llm import LLM
+from holdfast.cluster.offline.outputs import BeamSearchParams
 from holdfast.worker.errors import CallerError, CapacityError, DeadlineExceededError, InvalidRequestError
 from holdfast.worker.request import EngineRequest, Priority
 from holdfast.worker.sampling_params import SamplingParams

@@ -1,6 +1,6 @@
 """Completions of the router as offline callers see them."""
 
-from holdfast.cluster.offline.rendering import by_token_id, completion_output, prompt_logprobs
+from holdfast.cluster.offline.outputs import by_token_id, completion_output, prompt_logprobs
 from holdfast.router.events import Deliver
 from holdfast.router.requests.answer import CompletedSequence
 from holdfast.worker.request import TokenLogprob

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from holdfast import LLM
+from holdfast.router.api.http.app import HttpDoor
+from holdfast.router.api.http.server import HttpServer
 from holdfast.router.config import LimitsConfig
-from holdfast.router.doors.http.app import HttpDoor
-from holdfast.router.doors.http.server import HttpServer
 
 PROMPTS = [[72, 101, 108, 108, 111], [5, 200, 7, 7, 7, 90, 33, 64, 12, 3, 111], [9, 8]]
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.cluster.offline.llm import LLM
-from holdfast.cluster.offline.local_replica import LocalReplica
+from holdfast.cluster.offline.local_router import LocalReplica
 from holdfast.worker.engine.model_runner import LeaderRunner
 from holdfast.worker.errors import ConfigurationError, HoldfastError, InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams

@@ -8,8 +8,7 @@ import pytest
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.config.sources import leaves
 from holdfast.cluster.offline.default_params import default_params
-from holdfast.cluster.offline.llm import LLM
-from holdfast.cluster.offline.vllm_arguments import (
+from holdfast.cluster.offline.engine_args import (
     NEUTRAL,
     NONE_IS_DEFAULT,
     REASONS,
@@ -17,6 +16,7 @@ from holdfast.cluster.offline.vllm_arguments import (
     WITHOUT_EFFECT,
     translated,
 )
+from holdfast.cluster.offline.llm import LLM
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams

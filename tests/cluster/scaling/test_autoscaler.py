@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from holdfast.cluster.scaling.autoscaler import Autoscaler, Seen
-from holdfast.cluster.scaling.settings import ScalingConfig
+from holdfast.cluster.scaling.demand_book import ScalingConfig
 from holdfast.router.demand import ModelDemand, ReplicaDemand, merged
 
 SLOTS = 10

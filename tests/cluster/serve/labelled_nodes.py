@@ -2,8 +2,7 @@
 
     python -m tests.cluster.serve.labelled_nodes FILE     # writes a JSON object
 
-A program of its own, because a process has one connection to Ray. What may not live here: what is expected of it
-(`test_domains.py`).
+A program of its own, because a process has one connection to Ray.
 """
 
 import json

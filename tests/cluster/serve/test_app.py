@@ -7,7 +7,7 @@ from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 import holdfast
 from holdfast.cluster.serve import app, rank_placement
 from holdfast.cluster.serve.app import build_app
-from holdfast.cluster.serve.domains import Node
+from holdfast.cluster.serve.rank_placement import Node
 from holdfast.worker.errors import ConfigurationError
 
 

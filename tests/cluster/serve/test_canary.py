@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.cluster.serve.canary import Observed, chance_of_at_least, read_known_answers, since, summed, verdict
-from holdfast.cluster.serve.tokenizer_files import tokenizer_digest
-from holdfast.router.replicas.versions import VersionCounts
+from holdfast.cluster.serve.router_update import tokenizer_digest
+from holdfast.router.dispatch.versions import VersionCounts
 from holdfast.worker.errors import ConfigurationError
 
 

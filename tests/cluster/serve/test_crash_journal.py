@@ -14,7 +14,7 @@ import pytest
 from holdfast.cluster.serve.crash_journal import SUFFIX, CrashJournal, CrashJournals, left_journal
 from holdfast.router.requests.poison_watch import FORGET_S, HUNG_S, Entry, PoisonWatch
 from holdfast.router.requests.reading_journal import NUM_PLACES
-from holdfast.worker.suspicion import Suspicion
+from holdfast.worker.request import Suspicion
 from holdfast.worker.wall_clock import WallClock
 from tests.loops import on_each_loop
 
@@ -24,7 +24,7 @@ ROUTER = """
 import os, sys
 from pathlib import Path
 from holdfast.cluster.serve.crash_journal import CrashJournal
-from holdfast.worker.suspicion import Suspicion
+from holdfast.worker.request import Suspicion
 from holdfast.worker.wall_clock import WallClock
 journal = CrashJournal(Path(sys.argv[1]))
 place = journal.enter(sys.argv[2], Suspicion[sys.argv[3]], is_known_good=False)

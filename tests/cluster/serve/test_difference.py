@@ -3,8 +3,8 @@
 import json
 
 from holdfast.cluster.config.config import HoldfastConfig
-from holdfast.cluster.serve.difference import Changed, Kind, Running, difference, in_order, router_difference
-from holdfast.cluster.serve.told_settings import of_replica, of_router, router_config
+from holdfast.cluster.serve.canary import Changed, Kind, Running, difference, in_order, router_difference
+from holdfast.cluster.serve.router_update import of_replica, of_router, router_config
 
 
 def config(*models: dict, **sections: dict) -> HoldfastConfig:

@@ -5,7 +5,7 @@ import pytest
 
 from holdfast.cluster.serve.directory import LEASE_S, SETTLED_S, Directory, DirectoryDeployment, Member, Role
 from holdfast.cluster.serve.security import ClusterSecurity
-from holdfast.router.orders import NO_ORDERS, Change
+from holdfast.router.operator_state import NO_ORDERS, Change
 from holdfast.worker.errors import InternalError, InvalidRequestError
 from tests import loops
 

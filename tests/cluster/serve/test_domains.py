@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from holdfast.cluster.serve.domains import DomainChoice, Node, choose_domains
+from holdfast.cluster.serve.rank_placement import DomainChoice, Node, choose_domains
 from tests.examples import examples
 
 LABEL = "nvidia.com/gpu.clique"

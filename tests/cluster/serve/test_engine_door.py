@@ -16,8 +16,7 @@ from holdfast.cluster.serve.engine_door import DoorSettings, EngineDoor
 from holdfast.cluster.serve.security import ClusterSecurity
 from holdfast.foreign import health_pb2, health_pb2_grpc
 from holdfast.router.config import SecurityConfig
-from holdfast.router.security.api_keys import KeyRing
-from holdfast.router.security.key_file import write_keys
+from holdfast.router.security.api_keys import KeyRing, write_keys
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import ParallelConfig, WorkerConfig
 from holdfast.worker.replica.replica import Replica

@@ -14,10 +14,9 @@ from holdfast.cluster.serve import serving as launcher
 from holdfast.cluster.serve import supervisor
 from holdfast.cluster.serve.security import cluster_token
 from holdfast.router.config import SecurityConfig
-from holdfast.router.security.api_keys import KeyRing
-from holdfast.router.security.key_file import write_keys
+from holdfast.router.security.api_keys import KeyRing, write_keys
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.security.loopback import is_loopback
+from holdfast.worker.wire.loopback import is_loopback
 from tests.certificates import Authority
 from tests.router.security.test_gate import key_of
 
@@ -113,7 +112,7 @@ def test_security_is_the_clusters_and_not_a_models(tmp_path):
 @pytest.mark.slow
 def test_code_of_a_checkpoint_is_never_run(tmp_path):
     from holdfast.worker.errors import UnsupportedModelError
-    from holdfast.worker.model.weights import read_config
+    from holdfast.worker.models.weights import read_config
 
     (tmp_path / "configuration_evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
     auto = '{"AutoConfig": "configuration_evil.Evil"}'

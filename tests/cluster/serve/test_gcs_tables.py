@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cluster.serve import gcs_tables
-from holdfast.cluster.serve.gcs_tables import ROOM_BYTES, tables_folder
-from holdfast.worker.supervision.process_id import ProcessId
+from holdfast.cluster.serve import gcs_keeper as gcs_tables
+from holdfast.cluster.serve.gcs_keeper import ROOM_BYTES, tables_folder
+from holdfast.worker.replica.processes import ProcessId
 
 Usage = namedtuple("Usage", "free")
 

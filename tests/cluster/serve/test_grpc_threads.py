@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from holdfast.cluster.serve.grpc_threads import ON_ONE_THREAD, VARIABLE, read_on_one_thread
+from holdfast.cluster.serve.serve_port import ON_ONE_THREAD, VARIABLE, read_on_one_thread
 
 
 @pytest.mark.parametrize(

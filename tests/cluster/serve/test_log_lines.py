@@ -6,11 +6,11 @@ import re
 import subprocess
 import sys
 
-from holdfast.cluster.serve.log_lines import JsonFormatter
+from holdfast.cluster.serve.log_files import JsonFormatter
 
 PROGRAM = """
 import logging
-from holdfast.cluster.serve.log_lines import date_log_lines
+from holdfast.cluster.serve.log_files import date_log_lines
 date_log_lines()
 logging.getLogger("holdfast.router.links.link").warning("replica %s was lost", "x")
 logging.getLogger("holdfast.router.links.link").info("nobody asked")

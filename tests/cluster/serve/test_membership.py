@@ -7,7 +7,7 @@ from holdfast.cluster.serve.directory import Directory, Member, Role, Snapshot
 from holdfast.cluster.serve.membership import Lease, WatchedDirectory, has_other_routers, tell_demand
 from holdfast.router.demand import ModelDemand
 from holdfast.router.links.replica_directory import DirectoryView, ReplicaEndpoint, RouterEndpoint
-from holdfast.router.orders import NO_ORDERS
+from holdfast.router.operator_state import NO_ORDERS
 from tests import loops, virtual_loop
 
 

@@ -10,8 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from holdfast.cluster.serve.metrics_door import MetricsDoor, MetricsSettings
 from holdfast.cluster.serve.security import ClusterSecurity
 from holdfast.router.config import SecurityConfig
-from holdfast.router.security.api_keys import KeyRing
-from holdfast.router.security.key_file import write_keys
+from holdfast.router.security.api_keys import KeyRing, write_keys
 from holdfast.worker.errors import ConfigurationError, ReplicaError
 from tests.loops import on_a_loop
 from tests.router.metrics.test_catalogue import LOAD, STATS

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cluster.serve.node_drain import NodeDrain, _end, members_here
-from holdfast.worker.supervision.process_id import ProcessId
+from holdfast.worker.replica.processes import ProcessId
 
 ROUTER, REPLICA = ProcessId(1, 10), ProcessId(2, 20)
 

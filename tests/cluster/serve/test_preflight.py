@@ -10,20 +10,20 @@ import sys
 import pytest
 
 from holdfast.cluster.bundled_model.bundled_model import bundled_path
-from holdfast.cluster.checks.machine import MOST_RANKS_PER_CORE, RANK_BYTES, Machine, check_fits, crowding
-from holdfast.cluster.checks.model_files import check_files, check_hub
 from holdfast.cluster.commands.cli import run
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.layers import Setting
+from holdfast.cluster.config.machine import MOST_RANKS_PER_CORE, RANK_BYTES, Machine, check_fits, crowding
+from holdfast.cluster.config.model_files import check_files, check_hub
 from holdfast.cluster.serve.examination import Level, examine
 from holdfast.cluster.serve.local import check_reachable, plain_ray_errors
 from holdfast.cluster.serve.preflight import check_ports, check_socket_paths
 from holdfast.router.text.chat import render_chat
 from holdfast.router.wire.statuses import CallStatus, error_of
 from holdfast.worker.errors import ConfigurationError, HoldfastError, InvalidRequestError, ReplicaError
-from holdfast.worker.model.weight_files import weight_bytes
-from holdfast.worker.model.weights import resolve_model
-from holdfast.worker.security.loopback import check_loopback, host_port
+from holdfast.worker.models.weight_files import weight_bytes
+from holdfast.worker.models.weights import resolve_model
+from holdfast.worker.wire.loopback import check_loopback, host_port
 
 GIB = 2**30
 LAPTOP = Machine(num_cores=2, available_bytes=8 * GIB, num_gpus=0)

@@ -2,7 +2,7 @@
 
 import threading
 
-from holdfast.cluster.serve.regular_looks import regular_looks
+from holdfast.cluster.serve.disk_guard import regular_looks
 
 
 def test_a_look_that_fails_is_not_the_last():

@@ -10,7 +10,7 @@ from holdfast.cluster.serve import router_deployment
 from holdfast.cluster.serve.directory import Member, Role
 from holdfast.cluster.serve.router_deployment import RouterDeployment
 from holdfast.cluster.serve.security import ClusterSecurity
-from holdfast.router.router import Router
+from holdfast.router.server.router import Router
 from holdfast.worker.config import SchedulerConfig
 from tests import virtual_loop
 from tests.cluster.serve.test_membership import FakeHandle, replica

@@ -6,8 +6,7 @@ from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.serve import models, router_update
 from holdfast.cluster.serve.directory import Member, Role, Snapshot
 from holdfast.cluster.serve.router_deployment import PortTakenError, _once_there_is_a_port
-from holdfast.cluster.serve.router_update import replace_routers
-from holdfast.cluster.serve.told_settings import of_router
+from holdfast.cluster.serve.router_update import of_router, replace_routers
 from holdfast.worker.errors import ConfigurationError, UpdateRolledBackError
 from tests.loops import on_a_loop
 

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.cluster.serve.running import noted, running_cluster
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.supervision.process_id import ProcessId
+from holdfast.worker.replica.processes import ProcessId
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig
 
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
-from holdfast.cluster.scaling.settings import ScalingConfig
+from holdfast.cluster.scaling.demand_book import ScalingConfig
 from holdfast.cluster.serve import app
 from holdfast.cluster.serve.scaling_policy import ScalingPolicy
 from holdfast.router.demand import ModelDemand, ReplicaDemand

@@ -8,8 +8,7 @@ import pytest
 
 from holdfast.cluster.commands.cli import run
 from holdfast.cluster.config.config import load_config
-from holdfast.router.security.api_keys import KEY_PREFIX, ApiKey, KeyRing, digest_of
-from holdfast.router.security.key_file import write_keys
+from holdfast.router.security.api_keys import KEY_PREFIX, ApiKey, KeyRing, digest_of, write_keys
 from holdfast.worker.errors import ConfigurationError
 from tests.certificates import Authority
 

@@ -6,7 +6,7 @@ import pytest
 
 PROGRAM = """
     import asyncio, ctypes, os, signal, threading
-    from holdfast.cluster.serve.termination import end_on_sigterm
+    from holdfast.cluster.serve.process_end import end_on_sigterm
 
     async def end():
         print("ended in peace", flush=True)

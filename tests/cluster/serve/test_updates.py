@@ -6,8 +6,8 @@ import pytest
 
 from holdfast.cluster.serve.directory import Member, Role, Snapshot
 from holdfast.cluster.serve.updates import Update, UpdatePlan
-from holdfast.router.orders import NO_ORDERS, Canary, Change, Orders
-from holdfast.router.replicas.versions import VersionCounts
+from holdfast.router.dispatch.versions import VersionCounts
+from holdfast.router.operator_state import NO_ORDERS, Canary, Change, Orders
 from holdfast.worker.errors import ConfigurationError, ReplicaError, UpdateRolledBackError
 
 OLD, NEW = "h:m", "h:m#2"

@@ -9,26 +9,26 @@ from typing import Any
 import pytest
 
 from holdfast.cluster.simulate.actors.client import CheckedSequence
-from holdfast.cluster.simulate.oracle.pseudo_grammar import PseudoMatcher
+from holdfast.cluster.simulate.oracle.pseudo_model import PseudoMatcher
 from holdfast.router.dispatch import call as call_module
 from holdfast.router.dispatch import output_stream as stream_module
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.dispatch.replica_state import ReplicaState
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.events import Action
-from holdfast.router.replicas.replica_state import ReplicaState
 from holdfast.router.text.text_stream import TextStream
-from holdfast.worker.engine_core.engine_core import EngineCore
-from holdfast.worker.engine_core.output_queues import OutputQueue, OutputQueues
+from holdfast.worker.cache.block_allocator import BlockAllocator
+from holdfast.worker.engine.engine_core import EngineCore
+from holdfast.worker.engine.output_queues import OutputQueue, OutputQueues
 from holdfast.worker.errors import HoldfastError
-from holdfast.worker.kv.block_allocator import BlockAllocator
-from holdfast.worker.plan.grammar_matchers import GrammarMatchers, Matcher
-from holdfast.worker.plan.step_plan import DrawParams
+from holdfast.worker.grammar_matchers import GrammarMatchers, Matcher
 from holdfast.worker.request import TokenDelta
-from holdfast.worker.scheduling import sequence as sequence_module
-from holdfast.worker.scheduling.queues import SequenceQueues
-from holdfast.worker.scheduling.sequence import Sequence
+from holdfast.worker.scheduler import sequence as sequence_module
+from holdfast.worker.scheduler.queues import SequenceQueues
+from holdfast.worker.scheduler.sequence import Sequence
+from holdfast.worker.step_plan import DrawParams
 from holdfast.worker.step_update import StepListener, StepUpdate
 
 

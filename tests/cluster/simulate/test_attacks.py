@@ -23,8 +23,8 @@ from holdfast.router.requests.poison_watch import PoisonWatch, Reading
 from holdfast.router.requests.reading_journal import LeftJournal
 from holdfast.router.security.connection_budgets import ConnectionBudgets
 from holdfast.router.wire import bounds
-from holdfast.worker.supervision.hang_verdict import HangVerdict
-from holdfast.worker.suspicion import Suspicion
+from holdfast.worker.replica.hang_verdict import HangVerdict
+from holdfast.worker.request import Suspicion
 from holdfast.worker.wire import message_bounds
 from holdfast.worker.wire.bound import Bound
 from holdfast.worker.wire.message_bounds import Bounds

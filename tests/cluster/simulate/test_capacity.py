@@ -7,12 +7,11 @@ import pytest
 from holdfast.cluster.commands.cli import run
 from holdfast.cluster.load_trace import Arrival, made_up_trace, read_trace
 from holdfast.cluster.simulate.capacity.capacity import CapacityResult, ClusterShape, Service, serve
-from holdfast.cluster.simulate.capacity.capacity_report import percentile
-from holdfast.cluster.simulate.capacity.step_costs_file import read_step_costs, write_step_costs
-from holdfast.router.replicas.policy import POLICIES
+from holdfast.cluster.simulate.capacity.capacity_report import percentile, read_step_costs, write_step_costs
+from holdfast.router.dispatch.policy import POLICIES
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.tuning.step_time import StepCosts
+from holdfast.worker.scheduler.step_time import StepCosts
 
 STEP = StepCosts(base_s=0.01, decode_s=0.0, token_s=0.0, context_token_s=0.0)
 

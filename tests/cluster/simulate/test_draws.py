@@ -6,18 +6,25 @@ import re
 import pytest
 import torch
 
-from holdfast.cluster.simulate.oracle.oracle import expected_completion
-from holdfast.cluster.simulate.oracle.oracle_draws import _may_follow, right_logprob, right_token
-from holdfast.cluster.simulate.oracle.pseudo_draws import drawn_token, token_logprob
-from holdfast.cluster.simulate.oracle.pseudo_grammar import PseudoMatcher, allows
-from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE, PseudoCodec, likelihoods, scores
+from holdfast.cluster.simulate.oracle.oracle import _may_follow, expected_completion, right_logprob, right_token
+from holdfast.cluster.simulate.oracle.pseudo_model import (
+    EOS_TOKEN_ID,
+    VOCAB_SIZE,
+    PseudoCodec,
+    PseudoMatcher,
+    allows,
+    drawn_token,
+    likelihoods,
+    scores,
+    token_logprob,
+)
 from holdfast.cluster.simulate.world.traffic import draw_requests
-from holdfast.worker.plan.logits_settings import LogitsSettings
-from holdfast.worker.plan.step_plan import DrawParams
+from holdfast.worker.executors.logits_processors import apply_logits_processors
+from holdfast.worker.executors.logprobs import token_logprobs
+from holdfast.worker.plan_rows import LogitsSettings
 from holdfast.worker.request import EngineRequest, FinishReason
-from holdfast.worker.sampling.logits_processors import apply_logits_processors
-from holdfast.worker.sampling.logprobs import token_logprobs
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.step_plan import DrawParams
 
 EOS = frozenset({EOS_TOKEN_ID})
 PROMPT = (3, 7, 7, 12)

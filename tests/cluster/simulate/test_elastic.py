@@ -7,9 +7,9 @@ import pytest
 from benchmarks.scaling import LOADS, SHAPE, SLO_TTFT_S, compared, load
 from holdfast.cluster.load_trace import Arrival, read_trace
 from holdfast.cluster.scaling.autoscaler import Autoscaler
-from holdfast.cluster.scaling.settings import ScalingConfig
+from holdfast.cluster.scaling.demand_book import ScalingConfig
+from holdfast.cluster.simulate.capacity.capacity_report import arrivals, burst, day, ramp, spells
 from holdfast.cluster.simulate.capacity.elastic import serve_elastic
-from holdfast.cluster.simulate.capacity.loads import arrivals, burst, day, ramp, spells
 
 
 def test_a_burst_misses_less_at_no_more_replica_hours():

@@ -7,7 +7,7 @@ from holdfast.cluster.simulate.capacity.capacity import CapacityResult, ClusterS
 from holdfast.cluster.simulate.capacity.capacity_report import percentile
 from holdfast.router.config import LimitsConfig, PolicyName, RouterConfig
 from holdfast.worker.config import SchedulerConfig
-from holdfast.worker.tuning.step_time import StepCosts
+from holdfast.worker.scheduler.step_time import StepCosts
 
 TTFT_S, TPOT_S = 1.0, 0.1
 CAPACITY = 62

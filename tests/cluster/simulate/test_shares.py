@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.cluster.simulate.actors.messages import Admitted, Generate
 from holdfast.cluster.simulate.actors.replica import SimulatedReplica
-from holdfast.cluster.simulate.actors.replica_shape import ReplicaShape
+from holdfast.cluster.simulate.actors.replica_link import ReplicaShape
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.capacity.capacity import AnyTokenRunner, NoText
 from holdfast.cluster.simulate.kernel.network import Connection, Network
@@ -21,8 +21,8 @@ from holdfast.router.events import Deliver
 from holdfast.worker.config import SchedulerConfig, ServiceOrderConfig
 from holdfast.worker.request import EngineRequest, Priority
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.service_order.tenants import OUTPUT_WEIGHT
-from holdfast.worker.tuning.step_time import StepCosts
+from holdfast.worker.scheduler.step_time import StepCosts
+from holdfast.worker.waiting_queue import OUTPUT_WEIGHT
 
 AGING_S = 15.0
 SHARES = {"gold": 4.0, "silver": 2.0, "free": 1.0}

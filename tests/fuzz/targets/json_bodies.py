@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
+from holdfast.router.api.http.openapi import description
 from holdfast.router.config import LimitsConfig
-from holdfast.router.doors.http.openapi import description
-from holdfast.router.orders import NO_ORDERS, Change, Orders
+from holdfast.router.operator_state import NO_ORDERS, Change, Orders
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.loops import runner
-from tests.router.doors.http.test_openai_sdk import TEMPLATE
+from tests.router.api.http.test_openai_sdk import TEMPLATE
 from tests.router.site import Site, site
 
 PATHS: Final = tuple(sorted(path for path, methods in description()["paths"].items() if "post" in methods))

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast.router.security.api_keys import KeyRing
-from holdfast.router.security.key_file import read_keys
+from holdfast.router.security.api_keys import KeyRing, read_keys
 from tests.fuzz.refusals import refused
 
 

@@ -12,12 +12,11 @@ from typing import Final
 import numpy as np
 import torch
 
-from holdfast.worker.decoder.cpu.sampler import NativeSampler
-from holdfast.worker.plan.logits_settings import LogitsSettings
-from holdfast.worker.plan.step_plan import DrawParams, PromptLogprobParams
-from holdfast.worker.sampling.head_output import HeadOutput
-from holdfast.worker.sampling.step_sampler import TorchSampler
-from tests.worker.decoder.cpu.runs import Part, Runner, layout_of
+from holdfast.worker.executors.cpu.sampler import NativeSampler
+from holdfast.worker.executors.step_sampler import HeadOutput, TorchSampler
+from holdfast.worker.plan_rows import LogitsSettings
+from holdfast.worker.step_plan import DrawParams, PromptLogprobParams
+from tests.worker.executors.cpu.runs import Part, Runner, layout_of
 
 VOCABULARIES: Final = (2, 63, 64, 65, 129, 1000, 3001)
 SCALES: Final = (0.0, 0.05, 1.0, 6.0, 60.0)

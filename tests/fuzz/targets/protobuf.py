@@ -8,8 +8,9 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError
 
-from holdfast.router.doors.grpc import admin, health, server
-from holdfast.router.doors.oip import servicer as open_inference
+from holdfast.router.api.grpc import admin, server
+from holdfast.router.api.grpc import standard_services as health
+from holdfast.router.api.open_inference import servicer as open_inference
 from holdfast.v1 import engine_pb2
 from holdfast.worker.wire.link_requests import engine_request
 from holdfast.worker.wire.link_responses import LinkMessageError, read_response

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 from holdfast.cluster.client.held_call import HeldCall, error_event
 from holdfast.cluster.client.retry_policy import RetryPolicy
+from holdfast.router.api.http.event_ids import read_record
 from holdfast.router.config import LimitsConfig
-from holdfast.router.doors.http.resume_record import read_record
-from holdfast.router.held_stream import HOLD, RESUME, Identity
+from holdfast.router.resume import HOLD, RESUME, Identity
 from tests.fuzz.refusals import refused
 from tests.fuzz.targets.json_bodies import Application, running
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from holdfast.worker.decoder import layout_file
-from holdfast.worker.model.checkpoint_digest import checkpoint_digest
-from holdfast.worker.model.weight_files import weight_bytes
+from holdfast.worker.models import layout_file
+from holdfast.worker.models.weight_files import checkpoint_digest, weight_bytes
 from tests.fuzz.refusals import refused
 
 INDEX, CONFIG = 1, 2

@@ -11,8 +11,8 @@ import pytest
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.serve import models
 from holdfast.cluster.serve.start_up import Serving
-from holdfast.worker.decoder.cpu.shared_weights import shares_large_pages
 from holdfast.worker.errors import HoldfastError
+from holdfast.worker.executors.cpu.shared_weights import shares_large_pages
 from holdfast.worker.sampling_params import SamplingParams
 from tests.integration.processes import processes_named, ray_processes
 

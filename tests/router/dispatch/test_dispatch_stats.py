@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.router.dispatch.dispatch_stats import IN_REPLICA, IN_ROUTER
+from holdfast.router.dispatch.request_stats import IN_REPLICA, IN_ROUTER
 from holdfast.worker.errors import QueueFullError
 from holdfast.worker.request import FinishReason, Priority, TokenDelta
 from holdfast.worker.step_update import Rejection

@@ -3,15 +3,14 @@
 import pytest
 
 from holdfast.router.config import RouterConfig
-from holdfast.router.dispatch.quarantine import PROOF_S
-from holdfast.router.replicas.circuit_breaker import NUM_FAILURES_TO_REST
+from holdfast.router.dispatch.circuit_breaker import NUM_FAILURES_TO_REST
+from holdfast.router.dispatch.failures import PROOF_S
 from holdfast.worker.errors import (
     InvalidRequestError,
     ReplicaError,
     RequestQuarantinedError,
 )
-from holdfast.worker.request import FinishReason
-from holdfast.worker.suspicion import NUM_STEPS_TO_CLEAR, Suspicion
+from holdfast.worker.request import NUM_STEPS_TO_CLEAR, FinishReason, Suspicion
 from tests.router.core import Core, delivered, delta, facts, failure, load, rejected, sent, two_replicas
 
 

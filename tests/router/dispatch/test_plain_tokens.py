@@ -4,8 +4,7 @@ import pytest
 
 from holdfast.router.events import Fail, SendAbort
 from holdfast.worker.errors import InternalError
-from holdfast.worker.request import FinishReason
-from holdfast.worker.suspicion import NUM_STEPS_TO_CLEAR
+from holdfast.worker.request import NUM_STEPS_TO_CLEAR, FinishReason
 from tests.router.core import Core, aborts, delivered, delta, failure, sent
 
 LONG = NUM_STEPS_TO_CLEAR + 3

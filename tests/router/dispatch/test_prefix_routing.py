@@ -6,13 +6,13 @@ import pytest
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
+from holdfast.router.dispatch.prefix_index import PromptPrefix
 from holdfast.router.events import SendSubmit
-from holdfast.router.replicas.prefix_index import PromptPrefix
 from holdfast.worker.config import SchedulerConfig
-from holdfast.worker.engine_core.output_queues import CacheFeed
+from holdfast.worker.engine.output_queues import CacheFeed
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.step_update import CacheChanges, StepUpdate
 from tests.pseudo_model import PseudoRunner
 from tests.router.core import Core, LetterText, delta, facts, load, sent

@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 
 from holdfast.router.config import RouterConfig
 from holdfast.router.events import Action, Deliver, Fail, SendAbort, SendSubmit
-from holdfast.worker.engine_core.suspects import Suspects
+from holdfast.worker.engine.request_guards import Suspects
 from holdfast.worker.errors import HoldfastError, RequestQuarantinedError
-from holdfast.worker.request import FinishReason, TokenDelta
+from holdfast.worker.request import FinishReason, Suspicion, TokenDelta
 from holdfast.worker.step_update import Rejection
-from holdfast.worker.suspicion import Suspicion
 from tests.examples import examples
 from tests.router.core import Core, delta, failure, load, sent
 

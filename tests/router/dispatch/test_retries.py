@@ -2,14 +2,14 @@
 
 import pytest
 
-from holdfast.router.dispatch.retry_budget import RetryBudget
-from holdfast.router.replicas.circuit_breaker import (
+from holdfast.router.dispatch.circuit_breaker import (
     FIRST_REST_S,
     MAX_REST_S,
     MEMORY_S,
     NUM_FAILURES_TO_REST,
     CircuitBreaker,
 )
+from holdfast.router.dispatch.failures import RetryBudget
 
 
 def test_a_budget_is_filled_by_time_and_by_submissions():

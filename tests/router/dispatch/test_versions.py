@@ -4,7 +4,7 @@ import pytest
 
 from holdfast.router.config import RouterConfig
 from holdfast.router.events import Fail
-from holdfast.router.orders import NO_ORDERS, Canary
+from holdfast.router.operator_state import NO_ORDERS, Canary
 from holdfast.worker.errors import VersionGoneError
 from tests.router.core import Core, aborts, delta, facts, failure, load, sent
 

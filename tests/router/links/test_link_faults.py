@@ -10,7 +10,7 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.links.link import ReplicaLink
 from holdfast.router.links.replica_directory import DirectoryView, StaticDirectory
-from holdfast.router.router import Router
+from holdfast.router.server.router import Router
 from holdfast.v1 import engine_pb2, inference_pb2, inference_pb2_grpc
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.loops import on_each_loop
@@ -79,7 +79,7 @@ async def test_a_replica_that_says_hello_and_then_nonsense_is_dialled_after_grow
         nums_doublings.append(num_doublings)
         return 0.0
 
-    monkeypatch.setattr("holdfast.router.replicas.backoff.growing_pause_s", no_pause)
+    monkeypatch.setattr("holdfast.router.dispatch.circuit_breaker.growing_pause_s", no_pause)
     replica = await FakeReplica.start()
     replica.after_hello = [b"\xff\xff\xff" if nonsense == "bytes" else replica.hello()]
     directory = StaticDirectory([replica.endpoint])
@@ -121,7 +121,7 @@ async def test_a_link_whose_watch_breaks_is_dialled_again(monkeypatch):
     """Without it, nobody would find the replica frozen."""
     replica, looks = await FakeReplica.start(), iter([1 / 2])
     replica.heartbeat_ms = 10
-    monkeypatch.setattr("holdfast.router.links.link_watch.LinkWatch.look", lambda watch: next(looks, False) and 1 // 0)
+    monkeypatch.setattr("holdfast.router.links.link.LinkWatch.look", lambda watch: next(looks, False) and 1 // 0)
     async with site(replica) as place:
         await eventually(lambda: is_dialled(replica, times=2))
         await place.until_up(1)

@@ -5,7 +5,7 @@ import asyncio
 from holdfast.router.config import RouterConfig
 from holdfast.router.links.link_pool import LinkPool
 from holdfast.router.links.replica_directory import ReplicaEndpoint
-from holdfast.router.orders import Change
+from holdfast.router.operator_state import Change
 from tests.fakes import FakeReplica, Wire
 from tests.loops import on_each_loop
 from tests.router.links.dialling import is_dialled

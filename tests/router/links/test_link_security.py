@@ -9,11 +9,11 @@ import pytest
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.links.replica_directory import ReplicaEndpoint, StaticDirectory
-from holdfast.router.router import Router
+from holdfast.router.server.router import Router
 from holdfast.v1 import engine_pb2, engine_pb2_grpc
 from holdfast.worker.config import HealthConfig
 from holdfast.worker.replica.link import REFUSED, LinkServer
-from holdfast.worker.security.link_security import LINK_NAME, TOKEN_METADATA, UNSECURED, LinkSecurity
+from holdfast.worker.wire.link_security import LINK_NAME, TOKEN_METADATA, UNSECURED, LinkSecurity
 from tests.certificates import Authority
 from tests.fakes import byte_tokenizer
 from tests.loops import on_a_loop
@@ -141,7 +141,7 @@ UNPICKLES = {
     "pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle", "joblib", "_pickle"
 }  # fmt: skip
 RUNS_TEXT = {"eval", "exec", "compile", "__import__"}
-OPEN_TO_THE_NETWORK = ("router", "worker/wire", "worker/replica", "worker/security", "worker/distributed",
+OPEN_TO_THE_NETWORK = ("router", "worker/wire", "worker/replica", "worker/wire", "worker/distributed",
     "cluster/client")  # fmt: skip
 HANDS_OBJECTS = {
     "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "send_object_list",

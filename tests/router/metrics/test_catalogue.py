@@ -10,11 +10,9 @@ import pytest
 import yaml
 
 from holdfast.router.metrics.catalogue import METRICS, OF_GATEWAYS, OF_REPLICAS, SERIES, Kind
-from holdfast.router.metrics.exposition import Sample, exposed
-from holdfast.router.metrics.replica_samples import gateway_samples, process_samples, replica_samples
-from holdfast.worker.histogram import TOKEN_TIMES_S, Histogram
+from holdfast.router.metrics.exposition import Sample, exposed, gateway_samples, process_samples, replica_samples
 from holdfast.worker.request import EngineLoad
-from holdfast.worker.stats import NO_STEPS, EngineStats
+from holdfast.worker.stats import NO_STEPS, TOKEN_TIMES_S, EngineStats, Histogram
 from scripts import grafana_dashboard, metrics_docs
 
 ROOT = Path(__file__).parents[3]

@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 
 from holdfast.router.config import OverloadConfig
 from holdfast.router.overload.byte_ledger import ByteLedger
-from holdfast.router.overload.overload import CLOSE_EVERY_S, RETRY_S, Overload, OverloadAction
-from holdfast.router.overload.pressure import LOOP_DELAY_AVERAGED_S, LoopDelay, Readings, Resource
+from holdfast.router.overload.overload import (
+    CLOSE_EVERY_S,
+    LOOP_DELAY_AVERAGED_S,
+    RETRY_S,
+    LoopDelay,
+    Overload,
+    OverloadAction,
+    Readings,
+    Resource,
+)
 from holdfast.worker.errors import ByteBudgetError, OverloadedError
 from holdfast.worker.request import Priority
 

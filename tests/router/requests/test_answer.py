@@ -19,7 +19,7 @@ from tests.fakes import FakeReplica, fake_tokens
 from tests.loops import on_each_loop
 from tests.router.links.test_real_link import RealReplica
 from tests.router.site import collected, eventually, num_open_is, refusal, request, site
-from tests.worker.plan.test_logits_settings import LogitsRunner
+from tests.worker.scheduler.test_logits_settings import LogitsRunner
 
 
 def params(max_tokens: int = 8, seed: int = 1, **fields) -> dict:

@@ -20,7 +20,7 @@ from tests.router.links import test_real_link
 from tests.router.links.test_real_link import RealReplica
 from tests.router.processor import processor_and_port
 from tests.router.site import eventually, num_open_is, refusal, request, site
-from tests.worker.plan.test_logits_settings import LogitsRunner
+from tests.worker.scheduler.test_logits_settings import LogitsRunner
 
 PROMPT = [3, 1, 4]
 END = 7

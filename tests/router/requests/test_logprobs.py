@@ -12,7 +12,7 @@ from tests.loops import on_each_loop
 from tests.router.core import Core, delivered, delta, failure
 from tests.router.links.test_real_link import RealReplica
 from tests.router.site import request, site
-from tests.worker.plan.test_logits_settings import LogitsRunner
+from tests.worker.scheduler.test_logits_settings import LogitsRunner
 
 
 def said_of(*token_ids: int) -> tuple[TokenLogprob, ...]:

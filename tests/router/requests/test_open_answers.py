@@ -1,6 +1,6 @@
 """Which answer an id stands for, when it comes to ending one from outside."""
 
-from holdfast.router.requests.open_answers import OpenAnswers
+from holdfast.router.requests.answer import OpenAnswers
 from holdfast.worker.request import RequestKey
 
 X = RequestKey("", "x")

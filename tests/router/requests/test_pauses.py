@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from holdfast.router.orders import NO_ORDERS, Orders, Pause
-from holdfast.router.requests.pauses import Pauses
+from holdfast.router.operator_state import NO_ORDERS, Orders, Pause
+from holdfast.router.requests.request_admission import Pauses
 from holdfast.worker.errors import DeadlineExceededError, InvalidRequestError, ModelPausedError, QueueFullError
 from tests import loops
 

@@ -7,18 +7,21 @@ import pytest
 from holdfast.router.requests.poison_watch import (
     FORGET_S,
     MAX_LOSSES,
+    PIECE_BYTES,
     RETRY_S,
+    WHOLE_BYTES,
     Entry,
     PoisonWatch,
     begin_reading,
     end_reading,
+    lasting_parts,
     losses_of,
+    request_digest,
 )
-from holdfast.router.requests.request_digest import PIECE_BYTES, WHOLE_BYTES, lasting_parts, request_digest
 from holdfast.router.router_losses import RouterLoss
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError, ReplicaError, RequestQuarantinedError
-from holdfast.worker.suspicion import Suspicion
+from holdfast.worker.request import Suspicion
 
 NOW = 1_000.0
 

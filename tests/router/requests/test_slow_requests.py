@@ -7,8 +7,7 @@ import pytest
 from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.dispatch.timeline import AttemptTimes, Cause, Phases, Timeline
 from holdfast.router.events import Deliver
-from holdfast.router.requests.request_stats import EndedRequest, RequestStats, RequestWatch
-from holdfast.router.requests.slow_requests import SlowRequests
+from holdfast.router.requests.request_stats import EndedRequest, RequestStats, RequestWatch, SlowRequests
 from holdfast.worker.request import EngineRequest, FinishReason, SequenceKey
 from holdfast.worker.sampling_params import SamplingParams
 

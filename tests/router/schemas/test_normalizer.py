@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from holdfast.router.schemas.normalizer import normalized
-from holdfast.router.schemas.schema_error import SchemaError
+from holdfast.router.schemas.places import SchemaError
 from holdfast.worker.errors import InvalidRequestError
 from tests.router.schemas.walks import Walker
 

@@ -8,7 +8,7 @@ from llguidance import LLMatcher
 
 from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.tokenizer import Tokenizer
-from holdfast.worker.grammar_tokenizer import grammar_tokenizer
+from holdfast.worker.grammar_matchers import grammar_tokenizer
 from holdfast.worker.structured_outputs import StructuredOutputs
 
 BUNDLED: Final = Path(__file__).parents[3] / "cluster/bundled_model/model"

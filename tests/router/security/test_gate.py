@@ -11,10 +11,17 @@ from hypothesis import strategies as st
 
 from holdfast.router.request import GenerationRequest
 from holdfast.router.security import api_keys
-from holdfast.router.security.api_keys import ApiKey, KeyRing, digest_of
+from holdfast.router.security.api_keys import (
+    BURST_S,
+    ApiKey,
+    KeyFile,
+    KeyRing,
+    TokenBucket,
+    digest_of,
+    read_keys,
+    write_keys,
+)
 from holdfast.router.security.gate import TRUSTED, UNKNOWN, Gate, bearer
-from holdfast.router.security.key_file import KeyFile, read_keys, write_keys
-from holdfast.router.security.rates import BURST_S, TokenBucket
 from holdfast.worker.errors import AuthenticationError, ConfigurationError, PermissionDeniedError, RateLimitError
 from holdfast.worker.request import Priority
 from tests.examples import examples

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.router.security.api_keys import KeyRing
-from holdfast.router.security.key_file import LOOK_EVERY_S, KeyFile, write_keys
+from holdfast.router.security.api_keys import LOOK_EVERY_S, KeyFile, KeyRing, write_keys
 from tests.router.security.test_gate import key_of
 
 OLD, NEW, NONE = KeyRing([key_of("old")]), KeyRing([key_of("new")]), KeyRing([])

@@ -16,7 +16,7 @@ from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.tools.call_events import CallArguments, CallBegin, CallEnd, Content, merged
 from holdfast.router.tools.call_grammar import markers, single_tokens, tool_grammar
-from holdfast.router.tools.formats import FORMATS, parser_for
+from holdfast.router.tools.chat_style import FORMATS, parser_for
 from holdfast.router.tools.reasoning import splitter_for
 from holdfast.router.tools.tools import Tool, ToolChoice
 from holdfast.worker.errors import InvalidRequestError

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.router.tools.call_events import CallArguments, CallBegin, CallEnd, CallEvent, Content, merged
-from holdfast.router.tools.formats import FORMATS, parser_for
+from holdfast.router.tools.chat_style import FORMATS, parser_for
 from holdfast.router.tools.tools import checked_tools
 from holdfast.worker.errors import InvalidRequestError
 

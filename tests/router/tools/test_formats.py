@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.router.tools.formats import FORMATS, detect_format, parser_for
+from holdfast.router.tools.chat_style import FORMATS, detect_format, parser_for
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 TEMPLATES = {

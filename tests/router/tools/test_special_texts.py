@@ -5,7 +5,7 @@ import re
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from holdfast.router.tools.special_texts import SpecialTextFilter, unwanted_texts
+from holdfast.router.tools.reasoning import SpecialTextFilter, unwanted_texts
 
 
 def filtered(texts: tuple[str, ...], pieces: list[str]) -> str:

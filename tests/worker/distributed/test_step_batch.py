@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.plan.decode_rows import BlockTables, DecodeColumns, DecodeRows
-from holdfast.worker.plan.draws import draws_of
-from holdfast.worker.plan.step_plan import (
+from holdfast.worker.draws import draws_of
+from holdfast.worker.plan_rows import BlockTables, DecodeColumns, DecodeRows
+from holdfast.worker.step_plan import (
     BlockCopy,
     DrawParams,
     PromptLogprobParams,

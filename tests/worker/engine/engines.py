@@ -6,12 +6,11 @@ from collections import defaultdict
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError
-from holdfast.worker.plan.step_plan import StepPlan, StepResult
-from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason
+from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, Suspicion
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.scheduler.scheduler import Scheduler
+from holdfast.worker.step_plan import StepPlan, StepResult
 from holdfast.worker.step_update import StepUpdate
-from holdfast.worker.suspicion import Suspicion
 from tests.pseudo_model import PseudoRunner
 
 BLOCK_SIZE, NUM_BLOCKS, TIMEOUT_S = 4, 64, 20

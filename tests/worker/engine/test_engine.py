@@ -5,10 +5,9 @@ import threading
 import pytest
 
 from holdfast.worker.errors import DeadlineExceededError, InvalidRequestError, ReplicaError
-from holdfast.worker.plan.step_plan import StepPlan, StepResult
-from holdfast.worker.request import FinishReason
+from holdfast.worker.request import NUM_STEPS_TO_CLEAR, FinishReason, Suspicion
+from holdfast.worker.step_plan import StepPlan, StepResult
 from holdfast.worker.step_update import StepUpdate
-from holdfast.worker.suspicion import NUM_STEPS_TO_CLEAR, Suspicion
 from tests.pseudo_model import PseudoRunner, pseudo_completion
 from tests.worker.engine.engines import BLOCK_SIZE, NUM_BLOCKS, TIMEOUT_S, Gate, Recorder, make_engine, make_request
 

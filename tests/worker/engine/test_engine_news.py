@@ -5,14 +5,14 @@ from dataclasses import replace
 from holdfast.worker.block_hash import HashChain, short_hash
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.engine.engine import Engine
-from holdfast.worker.engine_core.engine_core import STATS_EVERY_STEPS
-from holdfast.worker.plan.step_plan import StepPlan, StepResult
-from holdfast.worker.scheduling.scheduler import Scheduler
-from holdfast.worker.scheduling.step_limits import StepLimits
+from holdfast.worker.engine.engine_core import STATS_EVERY_STEPS
+from holdfast.worker.scheduler.batching import StepLimits
+from holdfast.worker.scheduler.scheduler import Scheduler
+from holdfast.worker.scheduler.step_time import StepCosts, shape_of
+from holdfast.worker.scheduler.step_tuner import StepTuner
 from holdfast.worker.stats import EngineStats
+from holdfast.worker.step_plan import StepPlan, StepResult
 from holdfast.worker.step_update import StepUpdate
-from holdfast.worker.tuning.step_time import StepCosts, shape_of
-from holdfast.worker.tuning.step_tuner import StepTuner
 from tests.pseudo_model import PseudoRunner
 from tests.worker.engine.engines import BLOCK_SIZE, NUM_BLOCKS, Recorder, make_request
 

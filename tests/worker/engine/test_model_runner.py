@@ -11,12 +11,11 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine import model_runner
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner, follow
 from holdfast.worker.errors import ConfigurationError, ReplicaError
-from holdfast.worker.model.loading import load_model
-from holdfast.worker.model.memory import PREFIX_CACHE_FACTOR
-from holdfast.worker.plan.decode_rows import NO_ROWS
-from holdfast.worker.plan.step_plan import DrawParams, StepPlan
-from holdfast.worker.sampling.head_output import HeadOutput
-from holdfast.worker.sampling.step_sampler import Sampled
+from holdfast.worker.executors.step_sampler import HeadOutput, Sampled
+from holdfast.worker.models.loading import load_model
+from holdfast.worker.models.memory import PREFIX_CACHE_FACTOR
+from holdfast.worker.plan_rows import NO_ROWS
+from holdfast.worker.step_plan import DrawParams, StepPlan
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
 from tests.parity.harness import (
@@ -231,7 +230,7 @@ def test_the_leader_has_the_logits_of_all_tokens(folder, executor):
 
 def test_control_messages_are_no_steps(leader):
     from holdfast.worker.distributed.step_batch import StepBatch
-    from holdfast.worker.engine.rank_orders import Order, number_message
+    from holdfast.worker.engine.model_runner import Order, number_message
 
     assert StepBatch.of(whole_prompts(leader)).packed()[0] >= 1
     assert max(Order) < 1

@@ -6,7 +6,7 @@ import torch
 from holdfast.worker.engine.self_check import SelfCheck
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.plan.step_plan import StepPlan
+from holdfast.worker.step_plan import StepPlan
 
 VOCAB = 11
 INFO = ModelInfo(

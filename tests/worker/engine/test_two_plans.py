@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from holdfast.worker.plan.step_plan import PENDING
-from holdfast.worker.scheduling import step_in_flight
-from holdfast.worker.suspicion import Suspicion
+from holdfast.worker.request import Suspicion
+from holdfast.worker.scheduler import step_shares as step_in_flight
+from holdfast.worker.step_plan import PENDING
 from tests.worker.engine.two_plans import Listener, Turns, completion, mixed_load, serve
 
 # --- time ---

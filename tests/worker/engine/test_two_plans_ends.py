@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from holdfast.worker.errors import DeadlineExceededError
-from holdfast.worker.plan.step_plan import NO_TOKEN, StepPlan, StepResult
 from holdfast.worker.request import FinishReason, Priority
+from holdfast.worker.step_plan import NO_TOKEN, StepPlan, StepResult
 from tests.pseudo_model import PseudoRunner
 from tests.worker.engine.two_plans import BLOCK_SIZE, VOCAB_SIZE, Turns, completion
 

@@ -6,10 +6,10 @@ import pytest
 
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, ReplicaError
-from holdfast.worker.plan.step_plan import StepResult
+from holdfast.worker.replica.watchdog import Watchdog
 from holdfast.worker.request import FinishReason
+from holdfast.worker.step_plan import StepResult
 from holdfast.worker.step_update import StepUpdate
-from holdfast.worker.supervision.watchdog import Watchdog
 from tests.pseudo_model import PseudoRunner
 from tests.worker.engine.two_plans import BLOCK_SIZE, VOCAB_SIZE, Listener, Turns, completion, make_request
 from tests.worker.fake_device import FakeDevice, VirtualClock

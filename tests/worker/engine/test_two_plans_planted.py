@@ -11,22 +11,22 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from holdfast.worker import pending_tokens
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.overlapping import StepsInFlight
-from holdfast.worker.plan import pending_tokens
-from holdfast.worker.scheduling import prompt_logprobs, step_in_flight
-from holdfast.worker.scheduling.batching import ContinuousBatching
-from holdfast.worker.scheduling.decode_batch import DecodeBatch
-from holdfast.worker.scheduling.queues import SequenceQueues
-from holdfast.worker.scheduling.scheduler import Scheduler
-from holdfast.worker.scheduling.sequence import Sequence
-from holdfast.worker.scheduling.share_commit import ShareCommit
-from holdfast.worker.scheduling.step_in_flight import StepInFlight
+from holdfast.worker.scheduler import prompt_sharing as prompt_logprobs
+from holdfast.worker.scheduler import step_shares as step_in_flight
+from holdfast.worker.scheduler.batching import ContinuousBatching
+from holdfast.worker.scheduler.decode_batch import DecodeBatch
+from holdfast.worker.scheduler.queues import SequenceQueues
+from holdfast.worker.scheduler.scheduler import Scheduler
+from holdfast.worker.scheduler.sequence import Sequence
+from holdfast.worker.scheduler.step_shares import ShareCommit, StepInFlight
 from tests.worker import fake_device
 from tests.worker.engine import test_two_plans, test_two_plans_ends, test_two_plans_on_a_thread
 from tests.worker.engine.two_plans import serve
-from tests.worker.scheduling.scheduler_machine import MAX_PROMPT_LOGPROBS
-from tests.worker.scheduling.test_plans_ahead_properties import AheadMachine
+from tests.worker.scheduler.scheduler_machine import MAX_PROMPT_LOGPROBS
+from tests.worker.scheduler.test_plans_ahead_properties import AheadMachine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

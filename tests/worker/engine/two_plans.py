@@ -10,11 +10,10 @@ from holdfast.cluster.simulate.world.traffic import draw_requests
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError
-from holdfast.worker.request import EngineRequest, FinishReason, Priority, TokenDelta
+from holdfast.worker.request import EngineRequest, FinishReason, Priority, Suspicion, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.step_update import StepUpdate
-from holdfast.worker.suspicion import Suspicion
 from tests.pseudo_model import PseudoRunner, pseudo_completion
 from tests.worker.fake_device import FakeDevice, VirtualClock
 

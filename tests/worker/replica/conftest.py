@@ -4,7 +4,7 @@ import pytest
 
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.engine.engine import Engine
-from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.scheduler.scheduler import Scheduler
 from tests.pseudo_model import PseudoRunner
 from tests.worker.replica.link_peer import BLOCK_SIZE, INFO, NUM_BLOCKS
 

@@ -14,7 +14,7 @@ from holdfast.worker.errors import ReplicaError
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.scheduler.scheduler import Scheduler
 from tests.pseudo_model import PseudoRunner
 
 TIMEOUT_S = 30

@@ -11,11 +11,11 @@ from holdfast.worker.distributed.tensor_parallel import Message, SingleRank
 from holdfast.worker.engine import model_runner
 from holdfast.worker.engine.model_runner import ModelRunner
 from holdfast.worker.errors import ConfigurationError, ReplicaError
-from holdfast.worker.model import loading
-from holdfast.worker.model.memory import is_failed_allocation
-from holdfast.worker.plan.step_plan import StepPlan, StepResult
+from holdfast.worker.models import loading
+from holdfast.worker.models.memory import is_failed_allocation
 from holdfast.worker.replica.rank import run_rank
-from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.scheduler.scheduler import Scheduler
+from holdfast.worker.step_plan import StepPlan, StepResult
 from tests.pseudo_model import PseudoRunner
 from tests.worker.engine.engines import Recorder, make_engine, make_request
 

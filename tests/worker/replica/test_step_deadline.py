@@ -11,13 +11,13 @@ import pytest
 pytest.importorskip("triton")
 
 from holdfast.worker.config import HealthConfig, SchedulerConfig
-from holdfast.worker.decoder.gpu.step_wait import StepWait
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.engine import Engine
+from holdfast.worker.executors.gpu.graphs import StepWait
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.scheduler.scheduler import Scheduler
 from tests.pseudo_model import PseudoRunner
 from tests.worker.replica.test_lost_collective import Listener, Ranks
 

@@ -1,0 +1,127 @@
+"""Files of a model, looked at before anything is loaded: a wrong folder, hub id or `--tp` is found at once.
+
+It needs no torch: what only loading can see, loading says.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+from holdfast.cluster.bundled_model.bundled_model import located
+from holdfast.cluster.config.config import HoldfastConfig
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.models import weight_files
+from holdfast.worker.models.checks import check_heads, check_kv_cache_dtype
+from holdfast.worker.models.weight_files import check_folder
+
+_HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_WAY_OUT: Final = "give a Hugging Face folder with config.json, tokenizer.json and *.safetensors, a hub id, or demo"
+
+
+def check_files(config: HoldfastConfig) -> None:
+    """Refuses a model that cannot be served, by its name, its folder and its config. Asks no network.
+
+    Raises `ConfigurationError` and `UnsupportedModelError`.
+    """
+    check_kv_cache_dtype(config.worker, config.model.device)
+    for setting, name in _names(config):
+        _check_name(setting, name)
+    folder = local_folder(config)
+    if folder is None:
+        return
+    given = f"model.model = {config.model.model!r}"
+    is_dummy = config.model.load_format == "dummy"
+    check_folder(folder, given, with_weights=not is_dummy)
+    hf_config = _read_config(folder, given)
+    if not is_dummy and not any(folder.glob("*.safetensors")):
+        others = " (PyTorch's *.bin and *.gguf are not read)" if _has_other_weights(folder) else ""
+        raise ConfigurationError(f"{given}: the folder has no *.safetensors{others}; {_WAY_OUT}")
+    if config.model.tokenizer is None and not (folder / "tokenizer.json").is_file():
+        raise ConfigurationError(f"{given}: the folder has no tokenizer.json; add it, or name another by --tokenizer")
+    _check_config(config, hf_config)
+
+
+def check_hub(config: HoldfastConfig) -> None:
+    """Asks the hub for the config of a model that is not here, unless it was downloaded before.
+
+    Raises `ConfigurationError` for one that it would not give, and for a tensor-parallel size that does not fit.
+    """
+    if local_folder(config) is not None:
+        return
+    from huggingface_hub import snapshot_download
+
+    hub_id = located(config.worker).model.model
+    given = f"model.model = {hub_id!r}"
+    try:
+        folder = snapshot_download(
+            hub_id,
+            revision=config.model.revision,
+            cache_dir=config.model.download_dir,
+            allow_patterns=["config.json"],
+        )
+    except Exception as error:  # the hub client raises whatever its HTTP library does
+        reason = " ".join(str(error).split())[:200].rstrip(".")
+        raise ConfigurationError(
+            f"{given} is neither a local folder nor a model that the hub would give: {reason}. Is the name right, is "
+            f"this machine online, and does the model need HF_TOKEN? Or {_WAY_OUT}"
+        ) from error
+    _check_config(config, _read_config(Path(folder), given))
+
+
+def local_folder(config: HoldfastConfig) -> Path | None:
+    """Where the model lies on this machine; None: it is the hub's."""
+    folder = Path(located(config.worker).model.model).expanduser()
+    return folder if folder.is_dir() else None
+
+
+def weight_bytes(config: HoldfastConfig) -> int:
+    """Memory for the weights of a model that lies here, of the type that it is served in; 0 of others."""
+    folder = local_folder(config)
+    if folder is None or config.model.load_format == "dummy":
+        return 0
+    return weight_files.weight_bytes(folder, config.model.dtype)
+
+
+def _names(config: HoldfastConfig) -> list[tuple[str, str]]:
+    worker = located(config.worker)
+    draft = worker.speculation.draft_model if worker.speculation.speculative == "draft" else None
+    others = {"model.tokenizer": worker.model.tokenizer, "speculation.draft_model": draft}
+    return [("model.model", worker.model.model), *((setting, name) for setting, name in others.items() if name)]
+
+
+def _check_name(setting: str, name: str) -> None:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return
+    if path.is_file():
+        raise ConfigurationError(f"{setting} = {name!r}: this is a file; give the folder that it is in")
+    if name.startswith(("/", ".", "~")):
+        raise ConfigurationError(f"{setting} = {name!r}: there is no such folder")
+    if _HUB_ID.fullmatch(name) is None:
+        raise ConfigurationError(f"{setting} = {name!r}: there is no such folder, and a hub id it is not; {_WAY_OUT}")
+
+
+def _read_config(folder: Path, given: str) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigurationError(f"{given}: the folder has no config.json; {_WAY_OUT}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{given}: config.json cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{given}: config.json is no JSON object")
+    return found
+
+
+def _check_config(config: HoldfastConfig, hf_config: Mapping[str, Any]) -> None:
+    found = SimpleNamespace(**{"model_type": "?", **hf_config})
+    if isinstance(hf_config.get("num_attention_heads"), int):
+        check_heads(found, config.parallel.tensor_parallel_size)
+    check_kv_cache_dtype(config.worker, config.model.device, found)
+
+
+def _has_other_weights(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.gguf", "*.pth"))

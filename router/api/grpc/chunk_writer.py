@@ -1,0 +1,156 @@
+"""Chunk writer: writes the chunks of one gRPC stream where they are made, while the stream's own task waits for more.
+
+gRPC's `write` is a coroutine, which ends when the next chunk may be written. Here the dispatcher's call for a step
+begins it, and the event loop's callback goes on with it: the task, with all coroutines that are nested in it, is not
+woken for a token.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any, Final
+
+from holdfast.router.api.chat_answer import ChatDeltas
+from holdfast.router.api.public_answer import public_chunk
+from holdfast.router.events import Deliver
+from holdfast.router.requests.answer import OutputSignal
+from holdfast.router.wire.response_codec import chunk_message
+from holdfast.v1.inference_pb2 import GenerateStreamResponse
+
+
+class ChunkWriter:
+    """For one task, which has it take deliveries, awaits `settle` before it writes itself, and closes it in the end."""
+
+    __slots__ = ("_encode", "_error", "_has_output", "_idle", "_waits_for", "_write", "_writing")
+
+    def __init__(
+        self,
+        write: Callable[[bytes], Coroutine[Any, Any, None]],
+        encode: Callable[[Deliver], bytes],
+        has_output: OutputSignal,
+    ) -> None:
+        """`write` may wait for futures of the running event loop alone, as gRPC's does."""
+        self._write = write
+        self._encode = encode
+        self._has_output = has_output
+        self._writing: Coroutine[Any, Any, None] | None = None
+        self._waits_for: asyncio.Future[Any] | None = None
+        """What the chunk that is being written waits for."""
+        self._idle: asyncio.Future[None] | None = None
+        """What `settle` waits for."""
+        self._error: BaseException | None = None
+
+    def take(self, delivery: Deliver) -> bool:
+        """Begins to write it. False where an earlier one is being written, or the task is at work. Never raises: the
+        task gets what goes wrong.
+        """
+        waiter = self._has_output.waiter
+        if self._writing is not None or waiter is None or waiter.done():
+            return False
+        try:
+            self._writing = self._write(self._encode(delivery))
+        except Exception as error:
+            self._fail(error)
+        else:
+            self._go_on()
+        return True
+
+    async def settle(self) -> None:
+        """Waits until nothing is being written. Raises what the last write has raised."""
+        if self._writing is not None:
+            self._idle = asyncio.get_running_loop().create_future()
+            await self._idle
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Leaves what is being written to gRPC."""
+        if self._writing is not None and self._waits_for is not None:
+            self._waits_for.remove_done_callback(self._go_on)
+            self._waits_for.cancel()
+            self._writing.close()
+            self._writing = None
+
+    def _go_on(self, _: "asyncio.Future[Any] | None" = None) -> None:
+        """As a task does with its coroutine."""
+        assert self._writing is not None
+        try:
+            waits_for = self._writing.send(None)
+        except StopIteration:
+            self._writing = None
+        except BaseException as error:
+            self._writing = None
+            self._fail(error)
+        else:
+            waits_for._asyncio_future_blocking = False  # it may be waited for once more
+            waits_for.add_done_callback(self._go_on)
+            self._waits_for = waits_for
+            return
+        if self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
+
+    def _fail(self, error: BaseException) -> None:
+        """Wakes the task, which finds the error in `settle`."""
+        self._error = error
+        self._has_output.set()
+
+
+_INDEX, _TOKEN, _TEXT = (
+    bytes([GenerateStreamResponse.DESCRIPTOR.fields_by_name[name].number << 3 | kind])
+    for name, kind in (("first_token_index", 0), ("token_ids", 2), ("text", 2))
+)
+"""What is before each field's content: its number, and 0 for a number, 2 for a length and as many bytes."""
+
+
+def varint(number: int) -> bytes:
+    """Seven bits to a byte, the lowest first; all bytes but the last have the highest bit set."""
+    groups = bytearray()
+    while number > 0x7F:
+        groups.append(number & 0x7F | 0x80)
+        number >>= 7
+    groups.append(number)
+    return bytes(groups)
+
+
+_VARINTS: Final = tuple(map(varint, range(2**14)))
+"""Those of one byte or two, as nearly all indices and lengths are."""
+
+
+class ChunkEncoder:
+    """Of one stream. `chat_deltas` say what its text does."""
+
+    __slots__ = ("_chat_deltas", "_shared")
+
+    def __init__(self, chat_deltas: ChatDeltas | None = None) -> None:
+        self._chat_deltas = chat_deltas
+        self._shared: dict[tuple[int, str, bool], bytes] = {}
+        """By sequence, fingerprint and guarantee: one for each sequence, and more where another replica goes on."""
+
+    def encode(self, delivery: Deliver) -> bytes:
+        if self._chat_deltas is not None:
+            chunk = replace(public_chunk(delivery), chat=self._chat_deltas.of(delivery))
+            return chunk_message(chunk).SerializeToString()
+        _, first, token_ids, text, finish_reason, usage, logprobs, of_prompt, number, _, origin, is_sure, _, _ = (
+            delivery
+        )
+        if finish_reason is not None or usage is not None or logprobs or of_prompt:
+            return chunk_message(public_chunk(delivery)).SerializeToString()
+        shared = self._shared.get((number, origin, is_sure))
+        if shared is None:
+            shared = self._shared[number, origin, is_sure] = _shared(delivery)
+        try:
+            (token_id,) = token_ids
+            token, said = _VARINTS[token_id] if token_id < 2**14 else varint(token_id), text.encode()
+            told = b"%b%b%b%b%b" % (_INDEX, _VARINTS[first], _TOKEN, _VARINTS[len(token)], token)
+            return b"%b%b%b%b%b" % (told, _TEXT, _VARINTS[len(said)], said, shared)
+        except (ValueError, IndexError):  # several tokens, or a number of more bytes
+            new = GenerateStreamResponse(first_token_index=first, token_ids=token_ids, text=text)
+            return new.SerializeToString() + shared
+
+
+def _shared(delivery: Deliver) -> bytes:
+    """All that a chunk says besides its tokens and text."""
+    message = chunk_message(public_chunk(delivery))
+    for name in ("first_token_index", "token_ids", "text"):
+        message.ClearField(name)
+    return message.SerializeToString()

@@ -1,0 +1,206 @@
+"""gRPC method handlers: register a servicer whose methods take a message and raise `HoldfastError`.
+
+Unlike generated handlers, these take messages as bytes, which are decoded within their bounds (`decoding.py`), and
+convert errors to statuses in one place. All begin without a message, and read their own (`decoding.py`): on the wire it
+is the same. A method is cancelled as soon as its client is gone.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from inspect import isasyncgenfunction
+from typing import Any, NoReturn, Protocol, TypeAlias
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from holdfast.router.api.grpc.decoding import Decode, MessageDecoder, StagedReads
+from holdfast.router.api.intake import Intake
+from holdfast.router.overload.byte_ledger import Lease, current_lease
+from holdfast.router.requests.poison_watch import PoisonWatch, begin_reading, end_reading, lasting_parts
+from holdfast.router.wire.statuses import call_status
+from holdfast.worker.errors import HoldfastError, InternalError, InvalidRequestError
+
+logger = logging.getLogger(__name__)
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+UnaryMethod: TypeAlias = Callable[[Any, Context], Awaitable[Message]]
+StreamMethod: TypeAlias = Callable[[Any, Context], Awaitable[None]]
+"""Writes its answers itself, as bytes: through a generator and a serializer, each would take longer."""
+GeneratorMethod: TypeAlias = Callable[[Any, Context], AsyncGenerator[Message, None]]
+Requests: TypeAlias = AsyncIterator[Message | InvalidRequestError]
+"""A client's stream. What is no message is an error in its place."""
+Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
+
+
+class Trailers(Protocol):
+    """Makes what the end of a call says besides its status."""
+
+    def __call__(self, *, is_error: bool) -> Metadata: ...
+
+
+Begun: TypeAlias = Callable[[Context], None]
+"""Told of each call when its method is about to run. Raises `asyncio.CancelledError` if its client has been cut off."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallHooks:
+    """What happens around every call of a server."""
+
+    trailers: Trailers | None = None
+    came: Callable[[Context], None] | None = None
+    """Told of each call before its message is there."""
+    begun: Begun | None = None
+    reads: StagedReads = field(default_factory=StagedReads)
+    poison_watch: PoisonWatch | None = None
+    """Told what is read; streams of requests it is not told of."""
+    intake: Intake | None = None
+    """Opens a lease for each call; without it nothing counts what calls hold."""
+
+    def lease(self, context: Context) -> AbstractContextManager[Lease | None]:
+        """Open while the call is."""
+        return nullcontext() if self.intake is None else self.intake.of_grpc(context.peer())
+
+
+def generic_handler(
+    service: ServiceDescriptor, servicer: object, decoder: MessageDecoder, hooks: CallHooks = CallHooks()
+) -> "grpc.GenericRpcHandler[Any, Any]":
+    """Handlers for all methods of a service: unary ones are coroutines, streams to the client are coroutines that write
+    or asynchronous generators, and streams both ways are generators that take `Requests`.
+    """
+    handlers = {
+        method.name: _handler(method, getattr(servicer, method.name), decoder, hooks) for method in service.methods
+    }
+    return grpc.method_handlers_generic_handler(service.full_name, handlers)
+
+
+def _handler(
+    method: MethodDescriptor, implementation: Any, decoder: MessageDecoder, hooks: CallHooks
+) -> "grpc.RpcMethodHandler[Any, Any]":
+    decode = _taken(decoder.of(method.input_type))
+    if hooks.poison_watch is not None and not method.client_streaming:
+        decode = _noted(decode, method, hooks.poison_watch)
+    serializer = GetMessageClass(method.output_type).SerializeToString
+    if method.client_streaming:
+        streams = _streams(implementation, decode, hooks)
+        return grpc.stream_stream_rpc_method_handler(streams, response_serializer=serializer)
+    if isasyncgenfunction(implementation):
+        generated = _generated(implementation, decode, hooks)
+        return grpc.stream_stream_rpc_method_handler(generated, response_serializer=serializer)
+    if method.server_streaming:
+        return grpc.stream_stream_rpc_method_handler(_stream(implementation, decode, hooks))
+    return grpc.stream_unary_rpc_method_handler(_unary(implementation, decode, hooks), response_serializer=serializer)
+
+
+def _taken(decode: Decode) -> Decode:
+    """Takes the bytes of a message into the call's lease before anything is made of them."""
+
+    async def taken(data: bytes) -> Message:
+        if (lease := current_lease()) is not None:
+            lease.take(len(data))
+        return await decode(data)
+
+    return taken
+
+
+def _noted(decode: Decode, method: MethodDescriptor, watch: PoisonWatch) -> Decode:
+    """Notes what is read, in the task of its call, before any of it is decoded: it may end this process."""
+    kind, may_come_again = method.full_name, method.input_type.full_name == "holdfast.v1.GenerateRequest"
+
+    async def noted(data: bytes) -> Message:
+        if data:
+            begin_reading(watch, kind, *(lasting_parts(data) if may_come_again else [data]))
+        return await decode(data)
+
+    return noted
+
+
+async def _message(context: Context, hooks: CallHooks) -> bytes:
+    """The one message of a call. Raises `asyncio.CancelledError` if its client ends it before."""
+    if hooks.came is not None:
+        hooks.came(context)
+    message = await hooks.reads.read(context.read())
+    if message is None:
+        raise asyncio.CancelledError
+    return message
+
+
+def _unary(method: UnaryMethod, decode: Decode, hooks: CallHooks) -> Callable[[Any, Context], Awaitable[Message]]:
+    async def call(_: Any, context: Context) -> Message:
+        request = await _message(context, hooks)
+        async with _answering(context, hooks):
+            return await method(await decode(request), context)
+
+    return call
+
+
+def _stream(method: StreamMethod, decode: Decode, hooks: CallHooks) -> Callable[[Any, Context], Awaitable[None]]:
+    async def call(_: Any, context: Context) -> None:
+        request = await _message(context, hooks)
+        async with _answering(context, hooks):
+            await method(await decode(request), context)
+
+    return call
+
+
+def _generated(method: GeneratorMethod, decode: Decode, hooks: CallHooks) -> Callable[[Any, Context], Awaitable[None]]:
+    async def call(_: Any, context: Context) -> None:
+        request = await _message(context, hooks)
+        async with _answering(context, hooks), aclosing(method(await decode(request), context)) as messages:
+            async for message in messages:
+                await context.write(message)
+
+    return call
+
+
+def _streams(method: GeneratorMethod, decode: Decode, hooks: CallHooks) -> Callable[[Any, Context], Awaitable[None]]:
+    async def call(_: Any, context: Context) -> None:
+        requests = _decoded(context, decode, hooks)
+        async with _answering(context, hooks), aclosing(method(requests, context)) as messages:
+            async for message in messages:
+                await context.write(message)
+
+    return call
+
+
+async def _decoded(context: Context, decode: Decode, hooks: CallHooks) -> AsyncGenerator[Message | InvalidRequestError]:
+    while (request := await hooks.reads.read(context.read())) is not None:
+        try:
+            yield await decode(request)
+        except InvalidRequestError as error:
+            yield error
+
+
+@asynccontextmanager
+async def _answering(context: Context, hooks: CallHooks) -> AsyncIterator[None]:
+    """Converts any exception to the call's status."""
+    if hooks.begun is not None:
+        hooks.begun(context)
+    trailers = hooks.trailers
+    try:
+        with hooks.lease(context):
+            yield
+        end_reading()
+        if trailers is not None:
+            context.set_trailing_metadata(trailers(is_error=False))
+    except grpc.aio.BaseError as gone:
+        end_reading(gone)
+        raise asyncio.CancelledError from gone  # the client is gone
+    except asyncio.CancelledError as gone:
+        end_reading(gone)
+        raise
+    except Exception as error:
+        end_reading(error)
+        await _abort(context, error, () if trailers is None else trailers(is_error=True))
+
+
+async def _abort(context: Context, error: Exception, trailers: Metadata) -> NoReturn:
+    if not isinstance(error, HoldfastError):
+        logger.error("a call failed by a fault of ours", exc_info=error)
+        error = InternalError(f"the call failed by a fault of ours ({type(error).__name__})")
+    status = call_status(error)
+    await context.abort(status.code, status.message, (*status.trailing_metadata, *trailers))

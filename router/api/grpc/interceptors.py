@@ -1,0 +1,151 @@
+"""Authentication interceptor: every call of a gRPC server passes the gate first, those of reflection too."""
+
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import grpc
+
+from holdfast.router.api.grpc.handlers import Begun, Context
+from holdfast.router.requests.poison_watch import current_reading
+from holdfast.router.requests.tracing import TRACEPARENT, note_incoming
+from holdfast.router.router_losses import ROUTERS_LOST, routers_lost
+from holdfast.router.security.gate import Gate, bearer
+from holdfast.router.wire.statuses import call_status
+from holdfast.v1 import inference_pb2
+from holdfast.worker.errors import HoldfastError
+
+OPEN: Final = (
+    "/grpc.health.v1.Health/",
+    "/inference.GRPCInferenceService/ServerLive",
+    "/inference.GRPCInferenceService/ServerReady",
+    "/vllm.grpc.engine.VllmEngine/HealthCheck",
+    "/envoy.service.ext_proc.v3.ExternalProcessor/",
+)
+"""For balancers, Kubernetes and gateways: what is served is not told, only whether; and, of an endpoint picker, the
+addresses of routers.
+"""
+
+OF_OPERATORS: Final = (
+    "/holdfast.v1.AdminService/",
+    "/holdfast.v1.Inference/GetLoad",
+    "/grpc.channelz.v1.Channelz/",
+)
+"""They tell of all tenants, or touch all."""
+
+
+class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # it takes none when it runs
+    """Asks once for each call, before any of its messages is read."""
+
+    def __init__(self, gate: Gate, begun: Begun) -> None:
+        """`begun` is told of the calls that are refused."""
+        self._gate = gate
+        self._begun = begun
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        method = str(details.method)
+        if method.startswith(OPEN):
+            return await continuation(details)
+        try:
+            caller = self._gate.enter(_presented(details))
+            if method.startswith(OF_OPERATORS):
+                caller.check_operator()
+        except HoldfastError as error:
+            return _refusing(error, self._begun)
+        return await continuation(details)
+
+
+def _presented(details: grpc.HandlerCallDetails) -> str:
+    for name, value in details.invocation_metadata or ():
+        if name == "authorization" and isinstance(value, str):
+            return bearer(value)
+    return ""
+
+
+def _refusing(error: HoldfastError, begun: Begun) -> "grpc.RpcMethodHandler[Any, Any]":
+    """Ends any call at once, whether it streams or not: it waits for no message."""
+
+    async def call(requests: Any, context: Context) -> None:
+        begun(context)
+        status = call_status(error)
+        await context.abort(status.code, status.message, status.trailing_metadata)
+
+    return grpc.stream_stream_rpc_method_handler(call)
+
+
+REQUEST_ID_HEADER: Final = "x-request-id"
+
+
+def given_request_id(context: Context) -> str:
+    """The id that the call's metadata gives; empty if it gives none. Notes the trace context of its task, and how many
+    routers its client has lost with it: raises `ReplicaError` if it is to come again.
+    """
+    given = dict(context.invocation_metadata() or ())
+    if ROUTERS_LOST in given and (reading := current_reading()) is not None:
+        reading.suspect(routers_lost(str(given[ROUTERS_LOST])))
+    note_incoming(str(given.get(TRACEPARENT, "")))
+    return str(given.get(REQUEST_ID_HEADER, ""))
+
+
+def with_request_id(message: inference_pb2.GenerateRequest, context: Context) -> inference_pb2.GenerateRequest:
+    """The message with the id of the metadata, where it has none of its own."""
+    given = given_request_id(context)
+    if not message.request_id:
+        message.request_id = given
+    return message
+
+
+GZIP_OPTIONS: Final = (("grpc.default_compression_level", 1),)
+"""Of a server with this interceptor. 1 is the lowest level that compresses."""
+
+
+class Gzip(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # it takes none when it runs
+    """Turns compression off, message by message, but for whole answers of at least `least_bytes`."""
+
+    def __init__(self, least_bytes: int) -> None:
+        self._least_bytes = least_bytes
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        codec = handler.request_deserializer, handler.response_serializer
+        if not handler.response_streaming:
+            return grpc.stream_unary_rpc_method_handler(self._unary(handler.stream_unary), *codec)
+        if inspect.isasyncgenfunction(handler.stream_stream):  # reflection, which has no stream to hold up
+            return handler
+        return grpc.stream_stream_rpc_method_handler(_plain(handler.stream_stream), *codec)
+
+    def _unary(self, method: Callable[[Any, Context], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
+        async def call(request: Any, context: Context) -> Any:
+            answer = await method(request, context)
+            if answer.ByteSize() < self._least_bytes:
+                context.disable_next_message_compression()
+            return answer
+
+        return call
+
+
+def _plain(method: Callable[[Any, Any], Awaitable[None]]) -> Callable[[Any, Context], Awaitable[None]]:
+    async def call(requests: Any, context: Context) -> None:
+        await method(requests, _PlainContext(context))
+
+    return call
+
+
+class _PlainContext:
+    """The context of a stream whose messages are not compressed."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, message: Any) -> None:
+        self._context.disable_next_message_compression()
+        await self._context.write(message)

@@ -1,0 +1,104 @@
+"""HTTP endpoints of operators, `/admin/...`: the same calls as gRPC's `holdfast.v1.AdminService`, and the page's kill.
+
+Without keys, this machine alone gives orders, whatever other hosts the server answers for (`request_origin.py`): the
+caller's address and the name that it calls the server by must both be of loopback, and no proxy may have sent it on.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, ClassVar, Final
+
+from pydantic import ConfigDict
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from holdfast.router.api.http.answering import Endpoint, json_response
+from holdfast.router.api.http.bodies import Reads
+from holdfast.router.api.http.request_origin import JSON, host_name, is_loopback
+from holdfast.router.api.operators import Operators
+from holdfast.router.wire.json_bounds import JsonBounds
+
+_FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip")
+
+
+class OrderBody(Reads):
+    """An order without fields. Fields that nobody declared are refused: an order that is not understood is none."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class PauseBody(OrderBody):
+    """Which model's new requests wait; with `refuse` they are refused."""
+
+    model: str = ""
+    refuse: bool = False
+
+
+class ResumeBody(OrderBody):
+    """Which model goes on."""
+
+    model: str = ""
+
+
+class LogLevelBody(OrderBody):
+    """How much is logged: DEBUG, INFO, WARNING or ERROR."""
+
+    level: str
+
+
+class AdminEndpoints:
+    """The endpoints, for the application's table of routes."""
+
+    bodies: ClassVar[dict[str, tuple[type[Reads], str]]] = {
+        "/admin/replicas/{replica_id}/drain": (OrderBody, "Nothing new goes to a replica; what runs there moves."),
+        "/admin/replicas/{replica_id}/undrain": (OrderBody, "A drained replica gets requests again."),
+        "/admin/replicas/{replica_id}/kill": (OrderBody, "Its process ends at once; only where router.killable is on."),
+        "/admin/pause": (PauseBody, "New requests of a model wait, or are refused."),
+        "/admin/resume": (ResumeBody, "A paused model goes on."),
+        "/admin/log-level": (LogLevelBody, "How much routers and replicas log."),
+    }
+
+    def __init__(
+        self, operators: Operators, content: Callable[[Request], Awaitable[bytes]], bounds: JsonBounds | None = None
+    ) -> None:
+        """`content` reads a request's body."""
+        self._bounds = bounds
+        self._operators = operators
+        self._content = content
+
+    def routes(self) -> list[tuple[str, str, Endpoint]]:
+        """Method, path and endpoint of each."""
+        orders: dict[str, Callable[[Any, str], Awaitable[int]]] = {
+            "/admin/replicas/{replica_id}/drain": lambda _, replica_id: self._operators.drain(replica_id),
+            "/admin/replicas/{replica_id}/undrain": lambda _, replica_id: self._operators.undrain(replica_id),
+            "/admin/replicas/{replica_id}/kill": lambda _, replica_id: self._operators.kill(replica_id),
+            "/admin/pause": lambda body, _: self._operators.pause(body.model, body.refuse),
+            "/admin/resume": lambda body, _: self._operators.resume(body.model),
+            "/admin/log-level": lambda body, _: self._operators.set_log_level(body.level),
+        }
+        posts = [("POST", path, self._order(self.bodies[path][0], order)) for path, order in orders.items()]
+        return [*posts, ("GET", "/admin/state", self.state)]
+
+    async def state(self, request: Request) -> ASGIApp:
+        self._operators.check(_not_local(request))
+        return Response(self._operators.dump(), media_type=JSON)
+
+    def _order(self, body: type[Reads], order: Callable[[Any, str], Awaitable[int]]) -> Endpoint:
+        async def call(request: Request) -> ASGIApp:
+            self._operators.check(_not_local(request))
+            read = body.read(await self._content(request) or b"{}", self._bounds)
+            return json_response({"revision": await order(read, request.path_params.get("replica_id", ""))})
+
+        return call
+
+
+def _not_local(request: Request) -> str:
+    """Why the call is not one that a person of this machine has made; empty: it is."""
+    headers, client = request.headers, request.client
+    if client is None or not is_loopback(client.host):
+        return f"this one comes from {client.host if client else 'nowhere'}"
+    if forwarded := [name for name in _FORWARDED if name in headers]:
+        return f"this one was sent on ({forwarded[0]})"
+    if not is_loopback(host_name(headers.get("host", ""))):
+        return "this one calls it by another name than localhost"
+    return ""

@@ -1,0 +1,170 @@
+"""HTTP application of a router: the endpoints of OpenAI and Anthropic, and tokenization, as one ASGI application."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from holdfast.router.api.connection_guard import ConnectionGuard
+from holdfast.router.api.http.admin import AdminEndpoints
+from holdfast.router.api.http.answering import Endpoint, answering, not_found
+from holdfast.router.api.http.event_stream import ANTHROPIC, OPENAI, PLAIN_SEND, EventStream
+from holdfast.router.api.http.generation_endpoints import GenerationEndpoints
+from holdfast.router.api.http.page_files import PAGE, page_file
+from holdfast.router.api.http.protocol import CONNECTION, Connection
+from holdfast.router.api.http.request_origin import RequestOrigins, guarded, with_cors
+from holdfast.router.api.http.request_reader import RequestReader
+from holdfast.router.api.http.state_endpoints import StateEndpoints
+from holdfast.router.api.http.token_endpoints import TokenEndpoints
+from holdfast.router.api.intake import DecodeWorker, Intake
+from holdfast.router.api.load_reports import ASKED_BY, LoadReports
+from holdfast.router.api.operators import Operators
+from holdfast.router.config import LimitsConfig
+from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.requests.poison_watch import PoisonWatch, end_reading
+from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.security.gate import Gate
+from holdfast.worker.wire.certificates import Certificates
+
+
+class Door(Starlette):
+    """The application. Streams write past its middlewares, which would take part in every event: theirs is to answer
+    exceptions, and streams answer their own.
+    """
+
+    intake: Intake | None = None
+    """Opens the lease of each request."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[PLAIN_SEND] = send
+        try:
+            await self._served(scope, receive, send)
+        except BaseException as error:
+            end_reading(error)
+            raise
+        end_reading()
+
+    async def _served(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.intake is None or scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        host, port = scope.get("client") or ("", 0)
+        connection: Connection | None = scope.get(CONNECTION)
+        with self.intake.of_http(host, port, is_guest=connection is not None and connection.is_guest):
+            await super().__call__(scope, receive, send)
+
+
+class HttpDoor:
+    """The HTTP door of one router: its endpoints under their paths, guarded and counted."""
+
+    def __init__(
+        self,
+        request_processor: RequestProcessor,
+        dispatch_host: DispatchHost,
+        limits: LimitsConfig,
+        gate: Gate | None = None,
+        operators: Operators | None = None,
+        warnings: Callable[[], Sequence[str]] = tuple,
+        guard: ConnectionGuard | None = None,
+        decode_worker: DecodeWorker | None = None,
+        poison_watch: PoisonWatch | None = None,
+        intake: Intake | None = None,
+        load_reports: LoadReports | None = None,
+        certificates: Certificates | None = None,
+    ) -> None:
+        """The `gate` lets requests in; without it all may come. Without `operators` there are no paths for them.
+        `warnings`: what health says besides. The `guard` knows the connections of the server. Large bodies are decoded
+        by the `decode_worker`, or one of its own. The `poison_watch` is told what is read. Without an `intake` nothing
+        counts what requests hold; without `load_reports` no response tells of them.
+        """
+        self._load_reports = load_reports
+        watch = poison_watch or PoisonWatch()
+        reader = RequestReader(request_processor, limits, decode_worker or DecodeWorker(), watch)
+        self._generation = GenerationEndpoints(request_processor, reader, self._load_header)
+        self._tokens = TokenEndpoints(request_processor, reader)
+        self._gate = gate or Gate()
+        self._guard = guard
+        self._intake = intake
+        self._admin = [] if operators is None else AdminEndpoints(operators, reader.content, reader.bounds).routes()
+        self._responses: Counter[tuple[str, int]] = Counter()
+        is_killable = operators is not None and operators.may_kill
+        self._state = StateEndpoints(
+            request_processor, dispatch_host, self._responses, warnings, is_killable, guard, watch
+        )
+        self._state.overload = None if intake is None else intake.overload
+        self._state.certificates = certificates
+
+    def stop(self) -> None:
+        """From here on `/health` and `/ready` say no."""
+        self._state.is_stopping = True
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._state.is_stopping
+
+    def app(self, origins: RequestOrigins | None = None) -> Starlette:
+        """The application, which is also what others mount. `origins`: which hosts and pages may call it without keys;
+        by default those of a server on loopback.
+        """
+        origins, generation, tokens = origins or RequestOrigins(), self._generation, self._tokens
+        routes = [
+            ("POST", "/v1/chat/completions", generation.chat_completions),
+            ("POST", "/v1/completions", generation.completions),
+            ("POST", "/v1/responses", generation.responses),
+            ("POST", "/tokenize", tokens.tokenize),
+            ("POST", "/detokenize", tokens.detokenize),
+            *self._state.routes(),
+            *(("GET", path, page_file(path)) for path in PAGE),
+            *self._admin,
+        ]
+        of_anthropic = [
+            ("POST", "/v1/messages", generation.messages),
+            ("POST", "/v1/messages/count_tokens", tokens.count_tokens),
+        ]
+        door = Door(
+            routes=[
+                Route(
+                    path,
+                    self._counting(path, answering(guarded(endpoint, path, self._gate, origins, self._guard), shape)),
+                    methods=[method],
+                )
+                for shape, some in ((OPENAI, routes), (ANTHROPIC, of_anthropic))
+                for method, path, endpoint in some
+            ],
+            exception_handlers={HTTPException: not_found},
+        )
+        door.intake = self._intake
+        return door
+
+    def app_for_pages(self, origins: RequestOrigins) -> ASGIApp:
+        """The application, also for pages of the origins that are given (`request_origin.py`)."""
+        return with_cors(self.app(origins), origins.cors_origins, self._guard)
+
+    # --- inside ---
+
+    def _counting(self, path: str, call: Endpoint) -> Endpoint:
+        """An endpoint whose responses are counted by their status."""
+
+        async def counted(request: Request) -> ASGIApp:
+            response = await call(request)
+            if isinstance(response, Response):
+                response.headers.update(self._load_header(request))
+            if isinstance(response, EventStream):
+                response.on_status = lambda status: self._count(path, status)
+            elif isinstance(response, Response):
+                self._count(path, response.status_code)
+            return response
+
+        return counted
+
+    def _load_header(self, request: Request) -> dict[str, str]:
+        asked = request.headers.get(ASKED_BY)
+        return {} if asked is None or self._load_reports is None else self._load_reports.header(asked)
+
+    def _count(self, path: str, status: int) -> None:
+        self._responses[path, status] += 1

@@ -1,0 +1,353 @@
+"""Request bodies of the OpenAI-style endpoints, as pydantic models: types, defaults, and fields that are refused.
+
+A field that is not known is accepted, and logged once; one that is known and would be silently ignored is refused by
+name if it asks for something.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, PrivateAttr, ValidationError
+
+from holdfast.router.api.http.errors import invalid_body
+from holdfast.router.api.intake import loggable
+from holdfast.router.request import FieldNames, naming
+from holdfast.router.wire.json_bounds import JsonBounds, TokenIds
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.neutral_fields import SAMPLING_FIELDS, Neutral, check_neutral
+from holdfast.worker.parameters import FIELD
+from holdfast.worker.sampling_params import PARAMETERS
+
+logger = logging.getLogger(__name__)
+
+_ACCEPTED = frozenset(
+    [
+        "user",
+        "store",
+        "metadata",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "moderation",
+        "verbosity",
+    ]
+)
+"""Known fields that change nothing of the output."""
+
+ONE_PLAIN_CHOICE: Final[Neutral] = {
+    "n": (1,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "beam_width": (),
+    "logprobs": (),
+    "prompt_logprobs": (),
+    "logprob_token_ids": ([],),
+}
+"""What may be said of fields for more, where an answer has no place for more."""
+
+_logged: set[str] = set()
+
+T = TypeVar("T")
+
+
+class _First(FailFast):
+    """One that unions of types take."""
+
+    __hash__ = object.__hash__
+
+
+Listed = Annotated[list[T], _First()]
+"""A list, of which the first element that is wrong is told: telling all takes minutes, and gigabytes."""
+
+Token = Annotated[int, Field(ge=0)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells beside its output."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    include_usage: bool = False
+    """A last chunk without choices has the usage; the others say null."""
+    continuous_usage_stats: bool = False
+    """With `include_usage`, every chunk has the usage so far."""
+
+
+class ResponseFormat(BaseModel):
+    """The shape of the output."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"] = "text"
+    json_schema: dict[str, Any] | None = None
+
+
+class Reads(BaseModel):
+    """A body that is read from JSON text, with fields that nobody declared."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    _origin: "Reads | None" = PrivateAttr(default=None)
+    """The body that this one is made of."""
+
+    neutral: ClassVar[Neutral] = {
+        **SAMPLING_FIELDS,
+        "include_reasoning": (True,),
+        "return_prompt_text": (False,),
+        "return_token_strs": (False,),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "return_token_offsets": (False,),
+        "return_weight_versions": (False,),
+        "kv_transfer_params": ({},),
+        "ec_transfer_params": ({},),
+        "prompt_embeds": ([],),
+        "vllm_xargs": ({},),
+    }
+    """Fields that are not supported, with the values that ask for nothing. None always asks for nothing."""
+
+    def given(self, name: str) -> Any:
+        """A sampling parameter as the body says it; None where it does not."""
+        return (self.model_extra or {}).get(name)
+
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Own fields that say what the request has under another name; by this table they are read, and named in errors."""
+
+    fixed_names: ClassVar[Mapping[str, str]] = {}
+    """Client's names by fields of the request, whatever a body says."""
+
+    def given_renamed(self) -> dict[str, Any]:
+        """What the body says in fields that are renamed, by the request's name; of dotted ones nothing."""
+        given = ((other, getattr(self, own, None)) for own, other in self.renamed.items() if "." not in own + other)
+        return {other: value for other, value in given if value is not None}
+
+    def names(self) -> FieldNames:
+        """What this body calls the fields of what is made of it."""
+        said = {other: own for own, other in self.renamed.items() if self._says(own)}
+        return FieldNames({**self.fixed_names, **said})
+
+    def _says(self, own: str) -> bool:
+        value = getattr(self, own.partition(".")[0], None)
+        return value is not None
+
+    lists_of_ids: ClassVar[tuple[str, ...]] = ("allowed_token_ids",)
+    """Fields that may be long lists of token ids, which are read apart: pydantic takes ten times as long."""
+
+    @classmethod
+    def read(cls, content: bytes, bounds: JsonBounds | None = None) -> Self:
+        """The body that JSON text says, within bounds. Raises `InvalidRequestError`, naming the field."""
+        apart = dict[str, TokenIds]()
+        if bounds is not None:
+            content, apart = bounds.take_apart(content, cls.lists_of_ids)
+        try:
+            body = cls.model_validate_json(content)
+        except ValidationError as error:
+            raise invalid_body(error) from None
+        for name, ids in apart.items():
+            setattr(body, name, ids)
+        body._check_extra()
+        body._check_together()
+        return body
+
+    @classmethod
+    def made(cls, fields: Mapping[str, Any]) -> Self:
+        """The body of fields that another body says. Raises `InvalidRequestError`, naming the field."""
+        try:
+            body = cls.model_validate(fields)
+        except ValidationError as error:
+            raise invalid_body(error) from None
+        body._check_extra()
+        body._check_together()
+        return body
+
+    @classmethod
+    def made_of(cls, origin: "Reads", fields: Mapping[str, Any]) -> Self:
+        """As `made`, of a body that names what is wrong in its own words."""
+        with naming(origin.names):
+            body = cls.made(fields)
+        body._origin = origin
+        return body
+
+    def _check_together(self) -> None:
+        """Raises `InvalidRequestError` for a field that means nothing beside the others."""
+
+    def _check_extra(self) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if name in self.neutral:
+                if value is not None:
+                    check_neutral(name, value, self.neutral[name])
+            elif name not in PARAMETERS and name not in _ACCEPTED and name not in _logged and len(_logged) < 1000:
+                _logged.add(name)
+                logger.warning("a request has a field that is not known here, %r: it is ignored", loggable(name))
+
+
+class Body(Reads):
+    """What OpenAI's generating endpoints take, but for the sampling parameters: these are read by their declarations
+    (`sampling.py`).
+    """
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        "guided_json": "structured_outputs.json",
+        "guided_regex": "structured_outputs.regex",
+        "guided_choice": "structured_outputs.choice",
+        "guided_grammar": "structured_outputs.grammar",
+        "response_format": "structured_outputs",
+        "response_format.json_schema.schema": "structured_outputs.json",
+        "prompt_cache_key": "session_id",
+    }
+    fixed_names: ClassVar[Mapping[str, str]] = {
+        f"{FIELD}.": "",
+        "chat.": "",
+        "chat": "messages",
+        "chat.template_kwargs": "chat_template_kwargs",
+        "text": "prompt",
+        "token_ids": "prompt",
+        "timeout_ms": "timeout",
+        "timeout_s": "timeout",
+    }
+
+    def names(self) -> FieldNames:
+        said = {_field_of(other): own for own, other in self.renamed.items() if self._says(own)}
+        if self.use_beam_search:
+            said[f"{FIELD}.beam_width"] = "n" if self.given("n") is not None else "use_beam_search"
+        then = None if self._origin is None else self._origin.names()
+        return FieldNames({**self.fixed_names, **said}, then)
+
+    model: str | None = None
+    request_id: str | None = None
+    """The answer's `id` is made of it, and the tenant can abort the request by it. Unset: one is chosen."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    use_beam_search: bool | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Listed[str] | None = None
+    guided_grammar: str | None = None
+    priority: int | Literal["critical", "high", "normal", "low"] | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    """The conversation, where a model is routed by session."""
+    prompt_cache_key: str | None = None
+    """OpenAI's word for nearly the same: requests with one key are sent to where their prompts are cached."""
+    timeout: float | None = None
+    """Seconds that the caller waits, as a deadline of the request."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where `truncate_prompt_tokens` cuts."""
+    return_token_ids: bool | None = None
+    """Choices and chunks have the output's `token_ids`, and the prompt's where they begin."""
+    return_tokens_as_token_ids: bool | None = None
+    """Log-probabilities write tokens as `token_id:7`."""
+
+    def _check_together(self) -> None:
+        if self.stream_options is not None and self.stream_options.model_fields_set and not self.stream:
+            raise InvalidRequestError("stream_options", "set", "must come with stream = true")
+
+    @property
+    def session(self) -> str:
+        """What routing by session goes by; empty: nothing."""
+        return self.session_id or self.prompt_cache_key or ""
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def tells_usage(self) -> bool:
+        """Whether a stream's last chunk has the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def tells_usage_always(self) -> bool:
+        return self.tells_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+
+def _field_of(parameter: str) -> str:
+    """Where a request has what a body renames."""
+    return f"{FIELD}.{parameter}" if parameter.partition(".")[0] in PARAMETERS else parameter
+
+
+class CompletionBody(Body):
+    """`POST /v1/completions`."""
+
+    lists_of_ids = (*Body.lists_of_ids, "prompt")
+    neutral: ClassVar[Neutral] = {**Body.neutral, "suffix": ("",)}
+
+    prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
+    add_special_tokens: bool | None = None
+
+
+class ChatFields(BaseModel):
+    """What a chat's prompt is made of, beside its messages: the same wherever one is sent."""
+
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: Listed[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """The output goes on with the last message, whose turn stays open."""
+    chat_template: str | None = None
+    """The name of one of the model's own templates."""
+
+
+class ChatBody(Body, ChatFields):
+    """`POST /v1/chat/completions`."""
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        **Body.renamed,
+        "max_completion_tokens": "max_tokens",
+        "top_logprobs": "logprobs",
+    }
+    neutral: ClassVar[Neutral] = {
+        **Body.neutral,
+        "audio": (),
+        "modalities": (["text"],),
+        "prediction": (),
+        "web_search_options": (),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "add_special_tokens": (False,),
+    }
+
+    messages: Listed[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    echo: bool | None = None
+    """The answer begins with the last message's content, where that is of the answer's own role."""
+    include_reasoning: bool | None = None
+    """False: thoughts are not told, nor are tokens by which they could be read."""
+    return_prompt_text: bool | None = None
+    """The answer has the prompt that the template made, as `prompt_text`."""
+
+    @property
+    def hides_reasoning(self) -> bool:
+        return self.include_reasoning is False
+
+
+class TokenizeBody(Reads, ChatFields):
+    """`POST /tokenize`: a prompt or a chat."""
+
+    fixed_names: ClassVar[Mapping[str, str]] = Body.fixed_names
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Listed[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+    """The answer has the tokens as the vocabulary writes them."""
+
+
+class DetokenizeBody(Reads):
+    """`POST /detokenize`."""
+
+    fixed_names: ClassVar[Mapping[str, str]] = {"token_ids": "tokens"}
+
+    lists_of_ids = (*Reads.lists_of_ids, "tokens")
+    model: str | None = None
+    tokens: Listed[Token]

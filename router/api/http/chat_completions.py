@@ -1,0 +1,299 @@
+"""Endpoint `/v1/chat/completions`: a chat as OpenAI's clients send it,
+and its answer whole or as a stream of chunks.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from holdfast.router.api.chat_answer import call_prefix
+from holdfast.router.api.http.bodies import ChatBody, ChatFields
+from holdfast.router.api.http.choices import (
+    TokenNames,
+    chat_logprobs,
+    delta_of,
+    finish_after_calls,
+    prompt_logprobs_of,
+    usage_of,
+    whole_message,
+)
+from holdfast.router.api.http.event_stream import PLACE, Frame, frame_of, json_text
+from holdfast.router.api.http.sampling import chat_params, service_of
+from holdfast.router.chat import Chat, plain_message
+from holdfast.router.dispatch.output_stream import merged
+from holdfast.router.events import Deliver, Usage
+from holdfast.router.request import GenerationRequest, naming
+from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
+from holdfast.router.text.token_table import TokenTable
+from holdfast.router.tools.call_events import CallEvent
+from holdfast.router.tools.chat_style import ChatReader, Reasoning
+
+DONE: Final = b"data: [DONE]\n\n"
+
+NewReader: TypeAlias = Callable[[], ChatReader | None]
+"""Makes what reads one choice's text; None where it is content as it stands."""
+
+
+def chat_request(body: ChatBody, tenant: str = "") -> GenerationRequest:
+    """The request that a body makes. Raises `InvalidRequestError`, naming the field."""
+    with naming(body.names):
+        return GenerationRequest(
+            chat=chat_of(body, body.messages), sampling_params=chat_params(body), **service_of(body, tenant)
+        )
+
+
+def chat_of(body: ChatFields, messages: list[dict[str, Any]]) -> Chat:
+    """The chat of a body and its messages."""
+    variables = dict(body.chat_template_kwargs or {})
+    if body.add_generation_prompt is not None:
+        variables["add_generation_prompt"] = body.add_generation_prompt
+    if body.documents is not None:
+        variables["documents"] = body.documents
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    return Chat(
+        messages=messages,
+        template_kwargs=variables,
+        tools=body.tools or (),
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        split_reasoning=True,
+        continue_final_message=bool(body.continue_final_message),
+        template=body.chat_template or "",
+    )
+
+
+def _echo(body: ChatBody) -> str:
+    """What the answer begins with, where `echo` asks for it: the last message, if the answer goes on in its role."""
+    last = body.messages[-1] if body.echo else {}
+    goes_on = body.continue_final_message or body.add_generation_prompt is False
+    if not body.echo or not (goes_on or last.get("role") == "assistant"):
+        return ""
+    return str(plain_message(last, f"messages[{len(body.messages) - 1}]")["content"])
+
+
+def chat_id(request_id: str) -> str:
+    return f"chatcmpl-{request_id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatView:
+    """What an answer to a body is made with, besides the output."""
+
+    body: ChatBody
+    created: int
+    tokens: TokenTable
+    new_reader: NewReader
+    prompt_text: str | None = None
+    """The prompt, where the answer tells it."""
+
+    @property
+    def names(self) -> TokenNames:
+        return TokenNames(self.tokens, bool(self.body.return_tokens_as_token_ids))
+
+    def tells_tokens(self, reader: ChatReader | None) -> bool:
+        """Whether single tokens are told: thoughts that are not to be told could be read from them."""
+        return not (self.body.hides_reasoning and reader is not None)
+
+    def read(self, events: list[Reasoning | CallEvent]) -> list[Reasoning | CallEvent]:
+        """What is told of what a reader has found."""
+        if self.body.hides_reasoning:
+            return [event for event in events if not isinstance(event, Reasoning)]
+        return events
+
+    def of_prompt(self, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+        """What is asked for of the prompt, but its log-probabilities."""
+        ids = {"prompt_token_ids": list(prompt_token_ids)} if self.body.return_token_ids else {}
+        return ids if self.prompt_text is None else {**ids, "prompt_text": self.prompt_text}
+
+
+def whole_chat(view: ChatView, completed: CompletedRequest, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+    """The whole response."""
+    body = view.body
+    first = completed.completions[0].output
+    response: dict[str, Any] = {
+        "id": chat_id(completed.request_id),
+        "object": "chat.completion",
+        "created": view.created,
+        "model": completed.model,
+        "choices": [_whole_choice(view, item, view.new_reader()) for item in completed.completions],
+        "usage": usage_of(completed.usage),
+        "system_fingerprint": first.fingerprint or None,
+        "service_tier": None,
+        "prompt_logprobs": None,
+        **view.of_prompt(prompt_token_ids),
+    }
+    if body.given("prompt_logprobs") is not None:
+        response["prompt_logprobs"] = prompt_logprobs_of(first.prompt_logprobs, view.tokens)
+    return response
+
+
+def _whole_choice(view: ChatView, completion: CompletedSequence, reader: ChatReader | None) -> dict[str, Any]:
+    output = completion.output
+    message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None, "reasoning": None}
+    if reader is not None:
+        read = view.read([*reader.push(output.text), *reader.finish()])
+        message |= whole_message(call_prefix(output.request_id, output.sequence_index), read)
+    if echo := _echo(view.body):
+        message["content"] = echo + (message["content"] or "")
+    tells_tokens = view.tells_tokens(reader)
+    choice: dict[str, Any] = {
+        "index": output.sequence_index,
+        "message": message,
+        "logprobs": chat_logprobs(output.logprobs, view.names) if tells_tokens else None,
+        "finish_reason": finish_after_calls(output.finish_reason, reader),
+        "stop_reason": completion.stop_reason,
+    }
+    if view.body.return_token_ids and tells_tokens:
+        choice["token_ids"] = list(output.token_ids)
+    return choice
+
+
+class ChatChunks:
+    """Writes the chunks of one stream. What all of them have in common is made once."""
+
+    def __init__(self, view: ChatView, answer: SampledAnswer) -> None:
+        self.num_events = 0
+        self._view = view
+        self._names = view.names
+        self._body = body = view.body
+        self._answer = answer
+        self._num_prompt_tokens = len(answer.prompt_token_ids)
+        self._head = {
+            "id": chat_id(answer.request_id),
+            "object": "chat.completion.chunk",
+            "created": view.created,
+            "model": answer.model,
+        }
+        self._readers: dict[int, ChatReader | None] = {}
+        """Of the choices of which anything has come."""
+        self._held: dict[int, list[Deliver]] = {}
+        """By choice, where tokens are told: deliveries whose text is held back, as that of a call's head. They come
+        with the next chunk that says anything.
+        """
+        self._begun: set[int] = set()
+        self._over: set[int] = set()
+        self._fingerprint: str | None = None
+        self._num_completion_tokens = 0
+        self._is_plain = not (body.tells_usage_always or body.return_token_ids)
+        self._plain: dict[int, Frame] = {}
+        """By choice that has begun."""
+
+    def of(self, delivery: Deliver) -> bytes:
+        """The events of one delivery; a choice's first begins with its role."""
+        if delivery.finish_reason is None and (plain := self.plain(delivery)) is not None:
+            return plain
+        index = delivery.sequence_index
+        events = b"" if index in self._over else self._choice(index, delivery)
+        if delivery.usage is not None and self._body.tells_usage:
+            events += event_of({**self._head, "choices": [], "usage": usage_of(delivery.usage)})
+        return events
+
+    def plain(self, delivery: Deliver) -> bytes | None:
+        frame = self._plain.get(delivery.sequence_index)
+        if frame is None or not delivery.text or delivery.logprobs or delivery.fingerprint != self._fingerprint:
+            return None
+        if delivery.sequence_index in self._held:  # they come with this text
+            return None
+        return b"%b%b%b" % (frame[0], json_text(delivery.text).encode(errors="replace"), frame[1])
+
+    def holds(self, choice: int) -> bool:
+        return choice in self._held
+
+    def end(self) -> bytes:
+        return DONE
+
+    def _choice(self, index: int, delivery: Deliver) -> bytes:
+        if delivery.fingerprint != self._fingerprint:
+            self._fingerprint = delivery.fingerprint
+            self._head["system_fingerprint"] = delivery.fingerprint or None
+            self._plain.clear()
+        if index not in self._readers:
+            self._readers[index] = self._view.new_reader()
+        deltas = self._deltas(delivery)
+        if not deltas and self._is_to_wait(index, delivery):
+            self._held.setdefault(index, []).append(delivery)
+            return b""
+        return self._told(index, merged([*self._held.pop(index, ()), delivery]), deltas)
+
+    def _is_to_wait(self, index: int, delivery: Deliver) -> bool:
+        """Whether a delivery that says nothing has tokens that are to be told with a later one."""
+        if delivery.finish_reason is not None or not self._view.tells_tokens(self._readers[index]):
+            return False
+        return bool(delivery.logprobs) or (bool(self._body.return_token_ids) and bool(delivery.token_ids))
+
+    def _told(self, index: int, delivery: Deliver, deltas: list[dict[str, Any]]) -> bytes:
+        """The events of a delivery, with those that waited for it, whose text comes to some deltas."""
+        events = b"" if index in self._begun else self._beginning(index, delivery)
+        self._num_completion_tokens += len(delivery.token_ids)
+        if not deltas and delivery.finish_reason is None:
+            return events
+        *earlier, last = deltas or [{}]
+        for delta in earlier:
+            events += self._event(index, delta, None, None)
+        tells_tokens = self._view.tells_tokens(self._readers[index])
+        logprobs = chat_logprobs(delivery.logprobs, self._names) if tells_tokens else None
+        finish_reason = finish_after_calls(delivery.finish_reason, self._readers[index])
+        extra: dict[str, Any] = {}
+        if self._body.return_token_ids and tells_tokens:
+            extra["token_ids"] = list(delivery.token_ids)
+        if delivery.finish_reason is not None:
+            extra["stop_reason"] = self._answer.stop_reason(index, delivery)
+        events += self._event(index, last, logprobs, finish_reason, extra)
+        self._note(index, delivery)
+        return events
+
+    def _beginning(self, index: int, delivery: Deliver) -> bytes:
+        """The first chunks of a choice: its role, with what is asked for of the prompt, and the echo."""
+        self._begun.add(index)
+        of_prompt = self._view.of_prompt(self._answer.prompt_token_ids)
+        if delivery.prompt_logprobs:
+            of_prompt["prompt_logprobs"] = prompt_logprobs_of(delivery.prompt_logprobs, self._names.tokens)
+        events = self._event(index, {"role": "assistant", "content": ""}, None, None, of_prompt=of_prompt)
+        echo = _echo(self._view.body)
+        return events + self._event(index, {"content": echo}, None, None) if echo else events
+
+    def _note(self, index: int, delivery: Deliver) -> None:
+        """What is known of the choice's chunks from here on."""
+        if delivery.finish_reason is not None:
+            self._over.add(index)
+            self._plain.pop(index, None)
+        elif self._is_plain and self._readers[index] is None:
+            self._plain[index] = frame_of(self._event(index, {"content": PLACE}, None, None))
+
+    def _deltas(self, delivery: Deliver) -> list[dict[str, Any]]:
+        """What a delivery's text comes to."""
+        reader = self._readers[delivery.sequence_index]
+        if reader is None:
+            return [{"content": delivery.text}] if delivery.text else []
+        read = reader.push(delivery.text)
+        if delivery.finish_reason is not None:
+            read += reader.finish()
+        read = self._view.read(read)
+        prefix = call_prefix(delivery.request_id, delivery.sequence_index)
+        return [delta for event in read if (delta := delta_of(prefix, event))]
+
+    def _event(
+        self,
+        index: int,
+        delta: Mapping[str, object],
+        logprobs: dict[str, Any] | None,
+        finish_reason: str | None,
+        extra: Mapping[str, Any] | None = None,
+        of_prompt: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason, **(extra or {})}
+        chunk: dict[str, Any] = {**self._head, "choices": [choice], **(of_prompt or {})}
+        if self._body.tells_usage_always:
+            chunk["usage"] = usage_of(
+                Usage(num_prompt_tokens=self._num_prompt_tokens, num_completion_tokens=self._num_completion_tokens)
+            )
+        elif self._body.tells_usage:
+            chunk["usage"] = None
+        return event_of(chunk)
+
+
+def event_of(chunk: Mapping[str, Any]) -> bytes:
+    """A server-sent event of an object."""
+    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n\n"

@@ -1,0 +1,341 @@
+"""Endpoint `/v1/completions`: one prompt or several, as text or token ids, answered whole or as a stream of chunks.
+
+Several prompts are as many requests, which are answered side by side: choice `i * n + j` is completion j of prompt i.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, Final
+
+from holdfast.router.api.http.bodies import CompletionBody
+from holdfast.router.api.http.chat_completions import DONE, event_of
+from holdfast.router.api.http.choices import (
+    TokenNames,
+    completion_logprobs,
+    finish_of,
+    prompt_logprobs_of,
+    usage_of,
+)
+from holdfast.router.api.http.event_stream import PLACE, Frame, frame_of, json_text
+from holdfast.router.api.http.sampling import completion_params, scores_only, service_of
+from holdfast.router.api.http.tokens_with_text import TokensWithText
+from holdfast.router.events import Deliver, Usage
+from holdfast.router.request import GenerationRequest, naming
+from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
+from holdfast.router.requests.beam_search import BeamAnswer
+from holdfast.router.text.text_stream import TextOffsets
+from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.request import TokenLogprob
+
+MAX_PROMPTS: Final = 1024
+
+
+def completion_requests(body: CompletionBody, tenant: str = "") -> list[GenerationRequest]:
+    """A request for each prompt. Raises `InvalidRequestError`, naming the field."""
+    with naming(body.names):
+        params = completion_params(body)
+        prompts = prompts_of(body)
+        if len(prompts) > MAX_PROMPTS:
+            raise InvalidRequestError("prompt", len(prompts), f"must be at most {MAX_PROMPTS} prompts")
+        service = service_of(body, tenant)
+        return [GenerationRequest(prompt=prompt, sampling_params=params, **service) for prompt in prompts]
+
+
+def prompts_of(body: CompletionBody) -> Sequence[str | tuple[int, ...]]:
+    """The prompts: a text, texts, token ids, or several lists of them."""
+    given = body.prompt
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise InvalidRequestError("prompt", given, "must not be empty")
+    if isinstance(given[0], int):
+        return [tuple(given)]
+    return [item if isinstance(item, str) else tuple(item) for item in given]
+
+
+def completion_id(request_id: str) -> str:
+    return f"cmpl-{request_id}"
+
+
+class Completions:
+    """The response to one body, whose prompts' answers are `answers`."""
+
+    def __init__(
+        self,
+        body: CompletionBody,
+        answers: Sequence[SampledAnswer | BeamAnswer],
+        created: int,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.num_events = 0
+        self._usages: list[Usage] = []
+        self._over: set[int] = set()
+        self._num_tokens = 0
+        self._body = body
+        self._answers = answers
+        self._tokenizer = tokenizer
+        self._names = TokenNames(tokenizer.tokens, bool(body.return_tokens_as_token_ids))
+        self._per_prompt = body.given("n") or 1
+        self._lengths: dict[int, int] = {}
+        """By choice that has begun: the length of its text."""
+        self._offsets: dict[int, TextOffsets] = {}
+        """By choice, where log-probabilities are asked for."""
+        self._waiting: dict[int, TokensWithText] = {}
+        """By choice of a stream."""
+        self._tells_logprobs = body.given("logprobs") is not None
+        self._order = _PromptsFirst(len(answers), self._per_prompt if self._tells_prompts else 1)
+        self._is_plain = not (
+            body.tells_usage_always
+            or body.return_token_ids
+            or scores_only(body)
+            or self._tells_logprobs
+            or body.given("prompt_logprobs") is not None
+        )
+        self._plain: dict[tuple[int, str], Frame] = {}
+        """By choice and fingerprint."""
+        self._head: dict[str, Any] = {
+            "id": completion_id(answers[0].request_id),
+            "object": "text_completion",
+            "created": created,
+            "model": answers[0].model,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """The whole response."""
+        completed = await _all_of(self._answers)
+        choices = [
+            self._whole_choice(number, one, item) for number, one in enumerate(completed) for item in one.completions
+        ]
+        usage = _sum([one.usage for one in completed])
+        fingerprint = completed[0].completions[0].output.fingerprint or None
+        return {**self._head, "choices": choices, "usage": usage_of(usage), "system_fingerprint": fingerprint}
+
+    def _whole_choice(self, number: int, request: CompletedRequest, item: CompletedSequence) -> dict[str, Any]:
+        """The prompt's log-probabilities, which the first completion has, are those of all."""
+        output = item.output._replace(prompt_logprobs=request.completions[0].output.prompt_logprobs)
+        choice = self._choice(self._numbered(number, output), self._answers[number], item.stop_reason)
+        return {**choice, "prompt_logprobs": choice.get("prompt_logprobs")}
+
+    def of(self, delivery: Deliver) -> bytes:
+        """The chunk of a delivery that is numbered as its choice is; of the last one of all the usage as well."""
+        index, events = delivery.sequence_index, b""
+        if delivery.usage is not None:
+            self._usages.append(delivery.usage)
+        if index not in self._over:
+            plain = self.plain(delivery) if delivery.finish_reason is None else None
+            events = plain or self._chunk(delivery)
+        if delivery.finish_reason is not None:
+            self._over.add(index)
+        return events
+
+    def plain(self, delivery: Deliver) -> bytes | None:
+        index, fingerprint, text = delivery.sequence_index, delivery.fingerprint, delivery.text
+        if delivery.logprobs or not self._is_plain or index not in self._lengths:
+            return None
+        frame = self._plain.get((index, fingerprint))
+        if frame is None:
+            said = self._chunk(delivery._replace(text=PLACE))
+            self._lengths[index] -= len(PLACE)
+            frame = self._plain[index, fingerprint] = frame_of(said)
+        self._lengths[index] += len(text)
+        return b"%b%b%b" % (frame[0], json_text(text).encode(errors="replace"), frame[1])
+
+    def holds(self, choice: int) -> bool:
+        """What `numbered` yields is told at once."""
+        return False
+
+    def end(self) -> bytes:
+        """The usage of all prompts, and that it is done."""
+        if not self._body.tells_usage:
+            return DONE
+        return event_of({**self._head, "choices": [], "usage": usage_of(_sum(self._usages))}) + DONE
+
+    async def numbered(self) -> AsyncIterator[Deliver]:
+        """The deliveries of all answers, numbered as their choices are."""
+        for number, answer in enumerate(self._answers):
+            if isinstance(answer, SampledAnswer) and any(one.sequence_index == 0 for one in answer.received):
+                self._order.has_begun(number)
+        async for number, delivery in _side_by_side(self._answers):
+            for one in self._order.of(number, delivery):
+                if (told := self._with_text(self._numbered(number, one), self._answers[number])) is not None:
+                    yield told
+
+    def _with_text(self, delivery: Deliver, answer: SampledAnswer | BeamAnswer) -> Deliver | None:
+        """As `TokensWithText`, where text may be held back behind its tokens."""
+        if not self._tells_logprobs or not answer.params.stop_strings or not answer.params.detokenize:
+            return delivery
+        index = delivery.sequence_index
+        if index not in self._waiting:
+            self._waiting[index] = TokensWithText(self._new_offsets(answer))
+            earlier = (one for one in self.received() if one.sequence_index == index)
+            for one in earlier:
+                self._waiting[index].catch_up(one)
+        return self._waiting[index].of(delivery)
+
+    def _new_offsets(self, answer: SampledAnswer | BeamAnswer) -> TextOffsets:
+        start = len(answer.echo)
+        return TextOffsets(self._tokenizer, answer.params, answer.prompt_token_ids, start=start)
+
+    def received(self) -> Iterator[Deliver]:
+        """What the client of a resumed request has already, numbered as choices are."""
+        for number, answer in enumerate(self._answers):
+            if isinstance(answer, SampledAnswer):
+                yield from (self._numbered(number, delivery) for delivery in answer.received)
+
+    def _chunk(self, delivery: Deliver) -> bytes:
+        number, index = divmod(delivery.sequence_index, self._per_prompt)
+        answer = self._answers[number]
+        stop_reason = answer.stop_reason(index, delivery) if isinstance(answer, SampledAnswer) else None
+        choice = self._choice(delivery, answer, stop_reason)
+        chunk = {**self._head, "choices": [choice], "system_fingerprint": delivery.fingerprint or None}
+        self._num_tokens += len(delivery.token_ids)
+        if self._body.tells_usage_always:
+            num_prompt_tokens = sum(len(answer.prompt_token_ids) for answer in self._answers)
+            so_far = Usage(num_prompt_tokens=num_prompt_tokens, num_completion_tokens=self._num_tokens)
+            chunk["usage"] = usage_of(so_far)
+        elif self._body.tells_usage:
+            chunk["usage"] = None
+        return event_of(chunk)
+
+    def _numbered(self, number: int, delivery: Deliver) -> Deliver:
+        index = number * self._per_prompt + delivery.sequence_index
+        return delivery if index == delivery.sequence_index else delivery._replace(sequence_index=index)
+
+    @property
+    def _tells_prompts(self) -> bool:
+        """Whether choices tell log-probabilities of their prompts."""
+        return self._body.given("prompt_logprobs") is not None or bool(
+            self._body.given("echo") and self._tells_logprobs
+        )
+
+    def _choice(
+        self, output: Deliver, answer: SampledAnswer | BeamAnswer, stop_reason: str | int | None
+    ) -> dict[str, Any]:
+        index, text = output.sequence_index, output.text
+        is_first = index not in self._lengths
+        if scores_only(self._body):  # what the one drawn token adds is left out
+            text = answer.echo if is_first else ""
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(output, answer, len(text)) if self._tells_logprobs else None,
+            "finish_reason": finish_of(output.finish_reason),
+            "stop_reason": stop_reason,
+        }
+        self._lengths[index] = self._lengths.get(index, 0) + len(text)
+        if self._body.return_token_ids:
+            choice["token_ids"] = list(output.token_ids)
+            if is_first:
+                choice["prompt_token_ids"] = list(answer.prompt_token_ids)
+        if self._body.given("prompt_logprobs") is not None and is_first:
+            choice["prompt_logprobs"] = prompt_logprobs_of(output.prompt_logprobs, self._names.tokens)
+        return choice
+
+    def _logprobs(self, output: Deliver, answer: SampledAnswer | BeamAnswer, num_chars: int) -> dict[str, Any] | None:
+        """Of the tokens of a delivery that brings so many characters, and of the prompt's where they are echoed."""
+        index, said, places = output.sequence_index, list[TokenLogprob | None](), list[int]()
+        if index not in self._offsets:
+            self._offsets[index] = self._new_offsets(answer)
+        has_prompt = bool(output.prompt_logprobs) or len(answer.prompt_token_ids) == 1
+        if self._body.given("echo") and index not in self._lengths and has_prompt:
+            said, places = [None, *output.prompt_logprobs], self._prompt_offsets(answer)
+        offsets = [self._offsets[index].push(token_id) for token_id in output.token_ids]
+        if output.finish_reason is not None:  # a stop string is not part of the text
+            most = self._lengths.get(index, 0) + num_chars
+            offsets = [min(at, most) for at in offsets]
+        if not scores_only(self._body) and output.logprobs:
+            said += output.logprobs
+            places += offsets
+        first = answer.prompt_token_ids[0] if answer.prompt_token_ids else 0
+        return completion_logprobs(said, self._names, text_offsets=places, first_token_id=first)
+
+    def _prompt_offsets(self, answer: SampledAnswer | BeamAnswer) -> list[int]:
+        offsets = TextOffsets(self._tokenizer, answer.params, text=answer.echo)
+        return [min(offsets.push(token_id), len(answer.echo)) for token_id in answer.prompt_token_ids]
+
+
+class _PromptsFirst:
+    """Holds back the first deliveries of a prompt's choices until that of its first one, which alone has the prompt's
+    log-probabilities: they are those of all.
+    """
+
+    def __init__(self, num_prompts: int, num_choices: int) -> None:
+        """With one choice nothing is held back."""
+        self._known: list[tuple[TokenLogprob, ...] | None] = [None if num_choices > 1 else ()] * num_prompts
+        self._held: list[list[Deliver]] = [[] for _ in range(num_prompts)]
+        self._is_alone = num_choices == 1
+
+    def has_begun(self, number: int) -> None:
+        """The client of a resumed stream has the first choice's beginning."""
+        self._known[number] = ()
+
+    def of(self, number: int, delivery: Deliver) -> list[Deliver]:
+        """What can be told now."""
+        if self._is_alone:
+            return [delivery]
+        if self._known[number] is None:
+            if delivery.sequence_index:
+                self._held[number].append(delivery)
+                return []
+            self._known[number] = delivery.prompt_logprobs
+        told, self._held[number] = [delivery, *self._held[number]], []
+        return [self._with_prompt(number, one) for one in told]
+
+    def _with_prompt(self, number: int, delivery: Deliver) -> Deliver:
+        known = self._known[number]
+        return delivery._replace(prompt_logprobs=known) if delivery.first_token_index == 0 and known else delivery
+
+
+async def _all_of(answers: Sequence[SampledAnswer | BeamAnswer]) -> list[CompletedRequest]:
+    """All completed requests; the first error ends the others."""
+    tasks = [asyncio.create_task(answer.whole()) for answer in answers]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _side_by_side(answers: Sequence[SampledAnswer | BeamAnswer]) -> AsyncIterator[tuple[int, Deliver]]:
+    """The deliveries of several answers as they come, with the number of each one's answer."""
+    streamed = [answer for answer in answers if isinstance(answer, SampledAnswer)]
+    assert len(streamed) == len(answers), "beam searches are not streamed"
+    if len(streamed) == 1:
+        async for delivery in streamed[0]:
+            yield 0, delivery
+        return
+    arrived: asyncio.Queue[tuple[int, Deliver] | BaseException | None] = asyncio.Queue(maxsize=len(answers))
+    async with AsyncExitStack() as stack:
+        for number, answer in enumerate(streamed):
+            task = asyncio.create_task(_pump(number, answer, arrived))
+            stack.callback(task.cancel)
+        num_open = len(answers)
+        while num_open:
+            item = await arrived.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+
+
+async def _pump(
+    number: int, answer: SampledAnswer, arrived: "asyncio.Queue[tuple[int, Deliver] | BaseException | None]"
+) -> None:
+    try:
+        async for delivery in answer:
+            await arrived.put((number, delivery))
+        await arrived.put(None)
+    except Exception as error:
+        await arrived.put(error)
+
+
+def _sum(usages: Sequence[Usage]) -> Usage:
+    return Usage(
+        num_prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
+        num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),
+        num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
+    )

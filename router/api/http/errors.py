@@ -1,0 +1,89 @@
+"""HTTP errors: the bodies and headers from which other people's clients raise theirs."""
+
+import json
+from dataclasses import dataclass
+from typing import Final
+
+from pydantic import ValidationError
+
+from holdfast.router.wire.statuses import kind_of
+from holdfast.worker.errors import (
+    AuthenticationError,
+    HoldfastError,
+    InvalidRequestError,
+    PermissionDeniedError,
+    UnknownModelError,
+    cut,
+)
+
+_CONTEXT: Final = "maximum context length"
+
+_ANTHROPIC: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpError:
+    """An error as it is answered."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None
+    """The field that is wrong."""
+    code: str
+    headers: dict[str, str]
+
+    @property
+    def may_retry(self) -> bool:
+        return self.headers["x-should-retry"] == "true"
+
+    @property
+    def openai(self) -> bytes:
+        """The body as OpenAI's clients read it."""
+        told = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return json.dumps({"error": told}).encode()
+
+    @property
+    def anthropic(self) -> bytes:
+        """The body as Anthropic's clients read it."""
+        kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return json.dumps({"type": "error", "error": {"type": kind, "message": self.message}}).encode()
+
+
+def http_error(error: HoldfastError) -> HttpError:
+    """The answer to an error."""
+    kind = kind_of(error).http
+    param, message, code = None, cut(str(error)), kind.code
+    if isinstance(error, InvalidRequestError):
+        param = error.field
+        message = f"{param} {error.limit}" if error.limit.startswith("must") else f"{param}: {error.limit}"
+        if _CONTEXT in error.limit:
+            code = "context_length_exceeded"
+            message = error.limit[0].upper() + error.limit[1:]  # harnesses look for the sentence as vLLM writes it
+    elif isinstance(error, UnknownModelError):
+        param = "model"
+    elif isinstance(error, PermissionDeniedError):
+        param = error.field
+    headers = {"x-should-retry": "true" if kind.may_retry else "false"}
+    if isinstance(error, AuthenticationError):
+        headers |= {"www-authenticate": "Bearer"}
+    if error.retry_after_s is not None:
+        headers |= {"retry-after": f"{max(1, round(error.retry_after_s))}"}
+        headers |= {"retry-after-ms": str(round(error.retry_after_s * 1000))}
+    return HttpError(status=kind.status, message=message, type=kind.type, param=param, code=code, headers=headers)
+
+
+def invalid_body(error: ValidationError) -> InvalidRequestError:
+    """The first complaint about a request's body."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    places = [f"[{place}]" if isinstance(place, int) else f".{place}" for place in first["loc"]]
+    field = "".join(places).lstrip(".") or "body"
+    value = "the body" if first["type"] == "json_invalid" else first["input"]
+    return InvalidRequestError(field, value, f"is not valid: {first['msg']}")

@@ -1,0 +1,212 @@
+"""Endpoints that generate: chats, completions, responses and messages, each in one piece or as a stream of events."""
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from holdfast.router.api.http.answering import headers_of, json_response, unless_gone
+from holdfast.router.api.http.bodies import ChatBody, CompletionBody
+from holdfast.router.api.http.chat_completions import ChatChunks, ChatView, chat_request, whole_chat
+from holdfast.router.api.http.completions import Completions, completion_requests
+from holdfast.router.api.http.event_stream import ANTHROPIC, OPENAI, EventStream, Shape, Shortcut
+from holdfast.router.api.http.messages import MessageEvents, whole_message
+from holdfast.router.api.http.messages_body import MessagesBody
+from holdfast.router.api.http.messages_body import chat_body as messages_chat
+from holdfast.router.api.http.request_reader import RequestReader, tenant_of
+from holdfast.router.api.http.responses import ResponseEvents, whole_response
+from holdfast.router.api.http.responses_body import ResponsesBody
+from holdfast.router.api.http.responses_body import chat_body as responses_chat
+from holdfast.router.api.http.submission import (
+    Encoder,
+    Submission,
+    answer_events,
+    catch_up,
+    numbered_events,
+    straight,
+)
+from holdfast.router.request import GenerationRequest
+from holdfast.router.requests.answer import SampledAnswer
+from holdfast.router.requests.beam_search import BeamAnswer
+from holdfast.router.requests.poison_watch import current_reading
+from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.text.token_table import TokenTable
+
+NO_CONTENT: Final = 204
+"""By the standard of server-sent events, what tells a client not to come again."""
+
+
+class GenerationEndpoints:
+    """Of one router. Errors are raised as `HoldfastError`."""
+
+    def __init__(
+        self,
+        request_processor: RequestProcessor,
+        reader: RequestReader,
+        load_header: Callable[[Request], dict[str, str]],
+    ) -> None:
+        """`load_header`: what the headers of a stream tell of the router's load, where a request asks for it."""
+        self._requests = request_processor
+        self._reader = reader
+        self._load_header = load_header
+
+    async def chat_completions(self, request: Request) -> ASGIApp:
+        submission, content = await self._reader.submission(request)
+        body, bare = await self._reader.decoded(content, ChatBody, partial(chat_request, tenant=tenant_of(request)))
+        submission = self._reader.named(submission, bare)
+        plan = await self._reader.plan(bare)
+        generation = submission.of(plan.request, choices=plan.request.sampling_params.n)
+        view = ChatView(
+            body=body,
+            created=submission.identity.created,
+            tokens=self._tokens(generation),
+            new_reader=plan.new_reader,
+            prompt_text=await self._prompt_text(generation) if body.return_prompt_text else None,
+        )
+        if not body.streams:
+            answer: SampledAnswer | BeamAnswer
+            async with AsyncExitStack() as stack:
+                (answer,) = await self._open(stack, [generation])
+                completed = await unless_gone(request, answer.whole())
+            return json_response(whole_chat(view, completed, answer.prompt_token_ids))
+        generation.check_streamable()
+        return await self._streamed(request, submission, generation, lambda answer: ChatChunks(view, answer))
+
+    def _tokens(self, generation: GenerationRequest) -> TokenTable:
+        return self._requests.tokenizer(self._requests.model(generation.model).name).tokens
+
+    async def _prompt_text(self, generation: GenerationRequest) -> str:
+        assert generation.chat is not None, "a chat's request has one"
+        return await self._requests.render(generation.model, generation.chat)
+
+    async def completions(self, request: Request) -> ASGIApp:
+        submission, content = await self._reader.submission(request)
+        body, bare = await self._reader.decoded(
+            content, CompletionBody, partial(completion_requests, tenant=tenant_of(request))
+        )
+        submission = self._reader.named(submission, bare[0])
+        choices = bare[0].sampling_params.n
+        generations = [
+            submission.of(one, number=number, num_prompts=len(bare), choices=choices) for number, one in enumerate(bare)
+        ]
+        if (reading := current_reading()) is not None:
+            reading.expect(len(generations))
+        if not body.streams:
+            async with AsyncExitStack() as stack:
+                answers = await self._open(stack, generations)
+                tokenizer = self._requests.tokenizer(answers[0].model)
+                response = Completions(body, answers, submission.identity.created, tokenizer)
+                return json_response(await unless_gone(request, response.whole()))
+        generations[0].check_streamable()
+        if submission.comes_again:
+            submission, generations = await unless_gone(request, self._redone(submission, generations))
+        if submission.is_over:
+            return Response(status_code=NO_CONTENT)
+        shortcut = Shortcut()
+        events = self._completion_stream(body, generations, submission, shortcut)
+        headers = headers_of(request) | submission.headers | self._load_header(request)
+        return EventStream(events, headers, is_held=submission.is_held, shortcut=shortcut)
+
+    async def _completion_stream(
+        self,
+        body: CompletionBody,
+        generations: Sequence[GenerationRequest],
+        submission: Submission,
+        shortcut: Shortcut,
+    ) -> AsyncGenerator[bytes, None]:
+        async with AsyncExitStack() as stack:
+            answers = await self._open(stack, generations)
+            tokenizer = self._requests.tokenizer(answers[0].model)
+            encoder = Completions(body, answers, submission.identity.created, tokenizer)
+            catch_up(encoder, encoder.received(), submission)
+            if len(answers) == 1 and isinstance(answers[0], SampledAnswer):
+                answers[0].hand_to(straight(answers[0], encoder, shortcut, submission))
+            async for event in numbered_events(encoder.numbered(), len(answers), encoder, submission):
+                yield event
+
+    async def responses(self, request: Request) -> ASGIApp:
+        submission, content = await self._reader.submission(request)
+        tenant = tenant_of(request)
+        body, bare = await self._reader.decoded(
+            content, ResponsesBody, lambda one: chat_request(responses_chat(one), tenant)
+        )
+        submission = self._reader.named(submission, bare)
+        plan = await self._reader.plan(bare, "text.format")
+        generation, created = submission.of(plan.request), submission.identity.created
+        tokens = self._tokens(generation)
+        if not body.stream:
+            async with self._requests.open(generation) as answer:
+                completed = await unless_gone(request, answer.whole())
+            return json_response(whole_response(body, completed, created, plan.new_reader(), tokens))
+        return await self._streamed(
+            request,
+            submission,
+            generation,
+            lambda answer: ResponseEvents(body, answer, created, plan.new_reader(), tokens),
+        )
+
+    async def messages(self, request: Request) -> ASGIApp:
+        submission, content = await self._reader.submission(request)
+        tenant = tenant_of(request)
+        body, bare = await self._reader.decoded(
+            content, MessagesBody, lambda one: chat_request(messages_chat(one), tenant)
+        )
+        submission = self._reader.named(submission, bare)
+        plan = await self._reader.plan(bare, body.shape_field)
+        generation = submission.of(plan.request)
+        if not body.stream:
+            async with self._requests.open(generation) as answer:
+                return json_response(whole_message(await unless_gone(request, answer.whole()), plan.new_reader()))
+        return await self._streamed(
+            request, submission, generation, lambda answer: MessageEvents(answer, plan.new_reader()), ANTHROPIC
+        )
+
+    async def _redone(
+        self, submission: Submission, generations: Sequence[GenerationRequest]
+    ) -> tuple[Submission, list[GenerationRequest]]:
+        """A submission whose client says where it is, with the tokens until there, which are computed once more."""
+        choices = generations[0].sampling_params.n
+        tokens: dict[int, tuple[int, ...]] = {}
+        for number, bare in enumerate(generations):
+            if (again := submission.until_there(bare, number * choices)) is not None:
+                async with self._requests.open(again) as answer:
+                    completed = (await answer.whole()).completions
+                outputs = [one.output for one in completed]
+                tokens |= {number * choices + one.sequence_index: one.token_ids for one in outputs}
+        known = submission.with_tokens(tokens)
+        requests = [
+            known.of(one, number=number, num_prompts=len(generations), choices=choices)
+            for number, one in enumerate(generations)
+        ]
+        return known, requests
+
+    async def _streamed(
+        self,
+        request: Request,
+        submission: Submission,
+        generation: GenerationRequest,
+        encoder_of: Callable[[SampledAnswer], Encoder],
+        shape: Shape = OPENAI,
+    ) -> ASGIApp:
+        if submission.comes_again:
+            submission, (generation,) = await unless_gone(request, self._redone(submission, [generation]))
+        if submission.is_over:
+            return Response(status_code=NO_CONTENT)
+        shortcut = Shortcut()
+        events = answer_events(self._requests.open(generation), encoder_of, submission, shortcut)
+        headers = headers_of(request) | submission.headers | self._load_header(request)
+        return EventStream(events, headers, shape, is_held=submission.is_held, shortcut=shortcut)
+
+    async def _open(
+        self, stack: AsyncExitStack, generations: Sequence[GenerationRequest]
+    ) -> list[SampledAnswer | BeamAnswer]:
+        """Opens all requests, which the stack closes."""
+        answers: list[SampledAnswer | BeamAnswer] = []
+        for one in generations:
+            opening = self._requests.open if one.sampling_params.beam_width is None else self._requests.search
+            answers.append(await stack.enter_async_context(opening(one)))
+        return answers

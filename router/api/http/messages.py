@@ -1,0 +1,153 @@
+"""Endpoint `/v1/messages`: a chat in Anthropic's shape, answered whole or as its stream of events; and token counts."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from holdfast.router.api.http.choices import Block, BlockEvent, Blocks
+from holdfast.router.events import Deliver, Usage
+from holdfast.router.requests.answer import CompletedRequest, SampledAnswer
+from holdfast.router.tools.chat_style import ChatReader
+from holdfast.worker.request import FinishReason
+
+_STOP_REASONS: Final = {FinishReason.LENGTH: "max_tokens"}
+
+
+def whole_message(completed: CompletedRequest, reader: ChatReader | None) -> dict[str, Any]:
+    """The whole response."""
+    first, blocks = completed.completions[0], Blocks(reader)
+    for _ in blocks.push(first.output):
+        pass
+    return {
+        **_message(completed.request_id, completed.model),
+        "content": [_whole_block(completed.request_id, block) for block in blocks.blocks],
+        **_stop(first.output.finish_reason, first.stop_reason, blocks.num_calls),
+        "usage": _usage(completed.usage),
+    }
+
+
+class MessageEvents:
+    """Writes the events of one stream: its blocks, between the message's beginning and its end."""
+
+    def __init__(self, answer: SampledAnswer, reader: ChatReader | None) -> None:
+        self.num_events = 0
+        self._answer = answer
+        self._blocks = Blocks(reader)
+        self._has_begun = False
+        self._num_tokens = self._num_cached_tokens = 0
+
+    def of(self, delivery: Deliver) -> bytes:
+        events = b"" if self._has_begun else self._beginning(delivery)
+        self._num_tokens += len(delivery.token_ids)
+        events += b"".join(map(self._block_event, self._blocks.push(delivery)))
+        if delivery.finish_reason is not None:
+            ended = _stop(delivery.finish_reason, self._answer.stop_reason(0, delivery), self._blocks.num_calls)
+            events += _event("message_delta", {"delta": ended, "usage": _usage(self._usage(self._num_tokens))})
+        return events
+
+    def plain(self, delivery: Deliver) -> None:
+        return None
+
+    def holds(self, choice: int) -> bool:
+        """No tokens are told."""
+        return False
+
+    def end(self) -> bytes:
+        return _event("message_stop", {})
+
+    def _beginning(self, delivery: Deliver) -> bytes:
+        self._has_begun = True
+        head = _message(self._answer.request_id, self._answer.model)
+        self._num_cached_tokens = delivery.num_cached_tokens
+        return _event("message_start", {"message": {**head, "content": [], "usage": _usage(self._usage(0))}})
+
+    def _usage(self, num_completion_tokens: int) -> Usage:
+        return Usage(
+            num_prompt_tokens=len(self._answer.prompt_token_ids),
+            num_completion_tokens=num_completion_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+        )
+
+    def _block_event(self, event: BlockEvent) -> bytes:
+        block, at = event.block, {"index": event.block.index}
+        if event.what == "begin":
+            begun = _begun_block(self._answer.request_id, block)
+            return _event("content_block_start", {**at, "content_block": begun})
+        if event.what == "more":
+            return _event("content_block_delta", {**at, "delta": _delta(block, event.piece)})
+        ended = _event("content_block_stop", at)
+        if block.kind != "thinking":
+            return ended
+        return _event("content_block_delta", {**at, "delta": {"type": "signature_delta", "signature": ""}}) + ended
+
+
+def _begun_block(request_id: str, block: Block) -> dict[str, Any]:
+    if block.kind == "text":
+        return {"type": "text", "text": ""}
+    if block.kind == "thinking":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "tool_use", "id": _call_id(request_id, block), "name": block.name, "input": {}}
+
+
+def _delta(block: Block, piece: str) -> dict[str, Any]:
+    if block.kind == "text":
+        return {"type": "text_delta", "text": piece}
+    if block.kind == "thinking":
+        return {"type": "thinking_delta", "thinking": piece}
+    return {"type": "input_json_delta", "partial_json": piece}
+
+
+def _whole_block(request_id: str, block: Block) -> dict[str, Any]:
+    begun = _begun_block(request_id, block)
+    if block.kind == "call":
+        return {**begun, "input": _arguments(block.text)}
+    return {**begun, block.kind: block.text}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Of a call that was cut off, nothing."""
+    try:
+        arguments = json.loads(text)
+    except ValueError:
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _call_id(request_id: str, block: Block) -> str:
+    return f"toolu_{request_id[:24]}_{block.call_index}"
+
+
+def _message(request_id: str, model: str) -> dict[str, Any]:
+    return {
+        "id": f"msg_{request_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def _stop(reason: FinishReason | None, ended_by: str | int | None, num_calls: int) -> dict[str, str | None]:
+    """What has ended a message. Of one with calls it is they; of a stop token, of which nothing is known here, the end
+    of the turn.
+    """
+    if reason is FinishReason.STOP and num_calls:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    if isinstance(ended_by, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": ended_by}
+    return {"stop_reason": _STOP_REASONS.get(reason or FinishReason.STOP, "end_turn"), "stop_sequence": None}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
+        "output_tokens": usage.num_completion_tokens,
+        "cache_read_input_tokens": usage.num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+    }
+
+
+def _event(kind: str, fields: Mapping[str, Any]) -> bytes:
+    data = json.dumps({"type": kind, **fields}, ensure_ascii=False).encode(errors="replace")
+    return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"

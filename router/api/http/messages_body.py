@@ -1,0 +1,221 @@
+"""Body of `/v1/messages`: Anthropic's conversations, tools and thinking, as the same chat in OpenAI's words."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final
+
+from pydantic import Field
+
+from holdfast.router.api.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, Reads
+from holdfast.router.chat import content_text
+from holdfast.router.tools.tools import checked_tool
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.neutral_fields import Neutral
+
+_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class MessagesBody(Reads):
+    """`POST /v1/messages`."""
+
+    neutral: ClassVar[Neutral] = {
+        **Reads.neutral,
+        **ONE_PLAIN_CHOICE,
+        "mcp_servers": ([],),
+        "container": (),
+    }
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        "stop_sequences": "stop",
+        "output_config.format": "response_format",
+        "output_config.format.schema": "response_format.json_schema.schema",
+        "output_format": "response_format",
+        "output_format.schema": "response_format.json_schema.schema",
+    }
+
+    model: str | None = None
+    messages: Annotated[Listed[dict[str, Any]], Field(min_length=1)]
+    system: str | Listed[dict[str, Any]] | None = None
+    max_tokens: Annotated[int, Field(ge=1)]
+    """Asked for by Anthropic's protocol."""
+    stop_sequences: Listed[str] | None = None
+    stream: bool | None = None
+    tools: Listed[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    """The shape of the output (`format`), and the effort."""
+    output_format: dict[str, Any] | None = None
+    """The older place of the shape."""
+
+    @property
+    def shape_field(self) -> str:
+        """Where the shape of the output stands."""
+        return "output_format" if self.output_format is not None else "output_config.format"
+
+
+class CountBody(MessagesBody):
+    """`POST /v1/messages/count_tokens`: the same, without a length."""
+
+    max_tokens: Annotated[int, Field(ge=1)] = 1
+
+
+def chat_body(body: MessagesBody) -> ChatBody:
+    """The same request in OpenAI's words. Raises `InvalidRequestError`, naming the field."""
+    own: dict[str, Any] = {"messages": list(_messages(body)), "max_tokens": body.max_tokens, "model": body.model}
+    own |= body.given_renamed()
+    if body.tools:
+        own["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
+    if body.tool_choice is not None:
+        own["tool_choice"] = _choice(body.tool_choice)
+        own["parallel_tool_calls"] = body.tool_choice.get("disable_parallel_tool_use") is not True
+    if body.thinking is not None:
+        thinks = _thinks(body.thinking)
+        own["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
+    own["response_format"] = _format(body)
+    if (effort := (body.output_config or {}).get("effort")) is not None:
+        if not isinstance(effort, str):
+            raise InvalidRequestError("output_config.effort", effort, "must be text")
+        own["reasoning_effort"] = effort
+    if is_prefilled(body):
+        own |= _prefilled(body, own)
+    return ChatBody.made_of(body, {**(body.model_extra or {}), **own})
+
+
+def is_prefilled(body: MessagesBody) -> bool:
+    """Whether the last message begins the answer."""
+    return body.messages[-1].get("role") == "assistant"
+
+
+def _prefilled(body: MessagesBody, own: Mapping[str, Any]) -> dict[str, Any]:
+    """As the API has it, the answer goes on where the last message ends."""
+    last = own["messages"][-1]
+    field = f"messages[{len(body.messages) - 1}]"
+    if last.get("tool_calls"):
+        raise InvalidRequestError(field, "tool_use", "must not be the last message: it has calls without their results")
+    if own["response_format"] is not None:
+        limit = "must not be an assistant's where the output has a shape: the shape is that of a whole answer"
+        raise InvalidRequestError(field, body.shape_field, limit)
+    if not last.get("content"):
+        return {"messages": own["messages"][:-1]} if len(own["messages"]) > 1 else {}
+    return {"continue_final_message": True, "add_generation_prompt": False}
+
+
+def _format(body: MessagesBody) -> dict[str, Any] | None:
+    """The shape of the output in OpenAI's words."""
+    asked = body.output_format if body.output_format is not None else (body.output_config or {}).get("format")
+    if asked is None:
+        return None
+    field = body.shape_field
+    if not isinstance(asked, Mapping) or asked.get("type") != "json_schema":
+        kind = asked.get("type") if isinstance(asked, Mapping) else asked
+        raise InvalidRequestError(f"{field}.type", kind, "must be json_schema")
+    if not isinstance(asked.get("schema"), Mapping):
+        raise InvalidRequestError(f"{field}.schema", asked.get("schema"), "must be a JSON schema")
+    return {"type": "json_schema", "json_schema": {"schema": dict(asked["schema"])}}
+
+
+def _thinks(thinking: Mapping[str, Any]) -> bool:
+    kind = thinking.get("type")
+    if kind not in ("enabled", "adaptive", "disabled"):
+        raise InvalidRequestError("thinking.type", kind, "must be enabled, adaptive or disabled")
+    return bool(kind != "disabled")
+
+
+def _tool(tool: Mapping[str, Any], field: str) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise InvalidRequestError(f"{field}.type", tool["type"], "must be custom: this server has no tools of its own")
+    name, schema, description = tool.get("name"), tool.get("input_schema"), tool.get("description")
+    checked_tool(field, name, schema, description, tool.get("strict"))
+    function = {"name": name, "description": description, "parameters": schema, "strict": tool.get("strict")}
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: Mapping[str, Any]) -> object:
+    kind = choice.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if kind not in _CHOICES:
+        raise InvalidRequestError("tool_choice.type", kind, "must be auto, any, tool or none")
+    return _CHOICES[kind]
+
+
+def _messages(body: MessagesBody) -> Iterator[Mapping[str, Any]]:
+    """The conversation, with the system prompt as its first message."""
+    if body.system:
+        yield {"role": "system", "content": content_text(body.system, "system")}
+    for index, message in enumerate(body.messages):
+        content, field = message.get("content"), f"messages[{index}].content"
+        role = message.get("role")
+        if role not in ("user", "assistant", "system"):
+            raise InvalidRequestError(f"messages[{index}].role", role, "must be user or assistant")
+        if not isinstance(content, list):
+            yield {"role": role, "content": content}
+        elif role == "assistant":
+            yield _said(content, field)
+        else:
+            yield from _asked(str(role), content, field)
+
+
+def _said(content: Sequence[object], field: str) -> Mapping[str, Any]:
+    """A turn of the model: what it thought, said and called."""
+    text = ""
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for index, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if isinstance(block, Mapping) and kind == "tool_use":
+            calls.append(_call(block, f"{field}[{index}]"))
+        elif isinstance(block, Mapping) and kind == "thinking":
+            thoughts.append(str(block.get("thinking", "")))
+        elif kind != "redacted_thinking":
+            text += _block_text(block, f"{field}[{index}]")
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _call(block: Mapping[str, Any], field: str) -> dict[str, Any]:
+    name, arguments = block.get("name"), block.get("input")
+    if not isinstance(name, str):
+        raise InvalidRequestError(f"{field}.name", name, "must be text")
+    if not isinstance(arguments, Mapping | None):
+        raise InvalidRequestError(f"{field}.input", arguments, "must be an object")
+    return {"id": block.get("id"), "type": "function", "function": {"name": name, "arguments": arguments or {}}}
+
+
+def _asked(role: str, content: Sequence[object], field: str) -> Iterator[Mapping[str, Any]]:
+    """A turn of the user: results of calls, and what they say besides."""
+    texts: list[str] = []
+    for index, block in enumerate(content):
+        if isinstance(block, Mapping) and block.get("type") == "tool_result":
+            yield _result(block, f"{field}[{index}]")
+        else:
+            texts.append(_block_text(block, f"{field}[{index}]"))
+    if texts or not content:
+        yield {"role": role, "content": "".join(texts)}
+
+
+def _result(block: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    """A result that is an error and says nothing says that."""
+    result, call_id = block.get("content"), block.get("tool_use_id")
+    if not isinstance(call_id, str):
+        raise InvalidRequestError(f"{field}.tool_use_id", call_id, "must be text")
+    if isinstance(result, list):
+        text = "".join(_block_text(one, f"{field}.content[{index}]") for index, one in enumerate(result))
+    else:
+        text = content_text(result, f"{field}.content")
+    if not text and block.get("is_error") is True:
+        text = "error"
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def _block_text(block: object, field: str) -> str:
+    """Of a text block. Raises `InvalidRequestError` for any other, such as an image, by its type."""
+    kind = block.get("type") if isinstance(block, Mapping) else block
+    text = block.get("text") if isinstance(block, Mapping) else None
+    if kind != "text":
+        raise InvalidRequestError(f"{field}.type", kind, "must be text: this model takes no other kind of input")
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{field}.text", text, "must be text")
+    return text

@@ -1,0 +1,180 @@
+"""OpenAPI description of the HTTP door, made from the bodies that the endpoints read and the declared parameters."""
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import version
+from typing import Annotated, Any, Final
+
+from pydantic import TypeAdapter
+from pydantic.json_schema import models_json_schema
+
+from holdfast.router.api.http.admin import AdminEndpoints
+from holdfast.router.api.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, Reads, TokenizeBody
+from holdfast.router.api.http.messages_body import CountBody, MessagesBody
+from holdfast.router.api.http.responses_body import ResponsesBody
+from holdfast.worker.parameters import STRUCTURE, TEXTS, About, Kind, Parameter
+from holdfast.worker.sampling_params import PARAMETERS
+
+_JSON: Final = "application/json"
+_EVENTS: Final = "text/event-stream"
+_BODIES: Final[Mapping[str, tuple[type[Reads], str, bool]]] = {
+    "/v1/chat/completions": (ChatBody, "Continue a chat.", True),
+    "/v1/completions": (CompletionBody, "Continue one prompt or several.", True),
+    "/v1/responses": (ResponsesBody, "Continue a conversation, in OpenAI's newer shape.", True),
+    "/v1/messages": (MessagesBody, "Continue a conversation, in Anthropic's shape.", True),
+    "/v1/messages/count_tokens": (CountBody, "Count the tokens of a conversation.", False),
+    "/tokenize": (TokenizeBody, "Token ids of a prompt or a chat.", False),
+    "/detokenize": (DetokenizeBody, "The text of token ids.", False),
+}
+_READS: Final = {
+    "/v1/models": "The models that are served.",
+    "/version": "The version of the server.",
+    "/load": "Open requests, and the load of each replica.",
+    "/cluster": "Replicas, what waits, and what has happened to replicas of late. For operators.",
+}
+_ERRORS: Final = {
+    "400": "a field is wrong; the message names it",
+    "404": "there is no such model or path",
+    "409": "the same request was sent once more",
+    "429": "the queue is full",
+    "503": "no replica is up, or the router stops",
+    "504": "the request's time is up",
+}
+_OF_ANTHROPIC: Final = ("/v1/messages", "/v1/messages/count_tokens")
+_OTHERS_WORDS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "seed": {"type": "integer"},
+    "top_k": {"type": "integer"},
+    "max_tokens": {"type": "integer", "minimum": 0},
+    "logit_bias": {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    },
+}
+"""Parameters that this door takes in more values than are declared, or in other ones."""
+
+
+@cache
+def description() -> dict[str, Any]:
+    """The whole document."""
+    posts = {**_BODIES, **{path: (*body, False) for path, body in AdminEndpoints.bodies.items()}}
+    models = {model for model, _, _ in posts.values()}
+    _, defined = models_json_schema(
+        [(model, "validation") for model in sorted(models, key=lambda one: one.__name__)],
+        ref_template="#/components/schemas/{model}",
+    )
+    schemas: dict[str, Any] = defined["$defs"]
+    for model in models:
+        properties = schemas[model.__name__]["properties"]
+        declared = {name: _schema(one) for name, one in PARAMETERS.items() if name not in properties}
+        schemas[model.__name__]["properties"] = properties | (declared if _draws(model) else {})
+    paths: dict[str, Any] = {path: {"post": _post(path, *body)} for path, body in _BODIES.items()}
+    paths |= {path: {"get": _get(told, {"type": "object"})} for path, told in _READS.items()}
+    paths |= {path: {"post": _order(path, *body)} for path, body in AdminEndpoints.bodies.items()}
+    paths["/admin/state"] = {"get": _of_operators(_get("A dump of the router's state, for a bug report.", _OBJECT))}
+    paths["/v1/models/{model}"] = {"get": {**_get("One of them.", {"type": "object"}), "parameters": [_MODEL]}}
+    paths |= {path: {"get": _state(path)} for path in ("/health", "/ready", "/ping")}
+    paths["/metrics"] = {"get": {"summary": "Figures for Prometheus.", "responses": {"200": _content("text/plain")}}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Holdfast", "version": version("holdfast")},
+        "paths": paths,
+        "components": {"schemas": schemas | _ERROR_SCHEMAS},
+    }
+
+
+def _draws(model: type[Reads]) -> bool:
+    return issubclass(model, Body | MessagesBody | ResponsesBody)
+
+
+def _schema(parameter: Parameter) -> dict[str, Any]:
+    """Of one parameter's values; null is the default of each."""
+    if parameter.name in _OTHERS_WORDS:
+        schema = {**_OTHERS_WORDS[parameter.name]}
+    elif parameter.kind is STRUCTURE:
+        schema = {"type": "object"}
+    else:
+        constraints = [item for item in parameter.field.metadata if not isinstance(item, Kind | About)]
+        annotated: Any = Annotated
+        schema = TypeAdapter(annotated[(parameter.kind.stored_as, None, *constraints)]).json_schema()
+        if parameter.kind is TEXTS:
+            schema = {"anyOf": [{"type": "string", "minLength": 1}, schema]}
+    return {"anyOf": [schema, {"type": "null"}], "description": parameter.help}
+
+
+def _post(path: str, body: type[Reads], told: str, streams: bool) -> dict[str, Any]:
+    content: dict[str, Any] = {_JSON: {"schema": {"type": "object"}}}
+    if streams:
+        content[_EVENTS] = {"schema": {"type": "string"}}
+    return {
+        "summary": told,
+        "requestBody": {
+            "required": True,
+            "content": {_JSON: {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}},
+        },
+        "responses": {"200": {"description": "the answer", "content": content}, **_errors(path)},
+    }
+
+
+def _order(path: str, body: type[Reads], told: str) -> dict[str, Any]:
+    order = _of_operators(_post(path, body, told, streams=False))
+    return order | ({"parameters": [_REPLICA]} if "{replica_id}" in path else {})
+
+
+def _of_operators(operation: dict[str, Any]) -> dict[str, Any]:
+    operation["responses"]["403"] = _error("", "the caller is no operator")
+    return operation
+
+
+def _get(told: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    answer = {"description": told, "content": {_JSON: {"schema": schema}}}
+    return {"summary": told, "responses": {"200": answer, **_errors("")}}
+
+
+def _state(path: str) -> dict[str, Any]:
+    answers = {"200": {"description": "a model has a replica up"}, "503": _error("", _ERRORS["503"])}
+    return {"summary": "Whether requests can be served.", "responses": answers}
+
+
+def _content(media_type: str) -> dict[str, Any]:
+    return {"description": "the figures", "content": {media_type: {"schema": {"type": "string"}}}}
+
+
+def _errors(path: str) -> dict[str, Any]:
+    return {status: _error(path, told) for status, told in _ERRORS.items()}
+
+
+def _error(path: str, told: str) -> dict[str, Any]:
+    name = "AnthropicError" if path in _OF_ANTHROPIC else "Error"
+    return {"description": told, "content": {_JSON: {"schema": {"$ref": f"#/components/schemas/{name}"}}}}
+
+
+_MODEL: Final = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+_REPLICA: Final = {"name": "replica_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+_OBJECT: Final = {"type": "object"}
+_TEXT: Final = {"type": "string"}
+_ERROR_SCHEMAS: Final = {
+    "Error": {
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["message", "type", "param", "code"],
+                "properties": {"message": _TEXT, "type": _TEXT, "param": {"type": ["string", "null"]}, "code": _TEXT},
+            }
+        },
+    },
+    "AnthropicError": {
+        "type": "object",
+        "required": ["type", "error"],
+        "properties": {
+            "type": {"const": "error"},
+            "error": {
+                "type": "object",
+                "required": ["type", "message"],
+                "properties": {"type": _TEXT, "message": _TEXT},
+            },
+        },
+    },
+}

@@ -1,0 +1,92 @@
+"""Reader of HTTP requests: from a request's bytes to its body, off the event loop where that is large,
+within bounds.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final, TypeVar
+
+from starlette.requests import Request
+
+from holdfast.router.api.chat_answer import ChatPlan
+from holdfast.router.api.http.bodies import Reads
+from holdfast.router.api.http.body_bounds import body_bounds
+from holdfast.router.api.http.request_origin import check_json
+from holdfast.router.api.http.submission import Submission, note_reading
+from holdfast.router.api.intake import DecodeWorker, arriving
+from holdfast.router.config import LimitsConfig
+from holdfast.router.request import GenerationRequest
+from holdfast.router.requests.poison_watch import PoisonWatch
+from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.requests.tracing import TRACEPARENT, note_incoming
+from holdfast.router.resume import RESUME
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.request import Priority
+
+TENANT: Final = "x-tenant"
+
+B = TypeVar("B", bound=Reads)
+T = TypeVar("T")
+
+
+class RequestReader:
+    """Of one router. Errors are raised as `HoldfastError`."""
+
+    def __init__(
+        self,
+        request_processor: RequestProcessor,
+        limits: LimitsConfig,
+        decode_worker: DecodeWorker,
+        poison_watch: PoisonWatch,
+    ) -> None:
+        self.bounds = body_bounds(limits)
+        self._requests = request_processor
+        self._limits = limits
+        self._decode_worker = decode_worker
+        self._poison_watch = poison_watch
+
+    def named(self, submission: Submission, request: GenerationRequest) -> Submission:
+        """With the id that a body gives its request, if any. Raises `InvalidRequestError`."""
+        return submission.named(request.request_id, self._limits)
+
+    async def submission(self, request: Request) -> tuple[Submission, bytes]:
+        """Which request it is, and its body's own bytes."""
+        note_incoming(request.headers.get(TRACEPARENT, ""))
+        # Before the body is read: what is shed whatever it says costs nothing more.
+        self._requests.check_overload(Priority.CRITICAL, is_resumed=RESUME in request.headers)
+        content = await self.content(request)
+        num_bytes = len(content) if RESUME in request.headers else 0  # what the client notes is to be read too
+        read = partial(Submission.read, request.headers, content, self._limits)
+        return await self._decode_worker.run(num_bytes, read)
+
+    async def content(self, request: Request) -> bytes:
+        """The bytes of a request's body, which must be called JSON, as many as are allowed."""
+        check_json(request)
+        parts, size, most = [], 0, self._limits.max_message_bytes
+        with arriving() as take:
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    limit = f"must have at most {most} bytes (limits.max_message_bytes)"
+                    raise InvalidRequestError("body", size, limit)
+                take(len(part))
+                parts.append(part)
+        content = b"".join(parts)
+        note_reading(self._poison_watch, request.url.path, request.headers, content)
+        return content
+
+    async def decoded(self, content: bytes, kind: type[B], made_of: Callable[[B], T]) -> tuple[B, T]:
+        """A body, and what is made of it, off the event loop where it is large. Raises `InvalidRequestError`."""
+
+        def decode() -> tuple[B, T]:
+            body = kind.read(content, self.bounds)
+            return body, made_of(body)
+
+        return await self._decode_worker.run(len(content), decode)
+
+    async def plan(self, generation: GenerationRequest, shape_field: str = "response_format") -> ChatPlan:
+        return await ChatPlan.of(generation, self._requests, shape_field=shape_field)
+
+
+def tenant_of(request: Request) -> str:
+    return request.headers.get(TENANT, "")

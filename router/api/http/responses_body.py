@@ -1,0 +1,176 @@
+"""Body of `/v1/responses`: OpenAI's newer conversations and tools, as the same chat in the older words.
+
+Nothing is stored: a response cannot be fetched or continued by its id, and a request that asks for either is refused.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Final
+
+from pydantic import Field
+
+from holdfast.router.api.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, Reads
+from holdfast.router.chat import call_arguments, content_text
+from holdfast.router.tools.tools import checked_tool
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.neutral_fields import Neutral
+
+LOGPROBS: Final = "message.output_text.logprobs"
+NOTHING: Final = "reasoning.encrypted_content"
+"""What may be included, and asks for nothing here: no content is kept from a client."""
+
+
+class ResponsesBody(Reads):
+    """`POST /v1/responses`."""
+
+    neutral: ClassVar[Neutral] = {
+        **Reads.neutral,
+        **ONE_PLAIN_CHOICE,
+        "previous_response_id": (),
+        "conversation": (),
+        "background": (False,),
+        "prompt": (),
+        "truncation": ("disabled",),
+        "max_tool_calls": (),
+    }
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        "max_output_tokens": "max_tokens",
+        "input": "messages",
+        "text.format": "response_format",
+        "text.format.schema": "response_format.json_schema.schema",
+        "reasoning.effort": "reasoning_effort",
+    }
+
+    model: str | None = None
+    input: str | Listed[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    text: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    tools: Listed[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include: Listed[str] | None = None
+    top_logprobs: int | None = None
+    """Of each token of the text, with `LOGPROBS` in `include`."""
+
+    @property
+    def tells_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    def _check_together(self) -> None:
+        for item in self.include or ():
+            if item not in (LOGPROBS, NOTHING):
+                raise InvalidRequestError("include", item, f"must be {LOGPROBS} or {NOTHING}")
+        if self.top_logprobs and not self.tells_logprobs:
+            raise InvalidRequestError("top_logprobs", self.top_logprobs, f"must come with include = [{LOGPROBS!r}]")
+
+
+def chat_body(body: ResponsesBody) -> ChatBody:
+    """The same request in the older words. Raises `InvalidRequestError`, naming the field."""
+    own: dict[str, Any] = {
+        "model": body.model,
+        **body.given_renamed(),
+        "messages": list(_messages(body)),
+        "response_format": _format(body),
+        "parallel_tool_calls": body.parallel_tool_calls,
+    }
+    if body.tells_logprobs:
+        own |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    if body.tools:
+        own["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
+    if body.tool_choice is not None and (body.tools or body.tool_choice != "auto"):
+        own["tool_choice"] = _choice(body.tool_choice)
+    effort = (body.reasoning or {}).get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise InvalidRequestError("reasoning.effort", effort, "must be text")
+    own["reasoning_effort"] = effort
+    return ChatBody.made_of(body, {**(body.model_extra or {}), **own})
+
+
+def _tool(tool: Mapping[str, Any], field: str) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise InvalidRequestError(f"{field}.type", tool.get("type"), "must be function: this server has no other tools")
+    parts = {name: tool.get(name) for name in ("name", "parameters", "description", "strict")}
+    checked_tool(field, *parts.values())
+    return {"type": "function", "function": parts}
+
+
+def _choice(choice: object) -> object:
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, Mapping):
+        raise InvalidRequestError("tool_choice.type", choice.get("type"), "must be function")
+    return choice
+
+
+def _messages(body: ResponsesBody) -> Iterator[dict[str, Any]]:
+    if body.instructions:
+        yield {"role": "system", "content": body.instructions}
+    if isinstance(body.input, str):
+        yield {"role": "user", "content": body.input}
+        return
+    turn: dict[str, Any] = {}
+    for index, item in enumerate(body.input):
+        kind, field = item.get("type", "message"), f"input[{index}]"
+        if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
+            if "tool_calls" in turn and kind != "function_call":  # what comes after calls is another turn
+                yield turn
+                turn = {}
+            _add_to_turn(turn, kind, item, field)
+            continue
+        if turn:
+            yield turn
+            turn = {}
+        yield _told(kind, item, field)
+    if turn:
+        yield turn
+
+
+def _add_to_turn(turn: dict[str, Any], kind: str, item: Mapping[str, Any], field: str) -> None:
+    """Thoughts, text and calls of the model follow each other as items, and are one message for a template."""
+    turn.setdefault("role", "assistant")
+    turn.setdefault("content", "")
+    if kind == "function_call":
+        name, arguments = item.get("name"), item.get("arguments")
+        if not isinstance(name, str):
+            raise InvalidRequestError(f"{field}.name", name, "must be text")
+        function = {"name": name, "arguments": call_arguments(arguments, f"{field}.arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        turn.setdefault("tool_calls", []).append(call)
+    elif kind == "reasoning":
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + _thoughts(item, field)
+    else:
+        turn["content"] += content_text(item.get("content"), f"{field}.content")
+
+
+def _thoughts(item: Mapping[str, Any], field: str) -> str:
+    parts = item.get("content") or []
+    if not isinstance(parts, list):
+        raise InvalidRequestError(f"{field}.content", parts, "must be a list of reasoning texts")
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
+
+
+def _told(kind: object, item: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """A message of somebody else than the model."""
+    if kind == "function_call_output":
+        output = content_text(item.get("output"), f"{field}.output")
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+    if kind != "message":
+        raise InvalidRequestError(f"{field}.type", kind, "must be message, function_call, its output, or reasoning")
+    content = item.get("content")
+    if content is None:
+        raise InvalidRequestError(f"{field}.content", content, "must be text")
+    return {"role": item.get("role"), "content": content_text(content, f"{field}.content")}
+
+
+def _format(body: ResponsesBody) -> dict[str, Any] | None:
+    asked = (body.text or {}).get("format") or {"type": "text"}
+    kind = asked.get("type") if isinstance(asked, Mapping) else None
+    if kind in ("text", "json_object"):
+        return {"type": kind}
+    if kind == "json_schema" and isinstance(asked.get("schema"), Mapping):
+        return {"type": kind, "json_schema": {"schema": dict(asked["schema"])}}
+    raise InvalidRequestError("text.format", asked, "must be text, json_object, or json_schema with a schema")

@@ -1,0 +1,153 @@
+"""Sampling parameters of bodies: every declared parameter under its own name, and what clients spell differently.
+
+Null means the default everywhere.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final, TypedDict
+
+from holdfast.router.api.http.bodies import Body, ChatBody, CompletionBody, Reads
+from holdfast.router.request import Namer
+from holdfast.worker.errors import InvalidRequestError, shortened
+from holdfast.worker.request import Priority
+from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
+from holdfast.worker.structured_outputs import StructuredOutputs
+
+_MOST_SEEDS: Final = 2**63
+
+
+def chat_params(body: ChatBody) -> SamplingParams:
+    """The parameters of a chat. Raises `InvalidRequestError`."""
+    renamed = {name: value for name, value in body.given_renamed().items() if name in PARAMETERS}
+    own: dict[str, Any] = {"max_tokens": body.given("max_tokens"), "logprobs": 0, **renamed}
+    if not body.logprobs:
+        own["logprobs"] = None
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequestError("top_logprobs", body.top_logprobs, "must come with logprobs = true")
+    own["structured_outputs"] = structure_of(body)
+    return declared_params(body, **own)
+
+
+def completion_params(body: CompletionBody) -> SamplingParams:
+    """The parameters of a completion. Where only the prompt is scored, a token is drawn, and not told. Raises
+    `InvalidRequestError`.
+    """
+    own: dict[str, Any] = {}
+    if scores_only(body):
+        own["max_tokens"] = 1
+    elif "max_tokens" in body.model_fields_set and body.given("max_tokens") is None:
+        own["max_tokens"] = None
+    if body.given("echo") and body.given("logprobs") is not None and body.given("prompt_logprobs") is None:
+        own["prompt_logprobs"] = body.given("logprobs")
+    if (structure := structure_of(body)) is not None:
+        own["structured_outputs"] = structure
+    return declared_params(body, **own)
+
+
+def scores_only(body: CompletionBody) -> bool:
+    """Whether a completion is to have no output."""
+    return body.given("max_tokens") == 0 and bool(body.given("echo"))
+
+
+def declared_params(body: Reads, **own: Any) -> SamplingParams:
+    """All declared parameters that a body gives by name, with values as other people's clients write them, and
+    an endpoint's own.
+    """
+    given = {name: value for name in PARAMETERS if (value := body.given(name)) is not None}
+    if isinstance(body, Body) and body.use_beam_search:
+        given |= {"beam_width": given.get("n", 1)}
+    if isinstance(body, Body) and body.truncation_side is not None:
+        given |= {"truncate_right": body.truncation_side == "right"}
+    for name, read in _OTHER_VALUES.items():
+        if name in given:
+            given[name] = read(given[name])
+    return SamplingParams(**{**given, **own})
+
+
+def _all_if_negative(number: object) -> object:
+    return max(0, number) if isinstance(number, int) else number
+
+
+def _of_63_bits(seed: object) -> object:
+    return seed % _MOST_SEEDS if isinstance(seed, int) and not isinstance(seed, bool) else seed
+
+
+def _by_token_id(biases: object) -> object:
+    return {_token_id(key): bias for key, bias in biases.items()} if isinstance(biases, Mapping) else biases
+
+
+def _token_id(key: object) -> int:
+    try:
+        return int(key)  # type: ignore[call-overload,no-any-return]  # keys of JSON are texts
+    except ValueError:
+        told = f"must have token ids as its keys, not {shortened(key)}"
+        raise InvalidRequestError("logit_bias", key, told) from None
+
+
+_OTHER_VALUES: Final = {"top_k": _all_if_negative, "seed": _of_63_bits} | {"logit_bias": _by_token_id}
+
+
+def structure_of(body: Body) -> StructuredOutputs | None:
+    """The shape of the output, in any of its spellings; at most one of them may be there."""
+    found: dict[str, StructuredOutputs] = {}
+    if isinstance(asked := body.given("structured_outputs"), Mapping):
+        chosen = {name: value for name, value in asked.items() if value not in (None, False)}
+        found["structured_outputs"] = StructuredOutputs.of(chosen)
+    for old, name in body.renamed.items():
+        if old.startswith("guided_") and (value := getattr(body, old)) is not None:
+            found[old] = StructuredOutputs.of({name.rpartition(".")[2]: value})
+    if (shape := _format(body)) is not None:
+        found["response_format"] = shape
+    if len(found) > 1:
+        raise InvalidRequestError("response_format", sorted(found), "must be the only one that asks for a shape")
+    return next(iter(found.values()), None)
+
+
+def _format(body: Body) -> StructuredOutputs | None:
+    asked = body.response_format
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return StructuredOutputs(json_object=True)
+    if asked.type == "json_schema":
+        schema = (asked.json_schema or {}).get("schema")
+        if not isinstance(schema, Mapping) and schema is not True:
+            raise InvalidRequestError("response_format.json_schema.schema", schema, "must be a JSON schema")
+        return StructuredOutputs(json=schema)
+    raise InvalidRequestError("response_format.type", asked.type, "is not supported")
+
+
+class ServiceFields(TypedDict):
+    """Fields of a `GenerationRequest` that say whose it is and how it is served."""
+
+    model: str
+    request_id: str
+    priority: Priority
+    timeout_s: float | None
+    cache_salt: str
+    session_id: str
+    tenant: str
+    names: Namer
+
+
+def service_of(body: Body, tenant: str) -> ServiceFields:
+    """What every body says in the same way, whatever its prompt."""
+    return ServiceFields(
+        model=body.model or "",
+        request_id=body.request_id or "",
+        priority=priority_of(body),
+        timeout_s=body.timeout,
+        cache_salt=body.cache_salt or "",
+        session_id=body.session,
+        tenant=tenant,
+        names=body.names,
+    )
+
+
+def priority_of(body: Body) -> Priority:
+    """A class by its name; of vLLM's numbers, of which lower ones go first, 0 is normal."""
+    if body.priority is None:
+        return Priority.NORMAL
+    if isinstance(body.priority, str):
+        return Priority[body.priority.upper()]
+    return Priority.NORMAL if body.priority == 0 else Priority.HIGH if body.priority < 0 else Priority.LOW

@@ -1,0 +1,270 @@
+"""Submission of a request, and its answer as a stream of events: also of a client that holds on to its stream."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
+
+from holdfast.router.api.http.event_ids import EVENT_IDS, LAST_EVENT_ID, EventIds, digest_of, read_record
+from holdfast.router.api.http.event_stream import Shortcut
+from holdfast.router.config import LimitsConfig
+from holdfast.router.dispatch.output_stream import Taker, merged
+from holdfast.router.events import Deliver
+from holdfast.router.request import GenerationRequest, check_request_id
+from holdfast.router.requests.answer import SampledAnswer
+from holdfast.router.requests.poison_watch import PoisonWatch, begin_reading
+from holdfast.router.resume import HOLD, REPLICAS, RESUME, Identity, Mark, Noted, NotedSequence
+from holdfast.router.router_losses import ROUTERS_LOST, routers_lost
+from holdfast.worker.errors import InvalidRequestError
+
+_SHORTEST_S = 0.001
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """Which request this is, the how manieth time it is sent, and what its client has of the answer."""
+
+    identity: Identity
+    attempt: int = 0
+    """0: the client does not come again."""
+    noted: Noted | None = None
+    tells_replicas: bool = False
+    """Marks say which replica has made what they stand for."""
+    event_ids: EventIds | None = None
+    """Of a client that may come again with the id of its last event."""
+    _held: dict[int, list[Deliver]] = field(default_factory=dict)
+    """By choice: what its encoder has not told yet, and its client therefore does not have."""
+
+    @classmethod
+    def read(cls, headers: Mapping[str, str], content: bytes, limits: LimitsConfig) -> tuple[Self, bytes]:
+        """With the body's own bytes. Raises `InvalidRequestError`, naming the header."""
+        attempt, tells_replicas = _number(headers, HOLD), headers.get(REPLICAS) == "1"
+        if (size := _number(headers, RESUME)) and attempt:
+            if size > len(content):
+                raise InvalidRequestError(RESUME, size, f"must be at most the body's size, {len(content)}")
+            noted = read_record(content[-size:], limits)
+            known = cls(identity=noted.identity, attempt=attempt, noted=noted, tells_replicas=tells_replicas)
+            return known, content[:-size]
+        identity = Identity(uuid.uuid4().hex, int(time.time()))
+        if not attempt and (event_ids := EventIds.asked_by(headers, identity)) is not None:
+            return cls(identity=event_ids.identity, event_ids=event_ids), content
+        return cls(identity=identity, attempt=attempt, tells_replicas=tells_replicas), content
+
+    def named(self, request_id: str, limits: LimitsConfig) -> "Submission":
+        """With the id that a body gives its request, if any. Raises `InvalidRequestError`."""
+        if not request_id or self.noted is not None:
+            return self
+        if self.event_ids is not None:
+            told = f"must not be set with {EVENT_IDS} or {LAST_EVENT_ID}: the ids of events have one of their own"
+            raise InvalidRequestError("request_id", request_id, told)
+        check_request_id(request_id, limits)
+        return replace(self, identity=Identity(request_id, self.identity.created))
+
+    @property
+    def is_held(self) -> bool:
+        return self.attempt > 0
+
+    @property
+    def is_over(self) -> bool:
+        """The client has the whole stream, by the id of its last event."""
+        return self.event_ids is not None and self.event_ids.is_over
+
+    @property
+    def comes_again(self) -> bool:
+        """The client goes on after an event, and the tokens until there are to be computed once more."""
+        return self.event_ids is not None and bool(self.event_ids.places)
+
+    def until_there(self, request: GenerationRequest, first: int) -> GenerationRequest | None:
+        """The request whose choices are from number `first` on, up to where the client is; None if it has nothing."""
+        assert self.event_ids is not None, "it comes again"
+        places, params = self.event_ids.places, request.sampling_params
+        num_tokens = max((places[at].num_tokens for at in range(first, first + params.n) if at in places), default=0)
+        if not num_tokens:
+            return None
+        if params.max_tokens is not None and num_tokens > params.max_tokens:
+            raise InvalidRequestError(LAST_EVENT_ID, num_tokens, f"must be of at most max_tokens = {params.max_tokens}")
+        shorter = replace(
+            params,
+            max_tokens=num_tokens,
+            min_tokens=min(params.min_tokens, num_tokens),
+            logprobs=None,
+            prompt_logprobs=None,
+        )
+        return replace(request, sampling_params=shorter)
+
+    def with_tokens(self, tokens: Mapping[int, tuple[int, ...]]) -> "Submission":
+        """With what its client has of each choice. Raises `InvalidRequestError` if these are not the tokens it had."""
+        assert self.event_ids is not None, "it comes again"
+        noted = Noted(identity=self.identity, num_events=self.event_ids.num_events)
+        for choice, place in self.event_ids.places.items():
+            had = tokens.get(choice, ())[: place.num_tokens]
+            if len(had) < place.num_tokens or digest_of(had) != place.digest:
+                told = "must be of the same request: the tokens that were computed again are not those of the stream"
+                raise InvalidRequestError(LAST_EVENT_ID, choice, told)
+            reason = place.finish_reason
+            noted.sequences[choice] = NotedSequence(list(had), place.num_chars, reason and str(reason))
+        return replace(self, noted=noted)
+
+    @property
+    def num_events(self) -> int:
+        return self.noted.num_events if self.noted is not None else 0
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the response."""
+        return {HOLD: self.identity.text} if self.is_held else {}
+
+    @property
+    def marks(self) -> bool:
+        """Whether events say where their client is after them."""
+        return self.is_held or self.event_ids is not None
+
+    def marked(self, events: bytes, delivery: Deliver, encoder: "Encoder", *, is_last: bool) -> bytes:
+        """The events of a delivery, with what says where their client is after them.
+
+        What the encoder holds back counts once it is told: after a loss of the router it is to come again.
+        """
+        choice = delivery.sequence_index
+        if encoder.holds(choice):
+            self._held.setdefault(choice, []).append(delivery)
+            return events
+        if choice in self._held:
+            delivery = merged([*self._held.pop(choice), delivery])
+        if self.event_ids is not None:
+            return self.event_ids.marked(events, delivery, encoder.num_events, is_last=is_last)
+        return events + self._mark(delivery, encoder, is_last=is_last)
+
+    def _mark(self, delivery: Deliver, encoder: "Encoder", *, is_last: bool) -> bytes:
+        return Mark(
+            choice=delivery.sequence_index,
+            token_ids=delivery.token_ids,
+            num_chars=len(delivery.text),
+            finish_reason=delivery.finish_reason,
+            fingerprint=delivery.fingerprint,
+            num_events=encoder.num_events,
+            is_last=is_last,
+            replica_id=delivery.replica_id if self.tells_replicas else "",
+        ).line
+
+    def of(
+        self, request: GenerationRequest, *, number: int = 0, num_prompts: int = 1, choices: int = 1
+    ) -> GenerationRequest:
+        """A request of the body as it is submitted now: number `number` of `num_prompts`, each of so many choices."""
+        if not self.marks and not request.request_id:
+            return request
+        request_id, resume, timeout_s = self.identity.request_id, None, request.timeout_s
+        if self.noted is not None:
+            resume = self.noted.resume(number * choices, choices)
+            timeout_s = None if timeout_s is None else max(_SHORTEST_S, timeout_s - self.noted.age_s)
+        if num_prompts > 1:
+            request = request.as_part(number, f"{request_id}.{number}")
+        return replace(
+            request,
+            request_id=request_id,
+            chat=None if request.chat is None else replace(request.chat, now_s=self.identity.created),
+            timeout_s=timeout_s,
+            attempt=self.attempt,
+            resume=resume,
+        )
+
+
+class Encoder(Protocol):
+    """Writes the events of one stream. Its state does not depend on how the output is cut into deliveries."""
+
+    num_events: int
+    """Where events are numbered: so far."""
+
+    def of(self, delivery: Deliver) -> bytes:
+        """The events of a delivery, whose `sequence_index` is the number of its choice. Of one whose choice was over
+        before there is nothing to say but the usage.
+        """
+
+    def plain(self, delivery: Deliver) -> bytes | None:
+        """The events of a delivery before the end, whose choice has begun, if they are text in a frame that was made
+        before. None: `of` is to write them.
+        """
+
+    def holds(self, choice: int) -> bool:
+        """Whether a choice's last delivery, of which `of` has told nothing, is told with a later one."""
+
+    def end(self) -> bytes:
+        """What comes after the last delivery."""
+
+
+async def answer_events(
+    opening: AbstractAsyncContextManager[SampledAnswer],
+    encoder_of: Callable[[SampledAnswer], Encoder],
+    submission: Submission,
+    shortcut: Shortcut,
+) -> AsyncGenerator[bytes, None]:
+    """The events of one answer, delivery by delivery; of a resumed one those that its client does not have. It is open
+    as long as they are read. What is plain goes by the shortcut, where there is one, while the next one is waited for.
+    """
+    marks = submission.marks
+    async with opening as answer:
+        encoder = encoder_of(answer)
+        catch_up(encoder, answer.received, submission)
+        answer.hand_to(straight(answer, encoder, shortcut, submission))
+        encoded = encoder.of
+        async for delivery in answer:
+            events, is_last = encoded(delivery), delivery.usage is not None
+            if is_last:
+                events += encoder.end()
+            if marks:
+                events = submission.marked(events, delivery, encoder, is_last=is_last)
+            if events:
+                yield events
+
+
+def straight(answer: SampledAnswer, encoder: Encoder, shortcut: Shortcut, submission: Submission) -> Taker:
+    """Writes plain deliveries while the answer's reader waits, which therefore has written all before them."""
+    has_output, plain, marks, marked = answer.has_output, encoder.plain, submission.marks, submission.marked
+
+    def take(delivery: Deliver) -> bool:
+        waiter, connection = has_output.waiter, shortcut.connection
+        if connection is None or waiter is None or waiter.done() or (events := plain(delivery)) is None:
+            return False
+        return connection.write_chunk(marked(events, delivery, encoder, is_last=False) if marks else events)
+
+    return take
+
+
+async def numbered_events(
+    deliveries: AsyncIterator[Deliver], num_answers: int, encoder: Encoder, submission: Submission
+) -> AsyncGenerator[bytes, None]:
+    """The events of one or several answers, whose deliveries come with the numbers of their choices."""
+    async for delivery in deliveries:
+        num_answers -= delivery.usage is not None
+        events = encoder.of(delivery)
+        if not num_answers:
+            events += encoder.end()
+        if submission.marks:
+            events = submission.marked(events, delivery, encoder, is_last=not num_answers)
+        yield events
+
+
+def catch_up(encoder: Encoder, received: Iterable[Deliver], submission: Submission) -> None:
+    """Brings an encoder to where the client is: what it would say of that is not said again."""
+    for delivery in received:
+        encoder.of(delivery)
+    encoder.num_events = submission.num_events
+
+
+def note_reading(watch: PoisonWatch, path: str, headers: Mapping[str, str], content: bytes) -> None:
+    """A request is read from here on. What its client has noted of an answer is no part of what it is recognized by.
+
+    Raises as `PoisonWatch.begin` does, and `InvalidRequestError` for a header.
+    """
+    num_noted = _number(headers, RESUME) if HOLD in headers else 0
+    own = memoryview(content)[: max(0, len(content) - num_noted)]
+    begin_reading(watch, path, own).suspect(routers_lost(headers.get(ROUTERS_LOST, "0")))
+
+
+def _number(headers: Mapping[str, str], name: str) -> int:
+    """Of a header that says one; 0 without it. Raises `InvalidRequestError`."""
+    value = headers.get(name, "0")
+    if not value.isascii() or not value.isdecimal() or len(value) > 9:
+        raise InvalidRequestError(name, value[:100], "must be a number")
+    return int(value)

@@ -1,0 +1,160 @@
+"""Intake of a router's doors: the lease of each request, which it has from its first byte until its answer is over."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Final, TypeVar
+from urllib.parse import unquote
+
+from holdfast.router.overload.byte_ledger import KnownPeers, Lease, current_lease, set_lease
+from holdfast.router.overload.overload import Overload
+from holdfast.router.security.gate import Caller, Gate
+from holdfast.router.wire.bounds import INLINE_BYTES
+from holdfast.worker.errors import AuthenticationError, HoldfastError
+from holdfast.worker.process_memory import give_back
+
+MOST_PEERS: Final = 2**14
+"""gRPC connections that are told from new ones."""
+
+
+class Intake:
+    """Of one router."""
+
+    def __init__(self, overload: Overload, gate: Gate) -> None:
+        self.overload = overload
+        self._gate = gate
+        self._peers = KnownPeers(MOST_PEERS)
+
+    @contextmanager
+    def of_http(self, host: str, port: int, *, is_guest: bool) -> Iterator[Lease]:
+        """For a request of the running task. `is_guest`: its connection came while none was taken."""
+        lease = self.overload.ledger.open(f"{host}:{port}", host)
+        lease.is_guest = is_guest
+        with _held(lease):
+            yield lease
+
+    @contextmanager
+    def of_grpc(self, peer: str) -> Iterator[Lease]:
+        """For a call of the running task; `peer` is `ServicerContext.peer()`."""
+        lease = self.overload.ledger.open(peer, _host(peer))
+        lease.is_guest = not self._peers.note(peer, accepts=self.overload.takes_connection())
+        with _held(lease):
+            if self._gate.is_locked:
+                with suppress(AuthenticationError):  # what is open to everyone counts for its address
+                    charge(self._gate.caller())
+            yield lease
+
+
+def _host(peer: str) -> str:
+    """The address in a peer as gRPC writes it (`ipv4:1.2.3.4:5`, `ipv6:%5B::1%5D:5`), as HTTP's doors write it."""
+    return unquote(peer.partition(":")[2]).rpartition(":")[0].strip("[]")
+
+
+def charge(caller: Caller) -> None:
+    """The caller of the running task's request is known: what it holds is that key's. Raises `ByteBudgetError`."""
+    if (lease := current_lease()) is not None:
+        lease.belongs_to(f"key {caller.name}")
+
+
+class _Arriving:
+    """Input that the running task reads. Ended, the task gets the error at once."""
+
+    num_unread = 0
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "requests are read by tasks"
+        self.task = task
+        self.error: HoldfastError | None = None
+
+    def fail(self, error: HoldfastError) -> None:
+        if self.error is None:
+            self.error = error
+            self.task.cancel()
+
+
+@contextmanager
+def arriving() -> Iterator[Callable[[int], None]]:
+    """While the running task reads the input of its request: yields what is told each number of bytes that arrives.
+
+    Raises `ByteBudgetError`, also where the request is ended for what it holds.
+    """
+    lease = current_lease()
+    if lease is None:
+        yield lambda num_bytes: None
+        return
+    one = _Arriving()
+    lease.endings.append(one)
+    try:
+        yield lease.take
+    except asyncio.CancelledError:
+        if one.error is None:
+            raise
+        one.task.uncancel()
+        raise one.error from None
+    finally:
+        lease.endings.remove(one)
+
+
+@contextmanager
+def _held(lease: Lease) -> Iterator[None]:
+    set_lease(lease)
+    try:
+        yield
+    finally:
+        lease.close()
+
+
+T = TypeVar("T")
+
+LARGE_BYTES: Final = 2**20
+"""After larger ones, memory is given back to the system."""
+
+GIVE_BACK_AFTER_S: Final = 0.5
+"""After the last of them: then what was made of it is gone too."""
+
+
+class DecodeWorker:
+    """Used from one event loop. Its thread starts with the first large message."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="decode")
+        self._num_waiting = 0
+        self._giving_back: asyncio.TimerHandle | None = None
+
+    async def run(self, num_bytes: int, decode: Callable[[], T]) -> T:
+        """What `decode` makes of a message of this size. Raises what it raises."""
+        if num_bytes <= INLINE_BYTES:
+            return decode()
+        self._num_waiting += 1
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._executor, decode)
+        finally:
+            self._num_waiting -= 1
+            if num_bytes > LARGE_BYTES and not self._num_waiting:
+                self._cancel()
+                self._giving_back = loop.call_later(GIVE_BACK_AFTER_S, self._give_back)
+
+    def _give_back(self) -> None:
+        with suppress(RuntimeError):  # it has been closed
+            self._executor.submit(give_back)
+
+    def _cancel(self) -> None:
+        if self._giving_back is not None:
+            self._giving_back.cancel()
+            self._giving_back = None
+
+    def close(self) -> None:
+        """Ends the thread; what waits for it is cancelled. Nothing is to be decoded any more."""
+        self._cancel()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+LONGEST: Final = 64
+
+
+def loggable(name: str) -> str:
+    """The name of a field that is not known, where it could be one."""
+    return name if name.isidentifier() and len(name) <= LONGEST else "(not shown: no identifier)"

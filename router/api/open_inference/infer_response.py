@@ -1,0 +1,120 @@
+"""Inference responses of the Open Inference Protocol: a request's completions, or a step of its stream, as tensors.
+
+Each output has one element for each completion; in a stream, what is new of it.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from holdfast.foreign import grpc_service_pb2
+from holdfast.router.api.open_inference.infer_request import OUTPUTS, VERSION, InferRequest
+from holdfast.router.api.open_inference.tensors import Tensor, Value, add_outputs
+from holdfast.router.api.public_answer import by_token_id
+from holdfast.router.generation import Chunk, Generation
+from holdfast.router.text.token_table import TokenTable
+from holdfast.router.wire.statuses import call_status
+from holdfast.worker.errors import HoldfastError
+from holdfast.worker.request import FinishReason, TokenLogprob
+
+FINAL: Final = "triton_final_response"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Row:
+    """One completion's elements of an answer."""
+
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    cumulative_logprob: float | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    num_tokens: int = 0
+
+
+class InferResponses:
+    """Makes the answers to one request."""
+
+    def __init__(self, request: InferRequest, model: str, num_input_tokens: int, tokens: TokenTable) -> None:
+        self._request = request
+        self._model = model
+        self._num_input_tokens = num_input_tokens
+        self._tokens = tokens
+        self._rows = [_Row() for _ in range(request.generation.sampling_params.n)]
+
+    def whole(self, generation: Generation) -> grpc_service_pb2.ModelInferResponse:
+        """All completions at once."""
+        return self._message(
+            [
+                _Row(
+                    text=completion.text,
+                    finish_reason=completion.finish_reason,
+                    cumulative_logprob=completion.cumulative_logprob,
+                    logprobs=completion.logprobs,
+                    num_tokens=len(completion.token_ids),
+                )
+                for completion in generation.completions
+            ]
+        )
+
+    def step(self, chunk: Chunk) -> grpc_service_pb2.ModelInferResponse:
+        """What is new. Of the completions that a chunk is not of, nothing is; finish reasons and sums stay."""
+        row = self._rows[chunk.sequence_index]
+        row.text, row.logprobs, row.num_tokens = chunk.text, chunk.logprobs, len(chunk.token_ids)
+        row.finish_reason = chunk.finish_reason
+        if chunk.logprobs:
+            row.cumulative_logprob = (row.cumulative_logprob or 0.0) + math.fsum(one.logprob for one in chunk.logprobs)
+        message = self._message(self._rows)
+        row.text, row.logprobs, row.num_tokens = "", (), 0
+        return message
+
+    def _message(self, rows: Sequence[_Row]) -> grpc_service_pb2.ModelInferResponse:
+        message = empty(self._request, self._model)
+        tensors = [
+            Tensor(name=name, datatype=OUTPUTS[name], values=self._values(name, rows)) for name in self._request.outputs
+        ]
+        add_outputs(message, tensors, are_raw=self._request.are_raw)
+        return message
+
+    def _values(self, name: str, rows: Sequence[_Row]) -> list[Value]:
+        match name:
+            case "text_output":
+                return [row.text.encode() for row in rows]
+            case "finish_reason":
+                return [str(row.finish_reason).encode() for row in rows]
+            case "cumulative_logprob":
+                return [math.nan if row.cumulative_logprob is None else row.cumulative_logprob for row in rows]
+            case "logprobs":
+                are_best = not self._request.generation.sampling_params.logprob_token_ids
+                return [
+                    json.dumps([by_token_id(item, self._tokens, are_best=are_best) for item in row.logprobs]).encode()
+                    for row in rows
+                ]
+            case "num_input_tokens":
+                return [self._num_input_tokens]
+            case _:
+                return [row.num_tokens for row in rows]
+
+
+def empty(request: InferRequest, model: str) -> grpc_service_pb2.ModelInferResponse:
+    """An answer without outputs."""
+    return grpc_service_pb2.ModelInferResponse(model_name=model, model_version=VERSION, id=request.id)
+
+
+def streamed(
+    response: grpc_service_pb2.ModelInferResponse, *, is_final: bool
+) -> grpc_service_pb2.ModelStreamInferResponse:
+    """An answer on a stream, which says whether it is its request's last."""
+    response.parameters[FINAL].bool_param = is_final
+    return grpc_service_pb2.ModelStreamInferResponse(infer_response=response)
+
+
+def failed(request_id: str, error: HoldfastError) -> grpc_service_pb2.ModelStreamInferResponse:
+    """The end of a request that failed. The stream goes on: what a status would say is in parameters."""
+    response = grpc_service_pb2.ModelInferResponse(id=request_id)
+    response.parameters[FINAL].bool_param = True
+    response.parameters["error_code"].string_param = call_status(error).code.name
+    if error.retry_after_s is not None:
+        response.parameters["retry_after_ms"].int64_param = round(error.retry_after_s * 1000)
+    return grpc_service_pb2.ModelStreamInferResponse(error_message=str(error), infer_response=response)

@@ -1,0 +1,184 @@
+"""Requests of vLLM's engine protocol as the router's own: what is meant by fields that are zero,
+and what is refused.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from holdfast.foreign import vllm_engine_pb2
+from holdfast.router.events import Deliver
+from holdfast.router.request import GenerationRequest
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.request import TokenLogprob
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.structured_outputs import StructuredOutputs
+
+_UNSUPPORTED: Final = {
+    "kv_transfer_params": "KV caches are not transferred between engines",
+    "kv_transfer_params_json": "KV caches are not transferred between engines",
+    "mm_inputs": "models read text alone",
+    "media_refs": "models read text alone",
+}
+
+_ONE_IF_ZERO: Final = ("top_p", "repetition_penalty", "n")
+"""A client that leaves them out sends 0."""
+
+_AS_THEY_ARE: Final = (
+    "top_k", "min_p", "frequency_penalty", "presence_penalty", "min_tokens", "ignore_eos", "skip_special_tokens"
+)  # fmt: skip
+_IF_SET: Final = ("temperature", "logprobs", "prompt_logprobs", "seed", "truncate_prompt_tokens")
+
+_KINDS: Final = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
+
+
+def generation_request(message: vllm_engine_pb2.GenerateRequest, request_id: str = "") -> GenerationRequest:
+    """Raises `InvalidRequestError`, naming the field. `request_id` is for a message without one."""
+    _check_supported(message)
+    return GenerationRequest(
+        prompt=_prompt(message),
+        request_id=message.request_id or request_id,
+        sampling_params=sampling_params(message.sampling_params),
+    )
+
+
+def sampling_params(message: vllm_engine_pb2.SamplingParams) -> SamplingParams:
+    """Stop strings are kept in the text, which this protocol does not tell: so they can be told apart at the end."""
+    fields: dict[str, Any] = {name: getattr(message, name) or 1 for name in _ONE_IF_ZERO}
+    fields |= {name: getattr(message, name) for name in _AS_THEY_ARE}
+    fields |= {name: getattr(message, name) for name in _IF_SET if message.HasField(name)}
+    return SamplingParams(
+        **fields,
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        stop=list(message.stop),
+        stop_token_ids=list(message.stop_token_ids),
+        logit_bias=dict(message.logit_bias),
+        structured_outputs=_structure(message),
+        include_stop_str_in_output=True,
+    )
+
+
+def _check_supported(message: vllm_engine_pb2.GenerateRequest) -> None:
+    for name, reason in _UNSUPPORTED.items():
+        if message.HasField(name):
+            raise InvalidRequestError(name, "set", f"must not be set: {reason}")
+    if message.extra_mm_inputs:
+        raise InvalidRequestError("extra_mm_inputs", "set", f"must not be set: {_UNSUPPORTED['mm_inputs']}")
+    if message.data_parallel_rank:
+        raise InvalidRequestError("data_parallel_rank", message.data_parallel_rank, "must be 0: there is one rank")
+
+
+def _prompt(message: vllm_engine_pb2.GenerateRequest) -> str | tuple[int, ...]:
+    match message.WhichOneof("input"):
+        case "tokenized":
+            return tuple(message.tokenized.input_ids)
+        case "text":
+            return str(message.text)
+        case _:
+            raise InvalidRequestError("input", None, "must be set: tokenized or text")
+
+
+def _structure(message: vllm_engine_pb2.SamplingParams) -> StructuredOutputs | None:
+    kind = message.WhichOneof("constraint")
+    if kind is None or (kind == "json_object" and not message.json_object):
+        return None
+    if kind == "structural_tag":
+        limit = "is not known here; give a json_schema, a regex, a grammar, json_object or a choice"
+        raise InvalidRequestError("sampling_params.structural_tag", message.structural_tag, limit)
+    if kind == "json_object":
+        return StructuredOutputs(json_object=True)
+    if kind == "choice":
+        return StructuredOutputs(choice=list(message.choice.choices))
+    return StructuredOutputs.of({_KINDS[kind]: getattr(message, kind)})
+
+
+class GenerateResponses:
+    """Of one request."""
+
+    def __init__(
+        self,
+        prompt_token_ids: Sequence[int],
+        stop_reason: Callable[[int, Deliver], str | int | None],
+        *,
+        stream: bool,
+    ) -> None:
+        """`stop_reason` as of `SampledAnswer`."""
+        self._prompt_token_ids = prompt_token_ids
+        self._stop_reason = stop_reason
+        self._stream = stream
+
+    def of(self, delivery: Deliver) -> Iterator[vllm_engine_pb2.GenerateResponse]:
+        """The messages for one delivery; without a stream, deliveries are whole."""
+        if self._stream:
+            yield vllm_engine_pb2.GenerateResponse(chunk=self._chunk(delivery))
+        if delivery.finish_reason is not None:
+            yield vllm_engine_pb2.GenerateResponse(complete=self._complete(delivery))
+
+    def _chunk(self, delivery: Deliver) -> vllm_engine_pb2.GenerateStreamChunk:
+        return vllm_engine_pb2.GenerateStreamChunk(
+            token_ids=delivery.token_ids,
+            prompt_tokens=len(self._prompt_token_ids),
+            completion_tokens=len(delivery.token_ids),
+            cached_tokens=delivery.num_cached_tokens,
+            output_logprobs=output_logprobs(delivery.logprobs),
+            input_logprobs=input_logprobs(self._prompt_token_ids, delivery.prompt_logprobs),
+            index=delivery.sequence_index,
+        )
+
+    def _complete(self, delivery: Deliver) -> vllm_engine_pb2.GenerateComplete:
+        assert delivery.finish_reason is not None
+        complete = vllm_engine_pb2.GenerateComplete(
+            output_ids=delivery.token_ids,
+            finish_reason=delivery.finish_reason.value,
+            prompt_tokens=len(self._prompt_token_ids),
+            completion_tokens=len(delivery.token_ids),
+            cached_tokens=delivery.num_cached_tokens,
+            output_logprobs=output_logprobs(delivery.logprobs),
+            input_logprobs=input_logprobs(self._prompt_token_ids, delivery.prompt_logprobs),
+            index=delivery.sequence_index,
+        )
+        matched = self._stop_reason(delivery.sequence_index, delivery)
+        if isinstance(matched, int):
+            complete.matched_token_id = matched
+        elif matched is not None:
+            complete.matched_stop_str = matched
+        return complete
+
+
+def output_logprobs(logprobs: Sequence[TokenLogprob]) -> vllm_engine_pb2.OutputLogProbs | None:
+    """None where there are none."""
+    if not logprobs:
+        return None
+    return vllm_engine_pb2.OutputLogProbs(
+        token_logprobs=[item.logprob for item in logprobs],
+        token_ids=[item.token_id for item in logprobs],
+        top_logprobs=_tops(logprobs),
+    )
+
+
+def input_logprobs(
+    prompt_token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+) -> vllm_engine_pb2.InputLogProbs | None:
+    """None where there are none. `logprobs` begin with the second token: the first has none."""
+    if not logprobs:
+        return None
+    tops = _tops(logprobs)
+    return vllm_engine_pb2.InputLogProbs(
+        token_logprobs=[
+            vllm_engine_pb2.InputTokenLogProb(),
+            *(vllm_engine_pb2.InputTokenLogProb(value=item.logprob) for item in logprobs),
+        ],
+        token_ids=prompt_token_ids,
+        top_logprobs=[vllm_engine_pb2.TopLogProbs(), *tops] if tops else [],
+    )
+
+
+def _tops(logprobs: Sequence[TokenLogprob]) -> list[vllm_engine_pb2.TopLogProbs]:
+    """One for each position, or none at all where no alternatives were asked for."""
+    if not any(item.top for item in logprobs):
+        return []
+    return [
+        vllm_engine_pb2.TopLogProbs(
+            values=[logprob for _, logprob in item.top], token_ids=[token_id for token_id, _ in item.top]
+        )
+        for item in logprobs
+    ]

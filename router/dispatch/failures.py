@@ -1,0 +1,172 @@
+"""Outages: how long requests wait for a replica of a model that has none, and what they are told once that is over.
+
+It is the same wait whether the replicas were lost or the model is at rest, where the first request wakes it; only the
+limits differ.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from holdfast.router.dispatch.admission import AdmissionQueue
+from holdfast.router.dispatch.replica_registry import ReplicaRegistry
+from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
+from holdfast.worker.errors import ReplicaError
+from holdfast.worker.request import Suspicion
+
+
+class Outages:
+    """Of the models of one router."""
+
+    def __init__(self, registry: ReplicaRegistry, queue: AdmissionQueue, replica_wait_s: float) -> None:
+        """`replica_wait_s`: the limit for models that are not at rest."""
+        self._registry = registry
+        self._queue = queue
+        self._replica_wait_s = replica_wait_s
+
+    def admit(self, model: str, now: float) -> None:
+        """The first request that waits for a model at rest wakes it: the wait for a replica begins with it.
+
+        Raises `UnknownModelError`, or `ReplicaError` where a new request would wait in vain.
+        """
+        if model in self._registry.asleep and not self._queue.has_any(model):
+            self._registry.note_wake(model, now)
+        down_since = self._registry.model(model).down_since
+        if down_since is not None and now >= down_since + self._limit_s(model):
+            raise self.error(model)
+
+    def over(self, now: float) -> Iterator[str]:
+        """The models for which nothing waits any longer."""
+        for model, down_since in self._registry.outages():
+            if now >= down_since + self._limit_s(model):
+                yield model
+
+    def ends(self) -> Iterator[float]:
+        """The times at which what waits now will have waited too long."""
+        for model, down_since in self._registry.outages():
+            if self._queue.has_any(model):
+                yield down_since + self._limit_s(model)
+
+    def error(self, model: str) -> ReplicaError:
+        """What those are told who have waited in vain."""
+        cold_start_s = self._registry.asleep.get(model)
+        if cold_start_s is None:
+            return ReplicaError(f"no replica of model {model!r} is up")
+        told = f"none has started within {cold_start_s:g} s (scaling.cold_start_wait_s)"
+        return ReplicaError(f"model {model!r} had no replica at rest, and {told}")
+
+    def _limit_s(self, model: str) -> float:
+        cold_start_s = self._registry.asleep.get(model)
+        return self._replica_wait_s if cold_start_s is None else cold_start_s
+
+
+_ROUNDING: Final = 1e-9
+
+
+class RetryBudget:
+    """A token bucket. The caller passes the time, which must not run backwards."""
+
+    def __init__(self, *, burst: float, per_s: float, share: float) -> None:
+        self._burst = burst
+        self._per_s = per_s
+        self._share = share
+        self._num_tokens = float(burst)
+        self._filled_at: float | None = None
+
+    def note_submission(self) -> None:
+        """A new request came in."""
+        self._num_tokens = min(self._burst, self._num_tokens + self._share)
+
+    def has_token(self, now: float) -> bool:
+        """Whether a lost request may be sent again now."""
+        filled_at = now if self._filled_at is None else self._filled_at
+        self._num_tokens = min(self._burst, self._num_tokens + self._per_s * max(now - filled_at, 0.0))
+        self._filled_at = now
+        return self._num_tokens >= 1 - _ROUNDING
+
+    def spend(self) -> None:
+        """A lost request is sent again. There must be a token."""
+        assert self._num_tokens >= 1 - _ROUNDING, "the budget is spent"
+        self._num_tokens -= 1
+
+    @property
+    def ready_at(self) -> float | None:
+        """When there will be a token again; None if there is one."""
+        if self._num_tokens >= 1 - _ROUNDING or self._filled_at is None:
+            return None
+        return self._filled_at + (1 - self._num_tokens) / self._per_s
+
+
+LIFETIME_FACTOR: Final = 4
+"""A request fails as well after this many times the limit in total: some requests crash replicas only after long."""
+
+
+PROOF_S: Final = 0.05
+"""A crash sooner than this after a request was sent may have another cause."""
+
+
+class Quarantine:
+    """Counts crashes against requests, and keeps the one trial that each model may have at a time."""
+
+    def __init__(self, max_replicas_lost: int) -> None:
+        self._max_lost = max_replicas_lost
+        self._on_trial: dict[str, RequestState] = {}
+
+    def culprits(self, lost: Sequence[RequestState], now: float, num_foreign_suspects: int = 0) -> list[RequestState]:
+        """Counts a crash against all requests that ran there, and returns the culprits, which must not run again.
+
+        If suspects of other routers were there, one of those may be the cause: the crash then convicts none.
+        """
+        for state in lost:
+            state.num_replicas_lost += 1
+            state.num_replicas_lost_in_a_row += 1
+            state.is_suspect = state.num_replicas_lost_in_a_row >= self._max_lost
+        suspects = [state for state in lost if state.is_suspect]
+        on_trial = [state for state in lost if state.status is RequestStatus.ON_TRIAL]
+        if on_trial and not num_foreign_suspects:
+            return on_trial
+        is_certain = len(suspects) == 1 and not on_trial and not num_foreign_suspects and _has_run(suspects[0], now)
+        limit = LIFETIME_FACTOR * self._max_lost
+        return [state for state in lost if state.num_replicas_lost >= limit or (is_certain and state in suspects)]
+
+    def suspicion(self, state: RequestState) -> Suspicion:
+        """What to tell the replica that gets the request."""
+        if state.status is RequestStatus.ON_TRIAL:
+            return Suspicion.ON_TRIAL
+        num_lost = state.num_replicas_lost_in_a_row
+        is_next_too_many = num_lost > 0 and num_lost + 1 >= self._max_lost
+        return Suspicion.SUSPECT if is_next_too_many else Suspicion.NONE
+
+    def clear(self, state: RequestState) -> None:
+        """An attempt brought output for `NUM_STEPS_TO_CLEAR` steps: its request did not cause the losses before it."""
+        state.num_replicas_lost_in_a_row, state.is_suspect = 0, False
+        if state.status is RequestStatus.ON_TRIAL:
+            state.note(RequestEvent.CLEAR)
+        self.end_trial(state)
+
+    def begin_trial(self, state: RequestState) -> None:
+        assert state.status is RequestStatus.HELD
+        assert self.is_free(state.model)
+        self._on_trial[state.model] = state
+
+    def end_trial(self, state: RequestState) -> None:
+        """Ends the trial of the request, if it is on trial."""
+        if self._on_trial.get(state.model) is state:
+            del self._on_trial[state.model]
+
+    def is_free(self, model: str) -> bool:
+        """Whether the model has no trial under way."""
+        return model not in self._on_trial
+
+    def check_integrity(self) -> None:
+        """Asserts that every request on trial is a suspect that runs."""
+        for model, state in self._on_trial.items():
+            assert state.model == model
+            assert state.status is RequestStatus.ON_TRIAL
+            assert state.is_suspect
+
+
+def _has_run(state: RequestState, now: float) -> bool:
+    """Whether the attempt that was just lost brought output, or had the time to begin."""
+    assert state.attempt is not None, "it was running"
+    return state.num_steps > 0 or now - state.attempt.sent_at >= PROOF_S

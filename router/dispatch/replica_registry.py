@@ -1,0 +1,258 @@
+"""Replica registry: the replicas that are up, their last reported load, and this router's attempts on each.
+
+A replica is *up* from its hello to the loss of its link, and *retiring* while it is up but accepts no new requests.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from holdfast.router.config import RouterConfig
+from holdfast.router.dispatch.circuit_breaker import CircuitBreaker
+from holdfast.router.dispatch.policy import CLOSED, POLICIES, RandomIndex, RoutingSnapshot
+from holdfast.router.dispatch.prefix_index import NO_MATCH, PromptPrefix
+from holdfast.router.dispatch.replica_state import ModelState, ReplicaState
+from holdfast.router.dispatch.versions import position
+from holdfast.router.events import ModelStatus, ReplicaLoad
+from holdfast.router.operator_state import NO_ORDERS, Orders
+from holdfast.worker.errors import UnknownModelError
+from holdfast.worker.model_info import ReplicaFacts
+from holdfast.worker.request import EngineLoad
+
+MAX_MISSING: Final = 100
+"""Versions without a replica that a model remembers."""
+
+
+class ReplicaRegistry:
+    """All replicas, by id and by model."""
+
+    def __init__(self, config: RouterConfig, random_index: RandomIndex) -> None:
+        self._config = config
+        self._random_index = random_index
+        self._replicas: dict[str, ReplicaState] = {}
+        self._models: dict[str, ModelState] = {}
+        self._breakers: dict[str, CircuitBreaker] = {}
+        """Of replicas that are up, and of lost ones with recent failures."""
+        self.retiring: dict[str, ReplicaState] = {}
+        """Those that are up, and take no new requests."""
+        self.statuses: dict[str, ModelStatus] = {}
+        """Every model that has been served here and was not taken away, in the order in which they first appeared."""
+        self._removed_models: frozenset[str] = frozenset()
+        self.asleep: Mapping[str, float] = {}
+        """Models that may be without replicas by decision: how many seconds requests wait for one."""
+        self._orders = NO_ORDERS
+
+    def add(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> None:
+        """A replica came up. It must not be up already."""
+        assert facts.replica_id not in self._replicas, f"replica {facts.replica_id} is up already"
+        self._forget_breakers(now)
+        breaker = self._breakers.setdefault(facts.replica_id, CircuitBreaker())
+        breaker.end_rest(now)
+        model = self._models.get(facts.model)
+        if model is None:
+            model = self._models[facts.model] = ModelState(facts, self._config.policy_of(facts.model))
+        max_waiting, max_ttft_s = self._config.max_waiting_per_replica, self._config.max_ttft_s
+        replica = ReplicaState(facts, load, breaker, model.table, max_waiting, max_ttft_s)
+        self._replicas[facts.replica_id] = model.by_slot[replica.slot] = replica
+        model.replicas.append(replica)
+        model.refresh(now)
+        self._refresh_statuses()
+
+    def remove(self, replica_id: str, now: float) -> ReplicaState | None:
+        """A replica was lost. Returns its state, or None if it was not up."""
+        replica = self._replicas.pop(replica_id, None)
+        self.retiring.pop(replica_id, None)
+        if replica is not None:
+            model = self._models[replica.facts.model]
+            model.replicas.remove(replica)
+            del model.by_slot[replica.slot]
+            replica.leave()
+            model.refresh(now)
+            self._refresh_statuses()
+        return replica
+
+    def __iter__(self) -> Iterator[ReplicaState]:
+        return iter(self._replicas.values())
+
+    def get(self, replica_id: str) -> ReplicaState | None:
+        return self._replicas.get(replica_id)
+
+    def choose(
+        self,
+        model: str,
+        prefix: PromptPrefix,
+        session_id: str = "",
+        *,
+        is_trial: bool = False,
+        version: str = "",
+        key: str = "",
+    ) -> ReplicaState | None:
+        """The replica for a request by its model's routing policy, or None if none is up and has room.
+
+        With a `version`, one of that version alone. A request that is bound to none has a `key`, by which a canary gets
+        its share; what finds no room there goes to the others, and the rest never goes to the canary unless it is all
+        that there is.
+        """
+        state = self._models[model]
+        if len(state.replicas) == 1:  # as on one machine: there is nothing to choose
+            only = state.replicas[0]
+            return only if version in ("", only.version) and only.takes_more(is_trial=is_trial) else None
+        table = state.table
+        match = table.holders.match(prefix) if state.policy == "prefix_aware" else NO_MATCH
+        snapshot = table.snapshot(self._random_index, prefix.num_prompt_tokens, match, session_id)
+        if is_trial:
+            snapshot = snapshot.without([one.slot for one in state.replicas if not one.takes_more(is_trial=True)])
+        if version and state.versions != {version}:
+            snapshot = snapshot.without(state.others_than(version))
+        elif key and len(state.versions) > 1:
+            snapshot = self._shared(state, snapshot, key)
+        if not snapshot.num_open:
+            return None
+        table.last = POLICIES[state.policy](snapshot)
+        return state.by_slot[table.last]
+
+    def retire(self, replica: ReplicaState, is_retiring: bool) -> None:
+        """Marks a replica as retiring, or no longer so."""
+        replica.is_retiring = is_retiring
+        if is_retiring:
+            self.retiring[replica.facts.replica_id] = replica
+        else:
+            self.retiring.pop(replica.facts.replica_id, None)
+
+    def retiring_of(self, model: str) -> list[ReplicaState]:
+        """Retiring replicas of a model that still run attempts of this router."""
+        return [replica for replica in self.retiring.values() if replica.facts.model == model and replica.attempts]
+
+    def end_rests(self, now: float) -> None:
+        """Closes the circuit breakers whose rest is over."""
+        for replica in self._replicas.values():
+            replica.breaker.end_rest(now)
+
+    def rests(self) -> Iterator[float]:
+        """The times at which the rests of replicas end."""
+        for replica in self._replicas.values():
+            if replica.breaker.rests_until is not None and not replica.is_retiring:
+                yield replica.breaker.rests_until
+
+    def model(self, name: str) -> ModelState:
+        """Raises `UnknownModelError` for a model that has never been served here, or was taken away."""
+        if name not in self._models or name in self._removed_models:
+            raise self.unknown(name)
+        return self._models[name]
+
+    def unknown(self, name: str) -> UnknownModelError:
+        """The refusal of a model that is not served here."""
+        return UnknownModelError(name, tuple(self.statuses))
+
+    def set_removed(self, names: frozenset[str]) -> None:
+        """These models are taken away, and all others are not. Replicas of theirs that are up may finish what runs."""
+        self._removed_models = names
+        self._refresh_statuses()
+
+    def is_removed(self, name: str) -> bool:
+        """Whether a model was taken away."""
+        return name in self._removed_models
+
+    def set_asleep(self, waits_s: Mapping[str, float]) -> None:
+        """These models may be without replicas by decision; requests for one that is wait for so many seconds."""
+        self.asleep = waits_s
+        self._refresh_statuses()
+
+    def unknown_sleepers(self) -> tuple[str, ...]:
+        """Models that may be at rest, and have never been served here."""
+        return tuple(name for name in self.asleep if name not in self._models and name not in self._removed_models)
+
+    def note_wake(self, name: str, now: float) -> None:
+        """A request came for a model: if it has no replica, it is without one as of now."""
+        model = self._models.get(name)
+        if model is not None and not model.replicas:
+            model.down_since = now
+
+    def loads(self) -> tuple[ReplicaLoad, ...]:
+        return tuple(
+            ReplicaLoad(
+                replica_id=replica_id,
+                model=replica.facts.model,
+                load=replica.load,
+                stats=replica.stats,
+                version=replica.version,
+                is_retiring=replica.is_retiring,
+                num_ranks=replica.facts.tensor_parallel_size,
+            )
+            for replica_id, replica in self._replicas.items()
+        )
+
+    def _shared(self, state: ModelState, snapshot: RoutingSnapshot, key: str) -> RoutingSnapshot:
+        """What is left of a model's replicas for a request, where a canary gets a share."""
+        canary = self._orders.canary_of(state.facts.model)
+        if canary is None or canary.version not in state.versions:
+            return snapshot
+        others = state.others_than(canary.version)
+        if position(key) < canary.share:
+            chosen = snapshot.without(others)
+            if chosen.num_open:
+                return chosen
+        return snapshot.without([one.slot for one in state.replicas if one.slot not in others])
+
+    def set_orders(self, orders: Orders) -> None:
+        """Takes what holds from now on."""
+        self._orders = orders
+
+    def is_gone(self, model: str, version: str, now: float) -> bool:
+        """Whether a version has no replica, and will not or did not get one in time."""
+        gone_at = self.gone_at(model, version)
+        return gone_at is not None and now >= gone_at
+
+    def is_mixed(self, model: str, version: str) -> bool:
+        """Whether a request that is bound to a version may find no replica where others do."""
+        versions = self._models[model].versions
+        return bool(versions) and versions != {version}
+
+    def want_version(self, model: str, version: str, now: float) -> None:
+        """A request is bound to this version: if no replica has it, one is waited for from now on."""
+        state = self._models[model]
+        if version not in state.versions and version not in state.missing:
+            state.missing[version] = now
+            if len(state.missing) > MAX_MISSING:
+                del state.missing[next(iter(state.missing))]
+
+    def gone_at(self, model: str, version: str) -> float | None:
+        """When a version that no replica has is given up, a retired one at once; None for one that a replica has."""
+        since = self._models[model].missing.get(version)
+        if since is None or (model, version) in self._orders.retired:
+            return since
+        return since + self._config.replica_wait_s
+
+    def outages(self) -> Iterator[tuple[str, float]]:
+        """The models without a replica, and the times of their loss."""
+        for name, model in self._models.items():
+            if model.down_since is not None:
+                yield name, model.down_since
+
+    def check_integrity(self) -> None:
+        """Asserts that the tables by replica and by model agree."""
+        by_model = [replica for model in self._models.values() for replica in model.replicas]
+        assert len(by_model) == len(self._replicas)
+        for name, model in self._models.items():
+            model.table.check_integrity()
+            assert (model.down_since is None) == bool(model.replicas), f"{name}: down yet up"
+            assert all(replica.facts.model == name for replica in model.replicas)
+        for replica_id, replica in self._replicas.items():
+            assert replica.facts.replica_id == replica_id
+            assert replica.is_retiring == (replica_id in self.retiring)
+            assert replica.breaker is self._breakers[replica_id]
+            assert replica in by_model
+            expected = replica.score if replica.takes_more() else CLOSED
+            assert self._models[replica.facts.model].table.scores[replica.slot] == expected, f"{replica_id}: load"
+
+    def _refresh_statuses(self) -> None:
+        self.statuses = {
+            name: ModelStatus(name=name, facts=model.facts, num_replicas=len(model.replicas), wakes=name in self.asleep)
+            for name, model in self._models.items()
+            if name not in self._removed_models
+        }
+
+    def _forget_breakers(self, now: float) -> None:
+        """Drops the breakers of lost replicas that no longer matter."""
+        for replica_id, breaker in list(self._breakers.items()):
+            if replica_id not in self._replicas and breaker.is_forgotten(now):
+                del self._breakers[replica_id]

@@ -1,0 +1,100 @@
+"""Standing orders of a cluster's operators to its routers, as plain data. Every router of a cluster obeys the same."""
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.log_level import LogLevel, log_level
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """One version of a model that gets a share of its new requests; the others get the rest."""
+
+    model: str
+    version: str
+    share: float
+    """In 0..1."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise InvalidRequestError("canary.share", self.share, "must be in [0, 1]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """A model whose new requests wait, or are refused. Those that run go on."""
+
+    model: str
+    refuses: bool = False
+    """They are refused instead of waiting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """All that holds at one moment."""
+
+    revision: int = 0
+    """Grows with every change. Of two, the one with the greater revision holds."""
+    drained: frozenset[str] = frozenset()
+    """Ids of replicas that get no new requests; what runs there moves, or finishes."""
+    pauses: tuple[Pause, ...] = ()
+    canaries: tuple[Canary, ...] = ()
+    """One for a model at most."""
+    retired: frozenset[tuple[str, str]] = frozenset()
+    """Models and versions that will not be served again: what is bound to one that has no replica any more ends."""
+    held: frozenset[str] = frozenset()
+    """Applications whose replicas get nothing yet: they have just come, and are looked at first."""
+    log_level: LogLevel | None = None
+    """None: as routers and replicas were started."""
+
+    def canary_of(self, model: str) -> Canary | None:
+        return next((canary for canary in self.canaries if canary.model == model), None)
+
+    def with_drained(self, replica_id: str, is_drained: bool) -> "Orders":
+        drained = self.drained | {replica_id} if is_drained else self.drained - {replica_id}
+        return self._next(drained=drained)
+
+    def with_pause(self, model: str, pause: Pause | None) -> "Orders":
+        """Instead of the model's pause that there was; None: it goes on."""
+        others = tuple(one for one in self.pauses if one.model != model)
+        return self._next(pauses=others if pause is None else (*others, pause))
+
+    def with_canary(self, model: str, canary: Canary | None) -> "Orders":
+        """Instead of the model's canary that there was; None: its versions are equal."""
+        others = tuple(one for one in self.canaries if one.model != model)
+        return self._next(canaries=others if canary is None else (*others, canary))
+
+    def with_retired(self, model: str, version: str, is_retired: bool) -> "Orders":
+        one = (model, version)
+        return self._next(retired=self.retired | {one} if is_retired else self.retired - {one})
+
+    def with_held(self, application: str, is_held: bool) -> "Orders":
+        return self._next(held=self.held | {application} if is_held else self.held - {application})
+
+    def with_log_level(self, level: str) -> "Orders":
+        """Raises `InvalidRequestError` for a level that there is not."""
+        return self._next(log_level=log_level(level))
+
+    def _next(self, **changes: object) -> "Orders":
+        return replace(self, revision=self.revision + 1, **changes)  # type: ignore[arg-type]  # by name, above
+
+
+NO_ORDERS: Final = Orders()
+
+_CHANGES: Final = ("with_drained", "with_pause", "with_canary", "with_retired", "with_held", "with_log_level")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change of orders, as it travels: the name of a method of `Orders`, and its arguments."""
+
+    name: str
+    arguments: tuple[object, ...]
+
+    def applied_to(self, orders: Orders) -> Orders:
+        """What holds after it. Raises `InvalidRequestError`."""
+        if self.name not in _CHANGES:
+            raise InvalidRequestError("change", self.name, f"must be one of {', '.join(_CHANGES)}")
+        changed: Orders = getattr(orders, self.name)(*self.arguments)
+        return changed

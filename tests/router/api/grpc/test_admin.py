@@ -1,0 +1,168 @@
+"""Operators' calls: what they change, who may make them, and what a dump has."""
+
+import asyncio
+import json
+import logging
+
+import grpc
+import pytest
+
+from holdfast.router.api.grpc.admin import AdminServicer
+from holdfast.router.api.operators import Operators
+from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.links.replica_directory import StaticDirectory
+from holdfast.router.security.api_keys import ApiKey, KeyRing, digest_of
+from holdfast.router.security.gate import Gate
+from holdfast.router.server.router import Router
+from holdfast.v1 import admin_pb2 as pb
+from holdfast.v1 import admin_pb2_grpc
+from holdfast.worker.errors import PermissionDeniedError
+from holdfast.worker.log_level import PACKAGE
+from tests.fakes import FakeReplica, byte_tokenizer
+from tests.loops import on_a_loop
+from tests.router.site import eventually, refusal, request, site
+
+
+def operator_of(place) -> admin_pb2_grpc.AdminServiceStub:
+    return admin_pb2_grpc.AdminServiceStub(place.channel)
+
+
+@on_a_loop
+async def test_a_drained_replica_gets_nothing_until_it_is_put_back():
+    async with site(await FakeReplica.start(), await FakeReplica.start("r1")) as place:
+        operator, first = operator_of(place), place.replicas[0]
+        load = (await place.stub.GetLoad(pb_load())).replicas
+        name = load[0].replica_id
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await operator.Drain(pb.DrainRequest(replica_id="nobody"))
+        assert "must be one of" in caught.value.details()
+        assert name in caught.value.details()
+        assert (await operator.Drain(pb.DrainRequest(replica_id=name))).revision == 1
+        dumped = json.loads((await operator.DumpState(pb.DumpStateRequest())).json)
+        assert {one["replica_id"]: one["is_retiring"] for one in dumped["replicas"]}[name] is True
+        assert dumped["orders"]["drained"] == [name]
+        assert (await operator.Undrain(pb.UndrainRequest(replica_id=name))).revision == 2
+        dumped = json.loads((await operator.DumpState(pb.DumpStateRequest())).json)
+        assert not any(one["is_retiring"] for one in dumped["replicas"])
+        with pytest.raises(grpc.aio.AioRpcError, match="drained are: none"):
+            await operator.Undrain(pb.UndrainRequest(replica_id=name))
+        assert first.is_idle
+
+
+def pb_load():
+    from holdfast.v1 import inference_pb2
+
+    return inference_pb2.GetLoadRequest()
+
+
+@on_a_loop
+async def test_new_requests_of_a_paused_model_wait_or_are_refused():
+    async with site(await FakeReplica.start()) as place:
+        operator = operator_of(place)
+        before = await place.stub.Generate(request())
+        model = before.model
+        await operator.Pause(pb.PauseRequest(model=model))
+        waiting = asyncio.create_task(_ask(place))
+
+        async def waits() -> bool:
+            dumped = json.loads((await operator.DumpState(pb.DumpStateRequest())).json)
+            return dumped["requests"]["paused"] == 1
+
+        await eventually(waits)
+        assert not waiting.done()
+        await operator.Resume(pb.ResumeRequest(model=model))
+        assert (await waiting).completions[0].text == before.completions[0].text
+        await operator.Pause(pb.PauseRequest(model=model, refuse=True))
+        refused = await refusal(place.stub.Generate(request()))
+        assert (refused.code, refused.reason) == ("UNAVAILABLE", "MODEL_PAUSED")
+        with pytest.raises(grpc.aio.AioRpcError, match="not served here"):
+            await operator.Pause(pb.PauseRequest(model="nothing"))
+
+
+async def _ask(place):
+    return await place.stub.Generate(request())
+
+
+@on_a_loop
+async def test_the_log_level_changes_and_a_dump_has_recent_errors_and_no_exceptions_words():
+    logger = logging.getLogger(PACKAGE)
+    level = logger.level
+    try:
+        async with site(await FakeReplica.start()) as place:
+            operator = operator_of(place)
+            await operator.SetLogLevel(pb.SetLogLevelRequest(level="debug"))
+            assert logger.level == logging.DEBUG
+            with pytest.raises(grpc.aio.AioRpcError, match="must be one of DEBUG, INFO, WARNING, ERROR"):
+                await operator.SetLogLevel(pb.SetLogLevelRequest(level="loud"))
+            try:
+                raise ValueError("a prompt's words")
+            except ValueError:
+                logging.getLogger(f"{PACKAGE}.x").exception("something failed")
+            text = (await operator.DumpState(pb.DumpStateRequest())).json
+            assert "something failed (ValueError)" in text
+            assert "a prompt's words" not in text
+            state = json.loads(text)
+            assert {"releases", "models", "replicas", "versions", "requests", "orders", "settings"} <= state.keys()
+    finally:
+        logger.setLevel(level)
+
+
+class _Keys:
+    def __init__(self, *keys: ApiKey) -> None:
+        self._ring = KeyRing(keys)
+
+    def ring(self) -> KeyRing:
+        return self._ring
+
+
+@on_a_loop
+async def test_where_keys_are_asked_for_an_operators_alone_will_do():
+    keys = [
+        ApiKey(name=name, sha256=digest_of(f"hfk_{name}").hex(), operator=name == "root") for name in ("root", "user")
+    ]
+    router = await Router.start(
+        RouterConfig(),
+        LimitsConfig(),
+        StaticDirectory(),
+        load_tokenizer=lambda _: byte_tokenizer(),
+        gate=Gate(_Keys(*keys)),
+    )
+    try:
+        async with grpc.aio.insecure_channel(router.address) as channel:
+            operator = admin_pb2_grpc.AdminServiceStub(channel)
+            for key, code in (("", "UNAUTHENTICATED"), ("hfk_user", "PERMISSION_DENIED"), ("hfk_root", "OK")):
+                metadata = (("authorization", f"Bearer {key}"),) if key else ()
+                for call, message in (
+                    (operator.DumpState, pb.DumpStateRequest()),
+                    (operator.SetLogLevel, pb.SetLogLevelRequest(level="WARNING")),
+                ):
+                    try:
+                        await call(message, metadata=metadata)
+                        met = "OK"
+                    except grpc.aio.AioRpcError as error:
+                        met = error.code().name
+                    assert met == code
+    finally:
+        await router.stop()
+
+
+class _Peer:
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def peer(self) -> str:
+        return self._address
+
+
+@pytest.mark.parametrize(
+    ("peer", "may"),
+    [("ipv4:127.0.0.1:5", True), ("ipv6:%5B::1%5D:5", True), ("ipv4:10.0.0.7:5", False), ("ipv6:[fe80::1]:5", False)],
+)
+def test_without_keys_callers_of_this_machine_alone_are_heard(peer: str, may: bool):
+    servicer = AdminServicer(Operators(None, None, gate=Gate(), send=None, orders=None, dump=lambda: "{}"))
+    call = servicer.DumpState(pb.DumpStateRequest(), _Peer(peer))
+    if may:
+        assert asyncio.run(call).json == "{}"
+    else:
+        with pytest.raises(PermissionDeniedError, match="this machine alone"):
+            asyncio.run(call)

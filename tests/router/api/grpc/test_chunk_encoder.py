@@ -1,0 +1,47 @@
+"""Chunks that are written by hand, against those that protobuf writes."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.router.api.grpc.chunk_writer import ChunkEncoder, varint
+from holdfast.router.api.public_answer import public_chunk
+from holdfast.router.events import Deliver
+from holdfast.router.wire.response_codec import chunk_message
+from holdfast.v1.inference_pb2 import GenerateStreamResponse
+from tests.examples import examples
+
+edges = st.sampled_from([0, 1, 127, 128, 2**14 - 1, 2**14, 2**21 - 1, 2**21, 2**32 - 1])
+numbers = st.integers(0, 2**32 - 1) | edges
+texts = st.text(max_size=12) | st.sampled_from(["", "a" * 127, "a" * 128, "é" * 8_192, "a" * 2**14])
+
+
+def made(first: int, token_ids: tuple[int, ...], text: str, index: int, fingerprint: str, is_sure: bool) -> Deliver:
+    return Deliver(
+        "x",
+        first,
+        token_ids,
+        text,
+        sequence_index=index,
+        fingerprint=fingerprint,
+        identity_guaranteed=is_sure,
+    )
+
+
+one_token = numbers.map(lambda token_id: (token_id,))
+tokens = one_token | st.lists(numbers, max_size=3).map(tuple)
+fields = (numbers, tokens, texts, st.integers(0, 1), st.sampled_from(["", "m/1"]), st.booleans())
+deliveries = st.tuples(*fields).map(lambda said: made(*said))
+
+
+@settings(max_examples=examples(300))
+@given(several=st.lists(deliveries, min_size=1, max_size=4))
+def test_every_chunk_reads_as_the_message_that_its_delivery_makes(several):
+    encode = ChunkEncoder().encode
+    for delivery in several:
+        assert GenerateStreamResponse.FromString(encode(delivery)) == chunk_message(public_chunk(delivery))
+
+
+@given(number=numbers)
+def test_a_varint_is_what_protobuf_writes(number):
+    written = GenerateStreamResponse(first_token_index=number).SerializeToString()
+    assert written[1:] == (varint(number) if number else b"")

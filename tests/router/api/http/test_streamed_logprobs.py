@@ -1,0 +1,82 @@
+"""Log-probabilities of streamed completions: those of whole ones, at offsets into the text that was sent, also where a
+stop string takes back what several tokens have said, and where a client goes on after any event.
+"""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.fakes import fake_tokens
+from tests.loops import on_a_loop
+from tests.router.api.http.test_wishes import door, posted
+
+SAID = bytes(fake_tokens(b"hello", 3, 12)).decode()
+FIELDS = ("tokens", "text_offset", "token_logprobs", "top_logprobs")
+CASES = [
+    {},
+    {"stop": [SAID[4:9]]},
+    {"stop": [SAID[4:9]], "include_stop_str_in_output": True},
+    {"stop": [SAID[2:7] + "?", SAID[8:10]]},
+    {"stop": [SAID[9:] + "?"]},
+    {"stop": [SAID[4:9]], "echo": True},
+    {"stop": [SAID[4:8]], "echo": True, "n": 2},
+    {"echo": True, "n": 2, "prompt_logprobs": 1},
+    {"prompt": "h", "echo": True, "max_tokens": 0},
+    {"stop": [SAID[4:9]], "detokenize": False} | {"stop": None},
+]
+
+
+def asked(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"max_tokens": 12, "seed": 3, "logprobs": 2, "return_token_ids": True, **fields}
+
+
+def events_of(text: str) -> list[tuple[str, dict[str, Any] | None]]:
+    """The id of each event, and what it says."""
+    found = []
+    for event in filter(None, text.split("\n\n")):
+        lines = dict(line.split(": ", 1) for line in event.split("\n"))
+        found.append((lines.get("id", ""), None if lines["data"] == "[DONE]" else json.loads(lines["data"])))
+    return found
+
+
+def joined(events: list[tuple[str, dict[str, Any] | None]], index: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"text": "", "token_ids": [], **{name: [] for name in FIELDS}}
+    for choice in (one for _, event in events if event for one in event["choices"] if one["index"] == index):
+        found["text"] += choice["text"]
+        found["token_ids"] += choice["token_ids"]
+        for name in FIELDS:
+            found[name] += (choice["logprobs"] or {}).get(name, [])
+        most = len(found["text"])
+        assert all(at <= most for at in found["text_offset"]), "no offset is beyond what was sent"
+    return found
+
+
+@pytest.mark.parametrize("fields", CASES, ids=str)
+@on_a_loop
+async def test_a_stream_tells_what_a_whole_answer_tells(fields: dict[str, Any]):
+    async with door() as (client, _):
+        whole = (await posted(client, "/v1/completions", **asked(fields))).json()
+        streamed = events_of((await posted(client, "/v1/completions", stream=True, **asked(fields))).text)
+        for choice in whole["choices"]:
+            told = {"text": choice["text"], "token_ids": choice["token_ids"], **choice["logprobs"]}
+            assert joined(streamed, choice["index"]) == told
+            for at, token in zip(told["text_offset"], told["tokens"], strict=True):
+                rest = told["text"][at:]
+                assert rest.startswith(token) or rest == "", (at, token)
+
+
+@on_a_loop
+async def test_a_client_that_goes_on_after_any_event_has_every_log_probability_once():
+    stop = SAID[8:12]
+    fields = asked({"stop": [SAID[2:7] + "?", stop]})
+    async with door() as (client, _):
+        body, path = {"model": "fake", "prompt": "hello", **fields, "stream": True}, "/v1/completions"
+        first = events_of((await client.post(path, json=body, headers={"x-holdfast-event-ids": "1"})).text)
+        wanted = joined(first, 0)
+        assert wanted["text"] == SAID.partition(stop)[0]
+        ids = [number for number, (name, _) in enumerate(first) if name and ".end" not in name]
+        assert ids
+        for number in ids:
+            again = await client.post(path, json=body, headers={"last-event-id": first[number][0]})
+            assert joined([*first[: number + 1], *events_of(again.text)], 0) == wanted

@@ -1,0 +1,223 @@
+"""Fields that clients of vLLM, OpenAI and Anthropic send beside a prompt: each works, or is refused by its name."""
+
+import json
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from holdfast.router.config import OverloadConfig
+from tests.fakes import FakeReplica, byte_tokenizer
+from tests.loops import on_a_loop
+from tests.router.api.http.test_admin import client_of
+from tests.router.site import site
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+TEXT = {"prompt": "hello", "max_tokens": 4}
+MESSAGE = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+RESPONSE = {"input": "hi", "max_output_tokens": 4}
+BY_PATH = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": TEXT,
+    "/v1/messages": MESSAGE,
+    "/v1/responses": RESPONSE,
+}
+
+
+@asynccontextmanager
+async def door():
+    replica = await FakeReplica.start(step_s=0.0)
+    calm = OverloadConfig(max_loop_delay_s=1000.0)  # other work on the machine is no load of this router
+    load = lambda path: byte_tokenizer(path, TEMPLATE)  # noqa: E731
+    async with site(replica, load_tokenizer=load, http=True, overload=calm) as place, client_of(place) as client:
+        yield client, replica
+
+
+async def posted(client: Any, path: str, **fields: Any) -> Any:
+    answer = await client.post(path, json={"model": "fake", **BY_PATH.get(path, {}), **fields})
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    lines = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+WRONG_SHAPE = {"type": "json_schema", "schema": {"type": "x"}}
+
+REFUSED = [
+    ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "[0, 20]"),
+    ("/v1/chat/completions", {"top_logprobs": 2}, "top_logprobs", "logprobs"),
+    ("/v1/chat/completions", {"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens", "1"),
+    ("/v1/chat/completions", {"max_tokens": 0}, "max_tokens", "1"),
+    ("/v1/chat/completions", {"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+    ("/v1/chat/completions", {"logit_bias": {"two": 1}}, "logit_bias", "two"),
+    ("/v1/chat/completions", {"timeout": -1}, "timeout", "above 0"),
+    ("/v1/chat/completions", {"messages": []}, "messages", ""),
+    ("/v1/completions", {"logprobs": 21}, "logprobs", "[0, 20]"),
+    ("/v1/completions", {"prompt_logprobs": 21}, "prompt_logprobs", "[0, 20]"),
+    (
+        "/v1/messages",
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+        "output_config",
+        "",
+    ),
+    ("/v1/completions", {"logprob_token_ids": [5]}, "logprob_token_ids", "must come with logprobs"),
+    ("/v1/completions", {"logprobs": 1, "logprob_token_ids": [5] * 129}, "logprob_token_ids", "at most 128"),
+    ("/v1/completions", {"logprobs": 1, "logprob_token_ids": [5, 999999]}, "logprob_token_ids", "999999"),
+    ("/v1/chat/completions", {"logprob_token_ids": [5]}, "logprob_token_ids", "must come with logprobs"),
+    ("/v1/messages", {"logprob_token_ids": [5]}, "logprob_token_ids", "is not supported"),
+    ("/v1/responses", {"logprob_token_ids": [5]}, "logprob_token_ids", "is not supported"),
+    *((path, {"request_id": "x" * 200}, "request_id", "at most 128") for path in BY_PATH),
+    ("/v1/completions", {"request_id": "a\nb"}, "request_id", "printable ASCII"),
+    ("/v1/completions", {"request_id": 7}, "request_id", "string"),
+    *((path, {"flat_logprobs": True}, "flat_logprobs", "must be False") for path in BY_PATH),
+    *((path, {"stream_interval": 5}, "stream_interval", "is not supported") for path in BY_PATH),
+    ("/v1/completions", {"logit_bias": {"999999": 1}}, "logit_bias", "unlike 999999"),
+    ("/v1/completions", {"logit_bias": {"3": 1, "7": 101}}, "logit_bias", "token 7"),
+    ("/v1/completions", {"truncation_side": "middle"}, "truncation_side", ""),
+    ("/v1/completions", {"use_beam_search": True, "n": 11}, "n", "10"),
+    ("/v1/completions", {"prompt": [999999]}, "prompt", ""),
+    ("/v1/responses", {"max_output_tokens": 0}, "max_output_tokens", "1"),
+    ("/v1/responses", {"top_logprobs": 2}, "top_logprobs", "include"),
+    ("/v1/responses", {"include": ["file_search_call.results"]}, "include", "message.output_text.logprobs"),
+    ("/v1/responses", {"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs", "[0, 20]"),
+    ("/v1/messages", {"max_tokens": 0}, "max_tokens", "1"),
+    ("/v1/messages", {"stop_sequences": ["x" * 2000]}, "stop_sequences", "characters"),
+    ("/tokenize", {"prompt": 7}, "prompt", ""),
+    ("/detokenize", {"tokens": [-1]}, "tokens", ""),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "named", "limit"), REFUSED, ids=lambda value: str(value)[:40])
+@on_a_loop
+async def test_a_refusal_names_what_was_written(path: str, fields: dict[str, Any], named: str, limit: str):
+    async with door() as (client, _):
+        answer = await client.post(path, json={"model": "fake", **BY_PATH.get(path, {}), **fields})
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["message"].startswith(named), error
+        assert limit in error["message"]
+        assert error.get("param", named).startswith(named)
+
+
+IDS = {
+    "/v1/chat/completions": ("chatcmpl-mine 1", lambda event: event["id"]),
+    "/v1/completions": ("cmpl-mine 1", lambda event: event["id"]),
+    "/v1/messages": ("msg_mine 1", lambda event: event["message"]["id"]),
+    "/v1/responses": ("resp_mine 1", lambda event: event["response"]["id"]),
+}
+
+
+@pytest.mark.parametrize("path", BY_PATH)
+@on_a_loop
+async def test_a_request_has_the_id_that_its_body_says(path: str):
+    """Whole, streamed, and streamed to a front, which comes back by the id if the router is lost."""
+    own, of_stream = IDS[path]
+    async with door() as (client, replica):
+        whole = (await posted(client, path, request_id="mine 1")).json()
+        assert whole["id"] == own
+        body = {"model": "fake", **BY_PATH[path], "request_id": "mine 1", "stream": True}
+        for headers in ({}, {"x-holdfast-hold": "1"}):
+            answer = await client.post(path, json=body, headers=headers)
+            assert of_stream(events(answer.text)[0]) == own
+            assert answer.headers.get("x-holdfast-hold", "mine 1 0").rpartition(" ")[0] == "mine 1"
+        assert {submit.request_id for submit in replica.submits} == {"mine 1"}
+        answer = await client.post(path, json=body, headers={"x-holdfast-event-ids": "1"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith("request_id")
+
+
+@on_a_loop
+async def test_prompts_under_one_id_are_its_parts():
+    async with door() as (client, replica):
+        answer = (await posted(client, "/v1/completions", prompt=["a", "b"], request_id="mine")).json()
+        assert (answer["id"], len(answer["choices"])) == ("cmpl-mine", 2)
+        first, second = replica.submits[-2:]
+        assert first.request_id == second.request_id == "mine"
+        assert first.sampling_params.seed != second.sampling_params.seed
+
+
+@on_a_loop
+async def test_a_prompt_is_cut_on_either_side():
+    async with door() as (client, replica):
+        for side, kept in (("left", "llo"), ("right", "hel"), (None, "llo")):
+            fields = {} if side is None else {"truncation_side": side}
+            await posted(client, "/v1/completions", truncate_prompt_tokens=3, **fields)
+            assert bytes(replica.submits[-1].prompt_token_ids).decode() == kept
+
+
+@pytest.mark.parametrize("num_top", [0, 2])
+@on_a_loop
+async def test_a_response_tells_log_probabilities_whole_and_streamed(num_top: int):
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": num_top}
+    async with door() as (client, _):
+        whole = (await posted(client, "/v1/responses", **asked)).json()
+        (part,) = whole["output"][0]["content"]
+        assert "".join(item["token"] for item in part["logprobs"]) == part["text"]
+        assert {len(item["top_logprobs"]) for item in part["logprobs"]} == {num_top}
+        told = events((await posted(client, "/v1/responses", stream=True, **asked)).text)
+        deltas = [item for event in told if event["type"].endswith("text.delta") for item in event["logprobs"]]
+        (done,) = [event for event in told if event["type"] == "response.output_text.done"]
+        (last,) = told[-1]["response"]["output"][0]["content"]
+        assert deltas == done["logprobs"] == last["logprobs"]
+        assert "".join(item["token"] for item in deltas) == last["text"]
+        plain = (await posted(client, "/v1/responses")).json()
+        assert plain["output"][0]["content"][0]["logprobs"] == []
+
+
+@on_a_loop
+async def test_the_load_is_told_to_those_who_ask_for_it():
+    async with door() as (client, _):
+        for stream in (False, True):
+            for asked, begin in (("TEXT", "TEXT "), ("json", "JSON {")):
+                answer = await client.post(
+                    "/v1/completions",
+                    json={"model": "fake", **TEXT, "stream": stream},
+                    headers={"endpoint-load-metrics-format": asked},
+                )
+                told = answer.headers["endpoint-load-metrics"]
+                assert told.startswith(begin)
+                assert "kv_cache_usage_perc" in told
+        answer = await client.post(
+            "/v1/completions", json={"model": "fake", **TEXT}, headers={"endpoint-load-metrics-format": "BINARY"}
+        )
+        assert "endpoint-load-metrics" not in answer.headers
+        assert "endpoint-load-metrics" not in (await posted(client, "/v1/completions")).headers
+
+
+@on_a_loop
+async def test_what_there_is_nothing_of_is_null_and_usage_comes_when_asked_for():
+    async with door() as (client, _):
+        chat = (await posted(client, "/v1/chat/completions")).json()
+        assert chat["prompt_logprobs"] is None
+        assert chat["choices"][0]["message"]["reasoning"] is None
+        assert (await posted(client, "/v1/completions")).json()["choices"][0]["prompt_logprobs"] is None
+        for path in ("/v1/chat/completions", "/v1/completions"):
+            plain = events((await posted(client, path, stream=True)).text)
+            assert all("usage" not in chunk for chunk in plain)
+            asked = events((await posted(client, path, stream=True, stream_options={"include_usage": True})).text)
+            assert [chunk["usage"] is None for chunk in asked] == [True] * (len(asked) - 1) + [False]
+
+
+@on_a_loop
+async def test_a_streamed_message_has_the_usage_of_a_whole_one():
+    async with door() as (client, _):
+        whole = (await posted(client, "/v1/messages")).json()["usage"]
+        told = events((await posted(client, "/v1/messages", stream=True)).text)
+        (begun,) = [event for event in told if event["type"] == "message_start"]
+        (ended,) = [event for event in told if event["type"] == "message_delta"]
+        assert begun["message"]["usage"] == {**whole, "output_tokens": 0}
+        assert ended["usage"] == whole
+
+
+@on_a_loop
+async def test_tokens_are_written_as_their_ids_where_asked():
+    async with door() as (client, _):
+        fields = {"logprobs": 2, "return_tokens_as_token_ids": True}
+        answer = (await posted(client, "/v1/completions", **fields)).json()
+        assert all(token.startswith("token_id:") for token in answer["choices"][0]["logprobs"]["tokens"])
+        tokens = (await posted(client, "/tokenize", prompt="hi", return_token_strs=True)).json()
+        assert tokens["token_strs"] == ["h", "i"]

@@ -1,0 +1,109 @@
+"""The prefix-aware decision against brute force: each replica's cache as a set, and every estimate written out."""
+
+import random
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.router.config import RouterConfig
+from holdfast.router.dispatch.policy import COPY_COST, MAX_COPY_TOKENS, TOKENS_PER_SEQUENCE, UNKNOWN_TOKEN_S
+from holdfast.router.dispatch.prefix_index import PromptPrefix
+from holdfast.router.dispatch.replica_registry import ReplicaRegistry
+from holdfast.worker.block_hash import HashChain, short_hash
+from holdfast.worker.request import EngineLoad, EngineRequest
+from holdfast.worker.sampling_params import SamplingParams
+from tests.router.core import facts
+
+MODEL = facts("a").model
+PROMPT = tuple(range(25))
+CACHE = st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 5))), max_size=4)
+"""Batches of blocks that are stored or evicted."""
+REPLICA = st.tuples(
+    st.sampled_from([4, 8]),  # block size
+    CACHE,
+    st.integers(0, 12),  # running
+    st.sampled_from([None, 100.0, 1000.0]),  # prompt tokens a second
+    st.booleans(),  # retiring
+)
+
+
+def block(number: int, block_size: int) -> int:
+    return short_hash(HashChain("").hash_of(number, PROMPT, block_size))
+
+
+def num_cached(cache: set[int], block_size: int) -> int:
+    """Leading tokens, by the definition."""
+    number = 0
+    while block_size * (number + 1) < len(PROMPT) and number in cache:
+        number += 1
+    return number * block_size
+
+
+class Brute:
+    """All replicas as plain columns."""
+
+    def __init__(self, replicas) -> None:
+        measured = [speed for *_, speed, _ in replicas if speed]
+        typical = 1 / measured[-1] if measured else UNKNOWN_TOKEN_S
+        self.cached, self.scores, self.token_s = [], [], []
+        for block_size, batches, num_running, speed, _ in replicas:
+            cache: set[int] = set()
+            for is_stored, numbers in batches:
+                cache = cache | numbers if is_stored else cache - numbers
+            self.cached.append(num_cached(cache, block_size))
+            self.scores.append(num_running)
+            self.token_s.append(1 / speed if speed else typical)
+        self.open = [slot for slot, one in enumerate(replicas) if not one[-1]]
+
+    def seconds(self, slot: int) -> float:
+        num_new = len(PROMPT) - self.cached[slot]
+        return (self.scores[slot] * TOKENS_PER_SEQUENCE + num_new) * self.token_s[slot]
+
+    def choices(self) -> set[int]:
+        """What may be chosen, whatever is drawn."""
+        found = set()
+        pairs = [(one, two) for one in self.open for two in self.open if one != two] or [(self.open[0],) * 2]
+        longest = max(self.cached[slot] for slot in self.open)
+        holders = [slot for slot in self.open if self.cached[slot] == longest] if longest else []
+        drawn = [min(one, two, key=self.scores.__getitem__) for one in holders for two in holders]
+        for pair in pairs:
+            other = min(pair, key=self.seconds)
+            other_s = self.seconds(other)
+            if self.cached[other] < longest:
+                cost = min(MAX_COPY_TOKENS, COPY_COST * (longest - self.cached[other]))
+                other_s += cost * self.token_s[other]
+            found |= {holder if self.seconds(holder) <= other_s else other for holder in drawn or [other]}
+        return found
+
+
+@given(replicas=st.lists(REPLICA, min_size=1, max_size=6), seed=st.integers(0, 2**16))
+def test_every_decision_is_one_of_brute_force(replicas, seed):
+    rng, brute = random.Random(seed), Brute(replicas)
+    registry = ReplicaRegistry(RouterConfig(routing_policy="prefix_aware"), rng.randrange)
+    load = EngineLoad(num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=1, num_total_blocks=1)
+    for slot, (block_size, batches, num_running, speed, is_retiring) in enumerate(replicas):
+        registry.add(
+            replace(facts(f"replica-{slot}"), block_size=block_size), replace(load, num_running=num_running), 0
+        )
+        replica = registry.get(f"replica-{slot}")
+        assert replica is not None
+        for is_stored, numbers in batches:
+            blocks = [
+                block(number, block_size) for number in sorted(numbers) if block_size * (number + 1) <= len(PROMPT)
+            ]
+            replica.cached.apply(*((blocks, ()) if is_stored else ((), blocks)))
+        if speed:
+            registry._models[MODEL].table.set_speed(slot, speed)
+        registry.retire(replica, is_retiring)
+    request = EngineRequest(request_id="r", prompt_token_ids=PROMPT, sampling_params=SamplingParams(seed=1))
+
+    def chosen() -> str | None:
+        found = registry.choose(MODEL, PromptPrefix(request))
+        return found and found.facts.replica_id
+
+    if not brute.open:
+        assert chosen() is None
+        return
+    made = {chosen() for _ in range(40)}
+    assert made <= {f"replica-{slot}" for slot in brute.choices()}

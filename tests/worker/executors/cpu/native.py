@@ -1,0 +1,89 @@
+"""The native executor's libraries, functions and products, as tests call them: by instruction class."""
+
+from collections.abc import Sequence
+from ctypes import CDLL, byref
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast.worker.executors.cpu.build import CLASSES, IN_SOFTWARE
+from holdfast.worker.executors.cpu.library import Unavailable, load_library
+from holdfast.worker.executors.cpu.packing import DTYPES, GROUP, PIECE_BYTES, TILE, IntArray, PackedModel
+from holdfast.worker.executors.cpu.tile_memory import Arena, Compactor
+from holdfast.worker.executors.layout import Linear
+
+ALL = (*CLASSES, *IN_SOFTWARE)
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+FUNCTIONS = ("exp2", "exp", "sigmoid", "tanh", "erf", "silu", "gelu", "gelu_tanh", "sin", "cos")
+
+
+def library_or_skip(name: str | None = None) -> CDLL:
+    """The library of a class; what this machine lacks is said where a test is left out for it."""
+    try:
+        return load_library(name)
+    except Unavailable as error:
+        pytest.skip(str(error))
+
+
+def other_classes(dtype: torch.dtype = BF16, classes: Sequence[str] = ALL) -> list[str]:
+    """All classes that run a dtype but the widest one; a test that takes each in turn is left out where it must be."""
+    return [name for name in classes if name != "avx2" and (dtype == BF16 or name in CLASSES)]
+
+
+def function(library: CDLL, name: str, x: Tensor) -> Tensor:
+    """An elementary function of x [n]."""
+    padded = torch.zeros(-(-len(x) // 16) * 16)
+    padded[: len(x)] = x
+    out = torch.empty_like(padded)
+    library.hf_function(FUNCTIONS.index(name), padded.data_ptr(), out.data_ptr(), len(padded))
+    return out[: len(x)]
+
+
+class Product(PackedModel):
+    """One linear, packed by one thread."""
+
+    def __init__(
+        self, library: CDLL, weight: Tensor, slices: int = 1, rows: IntArray | None = None, *, compacts: bool = False
+    ) -> None:
+        self._library = library
+        self._kept = []
+        self._arena = Arena()
+        self._itemsize = weight.dtype.itemsize
+        self.dtype = DTYPES[weight.dtype]
+        self._dtype = weight.dtype
+        self._slice = weight.shape[1] // slices
+        self._slices = slices
+        self._pool = library.hf_pool_create(1, -1, None)
+        self._compactor = Compactor(library, self._pool, PIECE_BYTES) if compacts else None
+        self._outputs = len(weight) if rows is None else len(rows)
+        self.native = self._linear(Linear(weights=(weight,)), slices=slices, rows=rows)
+        library.hf_pool_destroy(self._pool)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Inputs [rows, in] -> [rows, out], float32."""
+        rows = self._padded(inputs)
+        out = torch.full((len(rows) + 1, self.native.groups * GROUP), torch.nan)
+        self._library.hf_product(
+            byref(self.native), self.dtype, rows.data_ptr(), rows.stride(0), len(rows), out.data_ptr()
+        )
+        assert out[-1].isnan().all(), "something was written beyond the rows"
+        return out[:-1, : self._outputs]
+
+    def _padded(self, inputs: Tensor) -> Tensor:
+        """Each slice filled up to whole tiles."""
+        length = self.native.slice_tiles * TILE
+        dtype = BF16 if self._dtype == BF16 else F32
+        rows = torch.zeros(len(inputs), self._slices, length, dtype=dtype)
+        rows[..., : self._slice] = inputs.to(dtype).view(len(inputs), self._slices, self._slice)
+        return rows.flatten(1)
+
+
+def bits(x: Tensor) -> np.ndarray:
+    """Compares by bits: signs of zeros count."""
+    return x.contiguous().view(torch.int16 if x.itemsize == 2 else torch.int32).numpy()
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    return left.shape == right.shape and bool((bits(left) == bits(right)).all())

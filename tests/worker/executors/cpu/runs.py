@@ -1,0 +1,127 @@
+"""The native executor on tiny models: sequences that go through steps in chunks, with their blocks anywhere."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.executors.cpu.executor import CpuExecutor
+from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.step_sampler import HeadOutput
+from holdfast.worker.models.recognize import recognize
+from holdfast.worker.step_plan import BlockCopy, ScheduledSequence, StepPlan
+from tests.worker.executors.cpu.native import BF16, library_or_skip
+from tests.worker.executors.models import config_of, parallelized
+
+MAX_POSITIONS = 4096
+
+
+@cache
+def layout_of(model: str, dtype: torch.dtype = BF16, changes: tuple[tuple[str, Any], ...] = ()) -> DecoderLayout:
+    """A tiny model's layout; `changes` are of its config."""
+    config = config_of(model, **{"max_position_embeddings": MAX_POSITIONS, **dict(changes)})
+    layout = recognize(parallelized(config, dtype=dtype), size=1)
+    assert isinstance(layout, DecoderLayout), layout
+    return layout
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, 126, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@dataclass
+class Part:
+    """One sequence's share of a step."""
+
+    first: int
+    token_ids: Sequence[int]
+    blocks: Sequence[int]
+
+
+@dataclass
+class Runner:
+    """An executor with a cache. Blocks are given out backwards and with gaps, so that none follows its neighbour."""
+
+    layout: DecoderLayout
+    name: str | None = None
+    threads: int = 1
+    block_size: int = 32
+    num_blocks: int = 64
+    compacts: bool | None = None
+    free: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        library_or_skip(self.name)
+        self.executor = CpuExecutor(
+            self.layout,
+            SingleRank(),
+            max_positions=MAX_POSITIONS,
+            num_threads=self.threads,
+            instruction_class=self.name,
+            compacts=self.compacts,
+        )
+        self.cache = self.executor.allocate_cache(self.num_blocks, self.block_size)
+        self.free = [*range(0, self.num_blocks, 2), *range(1, self.num_blocks, 2)]
+
+    def blocks(self, num_tokens: int) -> list[int]:
+        return [self.free.pop() for _ in range(-(-num_tokens // self.block_size))]
+
+    def fill(self, value: float) -> None:
+        """Writes over the whole cache, as if other sequences had left it so."""
+        for layer in self.cache._layers:
+            layer.pages.fill_(value)
+
+    def step(self, *parts: Part, copies: Sequence[BlockCopy] = ()) -> list[Tensor]:
+        """The logits of all tokens, by sequence."""
+        output = self.executor.run(self._batch(parts, copies), with_logits=True)
+        return list(output.logits.clone().split([len(part.token_ids) for part in parts]))
+
+    def head(self, *parts: Part) -> HeadOutput:
+        """All that the head tells of the tokens; the next step writes over it."""
+        return self.executor.run(replace(self._batch(parts), with_masses=True), with_logits=True)
+
+    def some(self, wanted: Sequence[int], *parts: Part) -> Tensor:
+        """The logits of some rows of a step, in the order in which they are wanted."""
+        batch = replace(self._batch(parts), logits_rows=np.array(wanted, dtype=np.int64))
+        return self.executor.run(batch, with_logits=True).logits.clone()
+
+    def chosen(self, token_ids: Sequence[int], blocks: Sequence[int], wanted: Sequence[int] | None = None) -> list[int]:
+        """The token that the head chooses after each, or after those that are wanted."""
+        batch = self._batch([Part(0, token_ids, blocks)])
+        if wanted is not None:
+            batch = replace(batch, logits_rows=np.array(wanted, dtype=np.int64))
+        return list(self.executor.run(batch, with_logits=False).best)
+
+    def _batch(self, parts: Sequence[Part], copies: Sequence[BlockCopy] = ()) -> StepBatch:
+        sequences = tuple(
+            ScheduledSequence(
+                sequence_id=number,
+                first_position=part.first,
+                token_ids=tuple(part.token_ids),
+                block_ids=tuple(part.blocks[: -(-(part.first + len(part.token_ids)) // self.block_size)]),
+                draw=None,
+                num_draws=len(part.token_ids),
+            )
+            for number, part in enumerate(parts)
+        )
+        plan = StepPlan(step_id=0, others=sequences, block_copies=tuple(copies))
+        return StepBatch.of(plan)
+
+    def run(self, token_ids: Sequence[int], chunks: Sequence[int] = (), blocks: Sequence[int] = ()) -> Tensor:
+        """The logits of a sequence, alone in its steps: chunks of these sizes again and again, or in one piece."""
+        blocks = blocks or self.blocks(len(token_ids))
+        rows, first, turn = [], 0, 0
+        while first < len(token_ids):
+            size = chunks[turn % len(chunks)] if chunks else len(token_ids)
+            rows += self.step(Part(first, token_ids[first : first + size], blocks))
+            first, turn = first + size, turn + 1
+        return torch.cat(rows)
+
+    def close(self) -> None:
+        self.executor.close()

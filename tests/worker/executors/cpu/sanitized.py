@@ -1,0 +1,53 @@
+"""The native executor compiled with AddressSanitizer and UndefinedBehaviorSanitizer, and processes that load it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from holdfast.worker.executors.cpu import build, library, sampler
+from tests.worker.executors.cpu import native, runs
+
+FLAGS: Final = (
+    *("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"),
+)
+
+
+def is_possible() -> bool:
+    """Whether there is a compiler."""
+    return shutil.which("g++") is not None
+
+
+def compiled(folder: Path, name: str) -> Path:
+    """The library of an instruction class, compiled into a folder."""
+    build.compile_libraries(folder, [name], FLAGS)
+    return folder / f"{name}.so"
+
+
+def environment() -> Mapping[str, str]:
+    """Of a process that loads it."""
+    runtimes = [
+        subprocess.check_output(["g++", f"-print-file-name={runtime}"], text=True).strip()
+        for runtime in ("libasan.so", "libubsan.so")
+    ]
+    return {
+        **os.environ,
+        "LD_PRELOAD": " ".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0:exitcode=99",  # leaks would be the interpreter's
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+
+
+def use(path: Path) -> None:
+    """Whatever loads a library in this process loads this one from here on."""
+    chosen, load = path.stem, library.load_library
+    library.path_of = lambda name: path.with_name(f"{chosen}.so")
+    native.load_library = sampler.load_library = lambda name=None: load(chosen)
+    native.ALL = ("avx2", chosen)
+    native.other_classes = lambda *_: [chosen]
+    runs.CpuExecutor.__init__.__globals__["load_library"] = lambda name=None: load(chosen)

@@ -1,0 +1,62 @@
+"""The native executor computes every family as the reference does, within what its roundings allow."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.models.decoder_program import _unfit
+from holdfast.worker.models.reference import Reference
+from tests.worker.executors.cpu.native import BF16, F16, F32
+from tests.worker.executors.cpu.runs import Runner, layout_of, tokens
+from tests.worker.executors.models import MODELS
+
+FEW = (
+    "cohere2",
+    "gemma3_text, softcap",
+    "gpt_oss",
+    "mixtral",
+    "olmo2",
+    "phi, norms of heads",
+    "stablelm, parallel",
+    "starcoder2",
+)
+"""Those that have a part which no other of them has."""
+
+SLOW = [pytest.param(model, marks=() if model in FEW else pytest.mark.slow) for model in MODELS]
+
+
+def size_of(x: Tensor) -> float:
+    """Of a row in the middle: where two experts are nearly equal, a rounding may choose the other, and a row is off."""
+    return x.square().mean(1).sqrt().median().item()
+
+
+def errors(layout: DecoderLayout, count: int = 90) -> tuple[float, float, float]:
+    """Of the executor, of the reference that rounds where executors round, and how large logits are."""
+    ids = tokens(count)
+    exact = Reference(layout, dtype=torch.float64).run_model(torch.tensor(ids))
+    rounded = Reference(layout, rounds=True).run_model(torch.tensor(ids))
+    runner = Runner(layout, block_size=16)
+    logits = runner.run(ids, chunks=(33, 1, 20))
+    runner.close()
+    return size_of(logits.double() - exact), size_of(rounded.double() - exact), size_of(exact)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32, F16])
+@pytest.mark.parametrize("model", SLOW)
+def test_a_family_is_computed_as_the_reference_does(model, dtype):
+    layout = layout_of(model, dtype)
+    if reason := _unfit(layout, block_size=16):
+        pytest.skip(reason)
+    check(layout, dtype)
+
+
+def check(layout: DecoderLayout, dtype: torch.dtype) -> None:
+    error, rounding, size = errors(layout)
+    assert error <= (1e-5 * size if dtype == F32 else 1.5 * rounding), (error, rounding, size)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32, F16])
+@pytest.mark.parametrize("head_dim", [8, 16, 64, 80, 96, 128, 256])
+def test_heads_of_any_size(head_dim, dtype):
+    check(layout_of("llama", dtype, (("head_dim", head_dim),)), dtype)

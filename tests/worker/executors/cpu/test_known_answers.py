@@ -1,0 +1,93 @@
+"""Logits that are stored in the repository, by their digests: every class on every machine must reproduce them.
+
+A change that changes them changes completions: it takes the next `NUMERICS` (`worker/models/decoder_program.py`). Then
+write them anew: python -m tests.worker.executors.cpu.test_known_answers
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.models.decoder_program import NUMERICS
+from tests.worker.executors.cpu.native import ALL, BF16, F16, F32, other_classes
+from tests.worker.executors.cpu.runs import Runner, layout_of
+
+ANSWERS = Path(__file__).parent / "known_answers.json"
+MODELS = {
+    "llama": ("llama", (("head_dim", 64),)),
+    "gemma2": ("gemma2", (("sliding_window", 70),)),
+    "gpt_oss": ("gpt_oss", ()),
+    "mixtral": ("mixtral", (("head_dim", 80),)),
+    "stablelm": ("stablelm, parallel", ()),
+}
+DTYPES = {"bfloat16": BF16, "float16": F16, "float32": F32}
+NUM_TOKENS = 140
+
+
+def whole_numbers(count: int, seed: int) -> Tensor:
+    """From -128 to 127, of integer arithmetic alone: the same on every machine and in every version of torch."""
+    state = (torch.arange(count, dtype=torch.int64) * 2654435761 + seed * 40503) % 2**31
+    for _ in range(3):
+        state = (state ^ (state >> 15)) * 73244475 % 2**31
+    return (state >> 8) % 256 - 128
+
+
+def refilled(layout: DecoderLayout) -> DecoderLayout:
+    """The same layout with parameters of our own making. Its angles come from a library's powers and are rounded."""
+    for number, tensor in enumerate(parameters(layout)):
+        values = whole_numbers(tensor.numel(), number).view(tensor.shape) / 512  # exact in every dtype
+        is_norm = tensor.dim() == 1 and bool((tensor.float().mean() - 1.0).abs() < 0.3)
+        tensor.copy_(values + 1.0 if is_norm else values)
+    for rotary in layout.rotaries:
+        rotary.inverse_frequencies.copy_((rotary.inverse_frequencies * 2**12).round() / 2**12)
+    return layout
+
+
+def parameters(layout: DecoderLayout) -> list[Tensor]:
+    """Every parameter once, in the layout's order."""
+    found: list[Tensor] = []
+
+    def visit(value: object) -> None:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple):
+            for entry in value:
+                visit(entry)
+        elif hasattr(value, "__dataclass_fields__") and not hasattr(value, "inverse_frequencies"):
+            for name in value.__dataclass_fields__:
+                visit(getattr(value, name))
+
+    visit(layout)
+    return list({tensor.data_ptr(): tensor for tensor in found}.values())
+
+
+def answers(model: str, dtype: torch.dtype, name: str) -> str:
+    family, changes = MODELS[model]
+    layout = refilled(layout_of.__wrapped__(family, dtype, changes))  # one that nobody else has: it is written over
+    ids = [3 + number % 120 for number in whole_numbers(NUM_TOKENS, 1).tolist()]
+    runner = Runner(layout, name=name)
+    logits = runner.run(ids, chunks=(70, 1, 40))
+    runner.close()
+    assert logits.isfinite().all()
+    return hashlib.sha256(logits.contiguous().numpy().tobytes()).hexdigest()[:32]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_answers_are_the_known_ones(model, dtype, name):
+    if name != "avx2" and name not in other_classes(DTYPES[dtype]):
+        pytest.skip("classes in software are for bf16 alone; the plain dtypes run in the others")
+    known = json.loads(ANSWERS.read_text())
+    assert known["numerics"] == NUMERICS, "new numerics have new answers"
+    assert answers(model, DTYPES[dtype], name) == known["logits"][model][dtype]
+
+
+if __name__ == "__main__":
+    logits = {model: {dtype: answers(model, DTYPES[dtype], "avx2") for dtype in DTYPES} for model in MODELS}
+    ANSWERS.write_text(json.dumps({"numerics": NUMERICS, "logits": logits}, indent=2) + "\n")

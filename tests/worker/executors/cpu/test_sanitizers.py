@@ -1,0 +1,62 @@
+"""The native executor's own tests once more, compiled with AddressSanitizer and UndefinedBehaviorSanitizer."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.worker.executors.cpu import build
+from holdfast.worker.executors.cpu.library import missing_instructions
+from tests.worker.executors.cpu import sanitized
+
+FOLDER = Path(__file__).parent
+RUN = """
+import sys
+from pathlib import Path
+import pytest
+from tests.worker.executors.cpu import sanitized
+library, *words = sys.argv[1:]
+sanitized.use(Path(library))
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:faulthandler", *words]))
+"""
+CHOSEN = (
+    "chunks_and_blocks_and_threads or plain_dtypes or many_sequences or copied or dirty or nan_in_one or chosen"
+    " or merged or near_the_exact or heads_of_any_size or beside_it or every_byte or special_values"
+    " or tokens_are_those_of_pytorch or definition or processors_are or logprobs_ranks or penalty_does or no_numbers"
+    " or refused or head_knows or no_rows or equal_logits or any_top_k or searches_for or small_nucleus"
+    " or sixteen_exponents or of_those_with_whole or answers_the_same or kept_whole"
+    " or among_all or parted"
+)
+BF16_ALONE = " and not equal_logits and not dtype1 and not dtype2 and not plain_dtypes and not a_long_context_is_near"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ["avx2", "avx512bf16", "amx", "tiles2", "pairs2"])
+def test_no_sanitizer_complains(name, tmp_path):
+    if missing := missing_instructions(name):
+        pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
+    if not sanitized.is_possible():
+        pytest.skip("no g++")
+    library = sanitized.compiled(tmp_path / name, name)
+    chosen = f"({CHOSEN}){BF16_ALONE if name in build.IN_SOFTWARE else ''} and not slow"
+    files = [
+        str(FOLDER / f"test_{each}.py")
+        for each in (
+            "functions",
+            "products",
+            "bits",
+            "compact_weights",
+            "sequences",
+            "wanted_rows",
+            "long_contexts",
+            "families",
+            "sampler",
+            "sampler_searches",
+        )
+    ]
+    words = [sys.executable, "-c", RUN, str(library), "-k", chosen, "-m", "not slow", *files]
+    result = subprocess.run(words, env=sanitized.environment(), capture_output=True, text=True)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
+    assert "runtime error" not in result.stdout + result.stderr

@@ -1,0 +1,84 @@
+"""Tiny models as the loader builds them, for one rank or several, and Hugging Face's own beside them."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
+from holdfast.worker.models.families import FAMILIES
+from holdfast.worker.models.model import register_attention
+from holdfast.worker.models.parallel_plan import ParallelPlan
+from holdfast.worker.models.parallelize import Target, parallelize
+from holdfast.worker.models.row_tiles import RowTiles
+from holdfast.worker.models.weights import ATTENTION, loaded_weights
+from tests.fake_group import run_ranks
+from tests.parity.families import VARIANTS, YARN, randomize, settings_of
+
+T = TypeVar("T")
+
+TOKENS = torch.randint(3, 126, (24,), generator=torch.Generator().manual_seed(2))
+
+
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+"""Rotary angles for half of each head."""
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES},
+    "olmo": ("olmo", {"clip_qkv": None}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "num_hidden_layers": 2}),
+    "phi3, half of each head turned": ("phi3", {"rope_parameters": HALF}),
+    "qwen3_moe, weights as they are": ("qwen3_moe", {"norm_topk_prob": False}),
+    "qwen2_moe, one layer dense": ("qwen2_moe", {"mlp_only_layers": [0]}),
+    "qwen2_moe, normalized": ("qwen2_moe", {"norm_topk_prob": True}),
+    "stablelm, parallel": ("stablelm", {"use_parallel_residual": True}),
+    "gpt_neox, one after the other": ("gpt_neox", {"use_parallel_residual": False}),
+    "gemma3_text, softcap": ("gemma3_text", {"final_logit_softcapping": 3.0}),
+    "phi, norms of heads": ("phi", {"qk_layernorm": True}),
+    "llama, yarn": ("llama", {"rope_parameters": YARN}),
+    **{name: (name, {}) for name, (family, _) in VARIANTS.items() if family in FAMILIES},
+}
+"""Tiny models by name: a family or variant of the parity tests, and what is changed of it."""
+
+
+def config_of(model: str, **changes: Any) -> Any:
+    """The config of a tiny model by its name."""
+    from transformers import AutoConfig
+
+    family, more = MODELS.get(model, (model, {}))
+    model_type, values = settings_of(family)
+    values = {**values, **more, **changes}
+    return AutoConfig.for_model(model_type, **{key: value for key, value in values.items() if value is not ...})
+
+
+def hugging_face(config: Any, attention: str = "eager", dtype: torch.dtype = torch.float32) -> Any:
+    """A random model, the same for the same config."""
+    from transformers import AutoModelForCausalLM
+
+    register_attention()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    randomize(model)
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def expected_logits(config: Any, token_ids: Tensor = TOKENS) -> Tensor:
+    with torch.inference_mode():
+        return hugging_face(config)(token_ids[None]).logits[0]
+
+
+def parallelized(config: Any, group: TensorParallelGroup | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    """One rank's tree, not settled."""
+    return share_of(hugging_face(config, ATTENTION, dtype), group or SingleRank())
+
+
+def share_of(model: Any, group: TensorParallelGroup) -> Any:
+    """One rank's tree of a loaded model."""
+    cpu = torch.device("cpu")
+    plan = ParallelPlan(model.config, model.tp_plan or {}, group.size)
+    parallelize(model, plan, loaded_weights, Target(group=group, tiles=RowTiles(cpu), device=cpu, dtype=model.dtype))
+    return model
+
+
+def on_ranks(size: int, work: Callable[[TensorParallelGroup], T]) -> list[T]:
+    return run_ranks(size, work)

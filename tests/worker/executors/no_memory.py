@@ -1,0 +1,103 @@
+"""Steps and draws of the native executor in a process whose C++ gets no memory from some allocation on. A program.
+
+Arguments: the library with the failing `operator new`, which is preloaded, and the folders of models.
+"""
+
+import ctypes
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.worker.errors import ReplicaError
+from holdfast.worker.executors.cpu.sampler import NativeSampler
+from holdfast.worker.executors.step_sampler import HeadOutput
+from holdfast.worker.step_plan import DrawParams, StepPlan
+from tests.parity.harness import Sequences, load, worker_config
+
+FAILING = ctypes.CDLL(sys.argv[1])
+FAILING.fail_after.argtypes = [ctypes.c_long]
+FAILING.stop_failing.restype = ctypes.c_long
+
+
+class Armed:
+    """A library whose calls get so many allocations each, and then none."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self.num_calls = sys.maxsize
+        self.num_failed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._library, name)
+        if name not in ("hf_decoder_begin", "hf_decoder_run", "hf_sample"):
+            return call
+
+        def armed(*arguments: Any) -> Any:
+            FAILING.fail_after(self.num_calls)
+            try:
+                return call(*arguments)
+            finally:
+                self.num_failed += FAILING.stop_failing()
+
+        return armed
+
+
+def tried(library: Armed, work: Any, renew: Any) -> tuple[Any, int]:
+    """What `work` gives once nothing fails, and how often it has failed before, each time by an error that says so."""
+    num_errors = 0
+    for num_calls in range(10_000):
+        renew()
+        library.num_calls, library.num_failed = num_calls, 0
+        try:
+            result = work()
+        except ReplicaError as error:
+            if "no memory" not in str(error):
+                raise
+            num_errors += 1
+        else:
+            assert not library.num_failed, f"{num_calls}: a failure that nobody was told of"
+            return result, num_errors
+    raise AssertionError("it never ended")
+
+
+def steps(folder: Path) -> int:
+    leader = load(worker_config(folder, executor="decoder"))
+    executor = leader._runner.program.executor
+    library = executor._library = Armed(executor._library)
+    prompts = [[5, 9, 77, 31, 8, 64, 3] * 7, [6, 6, 6], [9]]
+
+    def run() -> Any:
+        sequences = Sequences(leader, prompts)
+        shares = tuple(sequences.scheduled(n, 0, len(prompt), 1) for n, prompt in enumerate(prompts))
+        return leader.run(StepPlan(step_id=1, others=shares)).token_ids
+
+    right = run()
+    result, num_errors = tried(library, run, executor._drop_decoder)
+    assert result == right
+    return num_errors
+
+
+def draws() -> int:
+    logits = torch.randn(9, 3000, generator=torch.Generator().manual_seed(3))
+    params = DrawParams(seed=5, first_output_index=0, temperature=1.0, top_k=700, top_p=0.9, num_logprobs=4)
+    sampler = NativeSampler.with_threads(2)
+    real, create = sampler._library, sampler._library.hf_sampler_create
+    library = sampler._library = Armed(real)
+
+    def renew() -> None:
+        real.hf_sampler_destroy(sampler._sampler)
+        sampler._sampler = create(sampler._own_pool)
+
+    def draw() -> Any:
+        return sampler.sample(HeadOutput(logits, None), [params] * 9).token_ids
+
+    right = draw()
+    result, num_errors = tried(library, draw, renew)
+    assert result == right
+    return num_errors
+
+
+if __name__ == "__main__":
+    print(*[steps(Path(folder)) for folder in sys.argv[2:]], draws())

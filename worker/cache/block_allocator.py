@@ -1,0 +1,119 @@
+"""Block allocator of the paged KV cache: ids and reference counts, in plain integers. Callers allocate, share and free;
+the allocator chooses which free block to hand out. A free block may still hold a cached prefix (`prefix_cache.py`): it
+counts as free, and `allocate` evicts it when no blank one is left.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from holdfast.worker.cache.prefix_cache import PrefixCache
+
+
+class BlockAllocator:
+    """Blocks 0 to `num_blocks - 1`, each blank, cached without an owner, or owned by as many as its count says.
+
+    Blank blocks are handed out first, then cached ones, the one first that has been without an owner for longest. Every
+    call costs O(1) per block, and the ids handed out depend on the calls alone. A call that breaks the rules (more
+    blocks than are free, an id that is not allocated) is our own mistake and an AssertionError at once.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = False) -> None:
+        assert num_blocks > 0, f"{num_blocks = } must be positive"
+        assert block_size > 0, f"{block_size = } must be positive"
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_cache = PrefixCache(block_size, enabled=prefix_caching)
+        self._ref_counts = [0] * num_blocks
+        # A stack with the lowest id on top. Blocks freed together come out together and in the same order, so that
+        # sequences hold runs of neighbours, which are gathered faster, and the blocks used last are still cached.
+        self._blank = list(reversed(range(num_blocks)))
+        # Cached blocks without an owner, the next to be evicted first. Not a dict, which looks past all that it has
+        # lost to find its first.
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without an owner, those that still hold a prefix among them."""
+        return len(self._blank) + len(self._evictable)
+
+    @property
+    def num_cached(self) -> int:
+        """Those of the free blocks that still hold a prefix."""
+        return len(self._evictable)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold positions 0 to `num_tokens - 1`."""
+        return -(-num_tokens // self.block_size)
+
+    def ref_count(self, block_id: int) -> int:
+        """Owners of a block; 0 for a free one."""
+        assert 0 <= block_id < self.num_blocks, f"block {block_id} is not one of the {self.num_blocks} blocks"
+        return self._ref_counts[block_id]
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Take free blocks, each with one owner. The caller has looked at `num_free` before."""
+        assert 0 <= num_blocks <= self.num_free, f"{num_blocks} blocks asked for, {self.num_free} are free"
+        num_left = max(0, len(self._blank) - num_blocks)
+        block_ids = self._blank[num_left:]
+        del self._blank[num_left:]
+        while len(block_ids) < num_blocks:
+            block_id, _ = self._evictable.popitem(last=False)
+            self.prefix_cache.evict(block_id)
+            block_ids.append(block_id)
+        block_ids.reverse()
+        for block_id in block_ids:
+            self._ref_counts[block_id] = 1
+        return block_ids
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Add one owner to each of these blocks, which are allocated or cached."""
+        for block_id in block_ids:
+            if self.ref_count(block_id) == 0:
+                assert block_id in self._evictable, f"block {block_id} is shared but not allocated and not cached"
+                del self._evictable[block_id]
+            self._ref_counts[block_id] += 1
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Take one owner from each of these blocks; a block without owners is free again.
+
+        The blocks of a sequence are passed in its order: of those freed together the last is evicted first, because a
+        prefix is of use without its end and not without its beginning.
+        """
+        for block_id in reversed(block_ids):
+            assert self.ref_count(block_id) > 0, f"block {block_id} is freed but not allocated"
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] > 0:
+                continue
+            if block_id in self.prefix_cache:
+                self._evictable[block_id] = None
+            else:
+                self._blank.append(block_id)
+
+    def forget_cached(self) -> None:
+        """Evicts all blocks from the prefix cache. None may have an owner."""
+        assert not self.num_used, f"{self.num_used} blocks have owners"
+        for block_id in self._evictable:
+            self.prefix_cache.evict(block_id)
+        self._blank += self._evictable
+        self._evictable.clear()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every block is blank, once, or cached without an owner, or owned. O(blocks)."""
+        self.prefix_cache.check_integrity()
+        blank = set(self._blank)
+        assert len(blank) == len(self._blank), "a block is twice in the list of blank ones"
+        foreign = (blank | self._evictable.keys()) - set(range(self.num_blocks))
+        assert not foreign, f"foreign ids among the free: {foreign}"
+        for block_id, ref_count in enumerate(self._ref_counts):
+            assert ref_count >= 0, f"block {block_id} has {ref_count} owners"
+            is_cached = block_id in self.prefix_cache
+            expected = (ref_count == 0 and not is_cached, ref_count == 0 and is_cached)
+            found = (block_id in blank, block_id in self._evictable)
+            assert found == expected, (
+                f"block {block_id} has {ref_count} owners and is {'' if is_cached else 'not '}cached, and is "
+                f"{'' if found[0] else 'not '}blank and {'' if found[1] else 'not '}evictable"
+            )

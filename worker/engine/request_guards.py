@@ -1,0 +1,111 @@
+"""NaN and infinity in logits: the error that such a request gets, and when the replica may be at fault.
+
+A request that makes the model overflow does so on every replica: it fails, and the others go on. Corrupt weights or
+memory are the replica's fault and affect every request: the replica ends, and its requests continue on others. Which of
+the two it is, a question with a known answer tells (`worker/replica/known_answer.py`): several requests of clients
+alone are no proof.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from typing import Final, Generic, Protocol, TypeVar
+
+from holdfast.worker.errors import InternalError, QueueFullError, ReplicaError
+from holdfast.worker.request import NUM_STEPS_TO_CLEAR, EngineLoad, Suspicion, TokenDelta
+from holdfast.worker.scheduler.scheduler import DroppedRequest
+from holdfast.worker.step_update import StepListener
+
+NUM_ALONE_TO_DOUBT: Final = 3
+"""So many requests that failed in a row, each alone in its step, with no token drawn for anyone in between."""
+
+
+class NumbersCheck(StepListener, Protocol):
+    """Whom to ask whether the replica is well. A listener of the engine, whose own requests are its questions."""
+
+    def ask_in_doubt(self) -> bool:
+        """Asks at once. False: nobody can say. Else the engine is told to settle, or to fail."""
+
+
+class LostNumbers:
+    """Counts the requests of a replica whose logits were NaN or infinite, step by step."""
+
+    def __init__(self) -> None:
+        self._in_a_row: list[Hashable] = []
+
+    def note_step(self, broken: Sequence[DroppedRequest], *, has_others: bool) -> ReplicaError | None:
+        """The `broken` requests got no token in this step; `has_others`: other requests did. What is wrong where the
+        replica may be at fault: several requests ran and none had finite logits.
+        """
+        if has_others:
+            self._in_a_row.clear()
+            return None
+        names: dict[Hashable, None] = {}
+        for one in broken:
+            names[one.request.group_id or one.request.key] = None
+        for name in names:
+            if name not in self._in_a_row:
+                self._in_a_row.append(name)
+        if len(names) <= 1 and len(self._in_a_row) < NUM_ALONE_TO_DOUBT:
+            return None
+        count = max(len(names), len(self._in_a_row))
+        return ReplicaError(f"the model's logits are no numbers (NaN or infinite) for any of {count} requests")
+
+    def settle(self) -> None:
+        """The replica is well: what came before proves nothing any more."""
+        self._in_a_row.clear()
+
+
+def no_numbers() -> InternalError:
+    """The error that such a request gets."""
+    return InternalError("the model's logits for this request are no numbers (NaN or infinite), so no token can follow")
+
+
+RETRY_S: Final = 0.05
+"""When to ask again: a suspect is cleared within a few steps, or the replica is dead."""
+
+Owner = TypeVar("Owner")
+
+
+class Suspects(Generic[Owner]):
+    """Requests under suspicion that run or wait here, by whose they are. They leave it with a few steps of output."""
+
+    def __init__(self) -> None:
+        self.requests: dict[Hashable, tuple[Owner, Suspicion]] = {}
+        """By attempt. To be read only."""
+        self._num_steps: dict[Hashable, int] = {}
+        self.has_news = False
+        """A suspect was added and not reported. It must be reported before it runs: the replica may die of it."""
+
+    def check(self, suspicion: Suspicion, owner: Owner) -> None:
+        """Raises `QueueFullError` while such a request must not run beside another router's suspects."""
+        if not self.requests:
+            return
+        others = [theirs for other, theirs in self.requests.values() if other is not owner]
+        is_in_the_way = suspicion is Suspicion.ON_TRIAL and bool(others)
+        if is_in_the_way or (suspicion is Suspicion.SUSPECT and Suspicion.ON_TRIAL in others):
+            raise QueueFullError("a suspect of another router runs here, and the two are tried apart", RETRY_S)
+
+    def add(self, attempt: Hashable, suspicion: Suspicion, owner: Owner) -> None:
+        """It runs or waits here from now on; one that is under no suspicion is ignored."""
+        if suspicion is not Suspicion.NONE:
+            self.requests[attempt] = (owner, suspicion)
+            self._num_steps[attempt] = 0
+            self.has_news = True
+
+    def note(self, deltas: Iterable[TokenDelta]) -> None:
+        """Requests have got on, or have ended."""
+        for delta in deltas:
+            if delta.attempt in self.requests:
+                self._num_steps[delta.attempt] += 1
+                if delta.finish_reason is not None or self._num_steps[delta.attempt] == NUM_STEPS_TO_CLEAR:
+                    self.drop(delta.attempt)
+
+    def drop(self, attempt: Hashable) -> None:
+        """It has gone, or is under suspicion no longer. Unknown keys are ignored."""
+        if self.requests.pop(attempt, None) is not None:
+            del self._num_steps[attempt]
+
+    def load_for(self, owner: Owner | None, load: EngineLoad) -> EngineLoad:
+        """The replica's load as reported to this owner; None: an owner without requests here."""
+        num_foreign = sum(other is not owner for other, _ in self.requests.values())
+        return load if num_foreign == load.num_foreign_suspects else replace(load, num_foreign_suspects=num_foreign)

@@ -1,0 +1,230 @@
+"""KV cache of the native executor: pages of tiles, as its attention multiplies them.
+
+Here is only the memory, as in `worker/executors/kv_cache.py`.
+"""
+
+import ctypes
+import errno
+import mmap
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from holdfast.worker.executors.cpu.packing import elements_per_token
+from holdfast.worker.executors.cpu.structures import HfLayer
+from holdfast.worker.executors.cpu.tile_memory import address_of, mapped_memory
+
+LARGE_PAGE: Final = 2 << 20
+AHEAD_BYTES: Final = 4 * LARGE_PAGE
+"""Of each layer: what has its memory beyond the last block that a step has used, unless all of it is wanted."""
+QUIET_S: Final = 0.02
+"""A pause of steps that is longer than those between the steps of a burst."""
+
+_MADV_POPULATE_WRITE: Final = 23
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """A layer's pages: `num_blocks` blocks of `block_bytes` each, one after the other."""
+
+    memory: mmap.mmap
+    num_blocks: int
+    block_bytes: int
+
+    def wanted(self, used: int, ahead_bytes: int) -> int:
+        """Blocks to have ready, for so many bytes beyond those that are used."""
+        return min(self.num_blocks, used - -ahead_bytes // self.block_bytes)
+
+
+def populate(pages: Pages, begin: int, end: int) -> bool:
+    """Backs the bytes [begin, end) with memory that can be written at once. Their contents stay as they are.
+
+    False where this kernel (before Linux 5.14) or its memory does not allow it: then writes do it, as ever.
+    """
+    base = address_of(pages.memory)
+    first = (base + begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    while libc.madvise(first, base + end - first, _MADV_POPULATE_WRITE):
+        if ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):
+            return False
+    return True
+
+
+class MemoryAhead:
+    """A thread for the pages of all layers. Small caches have none."""
+
+    def __init__(
+        self,
+        layers: Sequence[Pages],
+        *,
+        populate: Callable[[Pages, int, int], bool] = populate,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._layers = [layer for layer in layers if layer.num_blocks * layer.block_bytes > LARGE_PAGE]
+        self._populate = populate
+        self._clock = clock
+        self._in_step = False
+        self._last_step_s = clock()
+        self._used = 0
+        """Blocks up to the last one that a step has used."""
+        self._ahead_bytes = AHEAD_BYTES
+        self._more = threading.Event()
+        self._closed = threading.Event()
+        if self._layers:
+            self._more.set()
+            threading.Thread(target=self._work, name="holdfast-memory-ahead", daemon=True).start()
+
+    def want_all(self) -> None:
+        """From now on the pages of all blocks are taken, while there are no steps."""
+        self._ahead_bytes = max((layer.num_blocks * layer.block_bytes for layer in self._layers), default=0)
+        self._more.set()
+
+    def begin_step(self) -> None:
+        """From now on the thread waits, but for a page that it has begun, and for pages that come soon."""
+        self._in_step = True
+
+    def end_step(self, last_block: int) -> None:
+        """The step used blocks up to this one."""
+        self._in_step = False
+        self._last_step_s = self._clock()
+        if last_block >= self._used:
+            self._used = last_block + 1
+            self._more.set()
+
+    def close(self) -> None:
+        """Ends the thread, after a page that it has begun: until then it holds the memory."""
+        self._closed.set()
+        self._more.set()
+
+    def _work(self) -> None:
+        done = [0] * len(self._layers)
+        while True:
+            self._more.wait()
+            self._more.clear()
+            while index := self._next(done):
+                if not self._may_begin(done, index - 1) or not self._back_one(done, index - 1):
+                    return
+            if self._closed.is_set():
+                return
+
+    def _next(self, done: list[int]) -> int:
+        """The number, from 1, of the layer that has fewest blocks ready and needs more. 0: all have enough."""
+        lacking = [
+            (blocks, number)
+            for number, (layer, blocks) in enumerate(zip(self._layers, done, strict=True), 1)
+            if blocks < layer.wanted(self._used, self._ahead_bytes)
+        ]
+        return 0 if self._closed.is_set() else min(lacking, default=(0, 0))[1]
+
+    def _back_one(self, done: list[int], index: int) -> bool:
+        layer = self._layers[index]
+        end = min(layer.num_blocks, done[index] + max(1, LARGE_PAGE // layer.block_bytes))
+        worked = self._populate(layer, done[index] * layer.block_bytes, end * layer.block_bytes)
+        done[index] = end
+        return worked
+
+    def _may_begin(self, done: list[int], index: int) -> bool:
+        """Waits until no step has run for a while, or the layer's next page is the last that it has. False: closed."""
+        while self._is_busy() and done[index] >= self._layers[index].wanted(self._used, LARGE_PAGE):
+            if self._closed.wait(QUIET_S):
+                return False
+        return not self._closed.is_set()
+
+    def _is_busy(self) -> bool:
+        return self._in_step or self._clock() - self._last_step_s < QUIET_S
+
+
+SUB_PAGE: Final = 16
+"""Keys of a tile: a block holds a whole number of them."""
+
+
+class TiledCache:
+    """All layers' pages. They hold zeros until written; a block's memory is finite numbers at any time."""
+
+    def __init__(
+        self, layers: "list[HfLayer]", num_blocks: int, block_size: int, dtype: torch.dtype, places: Tensor
+    ) -> None:
+        """`places` [32 inputs, 16 outputs]: where each number lies in a tile (`tile_places`).
+
+        Raises ValueError unless `block_size` is a multiple of 16.
+        """
+        if block_size % SUB_PAGE:
+            raise ValueError(f"block_size = {block_size}: must be a multiple of {SUB_PAGE}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._layers = [_LayerPages(layer, num_blocks, block_size, dtype, places) for layer in layers]
+        self.ahead = MemoryAhead([layer.memory for layer in self._layers])
+        """Is told of each step."""
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where each layer's pages begin."""
+        return [layer.address for layer in self._layers]
+
+    def want_all(self) -> None:
+        """All of this memory is meant to be used: it is taken from the system while no step runs."""
+        self.ahead.want_all()
+
+    def close(self) -> None:
+        """No step comes any more."""
+        self.ahead.close()
+
+    def copy(self, sources: Tensor, destinations: Tensor, num_tokens: Tensor) -> None:
+        """Copies the first `num_tokens` [C] slots of blocks to other ones in all layers, and clears their other slots.
+
+        All sources are read before any destination is written. The destinations differ from each other.
+        """
+        for layer in self._layers:
+            layer.copy(sources, destinations, num_tokens)
+
+    def clear(self, block_ids: Tensor) -> None:
+        """Writes zeros over these blocks in all layers."""
+        for layer in self._layers:
+            layer.pages.index_fill_(0, block_ids, 0)
+
+
+class _LayerPages:
+    """[num_blocks, num_kv_heads, page]."""
+
+    def __init__(self, layer: HfLayer, num_blocks: int, block_size: int, dtype: torch.dtype, places: Tensor) -> None:
+        elements = elements_per_token(layer) // layer.num_kv_heads * block_size
+        shape = (num_blocks, layer.num_kv_heads, elements)
+        block_bytes = layer.num_kv_heads * elements * dtype.itemsize
+        memory = mapped_memory(num_blocks * block_bytes)
+        self.memory = Pages(memory, num_blocks, block_bytes)
+        self.address = address_of(memory)
+        count = num_blocks * layer.num_kv_heads * elements
+        self.pages = torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+        self._num_keys = block_size * -(-layer.head_dim // 32) * 32
+        self._block_size = block_size
+        self._span = 16 if block_size % 32 else 32
+        at = torch.argsort(places.flatten())  # of each number of a tile: input * 16 + output
+        self._key_of_key_tile = at % SUB_PAGE
+        self._key_of_value_tile = at[: self._span * 16] // 16
+
+    def copy(self, sources: Tensor, destinations: Tensor, num_tokens: Tensor) -> None:
+        moved = self.pages[sources]
+        hidden = torch.arange(self._block_size) >= num_tokens[:, None]
+        keys, values = (part.contiguous() for part in moved.tensor_split([self._num_keys], dim=2))
+        self._hide_keys(keys, hidden)
+        self._hide_values(values, hidden)
+        self.pages.index_copy_(0, destinations, torch.cat([keys, values], dim=2))
+
+    def _hide_keys(self, keys: Tensor, hidden: Tensor) -> None:
+        """keys [C, heads, block / 16, tiles of dimensions, a tile], hidden [C, block]."""
+        by_page = hidden.view(len(hidden), -1, SUB_PAGE)[..., self._key_of_key_tile]
+        pages = keys.view(*keys.shape[:2], by_page.shape[1], -1, by_page.shape[2])
+        pages.masked_fill_(by_page[:, None, :, None], 0)
+
+    def _hide_values(self, values: Tensor, hidden: Tensor) -> None:
+        """values [C, heads, block / span, tiles of dimensions, a tile of `span` keys], hidden [C, block]."""
+        by_span = hidden.view(len(hidden), -1, self._span)[..., self._key_of_value_tile]
+        values.view(*values.shape[:2], by_span.shape[1], -1, by_span.shape[2]).masked_fill_(
+            by_span[:, None, :, None], 0
+        )

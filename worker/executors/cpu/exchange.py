@@ -1,0 +1,131 @@
+"""Shared memory of the ranks of one host, in which the native executor exchanges partial sums.
+
+Rank 0 makes a nameless file in memory, and the others open it through its process's folder in /proc. So nothing has to
+be cleaned up after any end of a process, and no limit of /dev/shm applies.
+"""
+
+import ctypes
+import logging
+import mmap
+import os
+from contextlib import ExitStack
+from hashlib import sha256
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.executors.cpu.structures import HfExchange
+
+logger = logging.getLogger(__name__)
+
+_NO_FILE: Final = -1
+_TOKEN_BYTES: Final = 16
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_PID_NAMESPACE: Final = Path("/proc/self/ns/pid")
+
+
+class Exchange:
+    """One rank's hold on the memory. `native` is passed to a decoder, which ends before this is closed."""
+
+    def __init__(self, memory: mmap.mmap, processes: list[int], group: TensorParallelGroup) -> None:
+        """`processes` has a pidfd of each rank."""
+        self._memory = memory
+        self._processes = (ctypes.c_int * len(processes))(*processes)
+        self._start: ctypes.c_char | None = ctypes.c_char.from_buffer(memory)
+        self.native = HfExchange(
+            memory=ctypes.addressof(self._start),
+            processes=self._processes,
+            timeout_s=group.data_timeout_s,
+            rank=group.rank,
+            ranks=group.size,
+        )
+
+    def close(self) -> None:
+        """Closing again does nothing."""
+        if self._start is not None:
+            self._start = None
+            self._memory.close()
+            for process in self._processes:
+                os.close(process)
+
+
+def attach(group: TensorParallelGroup, num_bytes: int) -> Exchange | None:
+    """Memory of so many bytes that all ranks share, zeros; None where any of them cannot.
+
+    All ranks of the group call this together and come to the same answer. Raises `ReplicaError` if a rank is lost.
+    """
+    reason = "another rank cannot open it"
+    with ExitStack() as stack:
+        file, token = _offer(num_bytes, stack) if group.rank == 0 else (_NO_FILE, bytes(_TOKEN_BYTES))
+        offer = np.array([os.getpid(), file, *_host(), *np.frombuffer(token, np.int64)])
+        offers = group.all_gather(torch.from_numpy(offer)[None], dim=0).numpy()
+        exchange: Exchange | None = None
+        try:
+            exchange = _open(offers, num_bytes, group)
+        except OSError as error:
+            reason = str(error)
+        with ExitStack() as until_agreed:
+            if exchange is not None:
+                until_agreed.callback(exchange.close)
+            if group.all_gather(torch.tensor([int(exchange is not None)]), dim=0).all():
+                until_agreed.pop_all()
+                return exchange
+    logger.info("ranks do not exchange sums through shared memory: %s", reason)
+    return None
+
+
+def _host() -> list[int]:
+    """Names this boot of this machine and the namespace of its process ids. Raises nothing: what is unknown is 0."""
+    try:
+        boot, namespace = _BOOT_ID.read_bytes(), _PID_NAMESPACE.stat().st_ino
+    except OSError:
+        return [0, 0]
+    return [int.from_bytes(sha256(boot).digest()[:7], "little"), namespace]
+
+
+def _offer(num_bytes: int, stack: ExitStack) -> tuple[int, bytes]:
+    """A file of zeros in memory behind a random token; `stack` closes it. It takes memory only as it is written to."""
+    token = os.urandom(_TOKEN_BYTES)
+    try:
+        file = os.memfd_create("holdfast-exchange")
+        stack.callback(os.close, file)
+        os.ftruncate(file, num_bytes)
+        os.pwrite(file, token, 0)
+    except OSError:
+        return _NO_FILE, token
+    return file, token
+
+
+def _open(offers: NDArray[np.int64], num_bytes: int, group: TensorParallelGroup) -> Exchange:
+    """Takes up rank 0's offer. Raises OSError where it is not there, or is not what it should be."""
+    pid, file = offers[0, :2].tolist()
+    if file == _NO_FILE:
+        raise OSError("rank 0 has no memory to offer")
+    if not offers[0, 2] or (offers[:, 2:4] != offers[0, 2:4]).any():
+        raise OSError("they are not on one host, or do not see each other's processes")
+    memory = _map(f"/proc/{pid}/fd/{file}", num_bytes)
+    if memory[:_TOKEN_BYTES] != offers[0, 4:].tobytes():
+        raise OSError("the memory is not that of rank 0")
+    processes: list[int] = []
+    try:
+        for other in offers[:, 0].tolist():
+            processes.append(os.pidfd_open(other))
+    except OSError:
+        for process in processes:
+            os.close(process)
+        raise
+    return Exchange(memory, processes, group)
+
+
+def _map(path: str, num_bytes: int) -> mmap.mmap:
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(file).st_size != num_bytes:
+            raise OSError(f"{path} has not {num_bytes} bytes")
+        return mmap.mmap(file, num_bytes)
+    finally:
+        os.close(file)

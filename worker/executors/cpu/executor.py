@@ -1,0 +1,376 @@
+"""Native CPU executor: runs the steps of a packed decoder on a pool of threads of its own."""
+
+import ctypes
+from contextlib import suppress
+from ctypes import byref, pointer
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.errors import ReplicaError
+from holdfast.worker.executors.cpu.cache import TiledCache
+from holdfast.worker.executors.cpu.exchange import Exchange, attach
+from holdfast.worker.executors.cpu.library import class_of, load_library
+from holdfast.worker.executors.cpu.packing import PackedModel, elements_per_token, tile_places
+from holdfast.worker.executors.cpu.sampler import OUT_OF_MEMORY, NativeSampler
+from holdfast.worker.executors.cpu.shared_weights import arena_for
+from holdfast.worker.executors.cpu.structures import HfStep
+from holdfast.worker.executors.cpu.tile_memory import COMPACT_CLASSES, Arena
+from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.step_sampler import HeadOutput
+
+_FEWEST_ROWS: Final = 64
+_FORKED: Final = -1
+NO_MEMORY: Final = "there is no memory for a step"
+
+_LOSSES: Final = {1: "has ended", 2: "is silent", 3: "has left"}
+"""How a rank was lost, by the hundreds of an outcome below zero; the rest of it is the rank (`native/exchange.h`)."""
+
+
+class CpuExecutor:
+    """One rank's share of a model on CPUs. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        layout: DecoderLayout,
+        group: TensorParallelGroup,
+        *,
+        max_positions: int,
+        num_threads: int,
+        instruction_class: str | None = None,
+        uses_up: bool = False,
+        compacts: bool | None = None,
+    ) -> None:
+        """Packs the layout's weights. If it `uses_up` the layout, gives their own memory back, and shares the packed
+        ones with other processes that have the same. `compacts`: whether weights of bfloat16 are kept in 12 bits, which
+        changes no bit of what is computed; None: where that is faster.
+
+        Raises `Unavailable` where this machine cannot run it.
+        """
+        self._library = load_library(instruction_class)
+        self.instruction_class = class_of(self._library)
+        self._group = group
+        self._dtype = layout.dtype
+        self._vocab_size = layout.vocab_size
+        self._hidden = layout.hidden_size
+        self._pool = self._library.hf_pool_create(num_threads, -1, None)
+        if not self._pool:
+            raise ReplicaError(f"{num_threads} threads could not be started")
+        if compacts is None:
+            compacts = self.instruction_class in COMPACT_CLASSES
+        form = self.instruction_class + " compact" * compacts
+        self.packed = PackedModel(
+            layout,
+            self._library,
+            self._pool,
+            max_positions=max_positions,
+            uses_up=uses_up,
+            compacts=compacts,
+            arena=arena_for(layout, form) if uses_up else Arena(),
+        )
+        self._rows = self.packed.model.vocab_rows
+        self._decoder: int | None = None
+        self._num_segments = 2 * len(self.packed.layers) + 2
+        self._exchange: Exchange | None = None
+        self._in_one_call = group.size == 1
+        """Whether the library itself adds what ranks have: then all ranks know the tokens that a step has drawn."""
+        self._cache: TiledCache | None = None
+        self._layers_done = ctypes.c_long(0)
+        self._own_logits = _Room()
+        self._all_logits = _Room()
+        self._block_best, self._block_mass = _Room(), _Room()
+
+    def make_sampler(self) -> NativeSampler:
+        """A sampler on the threads of this executor. It is closed before this is."""
+        assert self._pool is not None, "the executor is open"
+        return NativeSampler(self._library, self._pool)
+
+    def close(self) -> None:
+        """Raises `ReplicaError` while a step runs, on another thread: what it uses stays as it is."""
+        self.drop_cache()
+        if self._pool:
+            self._library.hf_pool_destroy(self._pool)
+            self._pool = None
+
+    def _drop_decoder(self) -> None:
+        if self._decoder:
+            if self._library.hf_decoder_destroy(self._decoder):
+                raise ReplicaError("a step runs: its memory cannot be freed")
+            self._decoder = None
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+            self._in_one_call = self._group.size == 1
+
+    def __del__(self) -> None:
+        if getattr(self, "_pool", None):
+            with suppress(ReplicaError):
+                self.close()
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of this rank's cache, all layers together."""
+        return sum(elements_per_token(layer) for layer in self.packed.layers) * self._dtype.itemsize
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether sums over ranks go through memory that they share. Only once steps have run."""
+        return self._exchange is not None
+
+    def layers_done(self) -> int:
+        """Layers that have been run since the start, also while a step runs. Safe to call from any thread."""
+        return int(self._layers_done.value)
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> TiledCache:
+        """The cache that steps use from now on. Raises ValueError (see `TiledCache`)."""
+        self.drop_cache()
+        places = tile_places(self._library, self._dtype)
+        self._cache = TiledCache(list(self.packed.layers), num_blocks, block_size, self._dtype, places)
+        for layer, address in zip(self.packed.layers, self._cache.addresses, strict=True):
+            layer.pages = address
+        self.packed.model.block_size = block_size
+        return self._cache
+
+    def warm_up(self, max_rows: int) -> None:
+        """Nothing: no step does what the next need not."""
+
+    def free_logits(self) -> None:
+        """Frees the memory of the last step's logits, which the next step would use again."""
+        self._own_logits, self._all_logits = _Room(), _Room()
+        self._block_best, self._block_mass = _Room(), _Room()
+
+    def drop_cache(self) -> None:
+        self._drop_decoder()
+        if self._cache is not None:
+            self._cache.close()
+        self._cache = None
+
+    def _make_room(self, num_rows: int) -> None:
+        """A decoder whose buffers hold a step of so many rows. They take memory only once they are written to.
+
+        All ranks have run the same steps, so all make theirs in the same step.
+        """
+        model = self.packed.model
+        if self._decoder and num_rows <= model.max_rows:
+            return
+        self._drop_decoder()
+        if num_rows > model.max_rows:
+            model.max_rows = max(num_rows, 2 * model.max_rows, _FEWEST_ROWS)
+        model.tensor_parallel_size = self._group.size
+        model.first_vocab_row = self._group.rank * self._rows
+        model.vocab_size = self._vocab_size
+        self._meet_ranks()
+        self._decoder = self._library.hf_decoder_create(byref(model), self.packed.dtype, self._pool)
+        if not self._decoder:
+            raise ReplicaError(f"there is no memory for a step of {num_rows} tokens")
+        self._stride = self._library.hf_decoder_stride(self._decoder)
+
+    def _meet_ranks(self) -> None:
+        """Shares memory with the other ranks where that can be had."""
+        model = self.packed.model
+        num_bytes = self._library.hf_exchange_bytes(self._group.size, model.max_rows, model.hidden)
+        if self._group.size > 1 and num_bytes > 0:
+            self._exchange = attach(self._group, num_bytes)
+            self._in_one_call = self._group.size == 1 or self._exchange is not None
+        model.exchange = None if self._exchange is None else pointer(self._exchange.native)
+
+    def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
+        """One step; all ranks of the group run it together. Blocks are copied before."""
+        if batch.num_steps > 1:
+            return self._run_several(batch)
+        assert self._cache is not None, "a cache is allocated before steps run"
+        if batch.block_copies.size:
+            self._cache.copy(*torch.from_numpy(batch.block_copies))
+        ahead = self._cache.ahead
+        ahead.begin_step()
+        try:
+            step = self._begin(batch, with_logits)
+            if self._in_one_call:
+                self._go(0, self._num_segments)
+            else:
+                self._go_together(len(batch.token_ids), 0, self._num_segments)
+            return self._output(step)
+        finally:
+            ahead.end_step(int(batch.block_ids.max(initial=-1)))
+
+    @property
+    def runs_several_steps(self) -> bool:
+        """Whether a batch may be for several steps now. The same on all ranks."""
+        return self._in_one_call
+
+    def _run_several(self, batch: StepBatch) -> HeadOutput:
+        """As many steps as the batch is for, each with the tokens of the one before."""
+        assert batch.is_decode, "several steps are decodes"
+        assert self._cache is not None, "a cache is allocated before steps run"
+        batch = replace(batch, token_ids=batch.token_ids.copy(), first_positions=batch.first_positions.copy())
+        if batch.block_copies.size:
+            self._cache.copy(*torch.from_numpy(batch.block_copies))
+        drawn = []
+        ahead = self._cache.ahead
+        ahead.begin_step()
+        try:
+            step = self._begin(batch, with_logits=False)
+            self._go(0, self._num_segments)
+            drawn.append(step.best.tolist())
+            for _ in range(1, batch.num_steps):
+                batch.token_ids[:] = step.best
+                batch.first_positions += 1
+                self._prepare(step)
+                self._go(0, self._num_segments)
+                drawn.append(step.best.tolist())
+        finally:
+            ahead.end_step(int(batch.block_ids.max(initial=-1)))
+        return HeadOutput(None, None, steps=drawn)
+
+    def _begin(self, batch: StepBatch, with_logits: bool, first_layer: int = 0) -> "_Step":
+        if batch.token_ids.view(np.uint64).max(initial=0) >= self._vocab_size:  # negative ones are large numbers so
+            raise ReplicaError(f"a step has a token beyond the vocabulary of {self._vocab_size}")
+        self._make_room(max(len(batch.token_ids), len(batch.logits_rows)))
+        step = _Step(batch, ctypes.addressof(self._layers_done))
+        if with_logits or not self._in_one_call:
+            step.ask_for_logits(self._own_logits.of(step.native.num_wanted, self._rows))
+        if with_logits and self._group.size == 1:
+            blocks = step.native.num_wanted, self.packed.model.head.groups
+            step.ask_for_block_best(self._block_best.of(*blocks))
+            if batch.with_masses:
+                step.ask_for_block_mass(self._block_mass.of(*blocks))
+        if with_logits and self._exchange is not None:
+            step.ask_for_all_logits(self._all_logits.of(step.native.num_wanted, self._vocab_size))
+        step.native.first_layer = first_layer
+        self._prepare(step)
+        return step
+
+    def _prepare(self, step: "_Step") -> None:
+        if self._library.hf_decoder_begin(self._decoder, byref(step.native)):
+            raise ReplicaError(NO_MEMORY)
+
+    def _output(self, step: "_Step") -> HeadOutput:
+        if step.logits is None:
+            return HeadOutput(None, step.best.tolist())
+        if self._in_one_call:
+            return HeadOutput(step.logits, None, step.block_best, step.block_mass)
+        return HeadOutput(self._group.all_gather(step.logits)[:, : self._vocab_size], None)
+
+    def _go(self, first: int, end: int, finished_layer: int = -1) -> None:
+        outcome = self._library.hf_decoder_run(self._decoder, first, end, finished_layer)
+        kind, rank = divmod(-outcome, 100)
+        if kind in _LOSSES:
+            raise ReplicaError(f"a rank of the replica was lost: rank {rank} {_LOSSES[kind]}")
+        if outcome == _FORKED:
+            raise ReplicaError("this process was forked from the one that loaded the model, without its threads")
+        if outcome:
+            told = f"the executor's threads did not run a step ({outcome})"
+            raise ReplicaError(NO_MEMORY if outcome == OUT_OF_MEMORY else told)
+
+    def _go_together(self, num_rows: int, first: int, end: int) -> None:
+        """Segment by segment, with a sum over ranks after each but the head."""
+        for segment in range(first, end):
+            self._go(segment, segment + 1)
+            if segment < self._num_segments - 1:
+                partial = self._view(self._library.hf_decoder_partial(self._decoder), num_rows)
+                partial.copy_(tree_sum(self._group, partial))
+
+    def _view(self, address: int, num_rows: int) -> Tensor:
+        """[num_rows, hidden] of the decoder's own memory."""
+        count = num_rows * self._stride
+        memory = (ctypes.c_float * count).from_address(address)
+        rows: Tensor = torch.frombuffer(memory, dtype=torch.float32).view(num_rows, self._stride)
+        return rows[:, : self._hidden]
+
+    # --- for proofs ---
+
+    def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:
+        """The residual stream [T, hidden] after one layer, of the step's tokens. Overwrites their pages."""
+        step = self._begin(batch, False, first_layer=index)
+        residual = self._view(self._library.hf_decoder_residual(self._decoder), len(x))
+        residual.copy_(x)
+        if self._in_one_call:
+            self._go(2 * index + 1, 2 * index + 3, index)
+        else:
+            self._go_together(len(x), 2 * index + 1, 2 * index + 3)
+            self._go(0, 0, index)
+        del step  # its arrays are read until here
+        return residual.clone()
+
+
+class _Step:
+    """A step's arrays as the library takes them; they live as long as this."""
+
+    def __init__(self, batch: StepBatch, layers_done: int) -> None:
+        num_wanted = len(batch.logits_rows)
+        self.logits: Tensor | None = None
+        self.block_best: Tensor | None = None
+        self.block_mass: Tensor | None = None
+        self.best = np.empty(num_wanted, dtype=np.int32)
+        self._batch = batch
+        self.native = HfStep(
+            _address(batch.token_ids),
+            _address(batch.first_positions),
+            _address(batch.num_tokens),
+            _address(batch.num_blocks),
+            _address(batch.block_ids),
+            _address(batch.logits_rows),
+            None,
+            None,
+            None,
+            None,
+            _address(self.best),
+            layers_done,
+            len(batch.token_ids),
+            len(batch.num_tokens),
+            num_wanted,
+        )
+
+    def ask_for_logits(self, out: Tensor) -> None:
+        """This rank's, [rows wanted, vocab rows]."""
+        self.logits = out
+        self.native.logits = out.data_ptr()
+
+    def ask_for_block_best(self, out: Tensor) -> None:
+        """Of a model on one rank: [rows wanted, groups]."""
+        self.block_best = out
+        self.native.block_best = out.data_ptr()
+
+    def ask_for_block_mass(self, out: Tensor) -> None:
+        """As `ask_for_block_best`."""
+        self.block_mass = out
+        self.native.block_mass = out.data_ptr()
+
+    def ask_for_all_logits(self, out: Tensor) -> None:
+        """Those of all ranks: [rows wanted, vocab size]."""
+        self.logits = out
+        self.native.all_logits = out.data_ptr()
+
+
+class _Room:
+    """Memory of one step's rows, used again by the next: new memory of such a size costs a page fault for each page."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def of(self, num_rows: int, length: int) -> Tensor:
+        """[num_rows, length], float32, with whatever is in there."""
+        if num_rows * length > len(self._memory):
+            self._memory = torch.empty(num_rows * length)
+        return self._memory[: num_rows * length].view(num_rows, length)
+
+
+def _address(array: np.ndarray) -> int:
+    assert array.flags.c_contiguous, "the parts of a step lie in one piece"
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def tree_sum(group: TensorParallelGroup, partial: Tensor) -> Tensor:
+    """The sum of all ranks' partial sums, added as a binary tree over ranks: the upper part of the tree over slices."""
+    parts = list(group.all_gather(partial.contiguous().unsqueeze(0), dim=0))
+    while len(parts) > 1:
+        odd = parts[-1:] if len(parts) % 2 else []
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=False)] + odd
+    total: Tensor = parts[0]
+    return total

@@ -1,0 +1,148 @@
+"""Loading of the native executor's library: finds it, or compiles it once, and declares its functions."""
+
+import ctypes
+import fcntl
+import logging
+from ctypes import CDLL, POINTER, c_char_p, c_int, c_long, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from holdfast.worker.executors.cpu.build import CLASSES, NoCompilerError, compile_libraries, digest, is_current
+from holdfast.worker.executors.cpu.structures import SIZES, HfDrawn, HfEdits, HfLinear, HfModel, HfStep
+from holdfast.worker.user_folder import user_folder
+
+logger = logging.getLogger(__name__)
+
+INSTALLED: Final = Path(__file__).parent / "libraries"
+"""Where a package's build puts them."""
+
+_FLAGS: Final = {
+    "avx2": {"avx2", "fma", "f16c"},
+    "avx512": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
+}
+_FLAGS_OF: Final = {
+    "amx": _FLAGS["avx512"] | {"amx_tile", "amx_bf16", "avx512_bf16"},
+    "avx512bf16": _FLAGS["avx512"] | {"avx512_bf16"},
+    "avx512": _FLAGS["avx512"],
+    "tiles512": _FLAGS["avx512"],
+    "avx2": _FLAGS["avx2"],
+    "tiles2": _FLAGS["avx2"],
+    "pairs2": _FLAGS["avx2"],
+}
+
+
+class Unavailable(RuntimeError):
+    """The native executor cannot run here; the message says what is missing."""
+
+
+def runnable_classes() -> list[str]:
+    """The instruction classes that this machine runs, best first."""
+    return [name for name in CLASSES if not missing_instructions(name)]
+
+
+def missing_instructions(name: str) -> set[str]:
+    """What this machine lacks of a class's instructions, software tiles included."""
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text().splitlines() if known.is_file() else []
+    return _FLAGS_OF[name] - set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+@cache
+def load_library(name: str | None = None) -> CDLL:
+    """The library of an instruction class; None: the best that this machine runs.
+
+    Compiles it first where there is none for these sources. Raises `Unavailable`.
+    """
+    runnable = runnable_classes()
+    if name is None and not runnable:
+        raise Unavailable("this CPU has no AVX2 with FMA")
+    if name is not None and (missing := missing_instructions(name)):
+        raise Unavailable(f"this CPU does not run {name}: it has no {', '.join(sorted(missing))}")
+    for choice in [name] if name else runnable:
+        library = _declared(CDLL(str(path_of(choice))))
+        if (reason := _reason_against(choice, library)) is None:
+            return library
+        logger.info("not by %s: %s", choice, reason)
+    raise Unavailable(reason or "")
+
+
+def _reason_against(name: str, library: CDLL) -> str | None:
+    """Why a class that this machine should run is not used; None: it is."""
+    if name == "amx" and library.hf_allow_tiles():
+        return "the system does not let this process use AMX's tiles"
+    if not library.hf_pairs_agree():
+        return "this CPU's VDPBF16PS rounds in another way than two fused multiply-adds"
+    return None
+
+
+def class_of(library: CDLL) -> str:
+    """The instruction class of a loaded library."""
+    return Path(library._name).stem
+
+
+def path_of(name: str) -> Path:
+    """Where the library of a class is: beside the package, else in the user's cache, compiled if it has to be.
+
+    Raises `Unavailable`.
+    """
+    for folder in (INSTALLED, cache_folder()):
+        path = folder / f"{name}.so"
+        if is_current(path):
+            return path
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:  # ranks of one machine start together: one compiles, the others wait
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        path = folder / f"{name}.so"
+        if not is_current(path):
+            logger.info("compiling the native executor (%s), once on this machine", name)
+            try:
+                compile_libraries(folder, [name])
+            except NoCompilerError as error:
+                raise Unavailable(str(error)) from error
+    return path
+
+
+def cache_folder() -> Path:
+    """The user's cache of libraries that were made from these very sources."""
+    return user_folder() / "native" / digest()
+
+
+def _declared(library: CDLL) -> CDLL:
+    """Checks that structures are as long here as there, and says what functions take and return."""
+    sizes = (c_int * len(SIZES))()
+    library.hf_sizes(sizes)
+    assert list(sizes) == [ctypes.sizeof(kind) for kind in SIZES.values()], "structures.py differs from decoder.h"
+    library.hf_digest.restype = c_char_p
+    _declare(library, "hf_pool_create", c_void_p, c_int, c_int, c_void_p)
+    _declare(library, "hf_pool_destroy", None, c_void_p)
+    _declare(library, "hf_pack", c_int, c_void_p, c_void_p, c_long, c_int, c_int, c_int, c_int, c_void_p)
+    _declare(library, "hf_compact_bytes", c_long, c_int)
+    _declare(library, "hf_compact", c_int, c_void_p, c_void_p, c_long, c_int, c_void_p)
+    _declare(library, "hf_expand", c_int, c_void_p, c_void_p, c_long, c_int, c_void_p)
+    _declare(library, "hf_places", None, c_int, c_void_p)
+    _declare(library, "hf_decoder_create", c_void_p, POINTER(HfModel), c_int, c_void_p)
+    _declare(library, "hf_decoder_destroy", c_int, c_void_p)
+    _declare(library, "hf_decoder_begin", c_int, c_void_p, POINTER(HfStep))
+    _declare(library, "hf_decoder_run", c_int, c_void_p, c_int, c_int, c_int)
+    _declare(library, "hf_decoder_partial", c_void_p, c_void_p)
+    _declare(library, "hf_decoder_residual", c_void_p, c_void_p)
+    _declare(library, "hf_decoder_stride", c_long, c_void_p)
+    _declare(library, "hf_exchange_bytes", c_long, c_int, c_long, c_int)
+    _declare(library, "hf_sampler_create", c_void_p, c_void_p)
+    _declare(library, "hf_sampler_destroy", c_int, c_void_p)
+    _declare(
+        library,
+        "hf_sample",
+        *(c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int),
+        *(POINTER(HfEdits), POINTER(HfDrawn), c_void_p, c_void_p, c_int),
+    )
+    _declare(library, "hf_product", None, POINTER(HfLinear), c_int, c_void_p, c_long, c_int, c_void_p)
+    _declare(library, "hf_function", None, c_int, c_void_p, c_void_p, c_long)
+    return library
+
+
+def _declare(library: CDLL, name: str, result: type | None, *arguments: type) -> None:
+    function = getattr(library, name)
+    function.restype, function.argtypes = result, arguments

@@ -1,0 +1,325 @@
+"""Packing of a decoder layout: its weights as tiles in one stretch of memory, and the C structures that describe them.
+The layout's linears are used up: what they held is given back as it is packed, so that weights are in memory once.
+"""
+
+import ctypes
+import math
+from collections.abc import Sequence
+from ctypes import CDLL
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from holdfast.worker.executors.cpu.structures import (
+    HfExperts,
+    HfLayer,
+    HfLinear,
+    HfMlp,
+    HfModel,
+    HfNorm,
+    HfRotary,
+)
+from holdfast.worker.executors.cpu.tile_memory import (
+    Arena,
+    Compactor,
+    CompactTiles,
+    PlainTiles,
+    SpentWeights,
+    TileMemory,
+    TileShape,
+    address_of,
+    is_tied,
+    linears,
+    mapped_memory,
+)
+from holdfast.worker.executors.layout import Activation, DecoderLayout, Experts, Layer, Linear, Mlp, Norm, Rotary
+
+GROUP: Final = 64
+"""Outputs that are computed together."""
+TILE: Final = 32
+"""Inputs of a tile."""
+PIECE_BYTES: Final = 16 << 20
+"""Packed together, and then given back: so much of the weights is in memory twice."""
+DTYPES: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+_ACTIVATIONS: Final = (
+    Activation.SILU,
+    Activation.GELU,
+    Activation.GELU_TANH,
+    Activation.RELU,
+    Activation.RELU_SQUARED,
+    Activation.CLAMPED_SWIGLU,
+)
+_SCORINGS: Final = ("softmax", "softmax_of_top", "sigmoid")
+_EACH_HEAD, _ALL_HEADS, _OWN_WEIGHTS = 0, 1, 2
+_NO_ROW: Final = -1
+
+IntArray = NDArray[np.int64]
+
+
+class PackedModel:
+    """One rank's share of a model in the native executor's form. `model` and what it points to live as long as this."""
+
+    _spent: SpentWeights | None = None
+
+    def __init__(
+        self,
+        layout: DecoderLayout,
+        library: CDLL,
+        pool: int,
+        *,
+        max_positions: int,
+        uses_up: bool = False,
+        compacts: bool = False,
+        arena: Arena | None = None,
+    ) -> None:
+        """Packs all weights, on the pool's threads, into `arena`. Rotary tables have room for `max_positions`.
+
+        With `uses_up`, the memory of the layout's linears is given back: only what lies in a file can be read again.
+        With `compacts`, weights of bfloat16 are kept in 12 bits each (`tile_memory.py`).
+        """
+        self._spent = SpentWeights(layout) if uses_up else None
+        self.dtype = DTYPES[layout.dtype]
+        self._library = library
+        self._pool = pool
+        self._kept: list[Any] = []
+        self._arena = Arena() if arena is None else arena
+        self._itemsize = layout.dtype.itemsize
+        is_compact = compacts and layout.dtype == torch.bfloat16
+        self._compactor = Compactor(library, pool, _room_bytes(layout)) if is_compact else None
+        self._rotaries = (HfRotary * max(1, len(layout.rotaries)))(
+            *(self._rotary(rotary, max_positions) for rotary in layout.rotaries)
+        )
+        self.layers = (HfLayer * len(layout.layers))(*(self._layer(layer) for layer in layout.layers))
+        self.model = HfModel(
+            layers=self.layers,
+            rotaries=self._rotaries,
+            embedding=None if is_tied(layout) else self._address(layout.embedding.contiguous()),
+            norm=self._norm(layout.norm),
+            head=self._linear(layout.head),
+            embedding_scale=layout.embedding_scale,
+            logit_scale=layout.logit_scale,
+            logit_softcap=layout.logit_softcap or 0.0,
+            num_layers=len(layout.layers),
+            num_rotaries=len(layout.rotaries),
+            hidden=layout.hidden_size,
+            vocab_rows=len(layout.embedding),
+        )
+        self._arena.finish()
+        self._spent = self._compactor = None
+
+    def _layer(self, layer: Layer) -> HfLayer:
+        attention, mlp = layer.attention, layer.mlp
+        return HfLayer(
+            attention_norm=self._norm(layer.attention_norm),
+            attention_out_norm=self._norm(layer.attention_out_norm),
+            mlp_norm=self._norm(layer.mlp_norm),
+            mlp_out_norm=self._norm(layer.mlp_out_norm),
+            query_norm=self._norm(attention.query_norm),
+            key_norm=self._norm(attention.key_norm),
+            qkv=self._linear(attention.qkv),
+            output=self._linear(attention.output, slices=attention.num_slices),
+            mlp=HfMlp() if isinstance(mlp, Experts) else self._mlp(mlp),
+            experts=self._experts(mlp) if isinstance(mlp, Experts) else None,
+            sinks=None if attention.sinks is None else self._floats(attention.sinks),
+            scaling=attention.scaling,
+            softcap=attention.softcap or 0.0,
+            residual_scale=layer.residual_scale,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            heads_per_slice=attention.num_heads // attention.num_slices,
+            window=attention.sliding_window or 0,
+            rotary=-1 if attention.rotary is None else attention.rotary,
+            head_norms=_head_norms(attention.query_norm, attention.head_dim, attention.num_heads),
+            parallel=int(layer.parallel),
+        )
+
+    def _mlp(self, mlp: Mlp) -> HfMlp:
+        inner = mlp.down.in_features
+        places = _padded_places(inner, mlp.num_slices)
+        rows = _gate_and_up(places, inner) if mlp.has_gate else places
+        return HfMlp(
+            up=self._linear(mlp.up, rows=rows),
+            down=self._linear(mlp.down, slices=mlp.num_slices),
+            activation=_ACTIVATIONS.index(mlp.activation),
+            has_gate=int(mlp.has_gate),
+        )
+
+    def _experts(self, experts: Experts) -> Any:
+        packed = (HfMlp * len(experts.experts))(*map(self._mlp, experts.experts))
+        shared = None if experts.shared is None else self._mlp(experts.shared)
+        gate = None if experts.shared_gate is None else self._linear(Linear(weights=(experts.shared_gate,)))
+        described = HfExperts(
+            router=self._linear(experts.router),
+            experts=packed,
+            shared=None if shared is None else ctypes.pointer(shared),
+            shared_gate=None if gate is None else ctypes.pointer(gate),
+            num_experts=len(experts.experts),
+            top_k=experts.top_k,
+            scoring=_SCORINGS.index(experts.scoring),
+            normalized=int(experts.normalized),
+        )
+        self._kept += [packed, shared, gate, described]
+        return ctypes.pointer(described)
+
+    def _rotary(self, rotary: Rotary, max_positions: int) -> HfRotary:
+        pairs = len(rotary.inverse_frequencies)
+        table = mapped_memory(max_positions * 2 * pairs * 4)
+        self._kept.append(table)
+        return HfRotary(
+            inverse_frequencies=self._floats(rotary.inverse_frequencies),
+            table=address_of(table),
+            scaling=rotary.scaling,
+            pairs=pairs,
+            interleaved=int(rotary.interleaved),
+        )
+
+    def _norm(self, norm: Norm | None) -> HfNorm:
+        if norm is None:
+            return HfNorm()
+        return HfNorm(
+            weight=self._floats(norm.weight),
+            bias=None if norm.bias is None else self._floats(norm.bias),
+            eps=norm.eps,
+            is_layer_norm=int(norm.kind == "layer"),
+        )
+
+    def _linear(self, linear: Linear, *, slices: int = 1, rows: IntArray | None = None) -> HfLinear:
+        """Packs a linear. `rows` says which output of the linear each packed one is; -1: zeros."""
+        in_order = rows is None and len(linear.weights) == 1
+        rows = np.arange(linear.out_features) if rows is None else rows
+        groups = -(-len(rows) // GROUP)
+        rows = np.concatenate([rows, np.full(groups * GROUP - len(rows), _NO_ROW)])
+        slice_tiles = -(-(linear.in_features // slices) // TILE)
+        k_tiles = slices * slice_tiles
+        memory = self._memory(TileShape(len(rows), k_tiles * TILE * self._itemsize, k_tiles))
+        if self._arena.is_packed:
+            if self._spent is not None:
+                self._spent.read(linear.weights, slice(None))
+        else:
+            self._pack(linear, rows, memory, slices=slices, in_order=in_order)
+        return HfLinear(
+            tiles=memory.address,
+            bias=None if linear.bias is None else self._floats(_placed(linear.bias, rows)),
+            slices=slices,
+            slice_tiles=slice_tiles,
+            groups=groups,
+            outputs=linear.out_features,
+            panel_bytes=memory.panel_bytes,
+        )
+
+    def _memory(self, shape: TileShape) -> TileMemory:
+        return (
+            PlainTiles(self._arena, shape)
+            if self._compactor is None
+            else CompactTiles(self._arena, shape, self._compactor)
+        )
+
+    def _pack(self, linear: Linear, rows: IntArray, memory: TileMemory, *, slices: int, in_order: bool) -> None:
+        """Writes a linear's tiles to memory, a piece after the other."""
+        slice_length = linear.in_features // slices
+        slice_tiles = -(-slice_length // TILE)
+        weights = [_with_rows(weight) for weight in linear.weights]
+        addresses = _row_addresses(weights)
+        pointers = np.where(rows == _NO_ROW, 0, addresses[rows]).astype(np.uint64)
+        step = _rows_of_piece(slices * slice_tiles * TILE * self._itemsize)
+        for first in range(0, len(rows), step):
+            piece = pointers[first : first + step]
+            self._library.hf_pack(
+                self._pool,
+                piece.ctypes.data,
+                len(piece),
+                slices,
+                slice_length,
+                slice_tiles,
+                self.dtype,
+                memory.room(first),
+            )
+            memory.written(first, len(piece))
+            if self._spent is not None and in_order:
+                self._spent.read(linear.weights, slice(first, first + step))
+        if self._spent is not None and not in_order:
+            self._spent.read(linear.weights, slice(None))
+
+    def _floats(self, tensor: Tensor) -> int:
+        """A float32 copy, readable somewhat beyond its end: rows are read sixteen numbers at a time."""
+        flat = tensor.detach().float().flatten()
+        copy = torch.zeros(-(-len(flat) // 16) * 16 + 16)
+        copy[: len(flat)] = flat
+        return self._address(copy)
+
+    def _address(self, tensor: Tensor) -> int:
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+
+def tile_places(library: CDLL, dtype: torch.dtype) -> Tensor:
+    """[32 inputs, 16 outputs]: where each number lies in a tile of packed weights, keys or values."""
+    places = torch.empty(32, 16, dtype=torch.int16)
+    library.hf_places(DTYPES[dtype], places.data_ptr())
+    return places.long()
+
+
+def _head_norms(norm: Norm | None, head_dim: int, num_heads: int) -> int:
+    if norm is None or norm.weight.numel() == head_dim:
+        return _EACH_HEAD
+    return _OWN_WEIGHTS if norm.weight.dim() == 2 else _ALL_HEADS
+
+
+def _padded_places(inner: int, slices: int) -> IntArray:
+    """For each packed inner dimension the real one: slices are filled up to whole tiles."""
+    length = inner // slices
+    padded = -(-length // TILE) * TILE
+    place = np.arange(padded)
+    real = np.where(place < length, place, _NO_ROW)
+    return np.concatenate([np.where(real == _NO_ROW, _NO_ROW, real + start) for start in range(0, inner, length)])
+
+
+def _gate_and_up(places: IntArray, inner: int) -> IntArray:
+    """Outputs of gate and up in turns of 32, so that a group holds both of 32 inner dimensions."""
+    gates = places.reshape(-1, 1, TILE)
+    ups = np.where(gates == _NO_ROW, _NO_ROW, gates + inner)
+    return np.concatenate([gates, ups], axis=1).reshape(-1)
+
+
+def _rows_of_piece(row_bytes: int) -> int:
+    return max(1, PIECE_BYTES // (row_bytes * GROUP)) * GROUP
+
+
+def _room_bytes(layout: DecoderLayout) -> int:
+    """What the largest piece of a layout's linears takes as tiles, slices that are filled up included."""
+    most = max(linear.in_features for linear in linears(layout))
+    return max(PIECE_BYTES, 2 * most * layout.dtype.itemsize * GROUP)
+
+
+def _with_rows(weight: Tensor) -> Tensor:
+    """The weight with each row in one piece."""
+    return weight if weight.stride(-1) == 1 else weight.contiguous()
+
+
+def _row_addresses(weights: Sequence[Tensor]) -> IntArray:
+    rows = [
+        weight.data_ptr() + np.arange(weight.shape[0], dtype=np.int64) * weight.stride(0) * weight.itemsize
+        for weight in weights
+    ]
+    return np.concatenate(rows)
+
+
+def _placed(bias: Tensor, rows: IntArray) -> Tensor:
+    """The bias of each packed output."""
+    index = torch.from_numpy(np.maximum(rows, 0))
+    return bias.detach().float()[index].masked_fill(torch.from_numpy(rows == _NO_ROW), 0.0)
+
+
+def elements_per_token(layer: HfLayer) -> int:
+    """Numbers that the cache keeps of one token in one layer."""
+    return int(layer.num_kv_heads * elements_per_head(layer.head_dim))
+
+
+def elements_per_head(head_dim: int) -> int:
+    """Numbers that the cache keeps of one token and KV head: keys are filled up to 32 dimensions, values to 16."""
+    return math.ceil(head_dim / 32) * 32 + math.ceil(head_dim / 16) * 16

@@ -1,0 +1,151 @@
+"""Native sampler: a step sampler whose arithmetic is compiled, on threads of a pool,
+with the same bits on any x86-64.
+"""
+
+import ctypes
+from array import array
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from ctypes import CDLL, POINTER, c_char_p, c_void_p, cast
+from typing import Final
+
+import numpy as np
+
+from holdfast.worker.draws import banned_token_ids
+from holdfast.worker.errors import ReplicaError
+from holdfast.worker.executors.cpu.library import load_library
+from holdfast.worker.executors.cpu.structures import HfDraw, HfDrawn, HfEdits
+from holdfast.worker.executors.draw_records import (
+    NONE,
+    NUMERICS,
+    RECORD,
+    Told,
+    draw_record,
+    given_records,
+    most_logprobs,
+)
+from holdfast.worker.executors.step_sampler import HeadOutput, Sampled
+from holdfast.worker.plan_rows import LogitsSettings
+from holdfast.worker.step_plan import DrawParams, PromptLogprobParams
+
+OUT_OF_MEMORY: Final = -4
+"""`kNoMemory` of the library (`native/pool.h`)."""
+
+_NO_EDITS: Final = (HfEdits * 0)()
+
+
+class NativeSampler:
+    """Draws on the threads of a pool, a row on one thread. Used by one thread at a time."""
+
+    numerics: Final = NUMERICS
+
+    def __init__(self, library: CDLL, pool: int) -> None:
+        """`pool` outlives this."""
+        assert RECORD.size == ctypes.sizeof(HfDraw), "a draw is packed as the library reads it"
+        self._library = library
+        self._own_pool: int | None = None
+        self._sampler = library.hf_sampler_create(pool)
+        if not self._sampler:
+            raise ReplicaError("there is no memory for a sampler")
+
+    @classmethod
+    def with_threads(cls, num_threads: int, instruction_class: str | None = None) -> "NativeSampler":
+        """A sampler with a pool of its own. Raises `Unavailable` where this machine cannot run it."""
+        library = load_library(instruction_class)
+        pool = library.hf_pool_create(num_threads, -1, None)
+        if not pool:
+            raise ReplicaError(f"{num_threads} threads could not be started")
+        sampler = cls(library, pool)
+        sampler._own_pool = pool
+        return sampler
+
+    def close(self) -> None:
+        """Raises `ReplicaError` while it draws, on another thread: what that uses stays as it is."""
+        if self._library.hf_sampler_destroy(self._sampler):
+            raise ReplicaError("a draw is under way: its memory cannot be freed")
+        self._sampler = None
+        if self._own_pool is not None:
+            self._library.hf_pool_destroy(self._own_pool)
+            self._own_pool = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_own_pool", None) is not None:
+            with suppress(ReplicaError):
+                self.close()
+
+    def sample(
+        self,
+        output: HeadOutput,
+        draws: Sequence[DrawParams],
+        masks: Mapping[int, bytes] | None = None,
+        prompts: Sequence[PromptLogprobParams] = (),
+    ) -> Sampled:
+        """As `StepSampler.sample`. Raises `ReplicaError` in a child of the process that made the pool."""
+        logits, best, mass = output.logits, output.block_best, output.block_mass
+        assert logits is not None, "a step that is drawn from asks for logits"
+        logits = logits.contiguous()  # those of a split vocabulary may be cut out of a padded one
+        rows = _Rows(draws, masks or {}, prompts)
+        most = max(0, most_logprobs(draws, prompts))
+        told = np.empty((rows.count, ctypes.sizeof(HfDrawn) // 4), dtype=np.int32)
+        top_ids = np.empty((rows.count, most), dtype=np.int32)
+        top_logprobs = np.empty((rows.count, most), dtype=np.float32)
+        outcome = self._library.hf_sample(
+            *(self._sampler, logits.data_ptr(), logits.shape[1]),
+            *(None if known is None else known.data_ptr() for known in (best, mass)),
+            *(rows.packed, rows.count, rows.edits, told.ctypes.data_as(POINTER(HfDrawn))),
+            *(top_ids.ctypes.data, top_logprobs.ctypes.data, most),
+        )
+        if outcome:
+            reason = f"the sampler's threads did not run a step ({outcome})"
+            raise ReplicaError("there is no memory to draw a step's tokens" if outcome == OUT_OF_MEMORY else reason)
+        return Told(told, top_ids, top_logprobs).sampled(draws)
+
+
+class _Rows:
+    """The rows of a step as the library takes them. What they point to lives as long as this."""
+
+    def __init__(
+        self, draws: Sequence[DrawParams], masks: Mapping[int, bytes], prompts: Sequence[PromptLogprobParams]
+    ) -> None:
+        self._kept: list[object] = []
+        edits: list[HfEdits] = []
+        parts: list[bytes] = []
+        for row, params in enumerate(draws):
+            number = NONE
+            if params.logits_settings is not None:
+                number = len(edits)
+                edits.append(self._edits(params, params.logits_settings, masks.get(row)))
+            parts.append(draw_record(params, number))
+        parts += given_records(prompts)
+        self.count = len(parts)
+        self.packed = b"".join(parts)
+        self.edits = (HfEdits * len(edits))(*edits) if edits else _NO_EDITS
+
+    def _edits(self, params: DrawParams, settings: LogitsSettings, mask: bytes | None) -> HfEdits:
+        banned = banned_token_ids(params)
+        edits = HfEdits(
+            repetition=settings.repetition_penalty,
+            frequency=settings.frequency_penalty,
+            presence=settings.presence_penalty,
+            penalize=settings.penalize,
+        )
+        if mask is not None:
+            self._kept.append(mask)
+            edits.mask, edits.mask_bits = cast(c_char_p(mask), c_void_p).value, 8 * len(mask)
+        if settings.allowed_token_ids is not None:
+            edits.allowed, edits.num_allowed = self._place(settings.allowed_token_ids)
+        if banned:
+            edits.banned, edits.num_banned = self._place(array("q", banned))
+        if settings.logit_bias:
+            edits.biased, edits.num_biased = self._place(settings.biased_token_ids)
+            edits.biases, _ = self._place(settings.biases)
+        if settings.penalize:
+            outputs = params.output_token_ids
+            as_array = outputs if isinstance(outputs, array) else array("q", outputs)
+            edits.outputs, edits.num_outputs = self._place(as_array)
+            edits.prompt, edits.num_prompt = self._place(settings.prompt_token_ids)
+        return edits
+
+    def _place(self, items: "array[int] | array[float]") -> tuple[int, int]:
+        self._kept.append(items)
+        return items.buffer_info()

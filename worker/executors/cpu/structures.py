@@ -1,0 +1,179 @@
+"""C structures of the native executor: a mirror of `native/decoder.h` and `native/sampler.h`, field by field."""
+
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_long, c_void_p
+
+
+class HfLinear(Structure):
+    _fields_ = (
+        ("tiles", c_void_p),
+        ("bias", c_void_p),
+        ("slices", c_int),
+        ("slice_tiles", c_int),
+        ("groups", c_int),
+        ("outputs", c_int),
+        ("panel_bytes", c_long),
+    )
+
+
+class HfNorm(Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("is_layer_norm", c_int))
+
+
+class HfMlp(Structure):
+    _fields_ = (("up", HfLinear), ("down", HfLinear), ("activation", c_int), ("has_gate", c_int))
+
+
+class HfExperts(Structure):
+    _fields_ = (
+        ("router", HfLinear),
+        ("experts", POINTER(HfMlp)),
+        ("shared", POINTER(HfMlp)),
+        ("shared_gate", POINTER(HfLinear)),
+        ("num_experts", c_int),
+        ("top_k", c_int),
+        ("scoring", c_int),
+        ("normalized", c_int),
+    )
+
+
+class HfRotary(Structure):
+    _fields_ = (
+        ("inverse_frequencies", c_void_p),
+        ("table", c_void_p),
+        ("scaling", c_float),
+        ("pairs", c_int),
+        ("interleaved", c_int),
+        ("filled", c_int),
+    )
+
+
+class HfLayer(Structure):
+    _fields_ = (
+        ("attention_norm", HfNorm),
+        ("attention_out_norm", HfNorm),
+        ("mlp_norm", HfNorm),
+        ("mlp_out_norm", HfNorm),
+        ("query_norm", HfNorm),
+        ("key_norm", HfNorm),
+        ("qkv", HfLinear),
+        ("output", HfLinear),
+        ("mlp", HfMlp),
+        ("experts", POINTER(HfExperts)),
+        ("sinks", c_void_p),
+        ("pages", c_void_p),
+        ("scaling", c_float),
+        ("softcap", c_float),
+        ("residual_scale", c_float),
+        ("num_heads", c_int),
+        ("num_kv_heads", c_int),
+        ("head_dim", c_int),
+        ("heads_per_slice", c_int),
+        ("window", c_int),
+        ("rotary", c_int),
+        ("head_norms", c_int),
+        ("parallel", c_int),
+    )
+
+
+class HfExchange(Structure):
+    _fields_ = (
+        ("memory", c_void_p),
+        ("processes", POINTER(c_int)),
+        ("timeout_s", c_float),
+        ("rank", c_int),
+        ("ranks", c_int),
+    )
+
+
+class HfModel(Structure):
+    _fields_ = (
+        ("layers", POINTER(HfLayer)),
+        ("rotaries", POINTER(HfRotary)),
+        ("embedding", c_void_p),
+        ("norm", HfNorm),
+        ("head", HfLinear),
+        ("exchange", POINTER(HfExchange)),
+        ("embedding_scale", c_float),
+        ("logit_scale", c_float),
+        ("logit_softcap", c_float),
+        ("num_layers", c_int),
+        ("num_rotaries", c_int),
+        ("hidden", c_int),
+        ("first_vocab_row", c_int),
+        ("vocab_rows", c_int),
+        ("vocab_size", c_int),
+        ("max_rows", c_int),
+        ("block_size", c_int),
+        ("tensor_parallel_size", c_int),
+    )
+
+
+class HfStep(Structure):
+    _fields_ = (
+        ("token_ids", c_void_p),
+        ("first_positions", c_void_p),
+        ("num_tokens", c_void_p),
+        ("num_blocks", c_void_p),
+        ("blocks", c_void_p),
+        ("wanted", c_void_p),
+        ("logits", c_void_p),
+        ("block_best", c_void_p),
+        ("block_mass", c_void_p),
+        ("all_logits", c_void_p),
+        ("best", c_void_p),
+        ("progress", c_void_p),
+        ("num_rows", c_int),
+        ("num_sequences", c_int),
+        ("num_wanted", c_int),
+        ("first_layer", c_int),
+    )
+
+
+class HfEdits(Structure):
+    _fields_ = (
+        ("mask", c_void_p),
+        ("allowed", c_void_p),
+        ("banned", c_void_p),
+        ("biased", c_void_p),
+        ("biases", c_void_p),
+        ("outputs", c_void_p),
+        ("prompt", c_void_p),
+        ("mask_bits", c_long),
+        ("num_allowed", c_long),
+        ("num_banned", c_long),
+        ("num_biased", c_long),
+        ("num_outputs", c_long),
+        ("num_prompt", c_long),
+        ("repetition", c_float),
+        ("frequency", c_float),
+        ("presence", c_float),
+        ("penalize", c_int),
+    )
+
+
+class HfDraw(Structure):
+    _fields_ = (
+        ("seed", c_long),
+        ("min_p", c_double),
+        ("top_p", c_double),
+        ("inverse_temperature", c_float),
+        ("position", c_int),
+        ("top_k", c_int),
+        ("edits", c_int),
+        ("num_logprobs", c_int),
+        ("token", c_int),
+    )
+
+
+class HfDrawn(Structure):
+    _fields_ = (("token", c_int), ("rank", c_int), ("logprob", c_float), ("num_top", c_int))
+
+
+SIZES = {
+    kind.__name__: kind
+    for kind in (
+        *(HfLinear, HfNorm, HfMlp, HfExperts, HfRotary, HfLayer, HfExchange, HfModel, HfStep),
+        *(HfEdits, HfDraw, HfDrawn),
+    )
+}
+"""What the library says of its own structures must be equal: a field that is missing here would shift all others."""

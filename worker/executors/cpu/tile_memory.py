@@ -1,0 +1,242 @@
+"""Tile memory: where a packed linear's tiles lie, as they are or compact.
+
+Compact weights take 12 bits a number and lose nothing (`native/compact_order.h`): a step that waits for memory waits
+for three quarters of it.
+"""
+
+import ctypes
+import logging
+import mmap
+from collections.abc import Iterator
+from ctypes import CDLL
+from dataclasses import fields, is_dataclass
+from typing import Final, NamedTuple, Protocol
+
+from torch import Tensor
+
+from holdfast.worker.errors import ReplicaError
+from holdfast.worker.executors.layout import DecoderLayout, Linear
+from holdfast.worker.executors.mapped_files import MappedFiles, discard_contents, span
+
+CHUNK_BYTES: Final = 64 << 20
+CACHE_LINE: Final = 64
+
+
+class Arena:
+    """Memory of this process alone. Small weights by themselves would get small pages."""
+
+    is_packed = False
+    """Whether what is taken holds its weights already."""
+
+    def __init__(self) -> None:
+        self._chunks: list[mmap.mmap] = []
+        self._next = 0
+        self._end = 0
+
+    def take(self, num_bytes: int) -> int:
+        """The address of so many bytes, at the beginning of a cache line. They live as long as the arena."""
+        num_bytes = -(-num_bytes // CACHE_LINE) * CACHE_LINE
+        if self._next + num_bytes > self._end:
+            size = max(num_bytes, CHUNK_BYTES)
+            self._next = self._chunk(size)
+            self._end = self._next + size
+        address, self._next = self._next, self._next + num_bytes
+        return address
+
+    def finish(self) -> None:
+        """All has been taken and written: nobody writes there again."""
+
+    def _chunk(self, num_bytes: int) -> int:
+        self._chunks.append(mapped_memory(num_bytes))
+        return -(-address_of(self._chunks[-1]) // CACHE_LINE) * CACHE_LINE
+
+
+def mapped_memory(num_bytes: int) -> mmap.mmap:
+    """Zeros of the system's, which take memory once they are written to; in large pages where it can."""
+    memory = mmap.mmap(-1, max(num_bytes, 1) + 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= 2 << 20:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def address_of(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+logger = logging.getLogger(__name__)
+
+COMPACT_CLASSES: Final = frozenset({"avx512bf16", "avx512"})
+"""Instruction classes that keep bfloat16 compact: where reading it was measured to cost less than it saves."""
+PANEL: Final = 32
+"""Outputs of a panel: the least that is compact by itself."""
+
+_TILE_OUTPUTS: Final = 16
+_PLACE_OF_MARK, _KEPT_AS_TILES = 16, 0xFFFF
+
+
+class TileShape(NamedTuple):
+    """Of a packed linear."""
+
+    rows: int
+    """Outputs, filled up to whole groups."""
+    row_bytes: int
+    """Of an output's numbers, filled up to whole tiles."""
+    k_tiles: int
+    """Tiles of an output."""
+
+
+class TileMemory(Protocol):
+    """Memory for the tiles of one linear."""
+
+    address: int
+    panel_bytes: int
+    """Of a compact panel; 0: the tiles lie as they are."""
+
+    def room(self, first: int) -> int:
+        """Where to write the tiles of rows `first` onwards."""
+
+    def written(self, first: int, count: int) -> None:
+        """They are written there."""
+
+
+class PlainTiles:
+    """Tiles as they are."""
+
+    panel_bytes = 0
+
+    def __init__(self, arena: Arena, shape: TileShape) -> None:
+        self.address = arena.take(shape.rows * shape.row_bytes)
+        self._row_bytes = shape.row_bytes
+
+    def room(self, first: int) -> int:
+        return self.address + first * self._row_bytes
+
+    def written(self, first: int, count: int) -> None:
+        """They lie where they stay."""
+
+
+class Compactor:
+    """Makes tiles compact, on the threads of a pool. Has room for some of them as they are."""
+
+    def __init__(self, library: CDLL, pool: int, room_bytes: int) -> None:
+        self._library, self._pool = library, pool
+        self._room_bytes = room_bytes
+        self._room: mmap.mmap | None = None
+
+    @property
+    def room(self) -> int:
+        if self._room is None:
+            self._room = mapped_memory(self._room_bytes)
+        return address_of(self._room)
+
+    def panel_bytes(self, k_tiles: int) -> int:
+        return int(self._library.hf_compact_bytes(k_tiles * PANEL // _TILE_OUTPUTS))
+
+    def compact(self, tiles: int, rows: int, k_tiles: int, out: int) -> bool:
+        """Writes compact panels to `out`. False: they do not fit, and what was written is of no use."""
+        return not self._outcome(
+            self._library.hf_compact(self._pool, tiles, rows // PANEL, k_tiles * PANEL // _TILE_OUTPUTS, out)
+        )
+
+    def expand(self, panels: int, rows: int, k_tiles: int, out: int) -> None:
+        """Writes the tiles of compact panels to `out`, as they were."""
+        self._outcome(self._library.hf_expand(self._pool, panels, rows // PANEL, k_tiles * PANEL // _TILE_OUTPUTS, out))
+
+    def _outcome(self, outcome: int) -> int:
+        if outcome < 0:
+            raise ReplicaError(f"the executor's threads did not make weights compact ({outcome})")
+        return outcome
+
+
+class CompactTiles:
+    """Tiles made compact piece by piece. A weight whose exponents are too many is kept as tiles after all."""
+
+    def __init__(self, arena: Arena, shape: TileShape, compactor: Compactor) -> None:
+        self._arena, self._shape, self._compactor = arena, shape, compactor
+        self._tiles: PlainTiles | None = None
+        self.panel_bytes = compactor.panel_bytes(shape.k_tiles)
+        self.address = arena.take(shape.rows // PANEL * self.panel_bytes)
+        if arena.is_packed and self._mark.value == _KEPT_AS_TILES:
+            self._keep_tiles()
+
+    def room(self, first: int) -> int:
+        return self._compactor.room if self._tiles is None else self._tiles.room(first)
+
+    def written(self, first: int, count: int) -> None:
+        if self._tiles is not None:
+            return
+        shape, compactor = self._shape, self._compactor
+        if compactor.compact(compactor.room, count, shape.k_tiles, self._panel(first)):
+            return
+        logger.info("a weight of %d rows has too many exponents to be compact", shape.rows)
+        panels = self.address
+        mark = self._mark
+        tiles = self._keep_tiles()
+        if first:
+            compactor.expand(panels, first, shape.k_tiles, tiles.address)
+        ctypes.memmove(tiles.room(first), compactor.room, count * shape.row_bytes)
+        mark.value = _KEPT_AS_TILES  # others that find this memory packed are told by it
+
+    def _keep_tiles(self) -> PlainTiles:
+        self._tiles = PlainTiles(self._arena, self._shape)
+        self.address, self.panel_bytes = self._tiles.address, 0
+        return self._tiles
+
+    def _panel(self, row: int) -> int:
+        return self.address + row // PANEL * self.panel_bytes
+
+    @property
+    def _mark(self) -> ctypes.c_uint16:
+        """Of the first panel: where the rare numbers of its first tile begin, which is 0 where a weight is compact."""
+        return ctypes.c_uint16.from_address(self.address + _PLACE_OF_MARK)
+
+
+class SpentWeights:
+    """The weights of a layout, each of which is read once."""
+
+    def __init__(self, layout: DecoderLayout) -> None:
+        self._files = MappedFiles()
+        self._shared = _overlapping(layout)
+
+    def read(self, weights: tuple[Tensor, ...], rows: slice) -> None:
+        """These rows of each will not be read again.
+
+        What lies in a file stays readable. Other memory is lost, unless another part of the layout lies there too.
+        """
+        for weight in weights:
+            part = weight[rows]
+            if not self._files.give_back(part) and weight.data_ptr() not in self._shared:
+                discard_contents(part)
+
+
+def linears(part: object) -> Iterator[Linear]:
+    """All linears in a part of a layout."""
+    if isinstance(part, Linear):
+        yield part
+    elif isinstance(part, tuple):
+        for item in part:
+            yield from linears(item)
+    elif is_dataclass(part):
+        for field in fields(part):
+            yield from linears(getattr(part, field.name))
+
+
+def is_tied(layout: DecoderLayout) -> bool:
+    """Whether the head's weights are the embedding's table: then it is kept packed, and once."""
+    (head,) = layout.head.weights
+    table = layout.embedding
+    return (head.data_ptr(), head.shape, head.stride()) == (table.data_ptr(), table.shape, table.stride())
+
+
+def _overlapping(layout: DecoderLayout) -> set[int]:
+    """Addresses of weights whose memory is also that of another linear, or of the embedding."""
+    spans = [] if is_tied(layout) else [(*span(layout.embedding), -1)]
+    spans += [(*span(weight), number) for number, one in enumerate(linears(layout)) for weight in one.weights]
+    shared: set[int] = set()
+    reached, by = (0, 0), -2
+    for start, end, number in sorted(spans):
+        if start < reached[1] and number != by:
+            shared |= {start, reached[0]}
+        if end >= reached[1]:
+            reached, by = (start, end), number
+    return shared

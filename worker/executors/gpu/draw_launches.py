@@ -1,0 +1,185 @@
+"""Launches of the kernels that draw tokens: torch tensors in, the grid for a number of rows, room that stays."""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from holdfast.worker.executors.gpu.graphs import Buffers
+from holdfast.worker.executors.gpu.kernels import draws, edits, reports
+from holdfast.worker.executors.gpu.kernels import reports as rows
+from holdfast.worker.executors.gpu.kernels.edits import put_in
+from holdfast.worker.executors.gpu.launches import Launch, triton_launch
+
+RECORD_WORDS: Final[int] = rows.RECORD.value
+ABSENT: Final[int] = rows.ABSENT.value
+GIVEN: Final[int] = rows.GIVEN.value
+EDITS: Final[int] = rows.EDITS.value
+"""The places of the given token and of the edits' number in a record."""
+EDIT_WORDS: Final[int] = edits.EDIT.value
+
+TOLD_WORDS: Final[int] = reports.HEAD.value
+"""Words that are told of a row before its best tokens."""
+
+_CHUNK: Final[int] = rows.CHUNK.value
+_CHUNK_BLOCKS: Final[int] = rows.CHUNK_BLOCKS.value
+_SPACE: Final[int] = draws.SPACE_BLOCKS.value * draws.LANES.value
+_CHUNK_WARPS: Final = 4
+_ROW_WARPS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of logits, and what is asked of each."""
+
+    logits: Tensor
+    """[rows, stride], float32"""
+    vocab_size: int
+    records: Tensor
+    """[rows, RECORD_WORDS], int32"""
+
+    masks: Tensor | None = None
+    """[masks, `mask_words`], int32: a bit for each token that may be drawn; None where no row has one."""
+    kept: Tensor | None = None
+    """[rows], int32: which mask is a row's, -1 for none. `edit` fills it."""
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.vocab_size // _CHUNK)
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """Edits of some rows, as `kernels/edits.py` reads them."""
+
+    table: Tensor
+    """[edits, EDIT_WORDS], int32"""
+    tokens: Tensor
+    """Lists of tokens, int32."""
+    saved: Tensor
+    """As long, float32: room."""
+    counts: Tensor
+    """[rows, vocab], int32: zeros."""
+
+
+def mask_words(vocab_size: int) -> int:
+    return -(-vocab_size // 32)
+
+
+class DrawLaunches:
+    """The kernels of draws as functions of tensors. They leave what they find in buffers that stay."""
+
+    def __init__(self, buffers: Buffers, launch: Launch = triton_launch) -> None:
+        self._buffers = buffers
+        self._launch = launch
+
+    def draw(self, given: Rows) -> Tensor:
+        """The token of each row [rows], int32; -1 where a row has a NaN or its best logit is infinite."""
+        take, num_rows, num_chunks = self._buffers.take, len(given.records), given.num_chunks
+        num_blocks = num_chunks * _CHUNK_BLOCKS
+        shared = {**_shared(given), **_masks(given)}
+        found = {
+            "bests": take("block bests", (num_rows, num_blocks)),
+            "flaws": take("flaws", (num_rows, num_chunks), torch.int32),
+        }
+        race = {
+            "starts": take("starts", (num_rows, 4)),
+            "firsts": take("firsts", (num_rows,), torch.int32),
+        }
+        won = {
+            "scores": take("scores", (num_rows, num_chunks), torch.float64),
+            "winners": take("winners", (num_rows, num_chunks), torch.int32),
+        }
+        listed = take("listed", (num_rows, num_blocks), torch.int32)
+        space, drawn = take("space", (num_rows, _SPACE)), take("drawn", (num_rows,), torch.int32)
+        sizes = {"BLOCKS": _power(num_blocks), "CHUNKS": _power(num_chunks)}
+        by_chunk, by_row = (num_rows, num_chunks), (num_rows,)
+        self._run(draws.best_of_blocks_of_64, by_chunk, {**shared, **found})
+        self._run(draws.start_races, by_row, {**shared, **found, **race, "listed": listed, **sizes})
+        self._run(draws.race_chunks, by_chunk, {**shared, **race, **won})
+        room = {"space": space, "drawn": drawn, "CHUNKS": sizes["CHUNKS"]}
+        self._run(draws.settle_races, by_row, {**shared, **race, **won, **room})
+        return drawn
+
+    def edit(self, given: Rows, changes: Edits) -> None:
+        """Edits rows in place, and finds the mask of each."""
+        arguments = {**_shared(given), **_of_edits(given, changes), **_masks(given), "counts": changes.counts}
+        del arguments["MASKED"]
+        kept = given.kept if given.kept is not None else self._buffers.take("kept", (len(given.records),), torch.int32)
+        self._run(edits.edit_rows, (len(given.records),), {**arguments, "kept": kept})
+
+    def restore(self, given: Rows, changes: Edits) -> None:
+        """Undoes `edit`."""
+        arguments = {**_shared(given), **_of_edits(given, changes)}
+        del arguments["num_chunks"]
+        self._run(edits.restore_rows, (len(given.records),), arguments)
+
+    def tell(self, given: Rows, drawn: Tensor, most: int) -> Tensor:
+        """What is told of the drawn tokens [rows, TOLD_WORDS + 2 most], int32; of at most so many best ones."""
+        take, num_rows, num_chunks = self._buffers.take, len(given.records), given.num_chunks
+        num_blocks = num_chunks * _CHUNK_BLOCKS
+        shared = _shared(given)
+        found = {
+            "bests": take("raw bests", (num_rows, num_blocks)),
+            "masses": take("raw masses", (num_rows, num_blocks)),
+        }
+        told = take("told", (num_rows, TOLD_WORDS + 2 * most), torch.int32)
+        listed = take("listed", (num_rows, num_blocks), torch.int32)
+        out = {"drawn": drawn, "told": told, "listed": listed, "most": most, "BLOCKS": _power(num_blocks)}
+        self._run(reports.block_masses, (num_rows, num_chunks), {**shared, **found})
+        self._run(reports.tell, (num_rows,), {**shared, **found, **out})
+        return told
+
+    def _run(self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+        warps = _CHUNK_WARPS if len(grid) > 1 else _ROW_WARPS
+        self._launch(kernel, grid, arguments, num_warps=warps, num_stages=1)
+
+
+def _shared(given: Rows) -> dict[str, Any]:
+    return {
+        "logits": given.logits,
+        "records": given.records,
+        "stride": given.logits.stride(0),
+        "vocab": given.vocab_size,
+        "num_chunks": given.num_chunks,
+    }
+
+
+def _masks(given: Rows) -> dict[str, Any]:
+    nothing = given.records
+    return {
+        "masks": nothing if given.masks is None else given.masks,
+        "kept": nothing if given.kept is None else given.kept,
+        "mask_words": mask_words(given.vocab_size),
+        "MASKED": given.masks is not None,
+    }
+
+
+def _of_edits(given: Rows, changes: Edits) -> dict[str, Any]:
+    return {"edits": changes.table, "tokens": changes.tokens, "saved": changes.saved}
+
+
+def _power(count: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+_BLOCK: Final = 256
+
+
+class DrawnTokens:
+    """The tokens of the last step that was launched. Its executor and its sampler write them down."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.last: Tensor | None = None
+        """[draws], int32, -1 for a row without a token; None where nothing was drawn here. They stay in their buffer
+        until the next step draws, which is after it was given them.
+        """
+        self._launch = launch
+
+    def put_in(self, token_ids: Tensor) -> None:
+        """Puts them into `token_ids` of the next step, where those are below 0."""
+        assert self.last is not None, "the last step drew no tokens on the device"
+        arguments = {"token_ids": token_ids, "drawn": self.last, "num_rows": len(token_ids), "BLOCK": _BLOCK}
+        self._launch(put_in, (-(-len(token_ids) // _BLOCK),), arguments, num_warps=4, num_stages=1)

@@ -1,0 +1,387 @@
+"""GPU executor of the decoder program: one rank's share of a model, as Triton kernels over buffers that stay."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.executors.gpu.draw_launches import DrawnTokens
+from holdfast.worker.executors.gpu.fp8_proof import fp8_difference
+from holdfast.worker.executors.gpu.graphs import (
+    BUCKETS,
+    Capture,
+    DecodeGraphs,
+    Readback,
+    Reading,
+    StepWait,
+    bucket_of,
+    cuda_capture,
+)
+from holdfast.worker.executors.gpu.launches import (
+    SPLIT_KEYS,
+    Launch,
+    Launches,
+    StepTensors,
+    num_vocab_blocks,
+    rounded_splits,
+    triton_launch,
+)
+from holdfast.worker.executors.gpu.layers import DeviceLayers, kv_spec
+from holdfast.worker.executors.gpu.rank_exchange import Share, choose_exchange
+from holdfast.worker.executors.gpu.sampler import DeviceSampler, Drawing, plain_draws
+from holdfast.worker.executors.gpu.step_arrays import StepArrays
+from holdfast.worker.executors.gpu.weights import DeviceWeights
+from holdfast.worker.executors.kv_cache import KVCache
+from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.step_sampler import HeadOutput
+from holdfast.worker.step_plan import NO_TOKEN, DrawParams
+
+NUMERICS: Final = "gpu-decoder-1"
+"""The order of all additions and roundings on one kind of device. A change of any bit takes the next number."""
+
+FP8_NUMERICS: Final = "kv-e4m3-1"
+"""The same of keys and values in fp8."""
+
+_FEWEST_ROWS: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that the device has been given."""
+
+    num_wanted: int
+    num_padded: int
+    """Rows that the head has run on, the wanted ones first."""
+    with_logits: bool
+    tokens: Reading | None = None
+    """The argmax of each row wanted, where the head gives no logits and there are any."""
+    drawing: Drawing | None = None
+    """What is drawn from the logits in the step itself."""
+
+
+class GpuExecutor:
+    """One rank's share of a model on a CUDA device. Used by one thread at a time.
+
+    On CPU tensors it runs under Triton's interpreter, for tests.
+    """
+
+    instruction_class: Final = "triton"
+    fp8_numerics = FP8_NUMERICS
+
+    def __init__(
+        self,
+        layout: DecoderLayout,
+        group: TensorParallelGroup,
+        *,
+        max_positions: int,
+        device: torch.device,
+        max_rows: int = 2048,
+        launch: Launch = triton_launch,
+        capture: Capture | None = None,
+        share: Share | None = None,
+        wait: Callable[..., StepWait] = StepWait,
+    ) -> None:
+        """Copies the layout's weights to the device. Steps of more than `max_rows` tokens make new buffers.
+
+        `capture` makes a CUDA graph of work, and is torch's on a CUDA device. Ranks whose sums are not taken by the
+        device alone run without. `share` lets ranks share memory (see `choose_exchange`). All ranks of the group do
+        this together.
+        """
+        self._group = group
+        self._device = device
+        self._max_positions = max_positions
+        self._weights = DeviceWeights(layout, device, max_positions)
+        self._layout = self._weights.layout
+        self._progress = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._drawn = DrawnTokens(launch)
+        self._num_drawn = 0
+        self._launches = Launches(launch)
+        self._max_rows = max(max_rows, _FEWEST_ROWS)
+        self._exchange = choose_exchange(group, self._max_rows * layout.hidden_size, device, launch, share)
+        self._wait = wait(group.data_timeout_s, self._in_vain, self._exchange.give_up)
+        self._readback = Readback(device, self._wait)
+        self._layers = DeviceLayers(self._weights, group.rank, self._exchange, self._launches, self._progress)
+        if capture is None and device.type == "cuda":
+            capture = cuda_capture
+        capture = capture if self._exchange.on_device else None
+        self._graphs = DecodeGraphs(capture)
+        self._sampler = DeviceSampler(
+            self._layers.buffers, launch=launch, capture=capture, drawn=self._drawn, wait=self._wait
+        )
+        attention = layout.layers[0].attention
+        self._query_group = attention.num_heads // attention.num_kv_heads
+        self._fewest_kv_heads = min(layer.attention.num_kv_heads for layer in layout.layers)
+        self._head_dim = max(layer.attention.head_dim for layer in layout.layers)
+        self._arrays: StepArrays | None = None
+        self._cache: KVCache | None = None
+        self._specs = [kv_spec(layer.attention) for layer in layout.layers]
+        self._in_fp8 = False
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step can be launched before the one before it is collected."""
+        return self._exchange.on_device
+
+    def make_sampler(self) -> DeviceSampler:
+        return self._sampler
+
+    def close(self) -> None:
+        self.drop_cache()
+        self._exchange.close()
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of this rank's cache, all layers together."""
+        if self._in_fp8:
+            return sum(spec.fp8_bytes_per_token for spec in self._specs)
+        return sum(spec.values_per_token for spec in self._specs) * self._layout.dtype.itemsize
+
+    def keep_in_fp8(self) -> None:
+        """From the next cache on, keys and values are kept in 8 bits (`worker/executors/kv_cache.py`)."""
+        self.drop_cache()
+        self._in_fp8 = True
+
+    def fp8_difference(self, batch: StepBatch) -> str | None:
+        """How this device differs from what keys and values in fp8 should be, tried on a batch; None: in no bit."""
+        cache = self._cache_of()
+        step, _, _ = self._prepare(batch, cache.block_size, pads=False)
+        return fp8_difference(self._layout, self._layers, step, int(batch.block_ids.max()) + 1, cache.block_size)
+
+    def layers_done(self) -> int:
+        """Layers that the device has run since the start, also while a graph runs. Safe to call from any thread."""
+        return int(self._progress[0])
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """The cache that steps use from now on. Raises ValueError where the block size does not fit."""
+        self.drop_cache()
+        self._cache = KVCache.allocate(
+            self._specs, num_blocks, block_size, self._layout.dtype, self._device, in_fp8=self._in_fp8
+        )
+        self._make_arrays(self._max_rows)
+        return self._cache
+
+    def drop_cache(self) -> None:
+        self._graphs.clear()
+        self._sampler.close()
+        self._cache = None
+
+    def free_logits(self) -> None:
+        """Nothing: logits are read from a buffer that stays."""
+
+    def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
+        """One step; all ranks of the group run it together. Blocks are copied before."""
+        return self.collect(self.launch(batch, with_logits=with_logits))
+
+    def launch(self, batch: StepBatch, *, with_logits: bool) -> "Launched":
+        """Starts one step, and waits for nothing. Steps run in the order of their launches: pending tokens are those
+        that were drawn last, here or by the sampler. At most two are launched before the first is collected; ranks that
+        do not lead need not collect. Raises `ReplicaError` if a rank was lost.
+        """
+        self._wait.wait(None)
+        cache = self._cache_of()
+        if batch.block_copies.size:
+            cache.copy(*torch.from_numpy(batch.block_copies).to(self._device))
+        step, wanted, key = self._prepare(batch, cache.block_size)
+        if batch.has_pending:
+            self._put_in_pending(step.token_ids)
+        self._num_drawn = int(batch.num_draws.sum()) if with_logits else 0
+        if key is not None and with_logits and (draws := self._draws_in_step(batch)) is not None:
+            drawing = self._launch_draws(step, wanted, key, cache, draws)
+            return Launched(len(draws), len(wanted), True, drawing=drawing)
+
+        def work() -> None:
+            self._run_all(step, wanted, cache, with_logits)
+
+        if key is None:
+            work()
+        else:
+            self._graphs.run((*key, with_logits), self._layers.buffers, work)
+        num_wanted, num_padded = len(batch.logits_rows), len(wanted)
+        self._drawn.last = None
+        if with_logits or not num_wanted:
+            return Launched(num_wanted, num_padded, with_logits)
+        self._drawn.last = tokens = self._layers.buffers.take("tokens", (num_padded,), torch.int32)[:num_wanted]
+        return Launched(num_wanted, num_padded, with_logits, tokens=self._readback.start(tokens))
+
+    def _draws_in_step(self, batch: StepBatch) -> Sequence[DrawParams] | None:
+        """What is drawn in the step's own graph: nothing on several ranks, whose graphs of a step are all alike."""
+        return None if batch.draws is None or self._group.size > 1 else batch.draws()
+
+    def _launch_draws(
+        self,
+        step: StepTensors,
+        wanted: Tensor,
+        key: tuple[object, ...],
+        cache: KVCache,
+        draws: Sequence[DrawParams],
+    ) -> Drawing:
+        """Starts a step that decodes, and its draws, as one graph."""
+        buffers, sampler = self._layers.buffers, self._sampler
+        logits = buffers.take("logits", (len(wanted), self._layout.head.out_features))
+        asked = sampler.place(logits[:, : self._layout.vocab_size], draws)
+
+        def work() -> None:
+            self._run_all(step, wanted, cache, with_logits=True)
+            sampler.draw(asked)
+
+        self._graphs.run((*key, *sampler.key_of(asked)), buffers, work)
+        return sampler.send(asked)
+
+    def _put_in_pending(self, token_ids: Tensor) -> None:
+        """Puts the tokens of the last step into this one. All ranks have the best tokens; what was drawn from logits,
+        the leader has.
+        """
+        if self._num_drawn and self._group.size > 1:
+            if self._group.rank > 0:
+                self._drawn.last = self._layers.buffers.take("drawn", (self._num_drawn,), torch.int32)
+            assert self._drawn.last is not None, "the last step's draws are launched before the next step"
+            self._exchange.take_from_leader(self._drawn.last)
+        self._drawn.put_in(token_ids)
+
+    def collect(self, launched: "Launched") -> HeadOutput:
+        """What the oldest step that was launched and not collected comes to. Waits for the device, but for logits,
+        which the leader alone has. Raises `ReplicaError` as `StepWait.wait` does.
+        """
+        if launched.drawing is not None:
+            return HeadOutput(None, None, sampled=self._sampler.collect(launched.drawing))
+        if not launched.with_logits:
+            return HeadOutput(None, launched.tokens.wait().tolist() if launched.tokens is not None else [])
+        return HeadOutput(self._logits(launched), None)
+
+    def logits_to_draw_from(self, launched: "Launched") -> Tensor | None:
+        """The logits of the step launched last, for kernels that are launched before the next one; None where it draws
+        by itself.
+        """
+        return self._logits(launched) if launched.with_logits and launched.drawing is None else None
+
+    def _logits(self, launched: "Launched") -> Tensor | None:
+        if self._group.rank > 0:
+            return None
+        name = "logits" if self._group.size == 1 else "all logits"
+        shape = (launched.num_padded, self._group.size * self._layout.head.out_features)
+        return self._layers.buffers.take(name, shape)[: launched.num_wanted, : self._layout.vocab_size]
+
+    def _in_vain(self) -> str | None:
+        """Why nothing good will come of the steps that run."""
+        return self._exchange.lost() or ("the replica has failed" if self._group.is_aborted else None)
+
+    def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:
+        """The residual stream [T, hidden] after one layer, of the step's tokens. Overwrites their slots."""
+        cache = self._cache_of()
+        step, _, _ = self._prepare(batch, cache.block_size, pads=False)
+        out: Tensor = self._layers.run_layer(index, x.to(self._device), step, cache).clone()
+        return out
+
+    def _run_all(self, step: StepTensors, wanted: Tensor, cache: KVCache, with_logits: bool) -> None:
+        """From token ids to the best token of each wanted row, or to the logits."""
+        x = self._layers.run(step, wanted, cache)
+        if len(wanted):
+            logits = self._layers.logits(x)
+            if with_logits:
+                self._exchange.gather_to_leader(logits, self._layers.buffers)
+            else:
+                self._find_best(logits)
+
+    def _find_best(self, logits: Tensor) -> None:
+        """Each row's argmax over all ranks, of whose blocks alone something travels."""
+        take, num_wanted = self._layers.buffers.take, len(logits)
+        columns = len(self._layout.embedding)
+        own = max(0, min(columns, self._layout.vocab_size - self._group.rank * columns))
+        blocks = num_vocab_blocks(columns)
+        bests = take("bests", (num_wanted, blocks, 3))
+        places = take("places", (num_wanted, blocks), torch.int32)
+        self._launches.best_of_blocks(logits, own, bests, places)
+        all_bests = self._exchange.gather(bests, "bests", self._layers.buffers)
+        all_places = self._exchange.gather(places, "places", self._layers.buffers)
+        tokens, sums = take("tokens", (num_wanted,), torch.int32), take("logsumexps", (num_wanted,))
+        self._launches.best_of_rows(all_bests, all_places, columns, tokens, sums)
+
+    def _prepare(
+        self, batch: StepBatch, block_size: int, *, pads: bool = True
+    ) -> tuple[StepTensors, Tensor, tuple[object, ...] | None]:
+        """The step on the device, its wanted rows, and the key of its graph if it has one."""
+        count, num_wanted = len(batch.token_ids), len(batch.logits_rows)
+        if self._arrays is None or max(count, num_wanted) > self._arrays.max_rows:
+            self._max_rows = max(count, num_wanted, self._max_rows)
+            self._make_arrays(self._max_rows)
+        arrays = self._arrays
+        assert arrays is not None
+        tiles = arrays.tiles_of(batch)
+        bucket = bucket_of(count) if pads and self._is_decode(batch) else None
+        if bucket is None:
+            arrays.fill(batch, count, tiles, block_size)
+            step = arrays.tensors(count, len(tiles.narrow), len(tiles.wide), (tiles.narrow_splits, tiles.wide_splits))
+            return step, arrays.wanted[:num_wanted], None
+        splits = self._splits_of_graph(bucket, tiles.narrow_splits)
+        arrays.fill(batch, bucket, tiles, block_size)
+        return arrays.tensors(bucket, bucket, 0, (splits, 0)), arrays.wanted[:bucket], (bucket, splits)
+
+    def _is_decode(self, batch: StepBatch) -> bool:
+        """Whether a step is one of those that graphs are made of."""
+        return self._graphs.are_used and batch.is_decode
+
+    def _splits_of_graph(self, num_rows: int, num_splits: int) -> int:
+        return rounded_splits(num_rows, self._fewest_kv_heads, num_splits, self._max_positions)
+
+    def warm_up(self, max_rows: int) -> None:
+        """Captures all graphs of decode steps of up to `max_rows` sequences, and compiles what puts their tokens into
+        the next step, so that none of it is done while requests wait. Without graphs, makes ready for draws.
+
+        Overwrites the first block of the cache.
+        """
+        self._layers.warm_up()
+        if not self._graphs.are_used:
+            if self._group.rank == 0 and self._device.type != "cpu":
+                self._sampler.warm_up(torch.zeros((max_rows, self._layout.vocab_size), device=self._device))
+            return
+        cache, most = self._cache_of(), -(-self._max_positions // SPLIT_KEYS)
+        last = bucket_of(max_rows) or BUCKETS[-1]
+        for num_rows in (bucket for bucket in reversed(BUCKETS) if bucket <= last):
+            counts = {self._splits_of_graph(num_rows, 1 << power): 1 << power for power in range(most.bit_length() + 1)}
+            for num_splits in sorted(counts.values(), reverse=True):
+                context = min(self._max_positions, num_splits * SPLIT_KEYS)
+                batch = StepBatch.decoding(num_rows, context, cache.block_size)
+                for with_logits in (True, False):
+                    self.launch(batch, with_logits=with_logits)
+                batch.draws = partial(plain_draws, num_rows)
+                self.launch(batch, with_logits=True)
+            logits = self._logits(Launched(num_rows, num_rows, with_logits=True))
+            if logits is not None:
+                self._sampler.warm_up(logits)
+            self._meet()
+        self._warm_up_pending(cache.block_size)
+        cache.clear(torch.zeros(1, dtype=torch.int64))
+
+    def _meet(self) -> None:
+        """Waits on the host for all ranks: what the leader alone compiles may take longer than devices wait."""
+        if self._group.size > 1:
+            self._group.all_gather(torch.zeros(1), dim=0)
+
+    def _warm_up_pending(self, block_size: int) -> None:
+        """A step that goes on from the best token of the one before, and one from a token that the leader has drawn."""
+        batch = StepBatch.decoding(1, 1, block_size)
+        after = replace(batch, token_ids=batch.token_ids - 1)
+        self.launch(batch, with_logits=False)
+        self.launch(after, with_logits=True)
+        logits = self._logits(Launched(1, 1, with_logits=True))
+        if logits is not None:
+            self._sampler.launch(logits, plain_draws(1))
+        self.launch(after, with_logits=False)
+
+    def _cache_of(self) -> KVCache:
+        assert self._cache is not None, "a cache is allocated before steps run"
+        return self._cache
+
+    def _make_arrays(self, max_rows: int) -> None:
+        assert self._cache is not None, "a cache is allocated before steps run"
+        max_blocks = -(-self._max_positions // self._cache.block_size)
+        self._graphs.clear()
+        self._arrays = StepArrays(max_rows, max_blocks, self._query_group, self._head_dim, self._device, self._wait)
+
+
+assert NO_TOKEN == -1, "the kernel of the best token says -1"

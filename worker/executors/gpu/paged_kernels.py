@@ -1,0 +1,182 @@
+"""Attention of models without a decoder program on a GPU: the executor's paged kernels behind an `AttentionBackend`.
+
+Keys and values are read where they lie. All memory that a step uses is made before the first one and never moves, so a
+CUDA graph may hold a step.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.executors.gpu.graphs import BUCKETS, StepWait, bucket_of
+from holdfast.worker.executors.gpu.kernels.heads import write_pages
+from holdfast.worker.executors.gpu.launches import (
+    MOST_OUTSIDE,
+    SPLIT_KEYS,
+    Launch,
+    Launches,
+    SplitSpace,
+    StepTensors,
+    rounded_splits,
+    triton_launch,
+)
+from holdfast.worker.executors.gpu.step_arrays import StepArrays, tile_columns
+from holdfast.worker.executors.kv_cache import TILE_TOKENS, KVSpec, LayerCache
+from holdfast.worker.executors.layout import Attention, Linear
+
+NUMERICS: Final = "paged-1"
+"""The order of attention's additions and roundings. A change of any bit takes the next number."""
+
+MAX_HEAD_DIM: Final = 256
+MAX_GROUP: Final = 64
+"""Query heads of one KV head."""
+
+_NOTHING: Final = Linear(weights=())
+
+
+def unfit(specs: Sequence[KVSpec], block_size: int) -> str | None:
+    """What of a model's attention layers these kernels do not run."""
+    if TILE_TOKENS % block_size and block_size % TILE_TOKENS:
+        return f"blocks of {block_size} tokens neither divide {TILE_TOKENS} nor are a multiple of it"
+    widest = max(max(spec.key_dim, spec.value_dim) for spec in specs)
+    if widest > MAX_HEAD_DIM:
+        return f"heads have {widest} dimensions, and {MAX_HEAD_DIM} are the most"
+    groups = sorted({spec.num_heads // spec.num_kv_heads for spec in specs})
+    if len(groups) > 1 or groups[-1] > MAX_GROUP:
+        return f"KV heads are shared by {groups} query heads: one number, at most {MAX_GROUP}, is the limit"
+    return None
+
+
+class PagedKernels:
+    """The attention kernels of one rank, for layers that are not `unfit`. See `AttentionBackend`."""
+
+    def __init__(
+        self,
+        specs: Sequence[KVSpec],
+        *,
+        max_positions: int,
+        block_size: int,
+        device: torch.device,
+        max_rows: int = 2048,
+        launch: Launch = triton_launch,
+        step_limit_s: float = 60.0,
+    ) -> None:
+        """Steps of more than `max_rows` tokens make new arrays; those that decode have arrays of their own. A step
+        that the device has not taken within `step_limit_s` fails the next one: `ReplicaError`.
+        """
+        self._launch = launch
+        self._launches = Launches(launch)
+        self._device = device
+        self._wait = StepWait(step_limit_s)
+        self._block_size = block_size
+        self._max_positions = max_positions
+        self._group = specs[0].num_heads // specs[0].num_kv_heads
+        self._fewest_kv_heads = min(spec.num_kv_heads for spec in specs)
+        self._head_dim = max(max(spec.key_dim, spec.value_dim) for spec in specs)
+        self._arrays = self._make_arrays(max_rows)
+        self._decode_arrays = self._make_arrays(BUCKETS[-1])
+        self._space = self._make_space()
+        self.step: StepTensors
+        """The step that was begun last."""
+        self.wanted: Tensor
+        """[rows], int32: those of its rows whose logits are wanted; padding says row 0."""
+
+    def begin(self, batch: StepBatch) -> None:
+        """The layers that follow run on this step, as it is."""
+        count, num_wanted = len(batch.token_ids), len(batch.logits_rows)
+        if max(count, num_wanted) > self._arrays.max_rows:
+            self._arrays = self._make_arrays(max(count, num_wanted))
+        arrays = self._arrays
+        tiles = arrays.tiles_of(batch)
+        arrays.fill(batch, count, tiles, self._block_size)
+        splits = (tiles.narrow_splits, tiles.wide_splits)
+        self.step = arrays.tensors(count, len(tiles.narrow), len(tiles.wide), splits)
+        self.wanted = arrays.wanted[: max(1, num_wanted)]
+
+    def begin_padded(self, batch: StepBatch) -> tuple[int, int] | None:
+        """Begins a step in which each sequence has one token, padded to the rows of a graph. Returns what a graph of it
+        is captured for: its rows, and how many splits of keys it launches. None: it has too many rows for any.
+        """
+        bucket = bucket_of(len(batch.token_ids))
+        if bucket is None:
+            return None
+        arrays = self._decode_arrays
+        tiles = arrays.tiles_of(batch)
+        splits = self._splits_of_graph(bucket, tiles.narrow_splits)
+        arrays.fill(batch, bucket, tiles, self._block_size)
+        self.step = arrays.tensors(bucket, bucket, 0, (splits, 0))
+        self.wanted = arrays.wanted[:bucket]
+        return bucket, splits
+
+    def contexts(self, bucket: int) -> list[int]:
+        """Lengths of context that lead to all graphs of this many rows, longest first."""
+        most = -(-self._max_positions // SPLIT_KEYS)
+        counts = {self._splits_of_graph(bucket, 1 << power): 1 << power for power in range(most.bit_length() + 1)}
+        return [min(self._max_positions, count * SPLIT_KEYS) for count in sorted(counts.values(), reverse=True)]
+
+    def write(self, layer: LayerCache, key: Tensor, value: Tensor) -> None:
+        """key [num_kv_heads, T, key_dim] and value [num_kv_heads, T, value_dim] go to the step's slots."""
+        spec = layer.spec
+        key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
+        arguments = {
+            "key": key,
+            "value": value,
+            "keys": layer.keys,
+            "values": layer.values,
+            "slots": self.step.slots,
+            "key_head_stride": key.stride(0),
+            "key_row_stride": key.stride(1),
+            "value_head_stride": value.stride(0),
+            "value_row_stride": value.stride(1),
+            "KV_HEADS": spec.num_kv_heads,
+            "KEY_DIM": spec.key_dim,
+            "KEY_DIMS": _power(spec.key_dim),
+            "VALUE_DIM": spec.value_dim,
+            "VALUE_DIMS": _power(spec.value_dim),
+        }
+        self._launch(write_pages, (self.step.num_rows, spec.num_kv_heads), arguments, num_warps=1, num_stages=1)
+
+    def attend(self, layer: LayerCache, query: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
+        """query [T, num_heads, key_dim], sinks [num_heads] -> [T, num_heads, value_dim]. The keys are written.
+
+        Rows of padding come out with whatever their memory held.
+        """
+        spec, num_rows = layer.spec, len(query)
+        attention = Attention(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.key_dim,
+            qkv=_NOTHING,
+            rotary=None,
+            scaling=scaling,
+            sliding_window=spec.sliding_window,
+            softcap=spec.softcap,
+            sinks=None if sinks is None else sinks.float(),
+            output=_NOTHING,
+        )
+        rows = query.reshape(num_rows, -1).contiguous()  # they may be a part of a wider projection
+        out = query.new_empty(num_rows, spec.num_heads, spec.value_dim)
+        self._launches.attend(attention, rows, layer, self.step, self._space, out)
+        return out
+
+    def _splits_of_graph(self, bucket: int, num_splits: int) -> int:
+        return rounded_splits(bucket, self._fewest_kv_heads, num_splits, self._max_positions)
+
+    def _make_arrays(self, max_rows: int) -> StepArrays:
+        max_blocks = -(-self._max_positions // self._block_size)
+        return StepArrays(max_rows, max_blocks, self._group, self._head_dim, self._device, self._wait)
+
+    def _make_space(self) -> SplitSpace:
+        """Where splits leave their sums: nothing, where no context has two."""
+        _, widest = tile_columns(self._group, self._head_dim)
+        columns = MOST_OUTSIDE * widest if self._max_positions > SPLIT_KEYS else 1
+        sizes = (columns * max(16, _power(self._head_dim)), columns, columns)
+        return SplitSpace(*(torch.empty(size, dtype=torch.float32, device=self._device) for size in sizes))
+
+
+def _power(count: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, count - 1).bit_length()

@@ -1,0 +1,223 @@
+"""Weights of a decoder layout on a device: each linear one matrix in one piece, tables of rotary angles."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from holdfast.worker.executors.layout import Activation, DecoderLayout, Experts, Layer, Linear, Mlp, Norm, Rotary
+
+MOST_EXPERTS: Final = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMixture:
+    """One rank's share of a mixture. Its experts have equal shapes."""
+
+    router: Linear
+    """Outputs: the experts; then, where `has_gate_of_shared`, the logit of the shared expert's weight."""
+    num_experts: int
+    top_k: int
+    scoring: Literal["softmax", "softmax_of_top", "sigmoid"]
+    normalized: bool
+    activation: Activation
+    has_gate: bool
+    up: Tensor
+    """[experts, inner or twice that, hidden], dtype of the model"""
+    up_bias: Tensor | None
+    """[experts, inner or twice that], float32"""
+    down: Tensor
+    """[experts, hidden, inner]"""
+    down_bias: Tensor | None
+    """[experts, hidden], float32; zeros on all ranks but the first."""
+    num_slices: int
+    shared: Mlp | None
+    has_gate_of_shared: bool
+
+
+def mixture_on(device: torch.device, experts: Experts, shared: Mlp | None) -> DeviceMixture:
+    """Copies the weights of a mixture, one expert after the other. `shared`: of the same mixture, on the device."""
+    first = experts.experts[0]
+    ups, downs = [expert.up for expert in experts.experts], [expert.down for expert in experts.experts]
+    return DeviceMixture(
+        router=_router(device, experts),
+        num_experts=len(experts.experts),
+        top_k=experts.top_k,
+        scoring=experts.scoring,
+        normalized=experts.normalized,
+        activation=first.activation,
+        has_gate=first.has_gate,
+        up=_weights(device, ups),
+        up_bias=_biases(device, ups),
+        down=_weights(device, downs),
+        down_bias=_biases(device, downs),
+        num_slices=first.num_slices,
+        shared=shared,
+        has_gate_of_shared=experts.shared_gate is not None,
+    )
+
+
+def views_of(mixture: DeviceMixture, experts: Experts) -> Experts:
+    """The part of a layout that `mixture` is a copy of, by the tensors of the copy."""
+    weight, count = mixture.router.weights[0], mixture.num_experts
+    bias = None if mixture.router.bias is None else mixture.router.bias[:count]
+    return replace(
+        experts,
+        router=Linear(weights=(weight[:count],), bias=bias),
+        experts=tuple(
+            replace(
+                expert,
+                up=_one(mixture.up, mixture.up_bias, number),
+                down=_one(mixture.down, mixture.down_bias, number),
+            )
+            for number, expert in enumerate(experts.experts)
+        ),
+        shared=mixture.shared,
+        shared_gate=weight[count:] if mixture.has_gate_of_shared else None,
+    )
+
+
+def unfit_mixture(experts: Experts) -> str | None:
+    """What of a mixture the kernels do not take."""
+    shared, first = experts.shared, experts.experts[0]
+    if len(experts.experts) > MOST_EXPERTS:
+        return f"it has {len(experts.experts)} experts, and {MOST_EXPERTS} are the most"
+    if shared is not None and (shared.num_slices != first.num_slices or shared.down.bias is not None):
+        return "the expert that all tokens share is cut into other slices than the others"
+    return None
+
+
+def _router(device: torch.device, experts: Experts) -> Linear:
+    gate, bias = experts.shared_gate, experts.router.bias
+    parts = [*experts.router.weights] if gate is None else [*experts.router.weights, gate]
+    weight = torch.cat([part.to(device) for part in parts])
+    if bias is not None:
+        bias = torch.cat([bias, bias.new_zeros(len(weight) - len(bias))]).to(device, torch.float32)
+    return Linear(weights=(weight,), bias=bias)
+
+
+def _weights(device: torch.device, linears: Sequence[Linear]) -> Tensor:
+    """[linears, outputs, inputs]"""
+    first = linears[0]
+    shape = (len(linears), first.out_features, first.in_features)
+    whole = torch.empty(shape, dtype=first.weights[0].dtype, device=device)
+    for linear, place in zip(linears, whole, strict=True):
+        parts = torch.split(place, [len(part) for part in linear.weights])
+        for part, its_place in zip(linear.weights, parts, strict=True):
+            its_place.copy_(part)
+    return whole
+
+
+def _biases(device: torch.device, linears: Sequence[Linear]) -> Tensor | None:
+    """[linears, outputs], float32; zeros for those without, if others have one."""
+    if all(linear.bias is None for linear in linears):
+        return None
+    nothing = torch.zeros(linears[0].out_features)
+    biases = [nothing if linear.bias is None else linear.bias.detach().float() for linear in linears]
+    return torch.stack([bias.to(device) for bias in biases])
+
+
+def _one(weights: Tensor, biases: Tensor | None, number: int) -> Linear:
+    return Linear(weights=(weights[number],), bias=None if biases is None else biases[number])
+
+
+class DeviceWeights:
+    """A layout whose tensors lie on a device, and its rotary tables."""
+
+    def __init__(self, layout: DecoderLayout, device: torch.device, max_positions: int) -> None:
+        """Copies all weights, one after the other. Parts of a linear are stacked, and the experts of a mixture; a head
+        that is the embedding's own table is there once.
+        """
+        self._device = device
+        embedding = layout.embedding.to(device).contiguous()
+        is_tied = len(layout.head.weights) == 1 and layout.head.weights[0] is layout.embedding
+        head = self._linear(layout.head, embedding if is_tied else None)
+        self.mixtures = tuple(self._mixture(layer.mlp) for layer in layout.layers)
+        """By layer; None where a layer has an MLP."""
+        self.layout = replace(
+            layout,
+            embedding=embedding,
+            head=head,
+            norm=self._copied(layout.norm),
+            layers=tuple(map(self._layer, layout.layers, self.mixtures)),
+        )
+        self.angles = tuple(angle_table(rotary, max_positions).to(device) for rotary in layout.rotaries)
+
+    def _layer(self, layer: Layer, mixture: DeviceMixture | None) -> Layer:
+        attention, mlp = layer.attention, layer.mlp
+        return replace(
+            layer,
+            attention_norm=self._norm(layer.attention_norm),
+            attention_out_norm=self._norm(layer.attention_out_norm),
+            mlp_norm=self._norm(layer.mlp_norm),
+            mlp_out_norm=self._norm(layer.mlp_out_norm),
+            attention=replace(
+                attention,
+                qkv=self._linear(attention.qkv),
+                output=self._linear(attention.output),
+                query_norm=self._norm(attention.query_norm),
+                key_norm=self._norm(attention.key_norm),
+                sinks=None if attention.sinks is None else self._floats(attention.sinks),
+            ),
+            mlp=self._mlp(mlp) if isinstance(mlp, Mlp) else _views(mlp, mixture),
+        )
+
+    def _mixture(self, mlp: Mlp | Experts) -> DeviceMixture | None:
+        if isinstance(mlp, Mlp):
+            return None
+        return mixture_on(self._device, mlp, None if mlp.shared is None else self._mlp(mlp.shared))
+
+    def _mlp(self, mlp: Mlp) -> Mlp:
+        return replace(mlp, up=self._linear(mlp.up), down=self._linear(mlp.down))
+
+    def _linear(self, linear: Linear, weight: Tensor | None = None) -> Linear:
+        if weight is None:
+            parts = [part.to(self._device) for part in linear.weights]
+            weight = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+        return Linear(weights=(weight,), bias=None if linear.bias is None else self._floats(linear.bias))
+
+    def _norm(self, norm: Norm | None) -> Norm | None:
+        return None if norm is None else self._copied(norm)
+
+    def _copied(self, norm: Norm) -> Norm:
+        bias = None if norm.bias is None else self._floats(norm.bias)
+        return replace(norm, weight=self._floats(norm.weight), bias=bias)
+
+    def _floats(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self._device, torch.float32).contiguous()
+
+
+def _views(experts: Experts, mixture: DeviceMixture | None) -> Experts:
+    assert mixture is not None, "a layer has an MLP or a mixture"
+    return views_of(mixture, experts)
+
+
+def angle_table(rotary: Rotary, max_positions: int) -> Tensor:
+    """[positions, 2, pairs], float32: cosines and sines of float32 angles, as Hugging Face takes them."""
+    angles = (torch.arange(max_positions).float()[:, None] * rotary.inverse_frequencies.cpu().float()).double()
+    return torch.stack((angles.cos(), angles.sin()), 1).mul_(rotary.scaling).float()
+
+
+def unfit(layout: DecoderLayout, tensor_parallel_size: int, block_size: int) -> str | None:
+    """What of a layout this executor does not run."""
+    if tensor_parallel_size not in (1, 2, 4, 8):
+        return f"sums over {tensor_parallel_size} ranks are no binary tree"
+    if 64 % block_size and block_size % 64:
+        return f"blocks of {block_size} tokens neither divide 64 nor are a multiple of it"
+    groups = set()
+    for layer in layout.layers:
+        attention, mlp = layer.attention, layer.mlp
+        groups.add(attention.num_heads // attention.num_kv_heads)
+        if isinstance(mlp, Experts) and (reason := unfit_mixture(mlp)):
+            return reason
+        if attention.head_dim > 256:
+            return f"heads have {attention.head_dim} dimensions, and 256 are the most"
+        of_mlp = mlp.experts[0] if isinstance(mlp, Experts) else mlp
+        slices = (attention.num_slices, of_mlp.num_slices)
+        if any(number not in (1, 2, 4, 8) for number in slices):
+            return f"sums of {slices} slices are no binary trees"
+    if len(groups) > 1 or max(groups) > 64:
+        return f"KV heads are shared by {sorted(groups)} query heads: one number, at most 64, is the limit"
+    return None

@@ -1,0 +1,166 @@
+"""Decoder layout: a decoder-only transformer as plain data, one rank's share, for executors to run.
+
+A layer computes, with `x` [T, hidden] the residual stream (float32) and each norm optional:
+
+    sequential:  x += scale * out_norm(attention(norm(x)));  x += scale * out_norm(mlp(norm(x)))
+    parallel:    x += attention(norm(x)) + mlp(norm of its own, or the same norm(x))
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+NUM_SLICES = 8
+"""A sum over the inputs of a row-parallel linear is taken in up to this many slices, added as a binary tree: in no more
+than ranks can share the heads of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """`(x - mean?) * rsqrt(mean square + eps) * weight + bias`, over the last dimension."""
+
+    kind: Literal["rms", "layer"]
+    weight: Tensor
+    """float32 [n], with an offset of one folded in where the family has it; [heads, head_dim] where heads differ."""
+    bias: Tensor | None = None
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """`x W^T + b`. The parts are stacked along the outputs: queries, keys and values, or gate and up."""
+
+    weights: tuple[Tensor, ...]
+    """Each [out, in], in the serving dtype; views of the checkpoint's memory where possible."""
+    bias: Tensor | None = None
+    """float32 [out of all parts]. Of a row-parallel linear: whole on every rank, added once after the sum. Of an
+    expert's `down`: part of the first slice, and so of the first rank; zeros on the others."""
+
+    @property
+    def out_features(self) -> int:
+        return sum(int(weight.shape[0]) for weight in self.weights)
+
+    @property
+    def in_features(self) -> int:
+        return int(self.weights[0].shape[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotary:
+    """Rotary position embedding: the angle of pair i at position p is `p * inverse_frequencies[i]`."""
+
+    inverse_frequencies: Tensor
+    """float32 [rotated dimensions / 2]"""
+    scaling: float = 1.0
+    """Multiplies sines and cosines (YaRN, longrope)."""
+    interleaved: bool = False
+    """Pairs are neighbours (2i, 2i + 1), not halves (i, i + n / 2), of the first n dimensions of a head."""
+
+    @property
+    def num_dims(self) -> int:
+        """Dimensions that turn; the others of a head stay as they are."""
+        return 2 * len(self.inverse_frequencies)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Grouped-query attention over this rank's heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv: Linear
+    """Outputs: all query heads, then all key heads, then all value heads."""
+    query_norm: Norm | None = None
+    """Before rotation: over each head, or over all heads together where the weight is [num_heads * head_dim]."""
+    key_norm: Norm | None = None
+    rotary: int | None
+    """Index into `DecoderLayout.rotaries`. None: no position embedding."""
+    scaling: float
+    sliding_window: int | None = None
+    """A query sees itself and this many keys less one before it."""
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    """float32 [num_heads]: one more score in each softmax, without a value."""
+    output: Linear
+    """Row-parallel."""
+    num_slices: int = NUM_SLICES
+    """Slices of this rank's inputs of `output`."""
+
+
+class Activation(Enum):
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    RELU = "relu"
+    RELU_SQUARED = "relu2"
+    CLAMPED_SWIGLU = "clamped_swiglu"
+    """gpt-oss: gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up within 7 of 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mlp:
+    """`down(activation(gate) * up)`, or `down(activation(up))` where there is no gate."""
+
+    activation: Activation
+    has_gate: bool
+    up: Linear
+    """Outputs: gate, then up; or up alone."""
+    down: Linear
+    """Row-parallel."""
+    num_slices: int = NUM_SLICES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Mixture of experts: the sum over the chosen experts, by ascending expert, of weight times expert."""
+
+    router: Linear
+    """[num_experts, hidden]; the same on every rank."""
+    top_k: int
+    scoring: Literal["softmax", "softmax_of_top", "sigmoid"]
+    """Softmax over all experts, or over the chosen ones alone (gpt-oss)."""
+    normalized: bool
+    """The weights of the chosen experts are divided by their sum."""
+    experts: tuple[Mlp, ...]
+    shared: Mlp | None = None
+    """An expert that every token goes through."""
+    shared_gate: Tensor | None = None
+    """[1, hidden], serving dtype: the shared expert is weighted by the sigmoid of this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    attention_norm: Norm | None
+    attention: Attention
+    attention_out_norm: Norm | None = None
+    mlp_norm: Norm | None
+    mlp: Mlp | Experts
+    mlp_out_norm: Norm | None = None
+    residual_scale: float = 1.0
+    parallel: bool = False
+    """Attention and MLP read the same residual; without an `mlp_norm` they share `attention_norm`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayout:
+    """One rank's share of a model."""
+
+    dtype: torch.dtype
+    """Of the linears' weights and inputs: bfloat16, float16 or float32."""
+    hidden_size: int
+    vocab_size: int
+    """Of the whole model, without padding."""
+    embedding: Tensor
+    """[rows of this rank, hidden], serving dtype. Rows of all ranks follow each other; the last rank's are padded."""
+    embedding_scale: float = 1.0
+    rotaries: tuple[Rotary, ...]
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Linear
+    """[rows of this rank, hidden]; may be the embedding's own tensor."""
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None

@@ -1,0 +1,185 @@
+"""Grammar matchers: they follow each output through its grammar and mask the tokens that may not come next. A mask is a
+function of the grammar and the output so far; a matcher kept from step to step only saves consuming the output again.
+"""
+
+import logging
+from array import array
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+logger = logging.getLogger(__name__)
+
+_KEPT_STEPS: Final = 32
+"""A matcher whose sequence has not drawn for so many steps is dropped. If the sequence comes back, it starts over."""
+
+
+NONE_FITS: Final = b""
+"""In place of a mask: no token may come next."""
+
+
+class Matcher(Protocol):
+    """A grammar, and where in it an output is. The names are llguidance's."""
+
+    def compute_bitmask(self) -> bytes:
+        """A bit for each token, the lowest first: it may come next."""
+        ...
+
+    def validate_tokens(self, tokens: list[int], /) -> int:
+        """How many of the tokens, from the first on, may come next."""
+        ...
+
+    def consume_token(self, token: int, /) -> bool:
+        """Reads a token that may come next."""
+        ...
+
+    def consume_tokens(self, tokens: list[int], /) -> bool: ...
+
+    def rollback(self, num_tokens: int, /) -> bool:
+        """Takes the last tokens back."""
+        ...
+
+    def is_error(self) -> bool: ...
+
+    def get_error(self) -> str: ...
+
+
+@dataclass(slots=True)
+class _MatchedOutput:
+    """A grammar and how much of an output it has read."""
+
+    matcher: Matcher
+    token_ids: "tuple[int, ...] | array[int]"
+    last_step_id: int
+
+
+class GrammarMatchers:
+    """The matchers of one replica, by sequence."""
+
+    def __init__(self, make_matcher: Callable[[str], Matcher], eos_token_ids: frozenset[int]) -> None:
+        """`make_matcher` makes of a grammar a matcher that has read nothing yet."""
+        self._make_matcher = make_matcher
+        self._eos_token_ids = eos_token_ids
+        self._matched: dict[int, _MatchedOutput] = {}  # by sequence id
+
+    def __len__(self) -> int:
+        return len(self._matched)
+
+    def masks(self, plan: StepPlan) -> dict[int, bytes]:
+        """By number of a plan's logits row, a bit for each token of the tokenizer, the lowest first: it may come next.
+
+        An end of sequence may come where the grammar is fulfilled; once it is and nothing can follow, only that may.
+        `NONE_FITS` stands for a dead end: nothing may come next, or what may cannot be found out.
+        Rows without a grammar have no mask, nor those after a draft that breaks it, since their draws do not count.
+        """
+        masks: dict[int, bytes] = {}
+        for of_sequence in self.each(plan):
+            masks |= of_sequence
+        return masks
+
+    def each(self, plan: StepPlan) -> Iterator[dict[int, bytes]]:
+        """`masks`, sequence by sequence in the order of `rows_with_grammars`, each worked out when it is asked for."""
+        for row, sequence, draw in _with_grammars(plan):
+            yield dict(enumerate(self._sequence_masks(sequence, draw, plan.step_id), row))
+        for sequence_id, matched in list(self._matched.items()):
+            if matched.last_step_id < plan.step_id - _KEPT_STEPS:
+                del self._matched[sequence_id]
+
+    def _sequence_masks(self, sequence: ScheduledSequence, draw: DrawParams, step_id: int) -> list[bytes]:
+        """The mask of each draw; draw i comes after i drafts, which the matcher takes back afterwards."""
+        matcher = self._matcher_after(sequence.sequence_id, draw, step_id)
+        masks = [_mask(matcher)]
+        num_read = 0
+        for draft in sequence.token_ids[len(sequence.token_ids) - sequence.num_draws + 1 :]:
+            if not masks[-1] or draft in self._eos_token_ids or matcher.validate_tokens([draft]) == 0:
+                break
+            matcher.consume_token(draft)
+            num_read += 1
+            masks.append(_mask(matcher))
+        if num_read:
+            matcher.rollback(num_read)
+        if not masks[-1] or matcher.is_error():  # it stays in the error, also where the draft before it was wrong
+            del self._matched[sequence.sequence_id]
+            reason = matcher.get_error().partition("\n")[0]  # what follows quotes the grammar, which is the caller's
+            logger.warning("the output of sequence %d is at a dead end: %s", sequence.sequence_id, reason)
+        return masks
+
+    def _matcher_after(self, sequence_id: int, draw: DrawParams, step_id: int) -> Matcher:
+        """The matcher that has read the output before `draw`."""
+        token_ids = draw.output_token_ids
+        matched = self._matched.get(sequence_id)
+        if matched is None or token_ids[: len(matched.token_ids)] != matched.token_ids:
+            matched = self._matched[sequence_id] = _MatchedOutput(self._make_matcher(_grammar(draw)), (), step_id)
+        matched.matcher.consume_tokens(list(token_ids[len(matched.token_ids) :]))
+        matched.token_ids, matched.last_step_id = token_ids, step_id
+        return matched.matcher
+
+
+def _mask(matcher: Matcher) -> bytes:
+    """A matcher that is in an error allows an end of sequence, as if the output were complete."""
+    mask = matcher.compute_bitmask()
+    return NONE_FITS if matcher.is_error() or not any(mask) else mask
+
+
+def rows_with_grammars(plan: StepPlan) -> list[range]:
+    """The logits rows of each sequence of a plan that has a grammar."""
+    return [range(row, row + sequence.num_draws) for row, sequence, _ in _with_grammars(plan)]
+
+
+def _with_grammars(plan: StepPlan) -> Iterator[tuple[int, ScheduledSequence, DrawParams]]:
+    """Sequences with a grammar, each with its first logits row and its draw."""
+    row = len(plan.decodes.token_ids)  # none of which has a grammar
+    for sequence in plan.others:
+        if sequence.draw is not None:
+            if _grammar(sequence.draw):
+                yield row, sequence, sequence.draw
+            row += sequence.num_draws
+
+
+def _grammar(draw: DrawParams) -> str:
+    """The grammar of a draw; empty for none."""
+    return draw.logits_settings.grammar if draw.logits_settings is not None else ""
+
+
+def grammar_tokenizer(path: Path, eos_token_ids: Collection[int] | None = None) -> "LLTokenizer":
+    """From a tokenizer.json. Takes a second where it is large. `eos_token_ids` of None: none need to be right, as where
+    a grammar is only checked. Raises ValueError if llguidance does not support the tokenizer.
+    """
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    text = path.read_text(encoding="utf-8")
+    ends = None if eos_token_ids is None else sorted(eos_token_ids)
+    as_it_is = LLTokenizer(text, eos_token=ends, slices=[])
+    wrapper = TokenizerWrapper(_PlainEncoder(text, as_it_is))
+    return LLTokenizer(wrapper, eos_token=ends or list(as_it_is.eos_tokens))
+
+
+class _PlainEncoder:
+    """What llguidance asks of a tokenizer that it does not read by itself."""
+
+    bos_token_id = None
+
+    def __init__(self, text: str, vocabulary: "LLTokenizer") -> None:
+        """`vocabulary` knows the bytes of each token."""
+        from tokenizers import Tokenizer
+
+        self._tokenizer: Any = Tokenizer.from_str(text)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        ids = range(vocabulary.vocab_size)
+        self.eos_token_id = vocabulary.eos_token
+        self.tokens = [vocabulary.decode_bytes([token_id]) for token_id in ids]
+        self.special_token_ids = [token_id for token_id in ids if vocabulary.is_special_token(token_id)]
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens of a text, which name no special token."""
+        if not isinstance(text, str):
+            raise TypeError("texts only")
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

@@ -1,0 +1,178 @@
+"""Model checks: a model that would silently compute wrong results is refused, with the reason and a way out."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+from holdfast.worker.config import WorkerConfig
+from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
+from holdfast.worker.models.families import FAMILIES
+
+CAUSAL_SUFFIXES: Final = ("ForCausalLM", "LMHeadModel")
+LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers whose whole state is the keys and values that the attention function is given."""
+
+OTHER_ENGINE: Final = "Serve a model of another family, or this one with Hugging Face generate"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, to be part of another message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def check_kv_cache_dtype(config: WorkerConfig, device: str, hf_config: Any = None) -> None:
+    """Refuses keys and values in fp8 where nothing reads them: on a CPU, on the skeleton, and in a model of a type that
+    has no decoder program, by its Hugging Face config if that is known.
+
+    What a program's executor does not run is refused when the model is read. `device` is a kind, or `auto` where it is
+    not known yet. Raises `ConfigurationError`.
+    """
+    if config.cache.kv_cache_dtype == "auto":
+        return
+    if device == "cpu":
+        raise fp8_refused("the model runs on a CPU, and GPUs alone have kernels for it", "serve on a GPU")
+    if config.model.executor == "skeleton":
+        raise fp8_refused("model.executor = 'skeleton', which has no kernels for it", "leave --executor at auto")
+    if hf_config is not None and hf_config.model_type not in FAMILIES:
+        raise fp8_refused(f"model type {hf_config.model_type!r} has no decoder program (docs/models.md)")
+
+
+def fp8_refused(reason: str, way_out: str = "") -> ConfigurationError:
+    """The error of `cache.kv_cache_dtype`."""
+    ways = f", or {way_out}" if way_out else ""
+    return ConfigurationError(f"cache.kv_cache_dtype = 'fp8_e4m3': {reason}; leave --kv-cache-dtype at auto{ways}")
+
+
+def check_config(config: Any) -> None:
+    """Refuses what the config alone shows: no causal LM, other layers than attention, alibi, quantized weights.
+
+    `config` is a Hugging Face config. Raises `UnsupportedModelError`.
+    """
+    _check_architecture(config)
+    _check_layers(config)
+    _check_positions(config)
+    if getattr(config, "quantization_config", None):
+        reason = "its weights are quantized, which the loader does not read"
+        raise UnsupportedModelError(config.model_type, reason, "Serve the unquantized checkpoint")
+
+
+def _check_architecture(config: Any) -> None:
+    names = tuple(config.architectures or ())
+    if getattr(config, "text_config", None) is not None and not hasattr(config, "vocab_size"):
+        reason = "its config describes several models, of which one is for text"
+        raise UnsupportedModelError(config.model_type, reason, "Serve the text model alone, saved as ...ForCausalLM")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(config.model_type, "it is an encoder-decoder model", OTHER_ENGINE)
+    if names and not names[0].endswith(CAUSAL_SUFFIXES):
+        reason = f"its architecture {names[0]} is not a causal language model"
+        raise UnsupportedModelError(config.model_type, reason, "Serve the text model alone, saved as ...ForCausalLM")
+    if getattr(config, "is_causal", True) is False:
+        raise UnsupportedModelError(config.model_type, "its attention is not causal", OTHER_ENGINE)
+
+
+def _check_layers(config: Any) -> None:
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
+    if others:
+        reason = f"it has {', '.join(others)} layers, whose state the paged cache does not hold"
+        raise UnsupportedModelError(config.model_type, reason, OTHER_ENGINE)
+    if getattr(config, "num_kv_shared_layers", 0):
+        reason = f"{config.num_kv_shared_layers} layers share the keys and values of others"
+        raise UnsupportedModelError(config.model_type, reason, OTHER_ENGINE)
+
+
+def _check_positions(config: Any) -> None:
+    attention = getattr(config, "attn_config", None)
+    if getattr(config, "alibi", False) or getattr(attention, "alibi", False):
+        raise UnsupportedModelError(config.model_type, "it uses alibi position biases", OTHER_ENGINE)
+    if getattr(config, "position_bias", False):
+        raise UnsupportedModelError(config.model_type, "it adds a position bias to the attention scores", OTHER_ENGINE)
+
+
+def choose_max_model_len(config: Any, requested: int | None) -> int:
+    """The longest prompt plus output in tokens: what was asked for, else all that the model allows.
+
+    Raises `ConfigurationError` above what the model was made for, and `UnsupportedModelError` where rotary angles
+    would depend on the longest sequence of a batch (`dynamic` and `longrope` beyond their original length).
+    """
+    limit = _length_of_recipe(config)
+    original = _length_with_fixed_angles(config)
+    if requested is None:
+        limits = [length for length in (limit, original) if length is not None]
+        if not limits:
+            raise ConfigurationError(
+                f"model.max_model_len is not set, and model type {config.model_type!r} has no limit of its own; set one"
+            )
+        return min(limits)
+    if original is not None and requested > original:
+        reason = f"beyond {original} tokens its rotary angles depend on the longest sequence of the batch"
+        raise UnsupportedModelError(config.model_type, reason, f"Set max_model_len to at most {original}")
+    if limit is not None and requested > limit:
+        raise ConfigurationError(
+            f"model.max_model_len = {requested}: model type {config.model_type!r} has {limit} positions; "
+            f"set it to at most {limit}"
+        )
+    return requested
+
+
+def _length_of_recipe(config: Any) -> int | None:
+    """The positions that a model has: those of its config, or more where a model card has yarn added to that."""
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if limit is None or rope.get("rope_type") != "yarn":
+        return limit
+    original = rope.get("original_max_position_embeddings") or limit
+    return max(limit, int(original * rope.get("factor", 1.0)))
+
+
+def _length_with_fixed_angles(config: Any) -> int | None:
+    """The shortest length up to which rotary angles are a function of the position alone; None: always."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    per_layer_type = parameters.values() if all(isinstance(v, Mapping) for v in parameters.values()) else [parameters]
+    lengths = [
+        rope.get("original_max_position_embeddings")
+        or getattr(config, "original_max_position_embeddings", None)
+        or config.max_position_embeddings
+        for rope in per_layer_type
+        if rope.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(lengths, default=None)
+
+
+def check_heads(config: Any, tensor_parallel_size: int) -> None:
+    """Refuses head counts that ranks cannot share: query heads divide, KV heads divide or are repeated evenly."""
+    num_heads = config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    kv_ok = num_kv_heads % tensor_parallel_size == 0 or tensor_parallel_size % num_kv_heads == 0
+    if num_heads % tensor_parallel_size or not kv_ok:
+        reason = f"{num_heads} query and {num_kv_heads} KV heads cannot be shared by {tensor_parallel_size} ranks"
+        raise UnsupportedModelError(config.model_type, reason, "Choose another tensor_parallel_size")
+
+
+def check_loaded(model_type: str, missing: Collection[str], unexpected: Collection[str]) -> None:
+    """Refuses a checkpoint that does not fill the model exactly. The collections are names of parameters."""
+    for problem, names in (("is missing", missing), ("has unexpected", unexpected)):
+        if names:
+            shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+            reason = f"the checkpoint {problem} {len(names)} weights ({shown})"
+            raise UnsupportedModelError(
+                model_type, reason, "Check that config.json and the safetensors belong together"
+            )
+
+
+def check_attention_calls(config: Any, called: Sequence[object]) -> None:
+    """Refuses a model that did not call the paged attention once a layer. `called` has the caller of each call."""
+    num_layers, num_modules = config.num_hidden_layers, len(set(map(id, called)))
+    if len(called) == num_layers == num_modules:
+        return
+    if not called:
+        reason = (
+            "its modeling code has attention, or a state, of its own: none of its layers calls the attention function "
+            "that the paged cache is behind"
+        )
+    elif len(called) > num_modules:
+        reason = (
+            f"its layers attend several times a token ({len(called)} attention calls in {num_modules} modules), and "
+            "the paged cache holds one set of keys and values a layer"
+        )
+    else:
+        reason = f"{num_modules} of its {num_layers} layers attend, and the others keep a state that the cache does not"
+    raise UnsupportedModelError(config.model_type, reason, OTHER_ENGINE)

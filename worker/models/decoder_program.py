@@ -1,0 +1,348 @@
+"""Decoder program of a rank: a recognized and proved model on an executor, in place of its Hugging Face modules."""
+
+import logging
+from importlib.util import find_spec
+from typing import Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.worker.config import KVCacheDtype
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.executors.cpu.cache import SUB_PAGE, TiledCache
+from holdfast.worker.executors.cpu.executor import CpuExecutor
+from holdfast.worker.executors.cpu.library import Unavailable, load_library
+from holdfast.worker.executors.gpu import weights
+from holdfast.worker.executors.kv_cache import KVCache
+from holdfast.worker.executors.layout import DecoderLayout, Experts
+from holdfast.worker.executors.step_sampler import HeadOutput, OverlappingSampler, StepSampler
+from holdfast.worker.models.families import FAMILIES
+from holdfast.worker.models.proof import NUM_TOKENS, Recognized, ask, check
+from holdfast.worker.models.recognize import Unrecognized, recognize
+from holdfast.worker.progress import ProgressCounter
+
+logger = logging.getLogger(__name__)
+
+NUMERICS: Final = "decoder-1"
+"""The order of all additions and roundings. A change that changes any bit of any output takes the next number."""
+
+_CPU: Final = torch.device("cpu")
+
+_FP8_TOKENS: Final = 70
+"""Over a tile of keys, and more than a narrow tile of queries."""
+
+MAX_HEAD_DIM: Final = 256
+MAX_GROUP: Final = 64
+"""Query heads of one KV head."""
+
+
+class Executor(Protocol):
+    """One rank's share of a model on a device. Used by one thread at a time, but for `layers_done`."""
+
+    @property
+    def instruction_class(self) -> str:
+        """What it runs on, for the log."""
+        ...
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of this rank's cache, all layers together."""
+        ...
+
+    def make_sampler(self) -> StepSampler: ...
+
+    def layers_done(self) -> int:
+        """Layers that have been run since the start, also while a step runs. Safe to call from any thread."""
+        ...
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> TiledCache | KVCache:
+        """The cache that steps use from now on. Raises ValueError where the block size does not fit."""
+        ...
+
+    def drop_cache(self) -> None: ...
+
+    def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
+        """One step; all ranks of the group run it together. Blocks are copied before. Logits may be the leader's
+        alone.
+        """
+        ...
+
+    def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:
+        """The residual stream [T, hidden] after one layer, of the step's tokens. Overwrites their slots."""
+        ...
+
+    def free_logits(self) -> None:
+        """The last step's logits are not read any more."""
+        ...
+
+    def warm_up(self, max_rows: int) -> None:
+        """Does now what steps of up to `max_rows` sequences that decode would do once. Overwrites the first block."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class OverlappingExecutor(Protocol):
+    """An executor of a device that runs by itself."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step can be launched before the one before it is collected."""
+        ...
+
+    def launch(self, batch: StepBatch, *, with_logits: bool) -> Any:
+        """Starts one step, and waits for nothing. Pending tokens are put in on the device."""
+        ...
+
+    def collect(self, launched: Any) -> HeadOutput:
+        """What the oldest step that was launched and not collected comes to."""
+        ...
+
+    def logits_to_draw_from(self, launched: Any) -> Tensor | None:
+        """The logits of the step launched last, for kernels that are launched before the next one; None where it draws
+        by itself.
+        """
+        ...
+
+
+@runtime_checkable
+class MultiStepExecutor(Protocol):
+    """An executor that may run several steps in one call."""
+
+    @property
+    def runs_several_steps(self) -> bool:
+        """Whether it does now, which is the same on all ranks."""
+        ...
+
+
+@runtime_checkable
+class Fp8Executor(Protocol):
+    """An executor that can keep keys and values in fp8."""
+
+    fp8_numerics: str
+    """Names the format and its roundings."""
+
+    def fp8_difference(self, batch: StepBatch) -> str | None:
+        """How this device differs from what keys and values in fp8 should be, tried on a batch of one sequence whose
+        first tokens these are; None: in no bit.
+        """
+        ...
+
+    def keep_in_fp8(self) -> None:
+        """From the next cache on, keys and values are kept in fp8."""
+        ...
+
+
+class DecoderProgram:
+    """One rank's share of a model on an executor. All ranks make the same calls."""
+
+    def __init__(self, executor: Executor, numerics: str = NUMERICS) -> None:
+        """`numerics` names the executor's order of adding."""
+        self.executor = executor
+        self.numerics = numerics
+        self.sampler = executor.make_sampler()
+        self.overlapping: OverlappingExecutor | None = None
+        """What runs two steps at a time, if the device runs them and draws their tokens (an `OverlappingSampler`)."""
+        if isinstance(executor, OverlappingExecutor) and isinstance(self.sampler, OverlappingSampler):
+            self.overlapping = executor if executor.overlaps else None
+        self._multi_step = executor if isinstance(executor, MultiStepExecutor) else None  # slow to ask at every step
+        self.progress = ProgressCounter()
+        """Moves with every layer."""
+        self.progress.follow(executor.layers_done)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.executor.kv_bytes_per_token
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> TiledCache | KVCache:
+        """The cache that steps use. Raises ValueError where the block size does not fit."""
+        return self.executor.allocate_cache(num_blocks, block_size)
+
+    @property
+    def row_invariant(self) -> bool:
+        return True  # by construction
+
+    @property
+    def runs_several_steps(self) -> bool:
+        return self._multi_step is not None and self._multi_step.runs_several_steps
+
+    def drop_cache(self) -> None:
+        self.executor.drop_cache()
+
+    def warm_up(self, max_rows: int) -> None:
+        """Does now what steps of up to `max_rows` sequences that decode would do once. Overwrites the first block."""
+        self.executor.warm_up(max_rows)
+
+    def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
+        """One step. What the leader gets counts: logits may be there alone."""
+        return self.executor.run(batch, with_logits=with_logits)
+
+    def close(self) -> None:
+        self.sampler.close()
+        self.executor.close()
+
+
+def is_candidate(model_type: str, block_size: int) -> bool:
+    """Whether `build_program` finds a program for most models of this type: all that can be told from a config."""
+    return model_type in FAMILIES and block_size % SUB_PAGE == 0
+
+
+def read_program(
+    module: Any, group: TensorParallelGroup, *, max_model_len: int, block_size: int, device: torch.device = _CPU
+) -> Recognized | str:
+    """Reads a parallelized and not yet settled Hugging Face causal LM, which lies in main memory; or says why it has no
+    program on `device`.
+
+    All ranks of the group call this together and come to the same answer.
+    """
+    layout = recognize(module, group.size)
+    reason = layout.reason if isinstance(layout, Unrecognized) else _unfit_for(layout, device, group.size, block_size)
+    if not all_ranks(group, reason is None):
+        return reason or "another rank does not recognize its share"
+    assert isinstance(layout, DecoderLayout)
+    reason = _unavailable(device)
+    if not all_ranks(group, reason is None):
+        return reason or "another rank has no executor"
+    answers = ask(module, layout, group, max_len=max_model_len)
+    return answers if isinstance(answers, str) else Recognized(layout=layout, answers=answers)
+
+
+def is_available(device: torch.device = _CPU) -> bool:
+    """Whether this machine runs programs there. Compiles the executor for CPUs first where there is none."""
+    return _unavailable(device) is None
+
+
+def _unavailable(device: torch.device) -> str | None:
+    """What is missing to run programs on a device."""
+    if device.type != "cpu":
+        return None if find_spec("triton") else "Triton is not installed, which compiles the kernels for GPUs"
+    try:
+        load_library()
+    except Unavailable as error:
+        return str(error)
+    return None
+
+
+def make_program(
+    recognized: Recognized,
+    group: TensorParallelGroup,
+    *,
+    max_model_len: int,
+    block_size: int,
+    device: torch.device = _CPU,
+    kv_cache_dtype: KVCacheDtype = "auto",
+) -> DecoderProgram | str:
+    """Packs a model and proves its executor on this machine; or says what the executor gets wrong. Keys and values in
+    fp8 are for executors on GPUs alone.
+
+    The memory of the layout's linears is given back while they are packed: afterwards only those in files can be read.
+    All ranks of the group call this together and come to the same answer. Raises `Unavailable`.
+    """
+    executor, numerics = _executor(recognized.layout, group, max_model_len, device)
+    provable = _Provable(executor, block_size)
+    proof = check(provable, recognized.answers, group)
+    if proof.reason is not None:
+        executor.close()
+        return proof.reason
+    if kv_cache_dtype == "fp8_e4m3":
+        assert isinstance(executor, Fp8Executor), "others are refused before"
+        reason = executor.fp8_difference(provable.batch_of(np.zeros(min(_FP8_TOKENS, max_model_len), dtype=np.int64)))
+        if not all_ranks(group, reason is None):
+            executor.close()
+            return reason or "keys and values in fp8 differ on another rank"
+        executor.keep_in_fp8()
+        numerics += f"+{executor.fp8_numerics}"
+    logger.info(
+        "decoder program on %s: errors are %.2f of what is allowed", executor.instruction_class, proof.model_error
+    )
+    return DecoderProgram(executor, numerics)
+
+
+def _executor(
+    layout: DecoderLayout, group: TensorParallelGroup, max_positions: int, device: torch.device
+) -> tuple[Executor, str]:
+    """The executor of a device, and the name of its order of adding."""
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        return CpuExecutor(layout, group, max_positions=max_positions, num_threads=threads, uses_up=True), NUMERICS
+    from holdfast.worker.executors.gpu import executor  # loads Triton
+
+    return executor.GpuExecutor(layout, group, max_positions=max_positions, device=device), executor.NUMERICS
+
+
+def build_program(
+    module: Any, group: TensorParallelGroup, *, max_model_len: int, block_size: int
+) -> DecoderProgram | str:
+    """`read_program` and `make_program`."""
+    recognized = read_program(module, group, max_model_len=max_model_len, block_size=block_size)
+    if isinstance(recognized, str):
+        return recognized
+    return make_program(recognized, group, max_model_len=max_model_len, block_size=block_size)
+
+
+def _unfit_for(layout: DecoderLayout, device: torch.device, tensor_parallel_size: int, block_size: int) -> str | None:
+    if device.type == "cpu":
+        return _unfit(layout, block_size)
+    return weights.unfit(layout, tensor_parallel_size, block_size)
+
+
+def _unfit(layout: DecoderLayout, block_size: int) -> str | None:
+    """What of a layout the executor for CPUs does not run."""
+    if block_size % SUB_PAGE:
+        return f"blocks of {block_size} tokens are no multiple of {SUB_PAGE}"
+    for layer in layout.layers:
+        attention = layer.attention
+        if attention.head_dim > MAX_HEAD_DIM:
+            return f"heads have {attention.head_dim} dimensions, and {MAX_HEAD_DIM} are the most"
+        if attention.num_heads // attention.num_kv_heads > MAX_GROUP:
+            return f"more than {MAX_GROUP} query heads share one KV head"
+        if isinstance(layer.mlp, Experts) and _is_uneven(layer.mlp):
+            return "the expert that all tokens share is cut into other slices than the others"
+    return None
+
+
+def _is_uneven(experts: Experts) -> bool:
+    shared = experts.shared
+    return shared is not None and (shared.num_slices != experts.experts[0].num_slices or shared.down.bias is not None)
+
+
+def all_ranks(group: TensorParallelGroup, fine: bool) -> bool:
+    """Whether all ranks are fine."""
+    return bool(group.all_gather(torch.tensor([int(fine)]), dim=0).min())
+
+
+class _Provable:
+    """The executor as a proof asks for it: one short sequence, in a small cache of its own."""
+
+    def __init__(self, executor: Executor, block_size: int) -> None:
+        self._executor = executor
+        self._block_size = block_size
+        self._cache = executor.allocate_cache(-(-NUM_TOKENS // block_size), block_size)
+
+    def run_layer(self, index: int, x: Tensor) -> Tensor:
+        return self._executor.run_layer(index, x, self.batch_of(np.zeros(len(x), dtype=np.int64))).cpu()
+
+    def run_model(self, token_ids: Tensor) -> Tensor | None:
+        logits = self._executor.run(self.batch_of(token_ids.numpy()), with_logits=True).logits
+        found = None if logits is None else logits.cpu()
+        self._executor.free_logits()
+        return found
+
+    def batch_of(self, token_ids: np.ndarray) -> StepBatch:
+        """The first tokens of a sequence."""
+        count = len(token_ids)
+        num_blocks = -(-count // self._block_size)
+        return StepBatch(
+            step_id=0,
+            token_ids=token_ids,
+            first_positions=np.zeros(1, dtype=np.int64),
+            num_tokens=np.array([count]),
+            num_draws=np.array([count]),
+            block_ids=np.arange(num_blocks),
+            num_blocks=np.array([num_blocks]),
+            block_copies=np.zeros((3, 0), dtype=np.int64),
+            logits_rows=np.arange(count),
+        )

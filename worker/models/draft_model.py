@@ -1,0 +1,182 @@
+"""Draft model of speculative decoding: a second, small model on rank 0 that guesses what the large one will draw.
+
+It has a cache of its own with as many blocks, and every block id means the same tokens in both. It draws with the same
+noise as the large model (`worker/executors/sampler.py`), position by position, so two distributions that are close draw
+the same token nearly as often as is possible (Daliri, Musco, Suresh 2024).
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.worker.config import WorkerConfig
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.draws import draw_after, draws_of
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.sampler import broken_rows, draw, with_zeros
+from holdfast.worker.models.parallelize import Target
+from holdfast.worker.models.rank_program import BlockCache, Program, load_program
+from holdfast.worker.models.weights import resolve_model
+from holdfast.worker.step_plan import BlockCopy, Drafting, DrawParams, ScheduledSequence, StepPlan
+
+
+class DraftModel:
+    """A loaded draft model. Give it a cache before it guesses (`allocate_cache`)."""
+
+    def __init__(
+        self, program: Program, device: torch.device, *, vocab_size: int, draft_vocab_size: int, max_len: int
+    ) -> None:
+        """`vocab_size` is the large model's: what is guessed is one of its tokens. `max_len`: positions it knows."""
+        self._program = program
+        self._device = device
+        self._vocab_size = vocab_size
+        self._draft_vocab_size = draft_vocab_size
+        self._max_len = max_len
+        self._cache: BlockCache | None = None
+
+    @classmethod
+    def load(cls, config: WorkerConfig, folder: Path, vocab_size: int, target: Target) -> "DraftModel":
+        """Loads the draft model that the settings name, whole, on this rank, for the large one in `folder`.
+
+        Raises `ConfigurationError` if the two do not share their tokens, `UnsupportedModelError` as for any model.
+        """
+        assert config.speculation.draft_model is not None
+        has_weights = config.model.load_format != "dummy"
+        draft_folder = resolve_model(config.speculation.draft_model, has_weights, setting="speculation.draft_model")
+        check_same_tokens(folder, draft_folder)
+        # A group of its own: no token depends on the bits of a draft, so whatever runs it best will do.
+        loaded = load_program(_alone(config, draft_folder), draft_folder, SingleRank(), target.device, _silent)
+        return cls(
+            loaded.program,
+            target.device,
+            vocab_size=vocab_size,
+            draft_vocab_size=loaded.facts.vocab_size,
+            max_len=loaded.facts.max_model_len,
+        )
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of its cache, all layers together."""
+        return self._program.kv_bytes_per_token
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> None:
+        """Gives it as many blocks as the large model has."""
+        self._cache = self._program.allocate_cache(num_blocks, block_size)
+
+    def close(self) -> None:
+        """Frees what the program holds. Nothing is guessed after it."""
+        self._program.close()
+
+    def guess(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
+        """The drafts of each of a plan's sequences, as many as their `drafting` asks for; empty if there is none to do.
+
+        One forward pass reads what is new and guesses one token for everyone, each further one guesses one more.
+        """
+        if plan.block_copies:
+            self._copy(plan.block_copies)
+        works = [_Work(sequence, self._max_len) for sequence in plan.sequences]
+        number = 0
+        while passing := [work for work in works if work.has_pass(number)]:
+            shares = tuple(work.share(number, self._block_size) for work in passing)
+            drawn = iter(self._draw(StepPlan(step_id=plan.step_id, others=shares)))
+            for work in passing:
+                if work.num_drafts > number:
+                    work.drafts += (next(drawn),)
+            number += 1
+        return tuple(work.drafts for work in works) if number else ()
+
+    @property
+    def _block_size(self) -> int:
+        assert self._cache is not None, "a draft model guesses with a cache"
+        return self._cache.block_size
+
+    def _copy(self, copies: Sequence[BlockCopy]) -> None:
+        """What the large model's cache is about to copy: a block means the same tokens in both."""
+        assert self._cache is not None
+        rows = [(copy.source, copy.destination, copy.num_tokens) for copy in copies]
+        with torch.inference_mode():
+            self._cache.copy(*torch.tensor(rows, device=self._device).T)
+
+    def _draw(self, plan: StepPlan) -> list[int]:
+        batch = StepBatch.of(plan)
+        # A token that only the large model has is some other one here, where it makes for a bad guess at worst.
+        batch.token_ids = np.minimum(batch.token_ids, self._draft_vocab_size - 1)
+        logits = self._program.run(batch, with_logits=True).logits
+        assert logits is not None, "it is its group's leader"
+        with torch.inference_mode():
+            logits = logits[:, : self._vocab_size]
+            # A guess must be some token, of a model that has lost its numbers as well.
+            broken = broken_rows(logits)
+            return draw(with_zeros(logits, broken) if broken else logits, draws_of(plan))
+
+
+class _Work:
+    """The passes of one sequence of a plan."""
+
+    def __init__(self, sequence: ScheduledSequence, max_len: int) -> None:
+        drafting = sequence.drafting or Drafting(first_position=0, token_ids=(), num_drafts=0)
+        self._sequence = sequence
+        self._drafting = drafting
+        self._end = drafting.first_position + len(drafting.token_ids)
+        fits = self._end + drafting.num_drafts <= max_len
+        self._num_passes = max(1, drafting.num_drafts) if fits and drafting.token_ids else 0
+        self.num_drafts = drafting.num_drafts if fits else 0
+        self.drafts: tuple[int, ...] = ()
+
+    def has_pass(self, number: int) -> bool:
+        return number < self._num_passes
+
+    def share(self, number: int, block_size: int) -> ScheduledSequence:
+        """Pass 0 reads what is new; pass n reads draft n - 1."""
+        first = self._drafting.first_position if number == 0 else self._end + number - 1
+        token_ids = self._drafting.token_ids if number == 0 else self.drafts[-1:]
+        draws = number < self.num_drafts
+        return ScheduledSequence(
+            sequence_id=self._sequence.sequence_id,
+            first_position=first,
+            token_ids=token_ids,
+            block_ids=self._sequence.block_ids[: -(-(first + len(token_ids)) // block_size)],
+            draw=self._draw_params() if draws else None,
+            num_draws=1 if draws else 0,
+        )
+
+    def _draw_params(self) -> DrawParams:
+        assert self._sequence.draw is not None, "only a sequence that draws is drafted"
+        return draw_after(self._sequence.draw, self.drafts)
+
+
+def _alone(config: WorkerConfig, folder: Path) -> WorkerConfig:
+    """The settings of the draft model, on one rank."""
+    executor = "skeleton" if config.model.executor == "skeleton" else "auto"
+    model = config.model.model_copy(update={"model": str(folder), "max_model_len": None, "executor": executor})
+    parallel = config.parallel.model_copy(update={"tensor_parallel_size": 1})
+    cache = config.cache.model_copy(update={"kv_cache_dtype": "auto"})  # whatever runs it, and its cache is small
+    return config.model_copy(update={"model": model, "parallel": parallel, "cache": cache})
+
+
+def _silent(phase: str, done: int, total: int) -> None:
+    pass
+
+
+def check_same_tokens(folder: Path, draft_folder: Path) -> None:
+    """Raises `ConfigurationError` unless a token id means the same text in both models, as far as can be told."""
+    ours, theirs = (_read_tokens(path / "tokenizer.json") for path in (folder, draft_folder))
+    if ours is not None and theirs is not None and ours != theirs:
+        raise ConfigurationError(
+            f"speculation.draft_model = {str(draft_folder)!r}: its tokenizer is not that of the model in {folder}, "
+            "so its tokens mean something else; choose a draft model of the same family"
+        )
+
+
+def _read_tokens(path: Path) -> Any:
+    """The vocabulary and the added tokens of a `tokenizer.json`; None where there is none to compare."""
+    if not path.is_file():
+        return None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    added = {item["id"]: item["content"] for item in content.get("added_tokens", ())}
+    return content.get("model", {}).get("vocab"), added

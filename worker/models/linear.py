@@ -1,0 +1,269 @@
+"""Row-invariant linear layers over one rank's slice of a weight, column- and row-parallel, packed where that pays.
+
+A linear starts plain, with the weight as it came; `settle` tries out row rules and packs. A weight is kept once, packed
+or plain, never both.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.models.row_tiles import (
+    Kernel,
+    RowRule,
+    RowTiles,
+    cancelling_product,
+    largest_trial,
+    linear_candidates,
+    rows_agree,
+)
+
+PACKED_FOR_ROWS = 32
+"""The layout of a packed weight is chosen for calls of about this many rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """What modeling code may still ask of a weight that its kernel has taken: all but its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Self:
+        return cls(weight.shape, weight.dtype, weight.device)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"the values of a linear's weight are used past the linear: .{name}")
+
+
+class Linear(nn.Module):
+    """y = x W^T + b for x [..., in_features]; once settled, with the same bits for a row whatever else is in the call.
+
+    `weight` is [out_features, in_features]. The layer keeps it as no parameter or buffer, and once settled maybe a
+    packed copy instead: drop other references, and do not move or cast the layer.
+    """
+
+    weight: "Tensor | PackedWeight"
+    """Packed once settled."""
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self.weight = weight.detach()
+        self.bias = None if bias is None else bias.detach()
+        self._rule = RowRule()
+        self._kernel: Kernel | None = None
+
+    def settle(self, tiles: RowTiles) -> None:
+        """Chooses the row rule of this shape, and packs the weight where the rule says so. Once."""
+        assert isinstance(self.weight, Tensor), "a linear is settled once"
+        self._rule = _choose_rule(tiles, self.weight, self.bias is not None)
+        self._kernel = linear_kernel(self.weight.contiguous(), self.bias, packed=self._rule.packed)
+        self.weight = PackedWeight.of(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._kernel is None:
+            assert isinstance(self.weight, Tensor)
+            return F.linear(x, self.weight, self.bias)
+        if self._rule.allows(x.numel() // self.in_features):
+            return self._kernel(x)
+        return self._rule.run(self._kernel, x)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self._rule}"
+
+
+def settle(module: nn.Module, tiles: RowTiles, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    """Settles every linear inside `module`. `progress` gets linears done and in all."""
+    linears = [part for part in module.modules() if isinstance(part, Linear)]
+    for done, linear in enumerate(linears, start=1):
+        linear.settle(tiles)
+        progress(done, len(linears))
+
+
+class ColumnParallelLinear(nn.Module):
+    """This rank's share of the outputs: weight [out / size, in], bias [out / size]; x has all inputs.
+
+    With `gather_output` every rank gets all outputs, in rank order.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: TensorParallelGroup,
+        *,
+        gather_output: bool = False,
+    ) -> None:
+        super().__init__()
+        self.linear = Linear(weight, bias)
+        self._group = group
+        self.gathers = gather_output and group.size > 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return self._group.all_gather(y) if self.gathers else y
+
+
+class RowParallelLinear(nn.Module):
+    """This rank's share of the inputs: weight [out, in / size]; the ranks' results are summed.
+
+    `bias` [out] is whole on every rank and added once, after the sum. With `split_input` x has all inputs and this
+    rank takes its share, else x is that share.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: TensorParallelGroup,
+        *,
+        split_input: bool = False,
+    ) -> None:
+        super().__init__()
+        whole = group.size == 1
+        self.linear = Linear(weight, bias if whole else None)
+        self.bias = None if bias is None or whole else bias.detach()
+        self._group = group
+        self.splits = split_input and not whole
+        self._first_input = group.rank * self.linear.in_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.splits:
+            x = x.narrow(-1, self._first_input, self.linear.in_features)
+        y = self._group.all_reduce(self.linear(x))
+        return y if self.bias is None else y + self.bias
+
+
+def linear_kernel(weight: Tensor, bias: Tensor | None, *, packed: bool) -> Kernel:
+    """The product with `weight` [out, in], as rows to rows. It holds one form of the weight: plain, or packed once."""
+    if not packed:
+        return lambda x: F.linear(x, weight, bias)
+    linear = torch.ops.mkldnn._linear_pointwise.default
+    packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
+    return lambda x: linear(x, packed_weight, bias, "none", [], "")
+
+
+def _choose_rule(tiles: RowTiles, weight: Tensor, has_bias: bool) -> RowRule:
+    """The rule for weights of this shape and type; their values play no part."""
+    out_features, in_features = weight.shape
+    candidates = linear_candidates(weight.device, packable=_is_packable(weight), num_weights=weight.numel())
+
+    def holds(rule: RowRule) -> bool:
+        num_rows = largest_trial(weight.device, weight.numel())
+        rows, trial_weight = cancelling_product(out_features, in_features, num_rows, weight.dtype, weight.device)
+        bias = torch.zeros_like(trial_weight[:, 0]) if has_bias else None
+        return rows_agree(linear_kernel(trial_weight, bias, packed=rule.packed), rule, rows)
+
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return tiles.choose(f"linear {out_features}x{in_features} {dtype}{' + bias' * has_bias}", candidates, holds)
+
+
+def _is_packable(weight: Tensor) -> bool:
+    """oneDNN can pack and multiply this weight on this machine."""
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if weight.device.type != "cpu" or not has_onednn:
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if weight.dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return weight.dtype == torch.float32
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows `first_row` to `first_row + len(weight_slice) - 1` of the table. Every rank gets all hidden states."""
+
+    def __init__(self, weight_slice: Tensor, first_row: int, group: TensorParallelGroup) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight_slice.detach(), persistent=False)
+        self.weight: Tensor
+        self._first_row = first_row
+        self._group = group
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """[...] -> [..., hidden]. A token id outside the whole table gives zeros, except with one rank: IndexError."""
+        if self._group.size == 1:
+            return F.embedding(token_ids, self.weight)
+        rows = token_ids - self._first_row
+        elsewhere = (rows < 0) | (rows >= self.weight.shape[0])
+        hidden = F.embedding(rows.masked_fill_(elsewhere, 0), self.weight)
+        return self._group.all_reduce(hidden.masked_fill_(elsewhere.unsqueeze(-1), 0))
+
+
+class ScaledEmbedding(nn.Module):
+    """An embedding whose vectors are multiplied by a constant (Gemma 3)."""
+
+    scale: Tensor
+
+    def __init__(self, embedding: nn.Module, scale: Tensor) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.register_buffer("scale", scale)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        vectors: Tensor = self.embedding(token_ids)
+        return vectors * self.scale
+
+
+class VocabParallelHead(nn.Module):
+    """This rank's rows of the output table. Every rank gets all logits, cut to `vocab_size`."""
+
+    def __init__(
+        self,
+        weight_slice: Tensor,
+        bias_slice: Tensor | None,
+        group: TensorParallelGroup,
+        *,
+        vocab_size: int,
+    ) -> None:
+        super().__init__()
+        self.linear = Linear(weight_slice, bias_slice)
+        self._group = group
+        self.vocab_size = vocab_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> [..., vocab_size]."""
+        logits = self._group.all_gather(self.linear(x))
+        return logits[..., : self.vocab_size]
+
+
+VECTOR = 64
+"""A whole number of steps of torch's vector loops on CPUs, in numbers of any dtype."""
+
+
+class RowActivation(nn.Module):
+    """An activation, called on rows of whole vectors.
+
+    Torch runs over all numbers of a tensor in vectors and finishes what is left over with another formula of exp:
+    which numbers those are depends on the number of rows, unless each row is a whole number of vectors.
+    """
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    @staticmethod
+    def can_replace(module: nn.Module) -> bool:
+        """Whether this is one of transformers' activations, and without weights of its own."""
+        from transformers.activations import ACT2CLS
+
+        classes = {entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()}
+        return type(module) in classes and not list(module.parameters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = -x.shape[-1] % VECTOR
+        if padding == 0:
+            result: Tensor = self.activation(x)
+            return result
+        padded: Tensor = self.activation(F.pad(x, (0, padding)))
+        return padded[..., :-padding]

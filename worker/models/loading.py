@@ -1,0 +1,214 @@
+"""Model loading: from settings to a loaded model, in order: model, size of the cache, cache, model info."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from holdfast.worker.config import WorkerConfig
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.models.checks import check_kv_cache_dtype
+from holdfast.worker.models.draft_model import DraftModel
+from holdfast.worker.models.memory import (
+    check_memory,
+    check_num_blocks,
+    check_weights,
+    choose_num_blocks,
+    cpu_cache_bytes,
+    default_block_size,
+    gpu_cache_bytes,
+    memory_left,
+    smallest_of_all_ranks,
+    useful_blocks,
+)
+from holdfast.worker.models.parallelize import Target
+from holdfast.worker.models.rank_program import BlockCache, Program, load_program
+from holdfast.worker.models.weight_files import checkpoint_digest, weight_bytes
+from holdfast.worker.models.weights import model_folder, tokenizer_folder
+from holdfast.worker.process_memory import available_memory
+from holdfast.worker.scheduler.prompt_sharing import MAX_PROMPT_LOGPROBS
+from holdfast.worker.scheduler.speculation import max_num_draws
+from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """One rank's share of a loaded model, with its cache: what a model runner needs."""
+
+    program: Program
+    cache: BlockCache
+    info: ModelInfo
+    draft: DraftModel | None
+    """On the leading rank of a replica that has one."""
+
+
+def load_model(
+    config: WorkerConfig, group: TensorParallelGroup, device: torch.device, progress: Callable[[str, int, int], None]
+) -> LoadedModel:
+    """Loads this rank's share. All ranks of the group call this together; `info.row_invariant` is not known yet.
+
+    Raises `ConfigurationError` or `UnsupportedModelError` where the model cannot be served so.
+    """
+    check_kv_cache_dtype(config, device.type)
+    has_weights = config.model.load_format != "dummy"
+    folder = model_folder(config.model, with_weights=has_weights)
+    if has_weights:
+        _check_room(config, folder, group, device)
+    loaded = load_program(config, folder, group, device, progress)
+    program, facts, target = loaded.program, loaded.facts, loaded.target
+    draft = _load_draft(config, folder, facts.vocab_size, target)
+    cache = _allocate_cache(config, program, draft, target, facts.max_model_len)
+    if draft is not None:
+        draft.allocate_cache(cache.num_blocks, cache.block_size)
+    num_tokens = cache.num_blocks * cache.block_size
+    if num_tokens < facts.max_model_len:
+        logger.warning("the KV cache holds %d tokens, and the model could use %d", num_tokens, facts.max_model_len)
+    info = ModelInfo(
+        model=config.model.name,
+        path=str(tokenizer_folder(config.model, folder)),
+        model_type=facts.model_type,
+        chat_template=config.model.chat_template or "",
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.vocab_size,
+        eos_token_ids=frozenset(facts.eos_token_ids),
+        dtype=str(target.dtype).removeprefix("torch."),
+        tensor_parallel_size=group.size,
+        block_size=cache.block_size,
+        num_blocks=cache.num_blocks,
+        kv_bytes_per_token=program.kv_bytes_per_token,
+        row_invariant=False,
+        device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
+        executor=f"{program.numerics}+{program.sampler.numerics}",
+        checkpoint_digest=checkpoint_digest(folder, config.model.hf_overrides),
+        release=_release(),
+    )
+    return LoadedModel(program=program, cache=cache, info=info, draft=draft)
+
+
+def _check_room(config: WorkerConfig, folder: Path, group: TensorParallelGroup, device: torch.device) -> None:
+    """All ranks come to the same answer: that of the one with the least room."""
+    share = weight_bytes(folder, config.model.dtype) // group.size
+    check_weights(share, smallest_of_all_ranks(memory_left(device), group, device), config.model.model)
+
+
+def _release() -> str:
+    """The release of this code; empty in a checkout that is not installed."""
+    try:
+        return version("holdfast")
+    except PackageNotFoundError:
+        return ""
+
+
+def reloaded_config(config: WorkerConfig, info: ModelInfo, folder: str) -> WorkerConfig:
+    """The settings to load other weights by: a cache of the same size, and no draft model, for there is one."""
+    found = {"model": folder, "served_model_name": info.model, "max_model_len": info.max_model_len}
+    found |= {"keep_layout": False, "load_format": "auto", "revision": None, "tokenizer": info.path}
+    cache = {"num_blocks": info.num_blocks, "block_size": info.block_size, "kv_cache_memory": None}
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update=found),
+            "cache": config.cache.model_copy(update=cache),
+            "speculation": config.speculation.model_copy(update={"speculative": "none"}),
+        }
+    )
+
+
+def check_same_model(served: ModelInfo, other: ModelInfo) -> None:
+    """Raises `ConfigurationError` unless they differ in their weights alone: requests and caches belong to the rest."""
+    for name in ("model_type", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "executor"):
+        old, new = getattr(served, name), getattr(other, name)
+        if old != new:
+            raise ConfigurationError(f"weights of another model cannot be taken: its {name} is {new}, not {old}")
+
+
+def _load_draft(config: WorkerConfig, folder: Path, vocab_size: int, target: Target) -> DraftModel | None:
+    """The draft model, whole, on the leading rank: it is small, and ranks that wait for it cost less than its sums."""
+    speculation = config.speculation
+    if speculation.speculative != "draft":
+        return None
+    if speculation.draft_model is None:
+        raise ConfigurationError(
+            f"speculation.draft_model: {config.model.model} has no draft model of its own; name one"
+        )
+    if target.group.rank > 0:
+        return None
+    return DraftModel.load(config, folder, vocab_size, target)
+
+
+def _allocate_cache(
+    config: WorkerConfig, program: Program, draft: DraftModel | None, target: Target, max_model_len: int
+) -> BlockCache:
+    """The cache, with the same number of blocks on every rank, and memory left for the draft model's."""
+    block_size = config.cache.block_size or default_block_size(target.device)
+    draft_bytes = draft.kv_bytes_per_token if draft is not None else 0
+    block_bytes = (program.kv_bytes_per_token + draft_bytes) * block_size
+    most_blocks = None
+    if config.cache.num_blocks is not None or config.cache.kv_cache_memory is not None:
+        default_bytes = 0
+    elif target.device.type == "cuda":
+        activations = _activation_bytes(config, program, target, block_size, max_model_len)
+        default_bytes = gpu_cache_bytes(target.device, activations, config.cache.gpu_memory_utilization)
+    else:
+        default_bytes = cpu_cache_bytes()
+        most_blocks = useful_blocks(config, block_size, max_model_len)
+    chosen = choose_num_blocks(config.cache, default_bytes, block_bytes, most_blocks)
+    num_blocks = smallest_of_all_ranks(chosen, target.group, target.device)
+    check_num_blocks(num_blocks, block_bytes)  # only now: all ranks come to the same answer
+    if target.device.type == "cpu":
+        left_bytes = smallest_of_all_ranks(available_memory(), target.group, target.device)
+        check_memory(num_blocks, block_bytes, left_bytes)
+    logger.info("KV cache: %d blocks of %d tokens, %d MiB", num_blocks, block_size, num_blocks * block_bytes >> 20)
+    try:
+        cache = program.allocate_cache(num_blocks, block_size)
+    except ValueError as error:
+        raise ConfigurationError(f"cache.{error}") from error
+    if config.cache.kv_cache_memory is not None:
+        cache.want_all()
+    return cache
+
+
+def _activation_bytes(
+    config: WorkerConfig, program: Program, target: Target, block_size: int, max_model_len: int
+) -> int:
+    """What the fullest step needs on a GPU besides weights and cache, measured with a cache just large enough."""
+    plan = full_step(config, block_size, max_model_len)
+    program.allocate_cache(sum(len(sequence.block_ids) for sequence in plan.sequences), block_size)
+    batch = StepBatch.of(plan)
+    torch.cuda.reset_peak_memory_stats(target.device)
+    before = torch.cuda.memory_allocated(target.device)
+    program.run(batch, with_logits=True)
+    peak = torch.cuda.max_memory_allocated(target.device) - before
+    program.drop_cache()
+    torch.cuda.empty_cache()
+    return peak
+
+
+def full_step(config: WorkerConfig, block_size: int, max_model_len: int) -> StepPlan:
+    """A step that uses up the budgets of tokens and of rows of logits, with sequences as long as they may be."""
+    greedy = DrawParams(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0)
+    sequences: list[ScheduledSequence] = []
+    num_draws, num_blocks = max_num_draws(config.scheduler, config.speculation) + MAX_PROMPT_LOGPROBS, 0
+    left = config.scheduler.max_num_batched_tokens
+    while left > 0:
+        count = min(left, max_model_len)
+        needed = -(-count // block_size)
+        draws = min(num_draws, count)
+        sequence = ScheduledSequence(
+            sequence_id=len(sequences),
+            first_position=0,
+            token_ids=(0,) * count,
+            block_ids=tuple(range(num_blocks, num_blocks + needed)),
+            draw=greedy if draws else None,
+            num_draws=draws,
+        )
+        sequences.append(sequence)
+        num_draws, num_blocks, left = num_draws - draws, num_blocks + needed, left - count
+    return StepPlan(step_id=0, others=tuple(sequences))

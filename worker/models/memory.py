@@ -1,0 +1,203 @@
+"""Memory of a model: how much it needs, estimated before it is loaded, and how many KV-cache blocks a rank gets. All
+sizes are bytes of one rank.
+"""
+
+import errno
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from holdfast.worker.config import CacheConfig, WorkerConfig
+from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.cpu.packing import elements_per_head
+from holdfast.worker.executors.kv_cache import KVSpec
+from holdfast.worker.models.checks import check_kv_cache_dtype, choose_max_model_len
+from holdfast.worker.models.decoder_program import is_candidate
+from holdfast.worker.models.model import choose_device, register_attention, serving_dtype
+from holdfast.worker.models.parallel_plan import ParallelPlan, is_transposed_linear
+from holdfast.worker.models.weights import build_skeleton, model_folder, read_config
+from holdfast.worker.process_memory import available_memory, readable_bytes
+
+CPU_CACHE_LIMIT: Final = 2**30
+"""Without a setting, a rank on a CPU takes at most this much, and at most `CPU_CACHE_SHARE` of what is available."""
+
+CPU_CACHE_SHARE: Final = 0.1
+
+PREFIX_CACHE_FACTOR: Final = 4
+"""With prefix caching, a CPU's cache has room for this many times what running sequences can use: three quarters for
+prefixes of earlier ones. A larger cache costs no time at the start (`worker/executors/kv_cache.py`); its memory
+is bounded as above."""
+
+MIN_BLOCKS: Final = 2
+"""The check before the first request runs two sequences side by side."""
+
+
+WAYS_OUT: Final = (
+    "lower --kv-cache-memory or --gpu-memory-utilization, raise --tp, or serve a smaller model (`holdfast estimate` "
+    "says what one needs)"
+)
+"""What helps where a model does not fit."""
+
+
+class MemoryEstimator:
+    """Answers from the config alone what a rank of a model will need. Reads no weights and allocates none."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Raises as loading would where the config cannot be served."""
+        hf_config = read_config(model_folder(config.model, with_weights=False), config.model.hf_overrides)
+        register_attention()
+        model = build_skeleton(hf_config)
+        plan = ParallelPlan(hf_config, model.tp_plan or {}, config.parallel.tensor_parallel_size)
+        dtype = serving_dtype(config.model, hf_config)
+        self.max_model_len = choose_max_model_len(hf_config, config.model.max_model_len)
+        device = choose_device(config.model)
+        self.block_size = config.cache.block_size or default_block_size(device)
+        self.weight_bytes = _weight_bytes(model, plan, dtype)
+        is_program = config.model.executor != "skeleton" and is_candidate(hf_config.model_type, self.block_size)
+        check_kv_cache_dtype(config, device.type, hf_config)
+        in_tiles = is_program and device.type == "cpu"
+        self.kv_bytes_per_token = _kv_bytes_per_token(config, hf_config, plan, dtype, in_tiles=in_tiles)
+
+    def default_cache_bytes(self, config: WorkerConfig, default_bytes: int, *, is_gpu: bool) -> int:
+        """Memory of the cache that loading would choose where `default_bytes` are there for it."""
+        block_bytes = self.kv_bytes_per_token * self.block_size
+        most_blocks = None if is_gpu else useful_blocks(config, self.block_size, self.max_model_len)
+        return choose_num_blocks(config.cache, default_bytes, block_bytes, most_blocks) * block_bytes
+
+    def num_blocks(self, cache_bytes: int) -> int:
+        """Blocks that fit into this much memory for the cache."""
+        return cache_bytes // (self.kv_bytes_per_token * self.block_size)
+
+    def num_sequences(self, cache_bytes: int, num_tokens: int) -> int:
+        """Sequences of `num_tokens`, prompt and output together, that fit at the same time."""
+        return self.num_blocks(cache_bytes) // -(-num_tokens // self.block_size)
+
+
+def default_block_size(device: torch.device) -> int:
+    """Tokens of a block where the settings name none."""
+    return 64 if device.type == "cuda" else 16
+
+
+def kv_bytes_per_token(specs: Sequence[KVSpec], dtype: torch.dtype) -> int:
+    """What one token takes in the cache of one rank, all layers together."""
+    return sum(spec.values_per_token for spec in specs) * dtype.itemsize
+
+
+def cpu_cache_bytes() -> int:
+    """A modest default on a CPU: a tenth of the memory that is available, and no more than 1 GiB."""
+    return min(CPU_CACHE_LIMIT, int(available_memory() * CPU_CACHE_SHARE))
+
+
+def gpu_cache_bytes(device: torch.device, activation_bytes: int, utilization: float) -> int:
+    """What is left of `utilization` of a GPU's memory after what is in use and what a full step needs on top."""
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * utilization) - (total - free) - activation_bytes
+
+
+def useful_blocks(config: WorkerConfig, block_size: int, max_model_len: int) -> int:
+    """Blocks beyond which a larger cache does little: for a small model, far fewer than fit its memory."""
+    running = config.scheduler.max_num_seqs * -(-max_model_len // block_size)
+    return max(MIN_BLOCKS, running * (PREFIX_CACHE_FACTOR if config.cache.enable_prefix_caching else 1))
+
+
+def choose_num_blocks(config: CacheConfig, default_bytes: int, block_bytes: int, most_blocks: int | None) -> int:
+    """Blocks of this rank's cache: as set, or as many as fit the memory that is set, or the default memory.
+
+    `most_blocks` bounds the default where more would do little. The result may be too small to work with.
+    """
+    if config.num_blocks is not None:
+        return config.num_blocks
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory // block_bytes
+    num_blocks = default_bytes // block_bytes
+    return num_blocks if most_blocks is None else min(num_blocks, most_blocks)
+
+
+def check_num_blocks(num_blocks: int, block_bytes: int) -> None:
+    """Refuses a cache that is too small. Raises `ConfigurationError`."""
+    if num_blocks < MIN_BLOCKS:
+        raise ConfigurationError(
+            f"the KV cache would have {max(num_blocks, 0)} blocks of {block_bytes} bytes, and needs {MIN_BLOCKS}; "
+            "raise cache.num_blocks, cache.kv_cache_memory or cache.gpu_memory_utilization, or lower cache.block_size"
+        )
+
+
+def check_memory(num_blocks: int, block_bytes: int, available_bytes: int) -> None:
+    """Refuses a cache that is larger than the memory that is left. Raises `ConfigurationError`."""
+    if num_blocks * block_bytes > available_bytes:
+        raise ConfigurationError(
+            f"the KV cache would take {readable_bytes(num_blocks * block_bytes)} ({num_blocks} blocks of {block_bytes} "
+            f"bytes), and {readable_bytes(available_bytes)} of memory are left; lower cache.kv_cache_memory or "
+            "cache.num_blocks, or leave them unset"
+        )
+
+
+def check_weights(num_bytes: int, available_bytes: int, model: str) -> None:
+    """Refuses weights, this rank's share of them, that are larger than the memory that is left, before they are read.
+
+    Raises `ConfigurationError`.
+    """
+    if num_bytes > available_bytes:
+        raise ConfigurationError(
+            f"model.model = {model!r}: the weights of a rank take {readable_bytes(num_bytes)}, and "
+            f"{readable_bytes(available_bytes)} of memory are left; {WAYS_OUT}"
+        )
+
+
+def memory_left(device: torch.device) -> int:
+    """Bytes that a rank on this device can still get."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+
+
+def is_failed_allocation(error: BaseException) -> bool:
+    """Whether memory ran out: Python's, the system's, or a device's. Torch has no class for that of the CPU's."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def smallest_of_all_ranks(value: int, group: TensorParallelGroup, device: torch.device) -> int:
+    """The same number on every rank, so that a block id means the same everywhere."""
+    return int(group.all_gather(torch.tensor([value], device=device), dim=0).min())
+
+
+def _weight_bytes(model: Any, plan: ParallelPlan, dtype: torch.dtype) -> int:
+    tables = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    stored_dtype, total = model.dtype, 0.0
+    for name, parameter in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        attention = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
+        shape = tuple(parameter.T.shape) if is_transposed_linear(owner) else tuple(parameter.shape)
+        if id(parameter) in tables:
+            share = -(-shape[0] // plan.size) / shape[0]
+        else:
+            cut = plan.cut(name, shape, getattr(attention, "head_dim", None))
+            share = 1.0 if cut is None else cut.share
+        itemsize = dtype.itemsize if parameter.dtype == stored_dtype else parameter.dtype.itemsize
+        total += parameter.numel() * share * itemsize
+    saved = model.state_dict()
+    total += sum(buffer.nbytes for name, buffer in model.named_buffers() if name in saved)
+    return int(total)
+
+
+def _kv_bytes_per_token(
+    config: WorkerConfig, hf_config: Any, plan: ParallelPlan, dtype: torch.dtype, *, in_tiles: bool
+) -> int:
+    """`in_tiles`: the native executor keeps them, which fills up heads to whole tiles."""
+    num_heads = hf_config.num_attention_heads
+    if getattr(hf_config, "qk_nope_head_dim", None):  # latent attention is cached expanded
+        num_kv_heads = num_heads
+        key_dim = hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim
+        value_dim = hf_config.v_head_dim
+    else:
+        num_kv_heads = getattr(hf_config, "num_key_value_heads", None) or num_heads
+        key_dim = value_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // num_heads
+    local = max(1, num_kv_heads // plan.size) if plan.splits_attention else num_kv_heads
+    values = elements_per_head(key_dim) if in_tiles else key_dim + value_dim
+    spec = KVSpec(num_heads=local, num_kv_heads=local, key_dim=key_dim, value_dim=value_dim)
+    of_layer = local * values * dtype.itemsize if config.cache.kv_cache_dtype == "auto" else spec.fp8_bytes_per_token
+    return int(hf_config.num_hidden_layers) * of_layer

@@ -1,0 +1,263 @@
+"""Tensor-parallel plan of a model: Hugging Face's plan, read as cuts of its parameters. An unknown style is an error: a
+layer that is replicated by mistake next to one that is split silently gives wrong numbers.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.models.checks import check_heads
+
+
+class Split(Enum):
+    """What happens to a linear (or a bare parameter) when ranks share a model."""
+
+    WHOLE = auto()
+    """Every rank has all of it."""
+    COLUMNS = auto()
+    """Each rank computes some of the outputs."""
+    ROWS = auto()
+    """Each rank takes some of the inputs; the outputs are partial sums."""
+    SUM = auto()
+    """The module's parameters are split one by one; what it returns is a partial sum."""
+    ONCE = auto()
+    """The first rank has it, the others have zeros: a bias inside a partial sum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """One way of splitting. `whole_activations`: outputs are gathered (columns), or inputs arrive whole (rows)."""
+
+    split: Split = Split.WHOLE
+    whole_activations: bool = False
+    num_packed: int = 1
+    """Equal matrices fused into one, each of which is cut by itself (gate and up)."""
+    packed_heads: bool = False
+    """Queries, keys and values fused into one matrix, in this order."""
+
+
+_WHOLE = Style()
+_SUM = Style(split=Split.SUM)
+
+STYLES: Final[Mapping[str, Style]] = {
+    "colwise": Style(split=Split.COLUMNS),
+    "colwise_gather_output": Style(split=Split.COLUMNS, whole_activations=True),
+    "colwise_rep": Style(split=Split.COLUMNS, whole_activations=True),
+    "packed_colwise": Style(split=Split.COLUMNS, num_packed=2),
+    "rowwise": Style(split=Split.ROWS),
+    "rowwise_split_input": Style(split=Split.ROWS, whole_activations=True),
+    "rowwise_rep": Style(split=Split.ROWS, whole_activations=True),
+    "packed_rowwise": Style(split=Split.ROWS, num_packed=2),
+    "moe_tp_experts": _SUM,
+    "all_reduce": _SUM,
+    "replicate": _WHOLE,
+    "replicated_with_grad_allreduce": _WHOLE,
+    "mla_kv_a_proj": _WHOLE,
+    "local_params": _WHOLE,
+    "embedding_rowwise": _WHOLE,  # the vocabulary's embedding and head are split in any case, others are small
+    "embedding_colwise": _WHOLE,
+    "fused_heads": Style(split=Split.COLUMNS, packed_heads=True),  # this name and the next are ours
+    "first_rank": Style(split=Split.ONCE),
+}
+
+_NORMED_HEADS: Final = {"cohere": "use_qk_norm", "stablelm": "qk_layernorm"}
+"""Settings under which each head has a norm of its own, which heads that moved to another rank would miss."""
+
+_GATHERED: Final = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
+
+
+def _rules(prefix: str, style: str, *names: str) -> dict[str, str]:
+    return {prefix + name: style for name in names}
+
+
+def _attention(prefix: str, output: str = "o_proj") -> dict[str, str]:
+    return _rules(prefix, "colwise", "q_proj", "k_proj", "v_proj") | _rules(prefix, "rowwise", output)
+
+
+_ATTENTION: Final = _attention("model.layers.*.self_attn.")
+_MLP: Final = _rules("model.layers.*.mlp.", "colwise", "gate_proj", "up_proj") | {
+    "model.layers.*.mlp.down_proj": "rowwise"
+}
+_FUSED_MLP: Final = {"model.layers.*.mlp.gate_up_proj": "packed_colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+_GPT_OSS_EXPERTS: Final = {  # stored as [expert, input, output], gate and up interleaved
+    "model.layers.*.mlp.experts": "moe_tp_experts",
+    "model.layers.*.mlp.experts.gate_up_proj": "rowwise",
+    "model.layers.*.mlp.experts.gate_up_proj_bias": "rowwise",
+    "model.layers.*.mlp.experts.down_proj": "colwise",
+    "model.layers.*.mlp.experts.down_proj_bias": "first_rank",
+}
+
+_OVERRIDES: Final[Mapping[str, Mapping[str, str]]] = {
+    "biogpt": _attention("biogpt.layers.*.self_attn.", "out_proj")
+    | {"biogpt.layers.*.fc1": "colwise", "biogpt.layers.*.fc2": "rowwise"},
+    "deepseek_v3": _rules("model.layers.*.self_attn.", "colwise", "q_proj", "q_b_proj", "kv_b_proj")
+    | {"model.layers.*.self_attn.o_proj": "rowwise"},
+    "glm": _FUSED_MLP,
+    "glm4": _FUSED_MLP,
+    "gpt2": _rules("transformer.h.*.", "rowwise", "attn.c_proj", "mlp.c_proj")
+    | {"transformer.h.*.attn.c_attn": "fused_heads", "transformer.h.*.mlp.c_fc": "colwise"},
+    "gpt_bigcode": _rules("transformer.h.*.", "colwise_gather_output", "attn.c_attn")
+    | {"transformer.h.*.attn.c_proj": "rowwise_split_input"}
+    | {"transformer.h.*.mlp.c_fc": "colwise", "transformer.h.*.mlp.c_proj": "rowwise"},
+    "gpt_oss": _ATTENTION | {"model.layers.*.self_attn.sinks": "colwise"} | _GPT_OSS_EXPERTS,
+    "granitemoe": _ATTENTION,
+    "granitemoeshared": _ATTENTION,
+    "hunyuan_v1_dense": _ATTENTION | _MLP,
+    "hunyuan_v1_moe": _ATTENTION,
+    "nemotron": _ATTENTION | {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"},
+    "opt": _attention("model.decoder.layers.*.self_attn.", "out_proj")
+    | {"model.decoder.layers.*.fc1": "colwise", "model.decoder.layers.*.fc2": "rowwise"},
+    "persimmon": _rules("model.layers.*.", "colwise", "self_attn.query_key_value", "mlp.dense_h_to_4h")
+    | _rules("model.layers.*.", "rowwise", "self_attn.dense", "mlp.dense_4h_to_h"),
+    "phi3": _FUSED_MLP
+    | {"model.layers.*.self_attn.qkv_proj": "fused_heads", "model.layers.*.self_attn.o_proj": "rowwise"},
+    "phimoe": _ATTENTION,
+    "qwen2_moe": _rules("model.layers.*.mlp.shared_expert.", "colwise", "gate_proj", "up_proj")
+    | {"model.layers.*.mlp.shared_expert.down_proj": "rowwise"},
+    "stablelm": _ATTENTION | _MLP,
+}
+
+LOCAL_COUNTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "gpt2": ("split_size",),
+    "opt": ("num_heads",),
+    "persimmon": ("num_heads",),
+    "phi3": ("config.num_attention_heads", "num_key_value_heads"),
+    "stablelm": ("num_heads", "num_key_value_heads"),
+}
+"""Attributes of attention modules that the modeling code shapes its tensors by: a rank needs its own share there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A contiguous stretch of a dimension, in `num_chunks` equal chunks, such as the queries of a fused QKV.
+
+    With fewer chunks than ranks, neighbouring ranks hold the same chunk.
+    """
+
+    length: int
+    num_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one dimension of a parameter is shared: each rank takes its chunk of every segment."""
+
+    dim: int
+    segments: tuple[Segment, ...]
+
+    def take(self, whole: Tensor, rank: int, size: int) -> Tensor:
+        """This rank's share: a view where there is one segment, else a new tensor."""
+        pieces, start = [], 0
+        for segment in self.segments:
+            chunk = segment.length // segment.num_chunks
+            pieces.append(whole.narrow(self.dim, start + chunk * (rank * segment.num_chunks // size), chunk))
+            start += segment.length
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+    @property
+    def share(self) -> float:
+        """The fraction of the parameter that one rank holds."""
+        kept = sum(segment.length // segment.num_chunks for segment in self.segments)
+        return kept / sum(segment.length for segment in self.segments)
+
+
+class ParallelPlan:
+    """The styles of one model at one number of ranks; on one rank everything is whole.
+
+    Raises `UnsupportedModelError` where the model cannot be split over that many.
+    """
+
+    def __init__(self, config: Any, rules: Mapping[str, str], size: int) -> None:
+        self.config = config
+        self.size = size
+        self._rules = _complete(config, rules) if size > 1 else {}
+        if size > 1:
+            self._check()
+
+    @property
+    def splits_attention(self) -> bool:
+        """Each rank has its own heads; otherwise all ranks compute (and cache) all of them."""
+        names = ("k_proj", "kv_b_proj", "qkv_proj", "query_key_value", "c_attn")
+        return any(
+            rule.endswith(names) and STYLES[style].split is Split.COLUMNS and not STYLES[style].whole_activations
+            for rule, style in self._rules.items()
+        )
+
+    def style(self, name: str) -> Style:
+        """The style of a module, or of a bare parameter, by its full name."""
+        return STYLES[self._rules.get(_generic(name), "replicate")]
+
+    def parameter_style(self, name: str) -> Style:
+        """The style of a parameter: its own, else its module's. The bias of a sum over ranks is whole."""
+        owner, _, kind = name.rpartition(".")
+        own, around = self.style(name), self.style(owner)
+        if own.split is not Split.WHOLE or around.split is Split.SUM:
+            return own
+        return _WHOLE if around.split is Split.ROWS and kind == "bias" else around
+
+    def cut(self, name: str, shape: tuple[int, ...], head_dim: int | None) -> Cut | None:
+        """How the parameter of this full name and shape is shared; None: no rank has less than all of it.
+
+        `head_dim` is that of the attention module around it, if there is one.
+        """
+        style = self.parameter_style(name)
+        if style.split not in (Split.COLUMNS, Split.ROWS):
+            return None
+        dim = len(shape) - 1 if style.split is Split.ROWS or len(shape) == 1 else len(shape) - 2
+        cut = Cut(dim, self._segments(name, style, shape[dim], head_dim))
+        for segment in cut.segments:
+            if segment.length % segment.num_chunks:
+                reason = f"{segment.length} features of {name} cannot be shared by {self.size} ranks"
+                raise UnsupportedModelError(self.config.model_type, reason, "Choose another tensor_parallel_size")
+        return cut
+
+    def _segments(self, name: str, style: Style, length: int, head_dim: int | None) -> tuple[Segment, ...]:
+        num_heads = self.config.num_attention_heads
+        if style.packed_heads:
+            assert head_dim is not None, "heads are fused in attention modules, and those know their size"
+            queries = num_heads * head_dim
+            keys = Segment((length - queries) // 2, min((length - queries) // 2 // head_dim, self.size))
+            return Segment(queries, self.size), keys, keys
+        is_kv = bool({"k_proj", "v_proj"} & set(name.split("."))) and not style.whole_activations
+        if is_kv and style.split is Split.COLUMNS:
+            num_kv_heads = getattr(self.config, "num_key_value_heads", None) or num_heads
+            return (Segment(length, min(length // head_dim if head_dim else num_kv_heads, self.size)),)
+        return (Segment(length // style.num_packed, self.size),) * style.num_packed
+
+    def _check(self) -> None:
+        unknown = sorted(set(self._rules.values()) - set(STYLES))
+        if unknown:
+            reason = f"its tensor-parallel plan has styles that are not understood here ({', '.join(unknown)})"
+            raise UnsupportedModelError(self.config.model_type, reason, "Serve it with tensor_parallel_size 1")
+        if not any("*" in rule and STYLES[style].split is not Split.WHOLE for rule, style in self._rules.items()):
+            reason = "it has no tensor-parallel plan for its layers"
+            raise UnsupportedModelError(self.config.model_type, reason, "Serve it with tensor_parallel_size 1")
+        if self.splits_attention:
+            check_heads(self.config, self.size)
+
+
+def is_transposed_linear(module: object) -> bool:
+    """GPT-2 keeps the weights of its linears as [input, output]."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module) is Conv1D
+
+
+def _complete(config: Any, rules: Mapping[str, str]) -> dict[str, str]:
+    """The model's own rules under ours. Where each head has its own norm, attention is split by weights only."""
+    completed = {**rules, **_OVERRIDES.get(config.model_type, {})}
+    normed = getattr(config, _NORMED_HEADS.get(config.model_type, ""), False)
+    if not normed:
+        return completed
+    return {rule: _GATHERED.get(style, style) if ".self_attn." in rule else style for rule, style in completed.items()}
+
+
+def _generic(name: str) -> str:
+    """`model.layers.3.mlp` -> `model.layers.*.mlp`, as plans write it."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -1,0 +1,270 @@
+"""Program of a rank: what runs the steps of its share of a model, the decoder program or the Hugging Face skeleton."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from holdfast.worker.config import WorkerConfig
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler
+from holdfast.worker.models.checks import OTHER_ENGINE, check_kv_cache_dtype, choose_max_model_len, fp8_refused
+from holdfast.worker.models.decoder_program import (
+    DecoderProgram,
+    OverlappingExecutor,
+    all_ranks,
+    is_available,
+    make_program,
+    read_program,
+)
+from holdfast.worker.models.families import FAMILIES
+from holdfast.worker.models.kept_layout import KeptLayout, ModelFacts
+from holdfast.worker.models.memory import default_block_size
+from holdfast.worker.models.model import RankModel, build_rank_model, serving_dtype
+from holdfast.worker.models.parallelize import Target
+from holdfast.worker.models.proof import Recognized
+from holdfast.worker.models.row_tiles import RowTiles
+from holdfast.worker.models.skeleton_program import SkeletonProgram
+from holdfast.worker.models.weights import read_config, read_eos_token_ids
+from holdfast.worker.progress import ProgressCounter
+
+logger = logging.getLogger(__name__)
+
+_LARGE_BYTES: Final = 2 << 30
+"""Of weights: converting those to float32 for a proof is work for all cores."""
+
+
+class BlockCache(Protocol):
+    """The memory of a program's keys and values, by blocks."""
+
+    num_blocks: int
+    block_size: int
+
+    def copy(self, sources: Tensor, destinations: Tensor, num_tokens: Tensor) -> None:
+        """Copies the first `num_tokens` slots of blocks to other ones in all layers."""
+        ...
+
+    def clear(self, block_ids: Tensor) -> None:
+        """Writes zeros over these blocks in all layers."""
+        ...
+
+    def want_all(self) -> None:
+        """Says that all blocks are meant to be used: their memory may be taken from the system before."""
+        ...
+
+
+class Program(Protocol):
+    """Runs the steps of one rank. All ranks of a group make the same calls."""
+
+    progress: ProgressCounter
+    """Moves with every layer of every step."""
+
+    @property
+    def sampler(self) -> StepSampler:
+        """Reads the leader's logits."""
+        ...
+
+    @property
+    def numerics(self) -> str:
+        """Names the order of its arithmetic: programs of different numerics differ in their bits."""
+        ...
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of this rank's cache, all layers together."""
+        ...
+
+    @property
+    def row_invariant(self) -> bool:
+        """Whether no trial of its kernels found a row that depends on its neighbours."""
+        ...
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> BlockCache:
+        """The cache that steps use from now on. Raises ValueError where the block size does not fit."""
+        ...
+
+    def drop_cache(self) -> None:
+        """Frees the cache; another is allocated before the next step."""
+        ...
+
+    def warm_up(self, max_rows: int) -> None:
+        """Does now what steps of up to `max_rows` sequences that decode would do once. Overwrites the first block."""
+        ...
+
+    def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
+        """One step. The leader's output counts; others may return less."""
+        ...
+
+    @property
+    def runs_several_steps(self) -> bool:
+        """Whether a batch may be for several steps (`StepBatch.num_steps`). The same on all ranks."""
+        ...
+
+    @property
+    def overlapping(self) -> OverlappingExecutor | None:
+        """What runs two steps at a time, if the device does."""
+        ...
+
+    def close(self) -> None:
+        """Frees threads and memory. Nothing is run after it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedProgram:
+    """A program, and what is known of its model."""
+
+    program: Program
+    facts: ModelFacts
+    target: Target
+
+
+def load_program(
+    config: WorkerConfig,
+    folder: Path,
+    group: TensorParallelGroup,
+    device: torch.device,
+    progress: Callable[[str, int, int], None],
+) -> LoadedProgram:
+    """Loads this rank's share of the model in `folder`. All ranks of the group do so together.
+
+    Raises `UnsupportedModelError` where a gate refuses the model, or where it must run as a decoder program and cannot.
+    """
+    kept = KeptLayout(config, folder, group, device)
+    return _recalled(kept, config, group, device, progress) or _loaded(kept, config, folder, group, device, progress)
+
+
+def _recalled(
+    kept: KeptLayout,
+    config: WorkerConfig,
+    group: TensorParallelGroup,
+    device: torch.device,
+    progress: Callable[[str, int, int], None],
+) -> LoadedProgram | None:
+    """The program of a layout that an earlier start has kept, if all ranks have one."""
+    recalled = kept.recall()
+    if recalled is not None and not is_available(device):
+        recalled = None  # as at a first start, the skeleton serves, and the log says why
+    if not all_ranks(group, recalled is not None):
+        return None
+    assert recalled is not None
+    recognized, facts = recalled
+    progress("load", 1, 1)
+    target = Target(group=group, tiles=RowTiles(device), device=device, dtype=recognized.layout.dtype)
+    program = _made(recognized, config, target, facts)
+    if isinstance(program, str):
+        logger.info("the layout that was kept is not used: %s", program)
+        return None
+    return LoadedProgram(program=program, facts=facts, target=target)
+
+
+def _loaded(
+    kept: KeptLayout,
+    config: WorkerConfig,
+    folder: Path,
+    group: TensorParallelGroup,
+    device: torch.device,
+    progress: Callable[[str, int, int], None],
+) -> LoadedProgram:
+    """The program of a model that Hugging Face's modules are built of."""
+    hf_config = read_config(folder, config.model.hf_overrides)
+    check_kv_cache_dtype(config, device.type, hf_config)
+    facts = ModelFacts(
+        model_type=hf_config.model_type,
+        vocab_size=hf_config.vocab_size,
+        max_model_len=choose_max_model_len(hf_config, config.model.max_model_len),
+        eos_token_ids=tuple(sorted(i for i in read_eos_token_ids(folder, hf_config) if i < hf_config.vocab_size)),
+    )
+    if getattr(hf_config, "kv_lora_rank", None):
+        logger.warning("latent attention is cached expanded, which takes many times the memory of the latents")
+    target = Target(group=group, tiles=RowTiles(device), device=device, dtype=serving_dtype(config.model, hf_config))
+
+    reads = config.model.executor != "skeleton" and (device.type == "cpu" or facts.model_type in FAMILIES)
+    with _few_threads(folder, device):
+        model = _built(config, folder, hf_config, _in_main_memory(target) if reads else target, progress)
+    if reads:
+        with _few_threads(folder, device):
+            recognized = _recognized(model, config, target, facts)
+        program: DecoderProgram | str = recognized if isinstance(recognized, str) else ""
+        if isinstance(recognized, Recognized):
+            kept.keep(recognized, facts)  # now: what is packed is used up
+            program = _made(recognized, config, target, facts)
+        if isinstance(program, DecoderProgram):
+            return LoadedProgram(program=program, facts=facts, target=target)
+        kept.forget()
+        _check_skeleton_will_do(config, facts, program)
+        logger.info("runs on the skeleton: %s", program)
+        if isinstance(recognized, Recognized) or device.type != "cpu":  # its weights are used up, or lie elsewhere
+            model = _built(config, folder, hf_config, target, progress)
+    else:
+        _check_skeleton_will_do(config, facts, "it is no family of these")
+    model.settle(lambda *done: progress("pack", *done))
+    skeleton = SkeletonProgram(model, target, max_positions=facts.max_model_len)
+    return LoadedProgram(program=skeleton, facts=facts, target=target)
+
+
+def _check_skeleton_will_do(config: WorkerConfig, facts: ModelFacts, reason: str) -> None:
+    """Whether a model without a decoder program may be served all the same."""
+    if config.model.executor == "decoder":
+        raise UnsupportedModelError(facts.model_type, f"no decoder program: {reason}", OTHER_ENGINE)
+    if config.cache.kv_cache_dtype != "auto":
+        raise fp8_refused(f"{facts.model_type} has no decoder program here: {reason}")
+
+
+@contextmanager
+def _few_threads(folder: Path, device: torch.device) -> Iterator[None]:
+    """Inside it, torch computes on one thread if the model is small.
+
+    Its threads wait for each other, busily, for longer than a few rows take; beside other processes for much longer.
+    """
+    usual = torch.get_num_threads()
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if device.type == "cpu" and num_bytes < _LARGE_BYTES:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
+
+
+def _built(
+    config: WorkerConfig, folder: Path, hf_config: Any, target: Target, progress: Callable[[str, int, int], None]
+) -> RankModel:
+    return build_rank_model(config.model, folder, hf_config, target, lambda *done: progress("load", *done))
+
+
+def _recognized(model: RankModel, config: WorkerConfig, target: Target, facts: ModelFacts) -> Recognized | str:
+    """The model as a layout; or why it has no decoder program."""
+    block_size = config.cache.block_size or default_block_size(target.device)
+    return read_program(
+        model.module,
+        target.group,
+        max_model_len=facts.max_model_len,
+        block_size=block_size,
+        device=target.device,
+    )
+
+
+def _made(recognized: Recognized, config: WorkerConfig, target: Target, facts: ModelFacts) -> DecoderProgram | str:
+    block_size = config.cache.block_size or default_block_size(target.device)
+    return make_program(
+        recognized,
+        target.group,
+        max_model_len=facts.max_model_len,
+        block_size=block_size,
+        device=target.device,
+        kv_cache_dtype=config.cache.kv_cache_dtype,
+    )
+
+
+def _in_main_memory(target: Target) -> Target:
+    """Where a model is read: Hugging Face's modules are asked on the CPU, and the executor's answers compared there."""
+    cpu = torch.device("cpu")
+    return target if target.device == cpu else replace(target, device=cpu, tiles=RowTiles(cpu))

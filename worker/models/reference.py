@@ -1,0 +1,208 @@
+"""Reference executor: runs a decoder layout in plain torch on one sequence, without pages;
+the oracle for the others.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
+from holdfast.worker.executors.layout import (
+    Activation,
+    Attention,
+    DecoderLayout,
+    Experts,
+    Layer,
+    Linear,
+    Mlp,
+    Norm,
+    Rotary,
+)
+
+
+class Reference:
+    """One rank's share of a model, ready to run. All ranks of the group make the same calls."""
+
+    def __init__(
+        self,
+        layout: DecoderLayout,
+        group: TensorParallelGroup | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        rounds: bool = False,
+    ) -> None:
+        """Computes in `dtype`. With `rounds`, values are rounded to the layout's dtype where executors round them."""
+        self._layout = layout
+        self._group = group or SingleRank()
+        self._dtype = dtype
+        self._rounded_to = layout.dtype if rounds else None
+
+    def run_model(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Token ids [T] of one sequence -> logits [T, vocab]. `positions` [T] are 0, 1, ... unless given."""
+        layout = self._layout
+        positions = torch.arange(len(token_ids)) if positions is None else positions
+        x = self._embed(token_ids)
+        for index in range(len(layout.layers)):
+            x = self.run_layer(index, x, positions)
+        logits = self._linear(layout.head, self._norm(layout.norm, x))
+        logits = self._group.all_gather(logits)[:, : layout.vocab_size] * layout.logit_scale
+        return logits if layout.logit_softcap is None else _softcapped(logits, layout.logit_softcap)
+
+    def run_layer(self, index: int, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """The residual stream [T, hidden] of one sequence, after layer `index`."""
+        layer = self._layout.layers[index]
+        positions = torch.arange(len(x)) if positions is None else positions
+        x = x.to(self._dtype)
+        mixed = self._out(layer, layer.attention_out_norm, self._attend(layer, x, positions))
+        if layer.parallel:
+            own = layer.attention_norm if layer.mlp_norm is None else layer.mlp_norm
+            return x + mixed + self._out(layer, layer.mlp_out_norm, self._feed(layer.mlp, self._norm(own, x)))
+        x = x + mixed
+        return x + self._out(layer, layer.mlp_out_norm, self._feed(layer.mlp, self._norm(layer.mlp_norm, x)))
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        table = self._layout.embedding
+        rows = token_ids - self._group.rank * len(table)
+        elsewhere = (rows < 0) | (rows >= len(table))
+        x = F.embedding(rows.masked_fill(elsewhere, 0), table).masked_fill(elsewhere[:, None], 0)
+        return self._group.all_reduce(x.to(self._dtype)) * self._layout.embedding_scale
+
+    def _out(self, layer: Layer, norm: Norm | None, y: Tensor) -> Tensor:
+        return self._norm(norm, y) * layer.residual_scale
+
+    def _norm(self, norm: Norm | None, x: Tensor) -> Tensor:
+        if norm is None:
+            return x
+        if norm.kind == "layer":
+            x = x - x.mean(-1, keepdim=True)
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.to(self._dtype)
+        return y if norm.bias is None else y + norm.bias.to(self._dtype)
+
+    def _attend(self, layer: Layer, x: Tensor, positions: Tensor) -> Tensor:
+        attention = layer.attention
+        heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        qkv = self._linear(attention.qkv, self._norm(layer.attention_norm, x))
+        q, k, v = torch.split(qkv, [heads * size, kv_heads * size, kv_heads * size], -1)
+        q = self._heads(q, attention.query_norm, attention, positions)
+        k = self._kept(self._heads(k, attention.key_norm, attention, positions))
+        v = self._kept(self._round(v.view(-1, kv_heads, size)))
+        mixed = self._weights(attention, q, k, positions) @ v.repeat_interleave(heads // kv_heads, 1).transpose(0, 1)
+        return self._row_parallel(attention.output, mixed.transpose(0, 1).flatten(1))
+
+    def _heads(self, x: Tensor, norm: Norm | None, attention: Attention, positions: Tensor) -> Tensor:
+        """Queries or keys [T, heads, head_dim], normed and rotated."""
+        over_all = norm is not None and norm.weight.shape == x.shape[-1:]
+        x = self._norm(norm, x) if over_all else x
+        x = x.view(len(x), -1, attention.head_dim)
+        x = x if over_all else self._norm(norm, x)
+        if attention.rotary is not None:
+            x = rotated(x, self._layout.rotaries[attention.rotary], positions)
+        return self._round(x)
+
+    def _weights(self, attention: Attention, q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
+        """What each query takes of each value [heads, T, T]."""
+        k = k.repeat_interleave(attention.num_heads // attention.num_kv_heads, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * attention.scaling
+        if attention.softcap is not None:
+            scores = _softcapped(scores, attention.softcap)
+        distance = positions[:, None] - positions
+        hidden = distance < 0
+        if attention.sliding_window is not None:
+            hidden |= distance >= attention.sliding_window
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if attention.sinks is not None:
+            sinks = attention.sinks.to(self._dtype)[:, None, None].expand(-1, len(positions), 1)
+            return self._round(torch.cat((scores, sinks), -1).softmax(-1)[..., :-1])
+        return self._round(scores.softmax(-1))
+
+    def _feed(self, mlp: Mlp | Experts, x: Tensor) -> Tensor:
+        return self._mlp(mlp, x) if isinstance(mlp, Mlp) else self._mixture(mlp, x)
+
+    def _mlp(self, mlp: Mlp, x: Tensor) -> Tensor:
+        return self._row_parallel(mlp.down, self._activated(mlp, x))
+
+    def _activated(self, mlp: Mlp, x: Tensor) -> Tensor:
+        up = self._linear(mlp.up, x)
+        if not mlp.has_gate:
+            return activated(mlp.activation, up)
+        gate, up = up.chunk(2, -1)
+        if mlp.activation is Activation.CLAMPED_SWIGLU:
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
+        return activated(mlp.activation, gate) * up
+
+    def _mixture(self, experts: Experts, x: Tensor) -> Tensor:
+        chosen, weights = self._route(experts, x)
+        total = torch.zeros_like(x)
+        for number, expert in enumerate(experts.experts):
+            tokens, slots = torch.where(chosen == number)
+            partial = self._linear(expert.down, self._activated(expert, x[tokens]))
+            total.index_add_(0, tokens, partial * weights[tokens, slots, None])
+        total = self._group.all_reduce(total)
+        if experts.shared is None:
+            return total
+        shared = self._mlp(experts.shared, x)
+        if experts.shared_gate is not None:
+            shared = shared * torch.sigmoid(self._linear(Linear(weights=(experts.shared_gate,)), x))
+        return total + shared
+
+    def _route(self, experts: Experts, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts chosen by each token, and their weights: both [T, top_k]."""
+        logits = self._linear(experts.router, x)
+        if experts.scoring == "softmax_of_top":
+            top, chosen = logits.topk(experts.top_k, -1)
+            return chosen, top.softmax(-1)
+        scores = logits.softmax(-1) if experts.scoring == "softmax" else logits.sigmoid()
+        weights, chosen = scores.topk(experts.top_k, -1)
+        return chosen, weights / weights.sum(-1, keepdim=True) if experts.normalized else weights
+
+    def _linear(self, linear: Linear, x: Tensor) -> Tensor:
+        x = self._round(x)
+        y = torch.cat([F.linear(x, weight.to(self._dtype)) for weight in linear.weights], -1)
+        return y if linear.bias is None else y + linear.bias.to(self._dtype)
+
+    def _row_parallel(self, linear: Linear, x: Tensor) -> Tensor:
+        y = self._group.all_reduce(self._linear(Linear(weights=linear.weights), x))
+        return y if linear.bias is None else y + linear.bias.to(self._dtype)
+
+    def _kept(self, x: Tensor) -> Tensor:
+        """Keys or values [T, heads, head_dim] as a cache keeps them."""
+        return x
+
+    def _round(self, x: Tensor) -> Tensor:
+        return x if self._rounded_to is None else x.to(self._rounded_to).to(self._dtype)
+
+
+def rotated(x: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
+    """Heads [T, heads, head_dim] turned by their positions [T]."""
+    turning, still = x[..., : rotary.num_dims], x[..., rotary.num_dims :]
+    angles = (positions.float()[:, None] * rotary.inverse_frequencies).to(x.dtype)[:, None]
+    cos, sin = angles.cos() * rotary.scaling, angles.sin() * rotary.scaling
+    if rotary.interleaved:
+        a, b = turning[..., 0::2], turning[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    else:
+        a, b = turning.chunk(2, -1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    return torch.cat((turned, still), -1)
+
+
+def activated(activation: Activation, x: Tensor) -> Tensor:
+    """An activation of one argument."""
+    match activation:
+        case Activation.SILU:
+            return F.silu(x)
+        case Activation.GELU:
+            return F.gelu(x)
+        case Activation.GELU_TANH:
+            return F.gelu(x, approximate="tanh")
+        case Activation.RELU:
+            return F.relu(x)
+        case Activation.RELU_SQUARED:
+            return F.relu(x).square()
+        case Activation.CLAMPED_SWIGLU:
+            raise ValueError("the clamped SwiGLU needs a gate")
+
+
+def _softcapped(x: Tensor, cap: float) -> Tensor:
+    return torch.tanh(x / cap) * cap

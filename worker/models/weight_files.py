@@ -1,0 +1,251 @@
+"""Sizes of a checkpoint's weight files: what its weights will take in memory, from the files' headers alone.
+
+It needs no torch, so that a command can look before anything is started.
+"""
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.worker.errors import ConfigurationError
+
+INDEX: Final = "model.safetensors.index.json"
+_DUPLICATES: Final = "consolidated"
+"""Some publishers add the weights once more in a format of their own, under names that begin so."""
+
+_FLOATS: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Bytes of a number in the types that loading converts from, by their names in a header."""
+
+_SERVED: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+_MAX_HEADER: Final = 100 * 2**20
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that loading reads."""
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            named = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            named = set()  # loading says what is wrong with it
+        if found := [folder / name for name in sorted(named) if (folder / name).is_file()]:
+            return found
+    return [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith(_DUPLICATES)]
+
+
+def weight_bytes(folder: Path, dtype: str = "auto") -> int:
+    """Memory that the weights of all ranks take together, once they are of the type that is served (`model.dtype`)."""
+    served = _checkpoint_dtype(folder) if dtype == "auto" else dtype
+    return sum(_bytes_of(path, served) for path in weight_files(folder))
+
+
+def _checkpoint_dtype(folder: Path) -> str:
+    """As config.json has it: files may hold another one, which loading converts."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return str(config.get("dtype", config.get("torch_dtype", "")))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return ""
+
+
+def _bytes_of(path: Path, dtype: str) -> int:
+    """By the header; of a file whose header cannot be read, its size."""
+    try:
+        return sum(_served_bytes(stored, num_bytes, dtype) for stored, num_bytes in _tensors(path))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
+        return path.stat().st_size
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, int]]:
+    """Type and bytes of each tensor of a file."""
+    header, _ = read_header(path)
+    for name, entry in header.items():
+        first, end = entry["data_offsets"]
+        if not 0 <= first <= end:
+            raise ValueError(f"{path}: {name} lies from {first} to {end}")
+        yield entry["dtype"], end - first
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """What a safetensors file says of each of its tensors, and the bytes before their values.
+
+    Raises `ValueError` and `struct.error` where there is no such header.
+    """
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if not 0 < length <= _MAX_HEADER:
+            raise ValueError(f"{path}: a header of {length} bytes")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def _served_bytes(stored: str, num_bytes: int, dtype: str) -> int:
+    if dtype not in _SERVED or stored not in _FLOATS:
+        return num_bytes
+    return num_bytes // _FLOATS[stored] * _SERVED[dtype]
+
+
+_JSON_FILES: Final = (
+    *("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.json", INDEX),
+)
+_LARGE_JSON: Final = ("tokenizer.json",)
+"""Megabytes, which are parsed once, by who uses them: looked at where they begin and end."""
+
+_TEXT_FILES: Final = ("chat_template.jinja",)
+_ADAPTER: Final = "adapter_config.json"
+
+_POINTER: Final = b"version https://git-lfs.github.com/spec/"
+_FETCH: Final = "fetch it again"
+
+_READ_DTYPES: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+"""By their names in a header; loading converts them to the type that is served."""
+
+
+def check_folder(folder: Path, given: str, *, with_weights: bool = True) -> None:
+    """Refuses a folder with a file that nothing can be read of. `given` says where the folder was named.
+
+    Raises `ConfigurationError` that names the file. What is not there is no concern of this.
+    """
+    _check_no_adapter(folder, given)
+    for path in (folder / name for name in (*_JSON_FILES, *_LARGE_JSON, *_TEXT_FILES)):
+        if path.is_file():
+            content = _content(path, given)
+            if path.name in _JSON_FILES:
+                _check_json(path, content, given)
+            elif path.name in _LARGE_JSON and not content.startswith(b"{"):
+                raise _refused(given, path, "holds no JSON object")
+            elif path.name in _LARGE_JSON and not content.endswith(b"}"):
+                raise _refused(given, path, "is cut short")
+    if not with_weights:
+        return
+    _check_shards(folder, given)
+    is_quantized = "quantization_config" in _read_object(folder / "config.json")  # a gate refuses those by that name
+    for path in weight_files(folder):
+        _check_weights(path, given, check_dtypes=not is_quantized)
+
+
+def _check_no_adapter(folder: Path, given: str) -> None:
+    if (folder / "config.json").is_file() or not (folder / _ADAPTER).is_file():
+        return
+    base = _read_object(folder / _ADAPTER).get("base_model_name_or_path")
+    of = f" of {base}" if base else ""
+    raise ConfigurationError(
+        f"{given}: this is the folder of an adapter{of} (it has {_ADAPTER} and no config.json), and adapters are not "
+        "served; merge it into its model, and give the folder of that"
+    )
+
+
+def _check_json(path: Path, content: bytes, given: str) -> None:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise _refused(given, path, f"is no JSON, or cut short ({error})") from error
+    if not isinstance(found, dict):
+        raise _refused(given, path, "holds no JSON object")
+
+
+def _content(path: Path, given: str) -> bytes:
+    """Without spaces at its ends."""
+    try:
+        content = path.read_bytes().strip()
+    except OSError as error:
+        raise _refused(given, path, f"cannot be read ({error.strerror})") from error
+    if not content:
+        raise _refused(given, path, "is empty")
+    if content.startswith(_POINTER):
+        raise _pointer(given, path)
+    return content
+
+
+def _check_shards(folder: Path, given: str) -> None:
+    """All files that an index names are there."""
+    named = _read_object(folder / INDEX).get("weight_map")
+    if not isinstance(named, Mapping):
+        return
+    for name in sorted({str(name) for name in named.values()}):
+        if not (folder / name).is_file():
+            raise ConfigurationError(f"{given}: {name}, which {INDEX} names, is not there; {_FETCH}")
+
+
+def _check_weights(path: Path, given: str, *, check_dtypes: bool) -> None:
+    size = path.stat().st_size
+    if size == 0:
+        raise _refused(given, path, "is empty")
+    with path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise _pointer(given, path)
+    try:
+        header, header_bytes = read_header(path)
+        ends = [int(entry["data_offsets"][1]) for entry in header.values()]
+        dtypes = {name: (str(entry["dtype"]), len(entry["shape"])) for name, entry in header.items()}
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        RecursionError,
+        struct.error,
+    ) as error:
+        raise _refused(given, path, "is no safetensors file, or cut short within its header") from error
+    needed = header_bytes + max(ends, default=0)
+    if size < needed:
+        raise _refused(given, path, f"is cut short: {size} of {needed} bytes are there")
+    if size > needed:
+        raise _refused(given, path, f"has {size} bytes, where its header says {needed}")
+    if check_dtypes:
+        _check_dtypes(path, given, dtypes)
+
+
+def _check_dtypes(path: Path, given: str, dtypes: Mapping[str, tuple[str, int]]) -> None:
+    """Whole numbers where weights should be are codes, whose scales nothing here reads. Masks and positions may be."""
+    for name, (dtype, num_dims) in dtypes.items():
+        is_weight = name.endswith(("weight", "_proj")) or (name.endswith("bias") and num_dims == 1)
+        if is_weight and dtype not in _READ_DTYPES:
+            raise ConfigurationError(
+                f"{given}: {name} in {path.name} is of type {dtype}, and weights are read of the types "
+                f"{', '.join(_READ_DTYPES)}; give the checkpoint that is not quantized"
+            )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """What a file of JSON holds; nothing where it is not there or holds something else."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _refused(given: str, path: Path, what: str) -> ConfigurationError:
+    return ConfigurationError(f"{given}: {path.name} {what}; {_FETCH}")
+
+
+def _pointer(given: str, path: Path) -> ConfigurationError:
+    return ConfigurationError(
+        f"{given}: {path.name} is a git-lfs pointer, not the file that it stands for; run `git lfs pull` in the folder"
+    )
+
+
+_SAMPLE_BYTES: Final = 64 * 2**10
+
+
+def checkpoint_digest(folder: Path, overrides: Mapping[str, Any] | None = None) -> str:
+    """A digest of the configuration, of what a setting overrides in it, and of both ends of each file of weights, with
+    names and sizes; 12 digits.
+    """
+    digest = blake2b(json.dumps(overrides, sort_keys=True).encode() if overrides else b"", digest_size=6)
+    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,292 @@
+"""Weights and configs of models: from a local Hugging Face folder, from the hub, or from a seeded generator. A
+checkpoint is memory-mapped: nothing is read until a rank takes its slices, and all ranks of a machine share the page
+cache.
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.worker.config import ModelConfig
+from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
+from holdfast.worker.models.checks import OTHER_ENGINE, check_config, check_loaded, first_line
+from holdfast.worker.models.weight_files import check_folder
+
+ATTENTION: Final = "holdfast_paged"
+"""The name under which `model.py` registers the paged attention with transformers."""
+
+DUMMY_STD: Final = 0.02
+
+NO_OVERRIDES: Final[Mapping[str, Any]] = MappingProxyType({})
+
+_SPELLINGS: Final = {
+    "float32": "float32",
+    "float": "float32",
+    "fp32": "float32",
+    "float64": "float32",
+    "double": "float32",
+    "float16": "float16",
+    "half": "float16",
+    "fp16": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+}
+"""How config.json may name the type of a model, and the one that it is served in."""
+
+_SMALL_FILES: Final = ("*.json", "*.model", "*.txt", "*.jinja")
+_DUPLICATES: Final = ("original/*", "consolidated*")
+"""Some publishers add the weights once more in a format of their own."""
+
+_BUILDING = threading.Lock()
+"""Transformers patches torch while it builds a model: ranks that are threads of one process take turns."""
+
+
+class WeightSource(Protocol):
+    """Gives the whole of a parameter: `parameter` is the one in the built model, `name` its first name there."""
+
+    def __call__(self, name: str, parameter: Tensor) -> Tensor: ...
+
+
+def model_folder(config: ModelConfig, with_weights: bool = True) -> Path:
+    """As `resolve_model`, of the model that is served."""
+    return resolve_model(config.model, with_weights, revision=config.revision, download_dir=config.download_dir)
+
+
+def tokenizer_folder(config: ModelConfig, folder: Path) -> Path:
+    """Where the tokenizer is read: in the model's `folder`, unless a setting says otherwise."""
+    if config.tokenizer is None:
+        return folder
+    return resolve_model(
+        config.tokenizer, False, "model.tokenizer", needs="tokenizer.json", download_dir=config.download_dir
+    )
+
+
+def resolve_model(
+    model: str,
+    with_weights: bool = True,
+    setting: str = "model.model",
+    *,
+    needs: str = "config.json",
+    revision: str | None = None,
+    download_dir: str | None = None,
+) -> Path:
+    """The folder of a model: `model` itself, or where a hub id was downloaded to. The file `needs` must be in it, and
+    what is in it must be readable.
+
+    Raises `ConfigurationError`, naming the setting that `model` is the value of.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        check_folder(folder, f"{setting} = {model!r}", with_weights=with_weights)
+        if not (folder / needs).is_file():
+            raise ConfigurationError(f"{setting} = {model!r}: the folder has no {needs}")
+        return folder
+    if folder.is_absolute() or model.startswith((".", "~")):
+        raise ConfigurationError(f"{setting} = {model!r}: there is no such folder")
+    folder = _download(model, with_weights, setting, revision, download_dir)
+    check_folder(folder, f"{setting} = {model!r}", with_weights=with_weights)
+    return folder
+
+
+def _download(hub_id: str, with_weights: bool, setting: str, revision: str | None, download_dir: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    wanted = [*_SMALL_FILES, "*.safetensors"] if with_weights else list(_SMALL_FILES)
+    try:
+        return Path(
+            snapshot_download(
+                hub_id,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=wanted,
+                ignore_patterns=list(_DUPLICATES),
+            )
+        )
+    except Exception as error:  # the hub client raises whatever its HTTP library does
+        reason = " ".join(str(error).split())[:200].rstrip(".")
+        raise ConfigurationError(
+            f"{setting} = {hub_id!r} is neither a local folder nor a model that the hub would give: {reason}. Is the "
+            "name right, is this machine online, and does the model need HF_TOKEN? Or give a folder with config.json, "
+            "tokenizer.json and *.safetensors"
+        ) from error
+
+
+def read_config(folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> Any:
+    """The checked Hugging Face config of a folder, with entries replaced. Raises `UnsupportedModelError` where a gate
+    refuses it, and `ConfigurationError` for an override that it does not know.
+    """
+    from transformers import AutoConfig
+
+    raw = {**_read_json(folder / "config.json"), **overrides}
+    model_type = str(raw.get("model_type"))
+    dtype = _written_dtype(raw)
+    try:
+        config, unknown = AutoConfig.from_pretrained(
+            folder,
+            trust_remote_code=False,
+            local_files_only=True,
+            return_unused_kwargs=True,
+            **{**overrides, **({} if dtype is None else {"dtype": dtype})},
+        )
+    except Exception as error:  # unknown types, remote code and impossible values: transformers has no common class
+        reason = f"transformers cannot read its config ({first_line(error)})"
+        way_out = "Code that comes with a checkpoint is never run; serve a model that transformers knows by itself"
+        raise UnsupportedModelError(model_type, reason, way_out) from error
+    if unknown := sorted(unknown.keys() & overrides.keys()):
+        raise ConfigurationError(f"model.hf_overrides = {unknown}: a config of type {model_type} has no such entries")
+    if isinstance(config.dtype, str):
+        config.dtype = getattr(torch, config.dtype)
+    check_config(config)
+    return config
+
+
+def _written_dtype(raw: Mapping[str, Any]) -> str | None:
+    """The type that a config.json names, as torch spells it; None where it names none.
+
+    Raises `ConfigurationError` for one that no model is served in.
+    """
+    key = "dtype" if raw.get("dtype") is not None else "torch_dtype"
+    written = raw.get(key)
+    if written in (None, "auto"):
+        return None if written is None else "float32"
+    dtype = _SPELLINGS.get(str(written).removeprefix("torch."))
+    if dtype is None:
+        raise ConfigurationError(
+            f"config.json: {key} = {written!r}: models are served in {', '.join(sorted(set(_SPELLINGS.values())))}; "
+            f"fetch the file again, or replace the entry: model.hf_overrides = {{'dtype': 'bfloat16'}}"
+        )
+    return dtype
+
+
+def load_checkpoint(folder: Path, config: Any) -> Any:
+    """The whole model in the checkpoint's own dtype, its parameters views of the mapped files.
+
+    Raises `UnsupportedModelError` if files and model do not fit.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with _BUILDING, _without_progress_bars():
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype="auto",
+                attn_implementation=ATTENTION,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except KeyError as error:
+            reason = "its modeling code does not accept an attention function"
+            raise UnsupportedModelError(config.model_type, reason, OTHER_ENGINE) from error
+        except (ValueError, OSError, RuntimeError, AttributeError) as error:
+            reason = f"transformers cannot load it ({first_line(error)})"
+            way_out = "Check that the folder has complete *.safetensors of a causal language model"
+            raise UnsupportedModelError(config.model_type, reason, way_out) from error
+    check_loaded(config.model_type, info["missing_keys"], info["unexpected_keys"])
+    return _ready(model)
+
+
+def build_skeleton(config: Any) -> Any:
+    """The model without weights: parameters on the meta device, buffers real."""
+    from transformers import AutoModelForCausalLM
+
+    with _BUILDING, _parameters_on_meta():
+        try:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=config.dtype, attn_implementation=ATTENTION, trust_remote_code=False
+            )
+        except (ValueError, KeyError, AttributeError) as error:
+            reason = f"transformers has no causal language model for it ({first_line(error)})"
+            raise UnsupportedModelError(config.model_type, reason, "Serve a causal language model") from error
+        model.tie_weights()
+    return _ready(model)
+
+
+def loaded_weights(name: str, parameter: Tensor) -> Tensor:
+    """The source of a loaded checkpoint: the parameter is there already."""
+    return parameter.detach()
+
+
+class DummyWeights:
+    """Random weights, the same on every rank: each parameter has its own generator, seeded by its name."""
+
+    def __init__(self, seed: int, device: torch.device, std: float = DUMMY_STD) -> None:
+        self._seed = seed
+        self._device = device
+        self._std = std
+
+    def __call__(self, name: str, parameter: Tensor) -> Tensor:
+        digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=7).digest()
+        generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest))
+        noise = torch.empty(parameter.shape, device=self._device).normal_(0.0, self._std, generator=generator)
+        is_norm = parameter.dim() == 1 and name.endswith("weight")
+        return (noise + 1.0 if is_norm else noise).to(parameter.dtype)
+
+
+def read_eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
+    """What ends an output: by generation_config.json, else config.json, else the tokenizer's own end token."""
+    generation = _read_json(folder / "generation_config.json")
+    for value in (generation.get("eos_token_id"), getattr(config, "eos_token_id", None)):
+        if value is not None:
+            return frozenset(value if isinstance(value, list) else [value])
+    eos = _read_json(folder / "tokenizer_config.json").get("eos_token")
+    content = eos.get("content") if isinstance(eos, dict) else eos
+    added = _read_json(folder / "tokenizer.json").get("added_tokens", [])
+    return frozenset(token["id"] for token in added if token["content"] == content)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is not JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _ready(model: Any) -> Any:
+    return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Ours is shown instead: theirs knows nothing of ranks, and counts what is only mapped."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters lose their storage as soon as a module takes them; buffers (rotary frequencies) stay computed.
+
+    Building on the meta device as a whole would lose the buffers that no checkpoint has. Modules that other threads
+    make meanwhile are left alone.
+    """
+    register, builder = nn.Module.register_parameter, threading.get_ident()
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and not parameter.is_meta and threading.get_ident() == builder:
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

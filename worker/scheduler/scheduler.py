@@ -1,0 +1,382 @@
+"""Scheduler of one replica, a state machine without IO: requests come in, step plans go out, results come back.
+
+The loop around it is `plan = plan()`, `result = run(plan)`, `deltas = commit(plan, result)`; adding and aborting are
+safe at any point of it. Where the device runs a step while the host plans the next, `plan_ahead` comes before the
+`commit`, and two plans are in flight.
+"""
+
+from collections.abc import Hashable, Iterable
+from enum import Enum
+from itertools import repeat
+from typing import NamedTuple
+
+from holdfast.worker.cache.block_allocator import BlockAllocator
+from holdfast.worker.cache.prefix_cache import CacheEvent
+from holdfast.worker.config import SchedulerConfig
+from holdfast.worker.errors import InvalidRequestError, QueueFullError
+from holdfast.worker.plan_rows import NO_ROWS
+from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
+from holdfast.worker.scheduler.batching import POLICIES, MakePolicy, Share, StepLimits
+from holdfast.worker.scheduler.decode_batch import NOBODY, DecodeBatch
+from holdfast.worker.scheduler.prompt_sharing import bound_prompt_logprobs
+from holdfast.worker.scheduler.queues import DeadlineWatch, SequenceQueues, check_can_end, check_fits
+from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
+from holdfast.worker.scheduler.speculation import NO_DRAFTS, Drafter, Drafts
+from holdfast.worker.scheduler.step_shares import ShareCommit, StepInFlight, scheduled_sequence
+from holdfast.worker.stats import SchedulerStats
+from holdfast.worker.step_plan import StepPlan, StepResult
+
+
+class DropReason(Enum):
+    """Why a request was dropped without a delta."""
+
+    EXPIRED = "expired"
+    """Its deadline has passed, or would before its first token."""
+    NOT_FINITE = "not finite"
+    """Its logits were NaN or infinite."""
+    DEAD_END = "dead end"
+    """No token fitted its grammar."""
+
+
+class DroppedRequest(NamedTuple):
+    """A request that was dropped without a delta."""
+
+    attempt: Hashable
+    request: EngineRequest
+    reason: DropReason
+
+
+class Scheduler:
+    """Plans every step of one replica. Not thread-safe."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        prefix_caching: bool = True,
+        drafter: Drafter | None = None,
+        make_policy: MakePolicy | None = None,
+    ) -> None:
+        """`drafter` drafts tokens (speculative decoding); None: nobody does. `make_policy` makes the batching policy;
+        None: the one that the settings name.
+        """
+        self._max_num_waiting = config.max_num_waiting
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
+        self._drafter = drafter if drafter is not None and drafter.num_speculative_tokens else None
+        self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=prefix_caching)
+        self._queues = SequenceQueues(self._allocator, aging_s=config.aging_s, tenant_shares=config.tenant_shares)
+        self._decode_batch = DecodeBatch(self._queues)
+        self._share_commit = ShareCommit(self._queues, self._drafter, block_size, self._drop_broken)
+        self._deadlines = DeadlineWatch(self._queues)
+        self.dropped: list[DroppedRequest] = []
+        """Requests that have been dropped since `take_dropped`, to be rejected. To be read only."""
+        self._policy = (make_policy or POLICIES[config.policy])(
+            StepLimits.of(config, drafter.num_speculative_tokens if drafter is not None else 0)
+        )
+        self._sequences: dict[Hashable, Sequence] = {}  # those that have not ended, by key
+        self._in_flight: list[StepInFlight] = []  # plans that are not committed, at most two, the older first
+        self._num_added = 0
+        self._num_plans = 0
+        self._num_steps_saved = 0  # steps beyond the first of a plan
+        self._num_tokens_computed = 0
+        self._num_finished = 0
+        self._num_aborted = 0
+        self._num_expired = 0
+
+    # --- Requests ---
+
+    def add(self, request: EngineRequest, now: float = 0.0, attempt: Hashable = None) -> TokenDelta | None:
+        """Adds a request; its tokens come out of `commit`. `now` is in seconds of a clock that does not go back;
+        `attempt` is the key to know it by, None the request's own id.
+
+        Returns None, or the request's one and only delta where nothing is left to do: a continued request whose earlier
+        outputs were already complete. Raises `InvalidRequestError` if the request can never run here or its key is in
+        use, `QueueFullError` if too many wait; then nothing has changed.
+        """
+        attempt = request.request_id if attempt is None else attempt
+        if attempt in self._sequences:
+            raise InvalidRequestError("request_id", attempt, "is in use by a request that has not ended")
+        check_can_end(request, self._eos_token_ids)
+        sequence = Sequence(
+            self._num_added,
+            request,
+            max_model_len=self._max_model_len,
+            eos_token_ids=self._eos_token_ids,
+            arrived_s=now,
+            attempt=attempt,
+        )
+        if (reason := sequence.finish_reason) is not None and request.output_token_ids:
+            self._num_finished += 1
+            return sequence.last_delta(reason)
+        num_slots = self._allocator.num_blocks * self._allocator.block_size
+        check_fits(sequence, num_slots=num_slots, max_model_len=self._max_model_len)
+        if self._queues.waiting.num_waiting >= self._max_num_waiting:
+            raise QueueFullError(f"{self._queues.waiting.num_waiting} requests are waiting, and no more may")
+        self._num_added += 1
+        self._sequences[attempt] = sequence
+        self._queues.waiting.advance(now)
+        self._queues.add(sequence)
+        self._deadlines.watch(sequence)
+        return None
+
+    def abort(self, attempt: Hashable) -> TokenDelta | None:
+        """Ends a request now and frees its blocks; None if it is not open.
+
+        Between `plan` and `commit` the step goes on with these blocks, and `commit` then ignores what it did for the
+        request and frees them.
+        """
+        sequence = self._sequences.get(attempt)
+        if sequence is None:
+            return None
+        self._drop(sequence)
+        self._num_aborted += 1
+        return sequence.last_delta(FinishReason.ABORT)
+
+    def abort_all(self) -> list[TokenDelta]:
+        """`abort` for every request."""
+        deltas = (self.abort(attempt) for attempt in list(self._sequences))
+        return [delta for delta in deltas if delta is not None]
+
+    # --- Steps ---
+
+    def plan(self, now: float = 0.0, max_steps: int = 1) -> StepPlan | None:
+        """The plan of the next step; None if there is nothing to do. While no other plan is in flight. It may be for up
+        to `max_steps` steps where all sequences decode and nobody waits.
+
+        Requests whose time is up by `now` are `dropped` first; and waiting ones that could not come to their first
+        token in time, which takes `tokens_per_s`.
+        """
+        assert not self._in_flight, "the last plan has not been committed"
+        self._let_time_pass(now)
+        if not self._sequences:
+            return None
+        shares = self._policy.schedule(self._queues)
+        assert shares, "requests are alive and the policy found nothing to do"
+        if self._queues.num_uncomputed_tokens > len(shares):  # else all decode
+            shares = bound_prompt_logprobs(shares)
+        return self._plan_of(shares, 1 if self._queues.waiting.num_waiting else max_steps)
+
+    def plan_ahead(self, now: float = 0.0) -> StepPlan | None:
+        """The plan of the step after the one in flight, whose result is not there yet; None: that is to be committed
+        first. To be run after it and committed after it. Asked for once for each step.
+
+        In place of the tokens that the step in flight draws it has `PENDING`. It leaves out who would need its result.
+        Who turns out to have ended in that step is in this one for nothing: `commit` ignores it.
+        """
+        assert len(self._in_flight) == 1, "one plan is in flight, and one is ahead of it"
+        self._let_time_pass(now)
+        (step,) = self._in_flight
+        if not self._sequences or self._drafter is not None:
+            return None
+        step.foresee(self._queues)
+        self._decode_batch.foresee()
+        if step.holds_up_too_many:
+            return None
+        shares = bound_prompt_logprobs(self._policy.schedule_ahead(self._queues))
+        return self._plan_of(shares) if shares else None
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
+        """Takes the result of the oldest plan in flight; returns a delta for each sequence that gained tokens."""
+        assert self._in_flight, "there is no plan in flight"
+        step = self._in_flight.pop(0)
+        assert plan.step_id == result.step_id == step.plan.step_id, "the result is not that of the oldest plan"
+        self._queues.land()
+        for sequence in step.left_out:
+            sequence.awaits_result = False
+        if result.drafts:
+            plan = plan.with_drafts(result.drafts)
+        self._num_tokens_computed += plan.num_tokens
+        self._num_steps_saved += step.rows.num_steps - 1
+        members, num_rows = step.sequences, len(plan.decodes.token_ids)
+        num_planned = num_rows + len(plan.others)
+        assert len(members) == num_planned == len(result.token_ids), "a result has tokens for all sequences"
+        deltas = self._commit_rows(step, result) if num_rows else []
+        if not num_rows and step.rows.sequences:  # they were computed with drafts
+            self._decode_batch.forget()
+        if plan.others:
+            deltas += self._share_commit.take(
+                members[num_rows:], plan.others, result.without_first(num_rows) if num_rows else result
+            )
+        num_finished = self._num_finished
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._finish(delta.attempt)
+        if self._num_finished > num_finished:
+            self._policy.release(self._queues)
+        return deltas
+
+    def take_dropped(self) -> list[DroppedRequest]:
+        """The `dropped` requests since the last call."""
+        dropped, self.dropped = self.dropped, []
+        return dropped
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        """Prefix cache events since the last call: blocks stored and evicted. The first call returns all cached blocks.
+
+        For routers that send requests to where their prefix is. Nothing is kept for this before the first call.
+        """
+        return self._allocator.prefix_cache.take_events()
+
+    def cached_block_hashes(self) -> Iterable[bytes]:
+        """All blocks that are cached now, whichever events have been taken. To be read before the next step."""
+        return self._allocator.prefix_cache.block_hashes
+
+    def forget_cache(self) -> None:
+        """Evicts all that the prefix cache holds: it belongs to other weights. No request may be open."""
+        assert not self._sequences, "what runs needs its cache"
+        self._policy.release(self._queues)
+        self._allocator.forget_cached()
+
+    # --- State ---
+
+    @property
+    def limits(self) -> StepLimits:
+        """Limits of the next plan."""
+        return self._policy.limits
+
+    @limits.setter
+    def limits(self, limits: StepLimits) -> None:
+        self._policy.limits = limits
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The most tokens that steps compute in a second, as measured by the engine; None: not known.
+
+        Set too low, it drops requests that could have been served; too high, it drops fewer of the hopeless.
+        """
+        return self._deadlines.tokens_per_s
+
+    @tokens_per_s.setter
+    def tokens_per_s(self, tokens_per_s: float | None) -> None:
+        self._deadlines.tokens_per_s = tokens_per_s
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is open, or a plan in flight that is to be committed."""
+        return bool(self._sequences or self._in_flight)
+
+    def load(self) -> EngineLoad:
+        """The load of this replica now."""
+        return EngineLoad(
+            num_running=len(self._sequences) - self._queues.waiting.num_waiting,
+            num_waiting=self._queues.waiting.num_waiting,
+            num_waiting_tokens=self._queues.num_uncomputed_tokens,
+            num_free_blocks=self._allocator.num_free,
+            num_total_blocks=self._allocator.num_blocks,
+        )
+
+    def stats(self) -> SchedulerStats:
+        """Statistics. O(running sequences)."""
+        return SchedulerStats(
+            num_steps=self._num_plans + self._num_steps_saved,
+            num_tokens_computed=self._num_tokens_computed,
+            num_tokens_recomputed=self._share_commit.num_tokens_recomputed,
+            num_prefix_query_tokens=self._queues.num_prefix_query_tokens,
+            num_prefix_hit_tokens=self._queues.num_prefix_hit_tokens,
+            num_forked_tokens=self._queues.num_forked_tokens,
+            num_preemptions=self._queues.num_preemptions,
+            num_finished=self._num_finished,
+            num_aborted=self._num_aborted,
+            num_expired=self._num_expired,
+            num_used_blocks=self._allocator.num_used,
+            num_free_blocks=self._allocator.num_free,
+            num_cached_blocks=self._allocator.num_cached,
+            num_evictions=self._allocator.prefix_cache.num_evictions,
+            num_total_blocks=self._allocator.num_blocks,
+            num_wasted_slots=self._queues.num_wasted_slots(),
+            num_draft_tokens=0 if self._drafter is None else self._drafter.num_draft_tokens,
+            num_accepted_tokens=0 if self._drafter is None else self._drafter.num_accepted_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless requests, queues and blocks agree. O(blocks + requests)."""
+        self._queues.check_integrity()
+        if not self._in_flight:
+            self._decode_batch.check_integrity()
+        counted = self._queues.num_uncomputed_tokens
+        found = sum(sequence.num_uncomputed_tokens for sequence in self._sequences.values())
+        assert counted == found, f"{found} tokens are not computed, and {counted} were counted"
+        queued = [*self._queues.waiting, *self._queues.running]
+        alive = {sequence.attempt for sequence in queued if sequence.status is not SequenceStatus.FINISHED}
+        assert alive == self._sequences.keys(), f"queues and requests differ: {alive ^ self._sequences.keys()}"
+        if not alive and not self._in_flight:
+            assert self._allocator.num_used == 0, f"{self._allocator.num_used} blocks are used by no request"
+            num_remembered = 0 if self._drafter is None else self._drafter.num_remembered
+            assert num_remembered == 0, "speculation remembers sequences that have ended"
+
+    # --- Internals ---
+
+    def _plan_of(self, shares: list[Share], max_steps: int = 1) -> StepPlan:
+        """What the next step does for each of its sequences. It is in flight from here on."""
+        self._num_plans += 1
+        drafts: list[Drafts] = []
+        if self._drafter is not None:
+            drafts = self._drafter.drafts(shares, self._queues, self._policy.limits)
+        if drafts:
+            self._decode_batch.forget()
+            rows, in_rows, others = NO_ROWS, NOBODY, shares
+        else:
+            rows, in_rows, others = self._decode_batch.split(shares, max_steps)
+        block_size = self._allocator.block_size
+        sequences, scheduled = [*in_rows.sequences], []
+        for (sequence, num_tokens), drafted in zip(others, drafts or repeat(NO_DRAFTS), strict=False):
+            sequences.append(sequence)
+            scheduled.append(scheduled_sequence(sequence, num_tokens, drafted, block_size))
+        plan = StepPlan(
+            step_id=self._num_plans,
+            decodes=rows,
+            others=scheduled,
+            block_copies=self._queues.take_block_copies(),
+        )
+        self._in_flight.append(StepInFlight(plan, in_rows, sequences))
+        self._queues.take_off(sequences)
+        return plan
+
+    def _commit_rows(self, step: StepInFlight, result: StepResult) -> list[TokenDelta]:
+        """Takes in what a step made of its rows."""
+        deltas, broken = self._decode_batch.commit(
+            step.rows, result.token_ids, result.logprobs, was_foreseen=step.is_foreseen
+        )
+        for sequence in broken:
+            self._drop_broken(sequence)
+        return deltas
+
+    def _let_time_pass(self, now: float) -> None:
+        """Classes improve with waiting, and requests whose time is up are dropped."""
+        self._queues.waiting.advance(now)
+        while (sequence := self._deadlines.next_expired(now)) is not None:
+            self._drop(sequence)
+            self.dropped.append(DroppedRequest(sequence.attempt, sequence.request, DropReason.EXPIRED))
+            self._num_expired += 1
+
+    def _drop_broken(self, sequence: Sequence) -> None:
+        """Where its logits are no numbers, its keys and values may be none either: no other sequence may reuse its
+        cached prefix.
+        """
+        reason = DropReason.DEAD_END if sequence.has_dead_end else DropReason.NOT_FINITE
+        if reason is DropReason.NOT_FINITE:
+            self._queues.forget_prefix(sequence)
+        self._drop(sequence)
+        self.dropped.append(DroppedRequest(sequence.attempt, sequence.request, reason))
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Removes a sequence that has not finished by itself."""
+        del self._sequences[sequence.attempt]
+        self._deadlines.forget(sequence)
+        self._queues.remove(sequence)
+        if self._drafter is not None:
+            self._drafter.forget(sequence)
+        self._policy.release(self._queues)
+
+    def _finish(self, attempt: Hashable) -> None:
+        sequence = self._sequences.pop(attempt)
+        self._queues.finish(sequence)
+        self._deadlines.forget(sequence)
+        if self._drafter is not None:
+            self._drafter.forget(sequence)
+        self._num_finished += 1

@@ -1,0 +1,361 @@
+"""Sequence: the state of one request inside a worker: its tokens, how many of them are computed, and its blocks."""
+
+import math
+from array import array
+from collections.abc import Hashable
+from enum import Enum
+from typing import ClassVar
+
+from holdfast.worker.block_hash import HashChain
+from holdfast.worker.plan_rows import LogitsSettings
+from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta, TokenLogprob
+from holdfast.worker.step_plan import DEAD_END, NO_TOKEN, PENDING, DrawParams, ScheduledSequence
+from holdfast.worker.waiting_queue import DUE_AFTER_S, Tenant
+
+
+class SequenceStatus(Enum):
+    """The state of a sequence in its life cycle.
+
+    WAITING ───admit──> RUNNING ──end, abort──> FINISHED
+       │  <──preempt──     │                       ^
+       └───────────────────abort───────────────────┘
+    """
+
+    WAITING = "waiting"
+    """Owns no blocks and has nothing computed: it is new, or it was preempted and will be replayed with its outputs."""
+    RUNNING = "running"
+    """Owns blocks, some perhaps shared; every step may compute some of its tokens."""
+    FINISHED = "finished"
+    """Ended or aborted, and reported. Never runs again; its blocks are free, unless its policy still holds them."""
+
+
+class Sequence:
+    """Mutable state of one request. Compared by identity.
+
+    The last of `token_ids` is never computed when a step begins: computing it is what draws the next token. So there is
+    no difference in kind between a prompt, a decode and a replay, only in how many tokens are left to compute.
+    """
+
+    tenant: Tenant
+    """The account that its tokens are charged to; set whenever it joins the waiting queue."""
+    standing: ClassVar[int] = 0
+    """The same for all: a preempted sequence keeps its place among those of its tenant."""
+
+    __slots__ = (
+        "_draw",
+        "_looks_back",
+        "_outputs",
+        "attempt",
+        "awaits_result",
+        "block_ids",
+        "deadline_s",
+        "due_s",
+        "has_dead_end",
+        "hash_chain",
+        "is_broken",
+        "is_pending",
+        "logits_settings",
+        "max_len",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_discarded_tokens",
+        "num_prompt_tokens",
+        "prompt_logprobs",
+        "queued_s",
+        "request",
+        "sequence_id",
+        "service_class",
+        "status",
+        "stop_token_ids",
+        "tenant",
+        "token_ids",
+        "urgency",
+        "waited_s",
+        "waits_since_s",
+    )
+
+    def __init__(
+        self,
+        sequence_id: int,
+        request: EngineRequest,
+        *,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        arrived_s: float = 0.0,
+        attempt: Hashable = None,
+    ) -> None:
+        """`attempt` identifies it to its submitter; None: the request's own id."""
+        params = request.sampling_params
+        max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
+        self.sequence_id = sequence_id
+        """Also the order of arrival."""
+        self.request = request
+        self.attempt = request.request_id if attempt is None else attempt
+        self.status = SequenceStatus.WAITING
+        self.is_broken = False
+        """No token can follow: its logits came out as NaN or infinity, or its grammar has a dead end."""
+        self.has_dead_end = False
+        """It is broken because no token fits its grammar."""
+        self.is_pending = False
+        """The last of `token_ids` is `PENDING`: the step in flight draws it (`foresee`)."""
+        self.awaits_result = False
+        """The step in flight has it, and what it does next depends on the result: no step is planned for it before."""
+        time_left_s = math.inf if request.time_left_s is None else max(0.0, request.time_left_s)
+        self.deadline_s = arrived_s + time_left_s
+        """Its deadline: it is dropped after this time."""
+        self.due_s = arrived_s + min(time_left_s, DUE_AFTER_S)
+        """Its due time: within tenant and class, the earlier is served first."""
+        self.urgency = (self.due_s, sequence_id)
+        """Smaller goes first among those of one tenant and class: by deadline, then by arrival."""
+        self.service_class = request.priority
+        """Its priority class, which improves with waiting (`service_order/`)."""
+        self.waits_since_s = arrived_s
+        self.waited_s = 0.0
+        """Seconds of all earlier waits together."""
+        self.queued_s = 0.0
+        """`waited_s` when it first ran, until it is told with the first tokens."""
+        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        """Prompt and output."""
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_computed_tokens = 0
+        """Tokens whose keys and values are in the blocks."""
+        self.num_discarded_tokens = 0
+        """Tokens that were computed once and lost by a preemption; computing them again is waste."""
+        self.num_cached_tokens = 0
+        """Tokens found in the prefix cache when it, or the sequence that it was forked from, was first admitted."""
+        self.hash_chain = HashChain(request.cache_salt)
+        """Hashes of its full blocks: their keys in the prefix cache."""
+        self.block_ids: tuple[int, ...] = ()
+        """Block of positions 0 to block_size - 1, and so on. A tuple, so that plans can share it instead of copying."""
+        self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
+        """Its maximum length, prompt included."""
+        # An output with a grammar has an end, so that `ignore_eos` can put it off but not away.
+        goes_on = params.ignore_eos and not request.grammar
+        self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if goes_on else eos_token_ids)
+        self.logits_settings = LogitsSettings.of(request, eos_token_ids)
+        """Settings of its logits processors; None: it needs none."""
+        self._looks_back = self.logits_settings is not None and self.logits_settings.look_back
+        self._draw: DrawParams | None = None  # its first draw without them, once it was asked for
+        self._outputs = array("q")  # of `token_ids`, where draws look back at them: those of the last draw
+        asks = params.prompt_logprobs is not None and not request.output_token_ids
+        self.prompt_logprobs: list[TokenLogprob] | None = [] if asks else None
+        """From the prompt's second token on, reported with the first output token; None: not asked for, or reported."""
+
+    @property
+    def service_order(self) -> tuple[int, float, int]:
+        """Of the running sequences, the smaller is served first and preempted last. Fixed while it runs."""
+        return self.service_class, self.due_s, self.sequence_id
+
+    @property
+    def max_num_slots(self) -> int:
+        """Cache slots that it may need: one for each token but the last, which is sampled and never computed."""
+        return self.max_len - 1
+
+    @property
+    def num_output_tokens(self) -> int:
+        """One that is pending included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens to compute before the next one is sampled; 1 for a sequence that decodes."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_missing_prompt_logprobs(self) -> int:
+        """Prompt tokens whose logprobs are requested and not computed yet."""
+        return 0 if self.prompt_logprobs is None else self.num_prompt_tokens - 1 - len(self.prompt_logprobs)
+
+    @property
+    def num_skippable_tokens(self) -> int:
+        """How many of the first tokens may come from another sequence or the cache. Never all: the last one must be
+        computed to sample the next, and a token whose successor's logprob is requested must be computed."""
+        if num_missing := self.num_missing_prompt_logprobs:
+            return self.num_prompt_tokens - num_missing - 1
+        return len(self.token_ids) - 1
+
+    @property
+    def decodes_plainly(self) -> bool:
+        """Whether its next token is drawn after one token more, by its settings and its position alone."""
+        num_tokens = len(self.token_ids)
+        return (
+            self.logits_settings is None
+            and num_tokens == self.num_computed_tokens + 1
+            and num_tokens > self.num_prompt_tokens  # with the first output token, more is told
+            and self.prompt_logprobs is None
+            and self.num_computed_tokens >= self.num_discarded_tokens
+        )
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """The finish reason; None while more tokens are to come."""
+        if self.token_ids[-1] in self.stop_token_ids and self.num_output_tokens > 0:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) >= self.max_len else None
+
+    @property
+    def is_about_to_end(self) -> bool:
+        """Whether its next token is the last that there is room for."""
+        return len(self.token_ids) + 1 >= self.max_len
+
+    def draw_params(self) -> DrawParams:
+        """Parameters for sampling the next token, a function of the request and its outputs alone."""
+        if self._draw is None:
+            self._draw = DrawParams.of(self.request.sampling_params, 0, None, ())
+        settings, index = self.logits_settings, len(self.token_ids) - self.num_prompt_tokens
+        if settings is None:
+            return self._draw.at(index)
+        if self._looks_back:
+            self._outputs.extend(self.token_ids[self.num_prompt_tokens + len(self._outputs) :])
+            return self._draw.at(index, settings, self._outputs[:])
+        return self._draw.at(index, settings if settings.apply_after(index) else None)
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """The prompt's log-probabilities, to report with the first output token; only once."""
+        logprobs, self.prompt_logprobs = self.prompt_logprobs or (), None
+        return tuple(logprobs)
+
+    def foresee(self, num_tokens: int, num_draws: int) -> bool:
+        """Goes on as if a step in flight had computed so many tokens and drawn the next one, if it draws; the token is
+        `PENDING` until the step is committed. False, with nothing changed, where that would not do: its next step
+        depends on the result, or there is none.
+        """
+        assert num_draws <= 1, "with drafts, how far a step goes is not known before its result"
+        draws = num_draws > 0
+        looks_back = self.prompt_logprobs is not None or (draws and self._looks_back)
+        self.awaits_result = looks_back or (draws and self.is_about_to_end)
+        if self.awaits_result:
+            return False
+        self.num_computed_tokens += num_tokens
+        if draws:
+            self.token_ids.append(PENDING)
+            self.is_pending = True
+        return True
+
+    def advance(self, scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> tuple[int, ...]:
+        """Takes what a step computed and sampled for this sequence; returns the tokens that it gained.
+
+        Tokens after one that ends the sequence, or after a draft that turned out wrong, are dropped, and the positions
+        computed for them count as not computed. A draw without a token (`NO_TOKEN`, `DEAD_END`) breaks the sequence.
+        """
+        old_len = len(self.token_ids)
+        for token_id in _confirmed(scheduled.token_ids, drawn):
+            if self._breaks(token_id):
+                break
+            self.token_ids.append(token_id)
+            if self.finish_reason is not None:
+                break
+        num_run = scheduled.first_position + len(scheduled.token_ids)
+        self.num_computed_tokens = min(num_run, len(self.token_ids) - 1)
+        return tuple(self.token_ids[old_len:])
+
+    def commit(
+        self, scheduled: ScheduledSequence, drawn: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
+    ) -> TokenDelta | None:
+        """`advance`, as a delta to report; None if the sequence gained no token.
+
+        The log-probabilities of dropped tokens are dropped with them.
+        """
+        if self.num_computed_tokens > scheduled.first_position:  # it was foreseen
+            return self._fill_in(drawn, logprobs) if drawn else None
+        first_token_index = self.num_output_tokens
+        token_ids = self.advance(scheduled, drawn)
+        if not token_ids:
+            return None
+        return TokenDelta(
+            attempt=self.attempt,
+            first_token_index=first_token_index,
+            token_ids=token_ids,
+            finish_reason=self.finish_reason,
+            num_cached_tokens=self.num_cached_tokens if first_token_index == 0 else 0,
+            logprobs=logprobs[: len(token_ids)],
+            prompt_logprobs=self.take_prompt_logprobs() if first_token_index == 0 else (),
+            queued_s=self._take_queued_s(),
+        )
+
+    def _breaks(self, drawn: int) -> bool:
+        """Whether no token was drawn. The sequence is broken then."""
+        if drawn not in (NO_TOKEN, DEAD_END):
+            return False
+        self.is_broken, self.has_dead_end = True, drawn == DEAD_END
+        return True
+
+    def _take_queued_s(self) -> float:
+        """How long it had waited when it first ran; 0 once that was told."""
+        queued_s, self.queued_s = self.queued_s, 0.0
+        return queued_s
+
+    def decode(self, drawn: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> TokenDelta | None:
+        """As `commit`, for a step that computed its last token and drew one, not its first unless it was foreseen."""
+        if self.is_pending:
+            return self._fill_in(drawn, logprobs)
+        if len(drawn) > 1:
+            return self._decode_several(drawn)
+        (token_id,) = drawn
+        if token_id < 0 and self._breaks(token_id):
+            return None
+        token_ids = self.token_ids
+        index = len(token_ids) - self.num_prompt_tokens
+        token_ids.append(token_id)
+        self.num_computed_tokens += 1
+        reason = None
+        if token_id in self.stop_token_ids:
+            reason = FinishReason.STOP
+        elif len(token_ids) >= self.max_len:
+            reason = FinishReason.LENGTH
+        return TokenDelta(self.attempt, index, drawn, reason, 0, logprobs)
+
+    def _decode_several(self, drawn: tuple[int, ...]) -> TokenDelta | None:
+        """As `decode`, for several steps: takes the tokens up to its last, or to one that could not be drawn."""
+        if self._breaks(drawn[0]):
+            return None
+        token_ids, num_before = self.token_ids, len(self.token_ids)
+        reason = None
+        for token_id in drawn:
+            if token_id == NO_TOKEN:  # the next step finds it again, as its first
+                break
+            token_ids.append(token_id)
+            if token_id in self.stop_token_ids:
+                reason = FinishReason.STOP
+            elif len(token_ids) >= self.max_len:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                break
+        num_taken = len(token_ids) - num_before
+        self.num_computed_tokens += num_taken
+        return TokenDelta(self.attempt, num_before - self.num_prompt_tokens, drawn[:num_taken], reason, 0, ())
+
+    def _fill_in(self, drawn: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> TokenDelta | None:
+        """As `commit`, for a step that was foreseen: the pending token is known now."""
+        (token_id,) = drawn
+        if self._breaks(token_id):
+            return None
+        self.token_ids[-1] = token_id
+        self.is_pending = False
+        index = len(self.token_ids) - self.num_prompt_tokens - 1
+        num_cached = self.num_cached_tokens if index == 0 else 0
+        return TokenDelta(
+            self.attempt, index, drawn, self.finish_reason, num_cached, logprobs, (), self._take_queued_s()
+        )
+
+    def last_delta(self, reason: FinishReason) -> TokenDelta:
+        """The final delta of a request that ends without another token."""
+        return TokenDelta(
+            attempt=self.attempt,
+            first_token_index=self.num_output_tokens - self.is_pending,
+            token_ids=(),
+            finish_reason=reason,
+        )
+
+
+def _confirmed(token_ids: tuple[int, ...], drawn: tuple[int, ...]) -> tuple[int, ...]:
+    """The sampled tokens that follow accepted drafts.
+
+    Draw i is made from the i-th of the last `len(drawn)` rows. The first of these rows is a token of the sequence, the
+    others are drafts: draw i is what the model says only if draft i equals draw i - 1, and so on back to the first.
+    """
+    if len(drawn) <= 1:
+        return drawn
+    drafts = token_ids[len(token_ids) - len(drawn) + 1 :]
+    num_right = next((i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts))
+    return drawn[: num_right + 1]

@@ -1,0 +1,267 @@
+"""Step plans and step results: the contract between the scheduler and the model runner.
+
+A plan says which tokens of which sequences one step computes, in which blocks; a result holds what was drawn. Neither
+is changed once made, and both are plain integers, since plans go to other processes. What is made for every sequence of
+every step is a dataclass that does not check this: a frozen one takes six times as long to make. What may not live
+here: torch, and deciding what is planned (`worker/scheduler/`).
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
+
+from holdfast.worker.plan_rows import NO_ROWS, DecodeRows, LogitsSettings
+from holdfast.worker.request import TokenLogprob
+from holdfast.worker.sampling_params import GREEDY_TEMPERATURE, SamplingParams
+
+
+@dataclass(slots=True, kw_only=True)
+class DrawParams:
+    """All that a draw depends on besides the logits: it is a pure function of both (`worker/executors/sampler.py`)."""
+
+    seed: int
+    first_output_index: int
+    """Output position of the first token drawn: the noise is keyed by (seed, position, token id)."""
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float = 0.0
+    logits_settings: LogitsSettings | None = None
+    """None where logits are taken as they are: nearly always."""
+    output_token_ids: "tuple[int, ...] | array[int]" = ()
+    """Output before the draw, where `logits_settings` look back at it; else empty. An array of 64 bits each is taken
+    as it is by what reads thousands of them in each step."""
+    num_logprobs: int | None = None
+    """Best tokens to report with the drawn one's logprob; None: no logprobs. Does not touch the draw."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Tokens to report in place of the best ones; empty: the best ones."""
+
+    @classmethod
+    def of(
+        cls,
+        params: SamplingParams,
+        first_output_index: int,
+        logits_settings: LogitsSettings | None,
+        output_token_ids: "tuple[int, ...] | array[int]",
+    ) -> "DrawParams":
+        """What a request's parameters say of the draw at an output position."""
+        assert params.seed is not None, "the seed is resolved before a request reaches the engine"
+        return cls(
+            seed=params.seed,
+            first_output_index=first_output_index,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            logits_settings=logits_settings,
+            output_token_ids=output_token_ids,
+            num_logprobs=0 if params.logprob_token_ids else params.logprobs,
+            logprob_token_ids=tuple(params.logprob_token_ids),
+        )
+
+    def at(
+        self,
+        output_index: int,
+        logits_settings: LogitsSettings | None = None,
+        output_token_ids: "tuple[int, ...] | array[int]" = (),
+    ) -> "DrawParams":
+        """The same request's draw at another output position, with what its logits settings are there."""
+        other = _new(DrawParams)  # its own constructor takes twice as long
+        other.seed = self.seed
+        other.first_output_index = output_index
+        other.temperature = self.temperature
+        other.top_k = self.top_k
+        other.top_p = self.top_p
+        other.min_p = self.min_p
+        other.logits_settings = logits_settings
+        other.output_token_ids = output_token_ids
+        other.num_logprobs = self.num_logprobs
+        other.logprob_token_ids = self.logprob_token_ids
+        return other
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether it depends on more than the argmax of its row, or tells more."""
+        is_warm = self.temperature >= GREEDY_TEMPERATURE
+        return is_warm or self.logits_settings is not None or self.num_logprobs is not None
+
+
+_new = object.__new__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobParams:
+    """The prompt tokens whose logprobs a step reports. Each is read off the logits row of the token before it."""
+
+    first_row: int
+    """The first such row among the sequence's rows in the step; the others follow without a gap."""
+    token_ids: tuple[int, ...]
+    """The tokens whose logprobs are reported. The last one may belong to the next step."""
+    num_logprobs: int
+    """Best tokens to report with each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """The first `num_tokens` slots of a block are to be copied to another one, whose other slots become zeros."""
+
+    source: int
+    destination: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """What the draft model does for a sequence before the step: it reads `token_ids`, at positions `first_position`,
+    + 1, + 2, ..., which are up to the last that the step computes without drafts, and then guesses ahead."""
+
+    first_position: int
+    token_ids: tuple[int, ...]
+    num_drafts: int
+    """Tokens to guess; 0: only to keep up."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ScheduledSequence:
+    """One sequence's share of a step: `token_ids` are run at absolute positions `first_position`, + 1, + 2, ..."""
+
+    sequence_id: int
+    """Unique in the life of an engine; survives preemption."""
+    first_position: int
+    token_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    """Blocks of positions 0 to `first_position + len(token_ids) - 1`, in order; with `drafting`, of its drafts too."""
+    draw: DrawParams | None
+    """None for a chunk of the prompt that is not the last: nothing is drawn."""
+    num_draws: int = 0
+    """How many of the last rows are drawn from: 1 when `draw` is set; more when drafted tokens are verified."""
+    prompt_logprobs: PromptLogprobParams | None = None
+    """None where no logprobs of prompt tokens are asked for, which is nearly always."""
+    drafting: Drafting | None = None
+    """Work for the draft model, where there is one. What it guesses, the step then verifies (`with_drafts`)."""
+
+    def with_drafts(self, drafts: tuple[int, ...]) -> "ScheduledSequence":
+        """This share with these tokens, guessed to follow, to be verified."""
+        return replace(self, token_ids=self.token_ids + drafts, num_draws=self.num_draws + len(drafts))
+
+
+@dataclass(slots=True, kw_only=True)
+class StepPlan:
+    """The sequences that one step computes, and the block copies before it. Never empty."""
+
+    step_id: int
+    decodes: DecodeRows = NO_ROWS
+    """The first sequences: those that are planned as rows."""
+    others: Sequence[ScheduledSequence] = ()
+    """All other sequences."""
+    block_copies: tuple[BlockCopy, ...] = ()
+    """To be made before anything is computed, on every rank. A block may be the source of several, and also a
+    destination: all sources are read before any destination is written."""
+    num_steps: int = field(init=False)
+    """Steps that are run on this plan: 1, but for decodes that nobody waits for (`DecodeRows.num_steps`)."""
+    num_tokens: int = field(init=False)
+    """Computed, in all its steps."""
+    needs_logits: bool = field(init=False)
+    """Its result depends on more than the argmax of its rows."""
+    asks_for_logprobs: bool = field(init=False)
+    """It reports log-probabilities of some token."""
+    has_grammars: bool = field(init=False)
+    """Some draw must match a grammar."""
+
+    def __post_init__(self) -> None:
+        rows = self.decodes
+        num_tokens = len(rows.token_ids) * rows.num_steps
+        needs_logits, asks_for_logprobs, has_grammars = rows.columns.need_logits, rows.columns.ask_for_logprobs, False
+        for share in self.others:
+            num_tokens += len(share.token_ids)
+            draw, settings = share.draw, None
+            if draw is not None:
+                settings = draw.logits_settings
+                needs_logits = needs_logits or draw.needs_logits
+            if share.prompt_logprobs is not None or (draw is not None and draw.num_logprobs is not None):
+                needs_logits = asks_for_logprobs = True
+            if settings is not None and settings.grammar:
+                has_grammars = True
+        self.num_steps, self.num_tokens = rows.num_steps, num_tokens
+        self.needs_logits, self.asks_for_logprobs, self.has_grammars = needs_logits, asks_for_logprobs, has_grammars
+
+    @property
+    def sequences(self) -> tuple[ScheduledSequence, ...]:
+        """All of them, in order, each as a share of its own. Made anew each time: what runs at every step reads
+        `decodes` and `others`."""
+        return (*_shares(self.decodes), *self.others)
+
+    def with_drafts(self, drafts: Sequence[tuple[int, ...]]) -> "StepPlan":
+        """What is run once the draft model has guessed: `drafts` are for each sequence, or empty where it has not."""
+        if not any(drafts):
+            return self
+        pairs = zip(self.sequences, drafts, strict=True)
+        return replace(self, decodes=NO_ROWS, others=tuple(share.with_drafts(guessed) for share, guessed in pairs))
+
+
+def _shares(rows: DecodeRows) -> list[ScheduledSequence]:
+    """The rows of a step, each as a share of its own."""
+    columns, age = rows.columns, rows.age
+    return [
+        ScheduledSequence(
+            sequence_id=sequence_id,
+            first_position=first_position + age,
+            token_ids=(token_id,),
+            block_ids=block_ids,
+            draw=draw,
+            num_draws=1,
+        )
+        for sequence_id, first_position, token_id, block_ids, draw in zip(
+            columns.sequence_ids, columns.first_positions, rows.token_ids, rows.blocks.tables, rows.draws(), strict=True
+        )
+    ]
+
+
+NO_TOKEN: Final = -1
+"""In place of a drawn token where the logits are NaN or infinite."""
+
+DEAD_END: Final = -2
+"""In place of a drawn token where the grammar of the output allows none, or can be followed no further."""
+
+PENDING: Final = -1
+"""In a plan, in place of the token that the step before draws for the same sequence: the plan was made before that
+step's result was there. Who runs the plan puts the token in (`pending_tokens.py`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one step drew: for each sequence of the plan `with_drafts`, in its order, `num_draws` token ids; for each
+    row of a plan of several steps, one for each step."""
+
+    step_id: int
+    token_ids: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """For each sequence, one for each of its tokens, or none where it asks for none. Empty where no sequence asks."""
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """For each sequence, one for each token of its `prompt_logprobs`. Empty where no sequence asks."""
+    drafts: tuple[tuple[int, ...], ...] = ()
+    """What the draft model guessed for each sequence and the step verified. Empty where there was none."""
+
+    def without_first(self, count: int) -> "StepResult":
+        """What was drawn for all sequences but the first `count`."""
+        if count == 0:
+            return self
+        return replace(
+            self,
+            token_ids=self.token_ids[count:],
+            logprobs=self.logprobs[count:],
+            prompt_logprobs=self.prompt_logprobs[count:],
+            drafts=self.drafts[count:],
+        )
+
+
+class StepRunner(Protocol):
+    """What runs a plan: `LeaderRunner`, or a pseudo-model in tests."""
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+    def keep_alive(self) -> None:
+        """Called while there is nothing to do, so that followers see a living leader."""
+
+    def close(self) -> None: ...

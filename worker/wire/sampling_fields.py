@@ -1,0 +1,130 @@
+"""Mapping between sampling parameters and protobuf messages, both ways: a parameter is the field of its own name. What
+may not: stubs, and any single parameter. Where a message also has a field `no_X`, setting it means None for parameter
+X, and leaving X unset means the default.
+"""
+
+import struct
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.parameters import BIASES, FIELD, STRUCTURE, Kind, Parameter, World
+from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
+from holdfast.worker.structured_outputs import StructuredOutputs
+
+EVERY_WORLD: Final = frozenset(World)
+TOKEN_WORLD: Final = frozenset({World.TOKENS})
+
+
+def fields_of(params: SamplingParams, message: type[Message], worlds: frozenset[World] = EVERY_WORLD) -> dict[str, Any]:
+    """What a message of this sort is made of to say the parameters of these worlds. A default may be left unset."""
+    fields: dict[str, Any] = {}
+    for field in _fields(message.DESCRIPTOR, worlds):
+        value = getattr(params, field.name)
+        if value is None:
+            fields |= {field.denial: True} if field.denial else {}
+        elif not field.can_be_unset or value != field.default:
+            fields[field.name] = _structure_fields(value) if field.kind is STRUCTURE else value
+    return fields
+
+
+def params_of(message: Message, worlds: frozenset[World] = EVERY_WORLD) -> SamplingParams:
+    """What a message says of these worlds. Only what is set overrides a default: zero means something.
+
+    Raises `InvalidRequestError`, naming the field.
+    """
+    given: dict[str, Any] = {}
+    for field in _fields(message.DESCRIPTOR, worlds):
+        name = field.name
+        is_set = message.HasField(name) if field.can_be_unset else not field.is_repeated or bool(getattr(message, name))
+        if field.denial and getattr(message, field.denial):
+            if is_set:
+                limit = f"must not be set with {field.denial}"
+                raise InvalidRequestError(f"{FIELD}.{name}", getattr(message, name), limit)
+            given[name] = None
+        elif is_set:
+            given[name] = _value(field, getattr(message, name))
+    return SamplingParams(**given)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Field:
+    """How a sort of message holds a parameter."""
+
+    name: str
+    kind: Kind
+    default: object
+    denial: str
+    """The field that says None instead, if there is one."""
+    is_repeated: bool
+    """Where it holds nothing, the default holds."""
+    can_be_unset: bool
+    zero_is_none: bool
+    """It cannot be unset, and zero is no value of the parameter."""
+    is_short: bool
+    """Its numbers, or those that it maps to, have 32 bits."""
+
+
+@cache
+def _fields(message: Any, worlds: frozenset[World]) -> tuple[_Field, ...]:
+    chosen = [parameter for parameter in PARAMETERS.values() if parameter.about.world in worlds]
+    return tuple(_field(message, parameter) for parameter in chosen)
+
+
+def _field(message: Any, parameter: Parameter) -> _Field:
+    field = message.fields_by_name[parameter.name]
+    numbers = field.message_type.fields_by_name["value"] if parameter.kind is BIASES else field
+    is_plain = not field.has_presence and not field.is_repeated
+    return _Field(
+        name=parameter.name,
+        kind=parameter.kind,
+        default=parameter.default,
+        denial=f"no_{parameter.name}" if f"no_{parameter.name}" in message.fields_by_name else "",
+        is_repeated=field.is_repeated,
+        can_be_unset=field.has_presence,
+        zero_is_none=is_plain and parameter.is_optional and not parameter.allows(field.default_value),
+        is_short=numbers.type == FieldDescriptor.TYPE_FLOAT,
+    )
+
+
+def _value(field: _Field, value: Any) -> object:
+    if field.zero_is_none and not value:
+        return None
+    if field.kind is STRUCTURE:
+        return _structure(value)
+    if field.kind is BIASES:
+        return {key: shortest_decimal(bias) for key, bias in value.items()} if field.is_short else dict(value)
+    if field.is_repeated:
+        return tuple(value)
+    return shortest_decimal(value) if field.is_short else value
+
+
+def shortest_decimal(value: float) -> float:
+    """The double that a 32-bit float was most likely written as: 0.7 rather than 0.699999988.
+
+    So a request draws the same tokens over the wire as in process, where parameters are doubles.
+    """
+    for num_digits in (6, 7, 8):
+        short = float(f"{value:.{num_digits}g}")
+        if struct.pack("f", short) == struct.pack("f", value):
+            return short
+    return value
+
+
+# --- structured outputs: one of several kinds, of which a choice is a message ---
+
+
+def _structure_fields(structure: StructuredOutputs) -> dict[str, object]:
+    value = getattr(structure, structure.kind)
+    return {structure.kind: value if structure.choice is None else {"texts": value}}
+
+
+def _structure(message: Any) -> dict[str, object]:
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        return {}
+    return {kind: tuple(message.choice.texts) if kind == "choice" else getattr(message, kind)}
