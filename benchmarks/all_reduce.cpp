@@ -14,7 +14,7 @@ using holdfast::Exchange;
 
 namespace {
 
-constexpr int kRanks = 2, kSpin = 2000;  // as `hf_pool_create` has it
+constexpr int kRanks = 2, kSpin = 2000;  // as `native_pool_create` has it
 
 long now_of(clockid_t clock) {
   timespec time;

@@ -1,6 +1,6 @@
-"""Times of single steps of a decoder program, and of the skeleton beside it, in one run.
+"""Times of single steps of a native backend, and of the HF backend beside it, in one run.
 
-    python -m benchmarks.decoder_steps MODEL [--dtype bfloat16] [--threads 2] [--rounds 30] [--skeleton] [--one-slice]
+    python -m benchmarks.decoder_steps MODEL [--dtype bfloat16] [--threads 2] [--rounds 30] [--hf-backend] [--one-slice]
         [--in-a-row 1] [--whole-weights] [--against LIBRARY] [--json FILE]
 
 Steps of five kinds: decodes of 1, 8 and 32 sequences, decodes in a long context, a prompt. `--one-slice`: beside it the
@@ -86,7 +86,7 @@ def make_batch(kind: Kind, block_size: int) -> StepBatch:
     )
 
 
-def load(name: str, model: str, runs_on: str = "decoder", dtype: str = "bfloat16", *, keep: bool = True) -> Timed:
+def load(name: str, model: str, runs_on: str = "native", dtype: str = "bfloat16", *, keep: bool = True) -> Timed:
     config = WorkerConfig(
         model=ModelConfig.model_validate({"model": model, "executor": runs_on, "dtype": dtype, "keep_layout": keep}),
         cache=CacheConfig(kv_cache_memory=1 << 30),
@@ -96,19 +96,19 @@ def load(name: str, model: str, runs_on: str = "decoder", dtype: str = "bfloat16
 
 
 def load_one_slice(model: str, dtype: str) -> Timed:
-    """The decoder program, its row-parallel sums in one piece."""
+    """The native backend, its row-parallel sums in one piece."""
     with patch.object(recognize._Reader, "_slices", lambda self, local: 1):
         return load("one slice", model, dtype=dtype, keep=False)
 
 
 def load_whole(model: str, dtype: str) -> Timed:
-    """The decoder program, its weights of bfloat16 as they are."""
+    """The native backend, its weights of bfloat16 as they are."""
     with patch.object(executor, "COMPACT_CLASSES", frozenset[str]()):
         return load("whole weights", model, dtype=dtype)
 
 
 def load_against(model: str, dtype: str, other: Path) -> Timed:
-    """The decoder program on another library, which is loaded as it is, whatever sources it was made from."""
+    """The native backend on another library, which is loaded as it is, whatever sources it was made from."""
     library.load_library.cache_clear()
     with patch.object(library, "path_of", lambda name: other):
         timed = load("against", model, dtype=dtype)
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument(
         "--in-a-row", type=int, default=1, help="steps of one kind that follow each other, as in serving"
     )
-    parser.add_argument("--skeleton", action="store_true", help="time the skeleton as well")
+    parser.add_argument("--hf-backend", action="store_true", help="time the HF backend as well")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--one-slice", action="store_true", help="time row-parallel sums in one piece as well")
     parser.add_argument("--whole-weights", action="store_true", help="time weights that are not compact as well")
@@ -145,9 +145,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     model, dtype = arguments.model, arguments.dtype
-    programs = [load("decoder", model, dtype=dtype)]
-    if arguments.skeleton:
-        programs.append(load("skeleton", model, "skeleton", dtype))
+    programs = [load("native", model, dtype=dtype)]
+    if arguments.hf_backend:
+        programs.append(load("hf", model, "hf", dtype))
     if arguments.one_slice:
         programs.append(load_one_slice(model, dtype))
     if arguments.whole_weights:

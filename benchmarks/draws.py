@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    step = load("decoder", options.step_of) if options.step_of else None
+    step = load("native", options.step_of) if options.step_of else None
     vocab = step.loaded.info.vocab_size if step else options.vocab
     samplers: dict[str, StepSampler] = {"native": NativeSampler.with_threads(options.threads)}
     if options.against:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.field_sizes [--only TEXT ...] [--worst 40] [--json FILE]
 
-A router with default limits and all of its doors, a replica that only counts, and a client that streams beside; each is
+A router with default limits and all of its APIs, a replica that only counts, and a client that streams beside; each is
 a process. Fields are found in the schemas. Each is filled up to `max_message_bytes`, and up to what its bounds let
 through, with each kind of content. The table has the worst: the longest time that the loop did not turn, the most CPU
 time that its thread took in a turn (which others on the machine change little), the longest pause of the stream, and
@@ -46,7 +46,7 @@ Row = dict[str, Any]
 
 
 class Attacker:
-    """Sends what it is given to the doors of one router, and waits until it is answered in whichever way."""
+    """Sends what it is given to the APIs of one router, and waits until it is answered in whichever way."""
 
     def __init__(self, grpc_address: str, http_address: str, vllm_address: str) -> None:
         self._http = http_address

@@ -30,9 +30,9 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.executors.kv_cache import LayerCache
 from holdfast.worker.models import rank_program as program
+from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.models.paged import AttentionBackend
 from holdfast.worker.models.row_tiles import RowRule, RowTiles
-from holdfast.worker.models.skeleton_program import SkeletonProgram
 from holdfast.worker.replica.rank import default_device, prepare_process
 from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
 
@@ -101,7 +101,7 @@ def load(config: WorkerConfig, *, plain: bool) -> LeaderRunner:
         return LeaderRunner(ModelRunner.load(config, group, device=device), group)
     with patch.object(program, "RowTiles", PlainTiles):
         runner = ModelRunner.load(config, group, device=device)
-    assert isinstance(runner.program, SkeletonProgram)
+    assert isinstance(runner.program, HfBackend)
     assert runner.program.context is not None
     context = runner.program.context
     context.backend = PlainAttention(context.backend)

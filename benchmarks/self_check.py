@@ -24,8 +24,8 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.errors import HoldfastError, ReplicaError
+from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.models.linear import Linear, linear_kernel
-from holdfast.worker.models.skeleton_program import SkeletonProgram
 from holdfast.worker.replica.known_answer import KnownAnswerCheck
 from holdfast.worker.replica.rank import prepare_process
 from holdfast.worker.scheduler.scheduler import Scheduler
@@ -39,7 +39,7 @@ class Suspect:
 
     def __init__(self, model: str) -> None:
         self._config = WorkerConfig(
-            model=ModelConfig(model=model, device="cpu", dtype="bfloat16", executor="skeleton"),
+            model=ModelConfig(model=model, device="cpu", dtype="bfloat16", executor="hf"),
             cache=CacheConfig(num_blocks=128),
         )
         device = torch.device("cpu")
@@ -47,7 +47,7 @@ class Suspect:
         self._runner = ModelRunner.load(self._config, SingleRank(), device=device)
         self._checkpoint = load_file(f"{model}/model.safetensors")
         program = self._runner.program
-        assert isinstance(program, SkeletonProgram)
+        assert isinstance(program, HfBackend)
         modules: Any = program.model.module
         self._layers = [
             (f"{name}.weight", module)
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     suspect, rng = Suspect(str(bundled_path("demo"))), random.Random(arguments.seed)
-    logging.disable()  # an engine whose logits are no numbers says so at length
+    logging.disable()  # an engine whose logits are not finite says so at length
     assert not suspect.is_found_out(suspect.flipped(0, rng)), "nothing has been flipped"
     table = Table("bit", "", "flips", "found")
     total = 0

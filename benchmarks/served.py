@@ -34,14 +34,14 @@ def offline(part: Part, streams: int, tokens: int, figures: Figures) -> None:
     figures["LLM.generate: us per token"].append(1e6 * (part.cpu_s() - before) / done["tokens"])
 
 
-def served(door: str, parts: dict[str, Part], streams: int, tokens: int, figures: Figures) -> None:
+def served(api: str, parts: dict[str, Part], streams: int, tokens: int, figures: Figures) -> None:
     before = {name: part.cpu_s() for name, part in parts.items()}
     counted, began_s = parts["client"].order("count")["tokens"], time.monotonic()
     parts["client"].order("begin", streams=streams, tokens=tokens, repeats=1)
     num_tokens = parts["client"].order("finish")["tokens"] - counted
-    figures[f"{door}: tokens/s"].append(num_tokens / (time.monotonic() - began_s))
+    figures[f"{api}: tokens/s"].append(num_tokens / (time.monotonic() - began_s))
     for name, part in parts.items():
-        figures[f"{door} {name}: us per token"].append(1e6 * (part.cpu_s() - before[name]) / num_tokens)
+        figures[f"{api} {name}: us per token"].append(1e6 * (part.cpu_s() - before[name]) / num_tokens)
 
 
 def measure(model: Path, streams: list[int], tokens: int, rounds: int, apart: bool = False) -> dict[int, Figures]:
@@ -63,15 +63,15 @@ def measure(model: Path, streams: list[int], tokens: int, rounds: int, apart: bo
             "gRPC": started("clients", "our-async", routers["gRPC"].address),
             "HTTP": started("http_clients", routers["HTTP"].address, "--completions"),
         }
-        doors = {name: {"replica": replica, "router": routers[name], "client": clients[name]} for name in routers}
+        apis = {name: {"replica": replica, "router": routers[name], "client": clients[name]} for name in routers}
         offline(alone, max(streams), 8, Figures(list))  # what is made once is made
-        for name, parts in doors.items():
+        for name, parts in apis.items():
             served(name, parts, max(streams), 8, Figures(list))
         for index in range(rounds):
             for number in streams:
                 offline(alone, number, tokens, figures[number])
-                for name in sorted(doors, reverse=bool(index % 2)):  # neither is always first
-                    served(name, doors[name], number, tokens, figures[number])
+                for name in sorted(apis, reverse=bool(index % 2)):  # neither is always first
+                    served(name, apis[name], number, tokens, figures[number])
     return figures
 
 
@@ -82,11 +82,11 @@ def show(figures: dict[int, Figures], console: Console) -> None:
         alone = found["LLM.generate: tokens/s"]
         cpu = statistics.median(found["LLM.generate: us per token"])
         table.add_row(str(number), "LLM.generate", f"{statistics.median(alone):.0f}", "", "", f"{cpu:.0f}", "", "")
-        for door in ("gRPC", "HTTP"):
-            rates = found[f"{door}: tokens/s"]
+        for api in ("gRPC", "HTTP"):
+            rates = found[f"{api}: tokens/s"]
             shares = (_ratio(rates, alone), _ratio(rates, found["gRPC: tokens/s"]))
-            spent = [f"{statistics.median(found[f'{door} {name}: us per token']):.0f}" for name in names]
-            table.add_row(str(number), door, f"{statistics.median(rates):.0f}", *shares, *spent)
+            spent = [f"{statistics.median(found[f'{api} {name}: us per token']):.0f}" for name in names]
+            table.add_row(str(number), api, f"{statistics.median(rates):.0f}", *shares, *spent)
     console.print(table)
     console.print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
 

@@ -37,7 +37,7 @@ IN_A_ROW: Final = 8
 
 def load(model: str, group: TensorParallelGroup) -> LoadedModel:
     config = WorkerConfig(
-        model=ModelConfig.model_validate({"model": model, "executor": "decoder", "dtype": "bfloat16"}),
+        model=ModelConfig.model_validate({"model": model, "executor": "native", "dtype": "bfloat16"}),
         parallel=ParallelConfig(tensor_parallel_size=group.size),
         cache=CacheConfig(kv_cache_memory=1 << 30),
     )

@@ -164,7 +164,7 @@ class Identity:
 
     @classmethod
     def of(cls, text: str) -> Self | None:
-        """None for what no router of ours has written."""
+        """None for what no Holdfast router has written."""
         request_id, _, created = text.rpartition(" ")
         return cls(request_id, int(created)) if request_id and created.isdecimal() else None
 

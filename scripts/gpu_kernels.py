@@ -163,7 +163,7 @@ def uses_of(shapes: Iterable[Shape], decode_rows: Iterable[int], prompt_rows: in
 
 
 def _run_paged_kernels(launch: Any, prompt_rows: int) -> None:
-    """The attention of models without a decoder program, whose keys and values differ in width."""
+    """The attention of models without a native backend, whose keys and values differ in width."""
     from holdfast.worker.executors.gpu.paged_kernels import PagedKernels
 
     for spec in LATENT_SPECS.values():

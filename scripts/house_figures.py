@@ -71,7 +71,7 @@ class House:
         return sorted(found, reverse=True)
 
     def imports(self) -> dict[str, set[str]]:
-        """What each module of ours imports of ours when it is loaded."""
+        """What each module of Holdfast's imports of Holdfast's when it is loaded."""
         modules = {source.module for source in self.sources}
         graph: dict[str, set[str]] = {module: set() for module in modules}
         for source in self.sources:

@@ -84,7 +84,7 @@ class Trace:
 
 
 def _ours(filename: str) -> str | None:
-    """The file below the root, of code of ours."""
+    """The file below the root, of code of Holdfast's."""
     name = filename.removeprefix(f"{ROOT}/").removeprefix("holdfast/")
     return name if name.startswith(tuple(f"{package}/" for package in PACKAGES)) else None
 

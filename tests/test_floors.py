@@ -122,7 +122,7 @@ def below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(f"{folder}/")
 
 
-def doors(room: str) -> tuple[str, ...]:
+def apis(room: str) -> tuple[str, ...]:
     return DOORS[max((folder for folder in DOORS if below(room, folder)), key=len)]
 
 
@@ -131,7 +131,7 @@ def may_import(room: str, other: str) -> bool:
     other_package, other_floor = ROOMS[other]
     if package == other_package:
         return room == other or other_floor < floor
-    return other in doors(room)
+    return other in apis(room)
 
 
 def test_every_folder_is_a_room_on_a_floor():

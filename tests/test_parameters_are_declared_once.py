@@ -130,7 +130,7 @@ class Warmer(SamplingParams):
 
 
 def message_with(module: object, name: str, **kind: object):
-    """A message of ours that has a field `warmth` as well."""
+    """A message of Holdfast's that has a field `warmth` as well."""
     file = descriptor_pb2.FileDescriptorProto()
     module.DESCRIPTOR.CopyToProto(file)
     (message,) = (item for item in file.message_type if item.name == name)

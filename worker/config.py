@@ -83,9 +83,9 @@ class ModelConfig(Settings):
         None, ge=1, description="maximum tokens of prompt plus output; unset: the model's context length"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
-    executor: Literal["auto", "decoder", "skeleton"] = Field(
+    executor: Literal["auto", "native", "hf"] = Field(
         "auto",
-        description="what runs the layers; auto: the decoder program where it knows the model, else the skeleton",
+        description="what runs the layers; auto: the native backend where it knows the model, else the HF backend",
     )
     keep_layout: bool = Field(
         True, description="keep what was found out of a model in ~/.cache/holdfast/layouts: later starts are faster"

@@ -131,9 +131,7 @@ class SamplingParams(_Slots):
     ] = 1.0
     presence_penalty: Annotated[
         float,
-        Field(
-            ge=-2, le=2, description="above 0 avoids tokens of the output: taken off the logits of those that it has"
-        ),
+        Field(ge=-2, le=2, description="subtracted from the logit of each token that the output already contains"),
         _draw(with_beams=False),
     ] = 0.0
     frequency_penalty: Annotated[

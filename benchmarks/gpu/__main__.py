@@ -41,7 +41,7 @@ def main() -> int:
         "steps in fp8": ["steps", *shared, *model, "--seconds", str(options.seconds), "--kv-cache-dtype", "fp8_e4m3"],
         "mixture": ["steps", *shared, *mixture, "--seconds", str(options.seconds)],
         "serving": ["serving", *shared, *model],
-        "skeleton": ["serving", *shared, *model, "--executor", "skeleton"],
+        "hf": ["serving", *shared, *model, "--executor", "hf"],
         "transformers": ["transformers_batching", *shared, *model],
         "lost rank": ["lost_rank", *shared, *small],
     }

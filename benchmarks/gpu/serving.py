@@ -22,7 +22,7 @@ from holdfast.worker.replica.replica import Replica
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--executor", choices=("auto", "skeleton"), default="auto")
+    parser.add_argument("--executor", choices=("auto", "hf"), default="auto")
     options = parser.parse_args()
     sizes = loads.TINY if options.model == "tiny" else LoadSizes()
     tell(measure(options.model, options.device, sizes, options.executor), options.json)

@@ -1,4 +1,4 @@
-"""Schedule of a case: warm-ups, then rounds in which every peer's run is followed by one of ours.
+"""Schedule of a case: warm-ups, then rounds in which every peer's run is followed by one of Holdfast's.
 
 A run and the one after it share the machine's state of the moment, so that their ratio holds on a machine whose speed
 drifts. Rounds in which other processes were busy are repeated, a bounded number of times.

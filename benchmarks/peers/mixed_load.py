@@ -92,11 +92,11 @@ class Bench:
 
     def _report(self, name: str, *flags: str) -> tuple[Report, float]:
         server = self._servers[name]
-        door = server.doors.get("grpc", server.doors.get("http", ""))
+        api = server.apis.get("grpc", server.apis.get("http", ""))
         settle(_NOISE, _SETTLE_S)
         with server.running(), tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "report.json"
-            command = [sys.executable, "-m", "holdfast.cluster.commands.cli", "bench", "--server", door, *MIX, *flags]
+            command = [sys.executable, "-m", "holdfast.cluster.commands.cli", "bench", "--server", api, *MIX, *flags]
             watch = NoiseWatch(server.group)
             ended = subprocess.run([*command, "--warmup", "8", "--json", out], capture_output=True, text=True)
             if not out.exists():

@@ -88,7 +88,7 @@ class CaseResult:
     """Runs without a peer, where none was asked for."""
     dropped_alone: list[Run] = field(default_factory=list)
     our_parts: dict[str, float] = field(default_factory=dict)
-    """The split of ours, from a burst of its own that was not timed."""
+    """The split of Holdfast's, from a burst of its own that was not timed."""
 
     @property
     def our_runs(self) -> list[Run]:

@@ -65,7 +65,7 @@ class Server:
                 start_new_session=True,
             )
         self._is_paused = False
-        self.doors: dict[str, str] = {}
+        self.apis: dict[str, str] = {}
         """Its addresses on a network by protocol, once it is ready: `http`, and `grpc` for ours."""
 
     @property
@@ -79,13 +79,13 @@ class Server:
     def await_ready(self) -> dict[str, str]:
         """Waits until the model is loaded. Returns the versions of its packages."""
         said = self._read()
-        self.doors = said.get("doors", {})
+        self.apis = said.get("apis", {})
         versions: dict[str, str] = said.get("versions", {})
         return versions
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """While others ask it at its doors."""
+        """While others ask it at its APIs."""
         self._resume()
         try:
             yield

@@ -1,4 +1,4 @@
-"""The real router with all of its doors, and vLLM's engine protocol on a third port, on a loop that is probed.
+"""The real router with all of its APIs, and vLLM's engine protocol on a third port, on a loop that is probed.
 
 It says its addresses by protocol, and answers the orders of a `LoopProbe`.
 """

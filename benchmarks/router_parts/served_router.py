@@ -43,7 +43,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("replica", help="address of its link; of several, with commas")
     parser.add_argument("--model", type=Path, help="its folder; the bundled one where it has none")
-    parser.add_argument("--http", action="store_true", help="say the address of the HTTP door")
+    parser.add_argument("--http", action="store_true", help="say the address of the HTTP API")
     parser.add_argument("--otlp-endpoint", help="trace every request, and send the spans there")
     arguments = parser.parse_args()
     run(main(arguments.replica, arguments.model, http=arguments.http, otlp_endpoint=arguments.otlp_endpoint))

@@ -148,7 +148,9 @@ _FEW_WORDS: Final = 8
 _MANY_WORDS: Final = (192, 32)
 """The second is for models of a short context."""
 _PATIENCE_S: Final = 120.0
-_WAY_OUT: Final = "is the server up there, and does it take --protocol and --model? `holdfast serve` starts one of ours"
+_WAY_OUT: Final = (
+    "is the server up there, and does it take --protocol and --model? `holdfast serve` starts one of Holdfast's"
+)
 
 
 async def calibrate(sender: Sender, seed: int) -> Calibration:

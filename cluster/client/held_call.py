@@ -68,7 +68,7 @@ class HeldCall:
     # --- in ---
 
     def verdict(self, status: int, hold: str | None, should_retry: str | None) -> Verdict:
-        """On a response, by its status and what it says of itself. `hold` is None where no router of ours answers."""
+        """On a response, by its status and what it says of itself. `hold` is None where no Holdfast router answers."""
         has_begun = self.noted is not None
         if status == 200:
             if hold is None and has_begun:

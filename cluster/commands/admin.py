@@ -8,7 +8,9 @@ from cyclopts import Parameter
 from holdfast.cluster.config.flags import takes_settings
 from holdfast.cluster.config.layers import Layer
 
-Server = Annotated[str, Parameter(help="host:port of a running router; all routers of its cluster obey")]
+Server = Annotated[
+    str, Parameter(help="host:port of a running router; the order applies to all routers of its cluster")
+]
 Model = Annotated[str, Parameter(help="the model's name in the API")]
 Replica = Annotated[str, Parameter(help="the replica's id, as `holdfast stats` shows it")]
 

@@ -90,7 +90,7 @@ def _said(value: object) -> str:
 
 def _agrees() -> bool:
     if not sys.stdin.isatty():
-        raise ConfigurationError("--yes: nobody can be asked here, so say it if this is to be done")
+        raise ConfigurationError("--yes is required: there is no terminal on which to confirm")
     return input("do it? [y/N] ").strip().lower() in ("y", "yes")
 
 

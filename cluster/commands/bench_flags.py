@@ -44,7 +44,7 @@ class LoadFlags:
     warmup: Annotated[int, Parameter(group=_LOAD, help="requests beforehand, which do not count")] = 0
     timeout: Annotated[float, Parameter(group=_LOAD, help="seconds after which a request counts as failed")] = 600.0
     max_in_flight: Annotated[
-        int, Parameter(group=_LOAD, help="open loop: at most so many at a time; the wait of others counts")
+        int, Parameter(group=_LOAD, help="open loop: maximum requests in flight; the wait for a slot counts as latency")
     ] = 4096
 
 

@@ -78,7 +78,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 models_app = App(name="models", help="Add models to a running cluster, update, remove and list them.", group=_MORE)
-_DRAIN_NODE = "End what Holdfast runs on this machine's Ray node in peace."
+_DRAIN_NODE = "Drain this machine's Ray node: end its routers and replicas gracefully."
 keys_app = App(name="keys", help="Make API keys, list and revoke them.", group=_MORE)
 config_app = App(name="config", help="Look at the settings.", group=_MORE)
 app["--help"].group = app["--version"].group = _MORE
@@ -156,7 +156,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command line and returns its exit code. What is not an error of ours keeps its traceback."""
+    """Runs one command line and returns its exit code. What is not an error of Holdfast's own keeps its traceback."""
     return exit_code(lambda: command(arguments))
 
 
@@ -166,7 +166,7 @@ def command(arguments: Sequence[str]) -> object:
 
 
 def exit_code(action: Callable[[], object]) -> int:
-    """The exit code that an action's end means. Errors of ours are printed, in a line each."""
+    """The exit code that an action's end means. Holdfast's own errors are printed, in a line each."""
     try:
         result = action()
     except CycloptsError as error:

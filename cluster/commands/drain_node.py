@@ -9,7 +9,7 @@ Seconds = Annotated[float, Parameter(validator=Number(gte=0))]
 
 
 def drain_node(*, notice_s: Seconds = 30.0, limit_s: Seconds = 600.0) -> int:
-    """End the routers and replicas of the Ray node on this machine in peace, before the machine or pod goes away.
+    """Drain the Ray node on this machine: end its routers and replicas gracefully, before the machine or pod goes away.
 
     Parameters
     ----------

@@ -77,7 +77,7 @@ class Asked:
 
     @property
     def holds_itself(self) -> bool:
-        """Its client is a transport of ours: it is handed on as it is."""
+        """Its client is a Holdfast transport: it is handed on as it is."""
         return any(name == HOLD.encode() for name, _ in self.headers)
 
     @property

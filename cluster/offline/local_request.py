@@ -156,8 +156,8 @@ class LocalRequest:
             return failure
         if isinstance(error, HoldfastError):
             return error
-        logger.error("request %s failed by a fault of ours", self.request_id, exc_info=error)
-        return InternalError(f"the request failed by a fault of ours: {type(error).__name__}: {error}")
+        logger.error("request %s failed: internal error", self.request_id, exc_info=error)
+        return InternalError(f"the request failed: internal error: {type(error).__name__}: {error}")
 
     # --- outputs ---
 

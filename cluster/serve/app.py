@@ -21,9 +21,9 @@ from holdfast.cluster.config.chat_templates import with_template_texts
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig, load_config
 from holdfast.cluster.config.sources import mapping_layer
 from holdfast.cluster.serve.directory import DIRECTORY, DirectoryDeployment
-from holdfast.cluster.serve.engine_door import DoorSettings
+from holdfast.cluster.serve.engine_api import ApiSettings
 from holdfast.cluster.serve.local import ANY_INTERFACE
-from holdfast.cluster.serve.metrics_door import MetricsSettings
+from holdfast.cluster.serve.metrics_api import MetricsSettings
 from holdfast.cluster.serve.placement_groups import (
     check_labels,
     node_resources,
@@ -114,11 +114,11 @@ def cluster_application(
 def _replicas(config: HoldfastConfig, default_host: str, directory: Any, name: str) -> serve.Application:
     placement = RankPlacement.of(config)
     placed = _replica(config, name, placement)
-    door, metrics = _door(config, default_host), _metrics(config, default_host)
+    api, metrics = _api(config, default_host), _metrics(config, default_host)
     told = of_replica(config)
     more = {"domain_label": config.cluster.domain_label, "is_killable": config.router.killable}
     settings = (config.worker, placement.bundle, config.cluster.drain_timeout_s)
-    return placed.bind(*settings, directory, door, metrics, told, **more)
+    return placed.bind(*settings, directory, api, metrics, told, **more)
 
 
 def _metrics(config: HoldfastConfig, default_host: str) -> MetricsSettings | None:
@@ -128,12 +128,12 @@ def _metrics(config: HoldfastConfig, default_host: str) -> MetricsSettings | Non
     return MetricsSettings(host=config.cluster.host or default_host, port=config.cluster.metrics_port)
 
 
-def _door(config: HoldfastConfig, default_host: str) -> DoorSettings | None:
+def _api(config: HoldfastConfig, default_host: str) -> ApiSettings | None:
     """Where replicas speak the engine protocol: as routers, on `default_host` if no host is set."""
     if config.cluster.engine_port is None:
         return None
     host = config.cluster.host or default_host
-    return DoorSettings(host=host, port=config.cluster.engine_port, router=config.router, limits=config.limits)
+    return ApiSettings(host=host, port=config.cluster.engine_port, router=config.router, limits=config.limits)
 
 
 def _directory(config: HoldfastConfig) -> serve.Application:

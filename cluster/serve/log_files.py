@@ -44,7 +44,7 @@ def ray_folder() -> Path:
 
 
 def session_folder(pid: int | None, base: Path | None = None) -> Path:
-    """The logs of the cluster whose process is `pid`; None: those of the last one of ours, which may have ended.
+    """The logs of the cluster whose process is `pid`; None: those of the last one of Holdfast's, which may have ended.
 
     Raises `ConfigurationError` where there are none.
     """

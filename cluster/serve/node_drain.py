@@ -1,7 +1,7 @@
 """Drain of the Ray node that this process runs on: what a pod does before it ends.
 
 Ray is told that the node goes, so nothing is placed there any more and Serve starts successors elsewhere; then the
-routers and replicas here end in peace. The head, which does nothing but control, waits for all other nodes. Whatever
+routers and replicas here end gracefully. The head, which does nothing but control, waits for all other nodes. Whatever
 Ray does not answer, the processes themselves are told. One Ray node per pod or machine is assumed.
 """
 

@@ -21,7 +21,7 @@ from holdfast.cluster.serve.directory import Member, Role
 from holdfast.cluster.serve.disk_guard import LOOK_EVERY_S, DiskGuard, MemoryWatch, session_folder
 from holdfast.cluster.serve.log_files import date_log_lines
 from holdfast.cluster.serve.membership import Lease, cluster_security, found
-from holdfast.cluster.serve.metrics_door import MetricsDoor, MetricsSettings
+from holdfast.cluster.serve.metrics_api import MetricsApi, MetricsSettings
 from holdfast.cluster.serve.placement_groups import RayLauncher, Resources, reachable
 from holdfast.cluster.serve.process_end import ProcessEnd, end_on_sigterm, end_when_out_of_memory
 from holdfast.cluster.serve.rank_placement import domains_of
@@ -38,7 +38,7 @@ from holdfast.worker.replica.replica import Replica
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-    from holdfast.cluster.serve.engine_door import DoorSettings, EngineDoor
+    from holdfast.cluster.serve.engine_api import ApiSettings, EngineApi
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class ReplicaDeployment:
         bundle: Resources,
         drain_timeout_s: float,
         directory: Any,
-        door: "DoorSettings | None" = None,
+        api: "ApiSettings | None" = None,
         metrics: MetricsSettings | None = None,
         told: str = "",
         domain_label: str | None = None,
@@ -78,14 +78,14 @@ class ReplicaDeployment:
         handle = await found(directory)
         self._lease = Lease(handle, _starting(config, told))
         self._server: LinkServer | None = None
-        self._door: EngineDoor | None = None
-        self._metrics: MetricsDoor | None = None
+        self._api: EngineApi | None = None
+        self._metrics: MetricsApi | None = None
         self._tracing: TracerProvider | None = None
         self._looking: asyncio.Task[None] | None = None
         end_on_sigterm(self.__del__, limit_s=drain_timeout_s + STOP_S)
         try:
             security = await cluster_security(handle)
-            for served in (door, metrics):
+            for served in (api, metrics):
                 if served is not None:
                     check_exposed(security.settings, served.host)
             self._tracing = tracer_provider(config.telemetry, "replica", _replica_id())
@@ -95,10 +95,10 @@ class ReplicaDeployment:
             await self._lease.flush()
             raise
         self._server = await self._linked(launcher.host, security, is_killable)
-        if door is not None:
-            self._door = await _opened(self._replica, door, config, security)
+        if api is not None:
+            self._api = await _opened(self._replica, api, config, security)
         if metrics is not None:
-            self._metrics = await MetricsDoor.start(self._replica, _replica_id(), metrics, security)
+            self._metrics = await MetricsApi.start(self._replica, _replica_id(), metrics, security)
         await self._watch()
         await self._announce(self._server.address)
 
@@ -124,7 +124,7 @@ class ReplicaDeployment:
     async def _announce(self, address: str) -> None:
         """Tells the directory what is served, and where."""
         info = self._replica.info
-        engine = "" if self._door is None else reachable(self._door.address)
+        engine = "" if self._api is None else reachable(self._api.address)
         scraped = "" if self._metrics is None else reachable(self._metrics.address)
         self._say(
             phase="serving",
@@ -153,21 +153,21 @@ class ReplicaDeployment:
             raise self._replica.engine.failure
 
     async def __del__(self) -> None:
-        """Serve awaits this when the replica is to end in peace: takes nothing new, lets what runs finish, stops."""
+        """Serve awaits this when the replica is to end gracefully: takes nothing new, lets what runs finish, stops."""
         if self._looking is not None:
             self._looking.cancel()
         await self._lease.end()
         if self._server is None:  # SIGTERM has come before it was up
             return
         self._replica.wind_down()
-        if self._door is not None:
-            self._door.wind_down()
+        if self._api is not None:
+            self._api.wind_down()
         deadline_s = time.monotonic() + self._drain_timeout_s
         while self._is_busy() and time.monotonic() < deadline_s:
             await asyncio.sleep(IDLE_CHECK_S)
         await self._server.stop()
-        if self._door is not None:
-            await self._door.stop()
+        if self._api is not None:
+            await self._api.stop()
         if self._metrics is not None:
             await self._metrics.stop()
         await asyncio.to_thread(self._replica.stop)
@@ -207,12 +207,10 @@ def _warn_of_domains(label: str, launcher: RayLauncher) -> None:
         logger.warning("the ranks of this replica lie across domains of %s: %s", label, ", ".join(sorted(domains)))
 
 
-async def _opened(
-    replica: Replica, door: "DoorSettings", config: WorkerConfig, security: ClusterSecurity
-) -> "EngineDoor":
-    from holdfast.cluster.serve.engine_door import EngineDoor  # what it loads takes time, and few need it
+async def _opened(replica: Replica, api: "ApiSettings", config: WorkerConfig, security: ClusterSecurity) -> "EngineApi":
+    from holdfast.cluster.serve.engine_api import EngineApi  # what it loads takes time, and few need it
 
-    return await EngineDoor.start(replica, door, config.scheduler, security)
+    return await EngineApi.start(replica, api, config.scheduler, security)
 
 
 def _starting(config: WorkerConfig, told: str) -> Member:

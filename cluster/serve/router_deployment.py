@@ -237,7 +237,7 @@ class RouterDeployment:
         return self._router
 
     async def __del__(self) -> None:
-        """Serve awaits this when the router is to end in peace.
+        """Serve awaits this when the router is to end gracefully.
 
         If it ends alone, clients that come again take their streams elsewhere at once; others, and all where every
         router ends, have time for their open requests.

@@ -1,4 +1,4 @@
-"""Chats with tools and thoughts, for every door: what is asked of the model, and how its output is read; and for doors
+"""Chats with tools and thoughts, for every API: what is asked of the model, and how its output is read; and for APIs
 that speak the public words, what it says.
 """
 

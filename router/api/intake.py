@@ -1,4 +1,4 @@
-"""Intake of a router's doors: the lease of each request, which it has from its first byte until its answer is over."""
+"""Intake of a router's APIs: the lease of each request, which it has from its first byte until its answer is over."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ class Intake:
 
 
 def _host(peer: str) -> str:
-    """The address in a peer as gRPC writes it (`ipv4:1.2.3.4:5`, `ipv6:%5B::1%5D:5`), as HTTP's doors write it."""
+    """The address in a peer as gRPC writes it (`ipv4:1.2.3.4:5`, `ipv6:%5B::1%5D:5`), as HTTP's APIs write it."""
     return unquote(peer.partition(":")[2]).rpartition(":")[0].strip("[]")
 
 

@@ -1,4 +1,4 @@
-"""Operators' calls, whatever door they come by: who may make them, what each orders, and a state dump."""
+"""Operators' calls, whatever API they come by: who may make them, what each orders, and a state dump."""
 
 import json
 import logging

@@ -87,7 +87,7 @@ def by_token_id(item: TokenLogprob, tokens: TokenTable, *, are_best: bool = True
     }
 
 
-class InProcessDoor:
+class InProcessApi:
     """Of one router, on its event loop."""
 
     def __init__(self, request_processor: RequestProcessor, gate: Gate | None = None) -> None:

@@ -82,8 +82,8 @@ class Backoff:
     num_failed: int = 0
     """Failed connection attempts in a row."""
     num_faults: int = 0
-    """Short sessions in a row that ended by a bug of ours, or by a message that cannot be read. Their dials succeed, so
-    `num_failed` does not count them."""
+    """Short sessions in a row that ended by a bug in Holdfast, or by a message that cannot be read. Their dials
+    succeed, so `num_failed` does not count them."""
 
     def note_up(self) -> None:
         """A connection attempt succeeded."""

@@ -234,7 +234,7 @@ class DispatchHost:
                 else:
                     self._carry_out(action)
             except Exception:
-                logger.exception("%s failed by a fault of ours", type(action).__name__)
+                logger.exception("%s failed: internal error", type(action).__name__)
                 broken.append(action)
         self._set_timer()
         for action in broken:

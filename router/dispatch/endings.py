@@ -70,7 +70,7 @@ class Endings:
         return self.fail(state, error)
 
     def fail_unreadable(self, state: RequestState, bug: Exception, *, replica_has_it: bool) -> list[Action]:
-        """Ends one whose tokens a bug of ours has kept from becoming text; the others of its link go on."""
+        """Ends one whose tokens a bug in Holdfast has kept from becoming text; the others of its link go on."""
         logger.error(
             "request %s: its tokens could not be turned into text",
             state.request_id,
@@ -149,7 +149,7 @@ class Progress:
         return actions
 
     def _advance(self, state: RequestState, delta: TokenDelta, now: float) -> list[Action]:
-        """Takes one delta. A bug of ours ends this request alone, not the others of the link."""
+        """Takes one delta. A bug of Holdfast's ends this request alone, not the others of the link."""
         replica_has_it = delta.finish_reason is None
         num_seen = len(state.output_token_ids) - delta.first_token_index
         if num_seen < 0:

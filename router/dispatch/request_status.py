@@ -10,8 +10,8 @@
     ON_TRIAL              ON_TRIAL  RUNNING  HELD       HELD               ON_TRIAL                       FINISHED
     SUSPENDED                                                                                   RETURNED
 
-From each of these FAIL leads to FAILED, CANCEL to CANCELLED, HAND_OVER to HANDED_OVER. Any other event is a bug of ours
-and raises `InternalError`.
+From each of these FAIL leads to FAILED, CANCEL to CANCELLED, HAND_OVER to HANDED_OVER. Any other event is a bug in
+Holdfast and raises `InternalError`.
 """
 
 from collections.abc import Mapping

@@ -13,7 +13,7 @@ class Cause(StrEnum):
     LOST = "lost"
     """Its replica failed, or its link was cut."""
     RETURNED = "returned"
-    """Its replica was full, or left in peace."""
+    """Its replica was full, or drained."""
     MOVED = "moved"
     """Its replica was leaving, and another one had room."""
     UNREAD = "unread"

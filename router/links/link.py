@@ -205,7 +205,7 @@ class ReplicaLink:
         except ReplicaError as refused:
             error = refused
         except Exception as bug:
-            logger.exception("%s failed by a fault of ours", self._name)
+            logger.exception("%s failed: internal error", self._name)
             error, is_fault = InternalError(f"{self._name} failed: {type(bug).__name__}"), True
         finally:
             was_up, self.is_up = self.is_up, False
@@ -221,7 +221,7 @@ class ReplicaLink:
         try:
             self._dispatch_host.replica_down(self.endpoint.replica_id, error)
         except Exception:
-            logger.exception("what comes of the loss of %s failed by a fault of ours", self._name)
+            logger.exception("what comes of the loss of %s failed: internal error", self._name)
             return False
         return True
 

@@ -41,7 +41,7 @@ OF_REQUESTS: Final = (
         "holdfast_requests_total",
         C,
         ("model", "outcome"),
-        "Requests that have ended, through all doors, by how: stop, length, abort, cancelled, invalid, denied, "
+        "Requests that have ended, through all APIs, by how: stop, length, abort, cancelled, invalid, denied, "
         "rate_limit, capacity, overload, unavailable, deadline, handed_over, internal. What was refused before its "
         "model was known has an empty one",
     ),
@@ -64,7 +64,7 @@ OF_REQUESTS: Final = (
     ),
     Metric("holdfast_reader_wait_seconds", H, _MODEL, "How long the output of a request has waited for its reader"),
     Metric("holdfast_slow_requests_total", C, _MODEL, "Requests that took longer than telemetry.slow_request_s"),
-    Metric("holdfast_http_responses_total", C, ("path", "status"), "Responses of the HTTP door"),
+    Metric("holdfast_http_responses_total", C, ("path", "status"), "Responses of the HTTP API"),
     Metric(
         "holdfast_router_suspects_total",
         C,

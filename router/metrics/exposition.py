@@ -145,7 +145,7 @@ def gateway_samples(
 
 
 def process_samples(version: str) -> Iterator[Sample]:
-    """Of any process of ours that is scraped."""
+    """Of any Holdfast process that is scraped."""
     yield Sample("vllm:lora_requests_info", ("0", "", ""), 1)
     yield Sample("holdfast_build_info", (version,), 1)
 
@@ -176,7 +176,7 @@ def router_samples(
     overload: Overload | None = None,
     certificates: Certificates | None = None,
 ) -> Iterator[Sample]:
-    """As they are now. `responses` are those of the HTTP door, by path and status; the `watch` is the router's."""
+    """As they are now. `responses` are those of the HTTP API, by path and status; the `watch` is the router's."""
     if connections is not None:
         for labels, count in connections.num_cut.items():
             yield Sample("holdfast_connections_cut_total", labels, count)

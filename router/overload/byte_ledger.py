@@ -184,7 +184,7 @@ def set_lease(lease: Lease) -> None:
 
 
 def current_lease() -> Lease | None:
-    """The lease of the running task's request; None where no door has opened one."""
+    """The lease of the running task's request; None where no API has opened one."""
     return _current.get()
 
 

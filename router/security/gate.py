@@ -1,7 +1,7 @@
-"""Gate of a router: who calls, and what it may do. Every door asks it once for each request. A core without IO.
+"""Gate of a router: who calls, and what it may do. Every API asks it once for each request. A core without IO.
 
-A door hands over what was presented (`enter`); from there on the caller belongs to the task of the request, as a
-context variable, and whatever opens requests asks for it again (`caller`): a door that forgot to ask lets nobody in.
+A API hands over what was presented (`enter`); from there on the caller belongs to the task of the request, as a
+context variable, and whatever opens requests asks for it again (`caller`): a API that forgot to ask lets nobody in.
 """
 
 from collections.abc import Callable
@@ -129,7 +129,7 @@ class Gate:
         return self._keys is not None and _caller.get() is not None
 
     def caller(self) -> Caller:
-        """The caller of the running task. Raises `AuthenticationError` where no door has asked."""
+        """The caller of the running task. Raises `AuthenticationError` where no API has asked."""
         if self._keys is None:
             return ANYONE
         caller = _caller.get()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from holdfast.router.api.connection_guard import ConnectionGuard
 from holdfast.router.api.grpc import admin, endpoint_picker, server
 from holdfast.router.api.grpc import standard_services as health
-from holdfast.router.api.http.app import HttpDoor
+from holdfast.router.api.http.app import HttpApi
 from holdfast.router.api.http.body_bounds import body_bounds
 from holdfast.router.api.http.request_origin import RequestOrigins
 from holdfast.router.api.intake import DecodeWorker, Intake
@@ -19,7 +19,7 @@ from holdfast.router.api.load_reports import LoadReports
 from holdfast.router.api.open_inference import servicer as open_inference
 from holdfast.router.api.operators import Operators, RecentErrors, SendChange, state_dump
 from holdfast.router.api.overload_probe import OverloadProbe, max_memory
-from holdfast.router.api.public_answer import InProcessDoor
+from holdfast.router.api.public_answer import InProcessApi
 from holdfast.router.config import LimitsConfig, OverloadConfig, RouterConfig
 from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.call import stopping
@@ -124,11 +124,11 @@ class Router:
         self._recent_errors = RecentErrors()
         logging.getLogger(PACKAGE).addHandler(self._recent_errors)
         self._tasks: list[asyncio.Task[None]] = []
-        self.in_process = InProcessDoor(self._request_processor, gate)
+        self.in_process = InProcessApi(self._request_processor, gate)
         """For calls from this process."""
-        self._open_doors(gate, options.get("send_change") or self._alone, options.get("tls"))
+        self._open_apis(gate, options.get("send_change") or self._alone, options.get("tls"))
 
-    def _open_doors(self, gate: Gate, send_change: SendChange, tls: ServerTls | None) -> None:
+    def _open_apis(self, gate: Gate, send_change: SendChange, tls: ServerTls | None) -> None:
         """What is served, though nowhere yet."""
         config, parts = self._config, (self._request_processor, self._dispatch_host)
         worker = self._decode_worker = DecodeWorker()
@@ -162,7 +162,7 @@ class Router:
         reports = LoadReports(self._dispatch_host) if config.load_reports else None
         trailers = None if reports is None else reports.trailers
         self._ports = Ports(build_server(servicers, trailers=trailers, intake=intake), build_server, tls, guard)
-        self._http_door = HttpDoor(
+        self._http_api = HttpApi(
             *parts,
             self._limits,
             gate,
@@ -199,7 +199,7 @@ class Router:
         await router._ports.serve_grpc(host, port)
         if http_port is not None:
             origins = RequestOrigins(host, config.http_allowed_hosts, config.http_cors_origin)
-            app = router._http_door.app_for_pages(origins)
+            app = router._http_api.app_for_pages(origins)
             await router._ports.serve_http(app, limits, host, http_port, router.overload)
         if admin_port is not None:
             await router._ports.serve_admin(router._health, admin_port)
@@ -232,7 +232,7 @@ class Router:
         call has ended when it returns.
         """
         self._health.stop()
-        self._http_door.stop()
+        self._http_api.stop()
         self._request_processor.close()
         if hands_over:
             self._dispatch_host.hand_over(stopping())
@@ -287,7 +287,7 @@ class Router:
 
     def _as_endpoint(self) -> RouterEndpoint | None:
         """This router as its own picker sees it; None while it serves no HTTP."""
-        if not self.http_address or self._http_door.is_stopping:
+        if not self.http_address or self._http_api.is_stopping:
             return None
         has_replicas = any(model.takes_requests for model in self._dispatch_host.dispatch.models())
         address = self.advertised_http_address or self.http_address

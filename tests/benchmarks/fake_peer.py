@@ -23,7 +23,7 @@ def load(model: str, settings: dict[str, Any]) -> Generate:
         length = max_tokens - bool(fake.get("short"))
         return Output([[ids[-1] + i for i in range(length)] for ids in prompts], split_at(0.25, 1.0) if split else {})
 
-    generate.doors = fake.get("doors", {})
+    generate.apis = fake.get("apis", {})
     return generate
 
 

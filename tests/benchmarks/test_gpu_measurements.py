@@ -32,11 +32,11 @@ def test_steps_beside_the_rates_of_the_same_run():
     assert draws == ["decode 2, drawn"]
 
 
-@pytest.mark.parametrize("executor", ["auto", pytest.param("skeleton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("executor", ["auto", pytest.param("hf", marks=pytest.mark.slow)])
 def test_first_tokens_and_a_sustained_load(executor):
     findings = serving.measure("tiny", "cpu", load.TINY, executor)
     check_load(findings, "holdfast")
-    assert executor == "auto" or "skeleton" in findings.notes[0]
+    assert executor == "auto" or "hf" in findings.notes[0]
 
 
 @pytest.mark.slow

@@ -45,10 +45,10 @@ def test_all_servers_get_the_same_rates_which_the_slower_one_sets(monkeypatch):
     assert capacity_sheet(found).rows == [["ours", "8.00", "6.50"], ["theirs", "2.00", "none"]]
 
 
-def test_a_driver_tells_its_doors_and_one_that_is_not_there_is_an_error(folders):
-    doors = {"http": "http://127.0.0.1:1", "grpc": "127.0.0.1:2"}
-    with opened([fake("ours", doors=doors)], "X", folders) as servers:
-        assert servers["ours"].doors == doors
+def test_a_driver_tells_its_apis_and_one_that_is_not_there_is_an_error(folders):
+    apis = {"http": "http://127.0.0.1:1", "grpc": "127.0.0.1:2"}
+    with opened([fake("ours", apis=apis)], "X", folders) as servers:
+        assert servers["ours"].apis == apis
     with pytest.raises(ServerError, match="not installed"), opened([PEERS["vllm-http"]], "X", folders):
         pass
     assert mixed_load.OURS in PEERS

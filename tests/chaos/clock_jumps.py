@@ -28,7 +28,7 @@ from tests.chaos.load import Load, steady_load
 from tests.chaos.tally import Row
 from tests.chaos.test_poison import POISON, Kept, by_async_client
 from tests.fakes import FakeReplica
-from tests.router.api.test_keys_by_door import locked
+from tests.router.api.test_keys_by_api import locked
 from tests.router.security.test_gate import key_of, secret_of
 from tests.router.site import Site, collected, expected, refusal, request, site, with_key
 

@@ -78,7 +78,7 @@ async def replace_router(cluster: ForkedCluster, victim: Forked) -> None:
 
 
 def once_it_is_gone(mend: Mend) -> Mend:
-    """Of a process that has to end by itself: one that lingers is a fault of ours."""
+    """Of a process that has to end by itself: one that lingers is an internal error."""
 
     async def wait_and_mend(cluster: ForkedCluster, victim: Forked) -> None:
         async with asyncio.timeout(UP_S):

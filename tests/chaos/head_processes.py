@@ -26,7 +26,7 @@ NUM_CLIENTS: Final = 4
 STORE: Final = 80 * 2**20
 PLACE: Final = "holdfast_rank"
 HEAD: Final = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE}
-"""Nothing of ours runs there, as is recommended: Serve's controller alone."""
+"""Nothing of Holdfast's runs there, as is recommended: Serve's controller alone."""
 DOOR: Final = {"num_cpus": 3, "resources": {"front_door": 2}, "object_store_memory": STORE}
 NODE: Final = {"num_cpus": 2, "resources": {PLACE: 1}, "object_store_memory": STORE}
 AWAY_S: Final = 20.0

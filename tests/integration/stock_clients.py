@@ -1,4 +1,4 @@
-"""Stock clients of the gRPC doors on a live cluster: raw stubs, tritonclient, and those of vLLM's gateways."""
+"""Stock clients of the gRPC APIs on a live cluster: raw stubs, tritonclient, and those of vLLM's gateways."""
 
 import asyncio
 import json

@@ -25,7 +25,7 @@ LONG = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
 
 
 class Command:
-    """A running command of ours and the lines it prints."""
+    """A running command of Holdfast's and the lines it prints."""
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(

@@ -31,7 +31,7 @@ def _shared_trials(_trials: RowTiles) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["decoder", "skeleton"])
+@pytest.fixture(scope="module", params=["native", "hf"])
 def executor(request: pytest.FixtureRequest) -> str:
     """What runs the model: a test that asks for it runs on both."""
     return request.param

@@ -109,7 +109,7 @@ NOT_RECOGNIZED = {
     "deepseek_v3, whole queries": "not among the known families",
     "olmo": "clipped",
 }
-"""Families and variants that the skeleton serves, and a word of why."""
+"""Families and variants that the HF backend serves, and a word of why."""
 
 NOT_SPLIT = {
     "olmo2": "is not split along its outputs",  # queries are normed over all heads, so ranks gather them
@@ -118,7 +118,7 @@ NOT_SPLIT = {
     "cohere, norms of each head": "is not split along its outputs",
     "stablelm, norms of each head": "is not split along its outputs",
 }
-"""Served by the skeleton on several ranks, and why."""
+"""Served by the HF backend on several ranks, and why."""
 
 REFUSED: dict[str, dict[str, Any]] = {
     "bloom": {},
@@ -140,7 +140,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 def executor_of(family: str, size: int = 1) -> str:
     """What runs a family or variant on so many ranks where the settings leave the choice."""
-    return "skeleton" if family in NOT_RECOGNIZED or (size > 1 and family in NOT_SPLIT) else "decoder"
+    return "hf" if family in NOT_RECOGNIZED or (size > 1 and family in NOT_SPLIT) else "native"
 
 
 def settings_of(family: str) -> tuple[str, dict[str, Any]]:

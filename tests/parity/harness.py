@@ -21,14 +21,14 @@ from tests.fake_group import run_ranks
 
 T = TypeVar("T")
 
-BLOCK_SIZES = {"skeleton": 4, "decoder": 16, "auto": 16}
+BLOCK_SIZES = {"hf": 4, "native": 16, "auto": 16}
 """By executor: the smallest that it can have, since mistakes are made at the borders of blocks."""
 NUM_BLOCKS = 64
 GREEDY = DrawParams(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0)
 
 
 def worker_config(folder: Path, size: int = 1, *, executor: str = "auto", **model: Any) -> WorkerConfig:
-    """`auto`: the decoder program, where the family is recognized."""
+    """`auto`: the native backend, where the family is recognized."""
     return WorkerConfig(
         model=ModelConfig(model=str(folder), device="cpu", executor=executor, **model),
         parallel=ParallelConfig(tensor_parallel_size=size),
@@ -127,7 +127,7 @@ def greedy_tokens(leader: LeaderRunner, prompts: Sequence[Sequence[int]], num_ne
 
 
 def is_run_by(leader: LeaderRunner, executor: str) -> bool:
-    """Whether `decoder` or `skeleton` runs the model's layers."""
+    """Whether `decoder` or `hf_backend` runs the model's layers."""
     layers, _, _ = leader._runner.info.executor.partition("+")  # what draws has a name of its own
     return layers.partition("-")[0] == executor
 

@@ -1,6 +1,6 @@
 """Every family that is served computes what Hugging Face computes, however its tokens are packed and cut.
 
-All of it on what runs the family where the settings leave the choice; recognized families on the skeleton as well,
+All of it on what runs the family where the settings leave the choice; recognized families on the HF backend as well,
 some of them every time.
 """
 
@@ -22,7 +22,7 @@ from tests.parity.harness import (
 
 TOLERANCE = 1e-5
 """Of the largest logit."""
-ON_THE_SKELETON = ("gpt_oss", "llama", "qwen3")
+ON_THE_HF_BACKEND = ("gpt_oss", "llama", "qwen3")
 GENERATED = ("gemma2", "gpt2", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen3")
 
 
@@ -57,24 +57,24 @@ def test_chunked_prompts_have_the_logits_of_hugging_face(family, leader, prompts
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(name, marks=[] if name in ON_THE_SKELETON else pytest.mark.slow)
+        pytest.param(name, marks=[] if name in ON_THE_HF_BACKEND else pytest.mark.slow)
         for name in (*SERVED, *VARIANTS)
         if name not in NOT_RECOGNIZED
     ],
 )
-def test_on_the_skeleton_recognized_families_have_the_logits_of_hugging_face(family, tiny_model, prompts, expected):
-    leader = load(worker_config(tiny_model(family), executor="skeleton"))
-    assert is_run_by(leader, "skeleton")
+def test_on_the_hf_backend_recognized_families_have_the_logits_of_hugging_face(family, tiny_model, prompts, expected):
+    leader = load(worker_config(tiny_model(family), executor="hf"))
+    assert is_run_by(leader, "hf")
     assert relative_difference(logits_in_chunks(leader, prompts, chunk=7), expected(family)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["gpt2", "olmo"])
 def test_a_family_that_must_be_a_decoder_program_and_cannot_be_is_refused(family, tiny_model):
-    with pytest.raises(UnsupportedModelError, match=f"no decoder program: .*{NOT_RECOGNIZED[family]}"):
-        load(worker_config(tiny_model(family), executor="decoder"))
+    with pytest.raises(UnsupportedModelError, match=f"no native backend: .*{NOT_RECOGNIZED[family]}"):
+        load(worker_config(tiny_model(family), executor="native"))
 
 
-GREEDY = [(family, executor_of(family)) for family in GENERATED] + [("gpt_oss", "skeleton"), ("llama", "skeleton")]
+GREEDY = [(family, executor_of(family)) for family in GENERATED] + [("gpt_oss", "hf"), ("llama", "hf")]
 
 
 @pytest.mark.parametrize(("family", "executor"), GREEDY)

@@ -68,7 +68,7 @@ def test_code_that_uses_the_weights_of_linears_past_them_is_refused(tiny_model, 
 
     monkeypatch.setattr(LlamaMLP, "forward", by_itself)
     with pytest.raises(UnsupportedModelError) as refusal:
-        load(worker_config(tiny_model("llama"), executor="skeleton"))
+        load(worker_config(tiny_model("llama"), executor="hf"))
     assert_names_type_reason_and_way_out(refusal.value, "llama", "values of a linear's weight are used past the linear")
 
 
@@ -83,7 +83,7 @@ def test_code_that_asks_for_the_type_of_a_weight_and_views_its_attention_is_serv
         return plain(self, x.view(-1).view(x.shape))
 
     monkeypatch.setattr(LlamaMLP, "forward", asking)
-    load(worker_config(tiny_model("llama"), executor="skeleton"))
+    load(worker_config(tiny_model("llama"), executor="hf"))
 
 
 @pytest.mark.parametrize(

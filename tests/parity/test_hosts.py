@@ -129,7 +129,7 @@ ANSWERED: Final = {
     "a name": case(service={"request_id": "mine"}),
 }
 
-ON_THE_SKELETON: Final = ("drawn", "greedy", "both logprobs", "n with logprobs", "best of", "echo", "a name")
+ON_THE_HF_BACKEND: Final = ("drawn", "greedy", "both logprobs", "n with logprobs", "best of", "echo", "a name")
 """Asked there as well."""
 
 REFUSED: Final = {
@@ -300,15 +300,15 @@ def ask_offline(engine: InferenceEngine, asked: Case) -> RequestOutput:
 # The executor is a parameter of its own: as one of a pair with the name, hosts would be made anew for each name.
 
 
-@pytest.mark.parametrize("executor", ["decoder"], indirect=True)
+@pytest.mark.parametrize("executor", ["native"], indirect=True)
 @pytest.mark.parametrize("name", ANSWERED)
 def test_an_answer_is_the_same_to_the_bit(engine: InferenceEngine, served: Served, name: str):
     compare(engine, served, ANSWERED[name])
 
 
-@pytest.mark.parametrize("executor", ["skeleton"], indirect=True)
-@pytest.mark.parametrize("name", ON_THE_SKELETON)
-def test_an_answer_of_the_skeleton_is_the_same_to_the_bit(engine: InferenceEngine, served: Served, name: str):
+@pytest.mark.parametrize("executor", ["hf"], indirect=True)
+@pytest.mark.parametrize("name", ON_THE_HF_BACKEND)
+def test_an_answer_of_the_hf_backend_is_the_same_to_the_bit(engine: InferenceEngine, served: Served, name: str):
     compare(engine, served, ANSWERED[name])
 
 
@@ -322,7 +322,7 @@ def compare(engine: InferenceEngine, served: Served, asked: Case) -> None:
         assert here.request_id == there.request_id == asked.service["request_id"]
 
 
-@pytest.mark.parametrize("executor", ["decoder"], indirect=True)
+@pytest.mark.parametrize("executor", ["native"], indirect=True)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refusal_is_the_same_to_the_word(engine: InferenceEngine, served: Served, name: str):
     asked = REFUSED[name]

@@ -1,6 +1,6 @@
 """The one idea, in one test: random mixtures of all parameters give the same tokens, log-probabilities and endings
 alone and in a batch of strangers, out of the prefix cache, in chunks, preempted, with two plans in flight, and with
-every kind of drafts, on one rank and on two, as a decoder program and on the skeleton.
+every kind of drafts, on one rank and on two, as a native backend and on the HF backend.
 
 Requests are made for the bundled model, whose tokenizer grammars need.
 """
@@ -38,7 +38,7 @@ from holdfast.worker.step_update import StepUpdate
 NUM_REQUESTS = 40
 TIMEOUT_S = 240
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
-BLOCK_SIZES = {"decoder": 16, "skeleton": 4}
+BLOCK_SIZES = {"native": 16, "hf": 4}
 NUM_TOKENS = 6400
 """What the cache holds, where a variant does not say less."""
 
@@ -61,7 +61,7 @@ VARIANTS = {
 ON_ONE_RANK = ("suffix", "draft model", "all of it")
 """Tried there every time: all of it is the other situations at once, but for these two ways to guess tokens."""
 
-ON_THE_SKELETON = ("all of it",)
+ON_THE_HF_BACKEND = ("all of it",)
 """Tried there every time. Ranks run the same steps as one would: all of two ranks is for a long search."""
 
 
@@ -250,11 +250,11 @@ MODELS = [
         (size, executor, count), id=f"tp{size}-{executor}" + "-all" * is_long, marks=[pytest.mark.slow] * is_long
     )
     for size, executor, count, is_long in (
-        (1, "decoder", NUM_REQUESTS, False),
-        (1, "skeleton", FEW_REQUESTS, False),
-        (2, "decoder", FEW_REQUESTS, False),
-        (2, "skeleton", FEW_REQUESTS, True),
-        (2, "decoder", NUM_REQUESTS, True),
+        (1, "native", NUM_REQUESTS, False),
+        (1, "hf", FEW_REQUESTS, False),
+        (2, "native", FEW_REQUESTS, False),
+        (2, "hf", FEW_REQUESTS, True),
+        (2, "native", NUM_REQUESTS, True),
     )
 ]
 
@@ -262,7 +262,7 @@ MODELS = [
 def is_usual(size: int, executor: str, name: str) -> bool:
     if size > 1:  # every time in `test_serving.py`
         return False
-    return name in (ON_THE_SKELETON if executor == "skeleton" else ON_ONE_RANK)
+    return name in (ON_THE_HF_BACKEND if executor == "hf" else ON_ONE_RANK)
 
 
 CASES = [

@@ -51,7 +51,7 @@ def served(leader: LeaderRunner, prompts, max_steps: int, stop: int | None = Non
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_the_tokens_are_those_of_single_steps(family, tiny_model, prompts):
-    leader = load(worker_config(tiny_model(family), executor="decoder"))
+    leader = load(worker_config(tiny_model(family), executor="native"))
     assert leader.runs_several_steps
     one, num_plans = served(leader, prompts, 1)
     several, num_fewer = served(leader, prompts, 8)
@@ -61,13 +61,13 @@ def test_the_tokens_are_those_of_single_steps(family, tiny_model, prompts):
     assert served(leader, prompts, 8, stop)[0] == served(leader, prompts, 1, stop)[0]
 
 
-def test_the_skeleton_runs_one(tiny_model):
-    assert not load(worker_config(tiny_model("llama"), executor="skeleton")).runs_several_steps
+def test_the_hf_backend_runs_one(tiny_model):
+    assert not load(worker_config(tiny_model("llama"), executor="hf")).runs_several_steps
 
 
 def test_ranks_that_share_no_memory_run_one(tiny_model, prompts):
     """Each knows the best token of its own part of the vocabulary alone."""
-    config = worker_config(tiny_model("llama"), 2, executor="decoder")
+    config = worker_config(tiny_model("llama"), 2, executor="native")
 
     def work(leader: LeaderRunner) -> bool:
         served(leader, prompts, 1)
@@ -78,11 +78,11 @@ def test_ranks_that_share_no_memory_run_one(tiny_model, prompts):
 
 @pytest.mark.slow
 def test_ranks_in_processes_run_several_steps_together(tiny_model, prompts):
-    config = worker_config(tiny_model("llama"), 2, executor="decoder")
+    config = worker_config(tiny_model("llama"), 2, executor="native")
     with in_processes(config) as leader:
         one, num_plans = served(leader, prompts, 1)
         several, num_fewer = served(leader, prompts, 8)
         assert leader.runs_several_steps
     assert several == one
     assert num_fewer < 0.6 * num_plans
-    assert one == served(load(worker_config(tiny_model("llama"), executor="decoder")), prompts, 8)[0]
+    assert one == served(load(worker_config(tiny_model("llama"), executor="native")), prompts, 8)[0]

@@ -17,7 +17,7 @@ from tests.parity.harness import hugging_face
 
 NUM_NEW = 32
 TIMEOUT_S = 120
-BLOCK_SIZES = {"decoder": 16, "skeleton": 4}
+BLOCK_SIZES = {"native": 16, "hf": 4}
 
 
 class Collector:
@@ -80,7 +80,7 @@ MODELS = [
     pytest.param(
         (size, executor),
         id=f"tp{size}-{executor}",
-        marks=[] if (size, executor) in ((1, "skeleton"), (2, "decoder")) else pytest.mark.slow,
+        marks=[] if (size, executor) in ((1, "hf"), (2, "native")) else pytest.mark.slow,
     )
     for size in (1, 2)
     for executor in BLOCK_SIZES

@@ -29,8 +29,8 @@ from tests.parity.test_serving import Collector
 
 NUM_NEW = 24
 SCARCE = {
-    "decoder": CacheConfig(block_size=16, num_blocks=6),
-    "skeleton": CacheConfig(block_size=4, num_blocks=34),
+    "native": CacheConfig(block_size=16, num_blocks=6),
+    "hf": CacheConfig(block_size=4, num_blocks=34),
 }
 """By executor."""
 CROWDED = SchedulerConfig(max_num_batched_tokens=40, max_num_seqs=8)
@@ -72,7 +72,7 @@ def make_requests(num_requests: int = 14, seed: int = 0) -> list[EngineRequest]:
     return requests
 
 
-def config_of(folder, speculation=None, size=1, executor="decoder") -> WorkerConfig:
+def config_of(folder, speculation=None, size=1, executor="native") -> WorkerConfig:
     return WorkerConfig(
         model=ModelConfig(model=str(folder), dtype="float32", device="cpu", executor=executor),
         parallel=ParallelConfig(tensor_parallel_size=size, num_threads=1),

@@ -43,8 +43,8 @@ BITS_EVERY_TIME = ("gpt_oss",)
 
 
 def executors(family: str, size: int) -> list[str]:
-    """What a family is tried on: what serves it, and the skeleton where that is not the same, on two ranks."""
-    return sorted({executor_of(family, size), *(["skeleton"] if size == 2 else [])})
+    """What a family is tried on: what serves it, and the HF backend where that is not the same, on two ranks."""
+    return sorted({executor_of(family, size), *(["hf"] if size == 2 else [])})
 
 
 def is_usual(family: str, size: int, executor: str) -> bool:
@@ -65,7 +65,7 @@ def test_split_models_have_the_logits_of_hugging_face(family, size, executor, ti
         assert is_run_by(leader, executor)
         return logits_in_chunks(leader, prompts, chunk=40)
 
-    config = worker_config(tiny_model(family), size, executor="skeleton" if executor == "skeleton" else "auto")
+    config = worker_config(tiny_model(family), size, executor="hf" if executor == "hf" else "auto")
     assert relative_difference(on_ranks(config, work), expected(family)) <= TOLERANCE
 
 
@@ -74,9 +74,9 @@ def test_split_models_have_the_logits_of_hugging_face(family, size, executor, ti
 )
 def test_split_decoder_programs_have_the_bits_of_whole_ones(family, tiny_model, prompts):
     folder = tiny_model(family)
-    whole = logits_in_chunks(load(worker_config(folder, executor="decoder")), prompts, chunk=40)
+    whole = logits_in_chunks(load(worker_config(folder, executor="native")), prompts, chunk=40)
     for size in (2, 4):
-        config = worker_config(folder, size, executor="decoder")
+        config = worker_config(folder, size, executor="native")
         split = on_ranks(config, lambda leader: logits_in_chunks(leader, prompts, chunk=40))
         assert all(map(torch.equal, split, whole)), size
 
@@ -86,14 +86,14 @@ def test_split_decoder_programs_have_the_bits_of_whole_ones(family, tiny_model, 
 def test_experts_that_stay_hugging_faces_are_split_too(family, size, tiny_model, prompts, expected, monkeypatch):
     """As on a GPU, where their grouped matmul is kept."""
     monkeypatch.setattr(Experts, "can_replace", lambda module: False)
-    config = worker_config(tiny_model(family), size, executor="skeleton")
+    config = worker_config(tiny_model(family), size, executor="hf")
     ours = on_ranks(config, lambda leader: logits_in_chunks(leader, prompts, chunk=40))
     assert relative_difference(ours, expected(family)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
     ("size", "executor"),
-    [(2, "decoder"), *(pytest.param(4, one, marks=pytest.mark.slow) for one in ("decoder", "skeleton"))],
+    [(2, "native"), *(pytest.param(4, one, marks=pytest.mark.slow) for one in ("native", "hf"))],
 )
 @pytest.mark.parametrize(
     "family",
@@ -105,9 +105,9 @@ def test_split_models_draw_the_tokens_of_whole_ones(family, size, executor, tiny
     assert on_ranks(config, lambda leader: greedy_tokens(leader, prompts, num_new=16)) == whole
 
 
-@pytest.mark.parametrize(("executor", "numbers_per_head"), [("decoder", 32 + 16), ("skeleton", 8 + 8)])
+@pytest.mark.parametrize(("executor", "numbers_per_head"), [("native", 32 + 16), ("hf", 8 + 8)])
 def test_each_rank_holds_its_own_heads_and_all_know_the_same_facts(executor, numbers_per_head, tiny_model):
-    """The decoder program's cache fills up keys to 32 dimensions and values to 16."""
+    """The native backend's cache fills up keys to 32 dimensions and values to 16."""
     from tests.fake_group import run_ranks
 
     config = worker_config(tiny_model("llama"), 4, executor=executor)
@@ -118,7 +118,7 @@ def test_each_rank_holds_its_own_heads_and_all_know_the_same_facts(executor, num
 
 
 @pytest.mark.slow  # every time in test_serving.py, and in test_mixture.py
-@pytest.mark.parametrize("executor", ["decoder", "skeleton"])
+@pytest.mark.parametrize("executor", ["native", "hf"])
 def test_ranks_in_processes_of_their_own_draw_the_same_tokens(executor, tiny_model, prompts):
     config = worker_config(tiny_model("llama"), 2, executor=executor)
     with in_processes(config) as leader:

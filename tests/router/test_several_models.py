@@ -1,4 +1,4 @@
-"""Several models behind one router, added and taken away while it runs, through every door."""
+"""Several models behind one router, added and taken away while it runs, through every API."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

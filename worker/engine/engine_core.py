@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Final
 
 from holdfast.worker.engine.output_queues import OutputQueues
-from holdfast.worker.engine.request_guards import LostNumbers, NumbersCheck, Suspects, no_numbers
+from holdfast.worker.engine.request_guards import NonFiniteGuard, NumbersCheck, Suspects, no_numbers
 from holdfast.worker.errors import DeadlineExceededError, HoldfastError
 from holdfast.worker.request import EngineLoad, EngineRequest, TokenDelta
 from holdfast.worker.scheduler.batching import StepLimits
@@ -46,7 +46,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._output_queues = OutputQueues()
         self._suspects: Suspects[StepListener] = Suspects()
-        self._lost_numbers = LostNumbers()
+        self._lost_numbers = NonFiniteGuard()
         self.numbers_check: NumbersCheck | None = None
         """Without one, several requests without finite logits are proof against the replica."""
         self._in_doubt: list[Hashable] = []

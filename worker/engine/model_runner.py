@@ -25,10 +25,10 @@ from holdfast.worker.executors.mapped_files import trim_heap
 from holdfast.worker.executors.step_sampler import HeadOutput, OverlappingSampler, StepSampler
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.models.checks import first_line
-from holdfast.worker.models.decoder_program import OverlappingExecutor
 from holdfast.worker.models.loading import LoadedModel, check_same_model, load_model, reloaded_config
 from holdfast.worker.models.memory import WAYS_OUT, is_failed_allocation, memory_left
 from holdfast.worker.models.model import choose_device
+from holdfast.worker.models.native_backend import OverlappingExecutor
 from holdfast.worker.models.rank_program import BlockCache
 from holdfast.worker.process_memory import readable_bytes
 from holdfast.worker.progress import ProgressCounter

@@ -26,7 +26,7 @@ class NumbersCheck(StepListener, Protocol):
         """Asks at once. False: nobody can say. Else the engine is told to settle, or to fail."""
 
 
-class LostNumbers:
+class NonFiniteGuard:
     """Counts the requests of a replica whose logits were NaN or infinite, step by step."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class LostNumbers:
         if len(names) <= 1 and len(self._in_a_row) < NUM_ALONE_TO_DOUBT:
             return None
         count = max(len(names), len(self._in_a_row))
-        return ReplicaError(f"the model's logits are no numbers (NaN or infinite) for any of {count} requests")
+        return ReplicaError(f"the model's logits are not finite (NaN or infinite) for any of {count} requests")
 
     def settle(self) -> None:
         """The replica is well: what came before proves nothing any more."""

@@ -20,8 +20,8 @@ def first_line(error: BaseException) -> str:
 
 
 def check_kv_cache_dtype(config: WorkerConfig, device: str, hf_config: Any = None) -> None:
-    """Refuses keys and values in fp8 where nothing reads them: on a CPU, on the skeleton, and in a model of a type that
-    has no decoder program, by its Hugging Face config if that is known.
+    """Refuses keys and values in fp8 where nothing reads them: on a CPU, on the HF backend, and in a model of a type
+    that has no native backend, by its Hugging Face config if that is known.
 
     What a program's executor does not run is refused when the model is read. `device` is a kind, or `auto` where it is
     not known yet. Raises `ConfigurationError`.
@@ -30,10 +30,10 @@ def check_kv_cache_dtype(config: WorkerConfig, device: str, hf_config: Any = Non
         return
     if device == "cpu":
         raise fp8_refused("the model runs on a CPU, and GPUs alone have kernels for it", "serve on a GPU")
-    if config.model.executor == "skeleton":
-        raise fp8_refused("model.executor = 'skeleton', which has no kernels for it", "leave --executor at auto")
+    if config.model.executor == "hf":
+        raise fp8_refused("model.executor = 'hf', which has no kernels for it", "leave --executor at auto")
     if hf_config is not None and hf_config.model_type not in FAMILIES:
-        raise fp8_refused(f"model type {hf_config.model_type!r} has no decoder program (docs/models.md)")
+        raise fp8_refused(f"model type {hf_config.model_type!r} has no native backend (docs/models.md)")
 
 
 def fp8_refused(reason: str, way_out: str = "") -> ConfigurationError:

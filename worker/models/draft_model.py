@@ -152,7 +152,7 @@ class _Work:
 
 def _alone(config: WorkerConfig, folder: Path) -> WorkerConfig:
     """The settings of the draft model, on one rank."""
-    executor = "skeleton" if config.model.executor == "skeleton" else "auto"
+    executor = "hf" if config.model.executor == "hf" else "auto"
     model = config.model.model_copy(update={"model": str(folder), "max_model_len": None, "executor": executor})
     parallel = config.parallel.model_copy(update={"tensor_parallel_size": 1})
     cache = config.cache.model_copy(update={"kv_cache_dtype": "auto"})  # whatever runs it, and its cache is small

@@ -1,5 +1,5 @@
 """Families of models: how the Hugging Face modules of each are to be read as a decoder layout. What an entry claims is
-proved at every load (`proof.py`), so a family whose code changes is served by the skeleton, not wrongly.
+proved at every load (`proof.py`), so a family whose code changes is served by the HF backend, not wrongly.
 """
 
 from collections.abc import Callable, Mapping

@@ -85,7 +85,7 @@ class KeptLayout:
         self._path: Path | None = None
         self._shipped: Path | None = None
         model = config.model
-        if model.keep_layout and device.type == "cpu" and model.load_format != "dummy" and model.executor != "skeleton":
+        if model.keep_layout and device.type == "cpu" and model.load_format != "dummy" and model.executor != "hf":
             settings = [getattr(model, name) for name in _SETTINGS]
             share = f"{group.rank}-of-{group.size}"
             self._path = layouts_folder() / f"{_digest(folder, settings, config.cache.block_size)}-{share}"

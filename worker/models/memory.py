@@ -14,10 +14,10 @@ from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.packing import elements_per_head
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.models.checks import check_kv_cache_dtype, choose_max_model_len
-from holdfast.worker.models.decoder_program import is_candidate
 from holdfast.worker.models.model import choose_device, register_attention, serving_dtype
+from holdfast.worker.models.native_backend import is_candidate
 from holdfast.worker.models.parallel_plan import ParallelPlan, is_transposed_linear
-from holdfast.worker.models.weights import build_skeleton, model_folder, read_config
+from holdfast.worker.models.weights import build_hf_model, model_folder, read_config
 from holdfast.worker.process_memory import available_memory, readable_bytes
 
 CPU_CACHE_LIMIT: Final = 2**30
@@ -48,14 +48,14 @@ class MemoryEstimator:
         """Raises as loading would where the config cannot be served."""
         hf_config = read_config(model_folder(config.model, with_weights=False), config.model.hf_overrides)
         register_attention()
-        model = build_skeleton(hf_config)
+        model = build_hf_model(hf_config)
         plan = ParallelPlan(hf_config, model.tp_plan or {}, config.parallel.tensor_parallel_size)
         dtype = serving_dtype(config.model, hf_config)
         self.max_model_len = choose_max_model_len(hf_config, config.model.max_model_len)
         device = choose_device(config.model)
         self.block_size = config.cache.block_size or default_block_size(device)
         self.weight_bytes = _weight_bytes(model, plan, dtype)
-        is_program = config.model.executor != "skeleton" and is_candidate(hf_config.model_type, self.block_size)
+        is_program = config.model.executor != "hf" and is_candidate(hf_config.model_type, self.block_size)
         check_kv_cache_dtype(config, device.type, hf_config)
         in_tiles = is_program and device.type == "cpu"
         self.kv_bytes_per_token = _kv_bytes_per_token(config, hf_config, plan, dtype, in_tiles=in_tiles)

@@ -14,11 +14,11 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.models.checks import OTHER_ENGINE
 from holdfast.worker.models.dry_run import find_attention
+from holdfast.worker.models.hf_layers import in_own_dtype
 from holdfast.worker.models.linear import settle
 from holdfast.worker.models.parallel_plan import ParallelPlan
 from holdfast.worker.models.parallelize import Target, parallelize
-from holdfast.worker.models.skeleton import in_own_dtype
-from holdfast.worker.models.weights import ATTENTION, DummyWeights, build_skeleton, load_checkpoint, loaded_weights
+from holdfast.worker.models.weights import ATTENTION, DummyWeights, build_hf_model, load_checkpoint, loaded_weights
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def build_tree(
     """
     register_attention()
     if config.load_format == "dummy":
-        module: Any = build_skeleton(hf_config)
+        module: Any = build_hf_model(hf_config)
         source: Any = DummyWeights(config.seed, target.device)
     else:
         module, source = load_checkpoint(folder, hf_config), loaded_weights

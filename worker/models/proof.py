@@ -16,8 +16,8 @@ from torch import Tensor
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.executors.layout import Attention, DecoderLayout, Rotary
 from holdfast.worker.models.families import FAMILIES
+from holdfast.worker.models.hf_layers import AttentionCall, HfLayers
 from holdfast.worker.models.reference import Reference
-from holdfast.worker.models.skeleton import AttentionCall, Skeleton
 
 NUM_TOKENS: Final = 16
 
@@ -146,7 +146,7 @@ class _Questions:
     """One series of questions. Each step ends in numbers, or a reason, that all ranks agree on before the next."""
 
     def __init__(self, module: Any, layout: DecoderLayout, group: TensorParallelGroup) -> None:
-        self._skeleton = Skeleton(module, FAMILIES[module.config.model_type].final_norm)
+        self._hf_backend = HfLayers(module, FAMILIES[module.config.model_type].final_norm)
         self._layout = layout
         self._reference = Reference(layout, group)
         self._group = group
@@ -169,7 +169,7 @@ class _Questions:
         """One layer of each set that differ in the values of their weights alone, by their layouts and as modules."""
         first: dict[object, int] = {}
         for index, layer in enumerate(self._layout.layers):
-            first.setdefault((_kind(layer), self._skeleton.layer_settings(index)), index)
+            first.setdefault((_kind(layer), self._hf_backend.layer_settings(index)), index)
         return list(first.values())
 
     def _random_states(self, num_tokens: int) -> Tensor:
@@ -181,7 +181,7 @@ class _Questions:
     def _rotary_difference(self, max_len: int) -> str | None:
         """How the angles of a layer differ, at positions up to the last."""
         positions = torch.tensor(sorted({0, 1, max_len // 3, max_len - 1}))
-        arguments = self._skeleton.layer_arguments(positions, torch.float32)
+        arguments = self._hf_backend.layer_arguments(positions, torch.float32)
         for index, (layer, given) in enumerate(zip(self._layout.layers, arguments, strict=True)):
             if layer.attention.rotary is not None:
                 rotary = self._layout.rotaries[layer.attention.rotary]
@@ -191,7 +191,7 @@ class _Questions:
 
     def _ask_layer(self, index: int, x: Tensor) -> LayerAnswer | str:
         """What the Hugging Face layer makes of these states; or how that of the layout differs."""
-        exact, call = self._skeleton.run_layer(index, x, torch.float32)
+        exact, call = self._hf_backend.run_layer(index, x, torch.float32)
         attention = self._layout.layers[index].attention
         if (reason := self._agreed(_call_difference(attention, call))) is not None:
             return f"the attention of layer {index} {reason}"
@@ -200,14 +200,14 @@ class _Questions:
             return f"layer {index} is not what its layout says: wrong by {error:.3g} times what is allowed"
         own = exact
         if self._layout.dtype != torch.float32:
-            own, _ = self._skeleton.run_layer(index, x, self._layout.dtype)
+            own, _ = self._hf_backend.run_layer(index, x, self._layout.dtype)
         return LayerAnswer(index=index, states=x, answer=_answer(own, exact, x, _FLOORS[self._layout.dtype]))
 
     def _ask_model(self, token_ids: Tensor) -> Answer:
-        exact = self._skeleton.run_model(token_ids, torch.float32)
+        exact = self._hf_backend.run_model(token_ids, torch.float32)
         own = exact
         if self._layout.dtype != torch.float32:
-            own = self._skeleton.run_model(token_ids, self._layout.dtype)
+            own = self._hf_backend.run_model(token_ids, self._layout.dtype)
         return _answer(own, exact, torch.zeros(()), _FLOORS[self._layout.dtype])
 
     def _agreed(self, reason: str | None) -> str | None:

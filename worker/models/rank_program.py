@@ -1,4 +1,4 @@
-"""Program of a rank: what runs the steps of its share of a model, the decoder program or the Hugging Face skeleton."""
+"""Program of a rank: what runs the steps of its share of a model, the native backend or the Hugging Face backend."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -16,22 +16,22 @@ from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler
 from holdfast.worker.models.checks import OTHER_ENGINE, check_kv_cache_dtype, choose_max_model_len, fp8_refused
-from holdfast.worker.models.decoder_program import (
-    DecoderProgram,
+from holdfast.worker.models.families import FAMILIES
+from holdfast.worker.models.hf_backend import HfBackend
+from holdfast.worker.models.kept_layout import KeptLayout, ModelFacts
+from holdfast.worker.models.memory import default_block_size
+from holdfast.worker.models.model import RankModel, build_rank_model, serving_dtype
+from holdfast.worker.models.native_backend import (
+    NativeBackend,
     OverlappingExecutor,
     all_ranks,
     is_available,
     make_program,
     read_program,
 )
-from holdfast.worker.models.families import FAMILIES
-from holdfast.worker.models.kept_layout import KeptLayout, ModelFacts
-from holdfast.worker.models.memory import default_block_size
-from holdfast.worker.models.model import RankModel, build_rank_model, serving_dtype
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.proof import Recognized
 from holdfast.worker.models.row_tiles import RowTiles
-from holdfast.worker.models.skeleton_program import SkeletonProgram
 from holdfast.worker.models.weights import read_config, read_eos_token_ids
 from holdfast.worker.progress import ProgressCounter
 
@@ -135,7 +135,7 @@ def load_program(
 ) -> LoadedProgram:
     """Loads this rank's share of the model in `folder`. All ranks of the group do so together.
 
-    Raises `UnsupportedModelError` where a gate refuses the model, or where it must run as a decoder program and cannot.
+    Raises `UnsupportedModelError` where a gate refuses the model, or where it must run as a native backend and cannot.
     """
     kept = KeptLayout(config, folder, group, device)
     return _recalled(kept, config, group, device, progress) or _loaded(kept, config, folder, group, device, progress)
@@ -151,7 +151,7 @@ def _recalled(
     """The program of a layout that an earlier start has kept, if all ranks have one."""
     recalled = kept.recall()
     if recalled is not None and not is_available(device):
-        recalled = None  # as at a first start, the skeleton serves, and the log says why
+        recalled = None  # as at a first start, the HF backend serves, and the log says why
     if not all_ranks(group, recalled is not None):
         return None
     assert recalled is not None
@@ -186,36 +186,36 @@ def _loaded(
         logger.warning("latent attention is cached expanded, which takes many times the memory of the latents")
     target = Target(group=group, tiles=RowTiles(device), device=device, dtype=serving_dtype(config.model, hf_config))
 
-    reads = config.model.executor != "skeleton" and (device.type == "cpu" or facts.model_type in FAMILIES)
+    reads = config.model.executor != "hf" and (device.type == "cpu" or facts.model_type in FAMILIES)
     with _few_threads(folder, device):
         model = _built(config, folder, hf_config, _in_main_memory(target) if reads else target, progress)
     if reads:
         with _few_threads(folder, device):
             recognized = _recognized(model, config, target, facts)
-        program: DecoderProgram | str = recognized if isinstance(recognized, str) else ""
+        program: NativeBackend | str = recognized if isinstance(recognized, str) else ""
         if isinstance(recognized, Recognized):
             kept.keep(recognized, facts)  # now: what is packed is used up
             program = _made(recognized, config, target, facts)
-        if isinstance(program, DecoderProgram):
+        if isinstance(program, NativeBackend):
             return LoadedProgram(program=program, facts=facts, target=target)
         kept.forget()
-        _check_skeleton_will_do(config, facts, program)
-        logger.info("runs on the skeleton: %s", program)
+        _check_hf_backend_will_do(config, facts, program)
+        logger.info("runs on the HF backend: %s", program)
         if isinstance(recognized, Recognized) or device.type != "cpu":  # its weights are used up, or lie elsewhere
             model = _built(config, folder, hf_config, target, progress)
     else:
-        _check_skeleton_will_do(config, facts, "it is no family of these")
+        _check_hf_backend_will_do(config, facts, "it is no family of these")
     model.settle(lambda *done: progress("pack", *done))
-    skeleton = SkeletonProgram(model, target, max_positions=facts.max_model_len)
-    return LoadedProgram(program=skeleton, facts=facts, target=target)
+    hf_backend = HfBackend(model, target, max_positions=facts.max_model_len)
+    return LoadedProgram(program=hf_backend, facts=facts, target=target)
 
 
-def _check_skeleton_will_do(config: WorkerConfig, facts: ModelFacts, reason: str) -> None:
-    """Whether a model without a decoder program may be served all the same."""
-    if config.model.executor == "decoder":
-        raise UnsupportedModelError(facts.model_type, f"no decoder program: {reason}", OTHER_ENGINE)
+def _check_hf_backend_will_do(config: WorkerConfig, facts: ModelFacts, reason: str) -> None:
+    """Whether a model without a native backend may be served all the same."""
+    if config.model.executor == "native":
+        raise UnsupportedModelError(facts.model_type, f"no native backend: {reason}", OTHER_ENGINE)
     if config.cache.kv_cache_dtype != "auto":
-        raise fp8_refused(f"{facts.model_type} has no decoder program here: {reason}")
+        raise fp8_refused(f"{facts.model_type} has no native backend here: {reason}")
 
 
 @contextmanager
@@ -241,7 +241,7 @@ def _built(
 
 
 def _recognized(model: RankModel, config: WorkerConfig, target: Target, facts: ModelFacts) -> Recognized | str:
-    """The model as a layout; or why it has no decoder program."""
+    """The model as a layout; or why it has no native backend."""
     block_size = config.cache.block_size or default_block_size(target.device)
     return read_program(
         model.module,
@@ -252,7 +252,7 @@ def _recognized(model: RankModel, config: WorkerConfig, target: Target, facts: M
     )
 
 
-def _made(recognized: Recognized, config: WorkerConfig, target: Target, facts: ModelFacts) -> DecoderProgram | str:
+def _made(recognized: Recognized, config: WorkerConfig, target: Target, facts: ModelFacts) -> NativeBackend | str:
     block_size = config.cache.block_size or default_block_size(target.device)
     return make_program(
         recognized,

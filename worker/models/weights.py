@@ -196,7 +196,7 @@ def load_checkpoint(folder: Path, config: Any) -> Any:
     return _ready(model)
 
 
-def build_skeleton(config: Any) -> Any:
+def build_hf_model(config: Any) -> Any:
     """The model without weights: parameters on the meta device, buffers real."""
     from transformers import AutoModelForCausalLM
 

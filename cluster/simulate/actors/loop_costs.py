@@ -1,7 +1,7 @@
 """Loop costs: how long the event loops of simulated routers and replicas are busy with a message.
 
 The costs are those of an AVX2 core, rounded. What bounds them is the product's own (`costly_message.py`,
-`router_doors.py`).
+`router_apis.py`).
 """
 
 from dataclasses import dataclass

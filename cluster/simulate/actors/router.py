@@ -16,7 +16,7 @@ from holdfast.cluster.simulate.actors.audit import AuditedDispatchHost
 from holdfast.cluster.simulate.actors.costly_message import End
 from holdfast.cluster.simulate.actors.messages import Admitted, DialReplica, Generate, Resets, Retiring
 from holdfast.cluster.simulate.actors.replica import MODEL, SimulatedReplica
-from holdfast.cluster.simulate.actors.router_doors import DoorSettings, RouterDoors
+from holdfast.cluster.simulate.actors.router_apis import ApiSettings, RouterApis
 from holdfast.cluster.simulate.kernel.clock import SettableClock
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.process import Process
@@ -79,16 +79,16 @@ class SimulatedRouter(Process):
         seed: int,
         order: ServiceOrderConfig | None = None,
         max_lag_s: float = 0.0,
-        doors: DoorSettings | None = None,
+        apis: ApiSettings | None = None,
         hangs_after_s: float | None = None,
     ) -> None:
         """Calls are read with a lag of up to `max_lag_s`, most of them with little; what has come by then is merged.
 
-        Without `doors` every call is admitted at once, and its loop is never busy. Without `hangs_after_s` it has no
+        Without `apis` every call is admitted at once, and its loop is never busy. Without `hangs_after_s` it has no
         hang supervisor.
         """
         super().__init__(site, network, hangs_after_s)
-        self._doors: RouterDoors | None = None
+        self._apis: RouterApis | None = None
         self._ends_in_order = False
         self._config = config
         self._limits = limits
@@ -98,7 +98,7 @@ class SimulatedRouter(Process):
         self._rng = random.Random(seed)
         self._max_lag_s = max_lag_s
         self._orders = NO_ORDERS
-        self._door_settings = doors
+        self._api_settings = apis
         self.num_hung = 0
         """Times that its hang supervisor killed it."""
         self.num_crashed = 0
@@ -120,7 +120,7 @@ class SimulatedRouter(Process):
         self._unread: dict[Connection, None] = {}
         """Calls with news, in the order in which it came."""
         self.is_stopping = self._ends_in_order = False
-        self._doors = None if self._door_settings is None else RouterDoors(self, self._door_settings)
+        self._apis = None if self._api_settings is None else RouterApis(self, self._api_settings)
         for replica in self._replicas:
             self._dial(replica, Backoff(max_pause_s=self._config.max_reconnect_s))
 
@@ -131,14 +131,14 @@ class SimulatedRouter(Process):
             self._open_at_once(connection, message)
 
     def receive(self, connection: Connection, message: Any) -> None:
-        if self.is_up and self._doors is not None and isinstance(message, Generate | Resets):
+        if self.is_up and self._apis is not None and isinstance(message, Generate | Resets):
             self.connections.setdefault(connection)
-            self._doors.arrives(connection, message)
+            self._apis.arrives(connection, message)
         else:
             super().receive(connection, message)
 
     def cost_s(self, message: Any) -> float:
-        return 0.0 if self._doors is None else self._doors.cost_s(message)
+        return 0.0 if self._apis is None else self._apis.cost_s(message)
 
     def on_hang(self) -> None:
         self.num_hung += 1
@@ -153,8 +153,8 @@ class SimulatedRouter(Process):
             return
         if connection in self._calls:
             self._calls.pop(connection).close()
-        if self._doors is not None:
-            self._doors.gone(connection)
+        if self._apis is not None:
+            self._apis.gone(connection)
 
     # --- what the world does to it ---
 
@@ -177,9 +177,9 @@ class SimulatedRouter(Process):
         self.timeline.after(RESTART_S, self.revive)
 
     def _die(self) -> list[Connection]:
-        if self._doors is not None:
-            self._count(self._doors)
-            self._doors.close(in_order=self._ends_in_order)
+        if self._apis is not None:
+            self._count(self._apis)
+            self._apis.close(in_order=self._ends_in_order)
         return super()._die()
 
     def join(self, replica: SimulatedReplica) -> None:
@@ -203,15 +203,15 @@ class SimulatedRouter(Process):
         if self.is_up:
             self._do(lambda: self.dispatch_host.set_orders(self._orders))
 
-    def _count(self, doors: RouterDoors) -> None:
-        self.longest_decoding_s = max(self.longest_decoding_s, doors.longest_decoding_s)
-        self.num_resets += doors.guarded.num_resets
-        doors.longest_decoding_s, doors.guarded.num_resets = 0.0, 0
+    def _count(self, apis: RouterApis) -> None:
+        self.longest_decoding_s = max(self.longest_decoding_s, apis.longest_decoding_s)
+        self.num_resets += apis.guarded.num_resets
+        apis.longest_decoding_s, apis.guarded.num_resets = 0.0, 0
 
     def count(self) -> None:
         """Brings the counts of all lives up to date."""
-        if self._doors is not None:
-            self._count(self._doors)
+        if self._apis is not None:
+            self._count(self._apis)
 
     # --- links ---
 
@@ -318,8 +318,8 @@ class SimulatedRouter(Process):
             connection.send(self, Fail(key=SequenceKey("", call.request_id), error=error))
         del self._calls[connection]
         call.close()
-        if self._doors is not None:
-            self._doors.gone(connection)
+        if self._apis is not None:
+            self._apis.gone(connection)
         self.hang_up(connection)
 
     # --- what can be asked ---
@@ -346,7 +346,7 @@ class SimulatedRouter(Process):
     def check_integrity(self) -> None:
         """Asserts that the books agree, and that each open request is some call's."""
         self.dispatch_host.check_integrity()
-        if self._doors is not None:
-            self._doors.check_integrity()
+        if self._apis is not None:
+            self._apis.check_integrity()
         num_wanted = sum(call.num_completions for call in self._calls.values())
         assert self.dispatch_host.dispatch.num_open <= num_wanted, "a call has ended, and its requests go on"

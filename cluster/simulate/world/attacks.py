@@ -15,7 +15,7 @@ from holdfast.cluster.simulate.actors.costly_message import (
     with_token_ids,
 )
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
-from holdfast.cluster.simulate.actors.router_doors import HANDED_OVER
+from holdfast.cluster.simulate.actors.router_apis import HANDED_OVER
 from holdfast.cluster.simulate.kernel.network import Network
 from holdfast.cluster.simulate.kernel.timeline import require
 from holdfast.cluster.simulate.oracle.pseudo_model import WHOLE_TOKEN_IDS

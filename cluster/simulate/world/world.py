@@ -16,7 +16,7 @@ from holdfast.cluster.simulate.actors.journal_folder import JournalFolder
 from holdfast.cluster.simulate.actors.loop_costs import LoopCosts
 from holdfast.cluster.simulate.actors.replica import MODEL, SimulatedReplica
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
-from holdfast.cluster.simulate.actors.router_doors import DoorSettings
+from holdfast.cluster.simulate.actors.router_apis import ApiSettings
 from holdfast.cluster.simulate.kernel.network import KEEPALIVE_S, Network
 from holdfast.cluster.simulate.kernel.timeline import Event, Timeline, Violation, require
 from holdfast.cluster.simulate.oracle.proposers import PROPOSERS
@@ -139,7 +139,7 @@ class World:
             )
             for i, name in enumerate(scenario.proposers)
         ]
-        doors = DoorSettings(
+        apis = ApiSettings(
             costs=COSTS,
             limits=scenario.limits,
             router=scenario.router,
@@ -159,7 +159,7 @@ class World:
                 seed=rng.getrandbits(32),
                 order=scenario.replica.scheduler,
                 max_lag_s=MAX_LAG_S,
-                doors=doors,
+                apis=apis,
                 hangs_after_s=HealthConfig().hangs_after_s,
             )
             for i in range(scenario.num_routers)

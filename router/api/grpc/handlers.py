@@ -200,7 +200,7 @@ async def _answering(context: Context, hooks: CallHooks) -> AsyncIterator[None]:
 
 async def _abort(context: Context, error: Exception, trailers: Metadata) -> NoReturn:
     if not isinstance(error, HoldfastError):
-        logger.error("a call failed by a fault of ours", exc_info=error)
-        error = InternalError(f"the call failed by a fault of ours ({type(error).__name__})")
+        logger.error("a call failed: internal error", exc_info=error)
+        error = InternalError(f"the call failed: internal error ({type(error).__name__})")
     status = call_status(error)
     await context.abort(status.code, status.message, (*status.trailing_metadata, *trailers))

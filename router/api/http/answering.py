@@ -1,4 +1,4 @@
-"""Answers of the HTTP door beside what endpoints say: JSON, errors in a client's words, headers, clients that leave."""
+"""Answers of the HTTP API beside what endpoints say: JSON, errors in a client's words, headers, clients that leave."""
 
 import asyncio
 import json
@@ -35,8 +35,8 @@ def answering(endpoint: Endpoint, shape: Shape) -> Callable[[Request], Awaitable
         except ClientDisconnect:
             response = Response(status_code=499)  # nobody reads it
         except Exception as bug:
-            logger.exception("a request failed by a fault of ours")
-            response = _error(InternalError(f"the request failed by a fault of ours ({type(bug).__name__})"), shape)
+            logger.exception("a request failed: internal error")
+            response = _error(InternalError(f"the request failed: internal error ({type(bug).__name__})"), shape)
         if isinstance(response, Response):
             response.headers.update(headers_of(request))
         return response

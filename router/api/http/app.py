@@ -32,7 +32,7 @@ from holdfast.router.security.gate import Gate
 from holdfast.worker.wire.certificates import Certificates
 
 
-class Door(Starlette):
+class Api(Starlette):
     """The application. Streams write past its middlewares, which would take part in every event: theirs is to answer
     exceptions, and streams answer their own.
     """
@@ -59,8 +59,8 @@ class Door(Starlette):
             await super().__call__(scope, receive, send)
 
 
-class HttpDoor:
-    """The HTTP door of one router: its endpoints under their paths, guarded and counted."""
+class HttpApi:
+    """The HTTP API of one router: its endpoints under their paths, guarded and counted."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class HttpDoor:
             ("POST", "/v1/messages", generation.messages),
             ("POST", "/v1/messages/count_tokens", tokens.count_tokens),
         ]
-        door = Door(
+        api = Api(
             routes=[
                 Route(
                     path,
@@ -138,8 +138,8 @@ class HttpDoor:
             ],
             exception_handlers={HTTPException: not_found},
         )
-        door.intake = self._intake
-        return door
+        api.intake = self._intake
+        return api
 
     def app_for_pages(self, origins: RequestOrigins) -> ASGIApp:
         """The application, also for pages of the origins that are given (`request_origin.py`)."""

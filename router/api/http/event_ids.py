@@ -66,7 +66,7 @@ class EventIds:
 
     @classmethod
     def asked_by(cls, headers: Mapping[str, str], identity: Identity) -> Self | None:
-        """None where no ids are asked for. Raises `InvalidRequestError` for one that is none of ours."""
+        """None where no ids are asked for. Raises `InvalidRequestError` for one that is not one of Holdfast's."""
         if text := headers.get(LAST_EVENT_ID, ""):
             return cls.read(text)
         return cls(identity) if headers.get(EVENT_IDS) == "1" else None
@@ -139,7 +139,7 @@ def read_record(content: bytes, limits: LimitsConfig) -> Noted:
     try:
         return _noted(json.loads(text), lists)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
-        raise InvalidRequestError(RESUME, content[:100], f"is not what a client of ours sends: {error!r}") from None
+        raise InvalidRequestError(RESUME, content[:100], f"is not what a Holdfast client sends: {error!r}") from None
 
 
 def _noted(said: Mapping[str, Any], lists: Sequence[list[int]]) -> Noted:

@@ -110,8 +110,8 @@ class EventStream:
         except HoldfastError as error:
             await self._fail(send, error)
         except Exception as bug:
-            logger.exception("a stream failed by a fault of ours")
-            await self._fail(send, InternalError(f"the stream failed by a fault of ours ({type(bug).__name__})"))
+            logger.exception("a stream failed: internal error")
+            await self._fail(send, InternalError(f"the stream failed: internal error ({type(bug).__name__})"))
 
     async def _comment_when_silent(self, send: Send) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""OpenAPI description of the HTTP door, made from the bodies that the endpoints read and the declared parameters."""
+"""OpenAPI description of the HTTP API, made from the bodies that the endpoints read and the declared parameters."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -51,7 +51,7 @@ _OTHERS_WORDS: Final[Mapping[str, Mapping[str, Any]]] = {
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
     },
 }
-"""Parameters that this door takes in more values than are declared, or in other ones."""
+"""Parameters that this API takes in more values than are declared, or in other ones."""
 
 
 @cache

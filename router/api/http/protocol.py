@@ -14,7 +14,7 @@ from holdfast.router.overload.overload import Overload
 from holdfast.router.security.connection_budgets import ClientConnection
 
 CONNECTION: Final = "holdfast.connection"
-"""Where a scope has its connection, on a server of ours."""
+"""Where a scope has its connection, on a Holdfast server."""
 
 
 class Connection(HttpToolsProtocol):

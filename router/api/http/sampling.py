@@ -99,7 +99,9 @@ def structure_of(body: Body) -> StructuredOutputs | None:
     if (shape := _format(body)) is not None:
         found["response_format"] = shape
     if len(found) > 1:
-        raise InvalidRequestError("response_format", sorted(found), "must be the only one that asks for a shape")
+        raise InvalidRequestError(
+            "response_format", sorted(found), "conflicts with another field that sets the output's format"
+        )
     return next(iter(found.values()), None)
 
 

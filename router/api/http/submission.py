@@ -24,7 +24,7 @@ _SHORTEST_S = 0.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """Which request this is, the how manieth time it is sent, and what its client has of the answer."""
+    """Which request this is, the number of this attempt, and what its client has of the answer."""
 
     identity: Identity
     attempt: int = 0

@@ -209,8 +209,8 @@ class InferenceProtocolServicer:
         except HoldfastError as error:
             yield failed(name, error)
         except Exception as error:
-            logger.exception("a request of a stream failed by a fault of ours")
-            yield failed(name, InternalError(f"the request failed by a fault of ours ({type(error).__name__})"))
+            logger.exception("a request of a stream failed: internal error")
+            yield failed(name, InternalError(f"the request failed: internal error ({type(error).__name__})"))
 
     async def _steps(
         self, request: InferRequest, context: Context

@@ -118,26 +118,26 @@ DOORS = {
 }
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
+@pytest.mark.parametrize("api", DOORS, ids=lambda api: api.__name__)
 @on_a_loop
-async def test_a_stream_that_is_cut_at_any_frame_goes_on(door):
+async def test_a_stream_that_is_cut_at_any_frame_goes_on(api):
     async with two_routers() as place:
-        whole = await door(place, place.transport())
-        assert whole[0] == DOORS[door]
+        whole = await api(place, place.transport())
+        assert whole[0] == DOORS[api]
         cuts = [(num_marks, num_bytes) for num_marks in range(NUM_TOKENS) for num_bytes in (0, 1 + 37 * num_marks)]
         for cut in cuts:
             place.cut(cut)
-            assert await door(place, place.transport()) == whole, cut
+            assert await api(place, place.transport()) == whole, cut
         assert place.num_cut >= len(cuts) // 2
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
+@pytest.mark.parametrize("api", DOORS, ids=lambda api: api.__name__)
 @on_a_loop
-async def test_a_stream_that_is_cut_again_and_again_goes_on(door):
+async def test_a_stream_that_is_cut_again_and_again_goes_on(api):
     async with two_routers() as place:
-        whole = await door(place, place.transport())
+        whole = await api(place, place.transport())
         place.cut(*[(1, 3)] * 30)
-        assert await door(place, place.transport()) == whole
+        assert await api(place, place.transport()) == whole
         assert place.num_cut >= 3
 
 

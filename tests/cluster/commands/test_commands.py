@@ -65,7 +65,7 @@ def test_estimate_says_what_fp8_saves(tiny_model: Path, capsys: pytest.CaptureFi
     for dtype, of_token in (("auto", "256 B"), ("fp8_e4m3", "136 B")):
         assert run(["estimate", str(tiny_model), "--device", "h200", "--kv-cache-dtype", dtype]) == 0
         assert f"{of_token} a token" in capsys.readouterr().out
-    for command in (["estimate", "--device", "cpu"], ["serve", "--device", "cpu"], ["serve", "--executor", "skeleton"]):
+    for command in (["estimate", "--device", "cpu"], ["serve", "--device", "cpu"], ["serve", "--executor", "hf"]):
         assert run([*command, str(tiny_model), "--kv-cache-dtype", "fp8_e4m3"]) == 2
         assert "cache.kv_cache_dtype = 'fp8_e4m3': " in capsys.readouterr().err
 

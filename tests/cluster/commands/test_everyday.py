@@ -134,7 +134,7 @@ def test_a_status_that_comes_never_is_refused(capsys):
 
 @pytest.fixture
 def ray_folder(tmp_path):
-    """Two sessions of Ray: an old one of ours, and a newer one of somebody else's."""
+    """Two sessions of Ray: an old one of Holdfast's, and a newer one of somebody else's."""
     logs = tmp_path / "session_2026-01-01_10-00-00_123456_77" / "logs"
     logs.mkdir(parents=True)
     (tmp_path / "session_2026-01-02_10-00-00_123456_78" / "logs").mkdir(parents=True)

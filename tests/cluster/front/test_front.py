@@ -55,18 +55,18 @@ def stock(at: SimpleNamespace, **options) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"http://{at.addresses[0]}/v1", **options)
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
+@pytest.mark.parametrize("api", DOORS, ids=lambda api: api.__name__)
 @on_a_loop
-async def test_a_stream_of_a_stock_client_that_is_cut_anywhere_goes_on(door):
+async def test_a_stream_of_a_stock_client_that_is_cut_anywhere_goes_on(api):
     async with two_routers() as place, fronted(place) as (at, front):
-        whole = await door(at, plain())
-        assert whole[0] == DOORS[door]
+        whole = await api(at, plain())
+        assert whole[0] == DOORS[api]
         cuts = [(num_marks, num_bytes) for num_marks in range(NUM_TOKENS) for num_bytes in (0, 1 + 37 * num_marks)]
         for cut in cuts:
             place.cut(cut)
-            assert await door(at, plain()) == whole, cut
+            assert await api(at, plain()) == whole, cut
         place.cut(*[(1, 3)] * 30)
-        assert await door(at, plain()) == whole
+        assert await api(at, plain()) == whole
         assert place.num_cut >= len(cuts) // 2
         assert front.stats.num_routers_lost >= place.num_cut // 2  # what is cut after its end is not lost
         assert front.stats.num_resumed

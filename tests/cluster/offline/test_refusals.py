@@ -1,6 +1,6 @@
 """What the engine in one process refuses: field and message for each kind of bad input, as a router does.
 
-Whatever is thrown at it is answered, or refused by an error of ours, and later calls are answered.
+Whatever is thrown at it is answered, or refused by an error of Holdfast's own, and later calls are answered.
 """
 
 import math
@@ -324,7 +324,7 @@ def with_added_tokens(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-@pytest.mark.parametrize("executor", ["decoder", "skeleton"])
+@pytest.mark.parametrize("executor", ["native", "hf"])
 def test_text_with_a_token_that_the_model_has_no_embedding_for_is_refused(with_added_tokens, executor):
     with LLM(str(with_added_tokens), executor=executor, num_threads=1, num_blocks=64) as llm:
         for prompt in ("hello<|two|>", "<|one|>"):

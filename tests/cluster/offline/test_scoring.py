@@ -1,4 +1,4 @@
-"""A real engine behind the HTTP door: prompts scored as lm-eval does it, equal to Hugging Face's, and JSON schemas."""
+"""A real engine behind the HTTP API: prompts scored as lm-eval does it, equal to Hugging Face's, and JSON schemas."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast import LLM
-from holdfast.router.api.http.app import HttpDoor
+from holdfast.router.api.http.app import HttpApi
 from holdfast.router.api.http.server import HttpServer
 from holdfast.router.config import LimitsConfig
 
@@ -22,7 +22,7 @@ def client(tiny_model):
         processor = router._processor
 
         async def serve() -> HttpServer:
-            server = HttpServer(HttpDoor(processor, processor._dispatch_host, LimitsConfig()).app(), "127.0.0.1", 0)
+            server = HttpServer(HttpApi(processor, processor._dispatch_host, LimitsConfig()).app(), "127.0.0.1", 0)
             await server.start()
             return server
 

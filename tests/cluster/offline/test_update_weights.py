@@ -34,7 +34,7 @@ def folders(tiny_model, tmp_path_factory) -> list[Path]:
     return [tiny_model, other]
 
 
-def loaded(folder: Path, executor: str = "decoder", **settings: object) -> LLM:
+def loaded(folder: Path, executor: str = "native", **settings: object) -> LLM:
     return LLM(str(folder), num_threads=1, num_blocks=64, block_size=16, executor=executor, **settings)
 
 
@@ -47,7 +47,7 @@ def answers(llm: LLM) -> list:
 def known(folders) -> dict[tuple[int, str], list]:
     """What each model says by itself."""
     found = {}
-    for executor in ("decoder", "skeleton"):
+    for executor in ("native", "hf"):
         for number, folder in enumerate(folders):
             with loaded(folder, executor) as llm:
                 found[number, executor] = answers(llm)
@@ -55,7 +55,7 @@ def known(folders) -> dict[tuple[int, str], list]:
     return found
 
 
-@pytest.mark.parametrize("executor", ["decoder", "skeleton"])
+@pytest.mark.parametrize("executor", ["native", "hf"])
 def test_a_folder_takes_the_place_of_the_weights(folders, known, executor):
     with loaded(folders[0], executor) as llm:
         before = llm.engine.info.fingerprint
@@ -82,7 +82,7 @@ def test_tensors_take_the_place_of_those_of_their_names(folders, known, tmp_path
         llm.update_weights({name: theirs[name].double()})
         assert answers(llm) == mixed
         llm.update_weights(theirs.items())
-        assert answers(llm) == known[1, "decoder"]
+        assert answers(llm) == known[1, "native"]
 
 
 def test_what_does_not_fit_is_refused_and_the_old_weights_stay(folders, known, tmp_path):
@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_refused_and_the_old_weights_stay(folders, known, t
         for arguments in ({"running": "abort"}, {"version": "two\nlines"}):
             with pytest.raises(InvalidRequestError):
                 llm.update_weights(folders[1], **arguments)
-        assert answers(llm) == known[0, "decoder"]
+        assert answers(llm) == known[0, "native"]
     with pytest.raises(HoldfastError):
         llm.update_weights(folders[1])
 
@@ -158,7 +158,7 @@ def test_what_runs_finishes_and_what_comes_meanwhile_waits(folders, known, monke
         updating.start()
         assert running.token_ids() == right
         updating.join(TIMEOUT_S)
-        assert answers(llm) == known[1, "decoder"]
+        assert answers(llm) == known[1, "native"]
 
 
 def test_what_runs_goes_on_with_the_new_weights_after_the_tokens_that_it_has(folders, monkeypatch):
@@ -206,8 +206,8 @@ def test_a_callback_cannot_wait_for_itself(folders):
 def test_two_ranks_take_them_together(folders, known):
     with loaded(folders[0], tensor_parallel_size=2) as llm:
         llm.update_weights(folders[1])
-        assert answers(llm) == known[1, "decoder"]
+        assert answers(llm) == known[1, "native"]
         with pytest.raises(ConfigurationError):
             llm.update_weights("/nowhere")
         llm.update_weights(load_file(folders[0] / "model.safetensors"))
-        assert answers(llm) == known[0, "decoder"]
+        assert answers(llm) == known[0, "native"]

@@ -1,4 +1,4 @@
-"""Arguments of vLLM's constructor: each is a setting of ours, changes nothing, or is refused by name."""
+"""Arguments of vLLM's constructor: each is a setting of Holdfast's, changes nothing, or is refused by name."""
 
 import json
 import warnings

@@ -54,7 +54,7 @@ async def serve(folder: Path, key: str, wrong_key: str, token: str, prompt: str)
                     await stub.Generate(asked, metadata=with_key(presented))
                 except grpc.aio.AioRpcError as error:
                     published.append(str(error).replace(repr(prompt)[1:-1], ""))  # its sender may be told its own words
-        router._request_processor.open = None  # a fault of ours, with the prompt in its stack
+        router._request_processor.open = None  # an internal error, with the prompt in its stack
         fault = stub.Generate(request(prompt), metadata=with_key(key))
         try:
             await fault

@@ -1,4 +1,5 @@
-"""How often the processes of an idle cluster wake for something of ours, in virtual time: a bound for each of them.
+"""How often the processes of an idle cluster wake for something of Holdfast's, in virtual time: a bound for each of
+them.
 
 Wake-ups are most of what an idle cluster takes. `python -m benchmarks.idle_cluster` measures them with all of Ray's.
 """

@@ -32,7 +32,7 @@ def test_nothing_that_a_server_writes_has_a_key_a_token_or_a_prompt(tmp_path):
     )
     written = done.stdout + done.stderr
     assert done.returncode == 0, written
-    assert "a call failed by a fault of ours" in done.stderr
+    assert "a call failed: internal error" in done.stderr
     assert "builtins.TypeError" in done.stderr
     assert "holdfast_requests_total" in done.stdout
     assert "Thread" in done.stderr

@@ -9,7 +9,7 @@ PROGRAM = """
     from holdfast.cluster.serve.process_end import end_on_sigterm
 
     async def end():
-        print("ended in peace", flush=True)
+        print("ended gracefully", flush=True)
         await asyncio.sleep({takes_s})
 
     async def begin():
@@ -31,5 +31,5 @@ def test_a_process_whose_main_thread_is_not_in_python_ends_at_sigterm(takes_s: f
         assert process.stdout is not None
         assert process.stdout.readline() == "began\n"
         process.terminate()
-        assert process.stdout.readline() == "ended in peace\n"
+        assert process.stdout.readline() == "ended gracefully\n"
         assert process.wait(20) == 0

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.cluster.simulate.actors import costly_message, router_doors
+from holdfast.cluster.simulate.actors import costly_message, router_apis
 from holdfast.cluster.simulate.world.attacks import (
     CLASSES,
     CRASHES,
@@ -66,11 +66,11 @@ def build_whatever_comes_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_logit_bias_without_a_count(monkeypatch)
     monkeypatch.setattr(message_bounds, "MAX_FIELDS", 2**40)
     monkeypatch.setattr(costly_message, "BIAS_ENTRY_S", 6e-6)  # on a slower machine
-    monkeypatch.setattr(router_doors, "INLINE_BYTES", 2**40)
+    monkeypatch.setattr(router_apis, "INLINE_BYTES", 2**40)
 
 
 def decode_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_doors, "INLINE_BYTES", 2**40)
+    monkeypatch.setattr(router_apis, "INLINE_BYTES", 2**40)
 
 
 def count_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def forget_losses(monkeypatch: pytest.MonkeyPatch) -> None:
 def prove_nothing_by_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries of a journal are not on trial, and one loss after the other is taken for the first."""
     monkeypatch.setattr(Reading, "suspect", lambda self, num_lost: None)
-    monkeypatch.setattr(router_doors, "LeftJournal", _OfUnknownRouter)
+    monkeypatch.setattr(router_apis, "LeftJournal", _OfUnknownRouter)
 
 
 class _OfUnknownRouter(LeftJournal):

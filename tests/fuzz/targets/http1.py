@@ -25,7 +25,7 @@ def opened() -> Iterator[Callable[[bytes], None]]:
             answer = application.run(said_to(address, data))
             for status in STATUS.findall(answer):
                 assert int(status) != 500, answer[:500]
-            assert b"fault of ours" not in answer, answer[:500]
+            assert b"fault of Holdfast's" not in answer, answer[:500]
             if num_read % EVERY == 1:
                 application.post("/tokenize", b'{"prompt": "hello"}')
 

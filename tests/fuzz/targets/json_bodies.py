@@ -26,7 +26,7 @@ class Application:
     def __init__(self, loops: asyncio.Runner, place: Site) -> None:
         self._loops = loops
         self.place = place
-        self.app = place.router._http_door.app()
+        self.app = place.router._http_api.app()
 
     def post(self, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         """Sends a request, and checks its answer."""
@@ -38,7 +38,7 @@ class Application:
     async def _checked(self, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
         status, answer = await asyncio.wait_for(self._answer(path, body, headers), ANSWER_S)
         assert status in DOCUMENTED, f"{path}: {status} {answer[:500]!r}"
-        assert b"fault of ours" not in answer, f"{path}: {answer[:500]!r}"
+        assert b"fault of Holdfast's" not in answer, f"{path}: {answer[:500]!r}"
         assert status == 200 or len(answer) <= MAX_ERROR, f"{path}: an error of {len(answer)} bytes"
 
     async def _answer(self, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> tuple[int, bytes]:

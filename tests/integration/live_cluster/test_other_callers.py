@@ -1,4 +1,4 @@
-"""Callers with clients of their own: gateways at each replica's engine door, and deployments that ask by handle."""
+"""Callers with clients of their own: gateways at each replica's engine API, and deployments that ask by handle."""
 
 import asyncio
 from collections.abc import Sequence

@@ -164,7 +164,7 @@ async def test_a_reader_that_takes_nothing_is_let_go_by_http():
 
 @on_a_loop
 async def test_an_answer_that_nobody_takes_ends_after_its_deadline():
-    """Whatever a door waits for: over gRPC, for a client to take a message."""
+    """Whatever a API waits for: over gRPC, for a client to take a message."""
     replica = await FakeReplica.start()
     async with site(replica, **limited(slow_reader_s=0.1)) as place:
         asked = GenerationRequest(prompt="x", timeout_s=0.1, sampling_params=SamplingParams(max_tokens=10**5))

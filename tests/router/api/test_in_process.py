@@ -20,12 +20,12 @@ def request(**fields: object) -> GenerationRequest:
 
 
 @on_each_loop
-async def test_whole_and_streamed_answers_are_those_of_every_door():
+async def test_whole_and_streamed_answers_are_those_of_every_api():
     async with site(await FakeReplica.start()) as place:
-        door = place.router.in_process
-        (completion,) = (await door.generate(request())).completions
+        api = place.router.in_process
+        (completion,) = (await api.generate(request())).completions
         assert completion.text == expected("hello", 3, 6)[1]
-        chunks = [chunk async for chunk in door.stream(request())]
+        chunks = [chunk async for chunk in api.stream(request())]
         assert "".join(chunk.text for chunk in chunks) == completion.text
         assert chunks[-1].usage.num_completion_tokens == 6
 
@@ -34,11 +34,11 @@ async def test_whole_and_streamed_answers_are_those_of_every_door():
 async def test_leaving_a_stream_or_cancelling_a_call_frees_the_replica():
     replica = await FakeReplica.start()
     async with site(replica) as place:
-        door = place.router.in_process
+        api = place.router.in_process
         long = request(sampling_params=SamplingParams(seed=3, max_tokens=50_000))
-        async with aclosing(door.stream(long)) as chunks:
+        async with aclosing(api.stream(long)) as chunks:
             await anext(chunks)
-        call = asyncio.create_task(door.generate(long))
+        call = asyncio.create_task(api.generate(long))
         await replica.until(lambda: replica.running)
         call.cancel()
         await asyncio.wait([call])

@@ -17,7 +17,7 @@ from holdfast.router.api.open_inference import servicer as open_inference
 from holdfast.router.config import RouterConfig
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop
-from tests.router.api.test_keys_by_door import OPERATOR, locked
+from tests.router.api.test_keys_by_api import OPERATOR, locked
 from tests.router.security.test_gate import key_of, secret_of
 from tests.router.site import eventually, site, with_key
 
@@ -115,7 +115,7 @@ async def test_every_http_route_asks_for_a_key_but_those_that_are_documented():
         site(await FakeReplica.start(), http=True, **locked(key_of("a"))) as place,
         httpx.AsyncClient(base_url=f"http://{place.router.http_address}") as client,
     ):
-        routes = [(method, route.path) for route in place.router._http_door.app().routes for method in route.methods]
+        routes = [(method, route.path) for route in place.router._http_api.app().routes for method in route.methods]
         assert len(routes) > 25
         for method, path in routes:
             named = re.sub(r"\{[^}]*\}", "x", path)

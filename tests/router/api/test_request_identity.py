@@ -1,4 +1,4 @@
-"""Nothing that a client writes as a request id reaches a sequence of another request: by every door that takes an id,
+"""Nothing that a client writes as a request id reaches a sequence of another request: by every API that takes an id,
 against requests of one and of several sequences, beams, and lists of prompts.
 """
 
@@ -19,7 +19,7 @@ from holdfast.v1 import inference_pb2
 from tests.fakes import FakeReplica, fake_tokens
 from tests.loops import on_a_loop
 from tests.router.api.open_inference.messages import infer, stream, text
-from tests.router.api.test_keys_by_door import locked
+from tests.router.api.test_keys_by_api import locked
 from tests.router.api.vllm.test_generate import IdleEngine
 from tests.router.core import facts
 from tests.router.security.test_gate import key_of, secret_of

@@ -1,4 +1,4 @@
-"""TLS at the doors of a router: with openssl's, the standard library's and gRPC's own clients; bad certificates;
+"""TLS at the APIs of a router: with openssl's, the standard library's and gRPC's own clients; bad certificates;
 clients' certificates; files that are replaced while streams run.
 """
 

@@ -1,4 +1,4 @@
-"""Dispatch host: streams by request, one timer, and nothing lost when something of ours breaks."""
+"""Dispatch host: streams by request, one timer, and nothing lost when something of Holdfast's breaks."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Faults of ours, and replicas that talk nonsense: the link is dialled again, and requests go on."""
+"""Faults of Holdfast's, and replicas that talk nonsense: the link is dialled again, and requests go on."""
 
 import asyncio
 import math
@@ -34,14 +34,14 @@ async def test_a_link_that_breaks_by_our_fault_comes_back_and_its_requests_go_on
         with monkeypatch.context() as patch:
             patch.setattr(DispatchHost, "replica_update", no_update)
             replica.say(engine_pb2.StepUpdate())
-            await eventually(lambda: is_logged(caplog, "failed by a fault of ours"))
+            await eventually(lambda: is_logged(caplog, "failed: internal error"))
         replica.resume()
         assert list((await call).completions[0].token_ids) == expected("hello", 1, 8)[0]
         assert (await place.stub.Generate(request())).usage.completion_tokens == 8
 
 
 def no_update(*args: object) -> None:
-    raise RuntimeError("a fault of ours")
+    raise RuntimeError("an internal error")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ async def test_a_replica_that_cannot_be_understood_is_dialled_again_and_its_requ
         assert list((await call).completions[0].token_ids) == expected("hello", 1, 8)[0]
         assert "replica r0 was lost (what it says cannot be read: " in caplog.text
         assert told in caplog.text
-        assert "fault of ours" not in caplog.text
+        assert "fault of Holdfast's" not in caplog.text
 
 
 @pytest.mark.parametrize("nonsense", ["bytes", "second hello"])
@@ -110,7 +110,7 @@ async def test_a_link_is_dialled_again_though_even_its_loss_meets_a_fault_of_our
         monkeypatch.setattr(DispatchHost, "_set_timer", break_twice)
         replica.resume()
         assert (await refusal(call)).code == "INTERNAL"
-        assert "failed by a fault of ours" in caplog.text
+        assert "failed: internal error" in caplog.text
         await eventually(lambda: is_dialled(replica, times=2))
         await place.until_up(1)
         assert (await place.stub.Generate(request())).usage.completion_tokens == 8

@@ -1,4 +1,4 @@
-"""From a client's request to what the core is asked, whichever door the client came through."""
+"""From a client's request to what the core is asked, whichever API the client came through."""
 
 import pytest
 

@@ -169,7 +169,7 @@ def test_without_keys_all_may_come_and_name_their_tenant():
     assert Gate().caller().is_operator
 
 
-def test_a_door_that_did_not_ask_lets_nobody_in():
+def test_a_api_that_did_not_ask_lets_nobody_in():
     import contextvars
 
     gate = Gate(Keys(key_of("a")))

@@ -15,7 +15,7 @@ from holdfast.worker.errors import InternalError, ReplicaError
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.sampler import broken_rows
 from holdfast.worker.executors.step_sampler import HeadOutput, TorchSampler
-from holdfast.worker.models.skeleton_program import SkeletonProgram
+from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.step_plan import NO_TOKEN, DrawParams, ScheduledSequence, StepPlan, StepResult
 from tests.parity.families import save_tiny_model
 from tests.parity.harness import Sequences, worker_config
@@ -66,7 +66,7 @@ def test_a_row_that_is_no_numbers_draws_nothing_and_leaves_the_others_as_they_ar
     assert (result.logprobs[0], result.logprobs[2]) == (right.logprobs[0], right.logprobs[2])
 
 
-@pytest.mark.parametrize("executor", ["decoder", "skeleton"])
+@pytest.mark.parametrize("executor", ["native", "hf"])
 def test_a_model_that_overflows_at_one_token_fails_one_request_and_leaves_no_trace(executor, tmp_path):
     """Of a real model: the neighbour's tokens are those without it, and so are those of whoever gets its blocks."""
     folder = save_tiny_model("llama", tmp_path / "tiny-llama")
@@ -82,7 +82,7 @@ def test_a_model_that_overflows_at_one_token_fails_one_request_and_leaves_no_tra
 def poison(runner: ModelRunner, token_id: int) -> None:
     """The token's embedding is no numbers from now on."""
     program = runner.program
-    if isinstance(program, SkeletonProgram):
+    if isinstance(program, HfBackend):
         with torch.no_grad():
             program.model.module.get_input_embeddings().weight[token_id] = NAN
     else:

@@ -30,11 +30,11 @@ from tests.parity.harness import (
 CPU = torch.device("cpu")
 ANSWER = Sampled([7, 8], [], [])
 PROMPTS = [[5, 9, 77, 31, 8, 64, 3], [100, 4, 4, 90]]
-BYTES_PER_TOKEN = {"decoder": 2 * 2 * (32 + 16) * 4, "skeleton": 2 * 2 * (8 + 8) * 4}
-"""Layers, KV heads, numbers of a head (the decoder program fills up keys to 32 and values to 16), bytes of a number."""
+BYTES_PER_TOKEN = {"native": 2 * 2 * (32 + 16) * 4, "hf": 2 * 2 * (8 + 8) * 4}
+"""Layers, KV heads, numbers of a head (the native backend fills up keys to 32 and values to 16), bytes of a number."""
 
 
-@pytest.fixture(scope="module", params=["decoder", "skeleton"])
+@pytest.fixture(scope="module", params=["native", "hf"])
 def executor(request) -> str:
     return request.param
 
@@ -86,7 +86,7 @@ def test_the_check_leaves_a_clean_cache(folder, executor):
     group, config = SingleRank(), worker_config(folder, executor=executor)
     loaded = load_model(config, group, CPU, lambda *progress: None)
     cache = loaded.cache
-    if executor == "skeleton":
+    if executor == "hf":
         parts = [part for layer in cache.layers for part in (layer.keys, layer.values)]
     else:
         parts = [layer.pages for layer in cache._layers]
@@ -186,7 +186,7 @@ def test_weights_that_some_ranks_alone_take_end_the_replica(failing, folder, mon
 
     def live(group):
         on_thread.rank = group.rank
-        runner = ModelRunner.load(worker_config(folder, 2, executor="decoder"), group, device=CPU)
+        runner = ModelRunner.load(worker_config(folder, 2, executor="native"), group, device=CPU)
         leader = LeaderRunner(runner, group)
         expected = ConfigurationError if len(failing) == 2 else ReplicaError
         if group.rank > 0:
@@ -254,8 +254,6 @@ def test_on_a_cpu_the_cache_has_what_can_be_in_use_and_some_times_as_much_for_pr
 
 
 def test_a_block_size_that_tiles_do_not_fit_is_a_wrong_setting(folder):
-    config = worker_config(folder, executor="skeleton").model_copy(
-        update={"cache": CacheConfig(block_size=10, num_blocks=8)}
-    )
+    config = worker_config(folder, executor="hf").model_copy(update={"cache": CacheConfig(block_size=10, num_blocks=8)})
     with pytest.raises(ConfigurationError, match="block_size = 10"):
         ModelRunner.load(config, SingleRank(), device=CPU)

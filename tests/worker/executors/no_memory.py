@@ -31,7 +31,7 @@ class Armed:
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._library, name)
-        if name not in ("hf_decoder_begin", "hf_decoder_run", "hf_sample"):
+        if name not in ("native_decoder_begin", "native_decoder_run", "native_sample"):
             return call
 
         def armed(*arguments: Any) -> Any:
@@ -63,7 +63,7 @@ def tried(library: Armed, work: Any, renew: Any) -> tuple[Any, int]:
 
 
 def steps(folder: Path) -> int:
-    leader = load(worker_config(folder, executor="decoder"))
+    leader = load(worker_config(folder, executor="native"))
     executor = leader._runner.program.executor
     library = executor._library = Armed(executor._library)
     prompts = [[5, 9, 77, 31, 8, 64, 3] * 7, [6, 6, 6], [9]]
@@ -83,11 +83,11 @@ def draws() -> int:
     logits = torch.randn(9, 3000, generator=torch.Generator().manual_seed(3))
     params = DrawParams(seed=5, first_output_index=0, temperature=1.0, top_k=700, top_p=0.9, num_logprobs=4)
     sampler = NativeSampler.with_threads(2)
-    real, create = sampler._library, sampler._library.hf_sampler_create
+    real, create = sampler._library, sampler._library.native_sampler_create
     library = sampler._library = Armed(real)
 
     def renew() -> None:
-        real.hf_sampler_destroy(sampler._sampler)
+        real.native_sampler_destroy(sampler._sampler)
         sampler._sampler = create(sampler._own_pool)
 
     def draw() -> Any:

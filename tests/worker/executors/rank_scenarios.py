@@ -12,7 +12,7 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import DistributedGroup, TensorParallelGroup
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu import exchange
-from holdfast.worker.models.decoder_program import DecoderProgram, build_program
+from holdfast.worker.models.native_backend import NativeBackend, build_program
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 from tests.worker.executors.models import config_of, parallelized
 
@@ -26,12 +26,12 @@ STEPS = ((20, 0), (7, 1), (1, 13), (1, 1), (1, 0), (100, 1), (1, 1))
 TOKENS = torch.randint(3, 126, (2, MAX_LEN), generator=torch.Generator().manual_seed(5)).tolist()
 
 
-def build(model: str, group: TensorParallelGroup, **changes: Any) -> DecoderProgram:
+def build(model: str, group: TensorParallelGroup, **changes: Any) -> NativeBackend:
     """A tiny model, ready for steps."""
     module = parallelized(config_of(model, **changes), group, torch.bfloat16)
     with torch.inference_mode():
         program = build_program(module, group, max_model_len=MAX_LEN, block_size=BLOCK_SIZE)
-    assert isinstance(program, DecoderProgram), program
+    assert isinstance(program, NativeBackend), program
     program.allocate_cache(NUM_BLOCKS, BLOCK_SIZE)
     return program
 
@@ -62,7 +62,7 @@ def batches(steps: tuple[tuple[int, int], ...] = STEPS, rows: int | None = None)
     return result
 
 
-def all_bits(program: DecoderProgram) -> str:
+def all_bits(program: NativeBackend) -> str:
     """Names the bits of the logits of all rows, then of those of a few, of none, and of all again."""
     seen = hashlib.sha256()
     for batch in (batch for rows in (None, 2, 0, None) for batch in batches(rows=rows)):
@@ -72,7 +72,7 @@ def all_bits(program: DecoderProgram) -> str:
     return seen.hexdigest()
 
 
-def all_best(program: DecoderProgram) -> list[list[int] | None]:
+def all_best(program: NativeBackend) -> list[list[int] | None]:
     """The argmax of each row wanted, the last of each sequence among them."""
     return [program.run(batch, with_logits=False).best for batch in batches(rows=9)]
 

@@ -24,8 +24,8 @@ def table() -> list[str]:
 
 def row(name: str, family: Family | None) -> str:
     if family is None:
-        return f"| `{name}` | skeleton | skeleton | |"
-    several = "skeleton" if name in NOT_SPLIT else "program"
+        return f"| `{name}` | HF backend | HF backend | |"
+    several = "hf" if name in NOT_SPLIT else "program"
     return f"| `{name}` | program | {several} | {', '.join(differences(family))} |"
 
 

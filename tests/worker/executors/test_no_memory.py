@@ -41,7 +41,7 @@ def test_what_a_draw_uses_is_not_freed_under_it():
     params = DrawParams(seed=5, first_output_index=0, temperature=1.0, top_k=90_000, top_p=0.99)
     drawing = threading.Thread(target=sampler.sample, args=(HeadOutput(logits, None), [params] * 200))
     drawing.start()
-    while library.hf_pool_drain(pool) == 0:
+    while library.native_pool_drain(pool) == 0:
         assert drawing.is_alive(), "it ended before it was seen"
     with pytest.raises(ReplicaError, match="under way"):
         sampler.close()

@@ -59,23 +59,23 @@ def test_the_same_for_long_and_with_too_many_threads(program, scenario, threads)
 def library(tmp_path_factory):
     path = compiled(tmp_path_factory.mktemp("library") / "pool.so", POOL, "-O2", "-fPIC", "-shared")
     library = ctypes.CDLL(str(path), use_errno=True)
-    library.hf_pool_create.restype = ctypes.c_void_p
-    library.hf_pool_create.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int)]
+    library.native_pool_create.restype = ctypes.c_void_p
+    library.native_pool_create.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int)]
     for name in ("destroy", "threads", "drain"):
-        getattr(library, f"hf_pool_{name}").argtypes = [ctypes.c_void_p]
+        getattr(library, f"native_pool_{name}").argtypes = [ctypes.c_void_p]
     return library
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_pool_is_made_and_destroyed(library, threads):
-    pool = library.hf_pool_create(threads, -1, None)
-    assert library.hf_pool_threads(pool) == threads
-    assert library.hf_pool_drain(pool) == 0
-    library.hf_pool_destroy(pool)
+    pool = library.native_pool_create(threads, -1, None)
+    assert library.native_pool_threads(pool) == threads
+    assert library.native_pool_drain(pool) == 0
+    library.native_pool_destroy(pool)
 
 
 @pytest.mark.parametrize(("threads", "cores"), [(0, None), (-1, None), (1025, None), (2, (0, -1)), (2, (0, 1024))])
 def test_a_pool_out_of_range_is_refused(library, threads, cores):
     ctypes.set_errno(0)
-    assert not library.hf_pool_create(threads, -1, (ctypes.c_int * len(cores))(*cores) if cores else None)
+    assert not library.native_pool_create(threads, -1, (ctypes.c_int * len(cores))(*cores) if cores else None)
     assert ctypes.get_errno() == errno.EINVAL

@@ -13,7 +13,7 @@ import torch
 from holdfast.worker.distributed.rendezvous import Rendezvous
 from holdfast.worker.distributed.tensor_parallel import DistributedGroup, SingleRank, pick_port
 from holdfast.worker.executors.cpu.library import runnable_classes
-from holdfast.worker.models import decoder_program as program
+from holdfast.worker.models import native_backend as program
 from holdfast.worker.models.proof import Proof
 from tests.worker.executors import models, rank_scenarios
 from tests.worker.executors.models import on_ranks

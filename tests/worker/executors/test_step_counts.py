@@ -25,7 +25,7 @@ GREEDY = DrawParams(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_
 
 @pytest.fixture(scope="module")
 def leader() -> LeaderRunner:
-    config = located(WorkerConfig(model=ModelConfig(executor="decoder"), cache=CacheConfig(num_blocks=128)))
+    config = located(WorkerConfig(model=ModelConfig(executor="native"), cache=CacheConfig(num_blocks=128)))
     group = SingleRank()
     return LeaderRunner(ModelRunner.load(config, group, device=torch.device("cpu")), group)
 

@@ -38,7 +38,7 @@ def layouts(tmp_path, monkeypatch) -> Path:
 
 
 def loaded(folder: Path, group: TensorParallelGroup | None = None, **settings: object) -> LoadedProgram:
-    model = {"model": str(folder), "dtype": "bfloat16", "max_model_len": 200, "executor": "decoder", **settings}
+    model = {"model": str(folder), "dtype": "bfloat16", "max_model_len": 200, "executor": "native", **settings}
     config = WorkerConfig(model=model)
     return load_program(config, folder, group or SingleRank(), CPU, lambda *_: None)
 
@@ -132,10 +132,10 @@ def test_a_layout_that_the_executor_does_not_compute_is_not_used(layouts, tmp_pa
     assert bits(loaded(folder)) == expected
 
 
-def test_a_model_whose_proof_fails_runs_on_the_skeleton_as_ever(layouts, tmp_path, monkeypatch):
+def test_a_model_whose_proof_fails_runs_on_the_hf_backend_as_ever(layouts, tmp_path, monkeypatch):
     """Its weights have been packed and given back by then."""
     folder = saved("llama", tmp_path)
-    expected = bits(loaded(folder, executor="skeleton"))
+    expected = bits(loaded(folder, executor="hf"))
     made = program.make_program
 
     def packed_in_vain(*args: object, **settings: object) -> str:
@@ -144,14 +144,14 @@ def test_a_model_whose_proof_fails_runs_on_the_skeleton_as_ever(layouts, tmp_pat
 
     monkeypatch.setattr(program, "make_program", packed_in_vain)
     found = loaded(folder, executor="auto")
-    assert found.program.numerics == "skeleton"
+    assert found.program.numerics == "hf"
     assert bits(found) == expected
     assert not list(layouts.iterdir())
 
 
 def test_what_hugging_face_must_run_keeps_no_layout(layouts, tmp_path):
     folder = saved("llama", tmp_path)
-    loaded(folder, executor="skeleton")
+    loaded(folder, executor="hf")
     loaded(folder, keep_layout=False)
     assert not layouts.exists()
 

@@ -14,7 +14,7 @@ from holdfast.worker.models.draft_model import _alone
 from holdfast.worker.models.kept_layout import ModelFacts
 from holdfast.worker.models.loading import load_model
 from holdfast.worker.models.memory import MemoryEstimator
-from holdfast.worker.models.rank_program import _check_skeleton_will_do
+from holdfast.worker.models.rank_program import _check_hf_backend_will_do
 from tests.parity.families import save_tiny_model
 
 FP8 = CacheConfig(kv_cache_dtype="fp8_e4m3")
@@ -28,8 +28,8 @@ def of_type(model_type):
     ("device", "executor", "hf_config", "reason"),
     [
         ("cpu", "auto", None, "the model runs on a CPU"),
-        ("auto", "skeleton", None, "model.executor = 'skeleton'"),
-        ("cuda", "auto", of_type("bloom"), "model type 'bloom' has no decoder program"),
+        ("auto", "hf", None, "model.executor = 'hf'"),
+        ("cuda", "auto", of_type("bloom"), "model type 'bloom' has no native backend"),
     ],
 )
 def test_where_nothing_reads_fp8_the_setting_is_named_and_what_to_do(device, executor, hf_config, reason):
@@ -54,11 +54,11 @@ def test_loading_refuses_before_it_looks_for_the_model():
         load_model(config, SingleRank(), torch.device("cpu"), lambda *progress: None)
 
 
-def test_a_model_whose_program_is_refused_does_not_fall_back_to_the_skeleton():
+def test_a_model_whose_program_is_refused_does_not_fall_back_to_the_hf_backend():
     facts = ModelFacts(model_type="llama", vocab_size=8, max_model_len=8, eos_token_ids=())
     with pytest.raises(ConfigurationError, match=r"^cache.kv_cache_dtype = 'fp8_e4m3': llama has .*: its heads"):
-        _check_skeleton_will_do(WorkerConfig(cache=FP8), facts, "its heads are too large")
-    _check_skeleton_will_do(WorkerConfig(), facts, "its heads are too large")
+        _check_hf_backend_will_do(WorkerConfig(cache=FP8), facts, "its heads are too large")
+    _check_hf_backend_will_do(WorkerConfig(), facts, "its heads are too large")
 
 
 def test_a_draft_model_keeps_the_cache_that_any_executor_has(tmp_path):

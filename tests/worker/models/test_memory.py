@@ -4,6 +4,7 @@ import torch
 from holdfast.worker.config import CacheConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.models.loading import _activation_bytes, full_step, load_model
 from holdfast.worker.models.memory import (
     CPU_CACHE_LIMIT,
@@ -17,7 +18,6 @@ from holdfast.worker.models.memory import (
 from holdfast.worker.models.model import build_rank_model
 from holdfast.worker.models.parallelize import Target, _Share
 from holdfast.worker.models.row_tiles import RowTiles
-from holdfast.worker.models.skeleton_program import SkeletonProgram
 from holdfast.worker.models.weights import load_checkpoint, read_config
 from holdfast.worker.scheduler.prompt_sharing import MAX_PROMPT_LOGPROBS
 from tests.fake_group import run_ranks
@@ -50,7 +50,7 @@ def test_estimates_are_what_loading_finds(family, size, folder_of, monkeypatch):
         return local
 
     monkeypatch.setattr(_Share, "_place", place)
-    executor = "skeleton" if executor_of(family, size) == "skeleton" else "auto"
+    executor = "hf" if executor_of(family, size) == "hf" else "auto"
     config = worker_config(folder_of(family), size, executor=executor)
     loaded = run_ranks(size, lambda group: load_model(config, group, CPU, lambda *progress: None))
     estimator = MemoryEstimator(config)
@@ -60,8 +60,8 @@ def test_estimates_are_what_loading_finds(family, size, folder_of, monkeypatch):
 
 def test_an_estimate_reads_no_weights(folder_of, tmp_path):
     (tmp_path / "config.json").write_text((folder_of("llama") / "config.json").read_text())
-    estimator = MemoryEstimator(worker_config(tmp_path, executor="skeleton"))
-    # 2 layers x 2 KV heads x (8 + 8) numbers of 4 bytes; a decoder program fills up heads to 32 and 16
+    estimator = MemoryEstimator(worker_config(tmp_path, executor="hf"))
+    # 2 layers x 2 KV heads x (8 + 8) numbers of 4 bytes; a native backend fills up heads to 32 and 16
     assert estimator.kv_bytes_per_token == 256
     assert MemoryEstimator(worker_config(tmp_path)).kv_bytes_per_token == 2 * 2 * (32 + 16) * 4
     parameters = load_checkpoint(folder_of("llama"), read_config(folder_of("llama"))).parameters()
@@ -70,7 +70,7 @@ def test_an_estimate_reads_no_weights(folder_of, tmp_path):
 
 
 def test_blocks_and_sequences_that_fit_are_counted_whole(folder_of):
-    estimator = MemoryEstimator(worker_config(folder_of("llama"), executor="skeleton"))
+    estimator = MemoryEstimator(worker_config(folder_of("llama"), executor="hf"))
     block_bytes = 256 * 4
     assert estimator.num_blocks(10 * block_bytes + 1) == 10
     assert estimator.num_sequences(10 * block_bytes, num_tokens=9) == 3
@@ -100,7 +100,7 @@ def test_a_cpus_cache_has_room_for_prefixes_of_earlier_sequences(folder_of, monk
 def test_a_cache_without_room_for_two_blocks_is_a_wrong_setting_on_every_rank(folder_of):
     def load(group):
         memory = 128 * 4 * (1 + group.rank)  # one block on the leader, two on the other
-        config = worker_config(folder_of("llama"), 2, executor="skeleton")
+        config = worker_config(folder_of("llama"), 2, executor="hf")
         config = config.model_copy(update={"cache": CacheConfig(block_size=4, kv_cache_memory=memory)})
         with pytest.raises(ConfigurationError, match="would have 1 blocks of 512 bytes, and needs 2"):
             load_model(config, group, CPU, lambda *progress: None)
@@ -131,7 +131,7 @@ def test_a_full_step_is_measured_on_a_cache_of_its_own(folder_of, monkeypatch):
     hf_config = read_config(folder_of("llama"))
     model = build_rank_model(config.model, folder_of("llama"), hf_config, target, lambda *progress: None)
     model.settle()
-    program = SkeletonProgram(model, target, max_positions=128)
+    program = HfBackend(model, target, max_positions=128)
     config = WorkerConfig(scheduler=SchedulerConfig(max_num_batched_tokens=300))
     assert _activation_bytes(config, program, target, 16, 128) == 250
     assert program.context is None

@@ -10,7 +10,7 @@ from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.models.model import register_attention, serving_dtype
 from holdfast.worker.models.weights import (
     DummyWeights,
-    build_skeleton,
+    build_hf_model,
     load_checkpoint,
     read_config,
     read_eos_token_ids,
@@ -86,11 +86,11 @@ def test_the_checkpoints_dtype_is_kept_unless_another_is_set(setting, expected, 
     assert 0 < largest_difference(rounded, logits_in_chunks(load(worker_config(llama)), PROMPTS, 4)) < 0.5
 
 
-def test_a_skeleton_has_no_weights_but_real_buffers(llama):
+def test_a_hf_backend_has_no_weights_but_real_buffers(llama):
     config = read_config(llama)
-    skeleton, loaded = build_skeleton(config), load_checkpoint(llama, config)
-    assert all(parameter.is_meta for parameter in skeleton.parameters())
-    assert torch.equal(skeleton.model.rotary_emb.inv_freq, loaded.model.rotary_emb.inv_freq)
+    hf_backend, loaded = build_hf_model(config), load_checkpoint(llama, config)
+    assert all(parameter.is_meta for parameter in hf_backend.parameters())
+    assert torch.equal(hf_backend.model.rotary_emb.inv_freq, loaded.model.rotary_emb.inv_freq)
     assert not nn.Linear(2, 2).weight.is_meta, "torch is left as it was"
 
 

@@ -65,7 +65,7 @@ class Asker(Listener):
 @pytest.fixture
 def pages(tmp_path) -> Iterator[tuple[Replica, Asker, torch.Tensor]]:
     """A replica, who asks it, and the first layer's pages as bits: [blocks, numbers]."""
-    config, group = config_of(save_tiny_model("llama", tmp_path), "decoder"), SingleRank()
+    config, group = config_of(save_tiny_model("llama", tmp_path), "native"), SingleRank()
     assert config.health == HealthConfig(self_check_every_s=3600)
     runner = ModelRunner.load(config, group, device=torch.device("cpu"))
     replica = Replica.around(config, runner, group)

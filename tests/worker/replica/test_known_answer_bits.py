@@ -27,8 +27,8 @@ from holdfast.worker.engine.model_runner import ModelRunner, follow
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu import executor as cpu_executor
 from holdfast.worker.executors.cpu.tile_memory import Arena
+from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.models.linear import Linear
-from holdfast.worker.models.skeleton_program import SkeletonProgram
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
@@ -40,7 +40,7 @@ from tests.worker.replica.test_known_answer_check import TIMEOUT_S, Listener
 SELDOM = HealthConfig(self_check_every_s=3600)
 """The test asks, and nobody else."""
 
-BLOCK_SIZES = {"decoder": 16, "skeleton": 4}
+BLOCK_SIZES = {"native": 16, "hf": 4}
 
 VARIANTS = {
     "strangers": {},
@@ -57,7 +57,7 @@ def folder(tmp_path_factory):
     return save_tiny_model("llama", tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(params=["decoder", "skeleton"])
+@pytest.fixture(params=["native", "hf"])
 def executor(request) -> str:
     return request.param
 
@@ -138,7 +138,7 @@ def flip_at(address: int, index: int, bit: int) -> None:
 
 def flip_a_norm(runner: ModelRunner) -> None:
     program = runner.program
-    if isinstance(program, SkeletonProgram):
+    if isinstance(program, HfBackend):
         flip(program.model.module.model.layers[1].input_layernorm.weight, 5, 12)
     else:
         flip_at(program.executor.packed.layers[1].attention_norm.weight, 5, 12)
@@ -146,7 +146,7 @@ def flip_a_norm(runner: ModelRunner) -> None:
 
 def flip_the_last_norm(runner: ModelRunner) -> None:
     program = runner.program
-    if isinstance(program, SkeletonProgram):
+    if isinstance(program, HfBackend):
         flip(program.model.module.model.norm.weight, 0, 20)
     else:
         flip_at(program.executor.packed.model.norm.weight, 0, 20)
@@ -187,11 +187,11 @@ def assert_found(replica: Replica, spoil: Callable[[], None]) -> None:
 @pytest.mark.parametrize(
     ("executor", "spoil"),
     [
-        ("decoder", flip_a_norm),
-        ("decoder", flip_the_last_norm),
-        ("decoder", flip_a_packed_weight),
-        ("skeleton", flip_a_norm),
-        ("skeleton", spoil_a_kernel),
+        ("native", flip_a_norm),
+        ("native", flip_the_last_norm),
+        ("native", flip_a_packed_weight),
+        ("hf", flip_a_norm),
+        ("hf", spoil_a_kernel),
     ],
 )
 def test_a_replica_whose_weights_or_kernels_go_wrong_is_lost_at_the_next_question(folder, executor, spoil, monkeypatch):
@@ -219,7 +219,7 @@ def test_a_flipped_bit_on_a_rank_that_is_not_the_leader_is_found_as_well(folder,
 def test_other_weights_have_another_digest(folder, tmp_path):
     digests = set()
     for path in (folder, save_tiny_model("llama", tmp_path, seed=1)):
-        replica = Replica.start(config_of(path, "decoder"))
+        replica = Replica.start(config_of(path, "native"))
         digests.add(replica.info.answers_digest)
         replica.stop()
     assert len(digests) == 2
@@ -228,7 +228,7 @@ def test_other_weights_have_another_digest(folder, tmp_path):
 @pytest.mark.parametrize("why", ["turned off", "rows are not invariant"])
 def test_where_there_is_nothing_to_compare_nothing_is_asked(folder, why):
     health = HealthConfig(self_check_every_s=0) if why == "turned off" else SELDOM
-    config, group = config_of(folder, "decoder", health=health), SingleRank()
+    config, group = config_of(folder, "native", health=health), SingleRank()
     runner = ModelRunner.load(config, group, device=torch.device("cpu"))
     if why != "turned off":
         runner.info = replace(runner.info, row_invariant=False)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.executors.cpu.packing import elements_per_token
-from holdfast.worker.executors.cpu.structures import HfLayer
+from holdfast.worker.executors.cpu.structures import NativeLayer
 from holdfast.worker.executors.cpu.tile_memory import address_of, mapped_memory
 
 LARGE_PAGE: Final = 2 << 20
@@ -56,7 +56,7 @@ def populate(pages: Pages, begin: int, end: int) -> bool:
     return True
 
 
-class MemoryAhead:
+class KvPrefault:
     """A thread for the pages of all layers. Small caches have none."""
 
     def __init__(
@@ -148,7 +148,7 @@ class TiledCache:
     """All layers' pages. They hold zeros until written; a block's memory is finite numbers at any time."""
 
     def __init__(
-        self, layers: "list[HfLayer]", num_blocks: int, block_size: int, dtype: torch.dtype, places: Tensor
+        self, layers: "list[NativeLayer]", num_blocks: int, block_size: int, dtype: torch.dtype, places: Tensor
     ) -> None:
         """`places` [32 inputs, 16 outputs]: where each number lies in a tile (`tile_places`).
 
@@ -159,7 +159,7 @@ class TiledCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._layers = [_LayerPages(layer, num_blocks, block_size, dtype, places) for layer in layers]
-        self.ahead = MemoryAhead([layer.memory for layer in self._layers])
+        self.ahead = KvPrefault([layer.memory for layer in self._layers])
         """Is told of each step."""
 
     @property
@@ -192,7 +192,9 @@ class TiledCache:
 class _LayerPages:
     """[num_blocks, num_kv_heads, page]."""
 
-    def __init__(self, layer: HfLayer, num_blocks: int, block_size: int, dtype: torch.dtype, places: Tensor) -> None:
+    def __init__(
+        self, layer: NativeLayer, num_blocks: int, block_size: int, dtype: torch.dtype, places: Tensor
+    ) -> None:
         elements = elements_per_token(layer) // layer.num_kv_heads * block_size
         shape = (num_blocks, layer.num_kv_heads, elements)
         block_bytes = layer.num_kv_heads * elements * dtype.itemsize

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
-from holdfast.worker.executors.cpu.structures import HfExchange
+from holdfast.worker.executors.cpu.structures import NativeExchange
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Exchange:
         self._memory = memory
         self._processes = (ctypes.c_int * len(processes))(*processes)
         self._start: ctypes.c_char | None = ctypes.c_char.from_buffer(memory)
-        self.native = HfExchange(
+        self.native = NativeExchange(
             memory=ctypes.addressof(self._start),
             processes=self._processes,
             timeout_s=group.data_timeout_s,

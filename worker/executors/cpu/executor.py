@@ -19,7 +19,7 @@ from holdfast.worker.executors.cpu.library import class_of, load_library
 from holdfast.worker.executors.cpu.packing import PackedModel, elements_per_token, tile_places
 from holdfast.worker.executors.cpu.sampler import OUT_OF_MEMORY, NativeSampler
 from holdfast.worker.executors.cpu.shared_weights import arena_for
-from holdfast.worker.executors.cpu.structures import HfStep
+from holdfast.worker.executors.cpu.structures import NativeStep
 from holdfast.worker.executors.cpu.tile_memory import COMPACT_CLASSES, Arena
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.step_sampler import HeadOutput
@@ -58,7 +58,7 @@ class CpuExecutor:
         self._dtype = layout.dtype
         self._vocab_size = layout.vocab_size
         self._hidden = layout.hidden_size
-        self._pool = self._library.hf_pool_create(num_threads, -1, None)
+        self._pool = self._library.native_pool_create(num_threads, -1, None)
         if not self._pool:
             raise ReplicaError(f"{num_threads} threads could not be started")
         if compacts is None:
@@ -94,12 +94,12 @@ class CpuExecutor:
         """Raises `ReplicaError` while a step runs, on another thread: what it uses stays as it is."""
         self.drop_cache()
         if self._pool:
-            self._library.hf_pool_destroy(self._pool)
+            self._library.native_pool_destroy(self._pool)
             self._pool = None
 
     def _drop_decoder(self) -> None:
         if self._decoder:
-            if self._library.hf_decoder_destroy(self._decoder):
+            if self._library.native_decoder_destroy(self._decoder):
                 raise ReplicaError("a step runs: its memory cannot be freed")
             self._decoder = None
         if self._exchange is not None:
@@ -165,15 +165,15 @@ class CpuExecutor:
         model.first_vocab_row = self._group.rank * self._rows
         model.vocab_size = self._vocab_size
         self._meet_ranks()
-        self._decoder = self._library.hf_decoder_create(byref(model), self.packed.dtype, self._pool)
+        self._decoder = self._library.native_decoder_create(byref(model), self.packed.dtype, self._pool)
         if not self._decoder:
             raise ReplicaError(f"there is no memory for a step of {num_rows} tokens")
-        self._stride = self._library.hf_decoder_stride(self._decoder)
+        self._stride = self._library.native_decoder_stride(self._decoder)
 
     def _meet_ranks(self) -> None:
         """Shares memory with the other ranks where that can be had."""
         model = self.packed.model
-        num_bytes = self._library.hf_exchange_bytes(self._group.size, model.max_rows, model.hidden)
+        num_bytes = self._library.native_exchange_bytes(self._group.size, model.max_rows, model.hidden)
         if self._group.size > 1 and num_bytes > 0:
             self._exchange = attach(self._group, num_bytes)
             self._in_one_call = self._group.size == 1 or self._exchange is not None
@@ -246,7 +246,7 @@ class CpuExecutor:
         return step
 
     def _prepare(self, step: "_Step") -> None:
-        if self._library.hf_decoder_begin(self._decoder, byref(step.native)):
+        if self._library.native_decoder_begin(self._decoder, byref(step.native)):
             raise ReplicaError(NO_MEMORY)
 
     def _output(self, step: "_Step") -> HeadOutput:
@@ -257,7 +257,7 @@ class CpuExecutor:
         return HeadOutput(self._group.all_gather(step.logits)[:, : self._vocab_size], None)
 
     def _go(self, first: int, end: int, finished_layer: int = -1) -> None:
-        outcome = self._library.hf_decoder_run(self._decoder, first, end, finished_layer)
+        outcome = self._library.native_decoder_run(self._decoder, first, end, finished_layer)
         kind, rank = divmod(-outcome, 100)
         if kind in _LOSSES:
             raise ReplicaError(f"a rank of the replica was lost: rank {rank} {_LOSSES[kind]}")
@@ -272,7 +272,7 @@ class CpuExecutor:
         for segment in range(first, end):
             self._go(segment, segment + 1)
             if segment < self._num_segments - 1:
-                partial = self._view(self._library.hf_decoder_partial(self._decoder), num_rows)
+                partial = self._view(self._library.native_decoder_partial(self._decoder), num_rows)
                 partial.copy_(tree_sum(self._group, partial))
 
     def _view(self, address: int, num_rows: int) -> Tensor:
@@ -287,7 +287,7 @@ class CpuExecutor:
     def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:
         """The residual stream [T, hidden] after one layer, of the step's tokens. Overwrites their pages."""
         step = self._begin(batch, False, first_layer=index)
-        residual = self._view(self._library.hf_decoder_residual(self._decoder), len(x))
+        residual = self._view(self._library.native_decoder_residual(self._decoder), len(x))
         residual.copy_(x)
         if self._in_one_call:
             self._go(2 * index + 1, 2 * index + 3, index)
@@ -308,7 +308,7 @@ class _Step:
         self.block_mass: Tensor | None = None
         self.best = np.empty(num_wanted, dtype=np.int32)
         self._batch = batch
-        self.native = HfStep(
+        self.native = NativeStep(
             _address(batch.token_ids),
             _address(batch.first_positions),
             _address(batch.num_tokens),

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.worker.executors.cpu.build import CLASSES, NoCompilerError, compile_libraries, digest, is_current
-from holdfast.worker.executors.cpu.structures import SIZES, HfDrawn, HfEdits, HfLinear, HfModel, HfStep
+from holdfast.worker.executors.cpu.structures import (
+    SIZES,
+    NativeDrawn,
+    NativeEdits,
+    NativeLinear,
+    NativeModel,
+    NativeStep,
+)
 from holdfast.worker.user_folder import user_folder
 
 logger = logging.getLogger(__name__)
@@ -69,9 +76,9 @@ def load_library(name: str | None = None) -> CDLL:
 
 def _reason_against(name: str, library: CDLL) -> str | None:
     """Why a class that this machine should run is not used; None: it is."""
-    if name == "amx" and library.hf_allow_tiles():
+    if name == "amx" and library.native_allow_tiles():
         return "the system does not let this process use AMX's tiles"
-    if not library.hf_pairs_agree():
+    if not library.native_pairs_agree():
         return "this CPU's VDPBF16PS rounds in another way than two fused multiply-adds"
     return None
 
@@ -112,34 +119,34 @@ def cache_folder() -> Path:
 def _declared(library: CDLL) -> CDLL:
     """Checks that structures are as long here as there, and says what functions take and return."""
     sizes = (c_int * len(SIZES))()
-    library.hf_sizes(sizes)
+    library.native_sizes(sizes)
     assert list(sizes) == [ctypes.sizeof(kind) for kind in SIZES.values()], "structures.py differs from decoder.h"
-    library.hf_digest.restype = c_char_p
-    _declare(library, "hf_pool_create", c_void_p, c_int, c_int, c_void_p)
-    _declare(library, "hf_pool_destroy", None, c_void_p)
-    _declare(library, "hf_pack", c_int, c_void_p, c_void_p, c_long, c_int, c_int, c_int, c_int, c_void_p)
-    _declare(library, "hf_compact_bytes", c_long, c_int)
-    _declare(library, "hf_compact", c_int, c_void_p, c_void_p, c_long, c_int, c_void_p)
-    _declare(library, "hf_expand", c_int, c_void_p, c_void_p, c_long, c_int, c_void_p)
-    _declare(library, "hf_places", None, c_int, c_void_p)
-    _declare(library, "hf_decoder_create", c_void_p, POINTER(HfModel), c_int, c_void_p)
-    _declare(library, "hf_decoder_destroy", c_int, c_void_p)
-    _declare(library, "hf_decoder_begin", c_int, c_void_p, POINTER(HfStep))
-    _declare(library, "hf_decoder_run", c_int, c_void_p, c_int, c_int, c_int)
-    _declare(library, "hf_decoder_partial", c_void_p, c_void_p)
-    _declare(library, "hf_decoder_residual", c_void_p, c_void_p)
-    _declare(library, "hf_decoder_stride", c_long, c_void_p)
-    _declare(library, "hf_exchange_bytes", c_long, c_int, c_long, c_int)
-    _declare(library, "hf_sampler_create", c_void_p, c_void_p)
-    _declare(library, "hf_sampler_destroy", c_int, c_void_p)
+    library.native_digest.restype = c_char_p
+    _declare(library, "native_pool_create", c_void_p, c_int, c_int, c_void_p)
+    _declare(library, "native_pool_destroy", None, c_void_p)
+    _declare(library, "native_pack", c_int, c_void_p, c_void_p, c_long, c_int, c_int, c_int, c_int, c_void_p)
+    _declare(library, "native_compact_bytes", c_long, c_int)
+    _declare(library, "native_compact", c_int, c_void_p, c_void_p, c_long, c_int, c_void_p)
+    _declare(library, "native_expand", c_int, c_void_p, c_void_p, c_long, c_int, c_void_p)
+    _declare(library, "native_places", None, c_int, c_void_p)
+    _declare(library, "native_decoder_create", c_void_p, POINTER(NativeModel), c_int, c_void_p)
+    _declare(library, "native_decoder_destroy", c_int, c_void_p)
+    _declare(library, "native_decoder_begin", c_int, c_void_p, POINTER(NativeStep))
+    _declare(library, "native_decoder_run", c_int, c_void_p, c_int, c_int, c_int)
+    _declare(library, "native_decoder_partial", c_void_p, c_void_p)
+    _declare(library, "native_decoder_residual", c_void_p, c_void_p)
+    _declare(library, "native_decoder_stride", c_long, c_void_p)
+    _declare(library, "native_exchange_bytes", c_long, c_int, c_long, c_int)
+    _declare(library, "native_sampler_create", c_void_p, c_void_p)
+    _declare(library, "native_sampler_destroy", c_int, c_void_p)
     _declare(
         library,
-        "hf_sample",
+        "native_sample",
         *(c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int),
-        *(POINTER(HfEdits), POINTER(HfDrawn), c_void_p, c_void_p, c_int),
+        *(POINTER(NativeEdits), POINTER(NativeDrawn), c_void_p, c_void_p, c_int),
     )
-    _declare(library, "hf_product", None, POINTER(HfLinear), c_int, c_void_p, c_long, c_int, c_void_p)
-    _declare(library, "hf_function", None, c_int, c_void_p, c_void_p, c_long)
+    _declare(library, "native_product", None, POINTER(NativeLinear), c_int, c_void_p, c_long, c_int, c_void_p)
+    _declare(library, "native_function", None, c_int, c_void_p, c_void_p, c_long)
     return library
 
 

@@ -14,20 +14,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.worker.executors.cpu.structures import (
-    HfExperts,
-    HfLayer,
-    HfLinear,
-    HfMlp,
-    HfModel,
-    HfNorm,
-    HfRotary,
+    NativeExperts,
+    NativeLayer,
+    NativeLinear,
+    NativeMlp,
+    NativeModel,
+    NativeNorm,
+    NativeRotary,
 )
 from holdfast.worker.executors.cpu.tile_memory import (
     Arena,
     Compactor,
     CompactTiles,
+    FreedWeights,
     PlainTiles,
-    SpentWeights,
     TileMemory,
     TileShape,
     address_of,
@@ -63,7 +63,7 @@ IntArray = NDArray[np.int64]
 class PackedModel:
     """One rank's share of a model in the native executor's form. `model` and what it points to live as long as this."""
 
-    _spent: SpentWeights | None = None
+    _spent: FreedWeights | None = None
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class PackedModel:
         With `uses_up`, the memory of the layout's linears is given back: only what lies in a file can be read again.
         With `compacts`, weights of bfloat16 are kept in 12 bits each (`tile_memory.py`).
         """
-        self._spent = SpentWeights(layout) if uses_up else None
+        self._spent = FreedWeights(layout) if uses_up else None
         self.dtype = DTYPES[layout.dtype]
         self._library = library
         self._pool = pool
@@ -90,11 +90,11 @@ class PackedModel:
         self._itemsize = layout.dtype.itemsize
         is_compact = compacts and layout.dtype == torch.bfloat16
         self._compactor = Compactor(library, pool, _room_bytes(layout)) if is_compact else None
-        self._rotaries = (HfRotary * max(1, len(layout.rotaries)))(
+        self._rotaries = (NativeRotary * max(1, len(layout.rotaries)))(
             *(self._rotary(rotary, max_positions) for rotary in layout.rotaries)
         )
-        self.layers = (HfLayer * len(layout.layers))(*(self._layer(layer) for layer in layout.layers))
-        self.model = HfModel(
+        self.layers = (NativeLayer * len(layout.layers))(*(self._layer(layer) for layer in layout.layers))
+        self.model = NativeModel(
             layers=self.layers,
             rotaries=self._rotaries,
             embedding=None if is_tied(layout) else self._address(layout.embedding.contiguous()),
@@ -111,9 +111,9 @@ class PackedModel:
         self._arena.finish()
         self._spent = self._compactor = None
 
-    def _layer(self, layer: Layer) -> HfLayer:
+    def _layer(self, layer: Layer) -> NativeLayer:
         attention, mlp = layer.attention, layer.mlp
-        return HfLayer(
+        return NativeLayer(
             attention_norm=self._norm(layer.attention_norm),
             attention_out_norm=self._norm(layer.attention_out_norm),
             mlp_norm=self._norm(layer.mlp_norm),
@@ -122,7 +122,7 @@ class PackedModel:
             key_norm=self._norm(attention.key_norm),
             qkv=self._linear(attention.qkv),
             output=self._linear(attention.output, slices=attention.num_slices),
-            mlp=HfMlp() if isinstance(mlp, Experts) else self._mlp(mlp),
+            mlp=NativeMlp() if isinstance(mlp, Experts) else self._mlp(mlp),
             experts=self._experts(mlp) if isinstance(mlp, Experts) else None,
             sinks=None if attention.sinks is None else self._floats(attention.sinks),
             scaling=attention.scaling,
@@ -138,11 +138,11 @@ class PackedModel:
             parallel=int(layer.parallel),
         )
 
-    def _mlp(self, mlp: Mlp) -> HfMlp:
+    def _mlp(self, mlp: Mlp) -> NativeMlp:
         inner = mlp.down.in_features
         places = _padded_places(inner, mlp.num_slices)
         rows = _gate_and_up(places, inner) if mlp.has_gate else places
-        return HfMlp(
+        return NativeMlp(
             up=self._linear(mlp.up, rows=rows),
             down=self._linear(mlp.down, slices=mlp.num_slices),
             activation=_ACTIVATIONS.index(mlp.activation),
@@ -150,10 +150,10 @@ class PackedModel:
         )
 
     def _experts(self, experts: Experts) -> Any:
-        packed = (HfMlp * len(experts.experts))(*map(self._mlp, experts.experts))
+        packed = (NativeMlp * len(experts.experts))(*map(self._mlp, experts.experts))
         shared = None if experts.shared is None else self._mlp(experts.shared)
         gate = None if experts.shared_gate is None else self._linear(Linear(weights=(experts.shared_gate,)))
-        described = HfExperts(
+        described = NativeExperts(
             router=self._linear(experts.router),
             experts=packed,
             shared=None if shared is None else ctypes.pointer(shared),
@@ -166,11 +166,11 @@ class PackedModel:
         self._kept += [packed, shared, gate, described]
         return ctypes.pointer(described)
 
-    def _rotary(self, rotary: Rotary, max_positions: int) -> HfRotary:
+    def _rotary(self, rotary: Rotary, max_positions: int) -> NativeRotary:
         pairs = len(rotary.inverse_frequencies)
         table = mapped_memory(max_positions * 2 * pairs * 4)
         self._kept.append(table)
-        return HfRotary(
+        return NativeRotary(
             inverse_frequencies=self._floats(rotary.inverse_frequencies),
             table=address_of(table),
             scaling=rotary.scaling,
@@ -178,17 +178,17 @@ class PackedModel:
             interleaved=int(rotary.interleaved),
         )
 
-    def _norm(self, norm: Norm | None) -> HfNorm:
+    def _norm(self, norm: Norm | None) -> NativeNorm:
         if norm is None:
-            return HfNorm()
-        return HfNorm(
+            return NativeNorm()
+        return NativeNorm(
             weight=self._floats(norm.weight),
             bias=None if norm.bias is None else self._floats(norm.bias),
             eps=norm.eps,
             is_layer_norm=int(norm.kind == "layer"),
         )
 
-    def _linear(self, linear: Linear, *, slices: int = 1, rows: IntArray | None = None) -> HfLinear:
+    def _linear(self, linear: Linear, *, slices: int = 1, rows: IntArray | None = None) -> NativeLinear:
         """Packs a linear. `rows` says which output of the linear each packed one is; -1: zeros."""
         in_order = rows is None and len(linear.weights) == 1
         rows = np.arange(linear.out_features) if rows is None else rows
@@ -202,7 +202,7 @@ class PackedModel:
                 self._spent.read(linear.weights, slice(None))
         else:
             self._pack(linear, rows, memory, slices=slices, in_order=in_order)
-        return HfLinear(
+        return NativeLinear(
             tiles=memory.address,
             bias=None if linear.bias is None else self._floats(_placed(linear.bias, rows)),
             slices=slices,
@@ -229,7 +229,7 @@ class PackedModel:
         step = _rows_of_piece(slices * slice_tiles * TILE * self._itemsize)
         for first in range(0, len(rows), step):
             piece = pointers[first : first + step]
-            self._library.hf_pack(
+            self._library.native_pack(
                 self._pool,
                 piece.ctypes.data,
                 len(piece),
@@ -260,7 +260,7 @@ class PackedModel:
 def tile_places(library: CDLL, dtype: torch.dtype) -> Tensor:
     """[32 inputs, 16 outputs]: where each number lies in a tile of packed weights, keys or values."""
     places = torch.empty(32, 16, dtype=torch.int16)
-    library.hf_places(DTYPES[dtype], places.data_ptr())
+    library.native_places(DTYPES[dtype], places.data_ptr())
     return places.long()
 
 
@@ -315,7 +315,7 @@ def _placed(bias: Tensor, rows: IntArray) -> Tensor:
     return bias.detach().float()[index].masked_fill(torch.from_numpy(rows == _NO_ROW), 0.0)
 
 
-def elements_per_token(layer: HfLayer) -> int:
+def elements_per_token(layer: NativeLayer) -> int:
     """Numbers that the cache keeps of one token in one layer."""
     return int(layer.num_kv_heads * elements_per_head(layer.head_dim))
 

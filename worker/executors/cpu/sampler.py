@@ -14,7 +14,7 @@ import numpy as np
 from holdfast.worker.draws import banned_token_ids
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.library import load_library
-from holdfast.worker.executors.cpu.structures import HfDraw, HfDrawn, HfEdits
+from holdfast.worker.executors.cpu.structures import NativeDraw, NativeDrawn, NativeEdits
 from holdfast.worker.executors.draw_records import (
     NONE,
     NUMERICS,
@@ -31,7 +31,7 @@ from holdfast.worker.step_plan import DrawParams, PromptLogprobParams
 OUT_OF_MEMORY: Final = -4
 """`kNoMemory` of the library (`native/pool.h`)."""
 
-_NO_EDITS: Final = (HfEdits * 0)()
+_NO_EDITS: Final = (NativeEdits * 0)()
 
 
 class NativeSampler:
@@ -41,10 +41,10 @@ class NativeSampler:
 
     def __init__(self, library: CDLL, pool: int) -> None:
         """`pool` outlives this."""
-        assert RECORD.size == ctypes.sizeof(HfDraw), "a draw is packed as the library reads it"
+        assert RECORD.size == ctypes.sizeof(NativeDraw), "a draw is packed as the library reads it"
         self._library = library
         self._own_pool: int | None = None
-        self._sampler = library.hf_sampler_create(pool)
+        self._sampler = library.native_sampler_create(pool)
         if not self._sampler:
             raise ReplicaError("there is no memory for a sampler")
 
@@ -52,7 +52,7 @@ class NativeSampler:
     def with_threads(cls, num_threads: int, instruction_class: str | None = None) -> "NativeSampler":
         """A sampler with a pool of its own. Raises `Unavailable` where this machine cannot run it."""
         library = load_library(instruction_class)
-        pool = library.hf_pool_create(num_threads, -1, None)
+        pool = library.native_pool_create(num_threads, -1, None)
         if not pool:
             raise ReplicaError(f"{num_threads} threads could not be started")
         sampler = cls(library, pool)
@@ -61,11 +61,11 @@ class NativeSampler:
 
     def close(self) -> None:
         """Raises `ReplicaError` while it draws, on another thread: what that uses stays as it is."""
-        if self._library.hf_sampler_destroy(self._sampler):
+        if self._library.native_sampler_destroy(self._sampler):
             raise ReplicaError("a draw is under way: its memory cannot be freed")
         self._sampler = None
         if self._own_pool is not None:
-            self._library.hf_pool_destroy(self._own_pool)
+            self._library.native_pool_destroy(self._own_pool)
             self._own_pool = None
 
     def __del__(self) -> None:
@@ -86,13 +86,13 @@ class NativeSampler:
         logits = logits.contiguous()  # those of a split vocabulary may be cut out of a padded one
         rows = _Rows(draws, masks or {}, prompts)
         most = max(0, most_logprobs(draws, prompts))
-        told = np.empty((rows.count, ctypes.sizeof(HfDrawn) // 4), dtype=np.int32)
+        told = np.empty((rows.count, ctypes.sizeof(NativeDrawn) // 4), dtype=np.int32)
         top_ids = np.empty((rows.count, most), dtype=np.int32)
         top_logprobs = np.empty((rows.count, most), dtype=np.float32)
-        outcome = self._library.hf_sample(
+        outcome = self._library.native_sample(
             *(self._sampler, logits.data_ptr(), logits.shape[1]),
             *(None if known is None else known.data_ptr() for known in (best, mass)),
-            *(rows.packed, rows.count, rows.edits, told.ctypes.data_as(POINTER(HfDrawn))),
+            *(rows.packed, rows.count, rows.edits, told.ctypes.data_as(POINTER(NativeDrawn))),
             *(top_ids.ctypes.data, top_logprobs.ctypes.data, most),
         )
         if outcome:
@@ -108,7 +108,7 @@ class _Rows:
         self, draws: Sequence[DrawParams], masks: Mapping[int, bytes], prompts: Sequence[PromptLogprobParams]
     ) -> None:
         self._kept: list[object] = []
-        edits: list[HfEdits] = []
+        edits: list[NativeEdits] = []
         parts: list[bytes] = []
         for row, params in enumerate(draws):
             number = NONE
@@ -119,11 +119,11 @@ class _Rows:
         parts += given_records(prompts)
         self.count = len(parts)
         self.packed = b"".join(parts)
-        self.edits = (HfEdits * len(edits))(*edits) if edits else _NO_EDITS
+        self.edits = (NativeEdits * len(edits))(*edits) if edits else _NO_EDITS
 
-    def _edits(self, params: DrawParams, settings: LogitsSettings, mask: bytes | None) -> HfEdits:
+    def _edits(self, params: DrawParams, settings: LogitsSettings, mask: bytes | None) -> NativeEdits:
         banned = banned_token_ids(params)
-        edits = HfEdits(
+        edits = NativeEdits(
             repetition=settings.repetition_penalty,
             frequency=settings.frequency_penalty,
             presence=settings.presence_penalty,

@@ -3,7 +3,7 @@
 from ctypes import POINTER, Structure, c_double, c_float, c_int, c_long, c_void_p
 
 
-class HfLinear(Structure):
+class NativeLinear(Structure):
     _fields_ = (
         ("tiles", c_void_p),
         ("bias", c_void_p),
@@ -15,20 +15,20 @@ class HfLinear(Structure):
     )
 
 
-class HfNorm(Structure):
+class NativeNorm(Structure):
     _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("is_layer_norm", c_int))
 
 
-class HfMlp(Structure):
-    _fields_ = (("up", HfLinear), ("down", HfLinear), ("activation", c_int), ("has_gate", c_int))
+class NativeMlp(Structure):
+    _fields_ = (("up", NativeLinear), ("down", NativeLinear), ("activation", c_int), ("has_gate", c_int))
 
 
-class HfExperts(Structure):
+class NativeExperts(Structure):
     _fields_ = (
-        ("router", HfLinear),
-        ("experts", POINTER(HfMlp)),
-        ("shared", POINTER(HfMlp)),
-        ("shared_gate", POINTER(HfLinear)),
+        ("router", NativeLinear),
+        ("experts", POINTER(NativeMlp)),
+        ("shared", POINTER(NativeMlp)),
+        ("shared_gate", POINTER(NativeLinear)),
         ("num_experts", c_int),
         ("top_k", c_int),
         ("scoring", c_int),
@@ -36,7 +36,7 @@ class HfExperts(Structure):
     )
 
 
-class HfRotary(Structure):
+class NativeRotary(Structure):
     _fields_ = (
         ("inverse_frequencies", c_void_p),
         ("table", c_void_p),
@@ -47,18 +47,18 @@ class HfRotary(Structure):
     )
 
 
-class HfLayer(Structure):
+class NativeLayer(Structure):
     _fields_ = (
-        ("attention_norm", HfNorm),
-        ("attention_out_norm", HfNorm),
-        ("mlp_norm", HfNorm),
-        ("mlp_out_norm", HfNorm),
-        ("query_norm", HfNorm),
-        ("key_norm", HfNorm),
-        ("qkv", HfLinear),
-        ("output", HfLinear),
-        ("mlp", HfMlp),
-        ("experts", POINTER(HfExperts)),
+        ("attention_norm", NativeNorm),
+        ("attention_out_norm", NativeNorm),
+        ("mlp_norm", NativeNorm),
+        ("mlp_out_norm", NativeNorm),
+        ("query_norm", NativeNorm),
+        ("key_norm", NativeNorm),
+        ("qkv", NativeLinear),
+        ("output", NativeLinear),
+        ("mlp", NativeMlp),
+        ("experts", POINTER(NativeExperts)),
         ("sinks", c_void_p),
         ("pages", c_void_p),
         ("scaling", c_float),
@@ -75,7 +75,7 @@ class HfLayer(Structure):
     )
 
 
-class HfExchange(Structure):
+class NativeExchange(Structure):
     _fields_ = (
         ("memory", c_void_p),
         ("processes", POINTER(c_int)),
@@ -85,14 +85,14 @@ class HfExchange(Structure):
     )
 
 
-class HfModel(Structure):
+class NativeModel(Structure):
     _fields_ = (
-        ("layers", POINTER(HfLayer)),
-        ("rotaries", POINTER(HfRotary)),
+        ("layers", POINTER(NativeLayer)),
+        ("rotaries", POINTER(NativeRotary)),
         ("embedding", c_void_p),
-        ("norm", HfNorm),
-        ("head", HfLinear),
-        ("exchange", POINTER(HfExchange)),
+        ("norm", NativeNorm),
+        ("head", NativeLinear),
+        ("exchange", POINTER(NativeExchange)),
         ("embedding_scale", c_float),
         ("logit_scale", c_float),
         ("logit_softcap", c_float),
@@ -108,7 +108,7 @@ class HfModel(Structure):
     )
 
 
-class HfStep(Structure):
+class NativeStep(Structure):
     _fields_ = (
         ("token_ids", c_void_p),
         ("first_positions", c_void_p),
@@ -129,7 +129,7 @@ class HfStep(Structure):
     )
 
 
-class HfEdits(Structure):
+class NativeEdits(Structure):
     _fields_ = (
         ("mask", c_void_p),
         ("allowed", c_void_p),
@@ -151,7 +151,7 @@ class HfEdits(Structure):
     )
 
 
-class HfDraw(Structure):
+class NativeDraw(Structure):
     _fields_ = (
         ("seed", c_long),
         ("min_p", c_double),
@@ -165,15 +165,25 @@ class HfDraw(Structure):
     )
 
 
-class HfDrawn(Structure):
+class NativeDrawn(Structure):
     _fields_ = (("token", c_int), ("rank", c_int), ("logprob", c_float), ("num_top", c_int))
 
 
 SIZES = {
     kind.__name__: kind
     for kind in (
-        *(HfLinear, HfNorm, HfMlp, HfExperts, HfRotary, HfLayer, HfExchange, HfModel, HfStep),
-        *(HfEdits, HfDraw, HfDrawn),
+        *(
+            NativeLinear,
+            NativeNorm,
+            NativeMlp,
+            NativeExperts,
+            NativeRotary,
+            NativeLayer,
+            NativeExchange,
+            NativeModel,
+            NativeStep,
+        ),
+        *(NativeEdits, NativeDraw, NativeDrawn),
     )
 }
 """What the library says of its own structures must be equal: a field that is missing here would shift all others."""

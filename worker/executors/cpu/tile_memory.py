@@ -130,17 +130,19 @@ class Compactor:
         return address_of(self._room)
 
     def panel_bytes(self, k_tiles: int) -> int:
-        return int(self._library.hf_compact_bytes(k_tiles * PANEL // _TILE_OUTPUTS))
+        return int(self._library.native_compact_bytes(k_tiles * PANEL // _TILE_OUTPUTS))
 
     def compact(self, tiles: int, rows: int, k_tiles: int, out: int) -> bool:
         """Writes compact panels to `out`. False: they do not fit, and what was written is of no use."""
         return not self._outcome(
-            self._library.hf_compact(self._pool, tiles, rows // PANEL, k_tiles * PANEL // _TILE_OUTPUTS, out)
+            self._library.native_compact(self._pool, tiles, rows // PANEL, k_tiles * PANEL // _TILE_OUTPUTS, out)
         )
 
     def expand(self, panels: int, rows: int, k_tiles: int, out: int) -> None:
         """Writes the tiles of compact panels to `out`, as they were."""
-        self._outcome(self._library.hf_expand(self._pool, panels, rows // PANEL, k_tiles * PANEL // _TILE_OUTPUTS, out))
+        self._outcome(
+            self._library.native_expand(self._pool, panels, rows // PANEL, k_tiles * PANEL // _TILE_OUTPUTS, out)
+        )
 
     def _outcome(self, outcome: int) -> int:
         if outcome < 0:
@@ -191,7 +193,7 @@ class CompactTiles:
         return ctypes.c_uint16.from_address(self.address + _PLACE_OF_MARK)
 
 
-class SpentWeights:
+class FreedWeights:
     """The weights of a layout, each of which is read once."""
 
     def __init__(self, layout: DecoderLayout) -> None:

@@ -1,4 +1,4 @@
-"""GPU executor of the decoder program: one rank's share of a model, as Triton kernels over buffers that stay."""
+"""GPU executor of the native backend: one rank's share of a model, as Triton kernels over buffers that stay."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

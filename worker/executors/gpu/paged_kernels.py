@@ -1,4 +1,4 @@
-"""Attention of models without a decoder program on a GPU: the executor's paged kernels behind an `AttentionBackend`.
+"""Attention of models without a native backend on a GPU: the executor's paged kernels behind an `AttentionBackend`.
 
 Keys and values are read where they lie. All memory that a step uses is made before the first one and never moves, so a
 CUDA graph may hold a step.

@@ -17,12 +17,12 @@ schema = {
     "type": "object",
     "properties": {
         "brand": {"type": "string", "maxLength": 8},
-        "doors": {"type": "integer", "minimum": 2, "maximum": 5},
+        "apis": {"type": "integer", "minimum": 2, "maximum": 5},
     },
-    "required": ["brand", "doors"],
+    "required": ["brand", "apis"],
     "additionalProperties": False,
 }
 car = json.loads(ask("A car in JSON:", StructuredOutputsParams(json=schema), max_tokens=80))
-assert set(car) == {"brand", "doors"}
+assert set(car) == {"brand", "apis"}
 grammar = 'start: "SELECT " ("one" | "two") " FROM table"'
 assert ask("SQL:", StructuredOutputsParams(grammar=grammar), max_tokens=40).startswith("SELECT ")

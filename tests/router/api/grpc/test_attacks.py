@@ -17,7 +17,7 @@ from holdfast.router.security.connection_budgets import ENDING_STREAMS
 from holdfast.v1 import inference_pb2, inference_pb2_grpc
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop
-from tests.router.api.test_keys_by_door import locked
+from tests.router.api.test_keys_by_api import locked
 from tests.router.security.test_gate import key_of, secret_of
 from tests.router.site import Site, eventually, request, site, with_key
 

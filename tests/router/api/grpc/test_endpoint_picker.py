@@ -14,7 +14,7 @@ from holdfast.router.config import RouterConfig
 from holdfast.router.links.replica_directory import RouterEndpoint
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop
-from tests.router.api.test_keys_by_door import locked
+from tests.router.api.test_keys_by_api import locked
 from tests.router.site import eventually, refusal, site
 
 PICKS = RouterConfig(endpoint_picker=True, max_reconnect_s=0.1)

@@ -154,7 +154,7 @@ async def another_router(replica: FakeReplica) -> AsyncIterator[Router]:
 
 
 def num_completions(router: Router) -> int:
-    return sum(count for (path, _), count in router._http_door._responses.items() if path == "/v1/completions")
+    return sum(count for (path, _), count in router._http_api._responses.items() if path == "/v1/completions")
 
 
 @on_a_loop

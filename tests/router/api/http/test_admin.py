@@ -11,7 +11,7 @@ from holdfast.router.config import RouterConfig
 from holdfast.worker.log_level import PACKAGE
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop
-from tests.router.api.test_keys_by_door import OPERATOR, locked
+from tests.router.api.test_keys_by_api import OPERATOR, locked
 from tests.router.security.test_gate import key_of, secret_of
 from tests.router.site import eventually, refusal, request, site
 
@@ -168,6 +168,6 @@ async def test_the_page_itself_gives_orders():
 @on_a_loop
 async def test_without_keys_callers_of_this_machine_alone_are_heard(address, may):
     async with site(await FakeReplica.start(), http=True) as place:
-        transport = httpx.ASGITransport(place.router._http_door.app(), client=(address, 5))
+        transport = httpx.ASGITransport(place.router._http_api.app(), client=(address, 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as c:
             assert (await c.get("/admin/state")).status_code == (200 if may else 403)

@@ -94,7 +94,7 @@ def fuzz(num_requests: int) -> Counter[int]:
             seen[answer.status_code] += 1
             assert answer.status_code in (200, 400, 404, 415, 504), (path, body, headers, answer.text)
             if answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream"):
-                assert "fault of ours" not in answer.text, (path, body, headers, answer.text)
+                assert "fault of Holdfast's" not in answer.text, (path, body, headers, answer.text)
 
         answered()
     return seen

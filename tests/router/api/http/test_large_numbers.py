@@ -10,7 +10,7 @@ from holdfast.router.api.http.messages_body import MessagesBody
 from holdfast.router.api.http.responses_body import ResponsesBody
 from holdfast.worker.sampling_params import PARAMETERS
 from tests.loops import on_a_loop
-from tests.router.api.http.test_wishes import BY_PATH, door
+from tests.router.api.http.test_wishes import BY_PATH, api
 
 BODIES: dict[str, type[Reads]] = {
     "/v1/chat/completions": ChatBody,
@@ -39,7 +39,7 @@ def is_numeric(kind: Any) -> bool:
 @on_a_loop
 async def test_every_numeric_field_refuses_by_name_what_is_too_large(path: str):
     tried = 0
-    async with door() as (client, _):
+    async with api() as (client, _):
         for name in numeric_fields(path):
             for value in VALUES:
                 if name in ENDLESS and float(value) > 1:

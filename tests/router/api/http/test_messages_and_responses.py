@@ -79,13 +79,13 @@ async def test_a_response_of_what_is_not_kept_is_refused():
             await client.responses.create(model="fake", input="hello", previous_response_id="resp_1")
 
 
-@pytest.mark.parametrize("door", ["messages", "responses"])
+@pytest.mark.parametrize("api", ["messages", "responses"])
 @on_a_loop
-async def test_a_stream_goes_on_when_its_replica_dies(door):
+async def test_a_stream_goes_on_when_its_replica_dies(api):
     replicas = [await FakeReplica.start("one"), await FakeReplica.start("two")]
     async with openai_site(*replicas) as (place, client), claude(place) as other:
         await place.until_up(2)
-        if door == "messages":
+        if api == "messages":
             stream = await other.messages.create(model="fake", max_tokens=60, messages=HELLO, stream=True, **SEED)
         else:
             stream = await client.responses.create(model="fake", input=HELLO, max_output_tokens=60, stream=True, **SEED)

@@ -24,7 +24,7 @@ async def scraped(place) -> dict[tuple, float]:
 
 
 @on_a_loop
-async def test_requests_are_counted_by_their_ends_and_tokens_through_all_doors():
+async def test_requests_are_counted_by_their_ends_and_tokens_through_all_apis():
     replicas = [await FakeReplica.start("one"), await FakeReplica.start("two")]
     async with openai_site(*replicas) as (place, client):
         await place.until_up(2)

@@ -71,9 +71,9 @@ async def test_a_chat_is_streamed_with_one_role_one_finish_reason_and_a_usage_at
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-@pytest.mark.parametrize("door", ["chat", "text"])
+@pytest.mark.parametrize("api", ["chat", "text"])
 @on_a_loop
-async def test_every_chunk_has_the_usage_so_far_where_that_is_asked_for(door):
+async def test_every_chunk_has_the_usage_so_far_where_that_is_asked_for(api):
     asked = {
         "model": "fake",
         "max_tokens": 6,
@@ -81,7 +81,7 @@ async def test_every_chunk_has_the_usage_so_far_where_that_is_asked_for(door):
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
     async with openai_site(await FakeReplica.start()) as (_, client):
-        if door == "chat":
+        if api == "chat":
             stream = await client.chat.completions.create(messages=HELLO, **asked)
         else:
             stream = await client.completions.create(prompt="hello", **asked)

@@ -11,7 +11,7 @@ from holdfast.worker.errors import PermissionDeniedError
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop
 from tests.router.api.http.test_admin import client_of
-from tests.router.api.test_keys_by_door import locked
+from tests.router.api.test_keys_by_api import locked
 from tests.router.security.test_gate import key_of, secret_of
 from tests.router.site import site
 
@@ -81,7 +81,7 @@ def routes_of(place) -> list[tuple[str, str]]:
     """Method and path of everything that is served, but what is open to everyone."""
     routes = [
         (method, route.path.replace("{model:path}", "fake").replace("{replica_id}", "x"))
-        for route in place.router._http_door.app().routes
+        for route in place.router._http_api.app().routes
         for method in route.methods - {"HEAD"}
     ]
     assert len(routes) > 25

@@ -1,4 +1,4 @@
-"""Requests of one session reach one replica, by whichever field and door the session is said."""
+"""Requests of one session reach one replica, by whichever field and API the session is said."""
 
 import httpx2
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fakes import fake_tokens
 from tests.loops import on_a_loop
-from tests.router.api.http.test_wishes import door, posted
+from tests.router.api.http.test_wishes import api, posted
 
 SAID = bytes(fake_tokens(b"hello", 3, 12)).decode()
 FIELDS = ("tokens", "text_offset", "token_logprobs", "top_logprobs")
@@ -55,7 +55,7 @@ def joined(events: list[tuple[str, dict[str, Any] | None]], index: int) -> dict[
 @pytest.mark.parametrize("fields", CASES, ids=str)
 @on_a_loop
 async def test_a_stream_tells_what_a_whole_answer_tells(fields: dict[str, Any]):
-    async with door() as (client, _):
+    async with api() as (client, _):
         whole = (await posted(client, "/v1/completions", **asked(fields))).json()
         streamed = events_of((await posted(client, "/v1/completions", stream=True, **asked(fields))).text)
         for choice in whole["choices"]:
@@ -70,7 +70,7 @@ async def test_a_stream_tells_what_a_whole_answer_tells(fields: dict[str, Any]):
 async def test_a_client_that_goes_on_after_any_event_has_every_log_probability_once():
     stop = SAID[8:12]
     fields = asked({"stop": [SAID[2:7] + "?", stop]})
-    async with door() as (client, _):
+    async with api() as (client, _):
         body, path = {"model": "fake", "prompt": "hello", **fields, "stream": True}, "/v1/completions"
         first = events_of((await client.post(path, json=body, headers={"x-holdfast-event-ids": "1"})).text)
         wanted = joined(first, 0)

@@ -26,7 +26,7 @@ BY_PATH = {
 
 
 @asynccontextmanager
-async def door():
+async def api():
     replica = await FakeReplica.start(step_s=0.0)
     calm = OverloadConfig(max_loop_delay_s=1000.0)  # other work on the machine is no load of this router
     load = lambda path: byte_tokenizer(path, TEMPLATE)  # noqa: E731
@@ -94,7 +94,7 @@ REFUSED = [
 @pytest.mark.parametrize(("path", "fields", "named", "limit"), REFUSED, ids=lambda value: str(value)[:40])
 @on_a_loop
 async def test_a_refusal_names_what_was_written(path: str, fields: dict[str, Any], named: str, limit: str):
-    async with door() as (client, _):
+    async with api() as (client, _):
         answer = await client.post(path, json={"model": "fake", **BY_PATH.get(path, {}), **fields})
         assert answer.status_code == 400, answer.text
         error = answer.json()["error"]
@@ -116,7 +116,7 @@ IDS = {
 async def test_a_request_has_the_id_that_its_body_says(path: str):
     """Whole, streamed, and streamed to a front, which comes back by the id if the router is lost."""
     own, of_stream = IDS[path]
-    async with door() as (client, replica):
+    async with api() as (client, replica):
         whole = (await posted(client, path, request_id="mine 1")).json()
         assert whole["id"] == own
         body = {"model": "fake", **BY_PATH[path], "request_id": "mine 1", "stream": True}
@@ -132,7 +132,7 @@ async def test_a_request_has_the_id_that_its_body_says(path: str):
 
 @on_a_loop
 async def test_prompts_under_one_id_are_its_parts():
-    async with door() as (client, replica):
+    async with api() as (client, replica):
         answer = (await posted(client, "/v1/completions", prompt=["a", "b"], request_id="mine")).json()
         assert (answer["id"], len(answer["choices"])) == ("cmpl-mine", 2)
         first, second = replica.submits[-2:]
@@ -142,7 +142,7 @@ async def test_prompts_under_one_id_are_its_parts():
 
 @on_a_loop
 async def test_a_prompt_is_cut_on_either_side():
-    async with door() as (client, replica):
+    async with api() as (client, replica):
         for side, kept in (("left", "llo"), ("right", "hel"), (None, "llo")):
             fields = {} if side is None else {"truncation_side": side}
             await posted(client, "/v1/completions", truncate_prompt_tokens=3, **fields)
@@ -153,7 +153,7 @@ async def test_a_prompt_is_cut_on_either_side():
 @on_a_loop
 async def test_a_response_tells_log_probabilities_whole_and_streamed(num_top: int):
     asked = {"include": ["message.output_text.logprobs"], "top_logprobs": num_top}
-    async with door() as (client, _):
+    async with api() as (client, _):
         whole = (await posted(client, "/v1/responses", **asked)).json()
         (part,) = whole["output"][0]["content"]
         assert "".join(item["token"] for item in part["logprobs"]) == part["text"]
@@ -170,7 +170,7 @@ async def test_a_response_tells_log_probabilities_whole_and_streamed(num_top: in
 
 @on_a_loop
 async def test_the_load_is_told_to_those_who_ask_for_it():
-    async with door() as (client, _):
+    async with api() as (client, _):
         for stream in (False, True):
             for asked, begin in (("TEXT", "TEXT "), ("json", "JSON {")):
                 answer = await client.post(
@@ -190,7 +190,7 @@ async def test_the_load_is_told_to_those_who_ask_for_it():
 
 @on_a_loop
 async def test_what_there_is_nothing_of_is_null_and_usage_comes_when_asked_for():
-    async with door() as (client, _):
+    async with api() as (client, _):
         chat = (await posted(client, "/v1/chat/completions")).json()
         assert chat["prompt_logprobs"] is None
         assert chat["choices"][0]["message"]["reasoning"] is None
@@ -204,7 +204,7 @@ async def test_what_there_is_nothing_of_is_null_and_usage_comes_when_asked_for()
 
 @on_a_loop
 async def test_a_streamed_message_has_the_usage_of_a_whole_one():
-    async with door() as (client, _):
+    async with api() as (client, _):
         whole = (await posted(client, "/v1/messages")).json()["usage"]
         told = events((await posted(client, "/v1/messages", stream=True)).text)
         (begun,) = [event for event in told if event["type"] == "message_start"]
@@ -215,7 +215,7 @@ async def test_a_streamed_message_has_the_usage_of_a_whole_one():
 
 @on_a_loop
 async def test_tokens_are_written_as_their_ids_where_asked():
-    async with door() as (client, _):
+    async with api() as (client, _):
         fields = {"logprobs": 2, "return_tokens_as_token_ids": True}
         answer = (await posted(client, "/v1/completions", **fields)).json()
         assert all(token.startswith("token_id:") for token in answer["choices"][0]["logprobs"]["tokens"])

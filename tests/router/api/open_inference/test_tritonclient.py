@@ -56,7 +56,7 @@ async def test_tritonclient_is_served_as_by_triton():
 
 @on_a_loop
 async def test_the_program_of_the_documentation_prints_what_is_streamed():
-    page = SCRIPT.parents[4].joinpath("docs/doors.md").read_text()
+    page = SCRIPT.parents[4].joinpath("docs/apis.md").read_text()
     (program,) = [text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "tritonclient" in text]
     async with site(await FakeReplica.start()) as place:
         output = await printed_by(sys.executable, "-c", program.replace("localhost:50051", place.router.address))

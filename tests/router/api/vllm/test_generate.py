@@ -34,7 +34,7 @@ class IdleEngine:
 
 
 @asynccontextmanager
-async def door(
+async def api(
     *replicas: FakeReplica, engine: object = None
 ) -> AsyncIterator[tuple[Site, vllm_engine_pb2_grpc.VllmEngineStub]]:
     async with site(*replicas) as place:
@@ -77,7 +77,7 @@ def test_every_field_and_method_that_is_ours_is_numbered_as_in_the_stock_protoco
 
 @on_each_loop
 async def test_a_stream_has_the_new_tokens_of_each_step_and_then_an_end():
-    async with door(await FakeReplica.start()) as (_, stub):
+    async with api(await FakeReplica.start()) as (_, stub):
         chunks, (end,) = await told(stub.Generate(ask()))
     tokens = fake_tokens(HELLO, 1, 8)
     assert [token for chunk in chunks for token in chunk.token_ids] == tokens
@@ -90,7 +90,7 @@ async def test_a_stream_has_the_new_tokens_of_each_step_and_then_an_end():
 @on_each_loop
 async def test_without_a_stream_there_is_one_answer_for_each_completion():
     params = pb.SamplingParams(max_tokens=5, seed=1, n=3, temperature=0.5)
-    async with door(await FakeReplica.start()) as (_, stub):
+    async with api(await FakeReplica.start()) as (_, stub):
         chunks, ends = await told(stub.Generate(ask(stream=False, sampling_params=params)))
     assert chunks == []
     assert {end.index: list(end.output_ids) for end in ends} == {
@@ -101,7 +101,7 @@ async def test_without_a_stream_there_is_one_answer_for_each_completion():
 
 @on_each_loop
 async def test_text_is_tokenized_and_a_stop_string_ends_the_output_and_is_named():
-    async with door(await FakeReplica.start()) as (_, stub):
+    async with api(await FakeReplica.start()) as (_, stub):
         _, (whole,) = await told(stub.Generate(ask(stream=False, text="hi")))
         text = bytes(whole.output_ids).decode()
         params = pb.SamplingParams(max_tokens=8, seed=1, stop=["zzz", text[3:5]])
@@ -117,7 +117,7 @@ async def test_text_is_tokenized_and_a_stop_string_ends_the_output_and_is_named(
 @on_each_loop
 async def test_an_abort_ends_a_request_after_what_it_has_and_unknown_ids_are_passed_over():
     replica = await FakeReplica.start()
-    async with door(replica) as (place, stub):
+    async with api(replica) as (place, stub):
         call = stub.Generate(ask(max_tokens=50_000))
         await anext(aiter(call))
         await stub.Abort(pb.AbortRequest(request_ids=["nobody", "r1", ""]))
@@ -129,7 +129,7 @@ async def test_an_abort_ends_a_request_after_what_it_has_and_unknown_ids_are_pas
 @on_each_loop
 async def test_a_cancelled_call_leaves_the_replica():
     replica = await FakeReplica.start()
-    async with door(replica) as (place, stub):
+    async with api(replica) as (place, stub):
         call = stub.Generate(ask(max_tokens=50_000))
         await anext(aiter(call))
         call.cancel()
@@ -139,7 +139,7 @@ async def test_a_cancelled_call_leaves_the_replica():
 @on_each_loop
 async def test_a_stream_outlives_the_replica_it_runs_on():
     one, other = await FakeReplica.start("one"), await FakeReplica.start("other")
-    async with door(one, other) as (place, stub):
+    async with api(one, other) as (place, stub):
         call = stub.Generate(ask(max_tokens=400))
         first = (await anext(aiter(call))).chunk
         runs = one if one.running else other
@@ -167,14 +167,14 @@ async def test_a_stream_outlives_the_replica_it_runs_on():
 )
 @on_each_loop
 async def test_what_cannot_be_done_is_refused_by_name(fields, field):
-    async with door(await FakeReplica.start()) as (_, stub):
+    async with api(await FakeReplica.start()) as (_, stub):
         answer = await refusal(told(stub.Generate(ask(**fields))))
         assert (answer.code, answer.field) == ("INVALID_ARGUMENT", field)
 
 
 @on_each_loop
 async def test_a_request_without_a_prompt_is_refused():
-    async with door(await FakeReplica.start()) as (_, stub):
+    async with api(await FakeReplica.start()) as (_, stub):
         answer = await refusal(told(stub.Generate(pb.GenerateRequest(request_id="x"))))
         assert (answer.code, answer.field) == ("INVALID_ARGUMENT", "input")
 
@@ -182,7 +182,7 @@ async def test_a_request_without_a_prompt_is_refused():
 @on_each_loop
 async def test_health_is_that_of_the_engine():
     engine = IdleEngine()
-    async with door(await FakeReplica.start(), engine=engine) as (_, stub):
+    async with api(await FakeReplica.start(), engine=engine) as (_, stub):
         assert (await stub.HealthCheck(pb.HealthCheckRequest())).healthy
         engine.failure = ReplicaError("a rank died")
         sick = await stub.HealthCheck(pb.HealthCheckRequest())
@@ -191,7 +191,7 @@ async def test_health_is_that_of_the_engine():
 
 @on_each_loop
 async def test_the_engine_tells_of_itself():
-    async with door(await FakeReplica.start()) as (_, stub):
+    async with api(await FakeReplica.start()) as (_, stub):
         info = await stub.GetServerInfo(pb.GetServerInfoRequest())
     assert (info.server_type, info.active_requests, info.block_size, info.max_num_seqs) == ("vllm-grpc", 4, 16, 4)
     assert info.data_parallel_size == 1

@@ -37,7 +37,7 @@ def function(library: CDLL, name: str, x: Tensor) -> Tensor:
     padded = torch.zeros(-(-len(x) // 16) * 16)
     padded[: len(x)] = x
     out = torch.empty_like(padded)
-    library.hf_function(FUNCTIONS.index(name), padded.data_ptr(), out.data_ptr(), len(padded))
+    library.native_function(FUNCTIONS.index(name), padded.data_ptr(), out.data_ptr(), len(padded))
     return out[: len(x)]
 
 
@@ -55,17 +55,17 @@ class Product(PackedModel):
         self._dtype = weight.dtype
         self._slice = weight.shape[1] // slices
         self._slices = slices
-        self._pool = library.hf_pool_create(1, -1, None)
+        self._pool = library.native_pool_create(1, -1, None)
         self._compactor = Compactor(library, self._pool, PIECE_BYTES) if compacts else None
         self._outputs = len(weight) if rows is None else len(rows)
         self.native = self._linear(Linear(weights=(weight,)), slices=slices, rows=rows)
-        library.hf_pool_destroy(self._pool)
+        library.native_pool_destroy(self._pool)
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Inputs [rows, in] -> [rows, out], float32."""
         rows = self._padded(inputs)
         out = torch.full((len(rows) + 1, self.native.groups * GROUP), torch.nan)
-        self._library.hf_product(
+        self._library.native_product(
             byref(self.native), self.dtype, rows.data_ptr(), rows.stride(0), len(rows), out.data_ptr()
         )
         assert out[-1].isnan().all(), "something was written beyond the rows"

@@ -1,4 +1,4 @@
-"""Libraries are compiled once and not used when they are stale; without a compiler the skeleton serves."""
+"""Libraries are compiled once and not used when they are stale; without a compiler the HF backend serves."""
 
 import logging
 import os
@@ -87,8 +87,8 @@ class FakeLibrary:
     """A loaded library of a class, and what this machine and system say of its instructions."""
 
     def __init__(self, tiles_are_allowed: bool, pairs_agree: bool) -> None:
-        self.hf_allow_tiles = lambda: 0 if tiles_are_allowed else -1
-        self.hf_pairs_agree = lambda: int(pairs_agree)
+        self.native_allow_tiles = lambda: 0 if tiles_are_allowed else -1
+        self.native_pairs_agree = lambda: int(pairs_agree)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_class_whose_instructions_cannot_be_used_gives_way(tiles_are_allowed, 
 @pytest.mark.parametrize("name", build.CLASSES)
 def test_this_machine_rounds_pairs_as_two_multiply_adds(name):
     """Also where an instruction does it: a CPU that differs is served by another class, and this test says so."""
-    assert library_or_skip(name).hf_pairs_agree() == 1
+    assert library_or_skip(name).native_pairs_agree() == 1
 
 
 def test_an_installed_library_is_used_if_it_is_not_stale(compiler):
@@ -208,7 +208,7 @@ def test_a_machine_without_the_instructions_is_told_so(monkeypatch):
         library.load_library.__wrapped__()
 
 
-def test_without_a_compiler_the_skeleton_answers_and_a_line_each_says_why(monkeypatch, tmp_path, caplog):
+def test_without_a_compiler_the_hf_backend_answers_and_a_line_each_says_why(monkeypatch, tmp_path, caplog):
     def none():
         raise build.NoCompilerError("no C++ compiler was found")
 
@@ -220,5 +220,5 @@ def test_without_a_compiler_the_skeleton_answers_and_a_line_each_says_why(monkey
         (output,) = llm.generate(["The capital of France is"], SamplingParams(max_tokens=4, temperature=0.0))
     assert "Paris" in output.outputs[0].text
     said = [record.getMessage() for record in caplog.records if "compiler" in record.getMessage()]
-    (of_layers,) = [message for message in said if "runs on the skeleton: no C++ compiler was found" in message]
+    (of_layers,) = [message for message in said if "runs on the HF backend: no C++ compiler was found" in message]
     assert [message for message in said if message != of_layers] == ["draws run on PyTorch: no C++ compiler was found"]

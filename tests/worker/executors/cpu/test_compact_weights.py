@@ -21,9 +21,9 @@ PANEL_WORDS = K_TILES * 2 * TILE_WORDS
 @pytest.fixture(scope="module")
 def compactor():
     library = library_or_skip("avx2")
-    pool = library.hf_pool_create(2, -1, None)
+    pool = library.native_pool_create(2, -1, None)
     yield Compactor(library, pool, 1 << 20)
-    library.hf_pool_destroy(pool)
+    library.native_pool_destroy(pool)
 
 
 def words_of(exponents: np.ndarray, seed: int) -> np.ndarray:

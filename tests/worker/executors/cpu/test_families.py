@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.executors.layout import DecoderLayout
-from holdfast.worker.models.decoder_program import _unfit
+from holdfast.worker.models.native_backend import _unfit
 from holdfast.worker.models.reference import Reference
 from tests.worker.executors.cpu.native import BF16, F16, F32
 from tests.worker.executors.cpu.runs import Runner, layout_of, tokens

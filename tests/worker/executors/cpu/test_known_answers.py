@@ -1,6 +1,6 @@
 """Logits that are stored in the repository, by their digests: every class on every machine must reproduce them.
 
-A change that changes them changes completions: it takes the next `NUMERICS` (`worker/models/decoder_program.py`). Then
+A change that changes them changes completions: it takes the next `NUMERICS` (`worker/models/native_backend.py`). Then
 write them anew: python -m tests.worker.executors.cpu.test_known_answers
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.executors.layout import DecoderLayout
-from holdfast.worker.models.decoder_program import NUMERICS
+from holdfast.worker.models.native_backend import NUMERICS
 from tests.worker.executors.cpu.native import ALL, BF16, F16, F32, other_classes
 from tests.worker.executors.cpu.runs import Runner, layout_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.worker.executors.cpu.cache import AHEAD_BYTES, LARGE_PAGE, MemoryAhead, Pages, populate
+from holdfast.worker.executors.cpu.cache import AHEAD_BYTES, LARGE_PAGE, KvPrefault, Pages, populate
 from holdfast.worker.executors.cpu.tile_memory import address_of, mapped_memory
 
 BLOCK_BYTES = LARGE_PAGE // 4
@@ -48,14 +48,14 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def ahead(kernel: Kernel, clock: Clock) -> Iterator[MemoryAhead]:
+def ahead(kernel: Kernel, clock: Clock) -> Iterator[KvPrefault]:
     layers = [Pages(mapped_memory(0), 64, BLOCK_BYTES) for _ in range(2)]
-    ahead = MemoryAhead(layers, populate=kernel.populate, clock=clock)
+    ahead = KvPrefault(layers, populate=kernel.populate, clock=clock)
     yield ahead
     ahead.close()
 
 
-def test_layers_take_turns_until_enough_blocks_are_ready(kernel: Kernel, ahead: MemoryAhead, clock: Clock) -> None:
+def test_layers_take_turns_until_enough_blocks_are_ready(kernel: Kernel, ahead: KvPrefault, clock: Clock) -> None:
     clock.now += 1
     runs = AHEAD_BYTES // LARGE_PAGE
     expected = [(4 * run, 4 * run + 4) for run in range(runs) for _ in range(2)]
@@ -68,7 +68,7 @@ def test_layers_take_turns_until_enough_blocks_are_ready(kernel: Kernel, ahead: 
     assert kernel.asked.empty()
 
 
-def test_while_steps_run_only_the_next_page_is_asked_for(kernel: Kernel, ahead: MemoryAhead, clock: Clock) -> None:
+def test_while_steps_run_only_the_next_page_is_asked_for(kernel: Kernel, ahead: KvPrefault, clock: Clock) -> None:
     ahead.begin_step()
     clock.now += 1
     assert [kernel.next() for _ in range(2)] == [(0, 4)] * 2
@@ -82,14 +82,14 @@ def test_while_steps_run_only_the_next_page_is_asked_for(kernel: Kernel, ahead: 
     assert kernel.next() == (8, 12)
 
 
-def test_the_last_blocks_are_the_end(kernel: Kernel, ahead: MemoryAhead, clock: Clock) -> None:
+def test_the_last_blocks_are_the_end(kernel: Kernel, ahead: KvPrefault, clock: Clock) -> None:
     ahead.end_step(last_block=63)
     clock.now += 1
     asked = [kernel.next() for _ in range(2 * 64 // 4)]
     assert asked[-1] == (60, 64)
 
 
-def test_all_that_is_wanted_comes_while_no_step_runs(kernel: Kernel, ahead: MemoryAhead, clock: Clock) -> None:
+def test_all_that_is_wanted_comes_while_no_step_runs(kernel: Kernel, ahead: KvPrefault, clock: Clock) -> None:
     ahead.begin_step()
     ahead.want_all()
     clock.now += 1
@@ -104,7 +104,7 @@ def test_all_that_is_wanted_comes_while_no_step_runs(kernel: Kernel, ahead: Memo
 
 def test_a_system_that_cannot_is_asked_once(clock: Clock) -> None:
     kernel = Kernel(answer=False)
-    ahead = MemoryAhead([Pages(mapped_memory(0), 64, BLOCK_BYTES)], populate=kernel.populate, clock=clock)
+    ahead = KvPrefault([Pages(mapped_memory(0), 64, BLOCK_BYTES)], populate=kernel.populate, clock=clock)
     clock.now += 1
     kernel.next()
     ahead.end_step(last_block=40)

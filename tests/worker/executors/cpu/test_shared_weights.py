@@ -41,11 +41,11 @@ def layout(monkeypatch) -> DecoderLayout:
 
 def packed(layout: DecoderLayout, arena: Arena) -> PackedModel:
     library = library_or_skip()
-    pool = library.hf_pool_create(1, -1, None)
+    pool = library.native_pool_create(1, -1, None)
     try:
         return PackedModel(layout, library, pool, max_positions=64, arena=arena)
     finally:
-        library.hf_pool_destroy(pool)
+        library.native_pool_destroy(pool)
 
 
 def shared(layout: DecoderLayout) -> PackedModel:

@@ -9,11 +9,11 @@ import torch
 
 from holdfast.worker.config import ModelConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank
-from holdfast.worker.executors.cpu.tile_memory import SpentWeights, is_tied, linears, mapped_memory
+from holdfast.worker.executors.cpu.tile_memory import FreedWeights, is_tied, linears, mapped_memory
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.mapped_files import MappedFiles, discard, span
-from holdfast.worker.models.decoder_program import make_program, read_program
 from holdfast.worker.models.model import build_rank_model
+from holdfast.worker.models.native_backend import make_program, read_program
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.recognize import recognize
 from holdfast.worker.models.row_tiles import RowTiles
@@ -98,7 +98,7 @@ def test_memory_that_two_parts_share_is_not_given_back():
     layout = replace(layout, layers=(layout.layers[0], layout.layers[0]))
     weight = layout.layers[0].mlp.down.weights[0]
     before = weight.clone()
-    SpentWeights(layout).read((weight,), slice(None))
+    FreedWeights(layout).read((weight,), slice(None))
     assert torch.equal(weight, before)
 
 

@@ -14,7 +14,7 @@ from holdfast.worker.executors.gpu.graphs import bucket_of
 from holdfast.worker.executors.gpu.weights import unfit
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.step_sampler import HeadOutput
-from holdfast.worker.models import decoder_program as program
+from holdfast.worker.models import native_backend as program
 from holdfast.worker.models.proof import Recognized
 from holdfast.worker.models.recognize import recognize
 from holdfast.worker.models.reference import Reference
@@ -205,11 +205,11 @@ def test_a_model_is_read_on_the_cpu_and_proved_on_its_device(monkeypatch):
     recognized = program.read_program(parallelized(config_of("gemma2"), dtype=BF16), group, **sizes)
     assert isinstance(recognized, Recognized), recognized
     made = program.make_program(recognized, group, **sizes)
-    assert isinstance(made, program.DecoderProgram), made
+    assert isinstance(made, program.NativeBackend), made
     assert made.numerics == "gpu-decoder-1"
     assert made.kv_bytes_per_token > 0
     mixture = program.read_program(parallelized(config_of("mixtral"), dtype=BF16), group, **sizes)
-    assert isinstance(program.make_program(mixture, group, **sizes), program.DecoderProgram)
+    assert isinstance(program.make_program(mixture, group, **sizes), program.NativeBackend)
 
 
 def test_what_does_not_fit_is_refused():

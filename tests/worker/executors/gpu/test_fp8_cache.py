@@ -15,10 +15,10 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.executors.gpu.executor import NUMERICS, GpuExecutor
-from holdfast.worker.models import decoder_program as program
-from holdfast.worker.models.decoder_program import DecoderProgram
+from holdfast.worker.models import native_backend as program
 from holdfast.worker.models.loading import LoadedModel
 from holdfast.worker.models.model import register_attention
+from holdfast.worker.models.native_backend import NativeBackend
 from holdfast.worker.models.proof import Recognized
 from holdfast.worker.models.recognize import recognize
 from holdfast.worker.models.reference import Reference
@@ -134,7 +134,7 @@ class Engines:
         """The tokens that a new replica gives these requests, which come at once."""
         runner = Runner(self._layout, num_blocks=self._num_blocks, block_size=16, in_fp8=True)
         info = replace(INFO, block_size=16, num_blocks=self._num_blocks)
-        loaded = LoadedModel(program=DecoderProgram(runner.executor), cache=runner.cache, info=info, draft=None)
+        loaded = LoadedModel(program=NativeBackend(runner.executor), cache=runner.cache, info=info, draft=None)
         model = ModelRunner(loaded, WorkerConfig(), SingleRank(), torch.device("cpu"))
         config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=12)
         sizes = {"num_blocks": self._num_blocks, "block_size": 16, "max_model_len": 100}
@@ -264,7 +264,7 @@ def test_a_model_is_loaded_with_its_cache_in_fp8_and_has_numerics_of_its_own(mon
     recognized = program.read_program(parallelized(config_of("llama"), dtype=BF16), group, **sizes)
     assert isinstance(recognized, Recognized), recognized
     made = program.make_program(recognized, group, **sizes, kv_cache_dtype="fp8_e4m3")
-    assert isinstance(made, DecoderProgram), made
+    assert isinstance(made, NativeBackend), made
     assert made.numerics == "gpu-decoder-1+kv-e4m3-1"
     assert made.allocate_cache(2, 16).layers[0].keys.dtype == torch.uint8
     refused = program.make_program(recognized, group, **sizes, kv_cache_dtype="fp8_e4m3")

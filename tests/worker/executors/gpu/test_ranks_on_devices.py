@@ -13,7 +13,7 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import follow
 from holdfast.worker.executors.gpu.executor import NUMERICS, GpuExecutor
 from holdfast.worker.executors.layout import DecoderLayout
-from holdfast.worker.models import decoder_program as program
+from holdfast.worker.models import native_backend as program
 from holdfast.worker.models.proof import Recognized
 from holdfast.worker.models.recognize import recognize
 from tests.worker.executors.cpu.runs import tokens
@@ -102,7 +102,7 @@ def test_a_model_of_two_ranks_is_proved_by_the_leaders_logits(monkeypatch):
         made = program.make_program(recognized, group, **sizes)
         return made if isinstance(made, str) else type(made).__name__
 
-    assert fork_ranks(2, partial(work, breaks=False), share_words=SHARE_WORDS) == ["DecoderProgram"] * 2
+    assert fork_ranks(2, partial(work, breaks=False), share_words=SHARE_WORDS) == ["NativeBackend"] * 2
     for reason in fork_ranks(2, partial(work, breaks=True), share_words=SHARE_WORDS):
         assert "its logits are wrong" in reason
 

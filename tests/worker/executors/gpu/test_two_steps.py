@@ -13,8 +13,8 @@ from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.engine.overlapping import DeviceRunner
 from holdfast.worker.executors.gpu.draw_launches import DrawnTokens
-from holdfast.worker.models.decoder_program import DecoderProgram
 from holdfast.worker.models.loading import LoadedModel
+from holdfast.worker.models.native_backend import NativeBackend
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.step_plan import NO_TOKEN, StepPlan
 from tests.worker.engine.turns import INFO
@@ -103,7 +103,7 @@ class CountedRunner(DeviceRunner):
 def model_of(runner: runs.Runner) -> ModelRunner:
     """A rank's model, loaded."""
     info = replace(INFO, block_size=16, num_blocks=32)
-    loaded = LoadedModel(program=DecoderProgram(runner.executor), cache=runner.cache, info=info, draft=None)
+    loaded = LoadedModel(program=NativeBackend(runner.executor), cache=runner.cache, info=info, draft=None)
     return ModelRunner(loaded, WorkerConfig(), runner.group, torch.device("cpu"))
 
 

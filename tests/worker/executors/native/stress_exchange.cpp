@@ -53,7 +53,7 @@ struct Shared {
     CHECK(memory != MAP_FAILED);
     pids = (std::atomic<int>*)(memory + bytes - 4096);
   }
-  HfExchange of(int rank, const int* processes, float timeout_s) const { return {memory, processes, timeout_s, rank, ranks}; }
+  NativeExchange of(int rank, const int* processes, float timeout_s) const { return {memory, processes, timeout_s, rank, ranks}; }
 };
 
 typedef std::function<void(Exchange&, int rank)> Life;
@@ -157,7 +157,7 @@ void threads_as_ranks() {
 void with_pools() {
   in_processes(kPatient, [](Exchange& exchange, int rank) {
     struct Sheet { Exchange* exchange; int rank; Exchange::Sum first; bool* goes_on; double end; };
-    holdfast::Pool* pool = hf_pool_create(3, -1, nullptr);
+    holdfast::Pool* pool = native_pool_create(3, -1, nullptr);
     CHECK(pool);
     bool goes_on = true;
     double end = now() + seconds;
@@ -180,7 +180,7 @@ void with_pools() {
         }
       }, &sheet) == 0);
     }
-    hf_pool_destroy(pool);
+    native_pool_destroy(pool);
   });
 }
 

@@ -44,8 +44,8 @@ double now() {
 }
 
 Pool* make(int count, int spin) {
-  Pool* pool = hf_pool_create(count, spin, nullptr);
-  CHECK(pool && hf_pool_threads(pool) == count);
+  Pool* pool = native_pool_create(count, spin, nullptr);
+  CHECK(pool && native_pool_threads(pool) == count);
   return pool;
 }
 
@@ -116,13 +116,13 @@ long run_random_jobs(Pool* pool, unsigned own_seed, void (*between)(Run&) = null
 void random_phases() {
   Pool* pool = make(threads, -1);
   printf("%ld jobs\n", run_random_jobs(pool, seed));
-  hf_pool_destroy(pool);
+  native_pool_destroy(pool);
 }
 
 void never_spinning() {
   Pool* pool = make(threads, 0);
   printf("%ld jobs\n", run_random_jobs(pool, seed));
-  hf_pool_destroy(pool);
+  native_pool_destroy(pool);
 }
 
 void limits() {
@@ -141,7 +141,7 @@ void limits() {
     CHECK(holdfast::run(pool, job, &size) == 0);
     CHECK(sum == long(size.phases) * size.tasks);
   }
-  hf_pool_destroy(pool);
+  native_pool_destroy(pool);
 }
 
 // Signals put workers aside wherever they are, tasks included, as the system would.
@@ -178,7 +178,7 @@ void stopped_threads() {
   printf("%ld jobs\n", run_random_jobs(pool, seed, take_signals));
   over = true;
   tormentor.join();
-  hf_pool_destroy(pool);
+  native_pool_destroy(pool);
 }
 
 // Thread 1 stays between two tasks of a job while the caller goes on with others.
@@ -219,10 +219,10 @@ void late_thread() {
       CHECK(owned == 1 && !back);
     }
     std::thread release([] { released = 1; });
-    CHECK(hf_pool_drain(pool) == 0);
+    CHECK(native_pool_drain(pool) == 0);
     CHECK(back == 1);
     release.join();
-    hf_pool_destroy(pool);
+    native_pool_destroy(pool);
   }
 }
 
@@ -230,7 +230,7 @@ void two_pools() {
   std::thread other([] {
     Pool* pool = make(threads, -1);
     run_random_jobs(pool, seed + 1);
-    hf_pool_destroy(pool);
+    native_pool_destroy(pool);
   });
   random_phases();
   other.join();
@@ -250,13 +250,13 @@ void nested_pools() {
       holdfast::tasks(run, 3, [=](int i) {
         std::mt19937 random(seed);
         if (i == 0) run_phases(pools.inner, random, 10, 20);
-        CHECK(hf_pool_drain(pools.outer) == holdfast::kBusy);
+        CHECK(native_pool_drain(pools.outer) == holdfast::kBusy);
       });
     };
     CHECK(holdfast::run(pools.outer, job, &pools) == 0);
   }
-  hf_pool_destroy(pools.outer);
-  hf_pool_destroy(pools.inner);
+  native_pool_destroy(pools.outer);
+  native_pool_destroy(pools.inner);
 }
 
 void fork_keeps_out() {
@@ -269,12 +269,12 @@ void fork_keeps_out() {
       auto job = [](const void*, Run&) { CHECK(!"a job in a child"); };
       int nothing = 0;
       CHECK(holdfast::run(pool, job, &nothing) == holdfast::kForked);
-      CHECK(hf_pool_drain(pool) == holdfast::kForked);
-      hf_pool_destroy(pool);
+      CHECK(native_pool_drain(pool) == holdfast::kForked);
+      native_pool_destroy(pool);
 #if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)  // whose own locks a child may find taken
       Pool* own = make(threads, -1);
       run_phases(own, random, 10, 20);
-      hf_pool_destroy(own);
+      native_pool_destroy(own);
 #endif
       _exit(0);
     }
@@ -282,7 +282,7 @@ void fork_keeps_out() {
     CHECK(child > 0 && waitpid(child, &status, 0) == child);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
   }
-  hf_pool_destroy(pool);
+  native_pool_destroy(pool);
 }
 
 void destroyed_at_any_time() {
@@ -291,7 +291,7 @@ void destroyed_at_any_time() {
     Pool* pool = make(threads, int(random() % 3) * 1000);
     for (unsigned jobs = random() % 3; jobs > 0; jobs--) run_phases(pool, random, 3, 5);
     if (random() % 2) sched_yield();
-    hf_pool_destroy(pool);
+    native_pool_destroy(pool);
   }
 }
 
@@ -320,7 +320,7 @@ void idle_sleeps() {
   for (int tid = 1; tid < threads; tid++)
     while (state_of(ids[tid]) != 'S') sched_yield();  // in the end all sleep; a test that does not end has failed
   CHECK(holdfast::run(pool, job, &nothing) == 0);
-  hf_pool_destroy(pool);
+  native_pool_destroy(pool);
 }
 
 // Null where a core is not ours; else each worker is on its core alone, and the caller stays where it was.
@@ -332,7 +332,7 @@ void on_cores() {
   std::vector<int> cores(threads, first);
   static int core;
   core = first;
-  Pool* pool = hf_pool_create(threads, -1, cores.data());
+  Pool* pool = native_pool_create(threads, -1, cores.data());
   CHECK(pool);
   auto job = [](const void*, Run& run) {
     cpu_set_t set;
@@ -348,9 +348,9 @@ void on_cores() {
   CHECK(holdfast::run(pool, job, &nothing) == 0);
   cpu_set_t after;
   CHECK(sched_getaffinity(0, sizeof after, &after) == 0 && CPU_EQUAL(&ours, &after));
-  hf_pool_destroy(pool);
+  native_pool_destroy(pool);
   cores.back() = CPU_SETSIZE - 1;  // a core that no machine of ours has
-  CHECK(!hf_pool_create(threads, -1, cores.data()));
+  CHECK(!native_pool_create(threads, -1, cores.data()));
 }
 
 // What the workers may use, once a job has run. The caller stays on one core of two or more that it may use.
@@ -393,7 +393,7 @@ void keeps_off_callers_core() {
   masks_of_workers(pool, masks.data());
   if (threads > 1) CHECK(CPU_COUNT(&masks[threads - 1]) == CPU_COUNT(&kept));  // one core is too few: nothing is changed
   CHECK(sched_setaffinity(0, sizeof ours, &ours) == 0);
-  hf_pool_destroy(pool);
+  native_pool_destroy(pool);
 }
 
 struct Scenario {

@@ -6,7 +6,7 @@
 namespace {
 
 template <class W> bool Decoder<W>::attention_half(int index, Thread& t) {
-  const HfLayer& l = m.layers[index];
+  const NativeLayer& l = m.layers[index];
   if (t.run.tid == 0 && step.progress) __atomic_fetch_add(step.progress, 1, __ATOMIC_RELAXED);
   if (index > t.first_layer && !finish(t, m.layers[index - 1], false)) return false;
   if (t.narrows && index == m.num_layers - 1) return narrowing_half(l, t);
@@ -18,7 +18,7 @@ template <class W> bool Decoder<W>::attention_half(int index, Thread& t) {
 }
 
 // The rows that attention takes in, and those of an MLP beside it (`h` or `h2`).
-template <class W> bool Decoder<W>::norm_inputs(Thread& t, const HfLayer& l, Rows& rows) {
+template <class W> bool Decoder<W>::norm_inputs(Thread& t, const NativeLayer& l, Rows& rows) {
   if (!l.parallel) return normed(t, l.attention_norm, rows);
   Rows of_mlp;
   if (!normed_together(t, l.attention_norm, h, rows)) return false;
@@ -26,7 +26,7 @@ template <class W> bool Decoder<W>::norm_inputs(Thread& t, const HfLayer& l, Row
 }
 
 // Groups [begin, end) of queries, keys and values.
-template <class W> bool Decoder<W>::project(Thread& t, const HfLinear& qkv, int begin, int end, Rows rows) {
+template <class W> bool Decoder<W>::project(Thread& t, const NativeLinear& qkv, int begin, int end, Rows rows) {
   return some_groups(t, qkv, begin, end, rows, t.num_rows, [&](int g, int first, int count, const float* sums) {
     for (int r = 0; r < count; r++)
       for (int j = 0; j < GROUP; j += 16) {
@@ -36,7 +36,7 @@ template <class W> bool Decoder<W>::project(Thread& t, const HfLinear& qkv, int 
   });
 }
 
-template <class W> bool Decoder<W>::attend(const HfLayer& l, const Kind& kind, Thread& t) {
+template <class W> bool Decoder<W>::attend(const NativeLayer& l, const Kind& kind, Thread& t) {
   const HeadShape& shape = kind.shape;
   Pages<W> pages = {(W*)l.pages, shape};
   bool inlined = decodes_alone && !kind.splits;  // then one task reads what it has written, and no other does
@@ -48,7 +48,7 @@ template <class W> bool Decoder<W>::attend(const HfLayer& l, const Kind& kind, T
 }
 
 // All tasks of a kind. `inlined`: each prepares its own token first.
-template <class W> bool Decoder<W>::attend_together(const HfLayer& l, const Kind& kind, Thread& t, bool inlined) {
+template <class W> bool Decoder<W>::attend_together(const NativeLayer& l, const Kind& kind, Thread& t, bool inlined) {
   Pages<W> pages = {(W*)l.pages, kind.shape};
   if (!holdfast::tasks(t.run, kind.num_tasks, [&](int i) {
         const AttentionTask& task = kind.tasks[i];
@@ -88,12 +88,12 @@ template <class W> void Decoder<W>::list_tasks(Kind& kind, int begin, int end, i
 
 // Norms and rotates the queries and keys of a run of tokens for one KV head, and writes its keys and values.
 template <class W>
-void Decoder<W>::prepare(const Pages<W>& pages, const HfLayer& l, Local& own, Unit unit, int kv_head) {
+void Decoder<W>::prepare(const Pages<W>& pages, const NativeLayer& l, Local& own, Unit unit, int kv_head) {
   prepare_queries(pages.shape, l, own, unit, kv_head);
   prepare_keys(pages, l, own, unit, kv_head);
 }
 template <class W>
-void Decoder<W>::prepare_queries(const HeadShape& s, const HfLayer& l, Local& own, Unit unit, int kv_head) {
+void Decoder<W>::prepare_queries(const HeadShape& s, const NativeLayer& l, Local& own, Unit unit, int kv_head) {
   const SequenceView& seq = sequences[unit.sequence];
   for (int t = unit.first; t < unit.end; t++) {
     int row = seq.first_row + t, position = seq.first_position + t;
@@ -107,7 +107,7 @@ void Decoder<W>::prepare_queries(const HeadShape& s, const HfLayer& l, Local& ow
   }
 }
 template <class W>
-void Decoder<W>::prepare_keys(const Pages<W>& pages, const HfLayer& l, Local& own, Unit unit, int kv_head) {
+void Decoder<W>::prepare_keys(const Pages<W>& pages, const NativeLayer& l, Local& own, Unit unit, int kv_head) {
   const HeadShape& s = pages.shape;
   const SequenceView& seq = sequences[unit.sequence];
   clear_begun(pages, seq, kv_head, seq.first_position + unit.first, seq.first_position + unit.end);
@@ -123,15 +123,15 @@ void Decoder<W>::prepare_keys(const Pages<W>& pages, const HfLayer& l, Local& ow
 
 // One head [padded] after norm and rotation, zeros behind its dimensions.
 template <class W>
-float* Decoder<W>::rotated(const HfLayer& l, const HeadShape& s, Local& own, const float* from, int head,
-                           const HfNorm& norm, int norm_head, int position, int num_heads) {
+float* Decoder<W>::rotated(const NativeLayer& l, const HeadShape& s, Local& own, const float* from, int head,
+                           const NativeNorm& norm, int norm_head, int position, int num_heads) {
   float* v = own.head.row(0);
   const float* raw = from + (long)head * s.head_dim;
   memset(v, 0, (s.padded() + 16) * 4);
   if (norm.weight && l.head_norms == HF_NORM_ALL_HEADS)
     whole_norm_row(from, norm, num_heads * s.head_dim, head * s.head_dim, s.head_dim, v);
   else if (norm.weight) {
-    HfNorm one = norm;
+    NativeNorm one = norm;
     bool own_weights = l.head_norms == HF_NORM_OWN_WEIGHTS;
     if (own_weights) one.weight += norm_head * s.head_dim;
     if (own_weights && one.bias) one.bias += norm_head * s.head_dim;
@@ -149,7 +149,7 @@ template <class W> SomeKeys Decoder<W>::keys_of(const Kind& kind, const Attentio
 }
 
 template <class W>
-void Decoder<W>::attend_task(const Pages<W>& pages, Local& own, const AttentionTask& task, const HfLayer& l,
+void Decoder<W>::attend_task(const Pages<W>& pages, Local& own, const AttentionTask& task, const NativeLayer& l,
                              SomeKeys after) {
   const HeadShape& s = pages.shape;
   const SequenceView& seq = sequences[task.sequence];
@@ -191,7 +191,7 @@ template <class W> void Decoder<W>::keep_part(const HeadShape& s, const Attentio
 }
 template <class W>
 void Decoder<W>::merge_task(const Pages<W>& pages, Local& own, const std::vector<AttentionTask>& list, int first,
-                            const HfLayer& l) {
+                            const NativeLayer& l) {
   const AttentionTask& task = list[first];
   Softmax& total = *parts_of(task.slot);
   for (int part = 1; part < task.parts; part++) merge_all(pages.shape, total, *parts_of(task.slot + part), task.count);
@@ -202,7 +202,7 @@ void Decoder<W>::merge_task(const Pages<W>& pages, Local& own, const std::vector
 template <class W> Softmax* Decoder<W>::parts_of(int slot) { return parts[slot].get(); }
 
 template <class W>
-void Decoder<W>::write_out(const HeadShape& s, Local& own, const AttentionTask& task, Softmax& sum, const HfLayer& l) {
+void Decoder<W>::write_out(const HeadShape& s, Local& own, const AttentionTask& task, Softmax& sum, const NativeLayer& l) {
   int dims = s.value_dims(), slice_length = l.output.slice_tiles * K_TILE;
   for (int r = 0; r < task.count; r++) {
     int head = own.rows.heads[r];

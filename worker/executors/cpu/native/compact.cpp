@@ -119,11 +119,11 @@ void read_all(const void* argument, holdfast::Run& run) {
 }  // namespace
 
 // Bytes of a panel of so many tiles of 16 outputs.
-extern "C" long hf_compact_bytes(int tiles) { return bytes_of(tiles); }
+extern "C" long native_compact_bytes(int tiles) { return bytes_of(tiles); }
 
 // Panels of packed tiles to compact ones. 1: a panel has too many rare numbers, and what is in `out` is of no use;
 // otherwise what `holdfast::run` says.
-extern "C" int hf_compact(holdfast::Pool* pool, uint16_t* words, long panels, int tiles, char* out) {
+extern "C" int native_compact(holdfast::Pool* pool, uint16_t* words, long panels, int tiles, char* out) {
   std::atomic<int> misfits{0};
   Job job = {words, out, panels, tiles, &misfits};
   int outcome = holdfast::run(pool, write_all, &job);
@@ -131,7 +131,7 @@ extern "C" int hf_compact(holdfast::Pool* pool, uint16_t* words, long panels, in
 }
 
 // Compact panels as packed tiles again.
-extern "C" int hf_expand(holdfast::Pool* pool, char* compact, long panels, int tiles, uint16_t* out) {
+extern "C" int native_expand(holdfast::Pool* pool, char* compact, long panels, int tiles, uint16_t* out) {
   Job job = {out, compact, panels, tiles, nullptr};
   return holdfast::run(pool, read_all, &job);
 }

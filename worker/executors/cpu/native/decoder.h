@@ -8,35 +8,35 @@ enum Dtype { BFLOAT16, FLOAT16, FLOAT32 };
 
 extern "C" {
 
-struct HfLinear {
+struct NativeLinear {
   const void* tiles;  // packed (`linear.h`), or compact panels
   const float* bias;  // [groups * 64], or null
   int slices, slice_tiles, groups, outputs;
   long panel_bytes;  // of a compact panel (`compact_order.h`); 0: tiles
 };
 
-struct HfNorm {
+struct NativeNorm {
   const float* weight;  // null: no norm
   const float* bias;    // or null
   float eps;
   int is_layer_norm;
 };
 
-struct HfMlp {
-  HfLinear up;    // with a gate: groups of 32 gates and 32 ups
-  HfLinear down;  // sums over slices
+struct NativeMlp {
+  NativeLinear up;    // with a gate: groups of 32 gates and 32 ups
+  NativeLinear down;  // sums over slices
   int activation, has_gate;
 };
 
-struct HfExperts {
-  HfLinear router;
-  const HfMlp* experts;
-  const HfMlp* shared;          // an expert of all rows, with as many slices as the others; or null
-  const HfLinear* shared_gate;  // one output: the shared expert is weighted by its sigmoid; or null
+struct NativeExperts {
+  NativeLinear router;
+  const NativeMlp* experts;
+  const NativeMlp* shared;          // an expert of all rows, with as many slices as the others; or null
+  const NativeLinear* shared_gate;  // one output: the shared expert is weighted by its sigmoid; or null
   int num_experts, top_k, scoring, normalized;
 };
 
-struct HfRotary {
+struct NativeRotary {
   const float* inverse_frequencies;
   float* table;  // [positions][sines, cosines][pairs], filled as positions come up
   float scaling;
@@ -44,13 +44,13 @@ struct HfRotary {
 };
 
 // What a norm of queries and keys goes over: each head with one weight, all heads together, each head with its own weight.
-enum HfHeadNorms { HF_NORM_EACH_HEAD, HF_NORM_ALL_HEADS, HF_NORM_OWN_WEIGHTS };
+enum NativeHeadNorms { HF_NORM_EACH_HEAD, HF_NORM_ALL_HEADS, HF_NORM_OWN_WEIGHTS };
 
-struct HfLayer {
-  HfNorm attention_norm, attention_out_norm, mlp_norm, mlp_out_norm, query_norm, key_norm;
-  HfLinear qkv, output;
-  HfMlp mlp;
-  const HfExperts* experts;  // instead of `mlp`, or null
+struct NativeLayer {
+  NativeNorm attention_norm, attention_out_norm, mlp_norm, mlp_out_norm, query_norm, key_norm;
+  NativeLinear qkv, output;
+  NativeMlp mlp;
+  const NativeExperts* experts;  // instead of `mlp`, or null
   const float* sinks;
   void* pages;
   float scaling, softcap, residual_scale;
@@ -59,27 +59,27 @@ struct HfLayer {
 };
 
 // Memory that all ranks of a replica have mapped, zeros at first, and what each of them knows of the others.
-struct HfExchange {
-  void* memory;          // `hf_exchange_bytes` of it
+struct NativeExchange {
+  void* memory;          // `native_exchange_bytes` of it
   const int* processes;  // [ranks] a pidfd of each, which becomes readable when it has ended
   float timeout_s;       // after which a silent rank is lost
   int rank, ranks;
 };
 
-struct HfModel {
-  const HfLayer* layers;
-  HfRotary* rotaries;
+struct NativeModel {
+  const NativeLayer* layers;
+  NativeRotary* rotaries;
   const void* embedding;  // [rows of this rank][hidden], not packed; null: the head's weights, as they are packed
-  HfNorm norm;
-  HfLinear head;
-  const HfExchange* exchange;  // null: a step stops where a sum over ranks is due
+  NativeNorm norm;
+  NativeLinear head;
+  const NativeExchange* exchange;  // null: a step stops where a sum over ranks is due
   float embedding_scale, logit_scale, logit_softcap;
   int num_layers, num_rotaries, hidden, first_vocab_row, vocab_rows,
       vocab_size;  // rows: of this rank; the last ranks' may lie beyond the vocabulary
   int max_rows, block_size, tensor_parallel_size;
 };
 
-struct HfStep {
+struct NativeStep {
   const long *token_ids, *first_positions, *num_tokens, *num_blocks, *blocks, *wanted;
   float* logits;      // [wanted][vocab rows], or null
   float* block_best;  // [wanted][groups of the head], or null: the largest of each 64 logits; NaN: not all are finite

@@ -20,10 +20,10 @@ class Editor {
   std::vector<int> changed;   // tokens whose blocks have another best one than `bests` says
   std::vector<float> bests;   // of a copy's blocks before these changes, as `Row::best`
 
-  static bool is_sparse(const HfEdits& e) { return !e.mask && !e.allowed; }
+  static bool is_sparse(const NativeEdits& e) { return !e.mask && !e.allowed; }
 
   // Valid until the next row.
-  const float* edited_copy(const Row& given, const HfEdits& edits) {
+  const float* edited_copy(const Row& given, const NativeEdits& edits) {
     row = nullptr, vocab = given.vocab;
     copy.resize(std::max((long)copy.size(), vocab));
     bests = given.best;
@@ -33,7 +33,7 @@ class Editor {
     edit_tokens(edits);
     return row;
   }
-  void edit_in_place(float* logits, int count, const HfEdits& edits) {
+  void edit_in_place(float* logits, int count, const NativeEdits& edits) {
     row = logits, vocab = count;
     edit_tokens(edits);
   }
@@ -57,14 +57,14 @@ class Editor {
   }
 
   // The bits of a block's tokens; none beyond the mask.
-  static uint64_t mask_of_block(const HfEdits& e, long b) {
+  static uint64_t mask_of_block(const NativeEdits& e, long b) {
     uint64_t bits = 0;
     long left = std::min((long)BLOCK, e.mask_bits - b * BLOCK);
     if (left <= 0) return 0;
     memcpy(&bits, e.mask + b * (BLOCK / 8), (left + 7) / 8);
     return left == BLOCK ? bits : bits & ((1ull << left) - 1);
   }
-  void keep_grammatical(const Row& given, const HfEdits& e) {
+  void keep_grammatical(const Row& given, const NativeEdits& e) {
     row = copy.data();
     for (int b = 0; b < given.blocks; b++) {
       const float* p = given.block(b);
@@ -82,7 +82,7 @@ class Editor {
   }
 
   // All stay where none is known, or none that the grammar allows.
-  void keep_allowed(const Row& given, const HfEdits& e) {
+  void keep_allowed(const Row& given, const NativeEdits& e) {
     const float* from = row ? row : given.logits;
     before.clear();
     float best = -INFINITY;
@@ -100,7 +100,7 @@ class Editor {
   }
   static void raise(float& best, float value) { best = std::max(best, value); }
 
-  void edit_tokens(const HfEdits& e) {
+  void edit_tokens(const NativeEdits& e) {
     if (e.num_banned) ban(e);
     for (long i = 0; i < e.num_biased; i++)
       if (is_known(e.biased[i])) set(e.biased[i], row[e.biased[i]] + e.biases[i]);
@@ -108,7 +108,7 @@ class Editor {
   }
 
   // Bans are off where they leave no token.
-  void ban(const HfEdits& e) {
+  void ban(const NativeEdits& e) {
     for (long i = 0; i < e.num_banned; i++)
       if (is_known(e.banned[i])) set(e.banned[i], -INFINITY);
     if (!has_any()) undo();
@@ -122,7 +122,7 @@ class Editor {
     return false;
   }
 
-  void penalize(const HfEdits& e) {
+  void penalize(const NativeEdits& e) {
     counts.resize(std::max((long)counts.size(), vocab));
     for (long i = 0; i < e.num_outputs; i++)
       if (is_known(e.outputs[i])) counts[e.outputs[i]]++;
@@ -142,7 +142,7 @@ class Editor {
     times.push_back((float)(counts[token] & ~PROMPT));
     counts[token] = 0;
   }
-  void penalize_sixteen(const HfEdits& e, size_t first, const float* counted, int count) {
+  void penalize_sixteen(const NativeEdits& e, size_t first, const float* counted, int count) {
     alignas(64) float values[16] = {}, numbers[16] = {};
     memcpy(values, &replaced[first], count * sizeof(float)), memcpy(numbers, counted, count * sizeof(float));
     Lanes v = load(values), n = load(numbers), repetition = all(e.repetition);

@@ -38,7 +38,7 @@ class Exchange {
 
   static long bytes(int ranks, long rows, long stride) { return kPage + 2 * ranks * buffer_bytes(rows, stride); }
 
-  Exchange(const HfExchange& shared, long rows, long stride)
+  Exchange(const NativeExchange& shared, long rows, long stride)
       : memory((char*)shared.memory),
         rank(shared.rank),
         ranks(shared.ranks),

@@ -9,8 +9,8 @@
 #include "typed.h"
 
 #ifdef HF_BF16_ALONE
-holdfast::AnyDecoder* holdfast::plain_decoder(const HfModel&, int, Pool*) { return nullptr; }
-void holdfast::plain_product(const HfLinear&, int, const void*, long, int, float*) {}
+holdfast::AnyDecoder* holdfast::plain_decoder(const NativeModel&, int, Pool*) { return nullptr; }
+void holdfast::plain_product(const NativeLinear&, int, const void*, long, int, float*) {}
 #endif
 
 using holdfast::AnyDecoder;
@@ -27,40 +27,40 @@ struct FlushedDenormals {
 
 extern "C" {
 
-void* hf_decoder_create(const HfModel* model, int dtype, holdfast::Pool* pool) {
+void* native_decoder_create(const NativeModel* model, int dtype, holdfast::Pool* pool) {
   try {
     if (dtype == holdfast::BFLOAT16) return static_cast<AnyDecoder*>(new TypedDecoder<Bf16>(*model, pool));
     return holdfast::plain_decoder(*model, dtype, pool);
   } catch (const std::bad_alloc&) { return nullptr; }
 }
 // kBusy: a job runs, perhaps with its memory, and the decoder stays as it is.
-int hf_decoder_destroy(void* decoder) {
+int native_decoder_destroy(void* decoder) {
   if (((AnyDecoder*)decoder)->drain() == holdfast::kBusy) return holdfast::kBusy;
   delete (AnyDecoder*)decoder;
   return holdfast::kDone;
 }
-int hf_decoder_begin(void* decoder, const HfStep* step) { return ((AnyDecoder*)decoder)->begin(*step); }
-int hf_decoder_run(void* decoder, int first, int end, int finished_layer) {
+int native_decoder_begin(void* decoder, const NativeStep* step) { return ((AnyDecoder*)decoder)->begin(*step); }
+int native_decoder_run(void* decoder, int first, int end, int finished_layer) {
   return ((AnyDecoder*)decoder)->run(first, end, finished_layer);
 }
-// Bytes of the memory that ranks share for an exchange (`HfExchange`); -1: there are more ranks than it can have.
-long hf_exchange_bytes(int ranks, long rows, int hidden) {
+// Bytes of the memory that ranks share for an exchange (`NativeExchange`); -1: there are more ranks than it can have.
+long native_exchange_bytes(int ranks, long rows, int hidden) {
   return ranks > holdfast::Exchange::kMostRanks ? -1 : holdfast::Exchange::bytes(ranks, rows, stride_of(hidden));
 }
 // What a sum over ranks is due of after a segment, and the residual stream: [rows][stride].
-float* hf_decoder_partial(void* decoder) { return ((AnyDecoder*)decoder)->partial(); }
-float* hf_decoder_residual(void* decoder) { return ((AnyDecoder*)decoder)->residual(); }
-long hf_decoder_stride(void* decoder) { return ((AnyDecoder*)decoder)->stride(); }
+float* native_decoder_partial(void* decoder) { return ((AnyDecoder*)decoder)->partial(); }
+float* native_decoder_residual(void* decoder) { return ((AnyDecoder*)decoder)->residual(); }
+long native_decoder_stride(void* decoder) { return ((AnyDecoder*)decoder)->stride(); }
 
 // out [count][groups * 64] = rows [count] of a linear's inputs times its weight: one thread, for tests.
-void hf_product(const HfLinear* linear, int dtype, const void* rows, long stride, int count, float* out) {
+void native_product(const NativeLinear* linear, int dtype, const void* rows, long stride, int count, float* out) {
   FlushedDenormals flushed;
   if (dtype == holdfast::BFLOAT16) multiply<Bf16>(*linear, rows, stride, count, out);
   else holdfast::plain_product(*linear, dtype, rows, stride, count, out);
 }
 
 // Whether this machine's instruction for pairs of bf16 rounds as two FMAs do, on numbers of all sizes. 1 where none is used.
-int hf_pairs_agree() {
+int native_pairs_agree() {
 #ifdef HF_PAIRS
   FlushedDenormals flushed;
   uint64_t seed = 1;
@@ -91,7 +91,7 @@ int hf_pairs_agree() {
 
 // An elementary function of x [n], n a multiple of 16: 0 exp2, 1 exp, 2 sigmoid, 3 tanh, 4 erf, 5 silu, 6 gelu, 7 gelu by
 // tanh, 8 sine, 9 cosine.
-void hf_function(int which, const float* x, float* out, long n) {
+void native_function(int which, const float* x, float* out, long n) {
   FlushedDenormals flushed;
   static Lanes (*const functions[])(Lanes) = {
       [](Lanes v) { return exp2_of(v); }, [](Lanes v) { return exp_of(v); },      [](Lanes v) { return sigmoid_of(v); },

@@ -8,7 +8,7 @@
 namespace {
 
 template <class W> bool Decoder<W>::mlp_half(int index, Thread& t) {
-  const HfLayer& l = m.layers[index];
+  const NativeLayer& l = m.layers[index];
   if (!t.num_rows) return true;  // the last layer, where no row is wanted
   if (!finish(t, l, true)) return false;
   Rows rows = l.mlp_norm.weight ? Rows{h2.data, h2.stride} : Rows{h.data, h.stride};
@@ -18,12 +18,12 @@ template <class W> bool Decoder<W>::mlp_half(int index, Thread& t) {
   return row_parallel(t, l.mlp.down, {inner_rows.data, inner_rows.stride}, l, true);
 }
 
-template <class W> bool Decoder<W>::up_part(Thread& t, const HfMlp& mlp, Rows rows, Buffer<Input>& out) {
+template <class W> bool Decoder<W>::up_part(Thread& t, const NativeMlp& mlp, Rows rows, Buffer<Input>& out) {
   return linear(t, mlp.up, rows, t.num_rows, [&](int g, int first, int count, const float* sums) {
     for (int r = 0; r < count; r++) activate(mlp, g, sums + r * GROUP, out.row(first + r));
   });
 }
-template <class W> void Decoder<W>::activate(const HfMlp& mlp, int g, const float* sums, Input* out) {
+template <class W> void Decoder<W>::activate(const NativeMlp& mlp, int g, const float* sums, Input* out) {
   const float* bias = mlp.up.bias ? mlp.up.bias + g * GROUP : nullptr;
   Lanes v[4];
   for (int j = 0; j < 4; j++) v[j] = load(sums + 16 * j);
@@ -36,8 +36,8 @@ template <class W> void Decoder<W>::activate(const HfMlp& mlp, int g, const floa
       if (g * GROUP + 16 * j < inner_length(mlp)) store(out + g * GROUP + 16 * j, activated(mlp.activation, v[j]));
 }
 
-template <class W> bool Decoder<W>::experts_part(const HfLayer& l, Rows rows, Thread& t) {
-  const HfExperts& e = *l.experts;
+template <class W> bool Decoder<W>::experts_part(const NativeLayer& l, Rows rows, Thread& t) {
+  const NativeExperts& e = *l.experts;
   if (!linear(t, e.router, rows, t.num_rows, [&](int g, int first, int count, const float* sums) {
         for (int r = 0; r < count; r++)
           for (int j = 0; j < GROUP; j += 16) {
@@ -65,7 +65,7 @@ template <class W> bool Decoder<W>::experts_part(const HfLayer& l, Rows rows, Th
   return holdfast::tasks(t.run, e.experts[0].down.groups, [&](int g) { expert_columns(l, e, g, place, t); });
 }
 
-template <class W> void Decoder<W>::choose_experts(const HfExperts& e, int row) {
+template <class W> void Decoder<W>::choose_experts(const NativeExperts& e, int row) {
   const float* logits = router_logits.row(row);
   int* chosen = &choices[row * e.top_k];
   float* weight = &weights[row * e.top_k];
@@ -94,7 +94,7 @@ template <class W> float Decoder<W>::one_sigmoid(float x) {
 }
 
 // `order` lists (row, choice) by expert, rows ascending; `first_of` says where each expert's begin.
-template <class W> void Decoder<W>::sort_by_expert(const HfExperts& e, int num_rows) {
+template <class W> void Decoder<W>::sort_by_expert(const NativeExperts& e, int num_rows) {
   int assigned = num_rows * e.top_k;
   std::fill(first_of.begin(), first_of.begin() + e.num_experts + 1, 0);
   for (int i = 0; i < assigned; i++) first_of[choices[i] + 1]++;
@@ -103,7 +103,7 @@ template <class W> void Decoder<W>::sort_by_expert(const HfExperts& e, int num_r
   for (int i = 0; i < assigned; i++) order[next[choices[i]]++] = i;
 }
 
-template <class W> void Decoder<W>::expert_up(const HfMlp& expert, int index, int group, Local& own) {
+template <class W> void Decoder<W>::expert_up(const NativeMlp& expert, int index, int group, Local& own) {
   Packed<W> w = packed<W>(expert.up);
   for (int first = first_of[index]; first < first_of[index + 1]; first += MAX_ROWS) {
     int count = std::min((int)MAX_ROWS, first_of[index + 1] - first);
@@ -115,7 +115,7 @@ template <class W> void Decoder<W>::expert_up(const HfMlp& expert, int index, in
 }
 
 // The first products of the expert that all rows go through, and its weights.
-template <class W> bool Decoder<W>::shared_part(Thread& t, const HfExperts& e, Rows rows) {
+template <class W> bool Decoder<W>::shared_part(Thread& t, const NativeExperts& e, Rows rows) {
   if (e.shared_gate && !linear(t, *e.shared_gate, rows, t.num_rows, [&](int, int first, int count, const float* sums) {
         for (int r = 0; r < count; r++) shared_weights[first + r] = one_sigmoid(sums[r * GROUP]);
       }))
@@ -124,7 +124,7 @@ template <class W> bool Decoder<W>::shared_part(Thread& t, const HfExperts& e, R
 }
 
 template <class W>
-void Decoder<W>::add_shared(const HfExperts& e, int g, float* sums, Local& own, int num_rows) {
+void Decoder<W>::add_shared(const NativeExperts& e, int g, float* sums, Local& own, int num_rows) {
   Packed<W> w = packed<W>(e.shared->down);
   for (int first = 0; first < num_rows; first += MAX_ROWS) {
     int count = std::min((int)MAX_ROWS, num_rows - first);
@@ -143,7 +143,7 @@ void Decoder<W>::add_shared(const HfExperts& e, int g, float* sums, Local& own, 
 // For each slice the experts of a row are added in ascending order, the shared one last; then the slices are, as a binary
 // tree.
 template <class W>
-void Decoder<W>::expert_columns(const HfLayer& l, const HfExperts& e, int g, float* place, Thread& t) {
+void Decoder<W>::expert_columns(const NativeLayer& l, const NativeExperts& e, int g, float* place, Thread& t) {
   Local& own = t.own;
   int slices = e.experts[0].down.slices;
   float* sums = own.expert_sums(t.num_rows * slices * GROUP);

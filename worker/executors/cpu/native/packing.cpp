@@ -74,7 +74,7 @@ void pack_all(const void* argument, holdfast::Run& run) {
 
 }  // namespace
 
-extern "C" int hf_pack(holdfast::Pool* pool, const char* const* rows, long outputs, int slices, int slice_length,
+extern "C" int native_pack(holdfast::Pool* pool, const char* const* rows, long outputs, int slices, int slice_length,
                        int slice_tiles, int dtype, char* out) {
   int bytes = dtype == holdfast::FLOAT32 ? 4 : 2;
   Job job = {{rows, (long)slices * slice_length, slices, slice_length, slice_tiles, bytes, dtype}, outputs / 32, out};
@@ -82,23 +82,23 @@ extern "C" int hf_pack(holdfast::Pool* pool, const char* const* rows, long outpu
 }
 
 // Where input k of output n lies in a tile: out [32][16].
-extern "C" void hf_places(int dtype, short* out) {
+extern "C" void native_places(int dtype, short* out) {
   const Places places(dtype);
   memcpy(out, places.at, sizeof places.at);
 }
 
 // Asks the system to let this process use AMX's tiles; 0: they may be used.
-extern "C" int hf_allow_tiles() {
+extern "C" int native_allow_tiles() {
   const long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
   return (int)syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
 }
 
-extern "C" const char* hf_digest() { return HF_DIGEST; }
+extern "C" const char* native_digest() { return HF_DIGEST; }
 
 // Sizes of the structures, in the order of `structures.py`.
-extern "C" void hf_sizes(int* out) {
-  const int sizes[] = {sizeof(HfLinear), sizeof(HfNorm),  sizeof(HfMlp),      sizeof(HfExperts),
-                       sizeof(HfRotary), sizeof(HfLayer), sizeof(HfExchange), sizeof(HfModel),
-                       sizeof(HfStep),   sizeof(HfEdits), sizeof(HfDraw),     sizeof(HfDrawn)};
+extern "C" void native_sizes(int* out) {
+  const int sizes[] = {sizeof(NativeLinear), sizeof(NativeNorm),  sizeof(NativeMlp),      sizeof(NativeExperts),
+                       sizeof(NativeRotary), sizeof(NativeLayer), sizeof(NativeExchange), sizeof(NativeModel),
+                       sizeof(NativeStep),   sizeof(NativeEdits), sizeof(NativeDraw),     sizeof(NativeDrawn)};
   memcpy(out, sizes, sizeof sizes);
 }

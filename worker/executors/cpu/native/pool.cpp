@@ -197,7 +197,7 @@ int drain(Pool* pool) {
 
 using holdfast::Pool;
 
-Pool* hf_pool_create(int threads, int spin, const int* cores) {
+Pool* native_pool_create(int threads, int spin, const int* cores) {
   if (!holdfast::possible(threads, cores)) {
     errno = EINVAL;
     return nullptr;
@@ -206,16 +206,16 @@ Pool* hf_pool_create(int threads, int spin, const int* cores) {
   if (!pool) return nullptr;
   int error = holdfast::start_workers(*pool, cores);
   if (!error) return pool;
-  hf_pool_destroy(pool);
+  native_pool_destroy(pool);
   errno = error;
   return nullptr;
 }
 
-void hf_pool_destroy(Pool* pool) {
+void native_pool_destroy(Pool* pool) {
   if (getpid() == pool->owner) holdfast::join_workers(*pool);
   delete pool;
 }
 
-int hf_pool_threads(const Pool* pool) { return pool->threads; }
+int native_pool_threads(const Pool* pool) { return pool->threads; }
 
-int hf_pool_drain(Pool* pool) { return holdfast::drain(pool); }
+int native_pool_drain(Pool* pool) { return holdfast::drain(pool); }

@@ -93,9 +93,9 @@ extern "C" {
 // `cores`: null, or one core for each thread; entry 0 is where the caller should be, which the pool leaves alone. With
 // null the threads may go wherever the caller of a job may, but for the core that it is on, if there are enough.
 // Null and errno: EINVAL for an argument out of range or a core that is not ours, EAGAIN or ENOMEM from the system.
-holdfast::Pool* hf_pool_create(int threads, int spin, const int* cores);
+holdfast::Pool* native_pool_create(int threads, int spin, const int* cores);
 // Joins the threads, which may sleep, spin or be late in a job that is over. Not during run().
-void hf_pool_destroy(holdfast::Pool* pool);
-int hf_pool_threads(const holdfast::Pool* pool);
-int hf_pool_drain(holdfast::Pool* pool);
+void native_pool_destroy(holdfast::Pool* pool);
+int native_pool_threads(const holdfast::Pool* pool);
+int native_pool_drain(holdfast::Pool* pool);
 }

@@ -40,7 +40,7 @@ template <class T> struct Buffer {
 };
 
 // The norm of x [n]; x and the weights are readable up to a multiple of 16. Four sums, added pairwise.
-template <class Out> HF_INLINE void norm_row(const float* x, const HfNorm& norm, int n, Out* out) {
+template <class Out> HF_INLINE void norm_row(const float* x, const NativeNorm& norm, int n, Out* out) {
   Lanes mean = zero(), sum[4];
   if (norm.is_layer_norm) {
     for (auto& s : sum) s = zero();
@@ -81,7 +81,7 @@ HF_INLINE Lanes gated(int activation, Lanes gate, Lanes up) {
 }
 
 // An RMSNorm of x [n], of which [first, first + count) is wanted.
-HF_INLINE void whole_norm_row(const float* x, const HfNorm& norm, int n, int first, int count, float* out) {
+HF_INLINE void whole_norm_row(const float* x, const NativeNorm& norm, int n, int first, int count, float* out) {
   Lanes sum[4];
   for (auto& s : sum) s = zero();
   for (int i = 0, k = 0; i < n; i += 16, k++) {
@@ -101,7 +101,7 @@ HF_INLINE float element(Bf16 v) {
 HF_INLINE float element(Half v) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_set1_epi16((short)v.bits))); }
 HF_INLINE float element(float v) { return v; }
 
-HF_INLINE void fill_rotary(HfRotary& rotary, int positions) {
+HF_INLINE void fill_rotary(NativeRotary& rotary, int positions) {
   for (int p = rotary.filled; p < positions; p++) {
     float* row = rotary.table + (long)p * 2 * rotary.pairs;
     for (int i = 0; i < rotary.pairs; i++) {
@@ -114,7 +114,7 @@ HF_INLINE void fill_rotary(HfRotary& rotary, int positions) {
 }
 
 // Turns the pairs of one head by the angles of its position.
-HF_INLINE void rotate(const HfRotary& rotary, int position, float* v) {
+HF_INLINE void rotate(const NativeRotary& rotary, int position, float* v) {
   const float *sines = rotary.table + (long)position * 2 * rotary.pairs, *cosines = sines + rotary.pairs;
   if (!rotary.interleaved && rotary.pairs % 16 == 0) {
     for (int i = 0; i < rotary.pairs; i += 16) {

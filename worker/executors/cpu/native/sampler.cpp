@@ -118,7 +118,7 @@ struct Scratch {
 };
 
 // The least scaled logit that min-p and top-k leave.
-float least_kept(const Row& row, const HfDraw& draw, Scratch& s) {
+float least_kept(const Row& row, const NativeDraw& draw, Scratch& s) {
   float scale = draw.inverse_temperature, least = -INFINITY;
   if (draw.min_p > 0) least = raised((double)(row.largest * scale) + log_of(draw.min_p));
   if (draw.top_k > 0 && draw.top_k < row.vocab)
@@ -128,7 +128,7 @@ float least_kept(const Row& row, const HfDraw& draw, Scratch& s) {
 
 // A race among all would mostly be won by a token that is not of a small nucleus. So a bar is guessed below which
 // nothing is of it: right if the mass above the bar is not below p.
-double raise_bar(const Row& row, const HfDraw& draw, Scratch& s, Bounds& left) {
+double raise_bar(const Row& row, const NativeDraw& draw, Scratch& s, Bounds& left) {
   float scale = draw.inverse_temperature;
   float bar = s.guess.bar(row, scale, left.least, draw.top_p * 1.2 + 0.01);
   Mass mass = mass_of(row, scale, left.least, bar);
@@ -137,7 +137,7 @@ double raise_bar(const Row& row, const HfDraw& draw, Scratch& s, Bounds& left) {
   return wanted;
 }
 
-int drawn_token(const Row& row, const HfDraw& draw, Scratch& s) {
+int drawn_token(const Row& row, const NativeDraw& draw, Scratch& s) {
   float scale = draw.inverse_temperature;
   if (scale == 0) return row.first_best();
   Race race = {row, scale, noise_key(draw.seed, draw.position)};
@@ -159,12 +159,12 @@ int drawn_token(const Row& row, const HfDraw& draw, Scratch& s) {
 }
 
 struct Report {
-  HfDrawn* drawn;
+  NativeDrawn* drawn;
   int* top_tokens;
   float* top_logprobs;
 };
 
-void report(const Row& row, const HfDraw& draw, Scratch& scratch, const Report& to) {
+void report(const Row& row, const NativeDraw& draw, Scratch& scratch, const Report& to) {
   double log_sum = log_mass_of(row), top = row.largest;
   auto logprob = [&](int token) { return (float)((double)row.logits[token] - top - log_sum); };
   to.drawn->rank = rank_of(row, to.drawn->token), to.drawn->logprob = logprob(to.drawn->token);
@@ -177,7 +177,7 @@ void report(const Row& row, const HfDraw& draw, Scratch& scratch, const Report& 
 }
 
 // Changes single logits where they lie, and puts them back; many in a copy.
-int drawn_from_edited(float* logits, const HfDraw& draw, const HfEdits& edits, Scratch& s) {
+int drawn_from_edited(float* logits, const NativeDraw& draw, const NativeEdits& edits, Scratch& s) {
   if (!Editor::is_sparse(edits)) {
     const float* copy = s.editor.edited_copy(s.given, edits);
     s.edited.read_again(copy, s.given, s.editor.bests, s.editor.changed);
@@ -191,8 +191,8 @@ int drawn_from_edited(float* logits, const HfDraw& draw, const HfEdits& edits, S
   return token;
 }
 
-void sample_row(float* logits, int vocab, const float* block_best, const float* mass, const HfDraw& draw,
-                const HfEdits* edits, Scratch& s, const Report& to) {
+void sample_row(float* logits, int vocab, const float* block_best, const float* mass, const NativeDraw& draw,
+                const NativeEdits* edits, Scratch& s, const Report& to) {
   s.given.read(logits, vocab, block_best, mass);
   *to.drawn = {-1, 1, 0.0f, 0};
   if (s.given.is_broken) return;
@@ -219,9 +219,9 @@ struct Job {
   float* logits;
   const float *block_best, *block_mass;
   int vocab, count, top_stride;
-  const HfDraw* draws;
-  const HfEdits* edits;
-  HfDrawn* out;
+  const NativeDraw* draws;
+  const NativeEdits* edits;
+  NativeDrawn* out;
   int* top_tokens;
   float* top_logprobs;
 };
@@ -230,7 +230,7 @@ void sample_all(const void* argument, holdfast::Run& run) {
   const Job job = *(const Job*)argument;
   holdfast::tasks(run, job.count, [&](int r) {
     FlushedDenormals flushed;
-    const HfDraw& draw = job.draws[r];
+    const NativeDraw& draw = job.draws[r];
     long at = (long)r * job.top_stride, blocks = (job.vocab + BLOCK - 1) / BLOCK;
     sample_row(job.logits + (long)r * job.vocab, job.vocab, job.block_best ? job.block_best + r * blocks : nullptr,
                job.block_mass ? job.block_mass + r * blocks : nullptr, draw, draw.edits < 0 ? nullptr : job.edits + draw.edits, *job.sampler->scratch[run.tid],
@@ -242,24 +242,24 @@ void sample_all(const void* argument, holdfast::Run& run) {
 
 extern "C" {
 
-void* hf_sampler_create(holdfast::Pool* pool) {
+void* native_sampler_create(holdfast::Pool* pool) {
   try {
     std::unique_ptr<Sampler> sampler(new Sampler{pool, {}});
-    for (int i = 0; i < hf_pool_threads(pool); i++) sampler->scratch.emplace_back(new Scratch);
+    for (int i = 0; i < native_pool_threads(pool); i++) sampler->scratch.emplace_back(new Scratch);
     return sampler.release();
   } catch (const std::bad_alloc&) { return nullptr; }
 }
 // kBusy: a job runs, perhaps with its memory, and the sampler stays as it is.
-int hf_sampler_destroy(void* sampler) {
+int native_sampler_destroy(void* sampler) {
   if (!sampler) return holdfast::kDone;
-  if (hf_pool_drain(((Sampler*)sampler)->pool) == holdfast::kBusy) return holdfast::kBusy;
+  if (native_pool_drain(((Sampler*)sampler)->pool) == holdfast::kBusy) return holdfast::kBusy;
   delete (Sampler*)sampler;
   return holdfast::kDone;
 }
 // Draws a token from each of `count` rows of logits. `block_best`: the largest of each 64 of them, NaN where one is not
 // finite; or null. `block_mass`: as the function of that name, of each; or null. `top` is for up to `top_stride` tokens of each row.
-int hf_sample(void* sampler, float* logits, int vocab, const float* block_best, const float* block_mass,
-              const HfDraw* draws, int count, const HfEdits* edits, HfDrawn* out, int* top_tokens, float* top_logprobs, int top_stride) {
+int native_sample(void* sampler, float* logits, int vocab, const float* block_best, const float* block_mass,
+              const NativeDraw* draws, int count, const NativeEdits* edits, NativeDrawn* out, int* top_tokens, float* top_logprobs, int top_stride) {
   Job job = {(Sampler*)sampler, logits, block_best, block_mass, vocab,      count,
              top_stride,        draws,  edits,      out,        top_tokens, top_logprobs};
   return holdfast::run(job.sampler->pool, sample_all, &job);

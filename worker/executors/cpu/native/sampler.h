@@ -5,7 +5,7 @@
 extern "C" {
 
 // Edits of one row before it is drawn from. Token ids that the row does not have do nothing.
-struct HfEdits {
+struct NativeEdits {
   const unsigned char* mask;  // a bit for each token, the lowest first: it may come next; or null
   const long* allowed;        // or null: all are
   const long* banned;
@@ -18,7 +18,7 @@ struct HfEdits {
   int penalize;
 };
 
-struct HfDraw {
+struct NativeDraw {
   long seed;
   double min_p, top_p;
   float inverse_temperature;  // 0: the best token
@@ -28,7 +28,7 @@ struct HfDraw {
   int token;         // not drawn but given, for log-probabilities of a prompt; -1: drawn
 };
 
-struct HfDrawn {
+struct NativeDrawn {
   int token;  // -1: the row has a NaN, or its best logit is infinite
   int rank;
   float logprob;

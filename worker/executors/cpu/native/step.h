@@ -21,7 +21,7 @@ namespace {
 enum { NORM_ROWS = 8, OWN_NORM_ROWS = 2, SPIN_FOR_PEERS = 2000, COPIED = 1 << 14 };
 const int LONG_ROW = 2560, MOST_GROUPS = 4;  // of a product of many rows: inputs, groups of a task
 
-template <class W> HF_INLINE Packed<W> packed(const HfLinear& linear) {
+template <class W> HF_INLINE Packed<W> packed(const NativeLinear& linear) {
   return {(const W*)linear.tiles, linear.slices, linear.slice_tiles, linear.groups, linear.panel_bytes};
 }
 
@@ -31,15 +31,15 @@ template <class W> class Decoder {
   typedef holdfast::Exchange Exchange;
 
  public:
-  Decoder(const HfModel& model, int num_threads) : m(model), threads(num_threads) {
+  Decoder(const NativeModel& model, int num_threads) : m(model), threads(num_threads) {
     int qkv = 0, heads = 0, attended = 0, inner = 0, moe_rows = 1, experts = 0, shared = 0;
     for (int i = 0; i < m.num_layers; i++) {
-      const HfLayer& l = m.layers[i];
+      const NativeLayer& l = m.layers[i];
       HeadShape s = head_shape(l);
       kind_of.push_back(kind_like(s));
       qkv = std::max(qkv, l.qkv.groups * GROUP), heads = std::max(heads, l.num_heads * s.padded());
       attended = std::max(attended, l.output.slices * l.output.slice_tiles * K_TILE);
-      auto widest = [&](const HfMlp& mlp) { inner = std::max(inner, inner_length(mlp)); };
+      auto widest = [&](const NativeMlp& mlp) { inner = std::max(inner, inner_length(mlp)); };
       if (!l.experts) widest(l.mlp);
       else {
         for (int e = 0; e < l.experts->num_experts; e++) widest(l.experts->experts[e]);
@@ -64,7 +64,7 @@ template <class W> class Decoder {
   }
 
   // Takes the step; the arrays behind it stay valid until its last segment has run.
-  void begin(const HfStep& next) {
+  void begin(const NativeStep& next) {
     step = next;
     sequences.clear(), units.clear();
     int row = 0, last = 0;
@@ -182,7 +182,7 @@ template <class W> class Decoder {
     bool splits = false;
   };
 
-  HeadShape head_shape(const HfLayer& l) const {
+  HeadShape head_shape(const NativeLayer& l) const {
     HeadShape s;
     s.num_heads = l.num_heads, s.num_kv_heads = l.num_kv_heads, s.head_dim = l.head_dim;
     s.key_tiles = (l.head_dim + 31) / 32, s.value_tiles = (l.head_dim + 15) / 16;
@@ -246,7 +246,7 @@ template <class W> class Decoder {
     });
   }
 
-  void norm_or_copy(const float* from, const HfNorm& norm, Input* out) {
+  void norm_or_copy(const float* from, const NativeNorm& norm, Input* out) {
     if (norm.weight) return norm_row(from, norm, m.hidden, out);
     for (int i = 0; i < m.hidden; i += 16) store(out + i, tail_of(from + i, m.hidden - i));
   }
@@ -256,13 +256,13 @@ template <class W> class Decoder {
     const Input* data;
     long stride;
   };
-  bool normed(Thread& t, const HfNorm& norm, Rows& rows) {
+  bool normed(Thread& t, const NativeNorm& norm, Rows& rows) {
     if (t.num_rows > OWN_NORM_ROWS) return normed_together(t, norm, h, rows);
     rows = {t.own.normed.data, t.own.normed.stride};
     for (int r = 0; r < t.num_rows; r++) norm_or_copy(row_of(t, r), norm, t.own.normed.row(r));
     return true;
   }
-  bool normed_together(Thread& t, const HfNorm& norm, Buffer<Input>& out, Rows& rows) {
+  bool normed_together(Thread& t, const NativeNorm& norm, Buffer<Input>& out, Rows& rows) {
     rows = {out.data, out.stride};
     return row_tasks(t.run, t.num_rows, [&](int r) { norm_or_copy(row_of(t, r), norm, out.row(r)); });
   }
@@ -270,11 +270,11 @@ template <class W> class Decoder {
   // --- linears ---
 
   // Calls `out(group, first row, rows, sums [rows][64])` for all groups and rows of a product.
-  template <class Out> bool linear(Thread& thread, const HfLinear& linear, Rows in, int num_rows, Out&& out) {
+  template <class Out> bool linear(Thread& thread, const NativeLinear& linear, Rows in, int num_rows, Out&& out) {
     return some_groups(thread, linear, 0, linear.groups, in, num_rows, out);
   }
   template <class Out>
-  bool some_groups(Thread& thread, const HfLinear& linear, int begin, int last, Rows in, int num_rows, Out&& out) {
+  bool some_groups(Thread& thread, const NativeLinear& linear, int begin, int last, Rows in, int num_rows, Out&& out) {
     Local& own = thread.own;
     Packed<W> w = packed<W>(linear);
     int chunk = rows_per_task(w, num_rows), chunks = (num_rows + chunk - 1) / chunk;
@@ -307,15 +307,15 @@ template <class W> class Decoder {
   // --- sums over ranks and the residual ---
 
   // Whether outputs of a half go straight to the residual: nothing is done to their sum first.
-  bool is_direct(const HfNorm& out_norm) const { return m.tensor_parallel_size == 1 && !out_norm.weight; }
+  bool is_direct(const NativeNorm& out_norm) const { return m.tensor_parallel_size == 1 && !out_norm.weight; }
 
   // Where a half of a layer leaves its outputs, [rows][y.stride]; null: at the residual. A sum over ranks begins.
-  float* place_of_sum(Thread& t, const HfNorm& out_norm) {
+  float* place_of_sum(Thread& t, const NativeNorm& out_norm) {
     t.sum++;
     return is_direct(out_norm) ? nullptr : exchange ? exchange->own(t.sum) : y.data;
   }
 
-  bool row_parallel(Thread& t, const HfLinear& w, Rows in, const HfLayer& l, bool is_mlp) {
+  bool row_parallel(Thread& t, const NativeLinear& w, Rows in, const NativeLayer& l, bool is_mlp) {
     float* place = place_of_sum(t, is_mlp ? l.mlp_out_norm : l.attention_out_norm);
     return linear(t, w, in, t.num_rows, [&](int g, int first, int count, const float* sums) {
       for (int r = 0; r < count; r++)
@@ -324,11 +324,11 @@ template <class W> class Decoder {
     });
   }
   float* row_of(const Thread& t, int row) const { return t.residual + row * x.stride; }
-  void put_residual(const Thread& t, const HfLayer& l, int row, int column, Lanes v) {
+  void put_residual(const Thread& t, const NativeLayer& l, int row, int column, Lanes v) {
     float* to = row_of(t, row) + column;
     store(to, load(to) + v * all(l.residual_scale));
   }
-  void put(const Thread& t, float* place, const HfLayer& l, const HfLinear& w, int row, int column, Lanes v,
+  void put(const Thread& t, float* place, const NativeLayer& l, const NativeLinear& w, int row, int column, Lanes v,
            bool with_bias = true) {
     if (place) return store(place + row * y.stride + column, v);
     put_residual(t, l, row, column, w.bias && with_bias ? v + load(w.bias + column) : v);
@@ -359,8 +359,8 @@ template <class W> class Decoder {
   }
 
   // What a half of a layer left goes to the residual: in `y`, summed over ranks by now, or with all ranks.
-  bool finish(Thread& t, const HfLayer& l, bool is_attention) {
-    const HfNorm& norm = is_attention ? l.attention_out_norm : l.mlp_out_norm;
+  bool finish(Thread& t, const NativeLayer& l, bool is_attention) {
+    const NativeNorm& norm = is_attention ? l.attention_out_norm : l.mlp_out_norm;
     if (is_direct(norm)) return true;
     const float* bias = is_attention ? l.output.bias : l.experts ? nullptr : l.mlp.down.bias;
     return summed_tasks(t, t.num_rows, [&](int r) {
@@ -376,48 +376,48 @@ template <class W> class Decoder {
   // --- attention_half.h ---
 
   bool attention_half(int index, Thread& t);
-  bool norm_inputs(Thread& t, const HfLayer& l, Rows& rows);
-  bool project(Thread& t, const HfLinear& qkv, int begin, int end, Rows rows);
-  bool attend(const HfLayer& l, const Kind& kind, Thread& t);
-  bool attend_together(const HfLayer& l, const Kind& kind, Thread& t, bool inlined);
+  bool norm_inputs(Thread& t, const NativeLayer& l, Rows& rows);
+  bool project(Thread& t, const NativeLinear& qkv, int begin, int end, Rows rows);
+  bool attend(const NativeLayer& l, const Kind& kind, Thread& t);
+  bool attend_together(const NativeLayer& l, const Kind& kind, Thread& t, bool inlined);
   void list_tasks(Kind& kind, int begin, int end, int num_rows);
-  void prepare(const Pages<W>& pages, const HfLayer& l, Local& own, Unit unit, int kv_head);
-  void prepare_queries(const HeadShape& s, const HfLayer& l, Local& own, Unit unit, int kv_head);
-  void prepare_keys(const Pages<W>& pages, const HfLayer& l, Local& own, Unit unit, int kv_head);
-  float* rotated(const HfLayer& l, const HeadShape& s, Local& own, const float* from, int head, const HfNorm& norm,
+  void prepare(const Pages<W>& pages, const NativeLayer& l, Local& own, Unit unit, int kv_head);
+  void prepare_queries(const HeadShape& s, const NativeLayer& l, Local& own, Unit unit, int kv_head);
+  void prepare_keys(const Pages<W>& pages, const NativeLayer& l, Local& own, Unit unit, int kv_head);
+  float* rotated(const NativeLayer& l, const HeadShape& s, Local& own, const float* from, int head, const NativeNorm& norm,
                  int norm_head, int position, int num_heads);
-  void attend_task(const Pages<W>& pages, Local& own, const AttentionTask& task, const HfLayer& l, SomeKeys after);
+  void attend_task(const Pages<W>& pages, Local& own, const AttentionTask& task, const NativeLayer& l, SomeKeys after);
   SomeKeys keys_of(const Kind& kind, const AttentionTask& task) const;
   static int begin_of(const HeadShape& s, int position, int from);
   static void merge_all(const HeadShape& s, Softmax& total, const Softmax& part, int count);
   void keep_part(const HeadShape& s, const AttentionTask& task, const Softmax& sum);
   void merge_task(const Pages<W>& pages, Local& own, const std::vector<AttentionTask>& list, int first,
-                  const HfLayer& l);
+                  const NativeLayer& l);
   Softmax* parts_of(int slot);
-  void write_out(const HeadShape& s, Local& own, const AttentionTask& task, Softmax& sum, const HfLayer& l);
+  void write_out(const HeadShape& s, Local& own, const AttentionTask& task, Softmax& sum, const NativeLayer& l);
 
   // --- wanted_rows.h ---
 
   bool can_narrow() const { return m.tensor_parallel_size == 1 || exchange; }
   void list_wanted();
-  bool narrowing_half(const HfLayer& l, Thread& t);
+  bool narrowing_half(const NativeLayer& l, Thread& t);
   bool narrow(Thread& t);
 
   // --- mlp_half.h ---
 
   bool mlp_half(int index, Thread& t);
-  bool up_part(Thread& t, const HfMlp& mlp, Rows rows, Buffer<Input>& out);
-  bool shared_part(Thread& t, const HfExperts& e, Rows rows);
-  void add_shared(const HfExperts& e, int g, float* sums, Local& own, int num_rows);
-  static int inner_length(const HfMlp& mlp) { return mlp.down.slices * mlp.down.slice_tiles * K_TILE; }
-  static void activate(const HfMlp& mlp, int g, const float* sums, Input* out);
-  bool experts_part(const HfLayer& l, Rows rows, Thread& t);
-  void choose_experts(const HfExperts& e, int row);
+  bool up_part(Thread& t, const NativeMlp& mlp, Rows rows, Buffer<Input>& out);
+  bool shared_part(Thread& t, const NativeExperts& e, Rows rows);
+  void add_shared(const NativeExperts& e, int g, float* sums, Local& own, int num_rows);
+  static int inner_length(const NativeMlp& mlp) { return mlp.down.slices * mlp.down.slice_tiles * K_TILE; }
+  static void activate(const NativeMlp& mlp, int g, const float* sums, Input* out);
+  bool experts_part(const NativeLayer& l, Rows rows, Thread& t);
+  void choose_experts(const NativeExperts& e, int row);
   static float power_of_e(float x);
   static float one_sigmoid(float x);
-  void sort_by_expert(const HfExperts& e, int num_rows);
-  void expert_up(const HfMlp& expert, int index, int group, Local& own);
-  void expert_columns(const HfLayer& l, const HfExperts& e, int g, float* place, Thread& t);
+  void sort_by_expert(const NativeExperts& e, int num_rows);
+  void expert_up(const NativeMlp& expert, int index, int group, Local& own);
+  void expert_columns(const NativeLayer& l, const NativeExperts& e, int g, float* place, Thread& t);
 
   // --- head.h ---
 
@@ -433,9 +433,9 @@ template <class W> class Decoder {
   void place_logits(int rank, const float* from, long first, long count);
   void choose_best(int row, Choice* choices);
 
-  HfModel m;
+  NativeModel m;
   int threads;
-  HfStep step = {};
+  NativeStep step = {};
   int next_segment = 0, num_tokens = 0;  // tokens of the vocabulary whose logits are this rank's
   Exchange::Sum last_sum = 0;
   std::unique_ptr<Exchange> exchange;  // or none

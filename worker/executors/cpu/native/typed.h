@@ -12,7 +12,7 @@ namespace holdfast {
 struct AnyDecoder {
   virtual ~AnyDecoder() {}
   virtual int drain() = 0;
-  virtual int begin(const HfStep& step) = 0;
+  virtual int begin(const NativeStep& step) = 0;
   virtual int run(int first, int end, int finished_layer) = 0;
   virtual float* partial() = 0;
   virtual float* residual() = 0;
@@ -20,8 +20,8 @@ struct AnyDecoder {
 };
 
 // Of FLOAT16 and FLOAT32 (`plain.cpp`). A class with tiles and one without share them: only bf16 has tiles.
-AnyDecoder* plain_decoder(const HfModel& model, int dtype, Pool* pool);
-void plain_product(const HfLinear& linear, int dtype, const void* rows, long stride, int count, float* out);
+AnyDecoder* plain_decoder(const NativeModel& model, int dtype, Pool* pool);
+void plain_product(const NativeLinear& linear, int dtype, const void* rows, long stride, int count, float* out);
 
 }  // namespace holdfast
 
@@ -30,9 +30,9 @@ namespace {
 template <class W> struct TypedDecoder : holdfast::AnyDecoder {
   holdfast::Pool* pool;
   Decoder<W> decoder;
-  TypedDecoder(const HfModel& model, holdfast::Pool* pool) : pool(pool), decoder(model, hf_pool_threads(pool)) {}
-  int drain() override { return hf_pool_drain(pool); }
-  int begin(const HfStep& step) override {
+  TypedDecoder(const NativeModel& model, holdfast::Pool* pool) : pool(pool), decoder(model, native_pool_threads(pool)) {}
+  int drain() override { return native_pool_drain(pool); }
+  int begin(const NativeStep& step) override {
     return holdfast::prepared([&] { return decoder.begin(step), holdfast::kDone; });
   }
   int run(int first, int end, int finished_layer) override { return decoder.run(pool, first, end, finished_layer); }
@@ -41,7 +41,7 @@ template <class W> struct TypedDecoder : holdfast::AnyDecoder {
   long stride() override { return decoder.partial_stride(); }
 };
 
-template <class W> void multiply(const HfLinear& linear, const void* rows, long stride, int count, float* out) {
+template <class W> void multiply(const NativeLinear& linear, const void* rows, long stride, int count, float* out) {
   typedef typename InputOf<W>::Type Input;
   std::unique_ptr<Scratch> scratch(new Scratch);
   Packed<W> w = packed<W>(linear);

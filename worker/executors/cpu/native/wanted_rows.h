@@ -28,7 +28,7 @@ template <class W> void Decoder<W>::list_wanted() {
   list_tasks(wanted_kind, begin, (int)sequences.size(), step.num_wanted);
 }
 
-template <class W> bool Decoder<W>::narrowing_half(const HfLayer& l, Thread& t) {
+template <class W> bool Decoder<W>::narrowing_half(const NativeLayer& l, Thread& t) {
   int kv_heads = l.num_kv_heads, queries_end = l.num_heads * l.head_dim;
   const Kind& kind = kinds[kind_of.back()];
   Pages<W> pages = {(W*)l.pages, kind.shape};

@@ -1,4 +1,4 @@
-"""Models without a decoder program on a GPU: paged attention as compiled, real graphs.
+"""Models without a native backend on a GPU: paged attention as compiled, real graphs.
 
 TRITON_INTERPRET=0 python -m pytest tests/gpu
 """
@@ -18,7 +18,7 @@ from holdfast.worker.models.row_tiles import fix_gpu_kernels
 from tests.parity.families import NOT_RECOGNIZED
 from tests.worker.executors.cpu.runs import tokens
 from tests.worker.executors.gpu.runs import Part
-from tests.worker.models.skeletons import Served, check_family
+from tests.worker.models.hf_models import Served, check_family
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 CUDA = torch.device("cuda", 0)

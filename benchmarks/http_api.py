@@ -1,4 +1,4 @@
-"""CPU of a router's HTTP door per streamed token, beside a bare application on its server that sends prepared bytes.
+"""CPU of a router's HTTP API per streamed token, beside a bare application on its server that sends prepared bytes.
 
     python -m benchmarks.http_door [--streams 64] [--steps-per-s 25] [--seconds 1.5] [--rounds 8] [--json FILE]
 

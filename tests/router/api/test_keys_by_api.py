@@ -1,4 +1,4 @@
-"""API keys at every door of a router: who is let in, what each answers to who is not, and what is open for everyone."""
+"""API keys at every API of a router: who is let in, what each answers to who is not, and what is open for everyone."""
 
 import asyncio
 import json
@@ -282,7 +282,7 @@ async def test_a_refused_body_is_not_read():
 @pytest.mark.slow
 @on_a_loop
 async def test_ten_thousand_fuzzed_keys_get_one_answer():
-    """At the doors, over both protocols: half of them begin as a valid key does."""
+    """At the APIs, over both protocols: half of them begin as a valid key does."""
     import random
 
     rng = random.Random(7)

@@ -1,4 +1,4 @@
-"""Tiny models as skeleton programs, on a GPU or with Triton's interpreter in its place, and what they must give."""
+"""Tiny models as HF backend programs, on a GPU or with Triton's interpreter in its place, and what they must give."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ from torch import Tensor
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.gpu.graphs import Capture
 from holdfast.worker.executors.gpu.launches import Launch, triton_launch
-from holdfast.worker.models.device_skeleton import DeviceSkeleton
+from holdfast.worker.models.hf_backend import HfBackend
+from holdfast.worker.models.hf_device_backend import HfDeviceBackend
 from holdfast.worker.models.model import RankModel
 from holdfast.worker.models.parallel_plan import ParallelPlan
 from holdfast.worker.models.parallelize import Target, parallelize
 from holdfast.worker.models.row_tiles import RowTiles
-from holdfast.worker.models.skeleton_program import SkeletonProgram
 from holdfast.worker.models.weights import ATTENTION, loaded_weights
 from tests.worker.executors.cpu.runs import tokens
 from tests.worker.executors.gpu.runs import Part, batch_of
@@ -33,7 +33,7 @@ def module_of(family: str, target: Target) -> Any:
 
 @dataclass
 class Served:
-    """A tiny model as a skeleton program, with a cache full of other sequences' rests."""
+    """A tiny model as an HF backend program, with a cache full of other sequences' rests."""
 
     family: str
     paged: bool = True
@@ -49,10 +49,10 @@ class Served:
         target = Target(group=SingleRank(), tiles=RowTiles(self.device), device=self.device, dtype=torch.float32)
         model = RankModel(module_of(self.family, target), target)
         model.settle()
-        side = DeviceSkeleton(model, target, max_positions=LENGTH, launch=self.launch, capture=self.capture)
+        side = HfDeviceBackend(model, target, max_positions=LENGTH, launch=self.launch, capture=self.capture)
         if not self.graphs:
             side._capture = None
-        self.program = SkeletonProgram(model, target, max_positions=LENGTH, device=side)
+        self.program = HfBackend(model, target, max_positions=LENGTH, device=side)
         if not self.paged:
             self.program._device = None
         self.cache = self.program.allocate_cache(40, BLOCK)
@@ -85,8 +85,8 @@ def check_family(alone: Served, together: Served, plain: Served, *, same_bits: b
     Greedy tokens are those of Hugging Face; a row's bits are its own, if the linears' are (`same_bits`). `plain`
     gathers and calls SDPA.
     """
-    assert alone.program.numerics == together.program.numerics == "skeleton-paged-1"
-    assert plain.program.numerics == "skeleton"
+    assert alone.program.numerics == together.program.numerics == "hf_backend-paged-1"
+    assert plain.program.numerics == "hf"
     together.program.warm_up(4)
     prompts = [tokens(count, seed) for seed, count in enumerate((9, 17, 4))]
     blocks = [together.blocks(len(ids) + 4) for ids in prompts]

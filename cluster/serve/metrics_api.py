@@ -38,7 +38,7 @@ class MetricsSettings:
     """The first that is tried, of several in a row; 0: any free one."""
 
 
-class MetricsDoor:
+class MetricsApi:
     """Of one replica, on the running event loop. Made by `start`."""
 
     def __init__(self, replica: Replica, replica_id: str, settings: MetricsSettings, security: ClusterSecurity) -> None:
@@ -52,10 +52,10 @@ class MetricsDoor:
     @classmethod
     async def start(
         cls, replica: Replica, replica_id: str, settings: MetricsSettings, security: ClusterSecurity
-    ) -> "MetricsDoor":
-        door = cls(replica, replica_id, settings, security)
-        await door._server.start()
-        return door
+    ) -> "MetricsApi":
+        api = cls(replica, replica_id, settings, security)
+        await api._server.start()
+        return api
 
     async def stop(self) -> None:
         await self._server.stop(0.0)

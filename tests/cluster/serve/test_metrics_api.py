@@ -7,7 +7,7 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast.cluster.serve.metrics_door import MetricsDoor, MetricsSettings
+from holdfast.cluster.serve.metrics_api import MetricsApi, MetricsSettings
 from holdfast.cluster.serve.security import ClusterSecurity
 from holdfast.router.config import SecurityConfig
 from holdfast.router.security.api_keys import KeyRing, write_keys
@@ -24,15 +24,15 @@ def replica(failure: Exception | None = None) -> SimpleNamespace:
     return SimpleNamespace(engine=engine, info=SimpleNamespace(model="m", block_size=16, num_blocks=10))
 
 
-async def got(door: MetricsDoor, path: str, key: str = "") -> httpx2.Response:
+async def got(api: MetricsApi, path: str, key: str = "") -> httpx2.Response:
     async with httpx2.AsyncClient() as client:
-        return await client.get(f"http://{door.address}{path}", headers={"x-api-key": key})
+        return await client.get(f"http://{api.address}{path}", headers={"x-api-key": key})
 
 
 @on_a_loop
 async def test_a_replica_tells_its_own_figures():
-    door = await MetricsDoor.start(replica(), "r1", MetricsSettings(), OPEN)
-    answer = await got(door, "/metrics")
+    api = await MetricsApi.start(replica(), "r1", MetricsSettings(), OPEN)
+    answer = await got(api, "/metrics")
     told = {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(answer.text)
@@ -41,17 +41,17 @@ async def test_a_replica_tells_its_own_figures():
     assert told["holdfast_replica_requests_running", "m", "r1"] == told["vllm:num_requests_running", "m"] == 3
     assert told["vllm:num_requests_waiting", "m"] == 1
     assert told["holdfast_replica_step_phase_seconds_total", "m", "plan", "r1"] == 1
-    assert (await got(door, "/health")).status_code == 200
-    assert (await got(door, "/v1/models")).status_code == 404
-    await door.stop()
+    assert (await got(api, "/health")).status_code == 200
+    assert (await got(api, "/v1/models")).status_code == 404
+    await api.stop()
 
 
 @on_a_loop
 async def test_health_tells_of_an_engine_that_has_ended():
-    door = await MetricsDoor.start(replica(ReplicaError("gone")), "r1", MetricsSettings(), OPEN)
-    assert (await got(door, "/health")).status_code == 503
-    assert (await got(door, "/metrics")).status_code == 200
-    await door.stop()
+    api = await MetricsApi.start(replica(ReplicaError("gone")), "r1", MetricsSettings(), OPEN)
+    assert (await got(api, "/health")).status_code == 503
+    assert (await got(api, "/metrics")).status_code == 200
+    await api.stop()
 
 
 @on_a_loop
@@ -59,23 +59,23 @@ async def test_metrics_are_an_operators_and_health_is_open(tmp_path):
     path = tmp_path / "keys.json"
     write_keys(path, KeyRing([key_of("alice"), key_of("olga", operator=True)]))
     security = ClusterSecurity(token="t" * 40, settings=SecurityConfig(api_keys=path))
-    door = await MetricsDoor.start(replica(), "r1", MetricsSettings(), security)
-    statuses = [(await got(door, "/metrics", key)).status_code for key in ("", secret_of("alice"), secret_of("olga"))]
+    api = await MetricsApi.start(replica(), "r1", MetricsSettings(), security)
+    statuses = [(await got(api, "/metrics", key)).status_code for key in ("", secret_of("alice"), secret_of("olga"))]
     assert statuses == [401, 403, 200]
-    assert (await got(door, "/health")).status_code == 200
-    await door.stop()
+    assert (await got(api, "/health")).status_code == 200
+    await api.stop()
 
 
 @on_a_loop
 async def test_the_next_port_is_taken_where_the_first_is_not_free():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        door = await MetricsDoor.start(replica(), "r1", MetricsSettings(port=port), OPEN)
-        assert door.address != f"127.0.0.1:{port}"
-        await door.stop()
+        api = await MetricsApi.start(replica(), "r1", MetricsSettings(port=port), OPEN)
+        assert api.address != f"127.0.0.1:{port}"
+        await api.stop()
 
 
 @on_a_loop
 async def test_an_address_that_is_none_is_refused_by_the_settings_name():
     with pytest.raises(ConfigurationError, match=r"cluster.metrics_port = 9"):
-        await MetricsDoor.start(replica(), "r1", MetricsSettings(host="192.0.2.1", port=9), OPEN)
+        await MetricsApi.start(replica(), "r1", MetricsSettings(host="192.0.2.1", port=9), OPEN)

@@ -1,4 +1,4 @@
-"""The skeleton on a GPU: its draws, and whether attention runs on paged kernels and decode steps as CUDA graphs.
+"""The HF backend on a GPU: its draws, and whether attention runs on paged kernels and decode steps as CUDA graphs.
 
 The last two are found out at load, and the log says why where one does not.
 """
@@ -29,8 +29,8 @@ from holdfast.worker.executors.gpu.sampler import DeviceSampler
 from holdfast.worker.executors.kv_cache import KVCache, KVSpec
 from holdfast.worker.models.attention_proof import MAX_POSITIONS, RowsAgree, disagreement
 from holdfast.worker.models.checks import first_line
-from holdfast.worker.models.decoder_program import all_ranks
 from holdfast.worker.models.model import RankModel
+from holdfast.worker.models.native_backend import all_ranks
 from holdfast.worker.models.paged import AttentionContext, PagedAttention
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.trial import rows_agree
@@ -43,7 +43,7 @@ Logits = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class DeviceSteps:
-    """Runs the steps of one rank's skeleton, whose attention modules are attached to `context`."""
+    """Runs the steps of one rank's HF backend, whose attention modules are attached to `context`."""
 
     numerics: Final = NUMERICS
 
@@ -174,8 +174,8 @@ def reason_against_capture(
 _PROBED_ROWS = 8
 
 
-class DeviceSkeleton:
-    """Makes the steps of one rank's skeleton on a GPU, and its draws."""
+class HfDeviceBackend:
+    """Makes the steps of one rank's HF backend on a GPU, and its draws."""
 
     def __init__(
         self,

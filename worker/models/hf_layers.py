@@ -1,4 +1,4 @@
-"""The skeleton, as a proof asks it: layers of a parallelized Hugging Face model by themselves, or the whole of it.
+"""The HF backend, as a proof asks it: layers of a parallelized Hugging Face model by themselves, or the whole of it.
 
 It runs in the model's own dtype, or in float32 with one weight at a time converted.
 """
@@ -40,7 +40,7 @@ class AttentionCall:
     sinks: Tensor | None
 
 
-class Skeleton:
+class HfLayers:
     """A parallelized Hugging Face causal LM that is neither settled nor attached to a cache."""
 
     def __init__(self, module: Any, final_norm: str) -> None:

@@ -1,4 +1,4 @@
-"""Failover through every gRPC door, by stock clients: a replica dies in mid-stream, and the text is the same."""
+"""Failover through every gRPC API, by stock clients: a replica dies in mid-stream, and the text is the same."""
 
 import asyncio
 import sys
@@ -26,7 +26,7 @@ CUTS = (0, 1, 2, 7, 30, NUM_TOKENS - 1)
 TRITON_CLIENT = Path(__file__).parent / "open_inference" / "triton_streams.py"
 
 
-# --- streams of text, by door ---
+# --- streams of text, by API ---
 
 
 async def by_the_stub(place: Site) -> AsyncIterator[str]:
@@ -68,14 +68,14 @@ async def in_process(place: Site) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("door", [by_the_stub, by_grpclib, by_open_inference, in_process])
+@pytest.mark.parametrize("api", [by_the_stub, by_grpclib, by_open_inference, in_process])
 @on_each_loop
-async def test_a_stream_whose_replica_dies_after_some_of_it_has_the_same_text(door, cut):
+async def test_a_stream_whose_replica_dies_after_some_of_it_has_the_same_text(api, cut):
     one, other = await FakeReplica.start("one"), await FakeReplica.start("other")
     async with site(one, other) as place:
         one.pause()
         other.pause()
-        pieces = asyncio.create_task(collected(door(place)))
+        pieces = asyncio.create_task(collected(api(place)))
         runs = await that_runs(one, other)
         runs.resume()
         await runs.until(lambda: runs.num_tokens >= cut)
@@ -113,14 +113,14 @@ async def whole_by_open_inference(place: Site) -> str:
     return text([grpc_service_pb2.ModelStreamInferResponse(infer_response=answer)])
 
 
-@pytest.mark.parametrize("door", [whole_by_the_stub, whole_by_open_inference])
+@pytest.mark.parametrize("api", [whole_by_the_stub, whole_by_open_inference])
 @on_each_loop
-async def test_a_whole_answer_whose_replica_dies_is_the_same(door):
+async def test_a_whole_answer_whose_replica_dies_is_the_same(api):
     one, other = await FakeReplica.start("one"), await FakeReplica.start("other")
     async with site(one, other) as place:
         one.pause()
         other.pause()
-        answer = asyncio.create_task(door(place))
+        answer = asyncio.create_task(api(place))
         runs = await that_runs(one, other)
         runs.resume()
         await runs.until(lambda: runs.num_tokens >= 20)

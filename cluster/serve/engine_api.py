@@ -35,7 +35,7 @@ CLOSE_GRACE_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoorSettings:
+class ApiSettings:
     """Where a replica serves the protocol, and within which limits."""
 
     host: str = "127.0.0.1"
@@ -45,7 +45,7 @@ class DoorSettings:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
 
 
-class EngineDoor:
+class EngineApi:
     """Of one replica, on the running event loop. Made by `start`."""
 
     def __init__(
@@ -80,16 +80,16 @@ class EngineDoor:
 
     @classmethod
     async def start(
-        cls, replica: Replica, settings: DoorSettings, order: SchedulerConfig, security: ClusterSecurity | None = None
-    ) -> "EngineDoor":
+        cls, replica: Replica, settings: ApiSettings, order: SchedulerConfig, security: ClusterSecurity | None = None
+    ) -> "EngineApi":
         """Without `security` all may come, in the clear. Raises `ConfigurationError` where no port is free."""
-        door = cls(replica, settings.router, settings.limits, order, security)
-        await door._tokenizers.load(replica.info.model, replica.info.path, replica.info.chat_template)
-        door._local.connect()
-        door.address = host_port(settings.host, door._bind(settings.host, settings.port))
-        await door._server.start()
-        door._guard.start(int(door.address.rpartition(":")[2]))
-        return door
+        api = cls(replica, settings.router, settings.limits, order, security)
+        await api._tokenizers.load(replica.info.model, replica.info.path, replica.info.chat_template)
+        api._local.connect()
+        api.address = host_port(settings.host, api._bind(settings.host, settings.port))
+        await api._server.start()
+        api._guard.start(int(api.address.rpartition(":")[2]))
+        return api
 
     def wind_down(self) -> None:
         """From here on new requests are refused; open ones go on."""

@@ -1,4 +1,4 @@
-"""Decoder program of a rank: a recognized and proved model on an executor, in place of its Hugging Face modules."""
+"""Native backend of a rank: a recognized and proved model on an executor, in place of its Hugging Face modules."""
 
 import logging
 from importlib.util import find_spec
@@ -136,7 +136,7 @@ class Fp8Executor(Protocol):
         ...
 
 
-class DecoderProgram:
+class NativeBackend:
     """One rank's share of a model on an executor. All ranks make the same calls."""
 
     def __init__(self, executor: Executor, numerics: str = NUMERICS) -> None:
@@ -234,7 +234,7 @@ def make_program(
     block_size: int,
     device: torch.device = _CPU,
     kv_cache_dtype: KVCacheDtype = "auto",
-) -> DecoderProgram | str:
+) -> NativeBackend | str:
     """Packs a model and proves its executor on this machine; or says what the executor gets wrong. Keys and values in
     fp8 are for executors on GPUs alone.
 
@@ -256,9 +256,9 @@ def make_program(
         executor.keep_in_fp8()
         numerics += f"+{executor.fp8_numerics}"
     logger.info(
-        "decoder program on %s: errors are %.2f of what is allowed", executor.instruction_class, proof.model_error
+        "native backend on %s: errors are %.2f of what is allowed", executor.instruction_class, proof.model_error
     )
-    return DecoderProgram(executor, numerics)
+    return NativeBackend(executor, numerics)
 
 
 def _executor(
@@ -275,7 +275,7 @@ def _executor(
 
 def build_program(
     module: Any, group: TensorParallelGroup, *, max_model_len: int, block_size: int
-) -> DecoderProgram | str:
+) -> NativeBackend | str:
     """`read_program` and `make_program`."""
     recognized = read_program(module, group, max_model_len=max_model_len, block_size=block_size)
     if isinstance(recognized, str):

@@ -1,7 +1,7 @@
-"""Doors of a simulated router: its calls from their first byte until they are admitted, by the real cores.
+"""APIs of a simulated router: its calls from their first byte until they are admitted, by the real cores.
 
 Connection budgets, the byte ledger, the overload manager, the poison watch with its journal and the bounds of messages
-decide here as they do in a router; what the doors of a router do with sockets and threads is time. What may not live
+decide here as they do in a router; what the APIs of a router do with sockets and threads is time. What may not live
 here: decisions, links and streams (`router.py`).
 """
 
@@ -48,8 +48,8 @@ MACHINE_BYTES: Final = 5 * 2**28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoorSettings:
-    """What the doors of all routers of a simulation have in common."""
+class ApiSettings:
+    """What the APIs of all routers of a simulation have in common."""
 
     costs: LoopCosts
     limits: LimitsConfig
@@ -60,7 +60,7 @@ class DoorSettings:
 
 
 class Host(Protocol):
-    """The router behind the doors."""
+    """The router behind the APIs."""
 
     site: str
     num_lives: int
@@ -100,8 +100,8 @@ class _Arrived:
 
     num_unread = 0
 
-    def __init__(self, doors: "RouterDoors", connection: Connection, message: Generate, lease: Lease) -> None:
-        self._doors = doors
+    def __init__(self, apis: "RouterApis", connection: Connection, message: Generate, lease: Lease) -> None:
+        self._apis = apis
         self.connection = connection
         self.message = message
         self.lease = lease
@@ -111,13 +111,13 @@ class _Arrived:
         lease.endings.append(self)
 
     def fail(self, error: HoldfastError) -> None:
-        self._doors.refuse(self, error)
+        self._apis.refuse(self, error)
 
 
-class RouterDoors:
+class RouterApis:
     """Of one life of a router."""
 
-    def __init__(self, host: Host, settings: DoorSettings) -> None:
+    def __init__(self, host: Host, settings: ApiSettings) -> None:
         self._host = host
         self._settings = settings
         self._name = f"{host.site}.{host.num_lives}"

@@ -1,4 +1,4 @@
-"""The Hugging Face skeleton as a program: its modules with Holdfast's attention and linears, step by step."""
+"""The Hugging Face backend as a program: its modules with Holdfast's attention and linears, step by step."""
 
 import logging
 from typing import TYPE_CHECKING, Final
@@ -18,20 +18,20 @@ from holdfast.worker.models.sdpa import SdpaBackend
 from holdfast.worker.progress import ProgressCounter
 
 if TYPE_CHECKING:  # they load Triton
-    from holdfast.worker.models.device_skeleton import DeviceSkeleton, DeviceSteps
+    from holdfast.worker.models.hf_device_backend import DeviceSteps, HfDeviceBackend
 
 logger = logging.getLogger(__name__)
 
-_NAME: Final = "skeleton"
+_NAME: Final = "hf"
 
 
-class SkeletonProgram:
+class HfBackend:
     """Hugging Face's modules with Holdfast's attention and linears."""
 
     overlapping: Final = None
 
     def __init__(
-        self, model: RankModel, target: Target, *, max_positions: int, device: "DeviceSkeleton | None" = None
+        self, model: RankModel, target: Target, *, max_positions: int, device: "HfDeviceBackend | None" = None
     ) -> None:
         """`model` is settled. No sequence is longer than `max_positions`. `device` makes its steps on a GPU."""
         self.model = model
@@ -113,14 +113,14 @@ class SkeletonProgram:
         self.sampler.close()
 
 
-def _make_device(model: RankModel, target: Target, max_positions: int) -> "DeviceSkeleton | None":
+def _make_device(model: RankModel, target: Target, max_positions: int) -> "HfDeviceBackend | None":
     """None where Triton is not installed: then draws run on PyTorch too."""
     try:
-        from holdfast.worker.models.device_skeleton import DeviceSkeleton
+        from holdfast.worker.models.hf_device_backend import HfDeviceBackend
     except ImportError as error:
         logger.warning("attention runs on gather and SDPA in place of paged kernels: %s", error)
         return None
-    return DeviceSkeleton(model, target, max_positions=max_positions)
+    return HfDeviceBackend(model, target, max_positions=max_positions)
 
 
 def choose_sampler(target: Target) -> StepSampler:

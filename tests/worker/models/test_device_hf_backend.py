@@ -1,4 +1,4 @@
-"""The skeleton on a GPU, without one: paged kernels under Triton's interpreter, graphs on a tape.
+"""The HF backend on a GPU, without one: paged kernels under Triton's interpreter, graphs on a tape.
 
 Greedy tokens are Hugging Face's, and a row has the same bits in any company, chunk and graph.
 """
@@ -16,9 +16,9 @@ from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.gpu.paged_kernels import PagedKernels, unfit
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.executors.step_sampler import HeadOutput
-from holdfast.worker.models import device_skeleton, linear
+from holdfast.worker.models import hf_device_backend, linear
 from holdfast.worker.models.attention_proof import disagreement
-from holdfast.worker.models.device_skeleton import DeviceSkeleton, reason_against_capture
+from holdfast.worker.models.hf_device_backend import HfDeviceBackend, reason_against_capture
 from holdfast.worker.models.model import RankModel
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.row_tiles import RowTiles
@@ -31,8 +31,8 @@ from tests.worker.executors.gpu.runs import Part, batch_of
 from tests.worker.executors.gpu.tape import Tape, TapingDevice
 from tests.worker.executors.gpu.test_whole_step import VIEWS, Operations
 from tests.worker.executors.models import on_ranks
-from tests.worker.models import skeletons
-from tests.worker.models.skeletons import BLOCK, check_family, module_of
+from tests.worker.models import hf_models
+from tests.worker.models.hf_models import BLOCK, check_family, module_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -45,10 +45,10 @@ def some_every_time(names, few):
 def _as_on_a_gpu(monkeypatch):
     """As on a GPU: oneDNN packs nothing. Kernels are not compared at each load."""
     monkeypatch.setattr(linear, "_is_packable", lambda weight: False)
-    monkeypatch.setattr(device_skeleton, "disagreement", lambda *comparison: None)
+    monkeypatch.setattr(hf_device_backend, "disagreement", lambda *comparison: None)
 
 
-Served = partial(skeletons.Served, launch=launch)
+Served = partial(hf_models.Served, launch=launch)
 
 
 def with_graphs(family):
@@ -117,7 +117,7 @@ def reason_against(family, device):
     target = Target(group=SingleRank(), tiles=RowTiles(device), device=device, dtype=torch.bfloat16)
     module = module_of(family, target)
     for part in module.modules():
-        part.paged_attention = device_skeleton._attend_alone
+        part.paged_attention = hf_device_backend._attend_alone
         part.warn_if_padding_and_no_attention_mask = lambda *arguments: None  # as `RankModel` has it
 
     def step(token_ids, positions, rows):
@@ -189,24 +189,24 @@ def test_kernels_whose_rows_depend_on_their_company_do_not_serve():
 
 
 def test_gather_and_sdpa_serve_where_the_kernels_do_not(monkeypatch, caplog):
-    monkeypatch.setattr(device_skeleton, "disagreement", lambda *comparison: "a reason")
+    monkeypatch.setattr(hf_device_backend, "disagreement", lambda *comparison: "a reason")
     with caplog.at_level(logging.WARNING, logger="holdfast"):
         served = Served("gpt2")
     assert [record.message for record in caplog.records] == [
         "attention runs on gather and SDPA in place of paged kernels: a reason"
     ]
-    assert served.program.numerics == "skeleton"
+    assert served.program.numerics == "hf"
 
 
 def test_kernels_that_do_not_run_on_a_device_leave_it_to_gather_and_sdpa(monkeypatch, caplog):
     def fail(*comparison):
         raise RuntimeError("out of resource: shared memory")
 
-    monkeypatch.setattr(device_skeleton, "disagreement", fail)
+    monkeypatch.setattr(hf_device_backend, "disagreement", fail)
     with caplog.at_level(logging.WARNING, logger="holdfast"):
         served = Served("gpt2")
     assert "they do not run here (out of resource: shared memory)" in caplog.text
-    assert served.program.numerics == "skeleton"
+    assert served.program.numerics == "hf"
 
 
 def test_all_ranks_attend_by_the_same_kernels(monkeypatch):
@@ -215,7 +215,7 @@ def test_all_ranks_attend_by_the_same_kernels(monkeypatch):
     def run(group):
         target = Target(group=group, tiles=RowTiles(CPU), device=CPU, dtype=torch.float32)
         model = RankModel(module_of("apertus", target), target)
-        side = DeviceSkeleton(model, target, max_positions=128, launch=launch)
+        side = HfDeviceBackend(model, target, max_positions=128, launch=launch)
         monkeypatch.setattr(side, "_compare", lambda block_size: "a reason" if group.rank else None)
         return side._against_kernels(16)
 
