@@ -52,7 +52,7 @@ def info() -> ModelInfo:
         kv_bytes_per_token=1024,
         row_invariant=True,
         device="cpu",
-        executor="decoder-cpu-1",
+        executor="native-cpu-1",
         checkpoint_digest="0123456789abcdef",
         answers_digest=b"01234567",
     )

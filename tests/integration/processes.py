@@ -8,12 +8,20 @@ import psutil
 
 def ray_processes() -> list[psutil.Process]:
     """Everything of Ray that this process has started, directly or not."""
-    return [process for process in psutil.Process().children(recursive=True) if "ray" in " ".join(process.cmdline())]
+    return [process for process in psutil.Process().children(recursive=True) if "ray" in command_of(process)]
+
+
+def command_of(process: psutil.Process) -> str:
+    """Its command line; empty where it has ended meanwhile."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # a zombie is one too
+        return ""
 
 
 def processes_named(part: str) -> list[psutil.Process]:
     """Those of Ray whose title has `part` in it, such as `RankActor` or `:Directory`."""
-    return [process for process in ray_processes() if part in " ".join(process.cmdline())]
+    return [process for process in ray_processes() if part in command_of(process)]
 
 
 def listening_ports(process: psutil.Process) -> set[int]:

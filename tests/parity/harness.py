@@ -127,7 +127,7 @@ def greedy_tokens(leader: LeaderRunner, prompts: Sequence[Sequence[int]], num_ne
 
 
 def is_run_by(leader: LeaderRunner, executor: str) -> bool:
-    """Whether `decoder` or `hf_backend` runs the model's layers."""
+    """Whether `native` or `hf` runs the model's layers."""
     layers, _, _ = leader._runner.info.executor.partition("+")  # what draws has a name of its own
     return layers.partition("-")[0] == executor
 

@@ -35,7 +35,8 @@ def began():
 """
 
 SUPERVISED = """
-import sys
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run below nohup
 from holdfast.cluster.serve.supervisor import supervise
 starter = [sys.executable, "-m", "holdfast.cluster.serve.life_starter", sys.argv[1]]
 limit_s, max_pause_s = float(sys.argv[2]), float(sys.argv[3])

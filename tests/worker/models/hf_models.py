@@ -85,7 +85,7 @@ def check_family(alone: Served, together: Served, plain: Served, *, same_bits: b
     Greedy tokens are those of Hugging Face; a row's bits are its own, if the linears' are (`same_bits`). `plain`
     gathers and calls SDPA.
     """
-    assert alone.program.numerics == together.program.numerics == "hf_backend-paged-1"
+    assert alone.program.numerics == together.program.numerics == "hf-paged-1"
     assert plain.program.numerics == "hf"
     together.program.warm_up(4)
     prompts = [tokens(count, seed) for seed, count in enumerate((9, 17, 4))]

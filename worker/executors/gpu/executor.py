@@ -41,7 +41,7 @@ from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.step_plan import NO_TOKEN, DrawParams
 
-NUMERICS: Final = "gpu-decoder-1"
+NUMERICS: Final = "gpu-native-1"
 """The order of all additions and roundings on one kind of device. A change of any bit takes the next number."""
 
 FP8_NUMERICS: Final = "kv-e4m3-1"

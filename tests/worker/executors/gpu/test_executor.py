@@ -206,7 +206,7 @@ def test_a_model_is_read_on_the_cpu_and_proved_on_its_device(monkeypatch):
     assert isinstance(recognized, Recognized), recognized
     made = program.make_program(recognized, group, **sizes)
     assert isinstance(made, program.NativeBackend), made
-    assert made.numerics == "gpu-decoder-1"
+    assert made.numerics == "gpu-native-1"
     assert made.kv_bytes_per_token > 0
     mixture = program.read_program(parallelized(config_of("mixtral"), dtype=BF16), group, **sizes)
     assert isinstance(program.make_program(mixture, group, **sizes), program.NativeBackend)

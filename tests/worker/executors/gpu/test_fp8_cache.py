@@ -265,7 +265,7 @@ def test_a_model_is_loaded_with_its_cache_in_fp8_and_has_numerics_of_its_own(mon
     assert isinstance(recognized, Recognized), recognized
     made = program.make_program(recognized, group, **sizes, kv_cache_dtype="fp8_e4m3")
     assert isinstance(made, NativeBackend), made
-    assert made.numerics == "gpu-decoder-1+kv-e4m3-1"
+    assert made.numerics == "gpu-native-1+kv-e4m3-1"
     assert made.allocate_cache(2, 16).layers[0].keys.dtype == torch.uint8
     refused = program.make_program(recognized, group, **sizes, kv_cache_dtype="fp8_e4m3")
     assert refused == "keys in fp8 of layer 0 differ from what they should be on this device"
