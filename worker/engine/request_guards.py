@@ -57,7 +57,7 @@ class NonFiniteGuard:
 
 def no_numbers() -> InternalError:
     """The error that such a request gets."""
-    return InternalError("the model's logits for this request are no numbers (NaN or infinite), so no token can follow")
+    return InternalError("the model's logits for this request are not finite (NaN or infinite), so no token can follow")
 
 
 RETRY_S: Final = 0.05

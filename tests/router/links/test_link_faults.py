@@ -155,7 +155,7 @@ async def test_a_call_that_breaks_by_our_fault_is_internal_and_logged(monkeypatc
             raise ZeroDivisionError("secret")
 
         with monkeypatch.context() as patched:
-            patched.setattr("holdfast.router.dispatch.dispatch_host.DispatchHost.loads", broken)
+            patched.setattr("holdfast.router.dispatch.dispatch.Dispatch.loads", broken)
             refused = await refusal(place.stub.GetLoad(inference_pb2.GetLoadRequest()))
         assert refused.code == "INTERNAL"
         assert "secret" not in refused.message

@@ -25,7 +25,7 @@ def table() -> list[str]:
 def row(name: str, family: Family | None) -> str:
     if family is None:
         return f"| `{name}` | HF backend | HF backend | |"
-    several = "hf" if name in NOT_SPLIT else "program"
+    several = "HF backend" if name in NOT_SPLIT else "program"
     return f"| `{name}` | program | {several} | {', '.join(differences(family))} |"
 
 

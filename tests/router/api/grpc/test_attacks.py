@@ -76,6 +76,10 @@ async def honest_calls(place: Site, key: str, number: int = HONEST) -> int:
     return len(answers)
 
 
+MOST_HELD_S = 3.0
+"""CPU time of one turn of the loop: 0.2 s on a quiet machine, and 8 to 12 s without budgets."""
+
+
 async def longest_hold(over: asyncio.Event) -> float:
     """The most CPU time that this loop's thread has spent between two of its turns, in seconds."""
     longest = 0.0
@@ -117,7 +121,7 @@ async def test_calls_that_are_reset_at_once_are_bounded_and_cut_off(has_key, cap
         reason = "resets" if has_key else "calls_without_key"
         assert guard.num_cut == {("grpc", reason): CONNECTIONS}
         assert guard.num_resets < 2 * CONNECTIONS * MOST_ALIVE  # the rest was refused without work of this loop
-        assert await watching < 0.5  # gRPC hands over at once all calls that wait, at most `MOST_ALIVE` of a connection
+        assert await watching < MOST_HELD_S  # gRPC hands over all calls that wait, at most `MOST_ALIVE` of a connection
         assert memory_mib() - before < 300
         warnings = [line.getMessage() for line in caplog.records if "was cut off" in line.getMessage()]
         assert 1 <= len(warnings) <= 1 + (time.monotonic() - began_at) / LOG_S
@@ -162,7 +166,7 @@ async def test_floods_of_other_frames_cost_the_loop_nothing_and_memory_little(at
             assert await honest_calls(place, key, 50) == 50
             assert await flood.num_closed(num_closed) == num_closed
         over.set()
-        assert await watching < 0.25
+        assert await watching < MOST_HELD_S
         assert memory_mib() - before < 150
 
 

@@ -70,12 +70,13 @@ async def test_reports_can_be_turned_off():
 
 
 class FakeHost:
-    """Stands for the dispatch host: a clock and loads."""
+    """Stands for the dispatch host and its core: a clock and loads."""
 
     num_queued = 2
 
     def __init__(self) -> None:
         self.time = 0.0
+        self.dispatch = self
 
     def now(self) -> float:
         return self.time
