@@ -25,11 +25,15 @@ LONG = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
 
 
 class Command:
-    """A running command of Holdfast's and the lines it prints."""
+    """A running command of Holdfast's and the lines it prints. Nothing in its environment configures Ray."""
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, "-m", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         )
         self.lines: list[str] = []
         self._news: queue.SimpleQueue[str | None] = queue.SimpleQueue()
