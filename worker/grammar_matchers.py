@@ -4,7 +4,7 @@ function of the grammar and the output so far; a matcher kept from step to step 
 
 import logging
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 _KEPT_STEPS: Final = 32
 """A matcher whose sequence has not drawn for so many steps is dropped. If the sequence comes back, it starts over."""
 
+
+_MARK: Final = "\x02"
+"""A character that no word goes on: what follows it is encoded as in the middle of a text."""
 
 NONE_FITS: Final = b""
 """In place of a mask: no token may come next."""
@@ -179,7 +182,21 @@ class _PlainEncoder:
         self.special_token_ids = [token_id for token_id in ids if vocabulary.is_special_token(token_id)]
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text, which name no special token."""
+        """The tokens of a text, which name no special token. A space that the tokenizer puts before a text's first word,
+        as SentencePiece's does, is left out: the text goes on with an output.
+        """
         if not isinstance(text, str):
             raise TypeError("texts only")
+        token_ids = self._encoded(text)
+        if self._bytes_of(token_ids) == text.encode():
+            return token_ids
+        mark = self._encoded(_MARK)
+        marked = self._encoded(_MARK + text)
+        return marked[len(mark) :] if marked[: len(mark)] == mark else token_ids
+
+    def _encoded(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _bytes_of(self, token_ids: Iterable[int]) -> bytes:
+        """Of ids that the vocabulary knows: one that a model has added lies beyond it."""
+        return b"".join(self.tokens[token_id] for token_id in token_ids if token_id < len(self.tokens))
