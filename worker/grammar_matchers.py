@@ -182,8 +182,8 @@ class _PlainEncoder:
         self.special_token_ids = [token_id for token_id in ids if vocabulary.is_special_token(token_id)]
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text, which name no special token. A space that the tokenizer puts before a text's first word,
-        as SentencePiece's does, is left out: the text goes on with an output.
+        """The tokens of a text, which name no special token. It continues an output: the space that SentencePiece puts
+        before the first word of a text is left out.
         """
         if not isinstance(text, str):
             raise TypeError("texts only")
