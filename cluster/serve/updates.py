@@ -23,6 +23,8 @@ LINK_S: Final = 10.0
 
 LOOK_EVERY_S: Final = 2.0
 
+STARTING: Final = "starting the new version"
+
 
 class Steps(Protocol):
     """What an update does to a cluster, and what it sees of it."""
@@ -120,6 +122,7 @@ class Update:
         self._order("with_held", new, True)
         self._steps.deploy()
         first = self._wait_for(new, 1)[0]
+        self._report(STARTING, 1, 1)
         self._old_version, self._new_version = old_replica.version, first.version
         _check_tokenizer(old_replica, first)
         self._order("with_retired", self._plan.model, first.version, False)  # it may have served before
@@ -194,6 +197,7 @@ class Update:
         """Until so many of its replicas serve. Raises what makes waiting for it pointless."""
         end_s = self._steps.now() + self._plan.timeout_s
         while True:
+            self._report(STARTING, 0, 1)  # again and again: it may raise, which ends the wait
             snapshot = self._steps.snapshot()
             for member in snapshot.members:
                 if member.application == application and member.error is not None:

@@ -11,13 +11,14 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
+from holdfast.router.cluster_control import ClusterControl
 from holdfast.router.config import LimitsConfig, OverloadConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.operator_state import Change, Orders, Pause
 from holdfast.router.overload.overload import Overload
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.security.gate import Gate
-from holdfast.worker.errors import InvalidRequestError, PermissionDeniedError
+from holdfast.worker.errors import InvalidRequestError, PermissionDeniedError, ReplicaError
 
 SendChange = Callable[[Change], Awaitable[Orders]]
 """Has a change obeyed by all routers. Returns what holds then; raises `CallerError`, `ReplicaError`."""
@@ -36,9 +37,10 @@ class Operators:
         orders: Callable[[], Orders],
         dump: Callable[[], str],
         kill: Callable[[str], None] | None = None,
+        control: ClusterControl | None = None,
     ) -> None:
-        """`orders` are those that hold now, `dump` the text of a state dump. `kill` ends a replica's process; None:
-        nobody may, as `router.killable` has it.
+        """`orders` returns the current operator state, `dump` the text of a state dump. `kill` ends a replica's
+        process; None: killing is off (`router.killable`). `control` is None where the router runs outside a cluster.
         """
         self._request_processor = request_processor
         self._dispatch_host = dispatch_host
@@ -47,6 +49,14 @@ class Operators:
         self._orders = orders
         self._dump = dump
         self._kill = kill
+        self._control = control
+
+    @property
+    def control(self) -> ClusterControl:
+        """Changes of models, and logs. Raises `ReplicaError` where the router runs outside a cluster."""
+        if self._control is None:
+            raise ReplicaError("this router runs outside a Ray cluster: it has no models to change and no logs to read")
+        return self._control
 
     def check(self, not_local: str = "") -> None:
         """Whether the caller of the running task may give orders. Raises `PermissionDeniedError`.

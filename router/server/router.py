@@ -20,6 +20,7 @@ from holdfast.router.api.open_inference import servicer as open_inference
 from holdfast.router.api.operators import Operators, RecentErrors, SendChange, state_dump
 from holdfast.router.api.overload_probe import OverloadProbe, max_memory
 from holdfast.router.api.public_answer import InProcessApi
+from holdfast.router.cluster_control import ClusterControl
 from holdfast.router.config import LimitsConfig, OverloadConfig, RouterConfig
 from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.call import stopping
@@ -79,6 +80,8 @@ class RouterOptions(TypedDict, total=False):
     """Told the models that are served here, when they change."""
     send_change: SendChange | None
     """Has what operators order obeyed by all routers; without it, this one obeys alone."""
+    control: ClusterControl | None
+    """Changes the cluster's models and reads its logs; without it, operators are refused both."""
     telemetry: TelemetryConfig | None
     """What is logged of requests."""
     tracer: "Tracer | None"
@@ -126,9 +129,11 @@ class Router:
         self._tasks: list[asyncio.Task[None]] = []
         self.in_process = InProcessApi(self._request_processor, gate)
         """For calls from this process."""
-        self._open_apis(gate, options.get("send_change") or self._alone, options.get("tls"))
+        self._open_apis(gate, options.get("send_change") or self._alone, options.get("tls"), options.get("control"))
 
-    def _open_apis(self, gate: Gate, send_change: SendChange, tls: ServerTls | None) -> None:
+    def _open_apis(
+        self, gate: Gate, send_change: SendChange, tls: ServerTls | None, control: ClusterControl | None
+    ) -> None:
         """What is served, though nowhere yet."""
         config, parts = self._config, (self._request_processor, self._dispatch_host)
         worker = self._decode_worker = DecodeWorker()
@@ -139,6 +144,7 @@ class Router:
             orders=lambda: self.orders,
             dump=self._dump,
             kill=self._link_pool.kill if config.killable else None,
+            control=control,
         )
         servicers = {
             admin.SERVICE: admin.AdminServicer(operators),
