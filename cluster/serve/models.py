@@ -14,7 +14,7 @@ from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.serve.directory import DIRECTORY, Role, Snapshot
 from holdfast.cluster.serve.local import ANY_INTERFACE, LOOPBACK
 from holdfast.router.cluster_control import ClusterModel
-from holdfast.router.operator_state import Change, Orders
+from holdfast.router.operator_state import Change, OperatorState
 from holdfast.worker.errors import ConfigurationError, UnknownModelError
 
 logger = logging.getLogger(__name__)
@@ -179,9 +179,9 @@ def unpin(namespace: str, model: str) -> None:
         directory.pin.remote(application, None).result(timeout_s=_ANSWER_S)
 
 
-def order(directory: Any, change: Change) -> Orders:
+def order(directory: Any, change: Change) -> OperatorState:
     """Changes what all routers of a cluster obey. Raises `CallerError` for a change that cannot be."""
-    orders: Orders = directory.order.remote(change).result(timeout_s=_ORDER_S)
+    orders: OperatorState = directory.order.remote(change).result(timeout_s=_ORDER_S)
     return orders
 
 

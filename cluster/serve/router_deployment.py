@@ -44,7 +44,7 @@ from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
 from holdfast.router.chat import Message
 from holdfast.router.events import ModelStatus
 from holdfast.router.generation import Chunk, Generation
-from holdfast.router.operator_state import Change, Orders
+from holdfast.router.operator_state import Change, OperatorState
 from holdfast.router.request import GenerationRequest
 from holdfast.router.server.router import Router, RouterOptions
 from holdfast.worker.errors import ConfigurationError, HoldfastError, InvalidRequestError, ReplicaError
@@ -170,10 +170,10 @@ class RouterDeployment:
         linked = tuple((model.name, model.num_replicas) for model in models)
         self._lease.update(replace(self._lease.member, linked=linked))
 
-    async def _send_change(self, change: Change) -> Orders:
+    async def _send_change(self, change: Change) -> OperatorState:
         """To all routers. Raises `CallerError`, and `ReplicaError` where the directory does not answer."""
         try:
-            orders: Orders = await self._directory.order.remote(change)
+            orders: OperatorState = await self._directory.order.remote(change)
         except RayTaskError as error:
             if isinstance(error.cause, HoldfastError):
                 raise error.cause from None

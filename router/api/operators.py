@@ -14,13 +14,13 @@ from typing import Any, Final
 from holdfast.router.cluster_control import ClusterControl
 from holdfast.router.config import LimitsConfig, OverloadConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.operator_state import Change, Orders, Pause
+from holdfast.router.operator_state import Change, OperatorState, Pause
 from holdfast.router.overload.overload import Overload
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.security.gate import Gate
 from holdfast.worker.errors import InvalidRequestError, PermissionDeniedError, ReplicaError
 
-SendChange = Callable[[Change], Awaitable[Orders]]
+SendChange = Callable[[Change], Awaitable[OperatorState]]
 """Has a change obeyed by all routers. Returns what holds then; raises `CallerError`, `ReplicaError`."""
 
 
@@ -34,7 +34,7 @@ class Operators:
         *,
         gate: Gate,
         send: SendChange,
-        orders: Callable[[], Orders],
+        orders: Callable[[], OperatorState],
         dump: Callable[[], str],
         kill: Callable[[str], None] | None = None,
         control: ClusterControl | None = None,
@@ -124,7 +124,7 @@ _LIBRARIES: Final = ("holdfast", "grpcio", "protobuf", "tokenizers", "ray")
 
 def state_dump(
     host: DispatchHost,
-    orders: Orders,
+    orders: OperatorState,
     config: RouterConfig,
     limits: LimitsConfig,
     recent_errors: Sequence[str],

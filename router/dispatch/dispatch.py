@@ -39,7 +39,7 @@ from holdfast.router.events import (
     ReplicaLoad,
     TextState,
 )
-from holdfast.router.operator_state import Orders
+from holdfast.router.operator_state import OperatorState
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import (
     DeadlineExceededError,
@@ -240,7 +240,7 @@ class Dispatch:
             if state.model == model:
                 state.bound_version, state.fingerprint = "", without_version(state.fingerprint)
 
-    def set_orders(self, orders: Orders, now: float) -> list[Action]:
+    def set_orders(self, orders: OperatorState, now: float) -> list[Action]:
         """Operators have ordered something: what waits for a version that is retired ends, and shares may be others."""
         self.registry.set_orders(orders)
         return [*self._fail_gone(now), *self._placement.drain_all(now)]

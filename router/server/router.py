@@ -30,7 +30,7 @@ from holdfast.router.dispatch.versions import VersionCounts
 from holdfast.router.events import ModelStatus
 from holdfast.router.links.link_pool import LinkPool
 from holdfast.router.links.replica_directory import DirectoryView, ReplicaDirectory, RouterEndpoint
-from holdfast.router.operator_state import NO_ORDERS, Change, Orders
+from holdfast.router.operator_state import NO_OPERATOR_STATE, Change, OperatorState
 from holdfast.router.overload.byte_ledger import ByteLedger
 from holdfast.router.overload.overload import Overload
 from holdfast.router.requests.poison_watch import PoisonWatch
@@ -94,7 +94,7 @@ class Router:
     def __init__(self, config: RouterConfig, limits: LimitsConfig, **options: Unpack[RouterOptions]) -> None:
         self._config, self._limits = config, limits
         self._on_models = options.get("on_models")
-        self.orders = NO_ORDERS
+        self.orders = NO_OPERATOR_STATE
         """What its operators have ordered."""
         self.warnings: tuple[str, ...] = ()
         """What is wrong with the cluster although it serves, for health."""
@@ -285,7 +285,7 @@ class Router:
     def _all_warnings(self) -> tuple[str, ...]:
         return *self.warnings, *self.overload.warnings, *self._certificates.warnings(time.time())
 
-    async def _alone(self, change: Change) -> Orders:
+    async def _alone(self, change: Change) -> OperatorState:
         """For a router without a cluster."""
         orders = change.applied_to(self.orders)
         await self._link_pool.obey(orders)
@@ -305,7 +305,7 @@ class Router:
         if self._picker is not None:
             self._picker.set_routers(view.routers)
 
-    def _obey(self, orders: Orders) -> None:
+    def _obey(self, orders: OperatorState) -> None:
         self.orders = orders
         self._dispatch_host.set_orders(orders)
         self._request_processor.pauses.set(orders.pauses)
