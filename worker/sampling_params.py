@@ -139,7 +139,7 @@ class SamplingParams(_Slots):
         Field(
             ge=-2,
             le=2,
-            description="the same by their number: taken off a token's logit for each time the output has it",
+            description="subtracted from a token's logit once per occurrence in the output",
         ),
         _draw(with_beams=False),
     ] = 0.0
@@ -167,7 +167,7 @@ class SamplingParams(_Slots):
         str | Sequence[str],
         TEXTS,
         Field(
-            description="text that must not come up: bans the last token of a word where the output ends in the others"
+            description="banned texts: the last token of a text is banned where the output ends in the tokens before it"
         ),
         AfterValidator(_without_blanks),
         Metadata(
@@ -199,7 +199,7 @@ class SamplingParams(_Slots):
         int,
         Field(
             ge=0,
-            description="until there are so many output tokens, nothing that could end the output is drawn or counts",
+            description="minimum output tokens: end tokens are banned and stop texts ignored until then",
         ),
         _end(scope=Scope.TOKENS, with_beams=False, limits="0 to `max_tokens`"),
     ] = 0
@@ -241,7 +241,7 @@ class SamplingParams(_Slots):
     ] = None
     beam_width: Annotated[
         int | None,
-        Field(ge=1, le=MAX_BEAM_WIDTH, description="searches with so many beams instead of drawing"),
+        Field(ge=1, le=MAX_BEAM_WIDTH, description="beam search with this many beams instead of sampling"),
         _report(scope=Scope.TEXT),
     ] = None
     length_penalty: Annotated[
@@ -258,7 +258,7 @@ class SamplingParams(_Slots):
         Field(
             ge=0,
             le=MAX_LOGPROBS,
-            description="reports each output token's log-probability and rank, and so many best tokens",
+            description="returns each output token's log-probability and rank, and this many top tokens",
         ),
         _report(scope=Scope.TOKENS, with_beams=False),
     ] = None
@@ -393,7 +393,7 @@ class SamplingParams(_Slots):
             value = getattr(self, name)
             neutral = {} if parameter.default is MISSING else parameter.default
             if not parameter.metadata.with_beams and value != neutral:
-                raise _refusal(name, value, "must not be set with beam_width: a beam search draws nothing")
+                raise _refusal(name, value, "must not be set with beam_width: a beam search does not sample")
 
     @property
     def wanted_output_kind(self) -> RequestOutputKind:

@@ -13,7 +13,7 @@ from holdfast.cluster.config.layers import Layer, Setting
 from holdfast.cluster.progress_bars import progress
 from holdfast.worker.errors import ConfigurationError
 
-_CANARY = "how much of the new requests a canary gets, in (0, 1]; default: no canary"
+_CANARY = "share of new requests that a canary gets, in (0, 1]; default: no canary"
 
 
 @takes_settings(
@@ -40,7 +40,7 @@ def update(
         raise ConfigurationError(f"--canary = {canary}: must be in [0, 1]")
     answers = [] if known_answers is None else read_known_answers(known_answers)
     if answers and not canary:
-        raise ConfigurationError("--known-answers needs --canary: they are asked of a canary alone")
+        raise ConfigurationError("--known-answers needs --canary: only a canary is checked against known answers")
     loaded = load_config({**settings, "model.served_model_name": Setting(name, "NAME")}, config)
     if server is not None:
         check_remote(settings, pid=pid)

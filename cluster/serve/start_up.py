@@ -87,8 +87,8 @@ def _check_reaching(routers: Sequence[Member], num_replicas: Mapping[str, int], 
         if dict(router.linked).get(name, 0) < number
     )
     raise ReplicaError(
-        f"all processes are up, and {found}, after {waited_s:.0f} s: does something lie between their nodes that lets "
-        "no connection through? `holdfast logs` shows what the routers say"
+        f"all processes are up, and {found}, after {waited_s:.0f} s: does a firewall block connections "
+        "between their nodes? `holdfast logs` shows what the routers say"
     )
 
 

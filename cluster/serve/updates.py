@@ -114,7 +114,9 @@ class Update:
             )
         serving = self._serving(self._steps.snapshot(), applications[0])
         if not serving:
-            raise ConfigurationError(f"model {name!r}: none of its replicas serves, so nothing can be updated")
+            raise ConfigurationError(
+                f"model {name!r}: none of its replicas serves, so there is no running version to update"
+            )
         return applications[0], len(serving)
 
     def _replace(self, new: str) -> Updated:
@@ -154,7 +156,9 @@ class Update:
     def _try_canary(self, old_version: str, version: str, new: str) -> None:
         """Raises `UpdateRolledBackError` if it is worse than what serves."""
         if old_version == version:
-            raise ConfigurationError(f"model {self._plan.model!r}: nothing that a canary could show has changed")
+            raise ConfigurationError(
+                f"model {self._plan.model!r}: the new version equals the running one: a canary would compare nothing"
+            )
         plan, steps = self._plan, self._steps
         before = self._counts(old_version), self._counts(version)
         self._order("with_canary", plan.model, Canary(model=plan.model, version=version, share=plan.share))
@@ -172,7 +176,9 @@ class Update:
             if watched_s >= plan.watch_s and num_ended >= plan.min_requests:
                 return
             if watched_s >= 4 * plan.watch_s:
-                told = f"only {num_ended} requests came in {watched_s:.0f} s, and it takes {plan.min_requests} to tell"
+                told = (
+                    f"only {num_ended} requests ended in {watched_s:.0f} s, and --min-requests is {plan.min_requests}"
+                )
                 raise UpdateRolledBackError(f"{plan.model}: canary {version} was taken back: {told}")
             steps.sleep(LOOK_EVERY_S)
 
