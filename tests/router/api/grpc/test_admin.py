@@ -7,7 +7,7 @@ import logging
 import grpc
 import pytest
 
-from holdfast.router.api.grpc.admin import AdminServicer
+from holdfast.router.api.grpc.admin import SERVICE, AdminServicer
 from holdfast.router.api.operators import Operators
 from holdfast.router.cluster_control import (
     AddModel,
@@ -264,3 +264,17 @@ async def test_a_cancelled_change_is_undone_and_a_router_without_a_cluster_has_n
         with pytest.raises(grpc.aio.AioRpcError, match="outside a Ray cluster") as caught:
             await operator_of(place).ListClusterModels(pb.ListClusterModelsRequest())
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("method", list(SERVICE.methods), ids=lambda method: method.name)
+def test_no_method_is_open_to_another_machine_without_keys(method):
+    """Whatever a method does: this one and those that are still to come."""
+    operators = Operators(None, None, gate=Gate(), send=None, orders=None, dump=lambda: "{}", control=_Control())
+    request = getattr(pb, method.input_type.name)()
+    call = getattr(AdminServicer(operators), method.name)(request, _Peer("ipv4:10.0.0.7:5"))
+    with pytest.raises(PermissionDeniedError, match="this machine alone"):
+        asyncio.run(_first(call))
+
+
+async def _first(call):
+    return await (anext(call) if hasattr(call, "__anext__") else call)
