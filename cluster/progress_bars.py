@@ -25,13 +25,18 @@ def progress(stream: TextIO) -> Iterator[Report]:
     columns = (SpinnerColumn(finished_text="[green]✓"), TextColumn("{task.description}"), BarColumn(bar_width=24))
     with Progress(*columns, TimeElapsedColumn(), console=Console(file=stream)) as bars:
         tasks: dict[str, TaskID] = {}
+        ended: set[str] = set()
         lock = threading.Lock()
 
         def report(phase: str, done: int, total: int) -> None:
             with lock:
+                if phase in ended:
+                    return
                 if phase not in tasks:
                     tasks[phase] = bars.add_task(phase, total=total if total > 1 else None)
                 finished = done >= total
+                if finished:
+                    ended.add(phase)
                 bars.update(tasks[phase], completed=done, total=total if finished or total > 1 else None)
 
         yield report

@@ -69,9 +69,7 @@ class LimitsConfig(Settings):
     )
     max_messages: int = Field(4096, ge=1, description="maximum messages of a chat, and calls in all of them")
     max_tools: int = Field(1024, ge=0, description="maximum tools of a chat")
-    max_message_bytes: Bytes = Field(
-        8 * 2**20, ge=2**20, description="maximum bytes of a gRPC message or an HTTP body, whatever is in it"
-    )
+    max_message_bytes: Bytes = Field(8 * 2**20, ge=2**20, description="maximum bytes of a gRPC message or an HTTP body")
     max_header_bytes: Bytes = Field(
         32 * 2**10, ge=2**12, description="maximum bytes of a request's headers or metadata, over HTTP and gRPC"
     )
@@ -154,7 +152,7 @@ class OverloadConfig(Settings):
         64 * 2**20, ge=2**20, description="bytes that requests of one connection may have in flight, not decoded yet"
     )
     max_key_bytes: Bytes = Field(
-        128 * 2**20, ge=2**20, description="the same of one API key, or of one address where no key is asked for"
+        128 * 2**20, ge=2**20, description="the same per API key, or per client address where keys are off"
     )
     max_router_bytes: Bytes = Field(
         256 * 2**20, ge=2**20, description="the same of one router; with output that is not read, pressure 1"
@@ -170,7 +168,10 @@ class OverloadConfig(Settings):
         0.92, gt=0, le=1, description="pressure at which all new requests are refused; at 1 resumed ones too"
     )
     close_greediest_at: float = Field(
-        0.97, gt=0, le=1, description="pressure of memory or bytes at which the request that holds the most is ended"
+        0.97,
+        gt=0,
+        le=1,
+        description="pressure of memory or bytes at which the request that holds the most bytes is ended",
     )
     release_margin: float = Field(
         0.1, ge=0, lt=1, description="how far a pressure must fall below the start of an action for it to end"
@@ -201,7 +202,7 @@ class SecurityConfig(Settings):
     tls_cert: File | None = Field(None, description="certificate chain (PEM) of the gRPC and HTTP ports; unset: no TLS")
     tls_key: File | None = Field(None, description="its private key (PEM)")
     tls_client_ca: File | None = Field(
-        None, description="who signs clients' certificates (PEM); unset: clients are asked for none"
+        None, description="CA of clients' certificates (PEM); unset: clients need no certificate"
     )
     cluster_token_file: File | None = Field(
         None, description="file with the token by which routers and replicas know each other; unset: one is made"

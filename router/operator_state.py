@@ -1,4 +1,4 @@
-"""Standing orders of a cluster's operators to its routers, as plain data. Every router of a cluster obeys the same."""
+"""Operator state of a cluster: drains, pauses, canaries and log level, as plain data, the same in every router."""
 
 from dataclasses import dataclass, replace
 from typing import Final
@@ -31,8 +31,8 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
-    """All that holds at one moment."""
+class OperatorState:
+    """What the operators of a cluster have set, at one revision."""
 
     revision: int = 0
     """Grows with every change. Of two, the one with the greater revision holds."""
@@ -51,50 +51,50 @@ class Orders:
     def canary_of(self, model: str) -> Canary | None:
         return next((canary for canary in self.canaries if canary.model == model), None)
 
-    def with_drained(self, replica_id: str, is_drained: bool) -> "Orders":
+    def with_drained(self, replica_id: str, is_drained: bool) -> "OperatorState":
         drained = self.drained | {replica_id} if is_drained else self.drained - {replica_id}
         return self._next(drained=drained)
 
-    def with_pause(self, model: str, pause: Pause | None) -> "Orders":
+    def with_pause(self, model: str, pause: Pause | None) -> "OperatorState":
         """Instead of the model's pause that there was; None: it goes on."""
         others = tuple(one for one in self.pauses if one.model != model)
         return self._next(pauses=others if pause is None else (*others, pause))
 
-    def with_canary(self, model: str, canary: Canary | None) -> "Orders":
+    def with_canary(self, model: str, canary: Canary | None) -> "OperatorState":
         """Instead of the model's canary that there was; None: its versions are equal."""
         others = tuple(one for one in self.canaries if one.model != model)
         return self._next(canaries=others if canary is None else (*others, canary))
 
-    def with_retired(self, model: str, version: str, is_retired: bool) -> "Orders":
+    def with_retired(self, model: str, version: str, is_retired: bool) -> "OperatorState":
         one = (model, version)
         return self._next(retired=self.retired | {one} if is_retired else self.retired - {one})
 
-    def with_held(self, application: str, is_held: bool) -> "Orders":
+    def with_held(self, application: str, is_held: bool) -> "OperatorState":
         return self._next(held=self.held | {application} if is_held else self.held - {application})
 
-    def with_log_level(self, level: str) -> "Orders":
+    def with_log_level(self, level: str) -> "OperatorState":
         """Raises `InvalidRequestError` for a level that there is not."""
         return self._next(log_level=log_level(level))
 
-    def _next(self, **changes: object) -> "Orders":
+    def _next(self, **changes: object) -> "OperatorState":
         return replace(self, revision=self.revision + 1, **changes)  # type: ignore[arg-type]  # by name, above
 
 
-NO_ORDERS: Final = Orders()
+NO_OPERATOR_STATE: Final = OperatorState()
 
 _CHANGES: Final = ("with_drained", "with_pause", "with_canary", "with_retired", "with_held", "with_log_level")
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change of orders, as it travels: the name of a method of `Orders`, and its arguments."""
+    """One change of operator state, as it is sent: the name of a method of `OperatorState`, and its arguments."""
 
     name: str
     arguments: tuple[object, ...]
 
-    def applied_to(self, orders: Orders) -> Orders:
+    def applied_to(self, orders: OperatorState) -> OperatorState:
         """What holds after it. Raises `InvalidRequestError`."""
         if self.name not in _CHANGES:
             raise InvalidRequestError("change", self.name, f"must be one of {', '.join(_CHANGES)}")
-        changed: Orders = getattr(orders, self.name)(*self.arguments)
+        changed: OperatorState = getattr(orders, self.name)(*self.arguments)
         return changed

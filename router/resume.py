@@ -104,7 +104,7 @@ def check_ends(field: str, token_ids: Sequence[int], request: EngineRequest, eos
     ends = {*params.stop_token_ids, *(() if goes_on else eos_token_ids)}
     for index, token_id in enumerate(token_ids[:-1]):
         if token_id in ends:
-            raise InvalidRequestError(field, token_id, f"must have nothing after token {index}, which ends the output")
+            raise InvalidRequestError(field, token_id, f"must end with token {index}, which ends the output")
 
 
 def received_delivery(sequence: NewSequence, index: int, resume: Resume, echo: str = "") -> Deliver | None:

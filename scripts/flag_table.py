@@ -45,10 +45,10 @@ def sampling_flags(parameters: Iterable[Parameter]) -> list[SamplingFlag]:
             kind=KINDS[item.kind],
             is_optional=item.is_optional,
             default=_default(item),
-            topic=item.about.topic.value,
+            topic=item.metadata.group.value,
             help=item.help,
-            short=item.about.short_flag,
-            negative=item.about.negative_flag,
+            short=item.metadata.short_flag,
+            negative=item.metadata.negative_flag,
         )
         for item in parameters
         if item.kind in KINDS
@@ -77,8 +77,8 @@ def _help(field: FieldInfo) -> str:
 
 
 def _default(item: Parameter) -> object:
-    if item.about.flag_default is not ...:
-        return item.about.flag_default
+    if item.metadata.flag_default is not ...:
+        return item.metadata.flag_default
     return None if item.kind in _LISTS else item.default
 
 

@@ -33,8 +33,8 @@ def with_table(page: str, new: str) -> str:
 
 def _neutral(item: Parameter) -> str:
     default = item.default
-    if item.about.neutral:
-        return item.about.neutral
+    if item.metadata.neutral:
+        return item.metadata.neutral
     if default is None:
         return "unset"
     if isinstance(default, bool):

@@ -18,10 +18,10 @@ from holdfast.cluster.commands.sampling_flags import flags_of
 from holdfast.v1 import engine_pb2, inference_pb2
 from holdfast.worker import sampling_params
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.parameters import About, Topic, World, declared
+from holdfast.worker.parameters import Group, Metadata, Scope, declared
 from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
 from holdfast.worker.wire import sampling_fields
-from holdfast.worker.wire.sampling_fields import TOKEN_WORLD, fields_of, params_of
+from holdfast.worker.wire.sampling_fields import TOKEN_SCOPE, fields_of, params_of
 from scripts.flag_table import sampling_flags
 from scripts.sampling_docs import PAGE, table, with_table
 
@@ -125,7 +125,7 @@ def test_the_page_has_the_table_of_the_declarations():
 @dataclass(slots=True, kw_only=True)
 class Warmer(SamplingParams):
     warmth: Annotated[
-        float, Field(ge=0, le=1, description="how warm it is"), About(world=World.TOKENS, topic=Topic.SAMPLING)
+        float, Field(ge=0, le=1, description="how warm it is"), Metadata(scope=Scope.TOKENS, group=Group.SAMPLING)
     ] = 0.5
 
 
@@ -166,8 +166,8 @@ def test_a_new_parameter_travels_on_both_wires(parameters, warmth):
     public = message_with(inference_pb2, "SamplingParams", proto3_optional=True)
     assert params_of(public.FromString(public(**fields_of(params, public)).SerializeToString())) == params
     link = message_with(engine_pb2, "EngineSamplingParams")
-    said = link(**fields_of(params, link, TOKEN_WORLD))
-    assert params_of(link.FromString(said.SerializeToString()), TOKEN_WORLD) == params
+    said = link(**fields_of(params, link, TOKEN_SCOPE))
+    assert params_of(link.FromString(said.SerializeToString()), TOKEN_SCOPE) == params
 
 
 def test_a_new_parameter_has_a_flag_and_a_row(parameters):

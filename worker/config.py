@@ -157,7 +157,8 @@ class SchedulerConfig(ServiceOrderConfig):
         8,
         ge=1,
         le=64,
-        description="most decode steps run on one plan, where they take 6 ms together and nobody waits; 1: one",
+        description="maximum decode steps per plan, used where they take at most 6 ms together and no request waits; "
+        "1: one step per plan",
     )
     target_tpot_ms: float | None = Field(
         None, gt=0, description="target time per output token in ms, which limits the prefill in each step; unset: off"

@@ -21,7 +21,7 @@ FIELD: Final = "sampling_params"
 """Where requests hold them: what refusals call a parameter begins with it."""
 
 
-class World(StrEnum):
+class Scope(StrEnum):
     """Whom a parameter concerns."""
 
     TOKENS = "tokens"
@@ -30,7 +30,7 @@ class World(StrEnum):
     """It stays in the router."""
 
 
-class Topic(StrEnum):
+class Group(StrEnum):
     """Under which heading the command line shows a parameter."""
 
     SAMPLING = "sampling"
@@ -52,11 +52,11 @@ class Kind:
 
 
 @dataclass(frozen=True, kw_only=True)
-class About:
+class Metadata:
     """What a declaration says besides type, range and description (pydantic's `Field`)."""
 
-    world: World
-    topic: Topic
+    scope: Scope
+    group: Group
     limit: str = ""
     """What a value outside its limits is told, where the range alone does not say it."""
     limits: str = ""
@@ -154,7 +154,7 @@ class Parameter:
     is_optional: bool
     """None is a value."""
     field: FieldInfo
-    about: About
+    metadata: Metadata
 
     def check(self, value: object) -> Any:
         """The value as it is stored. Raises `InvalidRequestError`, naming the parameter."""
@@ -175,7 +175,7 @@ class Parameter:
 
     @cached_property
     def _validate(self) -> Callable[[object], Any]:
-        constraints = [item for item in self.field.metadata if not isinstance(item, Kind | About)]
+        constraints = [item for item in self.field.metadata if not isinstance(item, Kind | Metadata)]
         if self._is_unbounded:
             constraints.append(Field(le=MAX_WHOLE))
         annotated: Any = Annotated
@@ -196,7 +196,7 @@ class Parameter:
 
     @property
     def _is_unbounded(self) -> bool:
-        return self.kind is WHOLE and self._bound("le") is None and not self.about.means_all
+        return self.kind is WHOLE and self._bound("le") is None and not self.metadata.means_all
 
     @property
     def help(self) -> str:
@@ -206,8 +206,8 @@ class Parameter:
     def limit(self) -> str:
         """What is allowed, in words that follow the value."""
         low, high = self._bound("ge", "gt"), self._bound("le")
-        if self.about.limit or low is None:
-            return self.about.limit or self.kind.wish
+        if self.metadata.limit or low is None:
+            return self.metadata.limit or self.kind.wish
         if high is None:
             return f"must be at least {_figure(low)}" if low else "must not be negative"
         bracket = "(" if self._bound("gt") is not None else "["
@@ -217,8 +217,8 @@ class Parameter:
     def limits(self) -> str:
         """The range in words for a table; empty where there is none."""
         low, high = self._bound("ge", "gt"), self._bound("le")
-        if self.about.limits or low is None:
-            return self.about.limits
+        if self.metadata.limits or low is None:
+            return self.metadata.limits
         if high is None:
             return f"{_figure(low)} or more"
         return (
@@ -246,5 +246,5 @@ def _parameter(name: str, default: object, hint: Any) -> Parameter:
     base, *metadata = get_args(hint)
     kinds = [item for item in metadata if isinstance(item, Kind)]
     kinds += [_PLAIN_KINDS[item] for item in (base, *get_args(base)) if item in _PLAIN_KINDS]
-    (about,) = (item for item in metadata if isinstance(item, About))
+    (about,) = (item for item in metadata if isinstance(item, Metadata))
     return Parameter(name, default, kinds[0], NoneType in get_args(base), FieldInfo.from_annotation(hint), about)

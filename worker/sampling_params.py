@@ -20,10 +20,10 @@ from holdfast.worker.parameters import (
     STRUCTURE,
     TEXTS,
     TOKEN_IDS,
-    About,
+    Group,
+    Metadata,
     Parameter,
-    Topic,
-    World,
+    Scope,
     declared,
 )
 from holdfast.worker.structured_outputs import StructuredOutputs
@@ -68,9 +68,9 @@ def _or_zero(number: int) -> int:
     return max(number, 0)
 
 
-_draw = partial(About, world=World.TOKENS, topic=Topic.SAMPLING)
-_end = partial(About, topic=Topic.ENDING)
-_report = partial(About, topic=Topic.REPORT)
+_draw = partial(Metadata, scope=Scope.TOKENS, group=Group.SAMPLING)
+_end = partial(Metadata, group=Group.ENDING)
+_report = partial(Metadata, group=Group.REPORT)
 
 
 class _Slots:
@@ -139,7 +139,7 @@ class SamplingParams(_Slots):
         Field(
             ge=-2,
             le=2,
-            description="the same by their number: taken off a token's logit for each time the output has it",
+            description="subtracted from a token's logit once per occurrence in the output",
         ),
         _draw(with_beams=False),
     ] = 0.0
@@ -167,12 +167,12 @@ class SamplingParams(_Slots):
         str | Sequence[str],
         TEXTS,
         Field(
-            description="text that must not come up: bans the last token of a word where the output ends in the others"
+            description="banned texts: the last token of a text is banned where the output ends in the tokens before it"
         ),
         AfterValidator(_without_blanks),
-        About(
-            world=World.TEXT,
-            topic=Topic.SAMPLING,
+        Metadata(
+            scope=Scope.TEXT,
+            group=Group.SAMPLING,
             with_beams=False,
             limit="must not be empty or only spaces",
             limits="not blank; 256 words of 256 characters on a server",
@@ -182,9 +182,9 @@ class SamplingParams(_Slots):
         StructuredOutputs | Mapping[str, object] | None,
         STRUCTURE,
         Field(description="only what keeps the output in this shape can be drawn"),
-        About(
-            world=World.TEXT,
-            topic=Topic.STRUCTURE,
+        Metadata(
+            scope=Scope.TEXT,
+            group=Group.STRUCTURE,
             with_beams=False,
             limits="one of five kinds; 65,536 characters on a server",
         ),
@@ -193,22 +193,22 @@ class SamplingParams(_Slots):
     max_tokens: Annotated[
         int | None,
         Field(ge=1, description="at most this many output tokens; none for as many as the context holds"),
-        _end(world=World.TOKENS, means_all=True, flag_default=64, limits="1 or more; `None` in Python"),
+        _end(scope=Scope.TOKENS, means_all=True, flag_default=64, limits="1 or more; `None` in Python"),
     ] = 16
     min_tokens: Annotated[
         int,
         Field(
             ge=0,
-            description="until there are so many output tokens, nothing that could end the output is drawn or counts",
+            description="minimum output tokens: end tokens are banned and stop texts ignored until then",
         ),
-        _end(world=World.TOKENS, with_beams=False, limits="0 to `max_tokens`"),
+        _end(scope=Scope.TOKENS, with_beams=False, limits="0 to `max_tokens`"),
     ] = 0
     stop: Annotated[
         str | Sequence[str],
         TEXTS,
         Field(description="text that ends the output"),
         _end(
-            world=World.TEXT,
+            scope=Scope.TEXT,
             with_beams=False,
             limit="stop strings must not be empty",
             limits="64 strings of 1024 characters on a server",
@@ -218,31 +218,31 @@ class SamplingParams(_Slots):
         Sequence[int],
         TOKEN_IDS,
         Field(description="tokens that end the output, besides the model's own"),
-        _end(world=World.TOKENS, limit="token ids must not be negative", limits="below the vocabulary size"),
+        _end(scope=Scope.TOKENS, limit="token ids must not be negative", limits="below the vocabulary size"),
     ] = ()
     ignore_eos: Annotated[
         bool,
         Field(description="the model's own end-of-sequence tokens do not end the output"),
-        _end(world=World.TOKENS),
+        _end(scope=Scope.TOKENS),
     ] = False
     include_stop_str_in_output: Annotated[
-        bool, Field(description="keeps the stop string as the end of the text"), _end(world=World.TEXT)
+        bool, Field(description="keeps the stop string as the end of the text"), _end(scope=Scope.TEXT)
     ] = False
 
     n: Annotated[
         int,
         Field(ge=1, description="completions of the request; number i is drawn with seed + i"),
-        _report(world=World.TEXT, short_flag="-n", limits="1 or more; 64 on a server"),
+        _report(scope=Scope.TEXT, short_flag="-n", limits="1 or more; 64 on a server"),
     ] = 1
     best_of: Annotated[
         int | None,
         Field(description="completions to draw, of which the n likeliest are returned"),
-        _report(world=World.TEXT, with_beams=False, neutral="n", limits="n or more; 64 on a server"),
+        _report(scope=Scope.TEXT, with_beams=False, neutral="n", limits="n or more; 64 on a server"),
     ] = None
     beam_width: Annotated[
         int | None,
-        Field(ge=1, le=MAX_BEAM_WIDTH, description="searches with so many beams instead of drawing"),
-        _report(world=World.TEXT),
+        Field(ge=1, le=MAX_BEAM_WIDTH, description="beam search with this many beams instead of sampling"),
+        _report(scope=Scope.TEXT),
     ] = None
     length_penalty: Annotated[
         float,
@@ -251,21 +251,21 @@ class SamplingParams(_Slots):
             le=10,
             description="of a beam search: the power of the length that a log-probability is divided by",
         ),
-        _report(world=World.TEXT),
+        _report(scope=Scope.TEXT),
     ] = 1.0
     logprobs: Annotated[
         int | None,
         Field(
             ge=0,
             le=MAX_LOGPROBS,
-            description="reports each output token's log-probability and rank, and so many best tokens",
+            description="returns each output token's log-probability and rank, and this many top tokens",
         ),
-        _report(world=World.TOKENS, with_beams=False),
+        _report(scope=Scope.TOKENS, with_beams=False),
     ] = None
     prompt_logprobs: Annotated[
         int | None,
         Field(ge=0, le=MAX_LOGPROBS, description="the same for each token of the prompt"),
-        _report(world=World.TOKENS, with_beams=False),
+        _report(scope=Scope.TOKENS, with_beams=False),
     ] = None
     logprob_token_ids: Annotated[
         Sequence[int],
@@ -275,19 +275,19 @@ class SamplingParams(_Slots):
             description="with `logprobs`: reports these tokens with each output token, in place of the best ones",
         ),
         _report(
-            world=World.TOKENS,
+            scope=Scope.TOKENS,
             with_beams=False,
             limit=f"must be at most {MAX_LOGPROB_TOKEN_IDS} token ids, none of them negative",
             limits=f"{MAX_LOGPROB_TOKEN_IDS} ids, below the vocabulary size",
         ),
     ] = ()
-    echo: Annotated[bool, Field(description="begins the text with the prompt's"), _report(world=World.TEXT)] = False
+    echo: Annotated[bool, Field(description="begins the text with the prompt's"), _report(scope=Scope.TEXT)] = False
     truncate_prompt_tokens: Annotated[
         int | None,
         Field(ge=-1, description="keeps the last tokens of the prompt; -1: as many as fit"),
         AfterValidator(_without_zero),
         _report(
-            world=World.TEXT,
+            scope=Scope.TEXT,
             means_all=True,
             limit="must be at least 1, or -1 for as many as fit",
             limits="1 or more, or -1",
@@ -296,18 +296,18 @@ class SamplingParams(_Slots):
     truncate_right: Annotated[
         bool,
         Field(description="truncate_prompt_tokens keeps the first tokens of the prompt"),
-        _report(world=World.TEXT),
+        _report(scope=Scope.TEXT),
     ] = False
     skip_special_tokens: Annotated[
         bool,
         Field(description="leaves special tokens, such as the end of sequence, out of the text"),
-        _report(world=World.TEXT, negative_flag="--keep-special-tokens"),
+        _report(scope=Scope.TEXT, negative_flag="--keep-special-tokens"),
     ] = True
 
     detokenize: Annotated[
         bool,
         Field(description="makes text of the tokens; without it the text is empty, and there are no stop strings"),
-        _report(world=World.TEXT, negative_flag="--no-text"),
+        _report(scope=Scope.TEXT, negative_flag="--no-text"),
     ] = True
 
     guided_decoding: InitVar[StructuredOutputs | Mapping[str, object] | None] = None
@@ -392,8 +392,8 @@ class SamplingParams(_Slots):
         for name, parameter in PARAMETERS.items():
             value = getattr(self, name)
             neutral = {} if parameter.default is MISSING else parameter.default
-            if not parameter.about.with_beams and value != neutral:
-                raise _refusal(name, value, "must not be set with beam_width: a beam search draws nothing")
+            if not parameter.metadata.with_beams and value != neutral:
+                raise _refusal(name, value, "must not be set with beam_width: a beam search does not sample")
 
     @property
     def wanted_output_kind(self) -> RequestOutputKind:

@@ -69,7 +69,7 @@ def print_run(console: Console, run: Run) -> None:
     counted = f"{run.completed} requests in {run.duration_s:.1f} s" + (f", {run.failed} failed" if run.failed else "")
     console.print(f"[bold]{run.load}[/bold]: {counted}", highlight=False)
     if run.interrupted:
-        console.print("Interrupted: what was in flight is not counted, so long answers are missing.", style="yellow")
+        console.print("Interrupted: requests in flight are not counted, so long answers are missing.", style="yellow")
     rates = f"{run.requests_per_s:.2f} requests/s, {run.output_tokens_per_s:.1f} output tokens/s"
     console.print(f"{rates}, {run.total_tokens_per_s:.1f} tokens/s with prompts", highlight=False)
     if run.goodput is not None and run.attainment is not None:

@@ -77,7 +77,7 @@ class Run(Part):
 
     load: Load
     interrupted: bool = Field(
-        False, description="it was ended early; what was in flight then is not counted, so long answers are missing"
+        False, description="the run was interrupted: requests in flight are not counted, so long answers are missing"
     )
     duration_s: float = Field(description="from the beginning to the end of the last request, and at least --duration")
     requests: int

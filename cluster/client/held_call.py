@@ -203,7 +203,7 @@ class Received:
             return None
         if chunk.first_token_index != len(sequence.token_ids):
             place = f"at token {chunk.first_token_index}, not {len(sequence.token_ids)}"
-            raise InternalError(f"sequence {chunk.sequence_index} does not go on where it was cut off: {place}")
+            raise InternalError(f"sequence {chunk.sequence_index} does not continue where it was cut off: {place}")
         sequence.token_ids += chunk.token_ids
         sequence.text_length += len(chunk.text)
         sequence.finish_reason = chunk.finish_reason

@@ -30,7 +30,7 @@ def at_once(work: Coroutine[Any, Any, T]) -> T:
     except StopIteration as end:
         result: T = end.value
         return result
-    raise AssertionError("a blocking port waits for nothing")
+    raise AssertionError("a blocking port must not be awaited")
 
 
 class Io(ABC):

@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 import grpc
@@ -195,10 +196,31 @@ TIMEOUT_S: Final = 30.0
 def call_admin(
     server: str, method: str, fields: Mapping[str, object], api_key: str = "", tls: Tls | None = None
 ) -> Any:
-    """The answer of the router at `server` (`host:port`) to a method, whose request has these fields. Blocking.
+    """The answer of the router at `server` (`host:port`) to a unary method of `AdminService`, whose request has these
+    fields. Blocking. Raises `HoldfastError`.
+    """
+    with _admin_call(server, method, fields, api_key, tls, TIMEOUT_S) as call:
+        return call
+
+
+def stream_admin(
+    server: str, method: str, fields: Mapping[str, object], api_key: str = "", tls: Tls | None = None
+) -> Iterator[Any]:
+    """The messages of a streaming method. Blocking, without a timeout; closing the iterator cancels the call.
 
     Raises `HoldfastError`.
     """
+    with _admin_call(server, method, fields, api_key, tls, None) as call:
+        try:
+            yield from call
+        finally:
+            call.cancel()
+
+
+@contextmanager
+def _admin_call(
+    server: str, method: str, fields: Mapping[str, object], api_key: str, tls: Tls | None, timeout_s: float | None
+) -> Iterator[Any]:
     request = getattr(admin_pb2, f"{method}Request")(**fields)
     options = reaching(server, ())
     channel = (
@@ -210,9 +232,10 @@ def call_admin(
     with channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
-            return getattr(stub, method)(request, metadata=metadata, timeout=TIMEOUT_S)
+            yield getattr(stub, method)(request, metadata=metadata, timeout=timeout_s)
         except grpc.RpcError as error:
-            trailers: Any = error.trailing_metadata() or ()
+            known: Any = error  # a call as well, in both forms
+            trailers: Any = known.trailing_metadata() or ()
             found = tuple(tuple(one) for one in trailers)
-            status = CallStatus(code=error.code(), message=error.details() or "", trailing_metadata=found)
+            status = CallStatus(code=known.code(), message=known.details() or "", trailing_metadata=found)
             raise error_of(status) from None

@@ -9,7 +9,7 @@ from holdfast.cluster.config.flags import takes_settings
 from holdfast.cluster.config.layers import Layer
 
 Server = Annotated[
-    str, Parameter(help="host:port of a running router; the order applies to all routers of its cluster")
+    str, Parameter(help="host:port of a running router; the change applies to all routers of its cluster")
 ]
 Model = Annotated[str, Parameter(help="the model's name in the API")]
 Replica = Annotated[str, Parameter(help="the replica's id, as `holdfast stats` shows it")]
@@ -21,7 +21,7 @@ _LOCAL = "localhost:50051"
 def drain(replica: Replica, /, *, server: Server = _LOCAL, settings: Layer) -> int:
     """Take a replica out of service: it gets no new requests, and what runs there moves to others, or finishes."""
     _ask(server, settings, "Drain", replica_id=replica)
-    print(f"{replica} drains; `holdfast undrain` puts it back")
+    print(f"replica {replica} drains; `holdfast undrain {replica}` puts it back into service")
     return 0
 
 
@@ -29,7 +29,7 @@ def drain(replica: Replica, /, *, server: Server = _LOCAL, settings: Layer) -> i
 def undrain(replica: Replica, /, *, server: Server = _LOCAL, settings: Layer) -> int:
     """Put a replica that was drained back into service."""
     _ask(server, settings, "Undrain", replica_id=replica)
-    print(f"{replica} gets requests again")
+    print(f"replica {replica} is back in service")
     return 0
 
 
@@ -66,7 +66,7 @@ def log_level(
 ) -> int:
     """Change what the routers and replicas of a cluster log."""
     _ask(server, settings, "SetLogLevel", level=level)
-    print(f"routers and replicas log from {level.upper()} on")
+    print(f"log level of routers and replicas: {level.upper()}")
     return 0
 
 

@@ -1,44 +1,47 @@
 """Command `holdfast apply`: makes the models and routers of a running cluster those of a configuration."""
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from holdfast.cluster.commands.models import NOT_WHICH, Pid, connected
+from holdfast.cluster.commands.models import NOT_WHICH, OF_REPLICA, Pid, Server, connected
+from holdfast.cluster.commands.remote_models import change_model, check_remote, list_models, settings_text
 from holdfast.cluster.config.flags import takes_settings
 from holdfast.cluster.config.layers import Layer
 from holdfast.cluster.progress_bars import Report, progress
 from holdfast.worker.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from holdfast.cluster.config.config import HoldfastConfig
-    from holdfast.cluster.serve.canary import Changed, Step
+    from holdfast.cluster.config.config import HoldfastConfig, LoadedConfig
+    from holdfast.cluster.serve.canary import Changed, Running, Step
 
 
-@takes_settings("cluster", without=NOT_WHICH)
+@takes_settings("cluster", "client", without=NOT_WHICH)
 def apply(
     config: Annotated[Path, Parameter(help="a .yaml or .toml file of settings")],
     /,
     *,
     yes: Annotated[bool, Parameter(help="do it without asking", negative=())] = False,
     dry_run: Annotated[bool, Parameter(help="show the difference alone", negative=())] = False,
+    server: Server = None,
     pid: Pid = None,
     settings: Layer,
 ) -> int:
-    """Show how the models and routers of a running cluster differ from CONFIG, ask, and change them.
-
-    Models are added, updated (one replica after the other, without ending a stream), scaled and removed; routers are
-    replaced one after the other. Addresses and security need a restart: where they differ, that is said.
-    """
+    """Show how the models and routers of a running cluster differ from CONFIG, ask, and change them."""
     from holdfast.cluster.config.chat_templates import with_template_texts
     from holdfast.cluster.config.config import is_given, load_config
     from holdfast.cluster.serve.canary import difference, in_order, router_difference
 
     loaded = load_config(settings, config)
     wanted = with_template_texts(loaded.config)
+    if server is not None:
+        check_remote(settings, pid=pid)
+        steps = difference(_running_at(server, loaded), wanted)
+        return _apply(steps, lambda step, _: _do_at(server, loaded, step), yes=yes, dry_run=dry_run)
     with connected(wanted, pid):
         from holdfast.cluster.serve.router_update import running_routers
         from holdfast.cluster.serve.serving import running_models
@@ -49,20 +52,54 @@ def apply(
             of_routers, fixed = router_difference(routers, wanted, lambda path: is_given(loaded, path))
             steps = in_order([*steps, *of_routers])
             _warn_of(fixed)
-        if not steps:
-            print("nothing differs")
-            return 0
-        _show(steps)
-        if dry_run:
-            return 0
-        if not yes and not _agrees():
-            print("nothing was changed")
-            return 1
-        with progress(sys.stderr) as report:
-            for step in steps:
-                _do(step, wanted, routers, report)
+        return _apply(steps, lambda step, report: _do(step, wanted, routers, report), yes=yes, dry_run=dry_run)
+
+
+def _apply(steps: "Sequence[Step]", do: "Callable[[Step, Report], None]", *, yes: bool, dry_run: bool) -> int:
+    """Shows the steps, asks, and takes them. Returns the exit code."""
+    if not steps:
+        print("nothing differs")
+        return 0
+    _show(steps)
+    if dry_run:
+        return 0
+    if not yes and not _agrees():
+        print("nothing was changed")
+        return 1
+    with progress(sys.stderr) as report:
+        for step in steps:
+            do(step, report)
     print(f"done: {', '.join(f'{step.kind} {step.model}' for step in steps)}")
     return 0
+
+
+def _running_at(server: str, loaded: "LoadedConfig") -> "dict[str, Running]":
+    """The models that the cluster of a router serves. Raises `HoldfastError`."""
+    from holdfast.cluster.serve.canary import Running
+
+    return {
+        one.name: Running(settings=json.loads(one.settings), num_replicas=one.num_replicas)
+        for one in list_models(server, loaded)
+        if one.settings
+    }
+
+
+def _do_at(server: str, loaded: "LoadedConfig", step: "Step") -> None:
+    """Has a router take a step. Raises `HoldfastError`."""
+    from holdfast.cluster.serve.canary import Kind
+
+    config = step.config
+    if step.kind is Kind.REMOVE or config is None:
+        timeout_s = loaded.config.cluster.drain_timeout_s
+        change_model(server, loaded, remove={"model": step.model, "drain_timeout_seconds": timeout_s})
+        return
+    settings = settings_text(config, (*OF_REPLICA, "cluster"))
+    if step.kind is Kind.ADD:
+        change_model(server, loaded, add={"settings": settings})
+    elif step.kind is Kind.UPDATE:
+        change_model(server, loaded, update={"model": step.model, "settings": settings})
+    else:
+        change_model(server, loaded, scale={"model": step.model, "num_replicas": config.cluster.replicas})
 
 
 def _warn_of(fixed: "Sequence[Changed]") -> None:

@@ -24,7 +24,7 @@ class LoadFlags:
     """How requests come."""
 
     concurrency: Annotated[
-        str | None, Parameter(group=_LOAD, help="closed loop: users at a time; several, like 1,4,16: a run each [8]")
+        str | None, Parameter(group=_LOAD, help="closed loop: concurrent users; several, like 1,4,16: one run each [8]")
     ] = None
     rate: Annotated[
         str | None, Parameter(group=_LOAD, help="open loop: requests a second; several, like 1,2,4: a run each")
@@ -34,9 +34,14 @@ class LoadFlags:
         float, Parameter(group=_LOAD, help="shape of gamma arrivals: below 1 in bursts, above 1 more even")
     ] = 1.0
     trace: Annotated[
-        Path | None, Parameter(group=_LOAD, help="replay a .jsonl or .csv trace: Mooncake's, Azure's, BurstGPT's, ours")
+        Path | None,
+        Parameter(
+            group=_LOAD, help="replay a .jsonl or .csv trace in the format of Mooncake, Azure, BurstGPT or Holdfast"
+        ),
     ] = None
-    trace_speed: Annotated[float, Parameter(group=_LOAD, help="replay so many times as fast")] = 1.0
+    trace_speed: Annotated[
+        float, Parameter(group=_LOAD, help="speed-up of the replay; 2: twice as fast as the trace")
+    ] = 1.0
     requests: Annotated[int | None, Parameter(group=_LOAD, help="sessions of each run")] = None
     duration: Annotated[
         float | None, Parameter(group=_LOAD, help="seconds in which requests of a run begin [30 without --requests]")
@@ -59,7 +64,9 @@ class WorkFlags:
         ),
     ] = "128"
     output_tokens: Annotated[str, Parameter(group=_WORK, help="the same of outputs")] = "64"
-    prefixes: Annotated[int, Parameter(group=_WORK, help="so many shared prefixes, one before each first prompt")] = 0
+    prefixes: Annotated[
+        int, Parameter(group=_WORK, help="number of shared prefixes; each first prompt begins with one")
+    ] = 0
     prefix_tokens: Annotated[int, Parameter(group=_WORK, help="tokens of each shared prefix")] = 0
     turns: Annotated[int, Parameter(group=_WORK, help="turns of a conversation, each with all before it")] = 1
     think: Annotated[float, Parameter(group=_WORK, help="seconds between an answer and the next turn")] = 0.0

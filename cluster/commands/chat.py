@@ -109,7 +109,7 @@ class Conversation:
                 if last is not None:
                     self._say(last)
             case _ if command.startswith("/") and command[1:].isalpha():
-                raise ConfigurationError(f"{command}: no such command; /help lists them")
+                raise ConfigurationError(f"{command}: unknown command; type /help for a list")
             case _:
                 self._say(line)
 

@@ -11,52 +11,23 @@ from typing import Final
 
 from cyclopts import App, CycloptsError, Group
 
+from holdfast.cluster.commands.catalogue import (
+    COMMANDS,
+    ESSENTIALS,
+    EXAMPLES,
+    GROUPS,
+    MORE,
+    OPERATIONS,
+    examples_text,
+    of_words,
+)
 from holdfast.cluster.commands.entry import EXIT_INTERRUPTED
-from holdfast.worker.errors import CallerError, HoldfastError
+from holdfast.worker.errors import CallerError, ConfigurationError, HoldfastError
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 
-_FIRST = Group.create_ordered("Essentials")
-_OPERATE = Group.create_ordered("Operations")
-_MORE = Group.create_ordered("More")
-
-_EXAMPLES = """\
-Examples:
-
-  holdfast generate "The capital of France is"
-  holdfast serve --replicas 2 --tp 2
-  holdfast generate --server localhost:50051 "The capital of France is"
-  holdfast config show --config serve.yaml
-"""
-
-
-_WORDS = {
-    "serve": "[MODEL]",
-    "generate": "PROMPT",
-    "apply": "CONFIG",
-    "estimate": "[MODEL]",
-    "logs": "[PROCESS]",
-    "completion": "SHELL",
-    "drain": "REPLICA",
-    "undrain": "REPLICA",
-    "pause": "MODEL",
-    "resume": "MODEL",
-    "log-level": "LEVEL",
-    "models update": "NAME",
-    "models rollback": "NAME",
-    "models add": "MODEL",
-    "models remove": "NAME",
-    "keys add": "NAME",
-    "keys revoke": "NAME",
-}
-"""What a command takes besides options."""
-
-
-def _usage(command: str) -> str:
-    """The first line of a command's help. Said here, since cyclopts goes through all settings once more to find it."""
-    options = "" if command == "completion" else "[OPTIONS]"
-    return " ".join(filter(None, ("Usage: holdfast", command, options, _WORDS.get(command, "")))) + "\n"
+_GROUPS: Final = {name: Group.create_ordered(name) for name in (ESSENTIALS, OPERATIONS, MORE)}
 
 
 def version() -> str:
@@ -71,83 +42,36 @@ def version() -> str:
 app = App(
     name="holdfast",
     help="LLM serving whose streams hold.",
-    help_epilogue=_EXAMPLES,
+    help_epilogue=examples_text(EXAMPLES),
     help_format="plaintext",
     version=version,
-    group_commands=_MORE,
+    group_commands=_GROUPS[MORE],
     suppress_keyboard_interrupt=False,
 )
-models_app = App(name="models", help="Add models to a running cluster, update, remove and list them.", group=_MORE)
-_DRAIN_NODE = "Drain this machine's Ray node: end its routers and replicas gracefully."
-keys_app = App(name="keys", help="Make API keys, list and revoke them.", group=_MORE)
-config_app = App(name="config", help="Look at the settings.", group=_MORE)
-app["--help"].group = app["--version"].group = _MORE
+app["--help"].group = app["--version"].group = _GROUPS[MORE]
 
-_ADMIN = (
-    ("drain", "drain", "Take a replica out of service."),
-    ("undrain", "undrain", "Put a replica back into service."),
-    ("pause", "pause", "Let new requests of a model wait, or refuse them."),
-    ("resume", "resume", "End a pause of a model."),
-    ("log-level", "log_level", "Change what routers and replicas log."),
-    ("dump", "dump", "Write what routers know, for a bug report."),
-)
-_COMMANDS = (
-    ("serve", _FIRST, "Start a cluster, or join one, and serve models over gRPC and HTTP."),
-    ("generate", _FIRST, "Complete a prompt, in this process or on a server."),
-    ("demo", _FIRST, "Start a local cluster, stream four prompts at once, and stop it."),
-    ("apply", _MORE, "Show how a running cluster's models differ from a configuration, and change them."),
-    ("bench", _MORE, "Put a load on a server, ours or another's, and report what its clients see."),
-    ("chat", _FIRST, "Talk to a model in the terminal, in this process or on a server."),
-    ("status", _FIRST, "Show whether a cluster is well: routers, replicas, load and caches."),
-    ("logs", _MORE, "Show what the processes of a cluster on this machine have written."),
-    ("doctor", _MORE, "Look at this machine, and say what to do about each finding."),
-    ("front", _MORE, "Serve HTTP before several routers, so that stock clients' streams outlive one of them."),
-    ("completion", _MORE, "Print the script by which a shell completes commands and flags."),
-    ("stats", _MORE, "Show how busy a running cluster's replicas are, and what their caches do."),
-    ("simulate", _MORE, "Run the cluster's deciders in virtual time under faults, and check every token."),
-    ("estimate", _MORE, "Say how much memory a model needs, without loading it."),
-)
-for _order, (_name, _group, _help) in enumerate(_COMMANDS):
-    app.command(
-        f"holdfast.cluster.commands.{_name}:{_name}",
-        name=_name,
-        group=_group,
-        help=_help,
-        sort_key=_order,
-        usage=_usage(_name),
-    )
-app.command(
-    "holdfast.cluster.commands.drain_node:drain_node",
-    name="drain-node",
-    group=_MORE,
-    help=_DRAIN_NODE,
-    usage=_usage("drain-node"),
-)
-for _name, _function, _help in _ADMIN:
-    app.command(
-        f"holdfast.cluster.commands.admin:{_function}", name=_name, group=_OPERATE, help=_help, usage=_usage(_name)
-    )
-app.command(models_app)
-app.command(config_app)
-app.command(keys_app)
-for _name in ("update", "rollback"):
-    models_app.command(
-        f"holdfast.cluster.commands.updates:{_name}", name=_name, sort_key=_order, usage=_usage(f"models {_name}")
-    )
-for _name, _function in (("add", "add"), ("remove", "remove"), ("list", "show")):
-    models_app.command(
-        f"holdfast.cluster.commands.models:{_function}", name=_name, sort_key=_order, usage=_usage(f"models {_name}")
-    )
-for _name, _function in (("add", "add"), ("list", "show"), ("revoke", "revoke")):
-    keys_app.command(
-        f"holdfast.cluster.commands.keys:{_function}", name=_name, sort_key=_order, usage=_usage(f"keys {_name}")
-    )
-config_app.command(
-    "holdfast.cluster.commands.config_show:show",
-    name="show",
-    help="Print every setting's value and where it came from.",
-    usage=_usage("config show"),
-)
+
+def _register() -> None:
+    """Gives `app` every command of the catalogue; its function is imported when it is used."""
+    parents = {"": app}
+    for name, about in GROUPS.items():
+        of_group = tuple(one.examples[0] for one in COMMANDS if one.words[0] == name)
+        parents[name] = App(name=name, help=about, help_epilogue=examples_text(of_group), group=_GROUPS[MORE])
+        app.command(parents[name])
+    for order, one in enumerate(COMMANDS):
+        *parent, name = one.words
+        parents[" ".join(parent)].command(
+            f"holdfast.cluster.commands.{one.target}",
+            name=name,
+            group=None if parent else _GROUPS[one.group],
+            help=one.description,
+            help_epilogue=one.epilogue,
+            sort_key=order,
+            usage=one.usage,
+        )
+
+
+_register()
 
 
 def main() -> None:
@@ -162,7 +86,15 @@ def run(arguments: Sequence[str]) -> int:
 
 def command(arguments: Sequence[str]) -> object:
     """Runs one command line and returns what its command returns. Raises what `exit_code` has a code for."""
+    _check_server(tuple(arguments))
     return app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+
+
+def _check_server(arguments: tuple[str, ...]) -> None:
+    """Raises `ConfigurationError` for `--server` with a command that works on its own machine alone."""
+    found = of_words(arguments)
+    if found is not None and found.local and any(word.partition("=")[0] == "--server" for word in arguments):
+        raise ConfigurationError(f"{found.name} --server: this command has no --server, because {found.local}")
 
 
 def exit_code(action: Callable[[], object]) -> int:

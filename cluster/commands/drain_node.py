@@ -14,13 +14,13 @@ def drain_node(*, notice_s: Seconds = 30.0, limit_s: Seconds = 600.0) -> int:
     Parameters
     ----------
     notice_s
-        Seconds that Serve has to start successors on other nodes. What still runs here then is told to end.
+        Seconds that Ray Serve has to start replacements on other nodes; then the processes here get SIGTERM.
     limit_s
-        Seconds that all of it may take; longer than cluster.drain_timeout_s. The head waits for all other nodes.
+        Timeout of the whole drain in seconds; longer than cluster.drain_timeout_s. The head waits for all other nodes.
     """
     from holdfast.cluster.serve.node_drain import drain_this_node
 
     if drain_this_node(notice_s, limit_s):
         return 0
-    print(f"holdfast: after {limit_s:g} s something still runs on this node")
+    print(f"holdfast: routers or replicas still run on this node after {limit_s:g} s (--limit-s)")
     return 1

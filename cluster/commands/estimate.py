@@ -31,11 +31,11 @@ def estimate(
     *,
     device: Annotated[
         Literal["auto", "cpu", "cuda", "a100", "h100", "h200", "b200"],
-        Parameter(help="where it runs; of a GPU by name: what steps should take there, by its published figures"),
+        Parameter(help="device; with a GPU's name: expected step times, from its published figures"),
     ] = "auto",
     config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
-    k8s: Annotated[bool, Parameter(name="--k8s", negative=(), help="as resources of a RayService's pods")] = False,
-    ranks_per_host: Annotated[int, Parameter(validator=Number(gte=1), help="with --k8s: GPUs that a host has")] = 8,
+    k8s: Annotated[bool, Parameter(name="--k8s", negative=(), help="print resources for a RayService's pods")] = False,
+    ranks_per_host: Annotated[int, Parameter(validator=Number(gte=1), help="with --k8s: GPUs per host")] = 8,
     settings: Layer,
 ) -> int:
     """Say how much memory a model needs, without loading it.

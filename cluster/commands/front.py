@@ -14,13 +14,19 @@ def front(
     routers: Annotated[
         str, Parameter(help="HTTP addresses of the routers: host:port or https://host:port, by commas")
     ] = "127.0.0.1:8000,127.0.0.1:8001",
-    host: Annotated[str, Parameter(help="address that it listens on")] = "127.0.0.1",
-    port: Annotated[int, Parameter(help="port that it listens on; 0: any free one")] = 8080,
+    host: Annotated[str, Parameter(help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, Parameter(help="port to listen on; 0: any free port")] = 8080,
     tls_cert: Annotated[Path | None, Parameter(help="certificate chain, in PEM")] = None,
     tls_key: Annotated[Path | None, Parameter(help="its private key")] = None,
-    tls_client_ca: Annotated[Path | None, Parameter(help="clients need a certificate that it has signed")] = None,
-    routers_ca: Annotated[Path | None, Parameter(help="signs the routers' certificates, or is the one")] = None,
-    routers_cert: Annotated[Path | None, Parameter(help="for routers that ask for a certificate, in PEM")] = None,
+    tls_client_ca: Annotated[
+        Path | None, Parameter(help="CA (PEM) that must have signed clients' certificates")
+    ] = None,
+    routers_ca: Annotated[
+        Path | None, Parameter(help="CA of the routers' certificates (PEM), or the certificate itself")
+    ] = None,
+    routers_cert: Annotated[
+        Path | None, Parameter(help="client certificate for routers that require one (PEM)")
+    ] = None,
     routers_key: Annotated[Path | None, Parameter(help="its private key")] = None,
 ) -> int:
     """Serve HTTP before several routers: a stream whose router is lost goes on at another one, whatever its client.

@@ -56,10 +56,14 @@ class Ask:
 
 @takes_settings("model", "parallel", "cache", "scheduler", "speculation", "client", without=("model.seed",))
 def generate(
-    prompt: Annotated[str, Parameter(allow_leading_hyphen=True, help="the text to go on from; - reads it from stdin")],
+    prompt: Annotated[
+        str, Parameter(allow_leading_hyphen=True, help="the text to continue; - reads it from standard input")
+    ],
     /,
     *,
-    chat: Annotated[bool, Parameter(group=ESSENTIALS, negative=(), help="ask as a user, by the chat template")] = False,
+    chat: Annotated[
+        bool, Parameter(group=ESSENTIALS, negative=(), help="send the prompt as a user message, by the chat template")
+    ] = False,
     server: Annotated[
         str | None,
         Parameter(
@@ -70,12 +74,12 @@ def generate(
     priority: Annotated[
         Literal["critical", "high", "normal", "low"], Parameter(group=ESSENTIALS, help="class of service")
     ] = "normal",
-    tenant: Annotated[str, Parameter(group=ESSENTIALS, help="on whose account; tenants share by `tenant_shares`")] = "",
-    timeout_s: Annotated[
-        float | None, Parameter(group=ESSENTIALS, help="seconds after which the request is given up")
-    ] = None,
+    tenant: Annotated[
+        str, Parameter(group=ESSENTIALS, help="tenant of the request; tenants share capacity by `tenant_shares`")
+    ] = "",
+    timeout_s: Annotated[float | None, Parameter(group=ESSENTIALS, help="timeout of the request in seconds")] = None,
     cache_salt: Annotated[
-        str, Parameter(group=ESSENTIALS, help="share cached prefixes only with requests that say the same")
+        str, Parameter(group=ESSENTIALS, help="share cached prefixes only with requests of the same salt")
     ] = "",
     sampling: Annotated[SamplingFlags, Parameter(name="*")] = _DEFAULTS,
     settings: Layer,

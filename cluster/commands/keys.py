@@ -8,22 +8,30 @@ from cyclopts import Parameter
 
 from holdfast.worker.errors import ConfigurationError
 
-_File = Annotated[Path, Parameter(help="the file of keys, which routers are given by --api-keys")]
+_File = Annotated[Path, Parameter(help="file of API keys; routers read the file named by --api-keys")]
 _DEFAULT: Final = Path("keys.json")
 
 
 def add(
-    name: Annotated[str, Parameter(help="what the key is called, in lists and errors")],
+    name: Annotated[str, Parameter(help="name of the key, in lists and errors")],
     *,
     file: _File = _DEFAULT,
-    tenant: Annotated[str, Parameter(help="whom requests are charged to [default: the key's name]")] = "",
-    models: Annotated[list[str] | None, Parameter(help="a model that it may use; several: say it again [all]")] = None,
-    requests_per_minute: Annotated[float | None, Parameter(help="in each router [any number]")] = None,
-    tokens_per_minute: Annotated[float | None, Parameter(help="of prompts and outputs, in each router [any]")] = None,
+    tenant: Annotated[str, Parameter(help="tenant that requests are charged to [default: the key's name]")] = "",
+    models: Annotated[
+        list[str] | None, Parameter(help="a model that the key may use; repeat the flag for several [default: all]")
+    ] = None,
+    requests_per_minute: Annotated[
+        float | None, Parameter(help="maximum requests per minute and router [default: unlimited]")
+    ] = None,
+    tokens_per_minute: Annotated[
+        float | None, Parameter(help="maximum prompt and output tokens per minute and router [default: unlimited]")
+    ] = None,
     max_priority: Annotated[
-        Literal["critical", "high", "normal", "low"], Parameter(help="the best class that it may ask for")
+        Literal["critical", "high", "normal", "low"], Parameter(help="best class of service that the key may request")
     ] = "normal",
-    operator: Annotated[bool, Parameter(negative=(), help="it may see load and metrics, and give orders")] = False,
+    operator: Annotated[
+        bool, Parameter(negative=(), help="operator key: may read load, metrics and logs, and change the cluster")
+    ] = False,
 ) -> int:
     """Make a key, and print it: this once, since the file has only its hash."""
     from holdfast.router.security.api_keys import KEY_PREFIX, ApiKey, KeyRing, digest_of, read_keys, write_keys

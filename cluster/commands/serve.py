@@ -86,7 +86,7 @@ def host(config: "HoldfastConfig", forks: Path | None = None) -> None:
             cluster = stack.enter_context(serving(config, report, _end_as_lost, forks))
         _announce(cluster, config, time.monotonic() - started_s)
         wait_for_stop()
-        print("stopping: running requests may finish; once more ends them", file=sys.stderr, flush=True)
+        print("stopping: running requests may finish; a second signal ends them now", file=sys.stderr, flush=True)
 
 
 def wait_for_stop(settle_s: float = SETTLE_S) -> None:

@@ -28,15 +28,20 @@ _SHAPE = Group.create_ordered("Capacity: each replica")
 class LoadFlags:
     """What is to be served: a trace, or a load that is made up."""
 
-    trace: Annotated[Path | None, Parameter(group=_LOAD, help=".jsonl or .csv; without, a load is made up")] = None
+    trace: Annotated[
+        Path | None, Parameter(group=_LOAD, help="trace to serve, .jsonl or .csv; unset: a synthetic load")
+    ] = None
     rate: Annotated[
-        tuple[float, ...], Parameter(group=_LOAD, negative=(), help="made up: requests a second; several are compared")
+        tuple[float, ...],
+        Parameter(group=_LOAD, negative=(), help="synthetic load: requests per second; several rates are compared"),
     ] = (10.0,)
-    requests: Annotated[int, Parameter(group=_LOAD, help="made up: requests")] = 1000
-    mean_prompt: Annotated[int, Parameter(group=_LOAD, help="made up: prompt tokens, on average")] = 128
-    mean_output: Annotated[int, Parameter(group=_LOAD, help="made up: output tokens, on average")] = 64
-    prefixes: Annotated[int, Parameter(group=_LOAD, help="made up: prefixes, one of which each prompt has")] = 0
-    prefix_len: Annotated[int, Parameter(group=_LOAD, help="made up: tokens of each of these prefixes")] = 0
+    requests: Annotated[int, Parameter(group=_LOAD, help="synthetic load: number of requests")] = 1000
+    mean_prompt: Annotated[int, Parameter(group=_LOAD, help="synthetic load: mean prompt tokens")] = 128
+    mean_output: Annotated[int, Parameter(group=_LOAD, help="synthetic load: mean output tokens")] = 64
+    prefixes: Annotated[
+        int, Parameter(group=_LOAD, help="synthetic load: number of shared prefixes; each prompt begins with one")
+    ] = 0
+    prefix_len: Annotated[int, Parameter(group=_LOAD, help="synthetic load: tokens of each shared prefix")] = 0
 
     def loads(self, max_len: int) -> "list[list[Arrival]]":
         """Each in order of arrival. Raises `ConfigurationError`."""
@@ -115,20 +120,21 @@ def simulate(
     replay: Annotated[
         int | None, Parameter(group=_FAULTS, help="run this seed alone and print its last events")
     ] = None,
-    last: Annotated[int, Parameter(group=_FAULTS, help="so many events of a replay")] = 40,
+    last: Annotated[int, Parameter(group=_FAULTS, help="number of events that a replay prints")] = 40,
     jobs: Annotated[int, Parameter(group=_FAULTS, help="cores to use; 0 for all")] = 1,
-    max_failures: Annotated[int, Parameter(group=_FAULTS, help="stop after so many seeds that failed")] = 1,
+    max_failures: Annotated[int, Parameter(group=_FAULTS, help="stop after this many failed seeds")] = 1,
     async_scheduling: Annotated[
         bool, Parameter(group=_FAULTS, negative=(), help="replicas plan a step while the one before it runs")
     ] = False,
     replicas: Annotated[
-        int | None, Parameter(group=_CAPACITY, help="serve a load with so many replicas, without faults")
+        int | None, Parameter(group=_CAPACITY, help="serve a load with this many replicas, without faults")
     ] = None,
     routing: Annotated[
         list[str] | None, Parameter(group=_CAPACITY, negative=(), help="policies to compare; default: all")
     ] = None,
     max_ttft_s: Annotated[
-        float | None, Parameter(group=_CAPACITY, help="routers' setting of this name; unset: they refuse nothing")
+        float | None,
+        Parameter(group=_CAPACITY, help="router.max_ttft_s of the simulated routers; unset: no request is refused"),
     ] = None,
     slo_ttft: Annotated[float, Parameter(group=_CAPACITY, help="goodput: seconds to the first token")] = 1.0,
     slo_tpot: Annotated[float, Parameter(group=_CAPACITY, help="goodput: seconds for each further token")] = 0.1,

@@ -113,12 +113,12 @@ def _router_lines(router: RouterStatus) -> list[tuple[str, str]]:
     lines = [(f"router {router.address}: {load.num_open} requests open, {load.num_queued} waiting for a replica", "")]
     up = Counter(replica.model for replica in load.replicas)
     lines += [
-        (f"  {model.name} has no replica: its requests wait or are refused", "red")
+        (f"  model {model.name} has no replica: its requests wait or are refused", "red")
         for model in router.models.models
         if not up[model.name]
     ]
     if not router.models.models:
-        lines.append(("  no replica has come yet: requests wait for one (router.replica_wait_s)", "red"))
+        lines.append(("  no replica has connected yet: requests wait for one (router.replica_wait_s)", "red"))
     return lines
 
 

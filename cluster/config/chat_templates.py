@@ -18,7 +18,7 @@ def template_text(template: str | Path, setting: str = "chat_template") -> str:
     """
     from holdfast.router.text.chat import check_template
 
-    text = template if isinstance(template, str) and _is_template(template) else _read(Path(template), setting)
+    text = template if isinstance(template, str) and is_template(template) else _read(Path(template), setting)
     check_template(text, f"{setting} = {_shown(template)}")
     return text
 
@@ -37,7 +37,8 @@ def with_template_texts(config: HoldfastConfig) -> HoldfastConfig:
     return config.model_copy(update={"model": with_template_text(config.model), "cluster": cluster})
 
 
-def _is_template(text: str) -> bool:
+def is_template(text: str) -> bool:
+    """Whether a text is a template itself, and not the path of a file with one."""
     return "{" in text or "\n" in text
 
 
@@ -47,7 +48,7 @@ def _read(path: Path, setting: str) -> str:
     except (OSError, ValueError) as error:
         reason = "is neither a template nor a file with one"
         raise ConfigurationError(f"{setting} = {str(path)!r}: {reason} ({error})") from error
-    if not _is_template(text):
+    if not is_template(text):
         raise ConfigurationError(f"{setting} = {str(path)!r}: the file has no template: there is no {{ in it")
     return text
 

@@ -52,7 +52,7 @@ def _read_resources(value: object) -> object:
 def _check_resources(value: Mapping[str, float]) -> Mapping[str, float]:
     for name in value:
         if name in COUNTED_ELSEWHERE:
-            raise ValueError(f"{name} is no custom resource: only those that nodes were given by name can be asked for")
+            raise ValueError(f"{name} is not a custom resource: name those of `ray start --resources`")
     return value
 
 
@@ -121,7 +121,7 @@ class ClusterConfig(Settings):
         ge=0,
         le=65535,
         description="port of Prometheus metrics on the first replica of a machine, the next ones on the next; 0: free "
-        "ones, none: routers alone tell of replicas",
+        "ones, none: only routers export metrics of replicas",
     )
     address: str | None = Field(
         None, description="an existing Ray cluster to join (`auto` or host:port); unset: start one"
@@ -196,8 +196,8 @@ class ClientConfig(Settings):
     api_key: SecretStr | None = Field(
         None, description=f"the key that goes with every call; never a flag, which others could see: {API_KEY_VARIABLE}"
     )
-    server_ca: Path | None = Field(None, description="who signs the server's certificate (PEM); it is called over TLS")
-    client_cert: Path | None = Field(None, description="certificate (PEM) for a server that asks for one")
+    server_ca: Path | None = Field(None, description="CA of the server's certificate (PEM); turns TLS on")
+    client_cert: Path | None = Field(None, description="client certificate (PEM) for a server that requires one")
     client_key: Path | None = Field(None, description="its private key (PEM)")
 
     @property

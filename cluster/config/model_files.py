@@ -101,7 +101,9 @@ def _check_name(setting: str, name: str) -> None:
     if name.startswith(("/", ".", "~")):
         raise ConfigurationError(f"{setting} = {name!r}: there is no such folder")
     if _HUB_ID.fullmatch(name) is None:
-        raise ConfigurationError(f"{setting} = {name!r}: there is no such folder, and a hub id it is not; {_WAY_OUT}")
+        raise ConfigurationError(
+            f"{setting} = {name!r}: neither a folder on this machine nor a Hugging Face hub id; {_WAY_OUT}"
+        )
 
 
 def _read_config(folder: Path, given: str) -> dict[str, Any]:

@@ -111,8 +111,8 @@ class Front:
                 await _refuse(send, 400, told, may_retry=False)
                 return None
             if is_full and size > SMALL_BYTES:
-                told = f"the front holds {self.stats.num_held_bytes} bytes of requests: it takes no large ones now"
-                await _refuse(send, 503, told, may_retry=True)
+                held = f"the front holds {self.stats.num_held_bytes} bytes of requests"
+                await _refuse(send, 503, f"{held}: large requests are refused until it holds fewer", may_retry=True)
                 return None
             if not message.get("more_body", False):
                 return b"".join(parts)

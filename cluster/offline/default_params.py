@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.parameters import Topic
+from holdfast.worker.parameters import Group
 from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
 
 _MAX_TOKENS: Final = "max_new_tokens"
@@ -20,7 +20,7 @@ def default_params(folder: Path, source: str, overrides: Mapping[str, object]) -
     """
     wanted = dict[str, object]() if source == "vllm" else _read(folder if source == "auto" else Path(source))
     wanted |= overrides
-    drawn_by = [name for name, parameter in PARAMETERS.items() if parameter.about.topic is Topic.SAMPLING]
+    drawn_by = [name for name, parameter in PARAMETERS.items() if parameter.metadata.group is Group.SAMPLING]
     given = {name: wanted[name] for name in drawn_by if wanted.get(name) is not None}
     if wanted.get(_MAX_TOKENS) is not None:
         given["max_tokens"] = wanted[_MAX_TOKENS]

@@ -63,7 +63,7 @@ class LocalReplica:
         """The engine drops its requests, and tells nothing more of them."""
         self._replica.engine.detach(self)
 
-    def give_way(self) -> None:
+    def fail_over(self) -> None:
         """To the replica that has just connected: requests that were still here go on there."""
         self._dispatch_host.replica_down(self.replica_id, ReplicaError("its weights were replaced"))
 
@@ -233,7 +233,7 @@ class LocalRouter:
             old.end(error)
         else:
             self._replica = new
-            old.give_way()
+            old.fail_over()
 
     def _begin(self, request: LocalRequest) -> None:
         task = self._loop.create_task(request.run(self._processor))

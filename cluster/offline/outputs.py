@@ -189,7 +189,7 @@ class BeamSearchParams:
             limit = "must be True or False"
             raise InvalidRequestError("include_stop_str_in_output", self.include_stop_str_in_output, limit)
         if not is_number(self.temperature) or self.temperature != 0:
-            raise InvalidRequestError("temperature", self.temperature, "must be 0: a beam search draws nothing")
+            raise InvalidRequestError("temperature", self.temperature, "must be 0: a beam search does not sample")
         params = SamplingParams(
             beam_width=self.beam_width,
             max_tokens=self.max_tokens,

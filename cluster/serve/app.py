@@ -238,7 +238,7 @@ def _runs_already(config: HoldfastConfig) -> bool:
     try:
         applications = serve.status().applications
     except Exception as error:  # Ray raises many kinds
-        logger.info("Serve does not tell what runs: %s", error)
+        logger.info("Ray Serve did not return its status: %s", error)
         return False
     running = applications.get(config.cluster.namespace)
     return running is not None and any(name.startswith(REPLICA) for name in running.deployments)

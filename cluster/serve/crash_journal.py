@@ -32,7 +32,7 @@ class CrashJournal:
         with open(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "r+b") as file:
             os.posix_fallocate(file.fileno(), 0, SIZE)  # no write to the map may fail where the disk is full
             self._journal = ReadingJournal(mmap.mmap(file.fileno(), SIZE))
-        self.enter, self.leave = self._journal.enter, self._journal.leave
+        self.enter, self.clear = self._journal.enter, self._journal.clear
         self._journal.begin(time.monotonic())
 
     def turn(self) -> None:

@@ -20,7 +20,7 @@ from holdfast.cluster.serve.security import ClusterSecurity
 from holdfast.cluster.serve.serve_port import listen_on_the_node_alone
 from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.versions import VersionCounts
-from holdfast.router.operator_state import NO_ORDERS, Change, Orders
+from holdfast.router.operator_state import NO_OPERATOR_STATE, Change, OperatorState
 from holdfast.router.router_losses import RouterLoss
 from holdfast.worker.errors import InternalError
 from holdfast.worker.replica.processes import OomScore, ProcessId, lower_oom_score
@@ -83,7 +83,7 @@ class Member:
     """Of a router that serves as an endpoint picker: its open requests, some seconds ago."""
     is_disk_full: bool = False
     """There is little room under Ray's session folder of its node."""
-    orders: Orders = NO_ORDERS
+    orders: OperatorState = NO_OPERATOR_STATE
     """Of a router: what it obeys. A directory that was replaced learns the orders from it."""
     router_losses: tuple[RouterLoss, ...] = ()
     """Of a router: what it knows of requests that routers were reading when they ended."""
@@ -110,7 +110,7 @@ class Snapshot:
     """Models that someone has taken away, and that no replica has begun to serve since."""
     followed: Followed = ()
     """Models that are scaled by their load: routers tell of it."""
-    orders: Orders = NO_ORDERS
+    orders: OperatorState = NO_OPERATOR_STATE
     """What the operators have ordered."""
 
     def serving(self, role: Role) -> tuple[Member, ...]:
@@ -128,7 +128,7 @@ class Directory:
         self._renewed_s: dict[str, float] = {}
         self._removed_models: set[str] = set()
         self.demands = DemandBook()
-        self.orders = NO_ORDERS
+        self.orders = NO_OPERATOR_STATE
 
     def renew(self, member: Member, now_s: float) -> bool:
         """Adds a member or renews its lease. Only a change of what it says makes a new version: True.
@@ -153,7 +153,7 @@ class Directory:
         self._removed_models.add(name)
         self._version += 1
 
-    def order(self, orders: Orders) -> None:
+    def order(self, orders: OperatorState) -> None:
         """What operators want from now on. Raises `InternalError` where someone else has ordered meanwhile."""
         if orders.revision != self.orders.revision + 1:
             raise InternalError(f"order {orders.revision} came after order {self.orders.revision}")
@@ -240,8 +240,8 @@ class DirectoryDeployment:
         """Sets the number of replicas of an application that is scaled by its load; None gives it back to the load."""
         self._directory.demands.pin(application, num_replicas, time.monotonic())
 
-    async def order(self, change: Change) -> Orders:
-        """Applies one of `Orders`' changes and returns what holds now. Raises `CallerError` for one that cannot be.
+    async def order(self, change: Change) -> OperatorState:
+        """Applies a change and returns the state after it. Raises `CallerError` for one that cannot be.
 
         A directory that has just been replaced waits until routers have told it what held before.
         """

@@ -76,7 +76,7 @@ def kept_gcs(
     def look() -> None:
         asked = ray.gcs  # by the time that it has not answered, the next one may have started
         if silence.note(answers(), time.monotonic()):
-            say(f"Ray's GCS has answered nothing for {silent_s:g} s and is ended")
+            say(f"Ray's GCS has not answered for {silent_s:g} s and is ended")
             asked.kill()
 
     is_over, over = os.pipe()
@@ -107,7 +107,7 @@ def _keep(ray: Gcs, say: Callable[[str], None], is_over: int) -> None:
             backoff.note_fault(lasted_s)
             pause_s = backoff.pause_s(random.random())
             reason = f"{_reason(ray.gcs)} after {lasted_s:.1f} s"
-            say(f"Ray's GCS has ended ({reason}); it starts again in {pause_s:.1f} s, and streams go on")
+            say(f"Ray's GCS has ended ({reason}); it restarts in {pause_s:.1f} s; streams continue")
         except Exception:  # no descriptors, or nobody who hears it
             logger.exception("the keeper of Ray's GCS has met an error")
         if select.select([is_over], [], [], pause_s)[0]:

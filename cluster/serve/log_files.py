@@ -36,6 +36,8 @@ class LogFile:
     name: str
     """`router 4114`, `replica of demo 4212`, `rank 4328`: the number is the process."""
     path: Path
+    namespace: str = ""
+    """The cluster that the process is of; empty for a rank, whose log does not say."""
 
 
 def ray_folder() -> Path:
@@ -64,17 +66,19 @@ def log_files(folder: Path) -> Iterator[LogFile]:
     for path in sorted(folder.glob("worker-*.*")):
         with suppress(OSError), path.open("rb") as opened:  # Ray may take it away
             head = opened.read(_HEAD_BYTES).decode(errors="replace")
-            if (name := _name(head)) is not None:
-                yield LogFile(f"{name} {path.stem.rpartition('-')[2]}", path)
+            if (found := _name(head)) is not None:
+                name, namespace = found
+                yield LogFile(f"{name} {path.stem.rpartition('-')[2]}", path, namespace)
 
 
-def _name(head: str) -> str | None:
+def _name(head: str) -> tuple[str, str] | None:
+    """What a process is, and the namespace of its cluster."""
     if _RANK.search(head):
-        return "rank"
+        return "rank", ""
     actor = _ACTOR.search(head)
     if actor is None or actor["role"] not in _OURS:
         return None
-    return _OURS[actor["role"]] + (f" of {actor['model']}" if actor["model"] else "")
+    return _OURS[actor["role"]] + (f" of {actor['model']}" if actor["model"] else ""), actor["app"]
 
 
 class Tail:

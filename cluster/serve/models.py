@@ -8,13 +8,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.serve.directory import DIRECTORY, Role, Snapshot
 from holdfast.cluster.serve.local import ANY_INTERFACE, LOOPBACK
-from holdfast.router.operator_state import Change, Orders
+from holdfast.router.cluster_control import ClusterModel
+from holdfast.router.operator_state import Change, OperatorState
 from holdfast.worker.errors import ConfigurationError, UnknownModelError
 
 logger = logging.getLogger(__name__)
@@ -24,25 +24,6 @@ _GENERATION: Final = "#"
 _ANSWER_S: Final = 10.0
 _ORDER_S: Final = 20.0
 """A directory that has just been replaced answers after a while."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelState:
-    """One model of a cluster, as the cluster's directory and Serve know it."""
-
-    name: str
-    status: str
-    """Serve's word for it: RUNNING, DEPLOYING, UNHEALTHY, DEPLOY_FAILED, DELETING."""
-    num_replicas: int
-    """Those that serve."""
-    engines: tuple[str, ...] = ()
-    """`host:port` of the engine protocol of each replica that speaks it."""
-    versions: Mapping[str, int] = field(default_factory=dict)
-    """The replicas that serve, by version: more than one while it is updated."""
-    num_on_full_disks: int = 0
-    """Replicas on nodes without room under Ray's session folder, where nothing that ends is replaced."""
-    doing: str = ""
-    """What the replicas that do not serve yet are doing, or why they cannot."""
 
 
 def application_name(namespace: str, model: str, generation: int = 1) -> str:
@@ -127,7 +108,7 @@ def remove_all(namespace: str, timeout_s: float) -> None:
     delete(list(_applications(namespace)), timeout_s)
 
 
-def list_models(namespace: str) -> list[ModelState]:
+def list_models(namespace: str) -> list[ClusterModel]:
     """All models of a cluster, those that start or end included. Raises `ConfigurationError` without one."""
     snapshot: Snapshot = directory_of(namespace).watch.remote(0).result(timeout_s=_ANSWER_S)
     replicas = [member for member in snapshot.members if member.role is Role.REPLICA]
@@ -135,14 +116,17 @@ def list_models(namespace: str) -> list[ModelState]:
     statuses = {_model_of(namespace, name): str(applications[name]) for name in sorted(applications, key=generation_of)}
     names = [*statuses, *sorted({one.model for one in replicas if one.model} - set(statuses))]
     return [
-        ModelState(
+        ClusterModel(
             name=name,
             status=statuses.get(name, "RUNNING"),
             num_replicas=sum(one.model == name and one.address is not None for one in replicas),
             engines=tuple(one.engine_address for one in replicas if one.model == name and one.engine_address),
-            versions=Counter(one.version for one in replicas if one.model == name and one.version),
+            versions=dict(Counter(one.version for one in replicas if one.model == name and one.version)),
             num_on_full_disks=sum(one.model == name and one.is_disk_full for one in replicas),
-            doing=", ".join({one.error or one.phase for one in replicas if one.model == name and one.address is None}),
+            activity=", ".join(
+                {one.error or one.phase for one in replicas if one.model == name and one.address is None}
+            ),
+            settings=next((one.settings for one in snapshot.serving(Role.REPLICA) if one.model == name), ""),
         )
         for name in names
     ]
@@ -195,9 +179,9 @@ def unpin(namespace: str, model: str) -> None:
         directory.pin.remote(application, None).result(timeout_s=_ANSWER_S)
 
 
-def order(directory: Any, change: Change) -> Orders:
+def order(directory: Any, change: Change) -> OperatorState:
     """Changes what all routers of a cluster obey. Raises `CallerError` for a change that cannot be."""
-    orders: Orders = directory.order.remote(change).result(timeout_s=_ORDER_S)
+    orders: OperatorState = directory.order.remote(change).result(timeout_s=_ORDER_S)
     return orders
 
 

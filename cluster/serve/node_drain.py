@@ -63,7 +63,7 @@ class NodeDrain:
         try:
             is_head = self.announce(notice_s)
         except Exception as error:  # Ray raises many kinds
-            logger.warning("Ray does not hear that this node goes: %s", error)
+            logger.warning("Ray could not be notified that this node drains: %s", error)
             is_head, notice_s = False, 0.0
         if is_head:
             return self._until(lambda: self.num_other_nodes() == 0, deadline_s)

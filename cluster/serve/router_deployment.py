@@ -23,6 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 from holdfast.cluster.call_options import CallOptions
 from holdfast.cluster.client.async_client import submission
 from holdfast.cluster.config.config import HoldfastConfig
+from holdfast.cluster.serve.cluster_control import ServeControl
 from holdfast.cluster.serve.crash_journal import CrashJournals
 from holdfast.cluster.serve.directory import Member, Role
 from holdfast.cluster.serve.disk_guard import DiskGuard, session_folder
@@ -43,7 +44,7 @@ from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
 from holdfast.router.chat import Message
 from holdfast.router.events import ModelStatus
 from holdfast.router.generation import Chunk, Generation
-from holdfast.router.operator_state import Change, Orders
+from holdfast.router.operator_state import Change, OperatorState
 from holdfast.router.request import GenerationRequest
 from holdfast.router.server.router import Router, RouterOptions
 from holdfast.worker.errors import ConfigurationError, HoldfastError, InvalidRequestError, ReplicaError
@@ -105,8 +106,9 @@ class RouterDeployment:
             self._tracing = tracer_provider(config.telemetry, "router", self._lease.member.member_id)
             tracer = None if self._tracing is None else self._tracing.get_tracer(SCOPE)
             watched = WatchedDirectory(directory)
-            told: RouterOptions = {"on_models": self._say_linked, "send_change": self._send_change, "tracer": tracer}
-            start = partial(_start, config, host, watched, security, **told)
+            options: RouterOptions = {"on_models": self._say_linked, "send_change": self._send_change, "tracer": tracer}
+            options["control"] = ServeControl(config)
+            start = partial(_start, config, host, watched, security, **options)
             self._router = await (_once_there_is_a_port(start, self._drain_timeout_s) if replaces else start())
         except ConfigurationError as error:
             self._lease.update(replace(self._lease.member, error=str(error)))
@@ -168,10 +170,10 @@ class RouterDeployment:
         linked = tuple((model.name, model.num_replicas) for model in models)
         self._lease.update(replace(self._lease.member, linked=linked))
 
-    async def _send_change(self, change: Change) -> Orders:
+    async def _send_change(self, change: Change) -> OperatorState:
         """To all routers. Raises `CallerError`, and `ReplicaError` where the directory does not answer."""
         try:
-            orders: Orders = await self._directory.order.remote(change)
+            orders: OperatorState = await self._directory.order.remote(change)
         except RayTaskError as error:
             if isinstance(error.cause, HoldfastError):
                 raise error.cause from None

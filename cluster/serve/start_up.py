@@ -12,6 +12,8 @@ from holdfast.cluster.serve import models
 from holdfast.cluster.serve.directory import Member, Role, Snapshot
 from holdfast.worker.errors import ConfigurationError, ReplicaError
 
+STARTING: Final = "starting processes"
+
 STATUS_PERIOD_S: Final = 1.0
 """How often Serve is asked whether it has given up."""
 
@@ -46,10 +48,9 @@ def wait_until_up(config: HoldfastConfig, wanted: Mapping[str, int], directory: 
     """Watches members come up and says what they are doing, until each model has as many replicas as `wanted`."""
     shown = StartUp(report, wanted)
     up_since_s: float | None = None
-    report("starting processes", 0, 1)
     version = 0
     while True:
-        snapshot = _next_snapshot(config, wanted, directory, version)
+        snapshot = _next_snapshot(config, wanted, directory, version, report)
         version = snapshot.version
         shown.show(snapshot)
         routers = snapshot.serving(Role.ROUTER)
@@ -86,15 +87,18 @@ def _check_reaching(routers: Sequence[Member], num_replicas: Mapping[str, int], 
         if dict(router.linked).get(name, 0) < number
     )
     raise ReplicaError(
-        f"all processes are up, and {found}, after {waited_s:.0f} s: does something lie between their nodes that lets "
-        "no connection through? `holdfast logs` shows what the routers say"
+        f"all processes are up, and {found}, after {waited_s:.0f} s: does a firewall block connections "
+        "between their nodes? `holdfast logs` shows what the routers say"
     )
 
 
-def _next_snapshot(config: HoldfastConfig, wanted: Mapping[str, int], directory: Any, version: int) -> Snapshot:
-    """The next news of the directory. Raises what makes waiting for it pointless."""
+def _next_snapshot(
+    config: HoldfastConfig, wanted: Mapping[str, int], directory: Any, version: int, report: Report
+) -> Snapshot:
+    """The next state of the directory. Raises what makes waiting for it pointless, and what `report` raises."""
     response = directory.watch.remote(version)
     while True:
+        report(STARTING, 0, 1)  # again and again: it may raise, which ends the wait
         try:
             snapshot: Snapshot = response.result(timeout_s=STATUS_PERIOD_S)
         except TimeoutError:
@@ -127,7 +131,7 @@ class StartUp:
 
     def show(self, snapshot: Snapshot) -> None:
         if snapshot.members:
-            self._report("starting processes", 1, 1)
+            self._report(STARTING, 1, 1)
         for member in snapshot.members:
             before = self._seen.get(member.member_id)
             self._seen[member.member_id] = member

@@ -23,6 +23,8 @@ LINK_S: Final = 10.0
 
 LOOK_EVERY_S: Final = 2.0
 
+STARTING: Final = "starting the new version"
+
 
 class Steps(Protocol):
     """What an update does to a cluster, and what it sees of it."""
@@ -112,7 +114,9 @@ class Update:
             )
         serving = self._serving(self._steps.snapshot(), applications[0])
         if not serving:
-            raise ConfigurationError(f"model {name!r}: none of its replicas serves, so nothing can be updated")
+            raise ConfigurationError(
+                f"model {name!r}: none of its replicas serves, so there is no running version to update"
+            )
         return applications[0], len(serving)
 
     def _replace(self, new: str) -> Updated:
@@ -120,6 +124,7 @@ class Update:
         self._order("with_held", new, True)
         self._steps.deploy()
         first = self._wait_for(new, 1)[0]
+        self._report(STARTING, 1, 1)
         self._old_version, self._new_version = old_replica.version, first.version
         _check_tokenizer(old_replica, first)
         self._order("with_retired", self._plan.model, first.version, False)  # it may have served before
@@ -151,7 +156,9 @@ class Update:
     def _try_canary(self, old_version: str, version: str, new: str) -> None:
         """Raises `UpdateRolledBackError` if it is worse than what serves."""
         if old_version == version:
-            raise ConfigurationError(f"model {self._plan.model!r}: nothing that a canary could show has changed")
+            raise ConfigurationError(
+                f"model {self._plan.model!r}: the new version equals the running one: a canary would compare nothing"
+            )
         plan, steps = self._plan, self._steps
         before = self._counts(old_version), self._counts(version)
         self._order("with_canary", plan.model, Canary(model=plan.model, version=version, share=plan.share))
@@ -169,7 +176,9 @@ class Update:
             if watched_s >= plan.watch_s and num_ended >= plan.min_requests:
                 return
             if watched_s >= 4 * plan.watch_s:
-                told = f"only {num_ended} requests came in {watched_s:.0f} s, and it takes {plan.min_requests} to tell"
+                told = (
+                    f"only {num_ended} requests ended in {watched_s:.0f} s, and --min-requests is {plan.min_requests}"
+                )
                 raise UpdateRolledBackError(f"{plan.model}: canary {version} was taken back: {told}")
             steps.sleep(LOOK_EVERY_S)
 
@@ -194,6 +203,7 @@ class Update:
         """Until so many of its replicas serve. Raises what makes waiting for it pointless."""
         end_s = self._steps.now() + self._plan.timeout_s
         while True:
+            self._report(STARTING, 0, 1)  # again and again: it may raise, which ends the wait
             snapshot = self._steps.snapshot()
             for member in snapshot.members:
                 if member.application == application and member.error is not None:

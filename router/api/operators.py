@@ -11,15 +11,16 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
+from holdfast.router.cluster_control import ClusterControl
 from holdfast.router.config import LimitsConfig, OverloadConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.operator_state import Change, Orders, Pause
+from holdfast.router.operator_state import Change, OperatorState, Pause
 from holdfast.router.overload.overload import Overload
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.security.gate import Gate
-from holdfast.worker.errors import InvalidRequestError, PermissionDeniedError
+from holdfast.worker.errors import InvalidRequestError, PermissionDeniedError, ReplicaError
 
-SendChange = Callable[[Change], Awaitable[Orders]]
+SendChange = Callable[[Change], Awaitable[OperatorState]]
 """Has a change obeyed by all routers. Returns what holds then; raises `CallerError`, `ReplicaError`."""
 
 
@@ -33,12 +34,13 @@ class Operators:
         *,
         gate: Gate,
         send: SendChange,
-        orders: Callable[[], Orders],
+        orders: Callable[[], OperatorState],
         dump: Callable[[], str],
         kill: Callable[[str], None] | None = None,
+        control: ClusterControl | None = None,
     ) -> None:
-        """`orders` are those that hold now, `dump` the text of a state dump. `kill` ends a replica's process; None:
-        nobody may, as `router.killable` has it.
+        """`orders` returns the current operator state, `dump` the text of a state dump. `kill` ends a replica's
+        process; None: killing is off (`router.killable`). `control` is None where the router runs outside a cluster.
         """
         self._request_processor = request_processor
         self._dispatch_host = dispatch_host
@@ -47,6 +49,14 @@ class Operators:
         self._orders = orders
         self._dump = dump
         self._kill = kill
+        self._control = control
+
+    @property
+    def control(self) -> ClusterControl:
+        """Changes of models, and logs. Raises `ReplicaError` where the router runs outside a cluster."""
+        if self._control is None:
+            raise ReplicaError("this router runs outside a Ray cluster: it has no models to change and no logs to read")
+        return self._control
 
     def check(self, not_local: str = "") -> None:
         """Whether the caller of the running task may give orders. Raises `PermissionDeniedError`.
@@ -114,7 +124,7 @@ _LIBRARIES: Final = ("holdfast", "grpcio", "protobuf", "tokenizers", "ray")
 
 def state_dump(
     host: DispatchHost,
-    orders: Orders,
+    orders: OperatorState,
     config: RouterConfig,
     limits: LimitsConfig,
     recent_errors: Sequence[str],

@@ -39,7 +39,7 @@ from holdfast.router.events import (
     ReplicaLoad,
     TextState,
 )
-from holdfast.router.operator_state import Orders
+from holdfast.router.operator_state import OperatorState
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import (
     DeadlineExceededError,
@@ -142,8 +142,8 @@ class Dispatch:
         newest = max(state.client_attempt for state in states)
         if newest > client_attempt:
             stale = f"submission {client_attempt} of request {key.request_id} came after submission {newest}"
-            raise RequestSupersededError(f"{stale}, which goes on")
-        error = RequestSupersededError(f"request {key.request_id} was submitted again; the newer submission goes on")
+            raise RequestSupersededError(f"{stale}, which continues")
+        error = RequestSupersededError(f"request {key.request_id} was submitted again; the newer submission continues")
         actions = self._endings.fail_all(states, error)
         for model in dict.fromkeys(state.model for state in states):
             actions += self._drain(model, now)
@@ -154,7 +154,7 @@ class Dispatch:
         is: then it was submitted again meanwhile.
         """
         if self._requests.of_request(key):
-            newer = f"request {key.request_id} was submitted again; the newer submission goes on"
+            newer = f"request {key.request_id} was submitted again; the newer submission continues"
             raise RequestSupersededError(newer)
 
     def cancel(self, key: SequenceKey, now: float) -> list[Action]:
@@ -240,7 +240,7 @@ class Dispatch:
             if state.model == model:
                 state.bound_version, state.fingerprint = "", without_version(state.fingerprint)
 
-    def set_orders(self, orders: Orders, now: float) -> list[Action]:
+    def set_orders(self, orders: OperatorState, now: float) -> list[Action]:
         """Operators have ordered something: what waits for a version that is retired ends, and shares may be others."""
         self.registry.set_orders(orders)
         return [*self._fail_gone(now), *self._placement.drain_all(now)]

@@ -19,7 +19,7 @@ from holdfast.router.events import (
     SendAbort,
     SendSubmit,
 )
-from holdfast.router.operator_state import Orders
+from holdfast.router.operator_state import OperatorState
 from holdfast.router.resume import NewSequence
 from holdfast.worker.errors import HoldfastError, InternalError
 from holdfast.worker.model_info import ReplicaFacts
@@ -183,7 +183,7 @@ class DispatchHost:
         self.dispatch.models_asleep(waits_s)
         self._on_models_changed()
 
-    def set_orders(self, orders: Orders) -> None:
+    def set_orders(self, orders: OperatorState) -> None:
         """Operators have ordered something."""
         self._see_through("obeying operators", lambda: self.dispatch.set_orders(orders, self.now()))
 

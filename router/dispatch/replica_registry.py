@@ -13,7 +13,7 @@ from holdfast.router.dispatch.prefix_index import NO_MATCH, PromptPrefix
 from holdfast.router.dispatch.replica_state import ModelState, ReplicaState
 from holdfast.router.dispatch.versions import position
 from holdfast.router.events import ModelStatus, ReplicaLoad
-from holdfast.router.operator_state import NO_ORDERS, Orders
+from holdfast.router.operator_state import NO_OPERATOR_STATE, OperatorState
 from holdfast.worker.errors import UnknownModelError
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.request import EngineLoad
@@ -39,7 +39,7 @@ class ReplicaRegistry:
         self._removed_models: frozenset[str] = frozenset()
         self.asleep: Mapping[str, float] = {}
         """Models that may be without replicas by decision: how many seconds requests wait for one."""
-        self._orders = NO_ORDERS
+        self._orders = NO_OPERATOR_STATE
 
     def add(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> None:
         """A replica came up. It must not be up already."""
@@ -65,7 +65,7 @@ class ReplicaRegistry:
             model = self._models[replica.facts.model]
             model.replicas.remove(replica)
             del model.by_slot[replica.slot]
-            replica.leave()
+            replica.close()
             model.refresh(now)
             self._refresh_statuses()
         return replica
@@ -193,7 +193,7 @@ class ReplicaRegistry:
                 return chosen
         return snapshot.without([one.slot for one in state.replicas if one.slot not in others])
 
-    def set_orders(self, orders: Orders) -> None:
+    def set_orders(self, orders: OperatorState) -> None:
         """Takes what holds from now on."""
         self._orders = orders
 

@@ -173,7 +173,7 @@ class ReplicaState:
         breaker.on_change = self._refresh
         self._refresh()
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """The replica was lost. What is still noted of it changes nothing: its slot may be another's."""
         self._is_up = False
         self.breaker.on_change = None

@@ -287,7 +287,7 @@ class ReplicaLink:
             raise self._lost("it hung up before its hello")
         hello = read_response(first)
         if not isinstance(hello, Hello):
-            raise self._lost("it has not said hello first")
+            raise self._lost("the first message must be Hello")
         facts = self._checked(hello)
         await self._prepare(self.endpoint, facts)
         self.is_up = True

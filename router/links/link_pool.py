@@ -9,7 +9,7 @@ from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.links.link import ReplicaLink
 from holdfast.router.links.replica_directory import DirectoryView, ReplicaDirectory, ReplicaEndpoint
-from holdfast.router.operator_state import NO_ORDERS, Orders
+from holdfast.router.operator_state import NO_OPERATOR_STATE, OperatorState
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.wire.link_security import UNSECURED, LinkSecurity
@@ -28,13 +28,13 @@ class LinkPool:
         tokenizers: TokenizerRegistry,
         config: RouterConfig,
         security: LinkSecurity = UNSECURED,
-        on_orders: Callable[[Orders], None] | None = None,
+        on_orders: Callable[[OperatorState], None] | None = None,
         on_view: Callable[[DirectoryView], None] | None = None,
     ) -> None:
         """`on_orders` hears what operators have ordered, when that changes; `on_view`, all that the directory says."""
         self._on_orders = on_orders
         self._on_view = on_view
-        self._orders = NO_ORDERS
+        self._orders = NO_OPERATOR_STATE
         self._endpoints: frozenset[ReplicaEndpoint] = frozenset()
         self._security = security
         self._dispatch_host = dispatch_host
@@ -95,7 +95,7 @@ class LinkPool:
         """The replica's process is to end at once. It must be one that is up."""
         self._links[replica_id].kill()
 
-    async def obey(self, orders: Orders) -> None:
+    async def obey(self, orders: OperatorState) -> None:
         """What operators have ordered from now on: drained replicas retire, as if the directory did not name them."""
         if orders != self._orders and self._on_orders is not None:
             self._on_orders(orders)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from holdfast.router.operator_state import NO_ORDERS, Orders
+from holdfast.router.operator_state import NO_OPERATOR_STATE, OperatorState
 from holdfast.router.router_losses import RouterLoss
 
 
@@ -47,7 +47,7 @@ class DirectoryView:
     replicas."""
     cold_starts: tuple[tuple[str, float], ...] = ()
     """Models that may be without replicas by decision, and how many seconds requests wait for the first one."""
-    orders: Orders = NO_ORDERS
+    orders: OperatorState = NO_OPERATOR_STATE
     """What the cluster's operators want of its routers."""
     routers: frozenset[RouterEndpoint] = frozenset()
     """All routers that serve HTTP."""
@@ -78,7 +78,7 @@ class StaticDirectory:
         self,
         endpoints: Iterable[ReplicaEndpoint],
         removed_models: Iterable[str] = (),
-        orders: Orders | None = None,
+        orders: OperatorState | None = None,
         routers: Iterable[RouterEndpoint] = (),
         num_on_full_disks: int = 0,
     ) -> None:
@@ -86,7 +86,7 @@ class StaticDirectory:
         self._view = DirectoryView(
             endpoints=frozenset(endpoints),
             removed_models=frozenset(removed_models),
-            orders=orders or NO_ORDERS,
+            orders=orders or NO_OPERATOR_STATE,
             routers=frozenset(routers),
             num_on_full_disks=num_on_full_disks,
         )

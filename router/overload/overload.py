@@ -210,7 +210,7 @@ class Overload:
         """Counts a request that is ended for the bytes that it holds. Returns the error for its client."""
         self._closed_at = now
         self.counts[OverloadAction.CLOSE_GREEDIEST] += 1
-        told = f"this request held the most bytes, {held_bytes}, of the caller who holds the most; it was ended"
+        told = f"this request was ended: it held {held_bytes} bytes, the most of the caller that holds the most"
         return ByteBudgetError(f"{self._used(OverloadAction.CLOSE_GREEDIEST)}: {told}", RETRY_S)
 
     def note_shrunk(self) -> None:

@@ -128,7 +128,7 @@ class Journal(Protocol):
     def enter(self, digest: str, suspicion: Suspicion, *, is_known_good: bool) -> int:
         """Notes a request that is read from here on, and returns the number of its place."""
 
-    def leave(self, place: int) -> None:
+    def clear(self, place: int) -> None:
         """It is not read any more."""
 
 
@@ -138,7 +138,7 @@ class NoJournal:
     def enter(self, digest: str, suspicion: Suspicion, *, is_known_good: bool) -> int:
         return 0
 
-    def leave(self, place: int) -> None: ...
+    def clear(self, place: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +278,7 @@ class Reading:
         if watch is None or not num_lost or self.suspicion is not Suspicion.NONE:
             return
         watch.begin_trial()
-        watch.journal.leave(self._place)
+        watch.journal.clear(self._place)
         self.suspicion = Suspicion.ON_TRIAL
         self._place = watch.journal.enter(self.digest, self.suspicion, is_known_good=False)
 
@@ -295,7 +295,7 @@ class Reading:
         """`is_cleared`: it was read to its end, be it admitted or refused, and the router lives."""
         watch, self._watch = self._watch, None
         if watch is not None:
-            watch.journal.leave(self._place)
+            watch.journal.clear(self._place)
             if self.suspicion is Suspicion.ON_TRIAL:
                 watch.end_trial(self.digest, is_cleared=is_cleared)
 

@@ -58,7 +58,7 @@ class ReadingJournal:
         self._buffer[at : at + _PLACE_BYTES] = bytes((state,)) + bytes.fromhex(digest)
         return place
 
-    def leave(self, place: int) -> None:
+    def clear(self, place: int) -> None:
         if place:
             self._buffer[_HEAD.size + (place - 1) * _PLACE_BYTES] = 0
             self._free.append(place)

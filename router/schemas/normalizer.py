@@ -115,7 +115,7 @@ class _Walk:
                 _KEYWORDS[keyword](node, schema[keyword])
         if "$ref" in schema:
             if path and "$id" in schema:
-                raise node.refuse("$id", "cannot be enforced beside $ref: drafts differ on what it says")
+                raise node.refuse("$id", "cannot be enforced beside $ref: JSON Schema drafts differ on its meaning")
             self.visit(node.target(), f"{path}.$ref")
         for child in list(children(schema, path)):
             if child.schema not in self._finite:

@@ -20,6 +20,7 @@ from holdfast.router.api.open_inference import servicer as open_inference
 from holdfast.router.api.operators import Operators, RecentErrors, SendChange, state_dump
 from holdfast.router.api.overload_probe import OverloadProbe, max_memory
 from holdfast.router.api.public_answer import InProcessApi
+from holdfast.router.cluster_control import ClusterControl
 from holdfast.router.config import LimitsConfig, OverloadConfig, RouterConfig
 from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.call import stopping
@@ -29,7 +30,7 @@ from holdfast.router.dispatch.versions import VersionCounts
 from holdfast.router.events import ModelStatus
 from holdfast.router.links.link_pool import LinkPool
 from holdfast.router.links.replica_directory import DirectoryView, ReplicaDirectory, RouterEndpoint
-from holdfast.router.operator_state import NO_ORDERS, Change, Orders
+from holdfast.router.operator_state import NO_OPERATOR_STATE, Change, OperatorState
 from holdfast.router.overload.byte_ledger import ByteLedger
 from holdfast.router.overload.overload import Overload
 from holdfast.router.requests.poison_watch import PoisonWatch
@@ -79,6 +80,8 @@ class RouterOptions(TypedDict, total=False):
     """Told the models that are served here, when they change."""
     send_change: SendChange | None
     """Has what operators order obeyed by all routers; without it, this one obeys alone."""
+    control: ClusterControl | None
+    """Changes the cluster's models and reads its logs; without it, operators are refused both."""
     telemetry: TelemetryConfig | None
     """What is logged of requests."""
     tracer: "Tracer | None"
@@ -91,7 +94,7 @@ class Router:
     def __init__(self, config: RouterConfig, limits: LimitsConfig, **options: Unpack[RouterOptions]) -> None:
         self._config, self._limits = config, limits
         self._on_models = options.get("on_models")
-        self.orders = NO_ORDERS
+        self.orders = NO_OPERATOR_STATE
         """What its operators have ordered."""
         self.warnings: tuple[str, ...] = ()
         """What is wrong with the cluster although it serves, for health."""
@@ -126,9 +129,11 @@ class Router:
         self._tasks: list[asyncio.Task[None]] = []
         self.in_process = InProcessApi(self._request_processor, gate)
         """For calls from this process."""
-        self._open_apis(gate, options.get("send_change") or self._alone, options.get("tls"))
+        self._open_apis(gate, options.get("send_change") or self._alone, options.get("tls"), options.get("control"))
 
-    def _open_apis(self, gate: Gate, send_change: SendChange, tls: ServerTls | None) -> None:
+    def _open_apis(
+        self, gate: Gate, send_change: SendChange, tls: ServerTls | None, control: ClusterControl | None
+    ) -> None:
         """What is served, though nowhere yet."""
         config, parts = self._config, (self._request_processor, self._dispatch_host)
         worker = self._decode_worker = DecodeWorker()
@@ -139,6 +144,7 @@ class Router:
             orders=lambda: self.orders,
             dump=self._dump,
             kill=self._link_pool.kill if config.killable else None,
+            control=control,
         )
         servicers = {
             admin.SERVICE: admin.AdminServicer(operators),
@@ -279,7 +285,7 @@ class Router:
     def _all_warnings(self) -> tuple[str, ...]:
         return *self.warnings, *self.overload.warnings, *self._certificates.warnings(time.time())
 
-    async def _alone(self, change: Change) -> Orders:
+    async def _alone(self, change: Change) -> OperatorState:
         """For a router without a cluster."""
         orders = change.applied_to(self.orders)
         await self._link_pool.obey(orders)
@@ -299,7 +305,7 @@ class Router:
         if self._picker is not None:
             self._picker.set_routers(view.routers)
 
-    def _obey(self, orders: Orders) -> None:
+    def _obey(self, orders: OperatorState) -> None:
         self.orders = orders
         self._dispatch_host.set_orders(orders)
         self._request_processor.pauses.set(orders.pauses)

@@ -87,7 +87,7 @@ class GrammarCompiler:
         if is_right and has_ended:
             is_right = matcher.consume_tokens(rest) and matcher.is_accepting()
         if not is_right:
-            limit = f"token {num_right} cannot stand there: the output must match {FIELD}"
+            limit = f"token {num_right} is not allowed there: the output must match {FIELD}"
             raise InvalidRequestError(field, token_ids[num_right], limit)
 
     @cached_property

@@ -56,7 +56,7 @@ def check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
     size = num_tokens * (_LOGPROB_BYTES + _CANDIDATE_BYTES * params.prompt_logprobs)
     if size > MAX_PROMPT_LOGPROBS_BYTES:
         limit = (
-            f"those of {num_tokens} tokens take {size} bytes, and a replica tells at most {MAX_PROMPT_LOGPROBS_BYTES} "
+            f"those of {num_tokens} tokens take {size} bytes, and a replica sends at most {MAX_PROMPT_LOGPROBS_BYTES} "
             "at once: ask for fewer, or of a shorter prompt"
         )
         raise InvalidRequestError("sampling_params.prompt_logprobs", params.prompt_logprobs, limit)

@@ -336,7 +336,7 @@ def _check_widths(name: str, given: Iterable[Any]) -> None:
     for one in given:
         width = len(one) if isinstance(one, (str, bytes)) else one
         if isinstance(width, int) and abs(width) > (100 if name == "round" else MAX_WIDTH):
-            raise SpentError(f"it asks {name} for {width}, which is too much")
+            raise SpentError(f"it asks {name} for {width}, which exceeds the limit of the budget")
 
 
 def _check_format(budget: Budget, pattern: Any, given: list[Any]) -> None:

@@ -28,6 +28,8 @@ _UTF8: Final = 4
 """Bytes of a character at most."""
 
 _NAME: Final = Bound(size=MAX_NAME_BYTES)
+_SETTINGS: Final = Bound(size=2**20)
+"""Of a model's settings as JSON text, which may hold a chat template."""
 
 
 def public_bounds(limits: LimitsConfig) -> Bounds:
@@ -170,6 +172,12 @@ _CONTROL: Final[Bounds] = {
     "holdfast.v1.PauseRequest": {"model": _NAME},
     "holdfast.v1.ResumeRequest": {"model": _NAME},
     "holdfast.v1.SetLogLevelRequest": {"level": _NAME},
+    "holdfast.v1.AddModel": {"settings": _SETTINGS},
+    "holdfast.v1.UpdateModel": {"model": _NAME, "settings": _SETTINGS},
+    "holdfast.v1.RollbackModel": {"model": _NAME},
+    "holdfast.v1.RemoveModel": {"model": _NAME},
+    "holdfast.v1.ScaleModel": {"model": _NAME},
+    "holdfast.v1.ReadLogsRequest": {"process": _NAME},
     "grpc.health.v1.HealthCheckRequest": {"service": _NAME},
     "grpc.reflection.v1alpha.ServerReflectionRequest": dict.fromkeys(
         ("host", "file_by_filename", "file_containing_symbol", "all_extension_numbers_of_type", "list_services"), _NAME

@@ -33,7 +33,7 @@ class LoopTime:
 
         self._runner.run(run())
 
-    def pass_by(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         """What was due by then has rung: timers ring in order, and this one is as good as any."""
         self._runner.run(asyncio.sleep(seconds + COARSE_S))
 
@@ -50,7 +50,7 @@ class SimulatedTime:
     def do(self, action: Callable[[], None]) -> None:
         action()
 
-    def pass_by(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         until_s = self._timeline.now + seconds + COARSE_S
         self._timeline.at(until_s, lambda: None)
         while self._timeline.next_s <= until_s:
@@ -81,7 +81,7 @@ def test_it_rings_once_and_not_early(time: Time, ahead_s: float):
         assert late_s == [], "not from within call_at: whoever sets an alarm is in the midst of something"
 
     time.do(set_it)
-    time.pass_by(0.05)
+    time.advance(0.05)
     assert len(late_s) == 1
     assert late_s[0] > -COARSE_S
 
@@ -96,7 +96,7 @@ def test_none_of_many_is_lost(time: Time):
             time.clock.call_at(now + number * 1.7e-5 - 0.002, lambda number=number: rung.append(number))
 
     time.do(set_them)
-    time.pass_by(0.05)
+    time.advance(0.05)
     assert sorted(rung) == list(range(1000))
 
 
@@ -110,7 +110,7 @@ def test_a_far_time_does_not_come_and_can_be_cancelled(time: Time, ahead_s: floa
         time.clock.call_at(time.clock.time() + 0.004, alarm.cancel)
 
     time.do(set_it)
-    time.pass_by(0.01)
+    time.advance(0.01)
     assert rung == ["near"]
 
 
@@ -125,7 +125,7 @@ def test_one_that_is_cancelled_does_not_ring(time: Time, ahead_s: float):
         time.clock.call_at(time.clock.time() + ahead_s, lambda: rung.append("another"))
 
     time.do(set_it)
-    time.pass_by(0.01)
+    time.advance(0.01)
     assert rung == ["another"]
 
 
@@ -139,7 +139,7 @@ def test_one_that_has_rung_may_be_cancelled(time: Time):
         time.clock.call_at(time.clock.time() + 0.008, lambda: rung.append("later"))
 
     time.do(set_them)
-    time.pass_by(0.01)
+    time.advance(0.01)
     assert rung == ["first", "first", "later"]
 
 
@@ -158,7 +158,7 @@ def test_one_may_cancel_another_that_is_due_as_well(time: Time):
         time.clock.call_at(time.clock.time() + 0.009, lambda: rung.append("third"))
 
     time.do(set_them)
-    time.pass_by(0.02)
+    time.advance(0.02)
     assert rung == ["first", "third"]
 
 
@@ -174,7 +174,7 @@ def test_one_may_cancel_itself_while_it_rings(time: Time):
         time.clock.call_at(time.clock.time() + 0.005, lambda: rung.append("later"))
 
     time.do(set_it)
-    time.pass_by(0.01)
+    time.advance(0.01)
     assert rung == ["first", "later"]
 
 
@@ -198,7 +198,7 @@ def test_they_ring_in_the_order_of_their_times_however_they_were_set(time: Time)
         assert any(are_set_at_once() for _ in range(1000))
 
     time.do(set_them)
-    time.pass_by(0.03)
+    time.advance(0.03)
     assert rung == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
@@ -218,7 +218,7 @@ def test_they_ring_late_rather_than_not_at_all(time: Time):
             sleep(0.01)  # as whatever blocks a loop does
 
     time.do(set_them)
-    time.pass_by(0.05)
+    time.advance(0.05)
     assert rung == ["first", "second", "third"]
 
 
@@ -240,5 +240,5 @@ def test_one_that_rings_may_set_another_for_any_time(time: Time, ahead_s: float)
     time.do(lambda: time.clock.call_at(time.clock.time() + ahead_s, ring))
     for _ in range(100):
         if len(rung) < 300:
-            time.pass_by(0.02)
+            time.advance(0.02)
     assert len(rung) == 300

@@ -22,6 +22,13 @@ def models(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
 
 
+def models_at(server: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """`holdfast models`, as from another machine: a router makes the change. It finds no cluster by any other way."""
+    command = [sys.executable, "-m", "holdfast.cluster.commands.cli", "models", *arguments, "--server", server]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "XDG_", "HOME"))}
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environ)
+
+
 async def served_models(routers: Sequence[str]) -> list[dict[str, int]]:
     """The models that each router knows, with their replicas."""
     found = []

@@ -213,7 +213,7 @@ async def test_an_output_that_its_grammar_forbids_is_refused_by_name():
         ([*letters("ab"), END], len(letters("ab"))),  # it is not fulfilled yet
         ([*letters("ab"), 1999], len(letters("ab"))),  # the model has such an id, and the tokenizer has no such token
     ):
-        with pytest.raises(InvalidRequestError, match=f"token {index} cannot stand there") as refused:
+        with pytest.raises(InvalidRequestError, match=f"token {index} is not allowed there") as refused:
             await opened(shaped, [], output)
         assert refused.value.field == "resume.sequences[1].token_ids"
 
@@ -223,7 +223,7 @@ async def test_an_output_that_goes_on_after_its_end_is_refused_by_name():
     plain = SamplingParams(seed=1, max_tokens=20, stop_token_ids=[7])
     for end in (END, 7):
         assert await opened(plain, [5, end]) == [(5, end)]
-        with pytest.raises(InvalidRequestError, match="nothing after token 1, which ends the output") as refused:
+        with pytest.raises(InvalidRequestError, match="must end with token 1, which ends the output") as refused:
             await opened(plain, [5, end, 5])
         assert refused.value.field == "resume.sequences[0].token_ids"
     assert await opened(replace(plain, ignore_eos=True), [5, END, 5]) == [(5, END, 5)]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from holdfast.v1 import engine_pb2, inference_pb2
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
-from holdfast.worker.wire.sampling_fields import TOKEN_WORLD, fields_of, params_of
+from holdfast.worker.wire.sampling_fields import TOKEN_SCOPE, fields_of, params_of
 
 VALUES = {
     "temperature": st.sampled_from([0.0, 0.7, 1.0, 100.0]),
@@ -62,7 +62,7 @@ def test_the_public_message_has_every_parameter_and_no_other():
 def test_the_link_has_every_parameter_of_the_token_world_and_no_other():
     fields = set(engine_pb2.EngineSamplingParams.DESCRIPTOR.fields_by_name)
     made_by_the_router = {"bad_words", "grammar"}
-    concerned = {name for name, parameter in PARAMETERS.items() if parameter.about.world in TOKEN_WORLD}
+    concerned = {name for name, parameter in PARAMETERS.items() if parameter.metadata.scope in TOKEN_SCOPE}
     assert fields - made_by_the_router == concerned
 
 
@@ -75,10 +75,10 @@ def test_parameters_come_back_from_the_public_message_as_they_were_said(params):
 @given(PARAMS)
 def test_the_link_carries_what_concerns_the_token_world_bit_by_bit(params):
     resolved = params.with_changes(seed=params.seed or 0, temperature=params.temperature / 3)
-    message = engine_pb2.EngineSamplingParams(**fields_of(resolved, engine_pb2.EngineSamplingParams, TOKEN_WORLD))
-    carried = params_of(engine_pb2.EngineSamplingParams.FromString(message.SerializeToString()), TOKEN_WORLD)
+    message = engine_pb2.EngineSamplingParams(**fields_of(resolved, engine_pb2.EngineSamplingParams, TOKEN_SCOPE))
+    carried = params_of(engine_pb2.EngineSamplingParams.FromString(message.SerializeToString()), TOKEN_SCOPE)
     for name, parameter in PARAMETERS.items():
-        concerned = parameter.about.world in TOKEN_WORLD
+        concerned = parameter.metadata.scope in TOKEN_SCOPE
         assert getattr(carried, name) == getattr(resolved if concerned else SamplingParams(), name), name
 
 

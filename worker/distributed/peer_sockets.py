@@ -77,7 +77,7 @@ class PeerSockets:
         while transfers:
             ready = poll.poll(self._timeout_s * 1e3)
             if not ready:
-                raise TimeoutError(f"nothing moved between ranks for {self._timeout_s:g} s")
+                raise TimeoutError(f"no bytes moved between ranks for {self._timeout_s:g} s")
             for descriptor, events in ready:
                 wanted = transfers[descriptor].move(events)
                 if wanted:

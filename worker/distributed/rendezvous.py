@@ -205,7 +205,7 @@ def call(host: str, port: int, caller: Caller, secret: str, timeout_s: float) ->
             raise
         except OSError as error:
             if time.monotonic() + _RETRY_S >= end_s:
-                raise TimeoutError(f"nobody answered at {host}:{port} ({error})") from error
+                raise TimeoutError(f"no peer answered at {host}:{port} ({error})") from error
             time.sleep(_RETRY_S)
 
 

@@ -128,7 +128,10 @@ def build_tree(
     plan = ParallelPlan(hf_config, module.tp_plan or {}, target.group.size)
     parallelize(module, plan, source, target, progress)
     if not module.is_backend_compatible():
-        logger.warning("transformers does not vouch for attention functions in %s models", hf_config.model_type)
+        logger.warning(
+            "transformers does not declare attention backends supported in %s models (_supports_attention_backend)",
+            hf_config.model_type,
+        )
     return module
 
 

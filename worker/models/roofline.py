@@ -86,11 +86,13 @@ class ModelShape:
         names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
         missing = [name for name in names if not isinstance(getattr(config, name, None), int)]
         if missing:
-            raise ValueError(f"the config has no {missing[0]}: no roofline of such a model")
+            raise ValueError(f"the config has no {missing[0]}: `holdfast estimate --device` cannot model it")
         num_layers, hidden, inner, num_heads, vocab_size = (getattr(config, name) for name in names)
         num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
         if getattr(config, "n_routed_experts", None) or (num_experts and _has_dense_layers(config)):
-            raise ValueError(f"{config.model_type} has layers of several kinds: no roofline of such a model")
+            raise ValueError(
+                f"{config.model_type} has layers of several kinds: `holdfast estimate --device` cannot model it"
+            )
         return cls(
             num_layers=num_layers,
             hidden=hidden,

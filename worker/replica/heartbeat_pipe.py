@@ -57,7 +57,7 @@ class HeartbeatPipe:
                 try:
                     self._start_again()
                 except OSError as error:
-                    logger.error("no hang supervisor can be started, and this process goes on without: %s", error)
+                    logger.error("the hang supervisor could not be started; this process runs without one: %s", error)
                     return
 
     def note_input(self, num_bytes: int) -> None:

@@ -240,7 +240,7 @@ class RouterLink:
 
     def _kill(self) -> None:
         if self._on_kill is None:
-            logger.warning("a router has ordered this process to end, which it was not started to obey")
+            logger.warning("a router asked this process to end, and router.killable is off: ignored")
             return
         logger.warning("this process ends by a router's order")
         self._on_kill()

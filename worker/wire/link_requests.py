@@ -19,7 +19,7 @@ from holdfast.worker.request import (
     Priority,
     Suspicion,
 )
-from holdfast.worker.wire.sampling_fields import TOKEN_WORLD, fields_of, params_of
+from holdfast.worker.wire.sampling_fields import TOKEN_SCOPE, fields_of, params_of
 
 Kind = TypeVar("Kind", bound=IntEnum)
 
@@ -63,7 +63,7 @@ def kill_message() -> engine_pb2.LinkRequest:
 
 def _sampling_params_message(request: EngineRequest) -> engine_pb2.EngineSamplingParams:
     return engine_pb2.EngineSamplingParams(
-        **fields_of(request.sampling_params, engine_pb2.EngineSamplingParams, TOKEN_WORLD),
+        **fields_of(request.sampling_params, engine_pb2.EngineSamplingParams, TOKEN_SCOPE),
         bad_words=[engine_pb2.TokenSequence(ids=word) for word in request.bad_word_token_ids],
         grammar=request.grammar,
     )
@@ -78,7 +78,7 @@ def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> Eng
     request = EngineRequest(
         request_id=submit.request_id,
         prompt_token_ids=tuple(submit.prompt_token_ids),
-        sampling_params=params_of(params, TOKEN_WORLD),
+        sampling_params=params_of(params, TOKEN_SCOPE),
         priority=_member(Priority, "priority", submit.priority),
         output_token_ids=tuple(submit.output_token_ids),
         cache_salt=submit.cache_salt,

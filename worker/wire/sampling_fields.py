@@ -12,18 +12,18 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.parameters import BIASES, FIELD, STRUCTURE, Kind, Parameter, World
+from holdfast.worker.parameters import BIASES, FIELD, STRUCTURE, Kind, Parameter, Scope
 from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
 from holdfast.worker.structured_outputs import StructuredOutputs
 
-EVERY_WORLD: Final = frozenset(World)
-TOKEN_WORLD: Final = frozenset({World.TOKENS})
+ALL_SCOPES: Final = frozenset(Scope)
+TOKEN_SCOPE: Final = frozenset({Scope.TOKENS})
 
 
-def fields_of(params: SamplingParams, message: type[Message], worlds: frozenset[World] = EVERY_WORLD) -> dict[str, Any]:
-    """What a message of this sort is made of to say the parameters of these worlds. A default may be left unset."""
+def fields_of(params: SamplingParams, message: type[Message], scopes: frozenset[Scope] = ALL_SCOPES) -> dict[str, Any]:
+    """What a message of this sort is made of to say the parameters of these scopes. A default may be left unset."""
     fields: dict[str, Any] = {}
-    for field in _fields(message.DESCRIPTOR, worlds):
+    for field in _fields(message.DESCRIPTOR, scopes):
         value = getattr(params, field.name)
         if value is None:
             fields |= {field.denial: True} if field.denial else {}
@@ -32,13 +32,13 @@ def fields_of(params: SamplingParams, message: type[Message], worlds: frozenset[
     return fields
 
 
-def params_of(message: Message, worlds: frozenset[World] = EVERY_WORLD) -> SamplingParams:
-    """What a message says of these worlds. Only what is set overrides a default: zero means something.
+def params_of(message: Message, scopes: frozenset[Scope] = ALL_SCOPES) -> SamplingParams:
+    """What a message says of these scopes. Only what is set overrides a default: zero means something.
 
     Raises `InvalidRequestError`, naming the field.
     """
     given: dict[str, Any] = {}
-    for field in _fields(message.DESCRIPTOR, worlds):
+    for field in _fields(message.DESCRIPTOR, scopes):
         name = field.name
         is_set = message.HasField(name) if field.can_be_unset else not field.is_repeated or bool(getattr(message, name))
         if field.denial and getattr(message, field.denial):
@@ -70,8 +70,8 @@ class _Field:
 
 
 @cache
-def _fields(message: Any, worlds: frozenset[World]) -> tuple[_Field, ...]:
-    chosen = [parameter for parameter in PARAMETERS.values() if parameter.about.world in worlds]
+def _fields(message: Any, scopes: frozenset[Scope]) -> tuple[_Field, ...]:
+    chosen = [parameter for parameter in PARAMETERS.values() if parameter.metadata.scope in scopes]
     return tuple(_field(message, parameter) for parameter in chosen)
 
 

@@ -28,7 +28,7 @@ from holdfast.router.dispatch.circuit_breaker import Backoff
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.parallel_sampling import siblings
 from holdfast.router.events import Fail, SendAbort, SendSubmit, TextState
-from holdfast.router.operator_state import NO_ORDERS, Orders
+from holdfast.router.operator_state import NO_OPERATOR_STATE, OperatorState
 from holdfast.router.resume import new_sequence
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import HoldfastError, QueueFullError, ReplicaError
@@ -97,7 +97,7 @@ class SimulatedRouter(Process):
         self._order = order
         self._rng = random.Random(seed)
         self._max_lag_s = max_lag_s
-        self._orders = NO_ORDERS
+        self._orders = NO_OPERATOR_STATE
         self._api_settings = apis
         self.num_hung = 0
         """Times that its hang supervisor killed it."""
@@ -187,7 +187,7 @@ class SimulatedRouter(Process):
         self._replicas.append(replica)
         self._dial(replica, Backoff(max_pause_s=self._config.max_reconnect_s))
 
-    def leave(self, replica: SimulatedReplica) -> None:
+    def remove_replica(self, replica: SimulatedReplica) -> None:
         """A replica has ended for good: once its link is lost, it is not dialled again."""
         self._replicas.remove(replica)
 
@@ -197,7 +197,7 @@ class SimulatedRouter(Process):
         if self.is_up:
             self._do(self._clock.note_set)
 
-    def order(self, orders: Orders) -> None:
+    def order(self, orders: OperatorState) -> None:
         """The directory tells what operators have ordered; a router that starts later learns it then."""
         self._orders = orders
         if self.is_up:

@@ -143,7 +143,7 @@ class ElasticCluster:
         for replica in list(self._leaving):
             if not replica.num_unanswered:
                 self._leaving.remove(replica)
-                self.router.leave(replica)
+                self.router.remove_replica(replica)
                 replica.kill()
 
 

@@ -34,7 +34,7 @@ from holdfast.cluster.simulate.world.faults import UPDATE, SimulatedFault, slown
 from holdfast.cluster.simulate.world.scenario import Scenario, draw_scenario
 from holdfast.cluster.simulate.world.traffic import LONGEST_S
 from holdfast.router.config import OverloadConfig
-from holdfast.router.operator_state import Orders
+from holdfast.router.operator_state import OperatorState
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.wire.bounds import generation_bounds
 from holdfast.worker.config import HealthConfig
@@ -217,7 +217,7 @@ class World:
         self._revision += 1
         retired = frozenset((MODEL, version) for version in known - wanted)
         for router in self.routers:
-            router.order(Orders(revision=self._revision, retired=retired))
+            router.order(OperatorState(revision=self._revision, retired=retired))
 
     def __str__(self) -> str:
         return "fault:"

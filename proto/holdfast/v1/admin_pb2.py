@@ -24,13 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17holdfast/v1/admin.proto\x12\x0bholdfast.v1\"\"\n\x0c\x44rainRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"!\n\rDrainResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"$\n\x0eUndrainRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"#\n\x0fUndrainResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"-\n\x0cPauseRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06refuse\x18\x02 \x01(\x08\"!\n\rPauseResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"\x1e\n\rResumeRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\"\n\x0eResumeResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"#\n\x12SetLogLevelRequest\x12\r\n\x05level\x18\x01 \x01(\t\"\'\n\x13SetLogLevelResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"\x12\n\x10\x44umpStateRequest\"!\n\x11\x44umpStateResponse\x12\x0c\n\x04json\x18\x01 \x01(\t2\xb5\x03\n\x0c\x41\x64minService\x12>\n\x05\x44rain\x12\x19.holdfast.v1.DrainRequest\x1a\x1a.holdfast.v1.DrainResponse\x12\x44\n\x07Undrain\x12\x1b.holdfast.v1.UndrainRequest\x1a\x1c.holdfast.v1.UndrainResponse\x12>\n\x05Pause\x12\x19.holdfast.v1.PauseRequest\x1a\x1a.holdfast.v1.PauseResponse\x12\x41\n\x06Resume\x12\x1a.holdfast.v1.ResumeRequest\x1a\x1b.holdfast.v1.ResumeResponse\x12P\n\x0bSetLogLevel\x12\x1f.holdfast.v1.SetLogLevelRequest\x1a .holdfast.v1.SetLogLevelResponse\x12J\n\tDumpState\x12\x1d.holdfast.v1.DumpStateRequest\x1a\x1e.holdfast.v1.DumpStateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17holdfast/v1/admin.proto\x12\x0bholdfast.v1\"\"\n\x0c\x44rainRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"!\n\rDrainResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"$\n\x0eUndrainRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"#\n\x0fUndrainResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"-\n\x0cPauseRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06refuse\x18\x02 \x01(\x08\"!\n\rPauseResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"\x1e\n\rResumeRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\"\n\x0eResumeResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"#\n\x12SetLogLevelRequest\x12\r\n\x05level\x18\x01 \x01(\t\"\'\n\x13SetLogLevelResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"\x12\n\x10\x44umpStateRequest\"!\n\x11\x44umpStateResponse\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x1a\n\x18ListClusterModelsRequest\"F\n\x19ListClusterModelsResponse\x12)\n\x06models\x18\x01 \x03(\x0b\x32\x19.holdfast.v1.ClusterModel\"\xfe\x01\n\x0c\x43lusterModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x14\n\x0cnum_replicas\x18\x03 \x01(\r\x12\x0f\n\x07\x65ngines\x18\x04 \x03(\t\x12\x39\n\x08versions\x18\x05 \x03(\x0b\x32\'.holdfast.v1.ClusterModel.VersionsEntry\x12\x19\n\x11num_on_full_disks\x18\x06 \x01(\r\x12\x10\n\x08\x61\x63tivity\x18\x07 \x01(\t\x12\x10\n\x08settings\x18\x08 \x01(\t\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xf6\x01\n\x12\x43hangeModelRequest\x12$\n\x03\x61\x64\x64\x18\x01 \x01(\x0b\x32\x15.holdfast.v1.AddModelH\x00\x12*\n\x06update\x18\x02 \x01(\x0b\x32\x18.holdfast.v1.UpdateModelH\x00\x12.\n\x08rollback\x18\x03 \x01(\x0b\x32\x1a.holdfast.v1.RollbackModelH\x00\x12*\n\x06remove\x18\x04 \x01(\x0b\x32\x18.holdfast.v1.RemoveModelH\x00\x12(\n\x05scale\x18\x05 \x01(\x0b\x32\x17.holdfast.v1.ScaleModelH\x00\x42\x08\n\x06\x63hange\"\x1c\n\x08\x41\x64\x64Model\x12\x10\n\x08settings\x18\x01 \x01(\t\"\xa0\x01\n\x0bUpdateModel\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08settings\x18\x02 \x01(\t\x12\x14\n\x0c\x63\x61nary_share\x18\x03 \x01(\x01\x12\x1b\n\x0e\x63\x61nary_seconds\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x19\n\x0cmin_requests\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\x11\n\x0f_canary_secondsB\x0f\n\r_min_requests\"\\\n\rRollbackModel\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x15\x64rain_timeout_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x18\n\x16_drain_timeout_seconds\"Z\n\x0bRemoveModel\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x15\x64rain_timeout_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x18\n\x16_drain_timeout_seconds\"1\n\nScaleModel\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cnum_replicas\x18\x02 \x01(\r\"\x86\x01\n\x13\x43hangeModelResponse\x12\x34\n\x08progress\x18\x01 \x01(\x0b\x32 .holdfast.v1.ModelChangeProgressH\x00\x12\x30\n\x06result\x18\x02 \x01(\x0b\x32\x1e.holdfast.v1.ModelChangeResultH\x00\x42\x07\n\x05\x65vent\"A\n\x13ModelChangeProgress\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\x04\x12\r\n\x05total\x18\x03 \x01(\x04\"\x80\x01\n\x11ModelChangeResult\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cnum_replicas\x18\x02 \x01(\r\x12\x13\n\x0bold_version\x18\x03 \x01(\t\x12\x13\n\x0bnew_version\x18\x04 \x01(\t\x12\x1c\n\x14removed_applications\x18\x05 \x03(\t\"E\n\x0fReadLogsRequest\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\x11\n\tnum_lines\x18\x02 \x01(\r\x12\x0e\n\x06\x66ollow\x18\x03 \x01(\x08\"7\n\x10ReadLogsResponse\x12#\n\x05lines\x18\x01 \x03(\x0b\x32\x14.holdfast.v1.LogLine\"(\n\x07LogLine\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t2\xb8\x05\n\x0c\x41\x64minService\x12>\n\x05\x44rain\x12\x19.holdfast.v1.DrainRequest\x1a\x1a.holdfast.v1.DrainResponse\x12\x44\n\x07Undrain\x12\x1b.holdfast.v1.UndrainRequest\x1a\x1c.holdfast.v1.UndrainResponse\x12>\n\x05Pause\x12\x19.holdfast.v1.PauseRequest\x1a\x1a.holdfast.v1.PauseResponse\x12\x41\n\x06Resume\x12\x1a.holdfast.v1.ResumeRequest\x1a\x1b.holdfast.v1.ResumeResponse\x12P\n\x0bSetLogLevel\x12\x1f.holdfast.v1.SetLogLevelRequest\x1a .holdfast.v1.SetLogLevelResponse\x12J\n\tDumpState\x12\x1d.holdfast.v1.DumpStateRequest\x1a\x1e.holdfast.v1.DumpStateResponse\x12\x62\n\x11ListClusterModels\x12%.holdfast.v1.ListClusterModelsRequest\x1a&.holdfast.v1.ListClusterModelsResponse\x12R\n\x0b\x43hangeModel\x12\x1f.holdfast.v1.ChangeModelRequest\x1a .holdfast.v1.ChangeModelResponse0\x01\x12I\n\x08ReadLogs\x12\x1c.holdfast.v1.ReadLogsRequest\x1a\x1d.holdfast.v1.ReadLogsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'holdfast.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_CLUSTERMODEL_VERSIONSENTRY']._loaded_options = None
+  _globals['_CLUSTERMODEL_VERSIONSENTRY']._serialized_options = b'8\001'
   _globals['_DRAINREQUEST']._serialized_start=40
   _globals['_DRAINREQUEST']._serialized_end=74
   _globals['_DRAINRESPONSE']._serialized_start=76
@@ -55,6 +57,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DUMPSTATEREQUEST']._serialized_end=432
   _globals['_DUMPSTATERESPONSE']._serialized_start=434
   _globals['_DUMPSTATERESPONSE']._serialized_end=467
-  _globals['_ADMINSERVICE']._serialized_start=470
-  _globals['_ADMINSERVICE']._serialized_end=907
+  _globals['_LISTCLUSTERMODELSREQUEST']._serialized_start=469
+  _globals['_LISTCLUSTERMODELSREQUEST']._serialized_end=495
+  _globals['_LISTCLUSTERMODELSRESPONSE']._serialized_start=497
+  _globals['_LISTCLUSTERMODELSRESPONSE']._serialized_end=567
+  _globals['_CLUSTERMODEL']._serialized_start=570
+  _globals['_CLUSTERMODEL']._serialized_end=824
+  _globals['_CLUSTERMODEL_VERSIONSENTRY']._serialized_start=777
+  _globals['_CLUSTERMODEL_VERSIONSENTRY']._serialized_end=824
+  _globals['_CHANGEMODELREQUEST']._serialized_start=827
+  _globals['_CHANGEMODELREQUEST']._serialized_end=1073
+  _globals['_ADDMODEL']._serialized_start=1075
+  _globals['_ADDMODEL']._serialized_end=1103
+  _globals['_UPDATEMODEL']._serialized_start=1106
+  _globals['_UPDATEMODEL']._serialized_end=1266
+  _globals['_ROLLBACKMODEL']._serialized_start=1268
+  _globals['_ROLLBACKMODEL']._serialized_end=1360
+  _globals['_REMOVEMODEL']._serialized_start=1362
+  _globals['_REMOVEMODEL']._serialized_end=1452
+  _globals['_SCALEMODEL']._serialized_start=1454
+  _globals['_SCALEMODEL']._serialized_end=1503
+  _globals['_CHANGEMODELRESPONSE']._serialized_start=1506
+  _globals['_CHANGEMODELRESPONSE']._serialized_end=1640
+  _globals['_MODELCHANGEPROGRESS']._serialized_start=1642
+  _globals['_MODELCHANGEPROGRESS']._serialized_end=1707
+  _globals['_MODELCHANGERESULT']._serialized_start=1710
+  _globals['_MODELCHANGERESULT']._serialized_end=1838
+  _globals['_READLOGSREQUEST']._serialized_start=1840
+  _globals['_READLOGSREQUEST']._serialized_end=1909
+  _globals['_READLOGSRESPONSE']._serialized_start=1911
+  _globals['_READLOGSRESPONSE']._serialized_end=1966
+  _globals['_LOGLINE']._serialized_start=1968
+  _globals['_LOGLINE']._serialized_end=2008
+  _globals['_ADMINSERVICE']._serialized_start=2011
+  _globals['_ADMINSERVICE']._serialized_end=2707
 # @@protoc_insertion_point(module_scope)

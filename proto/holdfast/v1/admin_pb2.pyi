@@ -1,6 +1,8 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Optional as _Optional
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -75,3 +77,154 @@ class DumpStateResponse(_message.Message):
     JSON_FIELD_NUMBER: _ClassVar[int]
     json: str
     def __init__(self, json: _Optional[str] = ...) -> None: ...
+
+class ListClusterModelsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListClusterModelsResponse(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[ClusterModel]
+    def __init__(self, models: _Optional[_Iterable[_Union[ClusterModel, _Mapping]]] = ...) -> None: ...
+
+class ClusterModel(_message.Message):
+    __slots__ = ("name", "status", "num_replicas", "engines", "versions", "num_on_full_disks", "activity", "settings")
+    class VersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ON_FULL_DISKS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVITY_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    status: str
+    num_replicas: int
+    engines: _containers.RepeatedScalarFieldContainer[str]
+    versions: _containers.ScalarMap[str, int]
+    num_on_full_disks: int
+    activity: str
+    settings: str
+    def __init__(self, name: _Optional[str] = ..., status: _Optional[str] = ..., num_replicas: _Optional[int] = ..., engines: _Optional[_Iterable[str]] = ..., versions: _Optional[_Mapping[str, int]] = ..., num_on_full_disks: _Optional[int] = ..., activity: _Optional[str] = ..., settings: _Optional[str] = ...) -> None: ...
+
+class ChangeModelRequest(_message.Message):
+    __slots__ = ("add", "update", "rollback", "remove", "scale")
+    ADD_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
+    ROLLBACK_FIELD_NUMBER: _ClassVar[int]
+    REMOVE_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    add: AddModel
+    update: UpdateModel
+    rollback: RollbackModel
+    remove: RemoveModel
+    scale: ScaleModel
+    def __init__(self, add: _Optional[_Union[AddModel, _Mapping]] = ..., update: _Optional[_Union[UpdateModel, _Mapping]] = ..., rollback: _Optional[_Union[RollbackModel, _Mapping]] = ..., remove: _Optional[_Union[RemoveModel, _Mapping]] = ..., scale: _Optional[_Union[ScaleModel, _Mapping]] = ...) -> None: ...
+
+class AddModel(_message.Message):
+    __slots__ = ("settings",)
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    settings: str
+    def __init__(self, settings: _Optional[str] = ...) -> None: ...
+
+class UpdateModel(_message.Message):
+    __slots__ = ("model", "settings", "canary_share", "canary_seconds", "min_requests")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    CANARY_SHARE_FIELD_NUMBER: _ClassVar[int]
+    CANARY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MIN_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    settings: str
+    canary_share: float
+    canary_seconds: float
+    min_requests: int
+    def __init__(self, model: _Optional[str] = ..., settings: _Optional[str] = ..., canary_share: _Optional[float] = ..., canary_seconds: _Optional[float] = ..., min_requests: _Optional[int] = ...) -> None: ...
+
+class RollbackModel(_message.Message):
+    __slots__ = ("model", "drain_timeout_seconds")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    drain_timeout_seconds: float
+    def __init__(self, model: _Optional[str] = ..., drain_timeout_seconds: _Optional[float] = ...) -> None: ...
+
+class RemoveModel(_message.Message):
+    __slots__ = ("model", "drain_timeout_seconds")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    drain_timeout_seconds: float
+    def __init__(self, model: _Optional[str] = ..., drain_timeout_seconds: _Optional[float] = ...) -> None: ...
+
+class ScaleModel(_message.Message):
+    __slots__ = ("model", "num_replicas")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    num_replicas: int
+    def __init__(self, model: _Optional[str] = ..., num_replicas: _Optional[int] = ...) -> None: ...
+
+class ChangeModelResponse(_message.Message):
+    __slots__ = ("progress", "result")
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    progress: ModelChangeProgress
+    result: ModelChangeResult
+    def __init__(self, progress: _Optional[_Union[ModelChangeProgress, _Mapping]] = ..., result: _Optional[_Union[ModelChangeResult, _Mapping]] = ...) -> None: ...
+
+class ModelChangeProgress(_message.Message):
+    __slots__ = ("phase", "done", "total")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    done: int
+    total: int
+    def __init__(self, phase: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
+
+class ModelChangeResult(_message.Message):
+    __slots__ = ("model", "num_replicas", "old_version", "new_version", "removed_applications")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    OLD_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NEW_VERSION_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_APPLICATIONS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    num_replicas: int
+    old_version: str
+    new_version: str
+    removed_applications: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[str] = ..., num_replicas: _Optional[int] = ..., old_version: _Optional[str] = ..., new_version: _Optional[str] = ..., removed_applications: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReadLogsRequest(_message.Message):
+    __slots__ = ("process", "num_lines", "follow")
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LINES_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    process: str
+    num_lines: int
+    follow: bool
+    def __init__(self, process: _Optional[str] = ..., num_lines: _Optional[int] = ..., follow: bool = ...) -> None: ...
+
+class ReadLogsResponse(_message.Message):
+    __slots__ = ("lines",)
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    lines: _containers.RepeatedCompositeFieldContainer[LogLine]
+    def __init__(self, lines: _Optional[_Iterable[_Union[LogLine, _Mapping]]] = ...) -> None: ...
+
+class LogLine(_message.Message):
+    __slots__ = ("process", "text")
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    process: str
+    text: str
+    def __init__(self, process: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...

@@ -65,6 +65,21 @@ class AdminServiceStub(object):
                 request_serializer=holdfast_dot_v1_dot_admin__pb2.DumpStateRequest.SerializeToString,
                 response_deserializer=holdfast_dot_v1_dot_admin__pb2.DumpStateResponse.FromString,
                 _registered_method=True)
+        self.ListClusterModels = channel.unary_unary(
+                '/holdfast.v1.AdminService/ListClusterModels',
+                request_serializer=holdfast_dot_v1_dot_admin__pb2.ListClusterModelsRequest.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_admin__pb2.ListClusterModelsResponse.FromString,
+                _registered_method=True)
+        self.ChangeModel = channel.unary_stream(
+                '/holdfast.v1.AdminService/ChangeModel',
+                request_serializer=holdfast_dot_v1_dot_admin__pb2.ChangeModelRequest.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_admin__pb2.ChangeModelResponse.FromString,
+                _registered_method=True)
+        self.ReadLogs = channel.unary_stream(
+                '/holdfast.v1.AdminService/ReadLogs',
+                request_serializer=holdfast_dot_v1_dot_admin__pb2.ReadLogsRequest.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_admin__pb2.ReadLogsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -113,6 +128,29 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListClusterModels(self, request, context):
+        """ListClusterModels gives every model of the cluster, those that start or end included.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeModel(self, request, context):
+        """ChangeModel adds, updates, scales or removes a model. It streams progress, and its last message is the result. A
+        client that cancels the call has the change undone, as an interrupted `holdfast models` does. A router makes one
+        change at a time. UNAVAILABLE where the router runs outside a cluster.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadLogs(self, request, context):
+        """ReadLogs gives log lines of the cluster's processes on this router's machine.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +183,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.DumpState,
                     request_deserializer=holdfast_dot_v1_dot_admin__pb2.DumpStateRequest.FromString,
                     response_serializer=holdfast_dot_v1_dot_admin__pb2.DumpStateResponse.SerializeToString,
+            ),
+            'ListClusterModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListClusterModels,
+                    request_deserializer=holdfast_dot_v1_dot_admin__pb2.ListClusterModelsRequest.FromString,
+                    response_serializer=holdfast_dot_v1_dot_admin__pb2.ListClusterModelsResponse.SerializeToString,
+            ),
+            'ChangeModel': grpc.unary_stream_rpc_method_handler(
+                    servicer.ChangeModel,
+                    request_deserializer=holdfast_dot_v1_dot_admin__pb2.ChangeModelRequest.FromString,
+                    response_serializer=holdfast_dot_v1_dot_admin__pb2.ChangeModelResponse.SerializeToString,
+            ),
+            'ReadLogs': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadLogs,
+                    request_deserializer=holdfast_dot_v1_dot_admin__pb2.ReadLogsRequest.FromString,
+                    response_serializer=holdfast_dot_v1_dot_admin__pb2.ReadLogsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -310,6 +363,87 @@ class AdminService(object):
             '/holdfast.v1.AdminService/DumpState',
             holdfast_dot_v1_dot_admin__pb2.DumpStateRequest.SerializeToString,
             holdfast_dot_v1_dot_admin__pb2.DumpStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListClusterModels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.AdminService/ListClusterModels',
+            holdfast_dot_v1_dot_admin__pb2.ListClusterModelsRequest.SerializeToString,
+            holdfast_dot_v1_dot_admin__pb2.ListClusterModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/holdfast.v1.AdminService/ChangeModel',
+            holdfast_dot_v1_dot_admin__pb2.ChangeModelRequest.SerializeToString,
+            holdfast_dot_v1_dot_admin__pb2.ChangeModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadLogs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/holdfast.v1.AdminService/ReadLogs',
+            holdfast_dot_v1_dot_admin__pb2.ReadLogsRequest.SerializeToString,
+            holdfast_dot_v1_dot_admin__pb2.ReadLogsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,4 +1,5 @@
-"""HTTP endpoints of operators, `/admin/...`: the same calls as gRPC's `holdfast.v1.AdminService`, and the page's kill.
+"""HTTP endpoints of operators, `/admin/...`: the calls of gRPC's `holdfast.v1.AdminService` but
+for models and logs, and the page's kill.
 
 Without keys, this machine alone gives orders, whatever other hosts the server answers for (`request_origin.py`): the
 caller's address and the name that it calls the server by must both be of loopback, and no proxy may have sent it on.

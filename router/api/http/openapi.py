@@ -12,7 +12,7 @@ from holdfast.router.api.http.admin import AdminEndpoints
 from holdfast.router.api.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, Reads, TokenizeBody
 from holdfast.router.api.http.messages_body import CountBody, MessagesBody
 from holdfast.router.api.http.responses_body import ResponsesBody
-from holdfast.worker.parameters import STRUCTURE, TEXTS, About, Kind, Parameter
+from holdfast.worker.parameters import STRUCTURE, TEXTS, Kind, Metadata, Parameter
 from holdfast.worker.sampling_params import PARAMETERS
 
 _JSON: Final = "application/json"
@@ -94,7 +94,7 @@ def _schema(parameter: Parameter) -> dict[str, Any]:
     elif parameter.kind is STRUCTURE:
         schema = {"type": "object"}
     else:
-        constraints = [item for item in parameter.field.metadata if not isinstance(item, Kind | About)]
+        constraints = [item for item in parameter.field.metadata if not isinstance(item, Kind | Metadata)]
         annotated: Any = Annotated
         schema = TypeAdapter(annotated[(parameter.kind.stored_as, None, *constraints)]).json_schema()
         if parameter.kind is TEXTS:

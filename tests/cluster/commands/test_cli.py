@@ -1,15 +1,16 @@
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 from cyclopts.help import format_usage
 
-from holdfast.cluster.commands.cli import _ADMIN, _COMMANDS, _usage, app, run
+from holdfast.cluster.commands.catalogue import COMMANDS as CATALOGUE
+from holdfast.cluster.commands.catalogue import GROUPS
+from holdfast.cluster.commands.cli import app, run
 
-MODELS = ("update", "rollback", "add", "remove", "list")
-OF_SEVERAL = ["keys add", "keys list", "keys revoke", "config show", *(f"models {name}" for name in MODELS)]
-EVERY = [*(name for name, _, _ in _COMMANDS), *(name for name, _, _ in _ADMIN), *OF_SEVERAL]
+EVERY = [one.name for one in CATALOGUE]
 
 
 def holdfast(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[str]":
@@ -19,7 +20,7 @@ def holdfast(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[st
 
 
 HEAVY = {"torch", "ray", "transformers", "grpc", "tokenizers", "numpy", "pydantic", "pydantic_core", "yaml"}
-COMMANDS = [[], ["keys"], ["models"], ["config"], *(name.split() for name in EVERY), ["drain-node"]]
+COMMANDS = [[], *([name] for name in GROUPS), *(name.split() for name in EVERY)]
 
 
 def test_help_and_completion_import_nothing_heavy_and_declare_no_setting():
@@ -43,16 +44,58 @@ for shell in ("bash", "zsh", "fish"):
     assert not pages[-1].splitlines()[0], "completion"
 
 
-@pytest.mark.parametrize("command", EVERY)
-def test_the_first_line_of_help_is_what_the_command_takes(command):
-    words = command.split()
+def found_app(words):
     found = app
     for word in words:
         found = found[word]
+    return found
+
+
+@pytest.mark.parametrize("one", CATALOGUE, ids=EVERY)
+def test_the_first_line_of_help_is_what_the_command_takes(one):
+    words = list(one.words)
+    found = found_app(words)
     made = str(format_usage(app, words, [found])).strip()
-    said = re.sub(r"\[(?!OPTIONS)\w+\]", "[ARGS]", _usage(command)).strip()
-    assert found.usage == _usage(command)
+    said = re.sub(r"\[(?!OPTIONS)\w+\]", "[ARGS]", one.usage).strip()
+    assert found.usage == one.usage
     assert f"Usage: {made}" == said
+
+
+@pytest.mark.parametrize("one", CATALOGUE, ids=EVERY)
+def test_a_command_has_a_description_and_examples_that_parse(one, capsys):
+    assert run([*one.words, "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert " ".join(one.description.split()) in shown
+    assert one.examples
+    for example in one.examples:
+        assert f"holdfast {example}" in shown
+        words = shlex.split(example)
+        assert tuple(words[: len(one.words)]) == one.words
+        command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
+        assert command is found_app(one.words).default_command
+        assert bound.arguments or words == list(one.words)
+
+
+@pytest.mark.parametrize("one", CATALOGUE, ids=EVERY)
+def test_a_command_takes_a_server_or_says_why_not(one, capsys):
+    names = {name for argument in found_app(one.words).assemble_argument_collection() for name in argument.names}
+    assert ("--server" in names) is (not one.local)
+    if one.local:
+        assert run([*one.words, "--server", "elsewhere:50051"]) == 2
+        assert f"{one.name} --server: this command has no --server, because {one.local}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["models", "list", "--pid", "4"], "--pid (with --server)"),
+        (["models", "remove", "m", "--namespace", "other"], "--namespace (with --server)"),
+        (["logs", "--paths"], "--paths (with --server)"),
+    ],
+)
+def test_flags_of_this_machine_are_refused_with_a_server(arguments, expected, capsys):
+    assert run([*arguments, "--server", "elsewhere:50051"]) == 2
+    assert expected in capsys.readouterr().err
 
 
 def test_help_names_the_essentials_first(capsys):

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from holdfast.cluster.commands.updates import _over
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import Setting
+from holdfast.cluster.serve.model_settings import over_running
 from holdfast.cluster.serve.router_update import of_replica
 
 TOLD = {
@@ -18,7 +18,7 @@ TOLD = {
 
 def updated(told: str, **given: object) -> HoldfastConfig:
     layer = {path.replace("__", "."): Setting(value, "flag") for path, value in given.items()}
-    return _over(json.loads(told), load_config(layer, environ={}))
+    return over_running(json.loads(told), load_config(layer, environ={}))
 
 
 def test_what_is_not_given_stays_as_it_runs():

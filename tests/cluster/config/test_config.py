@@ -144,9 +144,9 @@ def test_custom_resources_are_written_as_text_or_as_a_mapping(text):
         ("fast_disk=much", "number"),
         ("fast_disk=0", "greater than or equal to 0.0001"),
         ("fast_disk=inf", "finite"),
-        ("GPU=1", "GPU is no custom resource"),
-        ({"CPU": 1}, "CPU is no custom resource"),
-        ({"memory": 1e9}, "memory is no custom resource"),
+        ("GPU=1", "GPU is not a custom resource"),
+        ({"CPU": 1}, "CPU is not a custom resource"),
+        ({"memory": 1e9}, "memory is not a custom resource"),
     ],
 )
 @pytest.mark.parametrize("setting", ["cluster.rank_resources", "cluster.router_resources"])

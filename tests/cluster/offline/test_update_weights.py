@@ -136,12 +136,12 @@ def hold_steps(monkeypatch: pytest.MonkeyPatch, until: str, num_free: int = 8) -
         assert next(free, None) is not None or may_go.wait(TIMEOUT_S)
         return run(self, plan)
 
-    def let_go(self):
+    def release(self):
         step_of_update(self)
         may_go.set()
 
     monkeypatch.setattr(LeaderRunner, "run", held)
-    monkeypatch.setattr(LocalReplica, until, let_go)
+    monkeypatch.setattr(LocalReplica, until, release)
 
 
 def long_answer(folder: Path) -> list[int]:

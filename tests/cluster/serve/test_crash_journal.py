@@ -28,7 +28,7 @@ from holdfast.worker.request import Suspicion
 from holdfast.worker.wall_clock import WallClock
 journal = CrashJournal(Path(sys.argv[1]))
 place = journal.enter(sys.argv[2], Suspicion[sys.argv[3]], is_known_good=False)
-journal.leave(journal.enter("00" * 16, Suspicion.NONE, is_known_good=False))
+journal.clear(journal.enter("00" * 16, Suspicion.NONE, is_known_good=False))
 print(flush=True)
 sys.stdin.readline()
 if sys.argv[4] == "in order":
@@ -116,9 +116,9 @@ def test_what_is_read_lies_in_the_file(tmp_path: Path):
     left = left_journal(own.path)
     places = [own.enter(f"{number:032x}", Suspicion.NONE, is_known_good=True) for number in range(NUM_PLACES)]
     assert own.enter(DIGEST, Suspicion.NONE, is_known_good=False) == 0, "there is no place left"
-    own.leave(0)
+    own.clear(0)
     for place in places[:-1]:
-        own.leave(place)
+        own.clear(place)
     assert list(left.entries()) == [Entry(digest=f"{NUM_PLACES - 1:032x}", is_known_good=True)]
     assert oct(own.path.stat().st_mode & 0o777) == "0o600"
     assert own.enter("", Suspicion.NONE, is_known_good=False) == 0

@@ -5,7 +5,7 @@ import pytest
 
 from holdfast.cluster.serve.directory import LEASE_S, SETTLED_S, Directory, DirectoryDeployment, Member, Role
 from holdfast.cluster.serve.security import ClusterSecurity
-from holdfast.router.operator_state import NO_ORDERS, Change
+from holdfast.router.operator_state import NO_OPERATOR_STATE, Change
 from holdfast.worker.errors import InternalError, InvalidRequestError
 from tests import loops
 
@@ -106,7 +106,7 @@ def test_an_order_is_news_and_a_directory_that_takes_over_learns_it_from_the_rou
     directory.order(Change("with_drained", ("r1", True)).applied_to(directory.orders))
     assert (version(directory), directory.snapshot(0.0).orders.drained) == (before + 1, {"r1"})
     with pytest.raises(InternalError, match="order 1 came after order 1"):
-        directory.order(Change("with_drained", ("r2", True)).applied_to(NO_ORDERS))
+        directory.order(Change("with_drained", ("r2", True)).applied_to(NO_OPERATOR_STATE))
     successor = Directory(now_s=0.0)
     successor.renew(replace(ROUTER, orders=directory.orders), 0.0)
     successor.renew(ROUTER, 1.0)  # one that has not heard of it yet
@@ -115,4 +115,4 @@ def test_an_order_is_news_and_a_directory_that_takes_over_learns_it_from_the_rou
 
 def test_changes_that_there_are_not_are_refused():
     with pytest.raises(InvalidRequestError, match="must be one of with_drained"):
-        Change("__class__", ()).applied_to(NO_ORDERS)
+        Change("__class__", ()).applied_to(NO_OPERATOR_STATE)

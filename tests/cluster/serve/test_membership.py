@@ -7,7 +7,7 @@ from holdfast.cluster.serve.directory import Directory, Member, Role, Snapshot
 from holdfast.cluster.serve.membership import Lease, WatchedDirectory, has_other_routers, tell_demand
 from holdfast.router.demand import ModelDemand
 from holdfast.router.links.replica_directory import DirectoryView, ReplicaEndpoint, RouterEndpoint
-from holdfast.router.operator_state import NO_ORDERS
+from holdfast.router.operator_state import NO_OPERATOR_STATE
 from tests import loops, virtual_loop
 
 
@@ -261,7 +261,7 @@ async def _first_views(handle: ScriptedHandle, number: int) -> list[DirectoryVie
 
 
 def test_a_replaced_directory_takes_no_order_back():
-    ordered = NO_ORDERS.with_drained("r1", True)
+    ordered = NO_OPERATOR_STATE.with_drained("r1", True)
     later = ordered.with_drained("r2", True)
     handle = ScriptedHandle(
         replace(snapshot(1, replica(1)), orders=ordered),
@@ -274,7 +274,7 @@ def test_a_replaced_directory_takes_no_order_back():
 
 def test_replicas_of_a_held_application_are_not_dialled():
     new = replace(replica(2), application="h:demo#2")
-    held = NO_ORDERS.with_held("h:demo#2", True)
+    held = NO_OPERATOR_STATE.with_held("h:demo#2", True)
     handle = ScriptedHandle(
         replace(snapshot(1, replica(1), new), orders=held),
         replace(snapshot(2, replica(1), new), orders=held.with_held("h:demo#2", False)),

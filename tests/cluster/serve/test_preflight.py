@@ -230,7 +230,7 @@ def test_the_machine_says_what_it_has():
         (["serve", "--tp", "3"], "cannot be shared by 3 ranks"),
         (["serve", "--replicas", "100000"], "lower --replicas"),
         (["serve", "--kv-cache-memory", "999999GiB"], "lower --kv-cache-memory"),
-        (["generate", "hello", "--model", "a/b/c"], "a hub id it is not"),
+        (["generate", "hello", "--model", "a/b/c"], "neither a folder on this machine nor a Hugging Face hub id"),
         (["generate", "hello", "--kv-cache-memory", "999999GiB"], "lower --kv-cache-memory"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 from holdfast.cluster.serve.directory import Member, Role, Snapshot
 from holdfast.cluster.serve.updates import Update, UpdatePlan
 from holdfast.router.dispatch.versions import VersionCounts
-from holdfast.router.operator_state import NO_ORDERS, Canary, Change, Orders
+from holdfast.router.operator_state import NO_OPERATOR_STATE, Canary, Change, OperatorState
 from holdfast.worker.errors import ConfigurationError, ReplicaError, UpdateRolledBackError
 
 OLD, NEW = "h:m", "h:m#2"
@@ -20,7 +20,7 @@ class FakeCluster:
         self.replicas = {OLD: num_old}
         self.versions = {OLD: "old", NEW: version}
         self.tokenizers = {OLD: "t", NEW: tokenizer}
-        self.orders: Orders = NO_ORDERS
+        self.orders: OperatorState = NO_OPERATOR_STATE
         self.done: list[str] = []
         self.most = num_old
         self.counts: dict[str, VersionCounts] = {}
@@ -114,7 +114,7 @@ def test_one_of_the_new_comes_before_one_of_the_old_goes(num_old: int, wanted: i
 
 def test_a_version_that_was_retired_before_may_come_back():
     cluster = FakeCluster()
-    cluster.orders = NO_ORDERS.with_retired("m", "new", True)
+    cluster.orders = NO_OPERATOR_STATE.with_retired("m", "new", True)
     update(cluster)
     assert cluster.orders.retired == {("m", "old")}
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from holdfast.router.api.http.openapi import description
 from holdfast.router.config import LimitsConfig
-from holdfast.router.operator_state import NO_ORDERS, Change, Orders
+from holdfast.router.operator_state import NO_OPERATOR_STATE, Change, OperatorState
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.loops import runner
 from tests.router.api.http.test_openai_sdk import TEMPLATE
@@ -108,9 +108,9 @@ async def _hold(ready: "asyncio.Future[Site]", over: asyncio.Event) -> None:
         await over.wait()
 
 
-async def _obey_nothing(change: Change) -> Orders:
+async def _obey_nothing(change: Change) -> OperatorState:
     """What operators order is not done: inputs must not depend on those before them."""
-    return NO_ORDERS
+    return NO_OPERATOR_STATE
 
 
 @contextmanager

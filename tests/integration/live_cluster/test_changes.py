@@ -25,12 +25,17 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 @pytest.mark.slow
 def test_a_model_comes_and_goes_while_the_others_serve(cluster: Serving, alone: Callable[[SamplingParams], str]):
-    """By the command line, on a Ray that counts no CPU for it. Its last stream ends normally, later ones by name."""
-    assert "demo  running  replicas=2" in run_time.models("list").stdout
-    refused = run_time.models("add", "demo")
+    """Added through a router, removed on its machine, on a Ray without a CPU for it. Its last stream ends normally;
+    later requests are refused by name.
+    """
+    listed = run_time.models("list").stdout
+    assert "demo  running  replicas=2" in listed
+    assert run_time.models_at(cluster.routers[1], "list").stdout == listed
+    refused = run_time.models_at(cluster.routers[0], "add", "demo")
     assert (refused.returncode, "has a model of this name already" in refused.stderr) == (2, True)
     template = "{% for m in messages %}The capital of {{ m.content }} is{% endfor %}"  # as PROMPT asks
-    added = run_time.models("add", "demo", "--served-model-name", "other", "--chat-template", template)
+    named = ("--served-model-name", "other", "--chat-template", template)
+    added = run_time.models_at(cluster.routers[0], "add", "demo", *named)
     assert added.returncode == 0, added.stderr
     assert "other is served by 1 replica" in added.stdout
     both = {"demo": 2, "other": 1}

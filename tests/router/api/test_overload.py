@@ -254,7 +254,7 @@ async def test_the_greediest_is_ended_with_an_error_and_nobody_else(monkeypatch)
         await router.press(0.98)
         answer = await greedy.readuntil(b"}}")
         assert b" 429 " in answer.split(b"\r\n")[0]
-        assert b"this request held the most bytes, 1048576" in answer
+        assert b"this request was ended: it held 1048576 bytes" in answer
         await router.press(CALM)
         assert router.place.router.overload.counts[OverloadAction.CLOSE_GREEDIEST] == 1
         assert ledger.num_bytes == 1000

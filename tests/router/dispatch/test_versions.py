@@ -4,7 +4,7 @@ import pytest
 
 from holdfast.router.config import RouterConfig
 from holdfast.router.events import Fail
-from holdfast.router.operator_state import NO_ORDERS, Canary
+from holdfast.router.operator_state import NO_OPERATOR_STATE, Canary
 from holdfast.worker.errors import VersionGoneError
 from tests.router.core import Core, aborts, delta, facts, failure, load, sent
 
@@ -74,7 +74,7 @@ def test_a_retired_version_is_given_up_at_once():
     begun(core, "x", "a")
     up(core, "b", "2")
     core.down("a")
-    error = failure(order(core, NO_ORDERS.with_retired("m", OLD.version, True))).error
+    error = failure(order(core, NO_OPERATOR_STATE.with_retired("m", OLD.version, True))).error
     assert isinstance(error, VersionGoneError)
 
 
@@ -84,7 +84,7 @@ def test_what_runs_on_a_retired_version_ends_normally():
     attempt = begun(core, "x", "a")
     up(core, "b", "2")
     core.dispatch.replica_retiring("a", True, core.now)
-    assert order(core, NO_ORDERS.with_retired("m", OLD.version, True)) == []
+    assert order(core, NO_OPERATOR_STATE.with_retired("m", OLD.version, True)) == []
     core.step(delta(attempt, 1, 8), replica_id="a")
     assert core.dispatch.num_open == 1
 
@@ -152,7 +152,7 @@ def test_all_completions_of_one_request_come_from_one_version():
 
 
 def canary(share: float):
-    return NO_ORDERS.with_canary("m", Canary(model="m", version=NEW.version, share=share))
+    return NO_OPERATOR_STATE.with_canary("m", Canary(model="m", version=NEW.version, share=share))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
@@ -219,7 +219,7 @@ def test_an_update_ends_only_what_is_bound():
         begun(core, f"x{number}", "a")
     core.submit("free")
     up(core, "b", "2")
-    orders = NO_ORDERS.with_retired("m", OLD.version, True)
+    orders = NO_OPERATOR_STATE.with_retired("m", OLD.version, True)
     order(core, orders)
     actions = core.down("a")
     assert sent(actions).request.request_id == "free"

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from holdfast.router.operator_state import NO_ORDERS, Orders, Pause
+from holdfast.router.operator_state import NO_OPERATOR_STATE, OperatorState, Pause
 from holdfast.router.requests.request_admission import Pauses
 from holdfast.worker.errors import DeadlineExceededError, InvalidRequestError, ModelPausedError, QueueFullError
 from tests import loops
@@ -47,10 +47,10 @@ def test_what_waits_is_refused_once_the_model_refuses():
 
 
 def test_orders_change_one_thing_and_say_so():
-    orders = NO_ORDERS.with_drained("r", True).with_pause("m", Pause(model="m")).with_retired("m", "v", True)
+    orders = NO_OPERATOR_STATE.with_drained("r", True).with_pause("m", Pause(model="m")).with_retired("m", "v", True)
     assert (orders.drained, orders.pauses, orders.retired) == ({"r"}, (Pause(model="m"),), {("m", "v")})
     back = orders.with_drained("r", False).with_pause("m", None).with_retired("m", "v", False)
-    assert (back.revision, back) == (6, Orders(revision=6))
-    assert NO_ORDERS.with_log_level("debug").log_level == "DEBUG"
+    assert (back.revision, back) == (6, OperatorState(revision=6))
+    assert NO_OPERATOR_STATE.with_log_level("debug").log_level == "DEBUG"
     with pytest.raises(InvalidRequestError, match="must be one of DEBUG"):
-        NO_ORDERS.with_log_level("loud")
+        NO_OPERATOR_STATE.with_log_level("loud")

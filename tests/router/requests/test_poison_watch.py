@@ -38,7 +38,7 @@ class ListJournal:
         self.entries[self.num] = Entry(digest=digest, suspicion=suspicion, is_known_good=is_known_good)
         return self.num
 
-    def leave(self, place: int) -> None:
+    def clear(self, place: int) -> None:
         del self.entries[place]
 
 

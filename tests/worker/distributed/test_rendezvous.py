@@ -96,7 +96,7 @@ def test_a_silent_caller_is_closed_after_its_time(monkeypatch):
 def test_a_rank_without_the_secret_does_not_get_in_and_one_with_it_trusts_no_stranger():
     with RankListener(HOST) as listener:
         waiting = in_thread(lambda: listener.accept([Caller("order", 1)], "ours", 1.0))
-        with pytest.raises(TimeoutError, match="nobody answered"):
+        with pytest.raises(TimeoutError, match="no peer answered"):
             call(HOST, listener.port, Caller("order", 1), "theirs", 0.3)
         with pytest.raises(TimeoutError):
             waiting.result(LIMIT_S)

@@ -13,11 +13,11 @@ from tests.worker.replica.link_peer import BLOCK_SIZE, NUM_BLOCKS, TIMEOUT_S, ov
 
 def test_a_busy_replica_beats_although_its_engine_is_stuck(engine, monkeypatch):
     """The heart is on the event loop: an engine held up in a step stops the counter and not the beat."""
-    let_go = threading.Event()
+    released = threading.Event()
     run = engine._runner.run
 
     def stuck(plan):
-        assert let_go.wait(TIMEOUT_S)
+        assert released.wait(TIMEOUT_S)
         return run(plan)
 
     monkeypatch.setattr(engine._runner, "run", stuck)
@@ -28,7 +28,7 @@ def test_a_busy_replica_beats_although_its_engine_is_stuck(engine, monkeypatch):
             await router.read_until(lambda: len(router.heartbeats) >= 5)
             assert len({heartbeat.progress for heartbeat in router.heartbeats[1:]}) == 1
         finally:
-            let_go.set()
+            released.set()
         await router.read_until(lambda: 1 in router.finished)
 
     over_a_link(engine, scenario)

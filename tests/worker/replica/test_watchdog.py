@@ -19,11 +19,11 @@ class StuckRunner(PseudoRunner):
 
     def __init__(self) -> None:
         super().__init__(64, BLOCK_SIZE)
-        self.let_go = threading.Event()
+        self.released = threading.Event()
 
     def run(self, plan: StepPlan) -> StepResult:
         if plan.step_id == 3:
-            assert self.let_go.wait(TIMEOUT_S)
+            assert self.released.wait(TIMEOUT_S)
         return super().run(plan)
 
 
@@ -56,7 +56,7 @@ def test_a_stuck_engine_is_given_up_and_its_callers_are_told_once():
     engine.submit(make_request("a", max_tokens=30), recorder)
     assert recorder.ended.wait(TIMEOUT_S)
     assert "frozen" in str(engine.failure)
-    runner.let_go.set()
+    runner.released.set()
     engine.stop()
     assert [str(error) for error in recorder.errors] == [str(engine.failure)]
     assert recorder.num_tokens == 2, "what comes after the end is not delivered"

@@ -7,8 +7,19 @@ import logging
 import grpc
 import pytest
 
-from holdfast.router.api.grpc.admin import AdminServicer
+from holdfast.router.api.grpc.admin import SERVICE, AdminServicer
 from holdfast.router.api.operators import Operators
+from holdfast.router.cluster_control import (
+    AddModel,
+    ClusterModel,
+    LogLine,
+    ModelChanged,
+    Progress,
+    RemoveModel,
+    RollbackModel,
+    ScaleModel,
+    UpdateModel,
+)
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.links.replica_directory import StaticDirectory
 from holdfast.router.security.api_keys import ApiKey, KeyRing, digest_of
@@ -166,3 +177,104 @@ def test_without_keys_callers_of_this_machine_alone_are_heard(peer: str, may: bo
     else:
         with pytest.raises(PermissionDeniedError, match="this machine alone"):
             asyncio.run(call)
+
+
+class _Control:
+    """A cluster with one model, which makes every change in two steps."""
+
+    def __init__(self) -> None:
+        self.changes: list[object] = []
+        self.is_undone = asyncio.Event()
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+
+    async def list_models(self) -> list[ClusterModel]:
+        return [ClusterModel(name="m", status="RUNNING", num_replicas=2, versions={"v": 2}, settings="{}")]
+
+    async def change(self, change):
+        self.changes.append(change)
+        try:
+            yield Progress("checking", 1, 1)
+            await self.may_end.wait()
+            yield ModelChanged(model="m", num_replicas=2, old_version="v", new_version="w", removed_applications=("a",))
+        except GeneratorExit:
+            self.is_undone.set()
+            raise
+        except asyncio.CancelledError:
+            self.is_undone.set()
+            raise
+
+    async def read_logs(self, process: str, num_lines: int, *, follows: bool):
+        yield [LogLine(f"router {process} {num_lines} {follows}", "a line")]
+
+
+CHANGES = [
+    ({"add": {"settings": '{"model": {"model": "demo"}}'}}, AddModel(settings={"model": {"model": "demo"}})),
+    ({"update": {"model": "m", "settings": "{}"}}, UpdateModel(model="m", settings={})),
+    (
+        {"update": {"model": "m", "canary_share": 0.5, "canary_seconds": 0, "min_requests": 3}},
+        UpdateModel(model="m", settings={}, canary_share=0.5, canary_s=0.0, min_requests=3),
+    ),
+    ({"rollback": {"model": "m"}}, RollbackModel(model="m")),
+    ({"remove": {"model": "m", "drain_timeout_seconds": 0}}, RemoveModel(model="m", drain_timeout_s=0.0)),
+    ({"scale": {"model": "m", "num_replicas": 3}}, ScaleModel(model="m", num_replicas=3)),
+]
+BAD_CHANGES = [
+    ({}, "change = None: must be one of add"),
+    ({"add": {"settings": "{"}}, "add.settings"),
+    ({"add": {"settings": "[1]"}}, "must be a JSON object"),
+    ({"remove": {}}, "remove.model"),
+    ({"scale": {"model": "m"}}, "scale.num_replicas = 0"),
+    ({"update": {"model": "m", "canary_share": 1.5}}, "update.canary_share = 1.5"),
+    ({"update": {"model": "m", "canary_share": float("nan")}}, "update.canary_share"),
+]
+
+
+@on_a_loop
+async def test_a_router_of_a_cluster_changes_models_and_reads_logs():
+    control = _Control()
+    async with site(await FakeReplica.start(), control=control) as place:
+        operator = operator_of(place)
+        (model,) = (await operator.ListClusterModels(pb.ListClusterModelsRequest())).models
+        assert (model.name, model.num_replicas, dict(model.versions), model.settings) == ("m", 2, {"v": 2}, "{}")
+        for fields, change in CHANGES:
+            events = [event async for event in operator.ChangeModel(pb.ChangeModelRequest(**fields))]
+            assert (events[0].progress.phase, events[-1].result.new_version) == ("checking", "w")
+            assert control.changes.pop() == change
+        for fields, message in BAD_CHANGES:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                _ = [event async for event in operator.ChangeModel(pb.ChangeModelRequest(**fields))]
+            assert (caught.value.code(), control.changes) == (grpc.StatusCode.INVALID_ARGUMENT, [])
+            assert message in caught.value.details()
+        request = pb.ReadLogsRequest(process="x", num_lines=3, follow=True)
+        (batch,) = [message async for message in operator.ReadLogs(request)]
+        assert [(one.process, one.text) for one in batch.lines] == [("router x 3 True", "a line")]
+
+
+@on_a_loop
+async def test_a_cancelled_change_is_undone_and_a_router_without_a_cluster_has_none():
+    control = _Control()
+    control.may_end.clear()
+    async with site(await FakeReplica.start(), control=control) as place:
+        call = operator_of(place).ChangeModel(pb.ChangeModelRequest(remove={"model": "m"}))
+        assert (await call.read()).progress.phase == "checking"
+        call.cancel()
+        await asyncio.wait_for(control.is_undone.wait(), 10)
+    async with site(await FakeReplica.start()) as place:
+        with pytest.raises(grpc.aio.AioRpcError, match="outside a Ray cluster") as caught:
+            await operator_of(place).ListClusterModels(pb.ListClusterModelsRequest())
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("method", list(SERVICE.methods), ids=lambda method: method.name)
+def test_no_method_is_open_to_another_machine_without_keys(method):
+    """Whatever a method does: this one and those that are still to come."""
+    operators = Operators(None, None, gate=Gate(), send=None, orders=None, dump=lambda: "{}", control=_Control())
+    request = getattr(pb, method.input_type.name)()
+    call = getattr(AdminServicer(operators), method.name)(request, _Peer("ipv4:10.0.0.7:5"))
+    with pytest.raises(PermissionDeniedError, match="this machine alone"):
+        asyncio.run(_first(call))
+
+
+async def _first(call):
+    return await (anext(call) if hasattr(call, "__anext__") else call)
