@@ -44,8 +44,6 @@ class ShareCommit:
     ) -> None:
         """`drop_broken` is called for a sequence that no token can follow, before the next one is looked at:
         nobody may find its blocks."""
-        self.num_tokens_recomputed = 0
-        """Tokens that were computed again after a preemption."""
         self._queues = queues
         self._drafter = drafter
         self._block_size = block_size
@@ -63,7 +61,7 @@ class ShareCommit:
         ):
             assert len(drawn) == scheduled.num_draws, f"{len(drawn)} tokens for {scheduled.num_draws} draws"
             num_lost = max(0, sequence.num_discarded_tokens - scheduled.first_position)
-            self.num_tokens_recomputed += min(num_lost, len(scheduled.token_ids))
+            self._queues.counts.num_tokens_recomputed += min(num_lost, len(scheduled.token_ids))
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
             if likely_prompt and sequence.prompt_logprobs is not None:

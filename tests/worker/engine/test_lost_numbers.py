@@ -119,7 +119,7 @@ class Step:
 
     def run(self, *broken: int):
         """One step; `broken` are the sequences, counted from 0 in the order of submission, that draw nothing."""
-        plan = self.core.plan(0.0)
+        plan = self.core.scheduler.plan(0.0)
         drawn = [
             (NO_TOKEN if sequence.sequence_id in broken else 7,) * sequence.num_draws for sequence in plan.sequences
         ]
@@ -147,7 +147,7 @@ def test_nobody_begins_with_what_a_failed_request_has_computed():
     step.run(1)
     step.submit(make_request("next", prompt_len=16))
     step.run()
-    assert step.core.stats().num_prefix_hit_tokens == 0
+    assert step.core.scheduler.stats().num_prefix_hit_tokens == 0
 
 
 def test_a_prefix_that_was_found_and_came_to_no_numbers_is_forgotten():
@@ -156,18 +156,18 @@ def test_a_prefix_that_was_found_and_came_to_no_numbers_is_forgotten():
     step.run()
     step.submit(make_request("fine", prompt=(1, 2, 3)), make_request("broken", prompt_len=16))
     step.run(2)
-    num_found = step.core.stats().num_prefix_hit_tokens
+    num_found = step.core.scheduler.stats().num_prefix_hit_tokens
     assert num_found > 0
     step.submit(make_request("next", prompt_len=16))
     step.run()
-    assert step.core.stats().num_prefix_hit_tokens == num_found
+    assert step.core.scheduler.stats().num_prefix_hit_tokens == num_found
 
 
 def test_what_comes_after_a_wrong_draft_breaks_nothing():
     step = Step(speculation=Guesses())
     step.submit(make_request("r"))
     step.run()
-    plan = step.core.plan(0.0)
+    plan = step.core.scheduler.plan(0.0)
     (sequence,) = plan.sequences
     assert sequence.num_draws == 3
     step.core.commit(plan, StepResult(step_id=plan.step_id, token_ids=((7, NO_TOKEN, NO_TOKEN),)), 0.1)
@@ -272,7 +272,7 @@ def test_a_question_that_has_no_numbers_itself_is_told_at_once():
     step, check = doubted()
     step.submit(make_request("a"))
     step.core.submit(make_request("question"), check, 0.0)
-    plan = step.core.plan(0.0)
+    plan = step.core.scheduler.plan(0.0)
     result = StepResult(step_id=plan.step_id, token_ids=((NO_TOKEN,), (NO_TOKEN,)))
     step.core.commit(plan, result, 0.1)
     updates = dict(step.core.take_updates())

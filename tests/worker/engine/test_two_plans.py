@@ -31,7 +31,7 @@ def test_each_step_is_timed_from_its_turn_on_the_device_and_progress_is_expected
     turns = Turns(host_s=0.25, step_s=lambda plan: 2.0)
     turns.submit("r", max_tokens=33)
     turns.run()
-    stats, progress = turns.engine._core.stats(), turns.engine.progress
+    stats, progress = turns.engine._core.scheduler.stats(), turns.engine.progress
     assert stats.step_time_s == pytest.approx(33 * 2.0, rel=0.02)
     progress.begin_step(1)
     assert progress.expected_gap_s == pytest.approx(2.0, rel=0.02)
@@ -147,7 +147,7 @@ def test_all_kinds_of_requests_are_told_the_same_with_one_plan_in_flight_and_wit
         assert one.listener.ended.keys() == two.listener.ended.keys() == {r.request_id for _, r in mixed_load(seed)}
         for attempt in one.listener.ended:
             assert one.listener.told(attempt) == two.listener.told(attempt), f"seed {seed}, {attempt}"
-        stats = two.engine._core.stats()
+        stats = two.engine._core.scheduler.stats()
         num_ahead, num_pending = num_ahead + two.device.num_ahead, num_pending + two.device.num_pending
         num_preemptions += stats.num_preemptions
         num_forked, num_hits = num_forked + stats.num_forked_tokens, num_hits + stats.num_prefix_hit_tokens
