@@ -27,11 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.decoder_steps import Kind, Timed, load, make_batch
+from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.cpu import library
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler, TorchSampler
-from holdfast.worker.plan_rows import LogitsSettings
-from holdfast.worker.step_plan import DrawParams
 
 PLAIN = DrawParams(seed=7, first_output_index=0, temperature=0.8, top_k=0, top_p=1.0)
 NUCLEUS = replace(PLAIN, top_p=0.95)

@@ -18,9 +18,10 @@ import numpy as np
 
 from benchmarks.batching import load_model
 from holdfast.cluster.simulate.capacity.capacity_report import write_step_costs
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.scheduler.step_time import StepCosts, StepShape, shape_of
-from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan, StepRunner
+from holdfast.worker.step_plan import ScheduledSequence, StepPlan, StepRunner
 
 NUM_SEQUENCES = (1, 4, 16, 32)
 NUM_TOKENS = (1, 16, 64)

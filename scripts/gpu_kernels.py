@@ -22,6 +22,7 @@ from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.kv_cache import KVCache, KVSpec
 from holdfast.worker.executors.layout import (
     Activation,
@@ -34,8 +35,7 @@ from holdfast.worker.executors.layout import (
     Norm,
     Rotary,
 )
-from holdfast.worker.plan_rows import LogitsSettings
-from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 
 TABLE: Final = Path(__file__).parent.parent / "docs" / "gpu-kernels.json"
 DEVICES: Final = (80, 90, 100)

@@ -19,10 +19,10 @@ from torch import Tensor
 from benchmarks.gpu.findings import Findings, Row, machine, parser_of, tell
 from benchmarks.gpu.models import MAX_POSITIONS, MODELS
 from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.executors.gpu.executor import GpuExecutor
 from holdfast.worker.executors.layout import DecoderLayout, Experts, Layer, Linear, Mlp, Norm
 from holdfast.worker.models.roofline import Device, ModelShape, step_of
-from holdfast.worker.step_plan import DrawParams
 from scripts.gpu_kernels import Shape, decode_batch, layout_of, prompt_batch
 
 _PLAIN = DrawParams(seed=1, first_output_index=0, temperature=0.8, top_k=0, top_p=1.0)

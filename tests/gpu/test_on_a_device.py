@@ -14,6 +14,7 @@ import torch
 if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "0":
     pytest.skip("needs a CUDA device, and TRITON_INTERPRET=0", allow_module_level=True)
 
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.executors import kv_cache as fp8
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.gpu.graphs import Buffers, cuda_capture
@@ -26,7 +27,6 @@ from holdfast.worker.executors.kv_cache import LayerCache
 from holdfast.worker.executors.layout import Activation, Attention, Linear
 from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.models.reference import Reference
-from holdfast.worker.step_plan import DrawParams
 from tests.worker.executors.cpu.native import library_or_skip
 from tests.worker.executors.cpu.runs import layout_of, tokens
 from tests.worker.executors.gpu import fp8_kernels

@@ -12,11 +12,12 @@ from torch import Tensor
 from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
 from holdfast.worker.distributed.rendezvous import Rendezvous
 from holdfast.worker.distributed.tensor_parallel import DistributedGroup, SingleRank, pick_port
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner, follow
 from holdfast.worker.replica.rank import run_rank
 from holdfast.worker.request import EngineRequest, TokenLogprob
 from holdfast.worker.scheduler.scheduler import Scheduler
-from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 from tests.fake_group import run_ranks
 
 T = TypeVar("T")

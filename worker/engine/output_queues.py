@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Iterable, Sequence
 
 from holdfast.worker.block_hash import short_hash
-from holdfast.worker.cache.prefix_cache import BlockStored, CacheEvent
+from holdfast.worker.cache.block_pool import BlockStored, CacheEvent
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.request import EngineLoad, TokenDelta
 from holdfast.worker.stats import EngineStats

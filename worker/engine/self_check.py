@@ -11,10 +11,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.models.checks import OTHER_ENGINE
-from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 
 NUM_TOKENS: Final = (70, 23)
 """Of the two sequences: over a block, a row tile and a tile of keys; short enough to cost next to nothing."""

@@ -7,10 +7,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.executors.step_sampler import Sampled
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling_params import GREEDY_TEMPERATURE
-from holdfast.worker.step_plan import DrawParams, PromptLogprobParams
+from holdfast.worker.step_plan import PromptLogprobParams
 
 RECORD: Final = Struct("@qddfiiiii")
 """Seed, min-p and top-p, 1 / temperature or 0 for the best token, output position, top-k, number of the row's edits,

@@ -12,8 +12,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.request import TokenLogprob
-from holdfast.worker.step_plan import DrawParams, PromptLogprobParams
+from holdfast.worker.step_plan import PromptLogprobParams
 
 _CHUNK_VALUES: Final = 2**22
 """Logits that are worked on at a time; each takes a few words of 64 bits."""

@@ -16,9 +16,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.executors.logits_processors import apply_logits_processors
 from holdfast.worker.sampling_params import GREEDY_TEMPERATURE
-from holdfast.worker.step_plan import DrawParams
 
 TOKEN_STREAM: Final = 0
 """Stream of the noise that draws output tokens. Other uses of a seed take other streams."""

@@ -11,6 +11,7 @@ import torch
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.models.checks import check_kv_cache_dtype
@@ -34,7 +35,7 @@ from holdfast.worker.models.weights import model_folder, tokenizer_folder
 from holdfast.worker.process_memory import available_memory
 from holdfast.worker.scheduler.prompt_sharing import MAX_PROMPT_LOGPROBS
 from holdfast.worker.scheduler.speculation import max_num_draws
-from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Final
 
-from holdfast.worker.cache.block_allocator import BlockAllocator
+from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus

@@ -11,20 +11,18 @@ from enum import Enum
 from itertools import repeat
 from typing import NamedTuple
 
-from holdfast.worker.cache.block_allocator import BlockAllocator
+from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
-from holdfast.worker.plan_rows import NO_ROWS
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
 from holdfast.worker.scheduler.batching import POLICIES, MakePolicy, Share, StepLimits
-from holdfast.worker.scheduler.decode_batch import NOBODY, DecodeBatch
+from holdfast.worker.scheduler.planned_step import NOBODY, DecodeBatch, ShareCommit, StepInFlight, scheduled_sequence
 from holdfast.worker.scheduler.prompt_sharing import bound_prompt_logprobs
 from holdfast.worker.scheduler.queues import DeadlineWatch, SequenceQueues, check_can_end, check_fits
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
 from holdfast.worker.scheduler.speculation import NO_DRAFTS, Drafter, Drafts
-from holdfast.worker.scheduler.step_shares import ShareCommit, StepInFlight, scheduled_sequence
 from holdfast.worker.stats import EngineStats
-from holdfast.worker.step_plan import StepPlan, StepResult
+from holdfast.worker.step_plan import NO_ROWS, StepPlan, StepResult
 
 
 class DropReason(Enum):

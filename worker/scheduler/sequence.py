@@ -7,9 +7,9 @@ from enum import Enum
 from typing import ClassVar
 
 from holdfast.worker.block_hash import HashChain
-from holdfast.worker.plan_rows import LogitsSettings
+from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta, TokenLogprob
-from holdfast.worker.step_plan import DEAD_END, NO_TOKEN, PENDING, DrawParams, ScheduledSequence
+from holdfast.worker.step_plan import DEAD_END, NO_TOKEN, PENDING, ScheduledSequence
 from holdfast.worker.waiting_queue import DUE_AFTER_S, Tenant
 
 

@@ -12,10 +12,8 @@ from hashlib import blake2b
 from typing import Final
 
 from holdfast.router.text.tokenizer import Tokenizer
-from holdfast.worker.draws import banned_token_ids
-from holdfast.worker.plan_rows import LogitsSettings
+from holdfast.worker.draws import DrawParams, LogitsSettings, banned_token_ids
 from holdfast.worker.request import TokenLogprob
-from holdfast.worker.step_plan import DrawParams
 
 EOS_TOKEN_ID: Final = 0
 _LETTERS: Final = "abcdefgh"

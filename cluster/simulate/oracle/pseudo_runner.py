@@ -19,11 +19,10 @@ from holdfast.cluster.simulate.oracle.pseudo_model import (
     drawn_token,
     token_logprob,
 )
-from holdfast.worker.draws import draws_of
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.grammar_matchers import GrammarMatchers
-from holdfast.worker.plan_rows import DecodeRows
 from holdfast.worker.request import TokenLogprob
-from holdfast.worker.step_plan import BlockCopy, DrawParams, ScheduledSequence, StepPlan, StepResult
+from holdfast.worker.step_plan import BlockCopy, DecodeRows, ScheduledSequence, StepPlan, StepResult, draws_of
 
 _EMPTY: Final = b"\xff"
 """Content of slots that were never written: no token."""

@@ -19,7 +19,8 @@ from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.events import Action
 from holdfast.router.text.text_stream import TextStream
-from holdfast.worker.cache.block_allocator import BlockAllocator
+from holdfast.worker.cache.block_pool import BlockAllocator
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine.engine_core import EngineCore
 from holdfast.worker.engine.output_queues import OutputQueue, OutputQueues
 from holdfast.worker.errors import HoldfastError
@@ -28,7 +29,6 @@ from holdfast.worker.request import TokenDelta
 from holdfast.worker.scheduler import sequence as sequence_module
 from holdfast.worker.scheduler.queues import SequenceQueues
 from holdfast.worker.scheduler.sequence import Sequence
-from holdfast.worker.step_plan import DrawParams
 from holdfast.worker.step_update import StepListener, StepUpdate
 
 

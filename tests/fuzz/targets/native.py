@@ -12,10 +12,10 @@ from typing import Final
 import numpy as np
 import torch
 
+from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.step_sampler import HeadOutput, TorchSampler
-from holdfast.worker.plan_rows import LogitsSettings
-from holdfast.worker.step_plan import DrawParams, PromptLogprobParams
+from holdfast.worker.step_plan import PromptLogprobParams
 from tests.worker.executors.cpu.runs import Part, Runner, layout_of
 
 VOCABULARIES: Final = (2, 63, 64, 65, 129, 1000, 3001)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine.engine_core import EngineCore
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.engine.step_results import step_result
@@ -16,7 +17,7 @@ from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.sampler import broken_rows
 from holdfast.worker.executors.step_sampler import HeadOutput, TorchSampler
 from holdfast.worker.models.hf_backend import HfBackend
-from holdfast.worker.step_plan import NO_TOKEN, DrawParams, ScheduledSequence, StepPlan, StepResult
+from holdfast.worker.step_plan import NO_TOKEN, ScheduledSequence, StepPlan, StepResult
 from tests.parity.families import save_tiny_model
 from tests.parity.harness import Sequences, worker_config
 from tests.worker.schedulers import make_request, make_scheduler

@@ -8,14 +8,14 @@ import torch
 
 from holdfast.worker.config import CacheConfig, SchedulerConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine import model_runner
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner, follow
 from holdfast.worker.errors import ConfigurationError, ReplicaError
 from holdfast.worker.executors.step_sampler import HeadOutput, Sampled
 from holdfast.worker.models.loading import load_model
 from holdfast.worker.models.memory import PREFIX_CACHE_FACTOR
-from holdfast.worker.plan_rows import NO_ROWS
-from holdfast.worker.step_plan import DrawParams, StepPlan
+from holdfast.worker.step_plan import NO_ROWS, StepPlan
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
 from tests.parity.harness import (

@@ -17,11 +17,10 @@ from holdfast.worker.engine.overlapping import StepsInFlight
 from holdfast.worker.scheduler import prompt_sharing as prompt_logprobs
 from holdfast.worker.scheduler import step_shares as step_in_flight
 from holdfast.worker.scheduler.batching import ContinuousBatching
-from holdfast.worker.scheduler.decode_batch import DecodeBatch
+from holdfast.worker.scheduler.planned_step import DecodeBatch, ShareCommit, StepInFlight
 from holdfast.worker.scheduler.queues import SequenceQueues
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.scheduler.sequence import Sequence
-from holdfast.worker.scheduler.step_shares import ShareCommit, StepInFlight
 from tests.worker import fake_device
 from tests.worker.engine import test_two_plans, test_two_plans_ends, test_two_plans_on_a_thread
 from tests.worker.engine.two_plans import serve

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.step_sampler import HeadOutput
-from holdfast.worker.step_plan import DrawParams, StepPlan
+from holdfast.worker.step_plan import StepPlan
 from tests.parity.harness import Sequences, load, worker_config
 
 FAILING = ctypes.CDLL(sys.argv[1])

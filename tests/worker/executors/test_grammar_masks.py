@@ -20,16 +20,15 @@ import torch
 from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import SchedulerConfig
-from holdfast.worker.draws import draws_of
+from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.engine.grammar_masks import GrammarMasks
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.executors.sampler import draw
 from holdfast.worker.grammar_matchers import NONE_FITS, GrammarMatchers
-from holdfast.worker.plan_rows import NO_ROWS, LogitsSettings
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.scheduler import Scheduler
-from holdfast.worker.step_plan import DEAD_END, DrawParams, ScheduledSequence, StepPlan, StepResult
+from holdfast.worker.step_plan import DEAD_END, NO_ROWS, ScheduledSequence, StepPlan, StepResult, draws_of
 from tests.worker.schedulers import dropped
 from tests.worker.schemas import schema
 

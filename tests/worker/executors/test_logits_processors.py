@@ -13,13 +13,12 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from holdfast.worker.draws import draws_of
+from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.logits_processors import apply_logits_processors
 from holdfast.worker.executors.sampler import draw, keep_min_p
-from holdfast.worker.plan_rows import LogitsSettings
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.step_plan import ScheduledSequence, StepPlan, draws_of
 
 EOS = frozenset({2, 3})
 VOCAB = 40

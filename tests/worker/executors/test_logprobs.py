@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.executors import logprobs
 from holdfast.worker.executors.logprobs import ChosenLogprobs, token_logprobs
-from holdfast.worker.plan_rows import NO_ROWS
 from holdfast.worker.request import EngineRequest, TokenLogprob
-from holdfast.worker.step_plan import DrawParams, StepResult
+from holdfast.worker.step_plan import NO_ROWS, StepResult
 from tests.worker.scheduler.test_logits_settings import VOCAB, LogitsRunner
 from tests.worker.schedulers import BLOCK_SIZE, EOS, make_request, make_scheduler
 

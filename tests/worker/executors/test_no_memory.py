@@ -9,10 +9,10 @@ import threading
 import pytest
 import torch
 
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.step_sampler import HeadOutput
-from holdfast.worker.step_plan import DrawParams
 from tests.parity.families import save_tiny_model
 from tests.worker.executors.native_build import compiled
 

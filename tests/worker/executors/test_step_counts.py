@@ -12,10 +12,10 @@ import torch
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.executors.cpu.library import runnable_classes
-from holdfast.worker.plan_rows import BlockTables, DecodeColumns, DecodeRows
-from holdfast.worker.step_plan import DrawParams, StepPlan
+from holdfast.worker.step_plan import BlockTables, DecodeColumns, DecodeRows, StepPlan
 from tests.counting import Counted
 
 pytestmark = pytest.mark.skipif(not runnable_classes(), reason="the native executor does not run here")

@@ -16,16 +16,15 @@ from hypothesis.stateful import (
 )
 
 from holdfast.cluster.simulate.oracle.pseudo_runner import run_each
-from holdfast.worker.cache.prefix_cache import BlockStored
+from holdfast.worker.cache.block_pool import BlockStored
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
-from holdfast.worker.plan_rows import NO_ROWS
 from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.batching import ContinuousBatching, MakePolicy, MemoryAwareBatching
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.scheduler.speculation import Speculation
-from holdfast.worker.step_plan import ScheduledSequence, StepPlan, StepResult
+from holdfast.worker.step_plan import NO_ROWS, ScheduledSequence, StepPlan, StepResult
 from tests.pseudo_model import PseudoRunner, pseudo_completion
 from tests.worker.scheduler.expectations import EOS, VOCAB_SIZE, Expected, wishes
 from tests.worker.schedulers import dropped

@@ -2,9 +2,9 @@
 
 import pytest
 
+from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.grammar_matchers import NONE_FITS, GrammarMatchers, rows_with_grammars
-from holdfast.worker.plan_rows import LogitsSettings
-from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 
 END = 0
 ANY = 255

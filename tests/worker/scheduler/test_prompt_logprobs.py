@@ -3,13 +3,14 @@
 import pytest
 import torch
 
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine.step_results import step_result
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.executors.logprobs import token_logprobs
 from holdfast.worker.executors.step_sampler import HeadOutput, TorchSampler
 from holdfast.worker.request import EngineRequest, TokenDelta, TokenLogprob
 from holdfast.worker.scheduler import prompt_sharing as prompt_logprobs
-from holdfast.worker.step_plan import DrawParams, StepPlan, StepResult
+from holdfast.worker.step_plan import StepPlan, StepResult
 from tests.pseudo_model import pseudo_token
 from tests.worker.scheduler.test_logits_settings import VOCAB, LogitsRunner
 from tests.worker.schedulers import BLOCK_SIZE, make_request, make_scheduler, run_to_end, shares

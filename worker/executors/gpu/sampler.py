@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.draw_records import NONE, NUMERICS, Told, draw_record, given_records, most_logprobs
 from holdfast.worker.executors.gpu.draw_launches import (
     ABSENT,
@@ -36,8 +37,7 @@ from holdfast.worker.executors.gpu.graphs import (
 )
 from holdfast.worker.executors.gpu.launches import Launch, triton_launch
 from holdfast.worker.executors.step_sampler import HeadOutput, Sampled
-from holdfast.worker.plan_rows import LogitsSettings
-from holdfast.worker.step_plan import DrawParams, PromptLogprobParams
+from holdfast.worker.step_plan import PromptLogprobParams
 
 USUAL_LOGPROBS: Final = 20
 """Room for the best tokens that a graph of the sampler has at least, so that most requests share one."""

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.sampler import keep_min_p, keep_top_k, keep_top_p, noise, noise_key
 from holdfast.worker.executors.step_sampler import HeadOutput, Sampled, TorchSampler
-from holdfast.worker.plan_rows import LogitsSettings
-from holdfast.worker.step_plan import NO_TOKEN, DrawParams, PromptLogprobParams
+from holdfast.worker.step_plan import NO_TOKEN, PromptLogprobParams
 from tests.examples import examples
 from tests.worker.executors.cpu.native import CLASSES, library_or_skip
 from tests.worker.executors.cpu.runs import Part, Runner, layout_of, tokens

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.step_sampler import HeadOutput, TorchSampler
-from holdfast.worker.step_plan import DrawParams
 from tests.worker.executors.cpu.native import library_or_skip
 
 PLAIN = DrawParams(seed=7, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)

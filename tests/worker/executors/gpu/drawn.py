@@ -6,9 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.step_sampler import HeadOutput, Sampled
-from holdfast.worker.plan_rows import LogitsSettings
-from holdfast.worker.step_plan import DrawParams
 
 PLAIN = DrawParams(seed=7, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)
 FILTERS = {

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
+from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.gpu.graphs import Buffers
 from holdfast.worker.executors.gpu.sampler import DeviceSampler
 from holdfast.worker.executors.logits_processors import apply_logits_processors
-from holdfast.worker.plan_rows import LogitsSettings
-from holdfast.worker.step_plan import NO_TOKEN, DrawParams, PromptLogprobParams
+from holdfast.worker.step_plan import NO_TOKEN, PromptLogprobParams
 from tests.worker.executors.cpu.native import library_or_skip
 from tests.worker.executors.gpu.drawn import FILTERS, PLAIN, edited_batch, made, sampled, seeded
 

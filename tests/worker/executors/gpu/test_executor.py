@@ -8,6 +8,7 @@ import torch
 
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
 from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.gpu.executor import NUMERICS, GpuExecutor
 from holdfast.worker.executors.gpu.graphs import bucket_of
@@ -18,7 +19,7 @@ from holdfast.worker.models import native_backend as program
 from holdfast.worker.models.proof import Recognized
 from holdfast.worker.models.recognize import recognize
 from holdfast.worker.models.reference import Reference
-from holdfast.worker.step_plan import BlockCopy, DrawParams
+from holdfast.worker.step_plan import BlockCopy
 from tests.worker.executors.cpu.runs import layout_of, tokens
 from tests.worker.executors.gpu import runs
 from tests.worker.executors.gpu.runs import Part, batch_of
