@@ -35,6 +35,7 @@ from holdfast.worker.executors.layout import (
     Norm,
     Rotary,
 )
+from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 
 TABLE: Final = Path(__file__).parent.parent / "docs" / "gpu-kernels.json"
@@ -202,12 +203,12 @@ def _run_exchange(record: Any) -> None:
 
 def drawn_rows() -> list[tuple[list[DrawParams], dict[int, bytes] | None]]:
     """Draws of all kinds: plain, with log-probabilities, with edits, with masks."""
-    plain = DrawParams(seed=1, first_output_index=0, temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
+    plain = DrawParams(SamplingParams(seed=1, top_k=50, top_p=0.9, min_p=0.01), 0)
     penalized = replace(plain, logits_settings=LogitsSettings(repetition_penalty=1.5), output_token_ids=(1, 2))
     masked = replace(plain, logits_settings=LogitsSettings(grammar="x"))
     return [
         ([plain, plain], None),
-        ([plain, replace(plain, num_logprobs=5)], None),
+        ([plain, replace(plain, sampling=plain.sampling.with_changes(logprobs=5))], None),
         ([plain, penalized], None),
         ([plain, masked], {1: b"\x07"}),
     ]

@@ -84,75 +84,46 @@ def _array(token_ids: Iterable[int]) -> "array[int]":
     return array("q", token_ids)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class DrawParams:
     """All that a draw depends on besides the logits: it is a pure function of both (`worker/executors/sampler.py`)."""
 
-    seed: int
+    sampling: SamplingParams
+    """Of the request, with a seed."""
     first_output_index: int
     """Output position of the first token drawn: the noise is keyed by (seed, position, token id)."""
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float = 0.0
     logits_settings: LogitsSettings | None = None
     """None where logits are taken as they are: nearly always."""
     output_token_ids: "tuple[int, ...] | array[int]" = ()
     """Output before the draw, where `logits_settings` look back at it; else empty. An array of 64 bits each is taken
     as it is by what reads thousands of them in each step."""
-    num_logprobs: int | None = None
-    """Best tokens to report with the drawn one's logprob; None: no logprobs. Does not touch the draw."""
-    logprob_token_ids: tuple[int, ...] = ()
-    """Tokens to report in place of the best ones; empty: the best ones."""
 
-    @classmethod
-    def of(
-        cls,
-        params: SamplingParams,
-        first_output_index: int,
-        logits_settings: LogitsSettings | None,
-        output_token_ids: "tuple[int, ...] | array[int]",
-    ) -> "DrawParams":
-        """What a request's parameters say of the draw at an output position."""
-        assert params.seed is not None, "the seed is resolved before a request reaches the engine"
-        return cls(
-            seed=params.seed,
-            first_output_index=first_output_index,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            logits_settings=logits_settings,
-            output_token_ids=output_token_ids,
-            num_logprobs=0 if params.logprob_token_ids else params.logprobs,
-            logprob_token_ids=tuple(params.logprob_token_ids),
-        )
+    @property
+    def seed(self) -> int:
+        assert self.sampling.seed is not None, "the seed is resolved before a request reaches the engine"
+        return self.sampling.seed
 
-    def at(
-        self,
-        output_index: int,
-        logits_settings: LogitsSettings | None = None,
-        output_token_ids: "tuple[int, ...] | array[int]" = (),
-    ) -> "DrawParams":
-        """The same request's draw at another output position, with what its logits settings are there."""
+    @property
+    def num_logprobs(self) -> int | None:
+        """Best tokens to report with the drawn one's logprob; None: no logprobs. None of the best where tokens are
+        asked for by their ids. Does not touch the draw.
+        """
+        return 0 if self.sampling.logprob_token_ids else self.sampling.logprobs
+
+    def at(self, output_index: int) -> "DrawParams":
+        """The same request's draw at another output position, without logits settings."""
         other = _new(DrawParams)  # its own constructor takes twice as long
-        other.seed = self.seed
+        other.sampling = self.sampling
         other.first_output_index = output_index
-        other.temperature = self.temperature
-        other.top_k = self.top_k
-        other.top_p = self.top_p
-        other.min_p = self.min_p
-        other.logits_settings = logits_settings
-        other.output_token_ids = output_token_ids
-        other.num_logprobs = self.num_logprobs
-        other.logprob_token_ids = self.logprob_token_ids
+        other.logits_settings = None
+        other.output_token_ids = ()
         return other
 
     @property
     def needs_logits(self) -> bool:
         """Whether it depends on more than the argmax of its row, or tells more."""
-        is_warm = self.temperature >= GREEDY_TEMPERATURE
-        return is_warm or self.logits_settings is not None or self.num_logprobs is not None
+        is_warm = self.sampling.temperature >= GREEDY_TEMPERATURE
+        return is_warm or self.logits_settings is not None or self.sampling.logprobs is not None
 
 
 _new = object.__new__

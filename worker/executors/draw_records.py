@@ -24,10 +24,11 @@ NUMERICS: Final = "draws-3"
 
 
 def draw_record(params: DrawParams, edits: int = NONE) -> bytes:
-    is_greedy = params.temperature < GREEDY_TEMPERATURE
+    sampling = params.sampling
+    is_greedy = sampling.temperature < GREEDY_TEMPERATURE
     return RECORD.pack(
-        *(params.seed, params.min_p, params.top_p, 0.0 if is_greedy else 1 / params.temperature),
-        *(params.first_output_index, params.top_k, edits),
+        *(params.seed, sampling.min_p, sampling.top_p, 0.0 if is_greedy else 1 / sampling.temperature),
+        *(params.first_output_index, sampling.top_k, edits),
         *(NONE if params.num_logprobs is None else params.num_logprobs, NONE),
     )
 

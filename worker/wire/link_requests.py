@@ -112,6 +112,8 @@ def link_request_parser() -> Callable[[bytes], engine_pb2.LinkRequest]:
 
 def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> EngineRequest:
     """As it comes by a link of that name. Raises `InvalidRequestError`, by field, for what an engine must not get."""
+    if not submit.prompt_token_ids:
+        raise InvalidRequestError("prompt", (), "must have at least one token")
     params = submit.sampling_params
     request = EngineRequest(
         request_id=submit.request_id,

@@ -153,7 +153,7 @@ _OUT = float("-inf")
 
 def drawn_token(prefix: bytes, params: DrawParams, mask: bytes | None) -> int:
     """What is drawn after `prefix`; `mask` is that of a grammar."""
-    is_greedy = params.temperature == 0
+    is_greedy = params.sampling.temperature == 0
     raw = likelihoods(prefix) if is_greedy else scores(prefix, params.seed, params.first_output_index)
     if params.logits_settings is None:
         return raw.index(max(raw))

@@ -100,7 +100,7 @@ def _say(sequence: ScheduledSequence, prefix: bytes, drawn: tuple[int, ...]) -> 
     if sequence.draw is None or (count := sequence.draw.num_logprobs) is None:
         return ()
     first = len(prefix) - len(drawn) + 1
-    chosen = sequence.draw.logprob_token_ids
+    chosen = sequence.draw.sampling.logprob_token_ids
     return tuple(token_logprob(prefix[:end], token_id, count, chosen) for end, token_id in enumerate(drawn, first))
 
 

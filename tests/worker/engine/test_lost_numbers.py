@@ -18,6 +18,7 @@ from holdfast.worker.executors.sampler import broken_rows
 from holdfast.worker.executors.step_sampler import HeadOutput, TorchSampler
 from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.step_plan import NO_TOKEN, ScheduledSequence, StepPlan, StepResult
+from tests.draw_params import draw_params
 from tests.parity.families import save_tiny_model
 from tests.parity.harness import Sequences, worker_config
 from tests.worker.schedulers import make_request, make_scheduler
@@ -58,7 +59,7 @@ def sampler(request):
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_a_row_that_is_no_numbers_draws_nothing_and_leaves_the_others_as_they_are(temperature, bad, sampler):
     logits = torch.randn(3, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
-    draw = DrawParams(seed=5, first_output_index=0, temperature=temperature, top_k=4, top_p=0.9, num_logprobs=2)
+    draw = draw_params(seed=5, first_output_index=0, temperature=temperature, top_k=4, top_p=0.9, num_logprobs=2)
     right = step_result(plan_of(draw, draw, draw), HeadOutput(logits, None), sampler)
     broken = logits.clone()
     broken[1] = bad

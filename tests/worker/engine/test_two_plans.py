@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from holdfast.worker.request import Suspicion
-from holdfast.worker.scheduler import step_shares as step_in_flight
+from holdfast.worker.scheduler import planned_step
 from holdfast.worker.step_plan import PENDING
 from tests.worker.engine.two_plans import Listener, Turns, completion, mixed_load, serve
 
@@ -141,7 +141,7 @@ def test_a_suspect_is_told_of_before_a_step_ahead_runs_it():
 def test_all_kinds_of_requests_are_told_the_same_with_one_plan_in_flight_and_with_two(seeds, monkeypatch):
     num_ahead = num_pending = num_preemptions = num_forked = num_hits = 0
     for seed in seeds:
-        monkeypatch.setattr(step_in_flight, "MAX_SHARE_HELD_UP", 1.0 if seed % 2 else 0.125)
+        monkeypatch.setattr(planned_step, "MAX_SHARE_HELD_UP", 1.0 if seed % 2 else 0.125)
         one, two = serve(seed, two_plans=False), serve(seed, two_plans=True)
         assert one.device.most_in_flight == 1
         assert one.listener.ended.keys() == two.listener.ended.keys() == {r.request_id for _, r in mixed_load(seed)}

@@ -14,8 +14,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from holdfast.worker import pending_tokens
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.overlapping import StepsInFlight
+from holdfast.worker.scheduler import planned_step
 from holdfast.worker.scheduler import prompt_sharing as prompt_logprobs
-from holdfast.worker.scheduler import step_shares as step_in_flight
 from holdfast.worker.scheduler.batching import ContinuousBatching
 from holdfast.worker.scheduler.planned_step import DecodeBatch, ShareCommit, StepInFlight
 from holdfast.worker.scheduler.queues import SequenceQueues
@@ -242,7 +242,7 @@ def is_found(bug: Bug) -> bool:
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name, monkeypatch):
     monkeypatch.setattr(prompt_logprobs, "MAX_PROMPT_LOGPROBS", MAX_PROMPT_LOGPROBS)
-    monkeypatch.setattr(step_in_flight, "MAX_SHARE_HELD_UP", 1.0)
+    monkeypatch.setattr(planned_step, "MAX_SHARE_HELD_UP", 1.0)
     bug = BUGS[name]
     plant(bug, monkeypatch)
     assert is_found(bug)
@@ -250,6 +250,6 @@ def test_a_planted_bug_is_found(name, monkeypatch):
 
 def test_without_a_bug_nothing_is_found(monkeypatch):
     monkeypatch.setattr(prompt_logprobs, "MAX_PROMPT_LOGPROBS", MAX_PROMPT_LOGPROBS)
-    monkeypatch.setattr(step_in_flight, "MAX_SHARE_HELD_UP", 1.0)
+    monkeypatch.setattr(planned_step, "MAX_SHARE_HELD_UP", 1.0)
     for found in {id(bug.found): bug.found for bug in BUGS.values()}.values():
         found()

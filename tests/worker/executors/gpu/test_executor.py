@@ -8,7 +8,6 @@ import torch
 
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
 from holdfast.worker.distributed.tensor_parallel import SingleRank
-from holdfast.worker.draws import DrawParams
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.gpu.executor import NUMERICS, GpuExecutor
 from holdfast.worker.executors.gpu.graphs import bucket_of
@@ -20,6 +19,7 @@ from holdfast.worker.models.proof import Recognized
 from holdfast.worker.models.recognize import recognize
 from holdfast.worker.models.reference import Reference
 from holdfast.worker.step_plan import BlockCopy
+from tests.draw_params import draw_params
 from tests.worker.executors.cpu.runs import layout_of, tokens
 from tests.worker.executors.gpu import runs
 from tests.worker.executors.gpu.runs import Part, batch_of
@@ -121,7 +121,7 @@ def test_draws_in_the_step_are_those_from_its_logits():
     sampler = NativeSampler.with_threads(1)
     for seed in (1, 2):
         draws = [
-            DrawParams(seed=seed + row, first_output_index=row, temperature=0.7 * row, top_k=0, top_p=0.9)
+            draw_params(seed=seed + row, first_output_index=row, temperature=0.7 * row, top_k=0, top_p=0.9)
             for row in range(3)
         ]
         batch = batch_of(last, runner.block_size)
