@@ -10,14 +10,14 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from typing import Final
 
-from holdfast.worker.engine.output_queues import OutputQueues
+from holdfast.worker.engine.output_queue import CacheFeed, OutputQueue
 from holdfast.worker.engine.request_guards import NonFiniteGuard, NumbersCheck, Suspects, no_numbers
 from holdfast.worker.errors import DeadlineExceededError, HoldfastError
 from holdfast.worker.request import EngineLoad, EngineRequest, TokenDelta
 from holdfast.worker.scheduler.scheduler import DropReason, Scheduler
 from holdfast.worker.stats import NO_STEPS, TOKEN_TIMES_S
 from holdfast.worker.step_plan import StepPlan, StepResult
-from holdfast.worker.step_update import StepListener, StepUpdate
+from holdfast.worker.step_update import Rejection, StepListener, StepUpdate
 from holdfast.worker.structured_outputs import dead_end
 
 STATS_EVERY_STEPS: Final = 32
@@ -41,7 +41,8 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         """To be asked for plans and statistics. Requests come and go, and results are committed, by way of the core."""
-        self._output_queues = OutputQueues()
+        self._output_queues: dict[StepListener, OutputQueue] = {}  # in order of attaching
+        self._owners: dict[Hashable, StepListener] = {}  # by the keys of requests that have not ended
         self._suspects: Suspects[StepListener] = Suspects()
         self._lost_numbers = NonFiniteGuard()
         self.numbers_check: NumbersCheck | None = None
@@ -64,22 +65,25 @@ class EngineCore:
     @property
     def listeners(self) -> list[StepListener]:
         """The listeners that are attached now, in order of attaching."""
-        return self._output_queues.listeners
+        return list(self._output_queues)
 
     def attach(self, listener: StepListener) -> None:
-        """From now on `listener` gets an update after every step."""
-        self._output_queues.attach(listener)
+        """From now on `listener` gets an update after every step. Does nothing if it is attached already."""
+        self._output_queues.setdefault(listener, OutputQueue())
 
     def detach(self, listener: StepListener) -> None:
         """`listener` gets no more updates, and its requests are aborted."""
         self._reject_dropped()
-        for attempt in self._output_queues.detach(listener):
+        self._output_queues.pop(listener, None)
+        for attempt in [attempt for attempt, owner in self._owners.items() if owner is listener]:
             self.abort(attempt)
 
     def follow_cache(self, listener: StepListener) -> None:
         """The updates of an attached listener say what the prefix cache holds: all of it, then changes."""
-        # Earlier events that have not been taken follow, and agree with this on each block.
-        self._output_queues.follow_cache(listener, self.scheduler.prefix_cache.block_hashes)
+        output_queue = self._output_queues.get(listener)
+        if output_queue is not None:
+            # Earlier events that have not been taken follow, and agree with this on each block.
+            output_queue.cache = CacheFeed(self.scheduler.prefix_cache.block_hashes)
 
     # --- requests ---
 
@@ -90,15 +94,15 @@ class EngineCore:
         """
         attempt = request.request_id if attempt is None else attempt
         self._counts.num_requests += 1
-        if not self._output_queues.is_attached(listener):
+        if listener not in self._output_queues:
             return  # detached meanwhile: no one waits for an answer
         try:
             self._suspects.check(request.suspicion, listener)
             finished = self.scheduler.add(request, now, attempt)
         except HoldfastError as error:
-            self._output_queues.refuse(attempt, error, listener)
+            self._refuse(attempt, error, listener)
             return
-        self._output_queues.own(attempt, listener)
+        self._owners[attempt] = listener
         self._suspects.add(attempt, request.suspicion, listener)
         if finished is not None:
             self._keep([finished])
@@ -151,7 +155,7 @@ class EngineCore:
         if doubt is not None and not (self.numbers_check is not None and self.numbers_check.ask_in_doubt()):
             raise doubt
         for one in not_finite:
-            if doubt is None or self._output_queues.owner(one.attempt) is self.numbers_check:
+            if doubt is None or self._owners[one.attempt] is self.numbers_check:
                 self._reject(one.attempt, no_numbers())
             else:
                 self._in_doubt.append(one.attempt)
@@ -167,8 +171,15 @@ class EngineCore:
         self._in_doubt.clear()
 
     def _reject(self, attempt: Hashable, error: HoldfastError) -> None:
+        """Keeps a rejection for the owner of a request, which ends it."""
         self._suspects.drop(attempt)
-        self._output_queues.reject(attempt, error)
+        self._refuse(attempt, error, self._owners.pop(attempt))
+
+    def _refuse(self, attempt: Hashable, error: HoldfastError, listener: StepListener) -> None:
+        """Keeps a rejection of a request that `listener` does not own, or no longer."""
+        output_queue = self._output_queues.get(listener)
+        if output_queue is not None:
+            output_queue.rejections.append(Rejection(attempt=attempt, error=error))
 
     def note_turn(self, plan_s: float, run_s: float, commit_s: float, num_steps: int = 1) -> None:
         """How long the steps of a plan took: to plan, to run, and to take in and to tell. For the next statistics."""
@@ -197,8 +208,7 @@ class EngineCore:
             if not is_busy or self._step_id >= self._stats_step_id + STATS_EVERY_STEPS:
                 self._stats_step_id = self._step_id
                 stats = self.told_stats = self.scheduler.stats()
-        if self._output_queues.cache_feeds:
-            self._output_queues.note_cache_events(self.scheduler.prefix_cache.take_events())
+        self._note_cache_events()
         updates = []
         for listener, output_queue in self._output_queues.items():
             if concerns_all or output_queue.has_news:
@@ -217,21 +227,37 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Raise AssertionError unless scheduler, blocks and output queues agree. For idle times, as the scheduler's."""
         self.scheduler.check_integrity()
-        self._output_queues.check_integrity()
+        left_behind = [attempt for attempt, owner in self._owners.items() if owner not in self._output_queues]
+        assert not left_behind, f"nobody waits for {left_behind}"
         load = self.scheduler.load()
         num_alive = load.num_running + load.num_waiting + len(self._in_doubt) + len(self.scheduler.dropped)
-        num_owned = self._output_queues.num_owned
-        assert num_alive == num_owned, f"{num_alive} requests are alive, and {num_owned} are waited for"
+        assert num_alive == len(self._owners), f"{num_alive} requests are alive, and {len(self._owners)} are waited for"
 
     # --- internals ---
 
     def _keep(self, deltas: Sequence[TokenDelta]) -> int:
-        """Puts deltas where their listeners get them; returns how many tokens they have."""
+        """Keeps each delta for the owner of its request; returns how many tokens they have."""
         if self._suspects.requests:
             self._suspects.note(deltas)
-        num_tokens = self._output_queues.put(deltas)
+        owners, output_queues = self._owners, self._output_queues
+        num_tokens = 0
+        for delta in deltas:
+            num_tokens += len(delta.token_ids)
+            attempt = delta.attempt
+            listener = owners[attempt] if delta.finish_reason is None else owners.pop(attempt)
+            output_queue = output_queues.get(listener)
+            if output_queue is not None:
+                output_queue.deltas.append(delta)
         self._counts.num_tokens_generated += num_tokens
         return num_tokens
+
+    def _note_cache_events(self) -> None:
+        """Keeps the prefix cache's events for the listeners that follow it; while none does, they are not asked for."""
+        feeds = [output_queue.cache for output_queue in self._output_queues.values() if output_queue.cache is not None]
+        if feeds:
+            events = self.scheduler.prefix_cache.take_events()
+            for feed in feeds:
+                feed.note(events)
 
     def _note_speed(self, plan: StepPlan, step_s: float) -> None:
         """What a request can hope for is the best speed of all full steps. Others say less than the machine can do, and

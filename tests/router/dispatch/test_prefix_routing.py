@@ -9,7 +9,7 @@ from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.prefix_index import PromptPrefix
 from holdfast.router.events import SendSubmit
 from holdfast.worker.config import SchedulerConfig
-from holdfast.worker.engine.output_queues import CacheFeed
+from holdfast.worker.engine.output_queue import CacheFeed
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.scheduler import Scheduler

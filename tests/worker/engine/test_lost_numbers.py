@@ -291,4 +291,4 @@ def test_a_client_that_leaves_in_doubt_is_answered():
     step.core.detach(step.listener)
     step.core.check_integrity()
     step.core.settle()
-    assert step.core._output_queues.num_owned == 0
+    assert not step.core._owners
