@@ -50,7 +50,7 @@ class DecodeColumns:
         """Whether some draw takes more than the argmax of its row, and whether some draw reports log-probabilities."""
         for draw in draws:
             self.need_logits = self.need_logits or draw.needs_logits
-            self.ask_for_logprobs = self.ask_for_logprobs or draw.num_logprobs is not None
+            self.ask_for_logprobs = self.ask_for_logprobs or draw.sampling.logprobs is not None
         self.ones = array("q", (1,)) * len(first_positions)
         """How many tokens each row computes, and how many it draws."""
         self.num_context_tokens = sum(first_positions) + len(first_positions)
@@ -189,7 +189,7 @@ class StepPlan:
             if draw is not None:
                 settings = draw.logits_settings
                 needs_logits = needs_logits or draw.needs_logits
-            if share.prompt_logprobs is not None or (draw is not None and draw.num_logprobs is not None):
+            if share.prompt_logprobs is not None or (draw is not None and draw.sampling.logprobs is not None):
                 needs_logits = asks_for_logprobs = True
             if settings is not None and settings.grammar:
                 has_grammars = True
@@ -245,7 +245,7 @@ def plain_draws_of(plan: StepPlan) -> list[DrawParams] | None:
     if plan.others and any(sequence.prompt_logprobs is not None for sequence in plan.others):
         return None
     draws = None if columns.ask_for_logprobs else draws_of(plan)
-    if draws is None or any(draw.logits_settings is not None or draw.num_logprobs is not None for draw in draws):
+    if draws is None or any(draw.logits_settings is not None or draw.sampling.logprobs is not None for draw in draws):
         return None
     return draws
 

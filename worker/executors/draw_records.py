@@ -27,9 +27,9 @@ def draw_record(params: DrawParams, edits: int = NONE) -> bytes:
     sampling = params.sampling
     is_greedy = sampling.temperature < GREEDY_TEMPERATURE
     return RECORD.pack(
-        *(params.seed, sampling.min_p, sampling.top_p, 0.0 if is_greedy else 1 / sampling.temperature),
+        *(sampling.seed, sampling.min_p, sampling.top_p, 0.0 if is_greedy else 1 / sampling.temperature),
         *(params.first_output_index, sampling.top_k, edits),
-        *(NONE if params.num_logprobs is None else params.num_logprobs, NONE),
+        *(NONE if sampling.logprobs is None else params.num_logprobs, NONE),
     )
 
 
@@ -44,7 +44,7 @@ def given_records(prompts: Sequence[PromptLogprobParams]) -> list[bytes]:
 
 def most_logprobs(draws: Sequence[DrawParams], prompts: Sequence[PromptLogprobParams]) -> int:
     """The largest number of best tokens that any row tells; `NONE` where no row tells anything."""
-    asked = [params.num_logprobs for params in draws if params.num_logprobs is not None]
+    asked = [params.num_logprobs or 0 for params in draws if params.sampling.logprobs is not None]
     return max([*asked, *(wanted.num_logprobs for wanted in prompts)], default=NONE)
 
 
@@ -63,9 +63,9 @@ class Told:
         token_ids: list[int] = self._rows[:, 0].tolist()
         num_draws = len(draws)
         logprobs: list[TokenLogprob | None] = []
-        if any(params.num_logprobs is not None for params in draws):
+        if any(params.sampling.logprobs is not None for params in draws):
             logprobs = [
-                self._logprob(row) if params.num_logprobs is not None else None for row, params in enumerate(draws)
+                self._logprob(row) if params.sampling.logprobs is not None else None for row, params in enumerate(draws)
             ]
         return Sampled(
             token_ids[:num_draws], logprobs, [self._logprob(row) for row in range(num_draws, len(token_ids))]

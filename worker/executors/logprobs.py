@@ -25,7 +25,7 @@ def token_logprobs(logits: Tensor, draws: Sequence[DrawParams], token_ids: Seque
 
     None for a row that does not ask; an empty list where no row does.
     """
-    asking = [row for row, params in enumerate(draws) if params.num_logprobs is not None]
+    asking = [row for row, params in enumerate(draws) if params.sampling.logprobs is not None]
     if not asking:
         return []
     said: list[TokenLogprob | None] = [None] * len(draws)
