@@ -198,8 +198,8 @@ class Sequence:
 
     def draw_params(self) -> DrawParams:
         """Parameters for sampling the next token, a function of the request and its outputs alone."""
-        sampling, index = self.request.sampling_params, self.num_output_tokens
-        settings = self.logits_settings
+        sampling, settings = self.request.sampling_params, self.logits_settings
+        index = len(self.token_ids) - self.num_prompt_tokens
         if settings is None:
             return DrawParams(sampling, index)
         if self._looks_back:
