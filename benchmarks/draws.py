@@ -27,14 +27,26 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.decoder_steps import Kind, Timed, load, make_batch
+from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.cpu import library
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler, TorchSampler
-from holdfast.worker.plan_rows import LogitsSettings
-from holdfast.worker.step_plan import DrawParams
+from holdfast.worker.sampling_params import SamplingParams
 
-PLAIN = DrawParams(seed=7, first_output_index=0, temperature=0.8, top_k=0, top_p=1.0)
-NUCLEUS = replace(PLAIN, top_p=0.95)
+PLAIN = DrawParams(SamplingParams(seed=7, temperature=0.8), 0)
+
+
+def changed(
+    params: DrawParams,
+    logits_settings: LogitsSettings | None = None,
+    output_token_ids: "tuple[int, ...] | array[int]" = (),
+    **sampling: object,
+) -> DrawParams:
+    """The same draw but for these."""
+    return DrawParams(params.sampling.with_changes(**sampling), 0, logits_settings, output_token_ids)
+
+
+NUCLEUS = changed(PLAIN, top_p=0.95)
 OUTPUTS = array("q", range(0, 4000, 8))
 LONG_OUTPUTS = array("q", range(3000))
 PENALTIES = LogitsSettings(repetition_penalty=1.2, frequency_penalty=0.3)
@@ -43,34 +55,33 @@ EDITED = LogitsSettings(
     min_tokens=9_999, end_token_ids=(0, 7), bad_words=((5,), (9,)), logit_bias=tuple((i * 500, 1.5) for i in range(300))
 )
 KINDS = {
-    "greedy, logprobs 0": replace(PLAIN, temperature=0.0, num_logprobs=0),
-    "greedy, logprobs 5": replace(PLAIN, temperature=0.0, num_logprobs=5),
-    "greedy, logprobs 20": replace(PLAIN, temperature=0.0, num_logprobs=20),
-    "greedy, penalties": replace(PLAIN, temperature=0.0, logits_settings=PENALTIES, output_token_ids=OUTPUTS),
+    "greedy, logprobs 0": changed(PLAIN, temperature=0.0, logprobs=0),
+    "greedy, logprobs 5": changed(PLAIN, temperature=0.0, logprobs=5),
+    "greedy, logprobs 20": changed(PLAIN, temperature=0.0, logprobs=20),
+    "greedy, penalties": changed(PLAIN, temperature=0.0, logits_settings=PENALTIES, output_token_ids=OUTPUTS),
     "temperature": PLAIN,
-    "temperature 2": replace(PLAIN, temperature=2.0),
+    "temperature 2": changed(PLAIN, temperature=2.0),
     "top-p 0.95": NUCLEUS,
-    "top-p 0.5": replace(PLAIN, top_p=0.5),
-    "top-p 0.1": replace(PLAIN, top_p=0.1),
-    "temperature 2, top-p 0.1": replace(PLAIN, temperature=2.0, top_p=0.1),
-    "top-k 50": replace(PLAIN, top_k=50),
-    "top-k 50, top-p 0.95": replace(NUCLEUS, top_k=50),
-    "top-k 20000": replace(PLAIN, top_k=20_000),
-    "min-p 0.05": replace(PLAIN, min_p=0.05),
-    "min-p 0.05, top-p 0.5": replace(PLAIN, min_p=0.05, top_p=0.5),
-    "top-p 0.95, logprobs 5": replace(NUCLEUS, num_logprobs=5),
-    "top-p 0.95, logprobs 20": replace(NUCLEUS, num_logprobs=20),
-    "temperature 2, logprobs 20": replace(PLAIN, temperature=2.0, num_logprobs=20),
-    "top-p 0.95, penalties": replace(NUCLEUS, logits_settings=PENALTIES, output_token_ids=OUTPUTS),
-    "top-p 0.95, penalties on 6000 tokens": replace(NUCLEUS, logits_settings=LONG, output_token_ids=LONG_OUTPUTS),
-    "top-p 0.95, bias of 300 and bans": replace(NUCLEUS, logits_settings=EDITED),
-    "top-p 0.95, 1000 allowed": replace(
+    "top-p 0.5": changed(PLAIN, top_p=0.5),
+    "top-p 0.1": changed(PLAIN, top_p=0.1),
+    "temperature 2, top-p 0.1": changed(PLAIN, temperature=2.0, top_p=0.1),
+    "top-k 50": changed(PLAIN, top_k=50),
+    "top-k 50, top-p 0.95": changed(NUCLEUS, top_k=50),
+    "top-k 20000": changed(PLAIN, top_k=20_000),
+    "min-p 0.05": changed(PLAIN, min_p=0.05),
+    "min-p 0.05, top-p 0.5": changed(PLAIN, min_p=0.05, top_p=0.5),
+    "top-p 0.95, logprobs 5": changed(NUCLEUS, logprobs=5),
+    "top-p 0.95, logprobs 20": changed(NUCLEUS, logprobs=20),
+    "temperature 2, logprobs 20": changed(PLAIN, temperature=2.0, logprobs=20),
+    "top-p 0.95, penalties": changed(NUCLEUS, logits_settings=PENALTIES, output_token_ids=OUTPUTS),
+    "top-p 0.95, penalties on 6000 tokens": changed(NUCLEUS, logits_settings=LONG, output_token_ids=LONG_OUTPUTS),
+    "top-p 0.95, bias of 300 and bans": changed(NUCLEUS, logits_settings=EDITED),
+    "top-p 0.95, 1000 allowed": changed(
         NUCLEUS, logits_settings=LogitsSettings(allowed_token_ids=array("q", range(0, 100_000, 100)))
     ),
-    "top-p 0.95, mask": replace(NUCLEUS, logits_settings=LogitsSettings(grammar="x")),
-    "all at once": DrawParams(
-        seed=7,
-        first_output_index=0,
+    "top-p 0.95, mask": changed(NUCLEUS, logits_settings=LogitsSettings(grammar="x")),
+    "all at once": changed(
+        PLAIN,
         temperature=2.0,
         top_k=20_000,
         top_p=0.1,
@@ -79,10 +90,10 @@ KINDS = {
             LONG, grammar="x", min_tokens=9_999, end_token_ids=(0, 7), logit_bias=EDITED.logit_bias
         ),
         output_token_ids=LONG_OUTPUTS,
-        num_logprobs=20,
+        logprobs=20,
     ),
-    "top-p 0.95, penalties, logprobs 20": replace(
-        NUCLEUS, logits_settings=PENALTIES, output_token_ids=OUTPUTS, num_logprobs=20
+    "top-p 0.95, penalties, logprobs 20": changed(
+        NUCLEUS, logits_settings=PENALTIES, output_token_ids=OUTPUTS, logprobs=20
     ),
 }
 
@@ -117,7 +128,10 @@ class Draws:
     def ready(self, number: int) -> Ready:
         assert self.output.logits is not None, "rows of logits are drawn from"
         rows = range(self.output.logits.shape[0])
-        draws = [replace(self.params, seed=row, first_output_index=number) for row in rows]
+        draws = [
+            replace(self.params, sampling=self.params.sampling.with_changes(seed=row), first_output_index=number)
+            for row in rows
+        ]
         masks = dict.fromkeys(rows, self.mask) if self.mask else None
         return lambda: self.sampler.sample(self.output, draws, masks)
 

@@ -27,6 +27,7 @@ from holdfast.cluster.bundled_model.bundled_model import bundled_path
 from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.executors.kv_cache import LayerCache
 from holdfast.worker.models import rank_program as program
@@ -34,10 +35,11 @@ from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.models.paged import AttentionBackend
 from holdfast.worker.models.row_tiles import RowRule, RowTiles
 from holdfast.worker.replica.rank import default_device, prepare_process
-from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 
 BLOCK_SIZE, MAX_LEN = 16, 512
-GREEDY = DrawParams(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0)
+GREEDY = DrawParams(SamplingParams(seed=0, temperature=0.0), 0)
 HALF_BILLION: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -29,7 +29,7 @@ from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.scheduler.speculation import Speculation
-from holdfast.worker.stats import SchedulerStats
+from holdfast.worker.stats import EngineStats
 from holdfast.worker.step_plan import StepRunner
 from scripts.train_bundled_model.chats import dialogue
 from scripts.train_bundled_model.curriculum import Curriculum
@@ -59,7 +59,7 @@ class Outcome:
 
     duration_s: float
     tokens: dict[Hashable, list[int]]
-    stats: SchedulerStats
+    stats: EngineStats
 
 
 def repetitive_prompts(rng: random.Random, count: int) -> list[str]:

@@ -18,9 +18,11 @@ import numpy as np
 
 from benchmarks.batching import load_model
 from holdfast.cluster.simulate.capacity.capacity_report import write_step_costs
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.step_time import StepCosts, StepShape, shape_of
-from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan, StepRunner
+from holdfast.worker.step_plan import ScheduledSequence, StepPlan, StepRunner
 
 NUM_SEQUENCES = (1, 4, 16, 32)
 NUM_TOKENS = (1, 16, 64)
@@ -36,7 +38,7 @@ def make_plan(info: ModelInfo, num_sequences: int, num_tokens: int, num_before: 
             first_position=num_before,
             token_ids=(1,) * num_tokens,
             block_ids=tuple(range(number * num_blocks, (number + 1) * num_blocks)),
-            draw=DrawParams(seed=number, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0),
+            draw=DrawParams(SamplingParams(seed=number, temperature=0.0), 0),
             num_draws=1,
         )
         for number in range(num_sequences)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.kv_cache import KVCache, KVSpec
 from holdfast.worker.executors.layout import (
     Activation,
@@ -34,8 +35,8 @@ from holdfast.worker.executors.layout import (
     Norm,
     Rotary,
 )
-from holdfast.worker.plan_rows import LogitsSettings
-from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 
 TABLE: Final = Path(__file__).parent.parent / "docs" / "gpu-kernels.json"
 DEVICES: Final = (80, 90, 100)
@@ -202,12 +203,12 @@ def _run_exchange(record: Any) -> None:
 
 def drawn_rows() -> list[tuple[list[DrawParams], dict[int, bytes] | None]]:
     """Draws of all kinds: plain, with log-probabilities, with edits, with masks."""
-    plain = DrawParams(seed=1, first_output_index=0, temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
+    plain = DrawParams(SamplingParams(seed=1, top_k=50, top_p=0.9, min_p=0.01), 0)
     penalized = replace(plain, logits_settings=LogitsSettings(repetition_penalty=1.5), output_token_ids=(1, 2))
     masked = replace(plain, logits_settings=LogitsSettings(grammar="x"))
     return [
         ([plain, plain], None),
-        ([plain, replace(plain, num_logprobs=5)], None),
+        ([plain, replace(plain, sampling=plain.sampling.with_changes(logprobs=5))], None),
         ([plain, penalized], None),
         ([plain, masked], {1: b"\x07"}),
     ]

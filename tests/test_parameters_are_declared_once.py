@@ -40,7 +40,7 @@ NOT_OURS = (
     "router/api/vllm/",
     "router/api/http/messages_body.py",
     "router/api/http/responses_body.py",
-    "worker/wire/link_bounds.py",
+    "worker/wire/link_requests.py",
     "router/wire/bounds.py",
     "router/api/http/body_bounds.py",
 )

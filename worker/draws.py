@@ -1,34 +1,132 @@
-"""Draws of a step plan: the draw parameters of each logits row, and the tokens that each must not give.
-
-All of it follows from the plan without any logits.
-"""
+"""Draws: all that the draw of one token depends on besides its logits, and the tokens that it must not give."""
 
 from array import array
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
-from holdfast.worker.step_plan import DrawParams, StepPlan
-
-
-def draws_of(plan: StepPlan) -> list[DrawParams]:
-    """The draws of a plan, one for each of its logits rows, in order."""
-    draws = plan.decodes.draws()
-    for sequence in plan.others:
-        if sequence.draw is not None and sequence.num_draws > 0:
-            draws.append(sequence.draw)
-            drafts = sequence.token_ids[len(sequence.token_ids) - sequence.num_draws + 1 :]
-            draws += [draw_after(sequence.draw, drafts[: index + 1]) for index in range(len(drafts))]
-    return draws
+from holdfast.worker.request import EngineRequest
+from holdfast.worker.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 
 
-def plain_draws_of(plan: StepPlan) -> list[DrawParams] | None:
-    """`draws_of` a plan that decodes, if they only draw: without logits processors and log-probabilities."""
-    columns = plan.decodes.columns
-    if plan.others and any(sequence.prompt_logprobs is not None for sequence in plan.others):
-        return None
-    draws = None if columns.ask_for_logprobs else draws_of(plan)
-    if draws is None or any(draw.logits_settings is not None or draw.num_logprobs is not None for draw in draws):
-        return None
-    return draws
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsSettings:
+    """The settings of one request. Token ids are 64-bit arrays where they may be many, so that a step need not convert
+    them; ids that the model does not have are no error, and do nothing.
+    """
+
+    allowed_token_ids: "array[int] | None" = None
+    """None: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of token ids whose last one is banned where the output ends in the others."""
+    min_tokens: int = 0
+    end_token_ids: tuple[int, ...] = ()
+    """Banned while there are fewer than `min_tokens` outputs."""
+    grammar: str = ""
+    """What the output must match, as llguidance writes it; empty: anything."""
+    avoided_token_ids: tuple[int, ...] = ()
+    """Banned while anything else is left: ends of sequence of an output with a grammar that is to ignore them."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    biased_token_ids: "array[int]" = field(init=False, repr=False, compare=False)
+    """Of `logit_bias`."""
+    biases: "array[float]" = field(init=False, repr=False, compare=False)
+    """Of `logit_bias`, in float32."""
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    prompt_token_ids: "array[int]" = field(default_factory=lambda: array("q"))
+    """The distinct tokens of the prompt, where the repetition penalty asks for them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "biased_token_ids", _array(token_id for token_id, _ in self.logit_bias))
+        object.__setattr__(self, "biases", array("f", [bias for _, bias in self.logit_bias]))
+
+    @classmethod
+    def of(cls, request: EngineRequest, eos_token_ids: frozenset[int]) -> "LogitsSettings | None":
+        """The settings of a request; None, at no cost later, for one that uses none."""
+        params = request.sampling_params
+        repeats = params.repetition_penalty != 1
+        penalizes = repeats or params.frequency_penalty != 0 or params.presence_penalty != 0
+        bans = request.bad_word_token_ids or params.min_tokens or params.allowed_token_ids is not None
+        if not (penalizes or bans or request.grammar or params.logit_bias):
+            return None
+        return cls(
+            allowed_token_ids=None if params.allowed_token_ids is None else _array(params.allowed_token_ids),
+            bad_words=request.bad_word_token_ids,
+            min_tokens=params.min_tokens,
+            # Every end of sequence, also if it would not end this one: `ignore_eos` is no wish to see it early.
+            end_token_ids=tuple(sorted(eos_token_ids.union(params.stop_token_ids))) if params.min_tokens else (),
+            grammar=request.grammar,
+            avoided_token_ids=tuple(sorted(eos_token_ids)) if params.ignore_eos and request.grammar else (),
+            logit_bias=tuple(params.logit_bias.items()),
+            repetition_penalty=params.repetition_penalty,
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            prompt_token_ids=_array(sorted(set(request.prompt_token_ids)) if repeats else ()),
+        )
+
+    @property
+    def penalize(self) -> bool:
+        """Some penalty is not neutral."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def look_back(self) -> bool:
+        """They depend on which tokens the output has, not only on how many."""
+        return self.penalize or bool(self.bad_words) or bool(self.grammar)
+
+    def apply_after(self, num_output_tokens: int) -> bool:
+        """Whether they can change any draw from here on."""
+        lasting = self.look_back or bool(self.logit_bias) or self.allowed_token_ids is not None
+        return lasting or num_output_tokens < self.min_tokens
+
+
+def _array(token_ids: Iterable[int]) -> "array[int]":
+    return array("q", token_ids)
+
+
+@dataclass(slots=True)
+class DrawParams:
+    """All that a draw depends on besides the logits: it is a pure function of both (`worker/executors/sampler.py`)."""
+
+    sampling: SamplingParams
+    """Of the request, with a seed."""
+    first_output_index: int
+    """Output position of the first token drawn: the noise is keyed by (seed, position, token id)."""
+    logits_settings: LogitsSettings | None = None
+    """None where logits are taken as they are: nearly always."""
+    output_token_ids: "tuple[int, ...] | array[int]" = ()
+    """Output before the draw, where `logits_settings` look back at it; else empty. An array of 64 bits each is taken
+    as it is by what reads thousands of them in each step."""
+
+    @property
+    def seed(self) -> int:
+        assert self.sampling.seed is not None, "the seed is resolved before a request reaches the engine"
+        return self.sampling.seed
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Best tokens to report with the drawn one's logprob; None: no logprobs. None of the best where tokens are
+        asked for by their ids. Does not touch the draw.
+        """
+        return 0 if self.sampling.logprob_token_ids else self.sampling.logprobs
+
+    def at(self, output_index: int) -> "DrawParams":
+        """The same request's draw at another output position, without logits settings."""
+        other = _new(DrawParams)  # its own constructor takes twice as long
+        other.sampling = self.sampling
+        other.first_output_index = output_index
+        other.logits_settings = None
+        other.output_token_ids = ()
+        return other
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether it depends on more than the argmax of its row, or tells more."""
+        is_warm = self.sampling.temperature >= GREEDY_TEMPERATURE
+        return is_warm or self.logits_settings is not None or self.sampling.logprobs is not None
+
+
+_new = object.__new__
 
 
 def draw_after(first: DrawParams, drafts: tuple[int, ...]) -> DrawParams:

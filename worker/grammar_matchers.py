@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.draws import DrawParams
+from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

@@ -5,15 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from holdfast.worker.plan_rows import DecodeRows
-from holdfast.worker.step_plan import (
-    DEAD_END,
-    NO_TOKEN,
-    PENDING,
-    ScheduledSequence,
-    StepPlan,
-    StepResult,
-)
+from holdfast.worker.step_plan import DEAD_END, NO_TOKEN, PENDING, DecodeRows, ScheduledSequence, StepPlan, StepResult
 
 KNOWN: Final = -1
 """In place of a row, for a token that is known."""

@@ -72,8 +72,8 @@ class SequenceKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """A tokenized request, as engines take it. `sampling_params.seed` is set before, and the types of all fields are
-    checked where they come in: at a `GenerationRequest`, or on the wire.
+    """A tokenized request, as engines take it. It checks nothing: that it has a prompt and a seed, and the types of all
+    fields, are checked where they come in, at the router's admission and at the replica's end of a link.
 
     A request with `output_token_ids` goes on after them: this one mechanism serves failover, draining and preemption.
     The sequence then draws output token number `len(output_token_ids)` next, and reports indices from there.
@@ -120,11 +120,6 @@ class EngineRequest:
     @property
     def sequence_key(self) -> SequenceKey:
         return SequenceKey(self.tenant, self.request_id, self.part, self.sequence_index)
-
-    def __post_init__(self) -> None:
-        assert self.sampling_params.seed is not None, "the seed is resolved before a request reaches the engine"
-        if not self.prompt_token_ids:
-            raise InvalidRequestError("prompt", (), "must have at least one token")
 
 
 def check_service(*, priority: object, tenant: object, cache_salt: object) -> None:

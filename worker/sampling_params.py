@@ -13,7 +13,6 @@ from typing import Annotated, Final, Self
 from pydantic import AfterValidator, Field
 
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.neutral_fields import SAMPLING_FIELDS, check_neutral, takes_neutral
 from holdfast.worker.parameters import (
     BIASES,
     FIELD,
@@ -27,6 +26,7 @@ from holdfast.worker.parameters import (
     declared,
 )
 from holdfast.worker.structured_outputs import StructuredOutputs
+from holdfast.worker.value_types import SAMPLING_FIELDS, check_neutral, takes_neutral
 
 MAX_SEED: Final = 2**63 - 1
 """Seeds are non-negative and fit a signed 64-bit integer, in every language that speaks the proto."""

@@ -37,75 +37,80 @@ class Histogram:
 NO_STEPS: Final = (0,) * (len(TOKEN_TIMES_S) + 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerStats:
-    """Counts since the start, and the blocks as they are now."""
+@dataclass(slots=True, kw_only=True)
+class EngineStats:
+    """Counts since the start, and what the engine holds now: one flat set of figures.
 
-    num_steps: int
-    num_tokens_computed: int
-    num_tokens_recomputed: int
-    """Those of `num_tokens_computed` that had been computed before and were lost by a preemption."""
-    num_prefix_query_tokens: int
-    """Tokens of all requests as they were when first admitted, other than by forking."""
-    num_prefix_hit_tokens: int
-    """Those of `num_prefix_query_tokens` that were in the prefix cache."""
-    num_forked_tokens: int
-    """Tokens that sequences took over from a running one of their group, other than through the prefix cache."""
-    num_preemptions: int
-    num_finished: int
-    """Requests that came to their own end."""
-    num_aborted: int
-    num_expired: int
-    """Requests that were dropped because their time was up, or would have been before their first token."""
-    num_used_blocks: int
-    num_free_blocks: int
-    """Blocks that can be handed out, cached ones among them: used and free ones are all."""
-    num_cached_blocks: int
-    """Those of `num_free_blocks` that still hold a prefix."""
-    num_evictions: int
-    """Cached blocks that were handed out for other tokens."""
-    num_total_blocks: int
-    num_wasted_slots: int
-    """Slots of the used blocks that are kept for no token that exists: with continuous batching, less than a block
-    for each sequence; with static batching also what is reserved for the future, and all of a sequence that ended."""
-    num_draft_tokens: int
-    """Guessed tokens that were verified."""
-    num_accepted_tokens: int
-    """Those of `num_draft_tokens` that were accepted; their ratio is the acceptance rate."""
+    The scheduler and the engine count in one record, in place. What `Scheduler.stats` returns is a copy of it, with the
+    levels of now; nobody changes that copy.
+    """
 
-    @property
-    def prefix_hit_rate(self) -> float:
-        """Share of the prompts' tokens that were cached; 0 before the first."""
-        return self.num_prefix_hit_tokens / max(1, self.num_prefix_query_tokens)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats(SchedulerStats):
-    """Counts since the start, and what the engine holds now: one flat set of figures."""
-
-    num_requests: int
+    num_requests: int = 0
     """All that were submitted, refused ones among them."""
-    num_tokens_generated: int
-    step_time_s: float
+    num_steps: int = 0
+    num_tokens_computed: int = 0
+    num_tokens_recomputed: int = 0
+    """Those of `num_tokens_computed` that had been computed before and were lost by a preemption."""
+    num_tokens_generated: int = 0
+    num_prefix_query_tokens: int = 0
+    """Tokens of all requests as they were when first admitted, other than by forking."""
+    num_prefix_hit_tokens: int = 0
+    """Those of `num_prefix_query_tokens` that were in the prefix cache."""
+    num_forked_tokens: int = 0
+    """Tokens that sequences took over from a running one of their group, other than through the prefix cache."""
+    num_draft_tokens: int = 0
+    """Guessed tokens that were verified."""
+    num_accepted_tokens: int = 0
+    """Those of `num_draft_tokens` that were accepted; their ratio is the acceptance rate."""
+    num_preemptions: int = 0
+    num_evictions: int = 0
+    """Cached blocks that were handed out for other tokens."""
+    num_finished: int = 0
+    """Requests that came to their own end."""
+    num_aborted: int = 0
+    num_expired: int = 0
+    """Requests that were dropped because their time was up, or would have been before their first token."""
+    step_time_s: float = 0.0
     """Seconds spent in `runner.run`, all steps together."""
-    num_running: int
-    num_waiting: int
-    num_waiting_tokens: int
-    """Tokens that alive requests still have to have computed before each draws its next one."""
-    prefill_tokens_per_s: float
-    """The best of the last steps that computed prompts for the most part; 0 before there were some."""
     plan_time_s: float = 0.0
     """Seconds spent in planning, all steps together."""
     commit_time_s: float = 0.0
     """Seconds spent in taking results in and in telling listeners, all steps together."""
-    step_counts: tuple[int, ...] = NO_STEPS
+    step_counts: Sequence[int] = NO_STEPS
     """Steps by how long planning, running and committing took together; up to each of `TOKEN_TIMES_S`, and above."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    """Tokens that alive requests still have to have computed before each draws its next one."""
+    num_used_blocks: int = 0
+    num_free_blocks: int = 0
+    """Blocks that can be handed out, cached ones among them: used and free ones are all."""
+    num_cached_blocks: int = 0
+    """Those of `num_free_blocks` that still hold a prefix."""
+    num_total_blocks: int = 0
+    num_wasted_slots: int = 0
+    """Slots of the used blocks that are kept for no token that exists: with continuous batching, less than a block
+    for each sequence; with static batching also what is reserved for the future, and all of a sequence that ended."""
+    prefill_tokens_per_s: float = 0.0
+    """The best of the last steps that computed prompts for the most part; 0 before there were some."""
     gpu_utilization: float = 0.0
     """Share of the last moments in which the leading rank's GPU computed, from 0 to 1; 0 without a GPU."""
     gpu_memory_used_bytes: int = 0
     """Of the leading rank's GPU, whoever uses it."""
     gpu_memory_total_bytes: int = 0
     """Of the leading rank's GPU; 0: there is none."""
+
+    def note_gpu(self, gpu: "GpuStats") -> None:
+        """Takes in a GPU as it was measured."""
+        self.gpu_utilization = gpu.utilization
+        self.gpu_memory_used_bytes = gpu.memory_used_bytes
+        self.gpu_memory_total_bytes = gpu.memory_total_bytes
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the prompts' tokens that were cached; 0 before the first."""
+        return self.num_prefix_hit_tokens / max(1, self.num_prefix_query_tokens)
 
     @property
     def tokens_per_s(self) -> float:
@@ -120,6 +125,3 @@ class GpuStats:
     utilization: float = 0.0
     memory_used_bytes: int = 0
     memory_total_bytes: int = 0
-
-
-NO_GPU: Final = GpuStats()

@@ -2,8 +2,11 @@
 
 A plan says which tokens of which sequences one step computes, in which blocks; a result holds what was drawn. Neither
 is changed once made, and both are plain integers, since plans go to other processes. What is made for every sequence of
-every step is a dataclass that does not check this: a frozen one takes six times as long to make. What may not live
-here: torch, and deciding what is planned (`worker/scheduler/`).
+every step is a dataclass that does not check this: a frozen one takes six times as long to make.
+
+Nearly all that a busy engine does is decode rows: sequences that compute one token and draw one, as columns. From one
+step to the next each row is one position further. So the columns are made when a sequence joins or leaves, and a step
+advances all of them by one number.
 """
 
 from array import array
@@ -11,83 +14,90 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-from holdfast.worker.plan_rows import NO_ROWS, DecodeRows, LogitsSettings
+from holdfast.worker.draws import DrawParams, draw_after
 from holdfast.worker.request import TokenLogprob
-from holdfast.worker.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 
 
-@dataclass(slots=True, kw_only=True)
-class DrawParams:
-    """All that a draw depends on besides the logits: it is a pure function of both (`worker/executors/sampler.py`)."""
+class DecodeColumns:
+    """What stays as it is while the same sequences decode. Nothing of it changes once it is made."""
 
-    seed: int
-    first_output_index: int
-    """Output position of the first token drawn: the noise is keyed by (seed, position, token id)."""
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float = 0.0
-    logits_settings: LogitsSettings | None = None
-    """None where logits are taken as they are: nearly always."""
-    output_token_ids: "tuple[int, ...] | array[int]" = ()
-    """Output before the draw, where `logits_settings` look back at it; else empty. An array of 64 bits each is taken
-    as it is by what reads thousands of them in each step."""
-    num_logprobs: int | None = None
-    """Best tokens to report with the drawn one's logprob; None: no logprobs. Does not touch the draw."""
-    logprob_token_ids: tuple[int, ...] = ()
-    """Tokens to report in place of the best ones; empty: the best ones."""
+    __slots__ = (
+        "ask_for_logprobs",
+        "draws",
+        "first_output_indices",
+        "first_positions",
+        "need_logits",
+        "num_context_tokens",
+        "ones",
+        "sequence_ids",
+    )
 
-    @classmethod
-    def of(
-        cls,
-        params: SamplingParams,
-        first_output_index: int,
-        logits_settings: LogitsSettings | None,
-        output_token_ids: "tuple[int, ...] | array[int]",
-    ) -> "DrawParams":
-        """What a request's parameters say of the draw at an output position."""
-        assert params.seed is not None, "the seed is resolved before a request reaches the engine"
-        return cls(
-            seed=params.seed,
-            first_output_index=first_output_index,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            logits_settings=logits_settings,
-            output_token_ids=output_token_ids,
-            num_logprobs=0 if params.logprob_token_ids else params.logprobs,
-            logprob_token_ids=tuple(params.logprob_token_ids),
-        )
-
-    def at(
+    def __init__(
         self,
-        output_index: int,
-        logits_settings: LogitsSettings | None = None,
-        output_token_ids: "tuple[int, ...] | array[int]" = (),
-    ) -> "DrawParams":
-        """The same request's draw at another output position, with what its logits settings are there."""
-        other = _new(DrawParams)  # its own constructor takes twice as long
-        other.seed = self.seed
-        other.first_output_index = output_index
-        other.temperature = self.temperature
-        other.top_k = self.top_k
-        other.top_p = self.top_p
-        other.min_p = self.min_p
-        other.logits_settings = logits_settings
-        other.output_token_ids = output_token_ids
-        other.num_logprobs = self.num_logprobs
-        other.logprob_token_ids = self.logprob_token_ids
-        return other
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether it depends on more than the argmax of its row, or tells more."""
-        is_warm = self.temperature >= GREEDY_TEMPERATURE
-        return is_warm or self.logits_settings is not None or self.num_logprobs is not None
+        sequence_ids: Sequence[int],
+        first_positions: Sequence[int],
+        first_output_indices: Sequence[int],
+        draws: Sequence[DrawParams],
+    ) -> None:
+        self.sequence_ids = sequence_ids
+        self.first_positions = array("q", first_positions)
+        """At age 0."""
+        self.first_output_indices = first_output_indices
+        """At age 0."""
+        self.draws = draws
+        """At any output position; all of them without logits settings."""
+        self.need_logits = self.ask_for_logprobs = False
+        """Whether some draw takes more than the argmax of its row, and whether some draw reports log-probabilities."""
+        for draw in draws:
+            self.need_logits = self.need_logits or draw.needs_logits
+            self.ask_for_logprobs = self.ask_for_logprobs or draw.sampling.logprobs is not None
+        self.ones = array("q", (1,)) * len(first_positions)
+        """How many tokens each row computes, and how many it draws."""
+        self.num_context_tokens = sum(first_positions) + len(first_positions)
+        """Position + 1, summed over the rows, at age 0."""
 
 
-_new = object.__new__
+class BlockTables:
+    """The blocks of each row, and the same as integers in a row. Nothing of it changes once it is made."""
+
+    __slots__ = ("num_blocks", "packed", "tables")
+
+    def __init__(self, tables: Sequence[tuple[int, ...]], packed: Sequence["array[int]"]) -> None:
+        """`packed` are the same tables as arrays."""
+        self.tables = tables
+        self.num_blocks = array("q", map(len, tables))
+        self.packed = bytearray().join(packed)
+
+
+class DecodeRows:
+    """The rows of one step, each with one token at position `first_positions + age` of its columns."""
+
+    __slots__ = ("age", "blocks", "columns", "num_context_tokens", "num_steps", "token_ids")
+
+    def __init__(
+        self, columns: DecodeColumns, age: int, token_ids: Sequence[int], blocks: BlockTables, num_steps: int = 1
+    ) -> None:
+        self.columns = columns
+        self.age = age
+        """Steps since the columns were made."""
+        self.token_ids = array("q", token_ids)
+        self.blocks = blocks
+        self.num_context_tokens = columns.num_context_tokens + age * len(self.token_ids)
+        """Position + 1, summed over the rows: the tokens that they attend to."""
+        self.num_steps = num_steps
+        """Steps to be run one after the other, each with the tokens that the one before it drew. More than one only
+        where all rows take the argmax and the plan has no other sequences."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def draws(self) -> list[DrawParams]:
+        """The draw of each row."""
+        columns, age = self.columns, self.age
+        return [draw.at(index + age) for draw, index in zip(columns.draws, columns.first_output_indices, strict=True)]
+
+
+NO_ROWS: Final = DecodeRows(DecodeColumns((), (), (), ()), 0, (), BlockTables((), ()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +189,7 @@ class StepPlan:
             if draw is not None:
                 settings = draw.logits_settings
                 needs_logits = needs_logits or draw.needs_logits
-            if share.prompt_logprobs is not None or (draw is not None and draw.num_logprobs is not None):
+            if share.prompt_logprobs is not None or (draw is not None and draw.sampling.logprobs is not None):
                 needs_logits = asks_for_logprobs = True
             if settings is not None and settings.grammar:
                 has_grammars = True
@@ -216,6 +226,28 @@ def _shares(rows: DecodeRows) -> list[ScheduledSequence]:
             columns.sequence_ids, columns.first_positions, rows.token_ids, rows.blocks.tables, rows.draws(), strict=True
         )
     ]
+
+
+def draws_of(plan: StepPlan) -> list[DrawParams]:
+    """The draws of a plan, one for each of its logits rows, in order."""
+    draws = plan.decodes.draws()
+    for sequence in plan.others:
+        if sequence.draw is not None and sequence.num_draws > 0:
+            draws.append(sequence.draw)
+            drafts = sequence.token_ids[len(sequence.token_ids) - sequence.num_draws + 1 :]
+            draws += [draw_after(sequence.draw, drafts[: index + 1]) for index in range(len(drafts))]
+    return draws
+
+
+def plain_draws_of(plan: StepPlan) -> list[DrawParams] | None:
+    """`draws_of` a plan that decodes, if they only draw: without logits processors and log-probabilities."""
+    columns = plan.decodes.columns
+    if plan.others and any(sequence.prompt_logprobs is not None for sequence in plan.others):
+        return None
+    draws = None if columns.ask_for_logprobs else draws_of(plan)
+    if draws is None or any(draw.logits_settings is not None or draw.sampling.logprobs is not None for draw in draws):
+        return None
+    return draws
 
 
 NO_TOKEN: Final = -1

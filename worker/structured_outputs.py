@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.neutral_fields import STRUCTURE_FIELDS, takes_neutral
-from holdfast.worker.value_types import is_flag, is_text
+from holdfast.worker.value_types import STRUCTURE_FIELDS, is_flag, is_text, takes_neutral
 
 FIELD = "sampling_params.structured_outputs"
 

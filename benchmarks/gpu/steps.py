@@ -19,14 +19,21 @@ from torch import Tensor
 from benchmarks.gpu.findings import Findings, Row, machine, parser_of, tell
 from benchmarks.gpu.models import MAX_POSITIONS, MODELS
 from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.executors.gpu.executor import GpuExecutor
 from holdfast.worker.executors.layout import DecoderLayout, Experts, Layer, Linear, Mlp, Norm
 from holdfast.worker.models.roofline import Device, ModelShape, step_of
-from holdfast.worker.step_plan import DrawParams
+from holdfast.worker.sampling_params import SamplingParams
 from scripts.gpu_kernels import Shape, decode_batch, layout_of, prompt_batch
 
-_PLAIN = DrawParams(seed=1, first_output_index=0, temperature=0.8, top_k=0, top_p=1.0)
-DRAWS: Final = {"drawn": _PLAIN, "top-k": replace(_PLAIN, top_k=50), "top-p": replace(_PLAIN, top_p=0.95)}
+_PLAIN = DrawParams(SamplingParams(seed=1, temperature=0.8), 0)
+
+
+def _changed(**sampling: object) -> DrawParams:
+    return replace(_PLAIN, sampling=_PLAIN.sampling.with_changes(**sampling))
+
+
+DRAWS: Final = {"drawn": _PLAIN, "top-k": _changed(top_k=50), "top-p": _changed(top_p=0.95)}
 """Random weights give flat logits: the nucleus is nearly all of the vocabulary."""
 
 

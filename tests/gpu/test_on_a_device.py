@@ -6,7 +6,6 @@ Needs no network and no more than some minutes.
 """
 
 import os
-from dataclasses import replace
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from holdfast.worker.executors.kv_cache import LayerCache
 from holdfast.worker.executors.layout import Activation, Attention, Linear
 from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.models.reference import Reference
-from holdfast.worker.step_plan import DrawParams
+from tests.draw_params import changed, draw_params
 from tests.worker.executors.cpu.native import library_or_skip
 from tests.worker.executors.cpu.runs import layout_of, tokens
 from tests.worker.executors.gpu import fp8_kernels
@@ -243,9 +242,14 @@ def test_draws_and_log_probabilities_are_the_native_samplers(native, vocab, capt
     device = DeviceSampler(Buffers(CUDA), capture=cuda_capture if captures else None)
     for number, params in enumerate(FILTERS.values()):
         logits, draws = made(67, vocab, 2.0, number), seeded(params, 67)
-        draws[:9] = seeded(replace(params, num_logprobs=20), 9)
+        draws[:9] = seeded(changed(params, num_logprobs=20), 9)
         assert sampled(device, logits.to(CUDA), draws) == sampled(native, logits, draws)
-        changes = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p, "num_logprobs": 3}
+        changes = {
+            "top_k": params.sampling.top_k,
+            "top_p": params.sampling.top_p,
+            "min_p": params.sampling.min_p,
+            "num_logprobs": 3,
+        }
         logits, draws, masks = edited_batch(vocab, 100 * number, **changes)
         assert sampled(device, logits.to(CUDA), draws, masks) == sampled(native, logits, draws, masks)
 
@@ -256,7 +260,7 @@ def test_a_step_draws_in_its_graph_what_is_drawn_from_its_logits(native):
     logits = torch.cat(runner.step(*last))
     for seed in range(5):
         draws = [
-            DrawParams(seed=seed + row, first_output_index=row, temperature=0.7 * row, top_k=0, top_p=0.9)
+            draw_params(seed=seed + row, first_output_index=row, temperature=0.7 * row, top_k=0, top_p=0.9)
             for row in range(3)
         ]
         batch = batch_of(last, runner.block_size)

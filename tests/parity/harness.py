@@ -16,7 +16,8 @@ from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner, follo
 from holdfast.worker.replica.rank import run_rank
 from holdfast.worker.request import EngineRequest, TokenLogprob
 from holdfast.worker.scheduler.scheduler import Scheduler
-from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.step_plan import ScheduledSequence, StepPlan
+from tests.draw_params import draw_params
 from tests.fake_group import run_ranks
 
 T = TypeVar("T")
@@ -24,7 +25,7 @@ T = TypeVar("T")
 BLOCK_SIZES = {"hf": 4, "native": 16, "auto": 16}
 """By executor: the smallest that it can have, since mistakes are made at the borders of blocks."""
 NUM_BLOCKS = 64
-GREEDY = DrawParams(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0)
+GREEDY = draw_params(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0)
 
 
 def worker_config(folder: Path, size: int = 1, *, executor: str = "auto", **model: Any) -> WorkerConfig:

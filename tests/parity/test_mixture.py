@@ -30,7 +30,7 @@ from holdfast.worker.errors import HoldfastError
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineRequest, FinishReason, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.scheduler import step_shares as step_in_flight
+from holdfast.worker.scheduler import planned_step
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.step_plan import StepPlan
 from holdfast.worker.step_update import StepUpdate
@@ -312,7 +312,7 @@ def count_plans_ahead(monkeypatch) -> Callable[[], int]:
         planned.append(plan_ahead(self, now))
         return planned[-1]
 
-    monkeypatch.setattr(step_in_flight, "MAX_SHARE_HELD_UP", 1.0)
+    monkeypatch.setattr(planned_step, "MAX_SHARE_HELD_UP", 1.0)
     monkeypatch.setattr(Scheduler, "plan_ahead", counted)
     return lambda: sum(plan is not None for plan in planned)
 

@@ -79,7 +79,7 @@ class SimulatedMachine:
         self.changes += [(self.num_steps, recommendation) for recommendation in news]
         limits = self.tuner.next_limits()
         if limits is not None:
-            self.scheduler.limits = limits
+            self.scheduler.policy.limits = limits
 
     def _about(self, length: int) -> int:
         return self._rng.randint(length // 2, length * 3 // 2)

@@ -14,9 +14,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.pending_tokens import KNOWN, drawing_rows, has_pending
-from holdfast.worker.plan_rows import DecodeRows
-from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.step_plan import DecodeRows, ScheduledSequence, StepPlan
 
 IntArray = NDArray[np.int64]
 

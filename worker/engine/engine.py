@@ -225,7 +225,7 @@ class Engine:
     def stats(self, timeout_s: float = 30.0) -> EngineStats:
         """Exact counts between two steps. Raises `ReplicaError` if the engine has ended."""
         future: Future[EngineStats] = Future()
-        self._inbox.put(lambda: future.set_result(self._core.stats()))
+        self._inbox.put(lambda: future.set_result(self._core.scheduler.stats()))
         return future.result(timeout_s)
 
     def recommendations(self, timeout_s: float = 30.0) -> list[Recommendation]:
@@ -244,7 +244,7 @@ class Engine:
 
     def forget_cache(self) -> None:
         """Empties the prefix cache. On the engine's thread only, while no request is open."""
-        self._core.forget_cache()
+        self._core.scheduler.forget_cache()
 
     @property
     def load(self) -> EngineLoad:
@@ -259,7 +259,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether anything waits to be done. While it does, `progress` should move."""
-        return self._inbox.closed_by is None and (self._core.has_work or not self._inbox.is_empty)
+        return self._inbox.closed_by is None and (self._core.scheduler.has_work or not self._inbox.is_empty)
 
     @property
     def failure(self) -> HoldfastError | None:
@@ -286,7 +286,7 @@ class Engine:
 
     def _take_commands(self) -> None:
         """Runs all commands in the inbox; with nothing to do, waits for the first command."""
-        wait_s = 0.0 if self._core.has_work else self._idle_s
+        wait_s = 0.0 if self._core.scheduler.has_work else self._idle_s
         commands = self._inbox.take(wait_s)
         if wait_s and not commands:
             self._runner.keep_alive()
@@ -309,7 +309,8 @@ class Engine:
         self._core.note_turn(launched_s - began_s, collected_s - launched_s, ended_s - collected_s, num_steps)
         self._run_length.observe(plan, step_s)
         if self._gpu is not None and ended_s >= self._gpu_due_s:
-            self._gpu_due_s, self._core.gpu = ended_s + GPU_EVERY_S, self._gpu()
+            self._gpu_due_s = ended_s + GPU_EVERY_S
+            self._core.scheduler.counts.note_gpu(self._gpu())
         if self._tuner is not None:
             turn_s, num_gained = (ended_s - began_s) / num_steps, num_gained // num_steps
             self._tune(self._tuner, plan.with_drafts(result.drafts) if result.drafts else plan, turn_s, num_gained)
@@ -318,9 +319,10 @@ class Engine:
         """Plans and launches what the runner can take now: a step if it has none, and the successor of the one it has,
         if the runner and the scheduler can go on before its result.
         """
-        if not self._steps.plans and (plan := self._core.plan(now, self._run_length.max_steps)) is not None:
+        scheduler = self._core.scheduler
+        if not self._steps.plans and (plan := scheduler.plan(now, self._run_length.max_steps)) is not None:
             self._launch(plan)
-        if self._steps.can_go_ahead() and (plan := self._core.plan_ahead(now)) is not None:
+        if self._steps.can_go_ahead() and (plan := scheduler.plan_ahead(now)) is not None:
             self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> None:
@@ -340,7 +342,7 @@ class Engine:
             logger.info("%s", recommendation)
         limits = tuner.next_limits()
         if limits is not None:
-            self._core.set_limits(limits)
+            self._core.scheduler.policy.limits = limits
 
     def _deliver(self) -> None:
         if self._inbox.closed_by is not None:

@@ -1,24 +1,23 @@
-"""Engine core, the engine without its thread: a state machine over the scheduler and the listeners' output queues.
+"""Engine core, the engine without its thread: a state machine that tells the scheduler's outputs to their listeners.
 
-    submit, abort ─► plan ─► (the caller runs it) ─► commit ─► take_updates
+    submit, abort ─► scheduler.plan ─► (the caller runs it) ─► commit ─► take_updates
 
-A caller whose device runs one step while the next is planned asks for that one by `plan_ahead`, before the `commit`.
+A caller whose device runs one step while the next is planned asks for that one by `scheduler.plan_ahead`, before the
+`commit`. The core adds to the scheduler who waits for each request, and whether the replica itself is at fault.
 """
 
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
-from operator import attrgetter
 from typing import Final
 
-from holdfast.worker.engine.output_queues import OutputQueues
+from holdfast.worker.engine.output_queue import CacheFeed, OutputQueue
 from holdfast.worker.engine.request_guards import NonFiniteGuard, NumbersCheck, Suspects, no_numbers
 from holdfast.worker.errors import DeadlineExceededError, HoldfastError
 from holdfast.worker.request import EngineLoad, EngineRequest, TokenDelta
-from holdfast.worker.scheduler.batching import StepLimits
-from holdfast.worker.scheduler.scheduler import DroppedRequest, DropReason, Scheduler
-from holdfast.worker.stats import NO_GPU, NO_STEPS, TOKEN_TIMES_S, EngineStats, GpuStats, SchedulerStats
+from holdfast.worker.scheduler.scheduler import DropReason, Scheduler
+from holdfast.worker.stats import NO_STEPS, TOKEN_TIMES_S
 from holdfast.worker.step_plan import StepPlan, StepResult
-from holdfast.worker.step_update import StepListener, StepUpdate
+from holdfast.worker.step_update import Rejection, StepListener, StepUpdate
 from holdfast.worker.structured_outputs import dead_end
 
 STATS_EVERY_STEPS: Final = 32
@@ -34,38 +33,31 @@ PREFILL_SPEED_LOSS: Final = 0.01
 """The share of a speed that is forgotten with each such step that does not reach it."""
 
 
-_values: Final = attrgetter(*SchedulerStats.__slots__)
-
-
 class EngineCore:
-    """A scheduler and its listeners' output queues. Not thread-safe, but for `load`, `told_stats`, `has_work` and
-    `listeners`.
+    """A scheduler and its listeners' output queues. Not thread-safe, but for `load`, `told_stats`, `listeners` and the
+    scheduler's `has_work`.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._output_queues = OutputQueues()
+        self.scheduler = scheduler
+        """To be asked for plans and statistics. Requests come and go, and results are committed, by way of the core."""
+        self._output_queues: dict[StepListener, OutputQueue] = {}  # in order of attaching
+        self._owners: dict[Hashable, StepListener] = {}  # by the keys of requests that have not ended
         self._suspects: Suspects[StepListener] = Suspects()
         self._lost_numbers = NonFiniteGuard()
         self.numbers_check: NumbersCheck | None = None
         """Without one, several requests without finite logits are proof against the replica."""
         self._in_doubt: list[Hashable] = []
         """Attempts without finite logits, which fail if the replica turns out to be well."""
-        self._num_requests = 0
-        self._num_tokens_generated = 0
-        self._step_time_s = 0.0
-        self._plan_time_s = 0.0
-        self._commit_time_s = 0.0
-        self._step_counts = [*NO_STEPS]
-        self.gpu: GpuStats = NO_GPU
-        """As the caller has last measured it."""
+        self._counts = scheduler.counts
+        self._step_counts = self._counts.step_counts = [*NO_STEPS]
         self._best_prefill_speed = 0.0
         self._num_prefills = 0
         self._step_id = 0
         self._told_step_id = 0  # of the step that listeners were last told of
         self._stats_step_id = 0  # of the step that statistics were last told of
         self._load = scheduler.load()
-        self.told_stats = self.stats()
+        self.told_stats = scheduler.stats()
         """As of the last time that they were worked out for listeners."""
 
     # --- listeners ---
@@ -73,21 +65,25 @@ class EngineCore:
     @property
     def listeners(self) -> list[StepListener]:
         """The listeners that are attached now, in order of attaching."""
-        return self._output_queues.listeners
+        return list(self._output_queues)
 
     def attach(self, listener: StepListener) -> None:
-        """From now on `listener` gets an update after every step."""
-        self._output_queues.attach(listener)
+        """From now on `listener` gets an update after every step. Does nothing if it is attached already."""
+        self._output_queues.setdefault(listener, OutputQueue())
 
     def detach(self, listener: StepListener) -> None:
         """`listener` gets no more updates, and its requests are aborted."""
-        for attempt in self._output_queues.detach(listener):
+        self._reject_dropped()
+        self._output_queues.pop(listener, None)
+        for attempt in [attempt for attempt, owner in self._owners.items() if owner is listener]:
             self.abort(attempt)
 
     def follow_cache(self, listener: StepListener) -> None:
         """The updates of an attached listener say what the prefix cache holds: all of it, then changes."""
-        # Earlier events that have not been taken follow, and agree with this on each block.
-        self._output_queues.follow_cache(listener, self._scheduler.cached_block_hashes())
+        output_queue = self._output_queues.get(listener)
+        if output_queue is not None:
+            # Earlier events that have not been taken follow, and agree with this on each block.
+            output_queue.cache = CacheFeed(self.scheduler.prefix_cache.block_hashes)
 
     # --- requests ---
 
@@ -97,54 +93,35 @@ class EngineCore:
         `attempt` is the key that the request is known by from here on, None its own id.
         """
         attempt = request.request_id if attempt is None else attempt
-        self._num_requests += 1
-        if not self._output_queues.is_attached(listener):
+        self._counts.num_requests += 1
+        if listener not in self._output_queues:
             return  # detached meanwhile: no one waits for an answer
         try:
             self._suspects.check(request.suspicion, listener)
-            finished = self._scheduler.add(request, now, attempt)
+            finished = self.scheduler.add(request, now, attempt)
         except HoldfastError as error:
-            self._output_queues.refuse(attempt, error, listener)
+            self._refuse(attempt, error, listener)
             return
-        self._output_queues.own(attempt, listener)
+        self._owners[attempt] = listener
         self._suspects.add(attempt, request.suspicion, listener)
         if finished is not None:
             self._keep([finished])
 
     def abort(self, attempt: Hashable) -> None:
         """Ends a request; its last delta says `ABORT`. Unknown keys are ignored."""
-        delta = self._scheduler.abort(attempt)
+        delta = self.scheduler.abort(attempt)
         if delta is not None:
             self._keep([delta])
         elif attempt in self._in_doubt:
             self._in_doubt.remove(attempt)
-            self._reject_broken(attempt)
+            self._reject(attempt, no_numbers())
 
     def abort_all(self) -> None:
         """`abort` for every request."""
-        self._keep(self._scheduler.abort_all())
+        self._keep(self.scheduler.abort_all())
         self._reject_in_doubt()
 
     # --- steps ---
-
-    def plan(self, now: float, max_steps: int = 1) -> StepPlan | None:
-        """What the next step does, None if there is nothing to do. Requests whose time is up by `now` are rejected.
-
-        `now` is in seconds of a clock that does not go back. `max_steps`: see `Scheduler.plan`.
-        """
-        plan = self._scheduler.plan(now, max_steps)
-        if self._scheduler.dropped:
-            self._reject_expired()
-        return plan
-
-    def plan_ahead(self, now: float) -> StepPlan | None:
-        """As `plan`, for the step after the one in flight, before that one's result; None: that is to be committed
-        first. To be asked once for each step (`Scheduler.plan_ahead`).
-        """
-        plan = self._scheduler.plan_ahead(now)
-        if self._scheduler.dropped:
-            self._reject_expired()
-        return plan
 
     def commit(self, plan: StepPlan, result: StepResult, step_s: float) -> int:
         """Takes in what the oldest plan in flight drew, and the seconds that took. Returns how many tokens were gained.
@@ -152,31 +129,34 @@ class EngineCore:
         Raises `ReplicaError` if the model's logits are NaN or infinite whatever the request, and nobody can be asked.
         """
         self._step_id = plan.step_id
-        self._step_time_s += step_s
+        self._counts.step_time_s += step_s
         if step_s > 0:
             self._note_speed(plan, step_s)
-        deltas = self._scheduler.commit(plan, result)
-        if self._scheduler.dropped:
-            self._reject_dropped(self._scheduler.take_dropped(), has_others=bool(deltas))
-        elif deltas:
+        deltas = self.scheduler.commit(plan, result)
+        if self.scheduler.dropped:
+            self._reject_dropped(has_others=bool(deltas))
+        if deltas:
             self._lost_numbers.settle()
         return self._keep(deltas)
 
-    def _reject_dropped(self, dropped: Sequence[DroppedRequest], *, has_others: bool) -> None:
-        """Rejects what a step dropped. Raises as `commit`."""
+    def _reject_dropped(self, *, has_others: bool = False) -> None:
+        """Rejects what the scheduler has dropped; `has_others`: other requests got tokens in the step that dropped
+        these. Raises as `commit`.
+        """
         not_finite = []
-        for one in dropped:
+        for one in self.scheduler.take_dropped():
             if one.reason is DropReason.NOT_FINITE:
                 not_finite.append(one)
-                continue
-            self._suspects.drop(one.attempt)
-            self._output_queues.reject(one.attempt, dead_end())
+            else:
+                self._reject(one.attempt, dead_end() if one.reason is DropReason.DEAD_END else _too_late())
+        if not not_finite:
+            return
         doubt = self._lost_numbers.note_step(not_finite, has_others=has_others)
         if doubt is not None and not (self.numbers_check is not None and self.numbers_check.ask_in_doubt()):
             raise doubt
         for one in not_finite:
-            if doubt is None or self._output_queues.owner(one.attempt) is self.numbers_check:
-                self._reject_broken(one.attempt)
+            if doubt is None or self._owners[one.attempt] is self.numbers_check:
+                self._reject(one.attempt, no_numbers())
             else:
                 self._in_doubt.append(one.attempt)
 
@@ -187,17 +167,24 @@ class EngineCore:
 
     def _reject_in_doubt(self) -> None:
         for attempt in self._in_doubt:
-            self._reject_broken(attempt)
+            self._reject(attempt, no_numbers())
         self._in_doubt.clear()
 
-    def _reject_broken(self, attempt: Hashable) -> None:
+    def _reject(self, attempt: Hashable, error: HoldfastError) -> None:
+        """Keeps a rejection for the owner of a request, which ends it."""
         self._suspects.drop(attempt)
-        self._output_queues.reject(attempt, no_numbers())
+        self._refuse(attempt, error, self._owners.pop(attempt))
+
+    def _refuse(self, attempt: Hashable, error: HoldfastError, listener: StepListener) -> None:
+        """Keeps a rejection of a request that `listener` does not own, or no longer."""
+        output_queue = self._output_queues.get(listener)
+        if output_queue is not None:
+            output_queue.rejections.append(Rejection(attempt=attempt, error=error))
 
     def note_turn(self, plan_s: float, run_s: float, commit_s: float, num_steps: int = 1) -> None:
         """How long the steps of a plan took: to plan, to run, and to take in and to tell. For the next statistics."""
-        self._plan_time_s += plan_s
-        self._commit_time_s += commit_s
+        self._counts.plan_time_s += plan_s
+        self._counts.commit_time_s += commit_s
         step_s = (plan_s + run_s + commit_s) / num_steps
         self._step_counts[bisect_left(TOKEN_TIMES_S, step_s)] += num_steps  # of each step, so no call more
 
@@ -208,34 +195,27 @@ class EngineCore:
 
     def take_updates(self) -> list[tuple[StepListener, StepUpdate]]:
         """What has to be told now, and to whom: to all after a step or a change of load, else where there is news."""
-        before, self._load = self._load, self._scheduler.load()
+        if self.scheduler.dropped:
+            self._reject_dropped()
+        before, self._load = self._load, self.scheduler.load()
         if self._suspects.requests:
             self._load = self._suspects.load_for(None, self._load)
         concerns_all = self._step_id != self._told_step_id or self._load != before or self._suspects.has_news
         self._told_step_id, self._suspects.has_news = self._step_id, False
         stats = None
         if concerns_all:
-            is_busy = self._scheduler.has_work
+            is_busy = self.scheduler.has_work
             if not is_busy or self._step_id >= self._stats_step_id + STATS_EVERY_STEPS:
                 self._stats_step_id = self._step_id
-                stats = self.told_stats = self.stats()
-        if self._output_queues.cache_feeds:
-            self._output_queues.note_cache_events(self._scheduler.take_cache_events())
+                stats = self.told_stats = self.scheduler.stats()
+        self._note_cache_events()
         updates = []
         for listener, output_queue in self._output_queues.items():
             if concerns_all or output_queue.has_news:
-                of_new = self.stats() if stats is None and output_queue.is_new else stats
+                of_new = self.scheduler.stats() if stats is None and output_queue.is_new else stats
                 load = self._suspects.load_for(listener, self._load) if self._suspects.requests else self._load
                 updates.append((listener, output_queue.take(self._step_id, load, of_new)))
         return updates
-
-    def forget_cache(self) -> None:
-        """Empties the prefix cache. To be called between two steps, while no request is open."""
-        self._scheduler.forget_cache()
-
-    def set_limits(self, limits: StepLimits) -> None:
-        """Of the next plan."""
-        self._scheduler.limits = limits
 
     # --- state ---
 
@@ -244,54 +224,40 @@ class EngineCore:
         """As last told, for a listener that has nothing here."""
         return self._load
 
-    @property
-    def has_work(self) -> bool:
-        """Whether any request has not ended, or a plan is in flight."""
-        return self._scheduler.has_work
-
-    def stats(self) -> EngineStats:
-        """Exact counts between two steps."""
-        counts, load = self._scheduler.stats(), self._scheduler.load()
-        return EngineStats(
-            **dict(zip(SchedulerStats.__slots__, _values(counts), strict=True)),
-            num_requests=self._num_requests,
-            num_tokens_generated=self._num_tokens_generated,
-            step_time_s=self._step_time_s,
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            num_waiting_tokens=load.num_waiting_tokens,
-            prefill_tokens_per_s=self._prefill_tokens_per_s,
-            plan_time_s=self._plan_time_s,
-            commit_time_s=self._commit_time_s,
-            step_counts=tuple(self._step_counts),
-            gpu_utilization=self.gpu.utilization,
-            gpu_memory_used_bytes=self.gpu.memory_used_bytes,
-            gpu_memory_total_bytes=self.gpu.memory_total_bytes,
-        )
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless scheduler, blocks and output queues agree. For idle times, as the scheduler's."""
-        self._scheduler.check_integrity()
-        self._output_queues.check_integrity()
-        load = self._scheduler.load()
-        num_alive = load.num_running + load.num_waiting + len(self._in_doubt)
-        num_owned = self._output_queues.num_owned
-        assert num_alive == num_owned, f"{num_alive} requests are alive, and {num_owned} are waited for"
+        self.scheduler.check_integrity()
+        left_behind = [attempt for attempt, owner in self._owners.items() if owner not in self._output_queues]
+        assert not left_behind, f"nobody waits for {left_behind}"
+        load = self.scheduler.load()
+        num_alive = load.num_running + load.num_waiting + len(self._in_doubt) + len(self.scheduler.dropped)
+        assert num_alive == len(self._owners), f"{num_alive} requests are alive, and {len(self._owners)} are waited for"
 
     # --- internals ---
 
-    def _reject_expired(self) -> None:
-        for one in self._scheduler.take_dropped():
-            self._suspects.drop(one.attempt)
-            self._output_queues.reject(one.attempt, DeadlineExceededError("the request's time was up in the replica"))
-
     def _keep(self, deltas: Sequence[TokenDelta]) -> int:
-        """Puts deltas where their listeners get them; returns how many tokens they have."""
+        """Keeps each delta for the owner of its request; returns how many tokens they have."""
         if self._suspects.requests:
             self._suspects.note(deltas)
-        num_tokens = self._output_queues.put(deltas)
-        self._num_tokens_generated += num_tokens
+        owners, output_queues = self._owners, self._output_queues
+        num_tokens = 0
+        for delta in deltas:
+            num_tokens += len(delta.token_ids)
+            attempt = delta.attempt
+            listener = owners[attempt] if delta.finish_reason is None else owners.pop(attempt)
+            output_queue = output_queues.get(listener)
+            if output_queue is not None:
+                output_queue.deltas.append(delta)
+        self._counts.num_tokens_generated += num_tokens
         return num_tokens
+
+    def _note_cache_events(self) -> None:
+        """Keeps the prefix cache's events for the listeners that follow it; while none does, they are not asked for."""
+        feeds = [output_queue.cache for output_queue in self._output_queues.values() if output_queue.cache is not None]
+        if feeds:
+            events = self.scheduler.prefix_cache.take_events()
+            for feed in feeds:
+                feed.note(events)
 
     def _note_speed(self, plan: StepPlan, step_s: float) -> None:
         """What a request can hope for is the best speed of all full steps. Others say less than the machine can do, and
@@ -301,13 +267,16 @@ class EngineCore:
         the machine.
         """
         num_tokens = plan.num_tokens
-        if num_tokens >= self._scheduler.limits.max_num_batched_tokens:
-            self._scheduler.tokens_per_s = max(num_tokens / step_s, self._scheduler.tokens_per_s or 0.0)
+        scheduler = self.scheduler
+        if num_tokens >= scheduler.policy.limits.max_num_batched_tokens:
+            scheduler.deadlines.tokens_per_s = max(num_tokens / step_s, scheduler.deadlines.tokens_per_s or 0.0)
         if num_tokens - len(plan.decodes.token_ids) >= max(MIN_PREFILL_TOKENS, num_tokens // 2):
             self._num_prefills += 1
             self._best_prefill_speed *= 1 - PREFILL_SPEED_LOSS
             self._best_prefill_speed = max(self._best_prefill_speed, num_tokens / step_s)
+            if self._num_prefills >= NUM_FIRST_PREFILLS:
+                self._counts.prefill_tokens_per_s = self._best_prefill_speed
 
-    @property
-    def _prefill_tokens_per_s(self) -> float:
-        return self._best_prefill_speed if self._num_prefills >= NUM_FIRST_PREFILLS else 0.0
+
+def _too_late() -> DeadlineExceededError:
+    return DeadlineExceededError("the request's time was up in the replica")

@@ -15,7 +15,6 @@ from torch import Tensor
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
-from holdfast.worker.draws import draws_of, plain_draws_of
 from holdfast.worker.engine.grammar_masks import GrammarMasks, WaitedMasks
 from holdfast.worker.engine.self_check import SelfCheck
 from holdfast.worker.engine.step_results import dead_ends, fitting, prompts_of, sampled_result, step_result
@@ -32,7 +31,7 @@ from holdfast.worker.models.native_backend import OverlappingExecutor
 from holdfast.worker.models.rank_program import BlockCache
 from holdfast.worker.process_memory import readable_bytes
 from holdfast.worker.progress import ProgressCounter
-from holdfast.worker.step_plan import StepPlan, StepResult
+from holdfast.worker.step_plan import StepPlan, StepResult, draws_of, plain_draws_of
 
 
 class Order(IntEnum):

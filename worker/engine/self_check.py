@@ -11,10 +11,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.models.checks import OTHER_ENGINE
-from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 
 NUM_TOKENS: Final = (70, 23)
 """Of the two sequences: over a block, a row tile and a tile of keys; short enough to cost next to nothing."""
@@ -26,7 +28,7 @@ _TOLERANCE: Final = {"float32": 1e-3}
 _HALF_TOLERANCE: Final = 5e-2
 """Of the largest logit. Half types round differently with the number of rows where rows are not invariant."""
 
-_GREEDY: Final = DrawParams(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0)
+_GREEDY: Final = DrawParams(SamplingParams(seed=0, temperature=0.0), 0)
 
 Spans = Sequence[tuple[int, int, int]]
 """What one step runs: for each sequence in it its number, first position and number of tokens."""

@@ -4,12 +4,11 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
-from holdfast.worker.draws import draws_of
 from holdfast.worker.executors.logprobs import ChosenLogprobs
 from holdfast.worker.executors.step_sampler import HeadOutput, Sampled, StepSampler
 from holdfast.worker.grammar_matchers import NONE_FITS
 from holdfast.worker.request import TokenLogprob
-from holdfast.worker.step_plan import DEAD_END, PromptLogprobParams, StepPlan, StepResult
+from holdfast.worker.step_plan import DEAD_END, PromptLogprobParams, StepPlan, StepResult, draws_of
 
 Item = TypeVar("Item")
 

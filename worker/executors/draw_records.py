@@ -7,10 +7,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.executors.step_sampler import Sampled
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling_params import GREEDY_TEMPERATURE
-from holdfast.worker.step_plan import DrawParams, PromptLogprobParams
+from holdfast.worker.step_plan import PromptLogprobParams
 
 RECORD: Final = Struct("@qddfiiiii")
 """Seed, min-p and top-p, 1 / temperature or 0 for the best token, output position, top-k, number of the row's edits,
@@ -23,11 +24,12 @@ NUMERICS: Final = "draws-3"
 
 
 def draw_record(params: DrawParams, edits: int = NONE) -> bytes:
-    is_greedy = params.temperature < GREEDY_TEMPERATURE
+    sampling = params.sampling
+    is_greedy = sampling.temperature < GREEDY_TEMPERATURE
     return RECORD.pack(
-        *(params.seed, params.min_p, params.top_p, 0.0 if is_greedy else 1 / params.temperature),
-        *(params.first_output_index, params.top_k, edits),
-        *(NONE if params.num_logprobs is None else params.num_logprobs, NONE),
+        *(sampling.seed, sampling.min_p, sampling.top_p, 0.0 if is_greedy else 1 / sampling.temperature),
+        *(params.first_output_index, sampling.top_k, edits),
+        *(NONE if sampling.logprobs is None else params.num_logprobs, NONE),
     )
 
 
@@ -42,7 +44,7 @@ def given_records(prompts: Sequence[PromptLogprobParams]) -> list[bytes]:
 
 def most_logprobs(draws: Sequence[DrawParams], prompts: Sequence[PromptLogprobParams]) -> int:
     """The largest number of best tokens that any row tells; `NONE` where no row tells anything."""
-    asked = [params.num_logprobs for params in draws if params.num_logprobs is not None]
+    asked = [params.num_logprobs or 0 for params in draws if params.sampling.logprobs is not None]
     return max([*asked, *(wanted.num_logprobs for wanted in prompts)], default=NONE)
 
 
@@ -61,9 +63,9 @@ class Told:
         token_ids: list[int] = self._rows[:, 0].tolist()
         num_draws = len(draws)
         logprobs: list[TokenLogprob | None] = []
-        if any(params.num_logprobs is not None for params in draws):
+        if any(params.sampling.logprobs is not None for params in draws):
             logprobs = [
-                self._logprob(row) if params.num_logprobs is not None else None for row, params in enumerate(draws)
+                self._logprob(row) if params.sampling.logprobs is not None else None for row, params in enumerate(draws)
             ]
         return Sampled(
             token_ids[:num_draws], logprobs, [self._logprob(row) for row in range(num_draws, len(token_ids))]

@@ -12,9 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.draws import banned_token_ids
-from holdfast.worker.plan_rows import LogitsSettings
-from holdfast.worker.step_plan import DrawParams
+from holdfast.worker.draws import DrawParams, LogitsSettings, banned_token_ids
 
 _MINUS_INF = float("-inf")
 

@@ -12,8 +12,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.request import TokenLogprob
-from holdfast.worker.step_plan import DrawParams, PromptLogprobParams
+from holdfast.worker.step_plan import PromptLogprobParams
 
 _CHUNK_VALUES: Final = 2**22
 """Logits that are worked on at a time; each takes a few words of 64 bits."""
@@ -24,7 +25,7 @@ def token_logprobs(logits: Tensor, draws: Sequence[DrawParams], token_ids: Seque
 
     None for a row that does not ask; an empty list where no row does.
     """
-    asking = [row for row, params in enumerate(draws) if params.num_logprobs is not None]
+    asking = [row for row, params in enumerate(draws) if params.sampling.logprobs is not None]
     if not asking:
         return []
     said: list[TokenLogprob | None] = [None] * len(draws)
@@ -40,7 +41,7 @@ class ChosenLogprobs:
     They are PyTorch's on every device: a native sampler's own may differ in the last bit.
     """
 
-    def __init__(self, rows: Sequence[int], token_ids: Sequence[tuple[int, ...]], values: Tensor) -> None:
+    def __init__(self, rows: Sequence[int], token_ids: Sequence[Sequence[int]], values: Tensor) -> None:
         """`values`: those of all `token_ids` in turn, float32."""
         self._token_ids = dict(zip(rows, token_ids, strict=True))
         self._values = values
@@ -48,17 +49,17 @@ class ChosenLogprobs:
     @classmethod
     def of(cls, logits: Tensor, draws: Sequence[DrawParams]) -> "ChosenLogprobs | None":
         """Of the rows of `logits` [N, vocab], float32, one for each draw; None where no draw names any."""
-        rows = [row for row, params in enumerate(draws) if params.logprob_token_ids]
+        rows = [row for row, params in enumerate(draws) if params.sampling.logprob_token_ids]
         if not rows:
             return None
         rows_at_once, values = max(1, _CHUNK_VALUES // logits.shape[1]), list[Tensor]()
         for start in range(0, len(rows), rows_at_once):
             chunk = rows[start : start + rows_at_once]
-            ids = [draws[row].logprob_token_ids for row in chunk]
+            ids = [draws[row].sampling.logprob_token_ids for row in chunk]
             places = [(at, token_id) for at, own in enumerate(ids) for token_id in own]
             at, columns = torch.tensor(places, device=logits.device).T
             values.append(_log_softmax(logits[chunk])[at, columns])
-        return cls(rows, [draws[row].logprob_token_ids for row in rows], torch.cat(values))
+        return cls(rows, [draws[row].sampling.logprob_token_ids for row in rows], torch.cat(values))
 
     def put_into(self, logprobs: Sequence[TokenLogprob | None]) -> list[TokenLogprob | None]:
         """What was told of each row, with the named tokens in place of the best ones."""

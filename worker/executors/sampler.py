@@ -16,9 +16,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.executors.logits_processors import apply_logits_processors
 from holdfast.worker.sampling_params import GREEDY_TEMPERATURE
-from holdfast.worker.step_plan import DrawParams
 
 TOKEN_STREAM: Final = 0
 """Stream of the noise that draws output tokens. Other uses of a seed take other streams."""
@@ -60,10 +60,10 @@ def draw(logits: Tensor, draws: Sequence[DrawParams], masks: Mapping[int, bytes]
 
 def _draw(logits: Tensor, draws: Sequence[DrawParams]) -> list[int]:
     """As `draw`, once logits processors have been applied."""
-    noisy = [row for row, params in enumerate(draws) if params.temperature >= GREEDY_TEMPERATURE]
+    noisy = [row for row, params in enumerate(draws) if params.sampling.temperature >= GREEDY_TEMPERATURE]
     if not noisy:
         return _tokens(logits.argmax(-1))
-    greedy = [row for row, params in enumerate(draws) if params.temperature < GREEDY_TEMPERATURE]
+    greedy = [row for row, params in enumerate(draws) if params.sampling.temperature < GREEDY_TEMPERATURE]
     drawn: dict[int, int] = {}
     if greedy:
         drawn.update(zip(greedy, _tokens(logits[greedy].argmax(-1)), strict=True))
@@ -82,16 +82,16 @@ def rows_at_once(device: torch.device, vocab_size: int) -> int:
 def _draw_noisy(logits: Tensor, draws: Sequence[DrawParams]) -> list[int]:
     """As `draw`, for rows with a temperature. Overwrites `logits` [N, vocab], float32."""
     vocab_size = logits.shape[1]
-    logits *= logits.new_tensor([1 / params.temperature for params in draws]).unsqueeze(1)
-    cut = [row for row, params in enumerate(draws) if params.min_p > 0]
+    logits *= logits.new_tensor([1 / params.sampling.temperature for params in draws]).unsqueeze(1)
+    cut = [row for row, params in enumerate(draws) if params.sampling.min_p > 0]
     if cut:
-        logits[cut] = keep_min_p(logits[cut], [draws[row].min_p for row in cut])
-    cut = [row for row, params in enumerate(draws) if 0 < params.top_k < vocab_size]
+        logits[cut] = keep_min_p(logits[cut], [draws[row].sampling.min_p for row in cut])
+    cut = [row for row, params in enumerate(draws) if 0 < params.sampling.top_k < vocab_size]
     if cut:
-        logits[cut] = keep_top_k(logits[cut], [draws[row].top_k for row in cut])
-    cut = [row for row, params in enumerate(draws) if params.top_p < 1]
+        logits[cut] = keep_top_k(logits[cut], [draws[row].sampling.top_k for row in cut])
+    cut = [row for row, params in enumerate(draws) if params.sampling.top_p < 1]
     if cut:
-        logits[cut] = keep_top_p(logits[cut], [draws[row].top_p for row in cut])
+        logits[cut] = keep_top_p(logits[cut], [draws[row].sampling.top_p for row in cut])
     keys = [noise_key(params.seed, params.first_output_index, TOKEN_STREAM) for params in draws]
     return _tokens(_race(logits, logits.new_tensor(keys, dtype=torch.int64)))
 

@@ -6,10 +6,11 @@ from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.executors.logprobs import token_logprobs, token_logprobs_of_prompts
 from holdfast.worker.executors.sampler import broken_rows, draw, with_zeros
 from holdfast.worker.request import TokenLogprob
-from holdfast.worker.step_plan import NO_TOKEN, DrawParams, PromptLogprobParams
+from holdfast.worker.step_plan import NO_TOKEN, PromptLogprobParams
 
 
 @dataclass(frozen=True, slots=True)

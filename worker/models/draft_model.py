@@ -16,13 +16,13 @@ import torch
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank
-from holdfast.worker.draws import draw_after, draws_of
+from holdfast.worker.draws import DrawParams, draw_after
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.sampler import broken_rows, draw, with_zeros
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.rank_program import BlockCache, Program, load_program
 from holdfast.worker.models.weights import resolve_model
-from holdfast.worker.step_plan import BlockCopy, Drafting, DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.step_plan import BlockCopy, Drafting, ScheduledSequence, StepPlan, draws_of
 
 
 class DraftModel:

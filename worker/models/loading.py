@@ -11,6 +11,7 @@ import torch
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.models.checks import check_kv_cache_dtype
@@ -32,9 +33,10 @@ from holdfast.worker.models.rank_program import BlockCache, Program, load_progra
 from holdfast.worker.models.weight_files import checkpoint_digest, weight_bytes
 from holdfast.worker.models.weights import model_folder, tokenizer_folder
 from holdfast.worker.process_memory import available_memory
+from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.prompt_sharing import MAX_PROMPT_LOGPROBS
 from holdfast.worker.scheduler.speculation import max_num_draws
-from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +195,7 @@ def _activation_bytes(
 
 def full_step(config: WorkerConfig, block_size: int, max_model_len: int) -> StepPlan:
     """A step that uses up the budgets of tokens and of rows of logits, with sequences as long as they may be."""
-    greedy = DrawParams(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0)
+    greedy = DrawParams(SamplingParams(seed=0, temperature=0.0), 0)
     sequences: list[ScheduledSequence] = []
     num_draws, num_blocks = max_num_draws(config.scheduler, config.speculation) + MAX_PROMPT_LOGPROBS, 0
     left = config.scheduler.max_num_batched_tokens

@@ -19,9 +19,9 @@ from holdfast.worker.replica.link_traces import LinkTraces
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import AttemptKey, EngineRequest
 from holdfast.worker.step_update import Heartbeat, Hello, Rejection, StepUpdate
-from holdfast.worker.wire.link_bounds import link_request_parser
 from holdfast.worker.wire.link_requests import (
     engine_request,
+    link_request_parser,
 )
 from holdfast.worker.wire.link_responses import (
     LinkMessageError,

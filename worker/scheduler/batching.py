@@ -262,13 +262,13 @@ def share_out(sequences: Iterable[Sequence], budget: int, shares: list[Share]) -
 
 def _grow(queues: SequenceQueues, sequences: Iterable[Sequence]) -> bool:
     """Gives each of these running sequences one more block. False if a sequence, maybe one of them, was preempted."""
-    num_preemptions = queues.num_preemptions
+    num_preemptions = queues.counts.num_preemptions
     for sequence in sequences:
         while queues.allocator.num_free == 0 and sequence.status is SequenceStatus.RUNNING:
             queues.preempt(_victim(queues.running))
         if sequence.status is SequenceStatus.RUNNING:
             queues.grow(sequence)
-    return queues.num_preemptions == num_preemptions
+    return queues.counts.num_preemptions == num_preemptions
 
 
 def _victim(running: list[Sequence]) -> Sequence:

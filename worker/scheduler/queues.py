@@ -13,10 +13,11 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Final
 
-from holdfast.worker.cache.block_allocator import BlockAllocator
+from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
+from holdfast.worker.stats import EngineStats
 from holdfast.worker.step_plan import BlockCopy
 from holdfast.worker.timers import Timers
 from holdfast.worker.waiting_queue import TenantCounters, WaitingQueue
@@ -60,10 +61,8 @@ class SequenceQueues:
         """Changes whenever a sequence begins or stops to run."""
         self.num_uncomputed_tokens = 0
         """Of all sequences that have not ended. Whoever computes tokens of one counts them here."""
-        self.num_preemptions = 0
-        self.num_prefix_query_tokens = 0
-        self.num_prefix_hit_tokens = 0
-        self.num_forked_tokens = 0
+        self.counts = EngineStats()
+        """What the scheduler and the engine count, in place."""
         self._copies: dict[int, BlockCopy] = {}  # of the coming step, by destination
         self._in_flight: list[list[Sequence]] = []  # who is in each step whose result is to come, the oldest step first
         self._held: list[Sequence] = []  # ended, with blocks that a step in flight writes to
@@ -149,7 +148,7 @@ class SequenceQueues:
         self._free_blocks(sequence)
         sequence.status = SequenceStatus.WAITING
         self.waiting.add(sequence)
-        self.num_preemptions += 1
+        self.counts.num_preemptions += 1
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a waiting or running sequence and frees its blocks, once no step in flight writes to them."""
@@ -243,7 +242,7 @@ class SequenceQueues:
         A fork has not asked the cache. What it says of it is what the sequence that did ask was given.
         """
         if parent is not None:
-            self.num_forked_tokens += sequence.num_computed_tokens
+            self.counts.num_forked_tokens += sequence.num_computed_tokens
         if sequence.num_discarded_tokens > 0:  # a preempted sequence had computed a token
             return
         sequence.queued_s = sequence.waited_s
@@ -251,8 +250,8 @@ class SequenceQueues:
             sequence.num_cached_tokens = min(parent.num_cached_tokens, sequence.num_computed_tokens)
         else:
             sequence.num_cached_tokens = sequence.num_computed_tokens
-            self.num_prefix_query_tokens += len(sequence.token_ids)
-            self.num_prefix_hit_tokens += sequence.num_computed_tokens
+            self.counts.num_prefix_query_tokens += len(sequence.token_ids)
+            self.counts.num_prefix_hit_tokens += sequence.num_computed_tokens
         sequence.tenant.charge(sequence.num_uncomputed_tokens, 0)
 
     def _let_go(self, sequence: Sequence) -> None:
@@ -303,7 +302,10 @@ class DeadlineWatch:
         self._queues = queues
         self._timers = Timers[Sequence]()
         self.tokens_per_s: float | None = None
-        """The most that can be computed in a second; None: not known."""
+        """The most tokens that steps compute in a second, as measured by the engine; None: not known.
+
+        Set too low, it drops requests that could have been served; too high, it drops fewer of the hopeless.
+        """
 
     def watch(self, sequence: Sequence) -> None:
         """Watches a sequence until it is forgotten. One without a deadline is never returned by `pop`."""

@@ -5,26 +5,24 @@ safe at any point of it. Where the device runs a step while the host plans the n
 `commit`, and two plans are in flight.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
+from dataclasses import replace
 from enum import Enum
 from itertools import repeat
 from typing import NamedTuple
 
-from holdfast.worker.cache.block_allocator import BlockAllocator
-from holdfast.worker.cache.prefix_cache import CacheEvent
+from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
-from holdfast.worker.plan_rows import NO_ROWS
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
 from holdfast.worker.scheduler.batching import POLICIES, MakePolicy, Share, StepLimits
-from holdfast.worker.scheduler.decode_batch import NOBODY, DecodeBatch
+from holdfast.worker.scheduler.planned_step import NOBODY, DecodeBatch, ShareCommit, StepInFlight, scheduled_sequence
 from holdfast.worker.scheduler.prompt_sharing import bound_prompt_logprobs
 from holdfast.worker.scheduler.queues import DeadlineWatch, SequenceQueues, check_can_end, check_fits
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
 from holdfast.worker.scheduler.speculation import NO_DRAFTS, Drafter, Drafts
-from holdfast.worker.scheduler.step_shares import ShareCommit, StepInFlight, scheduled_sequence
-from holdfast.worker.stats import SchedulerStats
-from holdfast.worker.step_plan import StepPlan, StepResult
+from holdfast.worker.stats import EngineStats
+from holdfast.worker.step_plan import NO_ROWS, StepPlan, StepResult
 
 
 class DropReason(Enum):
@@ -72,21 +70,21 @@ class Scheduler:
         self._queues = SequenceQueues(self._allocator, aging_s=config.aging_s, tenant_shares=config.tenant_shares)
         self._decode_batch = DecodeBatch(self._queues)
         self._share_commit = ShareCommit(self._queues, self._drafter, block_size, self._drop_broken)
-        self._deadlines = DeadlineWatch(self._queues)
+        self.deadlines = DeadlineWatch(self._queues)
+        self.prefix_cache = self._allocator.prefix_cache
+        """To be asked which blocks it holds and what has changed; the scheduler alone changes it."""
+        self.counts = self._queues.counts
+        """What is counted, in place: by the scheduler, and by the engine whose scheduler it is."""
         self.dropped: list[DroppedRequest] = []
         """Requests that have been dropped since `take_dropped`, to be rejected. To be read only."""
-        self._policy = (make_policy or POLICIES[config.policy])(
+        self.policy = (make_policy or POLICIES[config.policy])(
             StepLimits.of(config, drafter.num_speculative_tokens if drafter is not None else 0)
         )
+        """Its `limits` are those of the next plan, and may be replaced between two plans."""
         self._sequences: dict[Hashable, Sequence] = {}  # those that have not ended, by key
         self._in_flight: list[StepInFlight] = []  # plans that are not committed, at most two, the older first
         self._num_added = 0
         self._num_plans = 0
-        self._num_steps_saved = 0  # steps beyond the first of a plan
-        self._num_tokens_computed = 0
-        self._num_finished = 0
-        self._num_aborted = 0
-        self._num_expired = 0
 
     # --- Requests ---
 
@@ -111,7 +109,7 @@ class Scheduler:
             attempt=attempt,
         )
         if (reason := sequence.finish_reason) is not None and request.output_token_ids:
-            self._num_finished += 1
+            self.counts.num_finished += 1
             return sequence.last_delta(reason)
         num_slots = self._allocator.num_blocks * self._allocator.block_size
         check_fits(sequence, num_slots=num_slots, max_model_len=self._max_model_len)
@@ -121,7 +119,7 @@ class Scheduler:
         self._sequences[attempt] = sequence
         self._queues.waiting.advance(now)
         self._queues.add(sequence)
-        self._deadlines.watch(sequence)
+        self.deadlines.watch(sequence)
         return None
 
     def abort(self, attempt: Hashable) -> TokenDelta | None:
@@ -134,7 +132,7 @@ class Scheduler:
         if sequence is None:
             return None
         self._drop(sequence)
-        self._num_aborted += 1
+        self.counts.num_aborted += 1
         return sequence.last_delta(FinishReason.ABORT)
 
     def abort_all(self) -> list[TokenDelta]:
@@ -149,13 +147,13 @@ class Scheduler:
         to `max_steps` steps where all sequences decode and nobody waits.
 
         Requests whose time is up by `now` are `dropped` first; and waiting ones that could not come to their first
-        token in time, which takes `tokens_per_s`.
+        token in time, which takes `deadlines.tokens_per_s`.
         """
         assert not self._in_flight, "the last plan has not been committed"
         self._let_time_pass(now)
         if not self._sequences:
             return None
-        shares = self._policy.schedule(self._queues)
+        shares = self.policy.schedule(self._queues)
         assert shares, "requests are alive and the policy found nothing to do"
         if self._queues.num_uncomputed_tokens > len(shares):  # else all decode
             shares = bound_prompt_logprobs(shares)
@@ -177,7 +175,7 @@ class Scheduler:
         self._decode_batch.foresee()
         if step.holds_up_too_many:
             return None
-        shares = bound_prompt_logprobs(self._policy.schedule_ahead(self._queues))
+        shares = bound_prompt_logprobs(self.policy.schedule_ahead(self._queues))
         return self._plan_of(shares) if shares else None
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
@@ -190,8 +188,8 @@ class Scheduler:
             sequence.awaits_result = False
         if result.drafts:
             plan = plan.with_drafts(result.drafts)
-        self._num_tokens_computed += plan.num_tokens
-        self._num_steps_saved += step.rows.num_steps - 1
+        self.counts.num_tokens_computed += plan.num_tokens
+        self.counts.num_steps += step.rows.num_steps - 1  # its first was counted when it was planned
         members, num_rows = step.sequences, len(plan.decodes.token_ids)
         num_planned = num_rows + len(plan.others)
         assert len(members) == num_planned == len(result.token_ids), "a result has tokens for all sequences"
@@ -202,12 +200,12 @@ class Scheduler:
             deltas += self._share_commit.take(
                 members[num_rows:], plan.others, result.without_first(num_rows) if num_rows else result
             )
-        num_finished = self._num_finished
+        num_finished = self.counts.num_finished
         for delta in deltas:
             if delta.finish_reason is not None:
                 self._finish(delta.attempt)
-        if self._num_finished > num_finished:
-            self._policy.release(self._queues)
+        if self.counts.num_finished > num_finished:
+            self.policy.release(self._queues)
         return deltas
 
     def take_dropped(self) -> list[DroppedRequest]:
@@ -215,45 +213,13 @@ class Scheduler:
         dropped, self.dropped = self.dropped, []
         return dropped
 
-    def take_cache_events(self) -> list[CacheEvent]:
-        """Prefix cache events since the last call: blocks stored and evicted. The first call returns all cached blocks.
-
-        For routers that send requests to where their prefix is. Nothing is kept for this before the first call.
-        """
-        return self._allocator.prefix_cache.take_events()
-
-    def cached_block_hashes(self) -> Iterable[bytes]:
-        """All blocks that are cached now, whichever events have been taken. To be read before the next step."""
-        return self._allocator.prefix_cache.block_hashes
-
     def forget_cache(self) -> None:
         """Evicts all that the prefix cache holds: it belongs to other weights. No request may be open."""
         assert not self._sequences, "what runs needs its cache"
-        self._policy.release(self._queues)
+        self.policy.release(self._queues)
         self._allocator.forget_cached()
 
     # --- State ---
-
-    @property
-    def limits(self) -> StepLimits:
-        """Limits of the next plan."""
-        return self._policy.limits
-
-    @limits.setter
-    def limits(self, limits: StepLimits) -> None:
-        self._policy.limits = limits
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """The most tokens that steps compute in a second, as measured by the engine; None: not known.
-
-        Set too low, it drops requests that could have been served; too high, it drops fewer of the hopeless.
-        """
-        return self._deadlines.tokens_per_s
-
-    @tokens_per_s.setter
-    def tokens_per_s(self, tokens_per_s: float | None) -> None:
-        self._deadlines.tokens_per_s = tokens_per_s
 
     @property
     def has_work(self) -> bool:
@@ -270,27 +236,23 @@ class Scheduler:
             num_total_blocks=self._allocator.num_blocks,
         )
 
-    def stats(self) -> SchedulerStats:
-        """Statistics. O(running sequences)."""
-        return SchedulerStats(
-            num_steps=self._num_plans + self._num_steps_saved,
-            num_tokens_computed=self._num_tokens_computed,
-            num_tokens_recomputed=self._share_commit.num_tokens_recomputed,
-            num_prefix_query_tokens=self._queues.num_prefix_query_tokens,
-            num_prefix_hit_tokens=self._queues.num_prefix_hit_tokens,
-            num_forked_tokens=self._queues.num_forked_tokens,
-            num_preemptions=self._queues.num_preemptions,
-            num_finished=self._num_finished,
-            num_aborted=self._num_aborted,
-            num_expired=self._num_expired,
+    def stats(self) -> EngineStats:
+        """The counts and the levels of now, exact between two steps; later ones do not change it. O(running
+        sequences).
+        """
+        load = self.load()
+        return replace(
+            self.counts,
+            step_counts=tuple(self.counts.step_counts),
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_waiting_tokens=load.num_waiting_tokens,
             num_used_blocks=self._allocator.num_used,
-            num_free_blocks=self._allocator.num_free,
+            num_free_blocks=load.num_free_blocks,
             num_cached_blocks=self._allocator.num_cached,
-            num_evictions=self._allocator.prefix_cache.num_evictions,
-            num_total_blocks=self._allocator.num_blocks,
+            num_total_blocks=load.num_total_blocks,
             num_wasted_slots=self._queues.num_wasted_slots(),
-            num_draft_tokens=0 if self._drafter is None else self._drafter.num_draft_tokens,
-            num_accepted_tokens=0 if self._drafter is None else self._drafter.num_accepted_tokens,
+            num_evictions=self.prefix_cache.num_evictions,
         )
 
     def check_integrity(self) -> None:
@@ -314,9 +276,10 @@ class Scheduler:
     def _plan_of(self, shares: list[Share], max_steps: int = 1) -> StepPlan:
         """What the next step does for each of its sequences. It is in flight from here on."""
         self._num_plans += 1
+        self.counts.num_steps += 1
         drafts: list[Drafts] = []
         if self._drafter is not None:
-            drafts = self._drafter.drafts(shares, self._queues, self._policy.limits)
+            drafts = self._drafter.drafts(shares, self._queues, self.policy.limits)
         if drafts:
             self._decode_batch.forget()
             rows, in_rows, others = NO_ROWS, NOBODY, shares
@@ -349,10 +312,10 @@ class Scheduler:
     def _let_time_pass(self, now: float) -> None:
         """Classes improve with waiting, and requests whose time is up are dropped."""
         self._queues.waiting.advance(now)
-        while (sequence := self._deadlines.next_expired(now)) is not None:
+        while (sequence := self.deadlines.next_expired(now)) is not None:
             self._drop(sequence)
             self.dropped.append(DroppedRequest(sequence.attempt, sequence.request, DropReason.EXPIRED))
-            self._num_expired += 1
+            self.counts.num_expired += 1
 
     def _drop_broken(self, sequence: Sequence) -> None:
         """Where its logits are not finite, its keys and values may be none either: no other sequence may reuse its
@@ -367,16 +330,16 @@ class Scheduler:
     def _drop(self, sequence: Sequence) -> None:
         """Removes a sequence that has not finished by itself."""
         del self._sequences[sequence.attempt]
-        self._deadlines.forget(sequence)
+        self.deadlines.forget(sequence)
         self._queues.remove(sequence)
         if self._drafter is not None:
             self._drafter.forget(sequence)
-        self._policy.release(self._queues)
+        self.policy.release(self._queues)
 
     def _finish(self, attempt: Hashable) -> None:
         sequence = self._sequences.pop(attempt)
         self._queues.finish(sequence)
-        self._deadlines.forget(sequence)
+        self.deadlines.forget(sequence)
         if self._drafter is not None:
             self._drafter.forget(sequence)
-        self._num_finished += 1
+        self.counts.num_finished += 1

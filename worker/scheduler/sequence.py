@@ -7,9 +7,9 @@ from enum import Enum
 from typing import ClassVar
 
 from holdfast.worker.block_hash import HashChain
-from holdfast.worker.plan_rows import LogitsSettings
+from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta, TokenLogprob
-from holdfast.worker.step_plan import DEAD_END, NO_TOKEN, PENDING, DrawParams, ScheduledSequence
+from holdfast.worker.step_plan import DEAD_END, NO_TOKEN, PENDING, ScheduledSequence
 from holdfast.worker.waiting_queue import DUE_AFTER_S, Tenant
 
 
@@ -42,7 +42,6 @@ class Sequence:
     """The same for all: a preempted sequence keeps its place among those of its tenant."""
 
     __slots__ = (
-        "_draw",
         "_looks_back",
         "_outputs",
         "attempt",
@@ -135,7 +134,6 @@ class Sequence:
         self.logits_settings = LogitsSettings.of(request, eos_token_ids)
         """Settings of its logits processors; None: it needs none."""
         self._looks_back = self.logits_settings is not None and self.logits_settings.look_back
-        self._draw: DrawParams | None = None  # its first draw without them, once it was asked for
         self._outputs = array("q")  # of `token_ids`, where draws look back at them: those of the last draw
         asks = params.prompt_logprobs is not None and not request.output_token_ids
         self.prompt_logprobs: list[TokenLogprob] | None = [] if asks else None
@@ -200,15 +198,14 @@ class Sequence:
 
     def draw_params(self) -> DrawParams:
         """Parameters for sampling the next token, a function of the request and its outputs alone."""
-        if self._draw is None:
-            self._draw = DrawParams.of(self.request.sampling_params, 0, None, ())
-        settings, index = self.logits_settings, len(self.token_ids) - self.num_prompt_tokens
+        sampling, settings = self.request.sampling_params, self.logits_settings
+        index = len(self.token_ids) - self.num_prompt_tokens
         if settings is None:
-            return self._draw.at(index)
+            return DrawParams(sampling, index)
         if self._looks_back:
             self._outputs.extend(self.token_ids[self.num_prompt_tokens + len(self._outputs) :])
-            return self._draw.at(index, settings, self._outputs[:])
-        return self._draw.at(index, settings if settings.apply_after(index) else None)
+            return DrawParams(sampling, index, settings, self._outputs[:])
+        return DrawParams(sampling, index, settings if settings.apply_after(index) else None)
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
         """The prompt's log-probabilities, to report with the first output token; only once."""

@@ -42,11 +42,6 @@ class Drafter(Protocol):
     list, `settle` for each of the step's sequences that is still there; `forget` at any time.
     """
 
-    num_draft_tokens: int
-    """Draft tokens so far."""
-    num_accepted_tokens: int
-    """Draft tokens that were accepted."""
-
     @property
     def num_speculative_tokens(self) -> int:
         """The most draft tokens for one sequence in one step."""
@@ -105,8 +100,6 @@ class Speculation:
         self._proposer = proposer or _proposer(config)
         self._lengths: dict[int, DraftLength] = {}  # by sequence id
         self._lent: dict[int, int] = {}  # blocks for drafts of the outstanding step, by sequence id
-        self.num_draft_tokens = 0
-        self.num_accepted_tokens = 0
 
     @property
     def enabled(self) -> bool:
@@ -150,8 +143,8 @@ class Speculation:
             num_accepted = sum(draft == token_id for draft, token_id in zip(drafts, gained, strict=False))
             if (length := self._lengths.get(sequence.sequence_id)) is not None:
                 length.observe(len(drafts), num_accepted)
-            self.num_draft_tokens += len(drafts)
-            self.num_accepted_tokens += num_accepted
+            queues.counts.num_draft_tokens += len(drafts)
+            queues.counts.num_accepted_tokens += num_accepted
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended: keep nothing of it, but for what a proposer may learn."""

@@ -4,9 +4,9 @@ An attempt crosses the wire as its number alone, which is the router's key of it
 link's name (`AttemptKey`), since each router counts for itself. The same holds for groups.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from holdfast.v1 import engine_pb2
 from holdfast.worker.errors import (
@@ -19,6 +19,9 @@ from holdfast.worker.request import (
     Priority,
     Suspicion,
 )
+from holdfast.worker.sampling_params import MAX_LOGPROB_TOKEN_IDS
+from holdfast.worker.wire.bound import Bound
+from holdfast.worker.wire.message_bounds import Bounds, MessageBounds
 from holdfast.worker.wire.sampling_fields import TOKEN_SCOPE, fields_of, params_of
 
 Kind = TypeVar("Kind", bound=IntEnum)
@@ -69,11 +72,48 @@ def _sampling_params_message(request: EngineRequest) -> engine_pb2.EngineSamplin
     )
 
 
-# --- at the replica's end ---
+# --- at the replica's end: the border of trust, where all that a router says is checked, once ---
+
+_TOKENS: Final = Bound(count=2**23)
+_NAME: Final = Bound(size=2**16)
+
+LINK_BOUNDS: Final[Bounds] = {
+    "holdfast.v1.Submit": {
+        "prompt_token_ids": _TOKENS,
+        "output_token_ids": _TOKENS,
+        **dict.fromkeys(("cache_salt", "tenant", "group_id", "request_id", "traceparent"), _NAME),
+    },
+    "holdfast.v1.EngineSamplingParams": {
+        "stop_token_ids": _TOKENS,
+        "logprob_token_ids": Bound(count=MAX_LOGPROB_TOKEN_IDS),
+        "logit_bias": Bound(count=2**15),
+        "allowed_token_ids": _TOKENS,
+        "bad_words": Bound(count=2**14),
+        "grammar": Bound(size=2**24),
+    },
+    "holdfast.v1.TokenSequence": {"ids": Bound(count=2**20)},
+    "holdfast.v1.SetLogLevel": {"level": _NAME},
+}
+"""Of what a router sends: wide, for routers hold their clients to narrower ones."""
+
+
+def link_request_parser() -> Callable[[bytes], engine_pb2.LinkRequest]:
+    """Reads messages of routers. What it returns raises `DecodeError`, `MalformedMessageError`, and
+    `InvalidRequestError` for what is beyond its bound.
+    """
+    check = MessageBounds.of(engine_pb2.LinkRequest.DESCRIPTOR, LINK_BOUNDS).check
+
+    def parse(data: bytes) -> engine_pb2.LinkRequest:
+        check(data)
+        return engine_pb2.LinkRequest.FromString(data)
+
+    return parse
 
 
 def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> EngineRequest:
     """As it comes by a link of that name. Raises `InvalidRequestError`, by field, for what an engine must not get."""
+    if not submit.prompt_token_ids:
+        raise InvalidRequestError("prompt", (), "must have at least one token")
     params = submit.sampling_params
     request = EngineRequest(
         request_id=submit.request_id,

@@ -118,7 +118,7 @@ class SimulatedReplica(Process):
     def _watch(self, life: int) -> None:
         if not self.is_frozen or life != self.num_lives:
             return
-        has_work = self.has_backlog or self.core.has_work
+        has_work = self.has_backlog or self.core.scheduler.has_work
         if self.verdict.look(self.num_steps, has_work=has_work, expected_gap_s=0.0, now=self.timeline.now):
             self.num_condemned += 1
             self._restart()
@@ -160,7 +160,7 @@ class SimulatedReplica(Process):
 
     def _turn(self) -> None:
         self._take_commands()
-        plan = self.core.plan(self.clock, self._max_steps)
+        plan = self.core.scheduler.plan(self.clock, self._max_steps)
         if plan is None:
             self._deliver()
             return
@@ -196,7 +196,7 @@ class SimulatedReplica(Process):
 
     def _plan_ahead(self) -> None:
         self._take_commands()
-        plan = self.core.plan_ahead(self.clock)
+        plan = self.core.scheduler.plan_ahead(self.clock)
         if plan is not None:
             self.num_ahead += 1
             self._launch(plan)

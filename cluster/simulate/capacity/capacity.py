@@ -19,7 +19,7 @@ from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.step_time import StepCosts
-from holdfast.worker.stats import SchedulerStats
+from holdfast.worker.stats import EngineStats
 from holdfast.worker.step_plan import StepPlan, StepResult
 
 LATENCY_S: Final = 0.0005
@@ -192,7 +192,7 @@ def serve(
         services=[client.service() for client in clients],
         duration_s=max(client.last_s for client in clients) - BEGIN_S - trace[0].arrival_s,
         busy_s=[replica.busy_s for replica in replicas],
-        prefix_hit_rate=_hit_rate([replica.core.stats() for replica in replicas]),
+        prefix_hit_rate=_hit_rate([replica.core.scheduler.stats() for replica in replicas]),
     )
 
 
@@ -216,7 +216,7 @@ def _rate(trace: Sequence[Arrival]) -> float:
     return (len(trace) - 1) / span_s if span_s else math.nan
 
 
-def _hit_rate(stats: Sequence[SchedulerStats]) -> float:
+def _hit_rate(stats: Sequence[EngineStats]) -> float:
     num_hits = sum(each.num_prefix_hit_tokens for each in stats)
     return num_hits / max(1, sum(each.num_prefix_query_tokens for each in stats))
 

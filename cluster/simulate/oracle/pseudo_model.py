@@ -12,10 +12,8 @@ from hashlib import blake2b
 from typing import Final
 
 from holdfast.router.text.tokenizer import Tokenizer
-from holdfast.worker.draws import banned_token_ids
-from holdfast.worker.plan_rows import LogitsSettings
+from holdfast.worker.draws import DrawParams, LogitsSettings, banned_token_ids
 from holdfast.worker.request import TokenLogprob
-from holdfast.worker.step_plan import DrawParams
 
 EOS_TOKEN_ID: Final = 0
 _LETTERS: Final = "abcdefgh"
@@ -155,7 +153,7 @@ _OUT = float("-inf")
 
 def drawn_token(prefix: bytes, params: DrawParams, mask: bytes | None) -> int:
     """What is drawn after `prefix`; `mask` is that of a grammar."""
-    is_greedy = params.temperature == 0
+    is_greedy = params.sampling.temperature == 0
     raw = likelihoods(prefix) if is_greedy else scores(prefix, params.seed, params.first_output_index)
     if params.logits_settings is None:
         return raw.index(max(raw))

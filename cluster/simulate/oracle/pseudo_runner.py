@@ -19,11 +19,10 @@ from holdfast.cluster.simulate.oracle.pseudo_model import (
     drawn_token,
     token_logprob,
 )
-from holdfast.worker.draws import draws_of
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.grammar_matchers import GrammarMatchers
-from holdfast.worker.plan_rows import DecodeRows
 from holdfast.worker.request import TokenLogprob
-from holdfast.worker.step_plan import BlockCopy, DrawParams, ScheduledSequence, StepPlan, StepResult
+from holdfast.worker.step_plan import BlockCopy, DecodeRows, ScheduledSequence, StepPlan, StepResult, draws_of
 
 _EMPTY: Final = b"\xff"
 """Content of slots that were never written: no token."""
@@ -101,7 +100,7 @@ def _say(sequence: ScheduledSequence, prefix: bytes, drawn: tuple[int, ...]) -> 
     if sequence.draw is None or (count := sequence.draw.num_logprobs) is None:
         return ()
     first = len(prefix) - len(drawn) + 1
-    chosen = sequence.draw.logprob_token_ids
+    chosen = sequence.draw.sampling.logprob_token_ids
     return tuple(token_logprob(prefix[:end], token_id, count, chosen) for end, token_id in enumerate(drawn, first))
 
 

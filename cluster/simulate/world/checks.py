@@ -48,7 +48,7 @@ class Checks:
             require(router.num_links_up == len(self._replicas), f"{router}: {router.num_links_up} links are up")
         for replica in self._replicas:
             require(replica.is_up and not replica.is_frozen, f"{replica} did not come back")
-            stats = replica.core.stats()
+            stats = replica.core.scheduler.stats()
             num_alive = stats.num_running + stats.num_waiting
             require(num_alive == 0, f"{replica}: {num_alive} attempts run for nobody")
             require(replica.num_unanswered == 0, f"{replica}: {replica.num_unanswered} attempts were never answered")

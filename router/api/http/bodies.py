@@ -15,9 +15,9 @@ from holdfast.router.api.intake import loggable
 from holdfast.router.request import FieldNames, naming
 from holdfast.router.wire.json_bounds import JsonBounds, TokenIds
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.neutral_fields import SAMPLING_FIELDS, Neutral, check_neutral
 from holdfast.worker.parameters import FIELD
 from holdfast.worker.sampling_params import PARAMETERS
+from holdfast.worker.value_types import SAMPLING_FIELDS, Neutral, check_neutral
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from holdfast.router.api.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, 
 from holdfast.router.chat import content_text
 from holdfast.router.tools.tools import checked_tool
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.neutral_fields import Neutral
+from holdfast.worker.value_types import Neutral
 
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 

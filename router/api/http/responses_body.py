@@ -12,7 +12,7 @@ from holdfast.router.api.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, 
 from holdfast.router.chat import call_arguments, content_text
 from holdfast.router.tools.tools import checked_tool
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.neutral_fields import Neutral
+from holdfast.worker.value_types import Neutral
 
 LOGPROBS: Final = "message.output_text.logprobs"
 NOTHING: Final = "reasoning.encrypted_content"

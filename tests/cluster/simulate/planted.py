@@ -19,16 +19,16 @@ from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.events import Action
 from holdfast.router.text.text_stream import TextStream
-from holdfast.worker.cache.block_allocator import BlockAllocator
+from holdfast.worker.cache.block_pool import BlockAllocator
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine.engine_core import EngineCore
-from holdfast.worker.engine.output_queues import OutputQueue, OutputQueues
+from holdfast.worker.engine.output_queue import OutputQueue
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.grammar_matchers import GrammarMatchers, Matcher
 from holdfast.worker.request import TokenDelta
 from holdfast.worker.scheduler import sequence as sequence_module
 from holdfast.worker.scheduler.queues import SequenceQueues
 from holdfast.worker.scheduler.sequence import Sequence
-from holdfast.worker.step_plan import DrawParams
 from holdfast.worker.step_update import StepListener, StepUpdate
 
 
@@ -265,26 +265,26 @@ def tell_tokens_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def keep_it_from_the_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request whose time is up is dropped without a word; a router would find out by itself."""
 
-    def reject(self: OutputQueues, attempt: Hashable, error: HoldfastError) -> None:
-        del self._owner[attempt]
+    def reject(self: EngineCore, attempt: Hashable, error: HoldfastError) -> None:
+        del self._owners[attempt]
 
-    monkeypatch.setattr(OutputQueues, "reject", reject)
+    monkeypatch.setattr(EngineCore, "_reject", reject)
 
 
 def keep_a_refusal_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that cannot take a request in tells nobody."""
 
-    def refuse(self: OutputQueues, attempt: Hashable, error: HoldfastError, listener: StepListener) -> None:
+    def refuse(self: EngineCore, attempt: Hashable, error: HoldfastError, listener: StepListener) -> None:
         pass
 
-    monkeypatch.setattr(OutputQueues, "refuse", refuse)
+    monkeypatch.setattr(EngineCore, "_refuse", refuse)
 
 
 def serve_those_who_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """The requests that came through a link go on when it has broken."""
 
     def detach(self: EngineCore, listener: StepListener) -> None:
-        self._output_queues.detach(listener)
+        self._output_queues.pop(listener, None)
 
     monkeypatch.setattr(EngineCore, "detach", detach)
 

@@ -19,12 +19,11 @@ from holdfast.cluster.simulate.oracle.pseudo_model import (
     token_logprob,
 )
 from holdfast.cluster.simulate.world.traffic import draw_requests
+from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.logits_processors import apply_logits_processors
 from holdfast.worker.executors.logprobs import token_logprobs
-from holdfast.worker.plan_rows import LogitsSettings
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.step_plan import DrawParams
 
 EOS = frozenset({EOS_TOKEN_ID})
 PROMPT = (3, 7, 7, 12)
@@ -41,18 +40,9 @@ def request(grammar: str = "", bad_words: tuple[tuple[int, ...], ...] = (), **se
     )
 
 
-def draw_params(item: EngineRequest, output: bytes) -> DrawParams:
+def draw_of(item: EngineRequest, output: bytes) -> DrawParams:
     params = item.sampling_params
-    return DrawParams(
-        seed=params.seed,
-        first_output_index=len(output),
-        temperature=params.temperature,
-        top_k=0,
-        top_p=1.0,
-        logits_settings=LogitsSettings.of(item, EOS),
-        output_token_ids=tuple(output),
-        num_logprobs=params.logprobs,
-    )
+    return DrawParams(params, len(output), LogitsSettings.of(item, EOS), tuple(output))
 
 
 def drawn_requests(number: int) -> list[EngineRequest]:
@@ -86,7 +76,7 @@ def test_draws_are_those_of_the_real_logits_processors_and_of_the_oracle():
             continue
         output = b""
         for _ in range(6):
-            params = draw_params(item, output)
+            params = draw_of(item, output)
             prefix = bytes(item.prompt_token_ids) + output
             matcher = PseudoMatcher(item.grammar) if item.grammar else None
             mask = matcher.compute_bitmask() if matcher is not None and matcher.consume_tokens(output) else None
@@ -105,7 +95,7 @@ def test_draws_are_those_of_the_real_logits_processors_and_of_the_oracle():
 def test_logprobs_rank_as_the_real_ones_do():
     for number in range(50):
         tokens = bytes(random.Random(number).choices(range(VOCAB_SIZE), k=8))
-        params = draw_params(request(logprobs=5), b"")
+        params = draw_of(request(logprobs=5), b"")
         (real,) = token_logprobs(torch.tensor([list(likelihoods(tokens[:7]))]).float(), [params], [tokens[7]])
         said = token_logprob(tokens[:7], tokens[7], 5)
         assert said == right_logprob(tokens, 7, 5)

@@ -12,10 +12,11 @@ from typing import Final
 import numpy as np
 import torch
 
+from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.step_sampler import HeadOutput, TorchSampler
-from holdfast.worker.plan_rows import LogitsSettings
-from holdfast.worker.step_plan import DrawParams, PromptLogprobParams
+from holdfast.worker.step_plan import PromptLogprobParams
+from tests.draw_params import draw_params
 from tests.worker.executors.cpu.runs import Part, Runner, layout_of
 
 VOCABULARIES: Final = (2, 63, 64, 65, 129, 1000, 3001)
@@ -99,7 +100,7 @@ def draw(sampler: NativeSampler, reference: TorchSampler, choices: Choices) -> N
 
 def _params(choices: Choices, vocab: int) -> DrawParams:
     settings = _settings(choices, vocab) if choices.number(2) else None
-    return DrawParams(
+    return draw_params(
         seed=choices.number(1 << 24) * 0x1_2345_6789 % 2**63,
         first_output_index=choices.number(256),
         temperature=choices.one((0.0, 0.02, 0.8, 1.0, 60.0)),

@@ -10,7 +10,7 @@ from holdfast.router.config import LimitsConfig
 from holdfast.router.wire.bounds import public_bounds
 from holdfast.v1 import engine_pb2, inference_pb2
 from holdfast.worker.errors import MAX_TEXT_BYTES, InvalidRequestError
-from holdfast.worker.wire.link_bounds import LINK_BOUNDS
+from holdfast.worker.wire.link_requests import LINK_BOUNDS
 from holdfast.worker.wire.message_bounds import MessageBounds, UnboundedFieldError
 
 LIMITS = LimitsConfig(

@@ -6,9 +6,9 @@ from holdfast.router.api.http.bodies import ChatBody, CompletionBody
 from holdfast.router.api.http.messages_body import MessagesBody
 from holdfast.router.api.http.responses_body import ResponsesBody
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.neutral_fields import SAMPLING_FIELDS, STRUCTURE_FIELDS
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.structured_outputs import StructuredOutputs
+from holdfast.worker.value_types import SAMPLING_FIELDS, STRUCTURE_FIELDS
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLING_FIELDS))

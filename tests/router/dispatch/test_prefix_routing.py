@@ -9,7 +9,7 @@ from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.prefix_index import PromptPrefix
 from holdfast.router.events import SendSubmit
 from holdfast.worker.config import SchedulerConfig
-from holdfast.worker.engine.output_queues import CacheFeed
+from holdfast.worker.engine.output_queue import CacheFeed
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.scheduler import Scheduler
@@ -32,7 +32,7 @@ class Replica:
             eos_token_ids=frozenset(),
         )
         self.runner = PseudoRunner(NUM_BLOCKS, BLOCK_SIZE)
-        self.scheduler.take_cache_events()
+        self.scheduler.prefix_cache.take_events()
         self.feed = CacheFeed(())
 
     def run(self, action: SendSubmit) -> list[StepUpdate]:
@@ -40,7 +40,7 @@ class Replica:
         said = []
         while (plan := self.scheduler.plan()) is not None:
             deltas = self.scheduler.commit(plan, self.runner.run(plan))
-            self.feed.note(self.scheduler.take_cache_events())
+            self.feed.note(self.scheduler.prefix_cache.take_events())
             said.append(StepUpdate(load=self.scheduler.load(), deltas=deltas, cache=self.feed.take()))
         return said
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.worker.block_hash import HashChain, next_hash, root_hash
-from holdfast.worker.cache.prefix_cache import BlockEvicted, BlockStored, PrefixCache
+from holdfast.worker.cache.block_pool import BlockEvicted, BlockStored, PrefixCache
 from holdfast.worker.request import Priority
 from tests.examples import examples
 from tests.pseudo_model import PseudoRunner, pseudo_completion
@@ -270,17 +270,17 @@ def test_switched_off_nothing_is_kept_and_nothing_hashed():
     requests = [make_request(name, prompt_len=9, max_tokens=1) for name in "ab"]
     assert [computed(scheduler, request) for request in requests] == [9, 9]
     assert scheduler.stats().num_cached_blocks == 0
-    assert scheduler.take_cache_events() == []
+    assert scheduler.prefix_cache.take_events() == []
 
 
 def test_routers_are_told_of_prefixes_through_the_scheduler():
     scheduler = caching_scheduler(num_blocks=3)
-    assert scheduler.take_cache_events() == []
+    assert scheduler.prefix_cache.take_events() == []
     computed(scheduler, make_request("a", prompt_len=8, max_tokens=1))
-    first, second = scheduler.take_cache_events()
+    first, second = scheduler.prefix_cache.take_events()
     assert (first.parent_hash, second.parent_hash) == (root_hash(""), first.block_hash)
     computed(scheduler, make_request("b", prompt=(1,) * 8, max_tokens=1))
-    gone, *came = scheduler.take_cache_events()
+    gone, *came = scheduler.prefix_cache.take_events()
     assert gone == BlockEvicted(block_hash=second.block_hash)
     assert [type(event) for event in came] == [BlockStored, BlockStored]
 

@@ -7,17 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.draws import draws_of
-from holdfast.worker.plan_rows import BlockTables, DecodeColumns, DecodeRows
 from holdfast.worker.step_plan import (
     BlockCopy,
-    DrawParams,
+    BlockTables,
+    DecodeColumns,
+    DecodeRows,
     PromptLogprobParams,
     ScheduledSequence,
     StepPlan,
+    draws_of,
 )
+from tests.draw_params import draw_params
 
-DRAW = DrawParams(seed=1, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)
+DRAW = draw_params(seed=1, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)
 
 
 @st.composite

@@ -14,7 +14,7 @@ class Listener:
 
 def step(core: EngineCore, *, step_s: float = 0.1, now: float = 0.0) -> dict[Listener, object]:
     """One turn, if there is something to do; returns what each listener must be told."""
-    plan = core.plan(now)
+    plan = core.scheduler.plan(now)
     if plan is not None:
         core.commit(plan, make_result(plan), step_s)
     return dict(core.take_updates())
@@ -66,7 +66,7 @@ def test_a_request_whose_time_is_up_is_rejected_before_the_next_step(core, liste
     step(core)
     (rejection,) = step(core, now=5.0)[listener].rejections
     assert (rejection.attempt, type(rejection.error)) == ("late", DeadlineExceededError)
-    assert not core.has_work
+    assert not core.scheduler.has_work
 
 
 def test_one_who_leaves_takes_its_requests_along_and_the_others_hear_of_the_load(core, listener):
@@ -82,20 +82,20 @@ def test_one_who_leaves_takes_its_requests_along_and_the_others_hear_of_the_load
 def test_a_request_of_one_who_has_left_is_counted_and_not_run(core, listener):
     core.detach(listener)
     core.submit(make_request("r"), listener, 0.0)
-    assert (core.stats().num_requests, core.has_work) == (1, False)
+    assert (core.scheduler.stats().num_requests, core.scheduler.has_work) == (1, False)
 
 
 def test_a_commit_says_how_many_tokens_were_gained(core, listener):
     for i in range(3):
         core.submit(make_request(f"r{i}"), listener, 0.0)
-    plan = core.plan(0.0)
+    plan = core.scheduler.plan(0.0)
     assert core.commit(plan, make_result(plan), 0.25) == 3
-    assert (core.stats().num_tokens_generated, core.stats().step_time_s) == (3, 0.25)
+    assert (core.scheduler.stats().num_tokens_generated, core.scheduler.stats().step_time_s) == (3, 0.25)
 
 
 def test_the_integrity_check_sees_a_request_that_nobody_waits_for(core, listener):
     core.submit(make_request("r"), listener, 0.0)
-    core._output_queues.detach(listener)
+    core._output_queues.pop(listener)
     with pytest.raises(AssertionError, match=r"nobody waits for \['r'\]"):
         core.check_integrity()
     core.abort("r")
@@ -128,7 +128,7 @@ def test_nothing_is_kept_of_the_cache_while_nobody_follows_it():
     core.follow_cache(listener)
     assert len(step(core)[listener].cache.stored) == 1
     core.detach(listener)
-    scheduler.take_cache_events = None  # to call it would be an error
+    scheduler.prefix_cache.take_events = None  # to call it would be an error
     core.attach(listener)
     core.submit(make_request("after", prompt_len=BLOCK_SIZE, max_tokens=1), listener, 0.0)
     assert not step(core)[listener].cache
@@ -142,13 +142,13 @@ def test_the_speed_of_prefill_is_the_best_of_late_once_there_were_enough_steps()
     def speed_after(number: int, step_s: float) -> float:
         core.submit(make_request(f"{number}", prompt_len=80, max_tokens=1), listener, 0.0)
         step(core, step_s=step_s)
-        return core.stats().prefill_tokens_per_s
+        return core.scheduler.stats().prefill_tokens_per_s
 
     assert [speed_after(number, 10.0) for number in range(NUM_FIRST_PREFILLS - 1)] == [0.0] * (NUM_FIRST_PREFILLS - 1)
     assert speed_after(100, 0.1) == 800.0, "the first, slow ones are forgotten at once"
     assert speed_after(101, 0.05) == 1600.0
     assert 0.98 * 1600.0 < speed_after(102, 1.0) < 1600.0
     core.submit(make_request("short", max_tokens=1), listener, 0.0)
-    before = core.stats().prefill_tokens_per_s
+    before = core.scheduler.stats().prefill_tokens_per_s
     step(core, step_s=1e-6)
-    assert core.stats().prefill_tokens_per_s == before, "few tokens say nothing"
+    assert core.scheduler.stats().prefill_tokens_per_s == before, "few tokens say nothing"

@@ -54,7 +54,7 @@ def test_the_engine_says_what_its_steps_ask_for_and_changes_nothing_unasked():
     assert [(found.setting, found.current) for found in recommendations] == [("max_num_seqs", 8)]
     assert recommendations[0].recommended < 8
     assert "98 ms from token to token" in recommendations[0].reason
-    assert scheduler.limits == StepLimits(max_num_batched_tokens=16, max_num_seqs=8)
+    assert scheduler.policy.limits == StepLimits(max_num_batched_tokens=16, max_num_seqs=8)
 
 
 def test_with_auto_tune_the_engine_does_what_it_says(caplog):
@@ -62,7 +62,7 @@ def test_with_auto_tune_the_engine_does_what_it_says(caplog):
         engine, scheduler = run_tuned(auto_tune=True)
     recommendations = engine.recommendations()
     engine.stop()
-    assert scheduler.limits.max_num_seqs == recommendations[0].recommended < 8
+    assert scheduler.policy.limits.max_num_seqs == recommendations[0].recommended < 8
     assert "max_num_seqs: 8 -> " in caplog.text
 
 

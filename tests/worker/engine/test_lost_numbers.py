@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine.engine_core import EngineCore
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.engine.step_results import step_result
@@ -16,7 +17,8 @@ from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.sampler import broken_rows
 from holdfast.worker.executors.step_sampler import HeadOutput, TorchSampler
 from holdfast.worker.models.hf_backend import HfBackend
-from holdfast.worker.step_plan import NO_TOKEN, DrawParams, ScheduledSequence, StepPlan, StepResult
+from holdfast.worker.step_plan import NO_TOKEN, ScheduledSequence, StepPlan, StepResult
+from tests.draw_params import draw_params
 from tests.parity.families import save_tiny_model
 from tests.parity.harness import Sequences, worker_config
 from tests.worker.schedulers import make_request, make_scheduler
@@ -57,7 +59,7 @@ def sampler(request):
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_a_row_that_is_no_numbers_draws_nothing_and_leaves_the_others_as_they_are(temperature, bad, sampler):
     logits = torch.randn(3, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
-    draw = DrawParams(seed=5, first_output_index=0, temperature=temperature, top_k=4, top_p=0.9, num_logprobs=2)
+    draw = draw_params(seed=5, first_output_index=0, temperature=temperature, top_k=4, top_p=0.9, num_logprobs=2)
     right = step_result(plan_of(draw, draw, draw), HeadOutput(logits, None), sampler)
     broken = logits.clone()
     broken[1] = bad
@@ -119,7 +121,7 @@ class Step:
 
     def run(self, *broken: int):
         """One step; `broken` are the sequences, counted from 0 in the order of submission, that draw nothing."""
-        plan = self.core.plan(0.0)
+        plan = self.core.scheduler.plan(0.0)
         drawn = [
             (NO_TOKEN if sequence.sequence_id in broken else 7,) * sequence.num_draws for sequence in plan.sequences
         ]
@@ -147,7 +149,7 @@ def test_nobody_begins_with_what_a_failed_request_has_computed():
     step.run(1)
     step.submit(make_request("next", prompt_len=16))
     step.run()
-    assert step.core.stats().num_prefix_hit_tokens == 0
+    assert step.core.scheduler.stats().num_prefix_hit_tokens == 0
 
 
 def test_a_prefix_that_was_found_and_came_to_no_numbers_is_forgotten():
@@ -156,18 +158,18 @@ def test_a_prefix_that_was_found_and_came_to_no_numbers_is_forgotten():
     step.run()
     step.submit(make_request("fine", prompt=(1, 2, 3)), make_request("broken", prompt_len=16))
     step.run(2)
-    num_found = step.core.stats().num_prefix_hit_tokens
+    num_found = step.core.scheduler.stats().num_prefix_hit_tokens
     assert num_found > 0
     step.submit(make_request("next", prompt_len=16))
     step.run()
-    assert step.core.stats().num_prefix_hit_tokens == num_found
+    assert step.core.scheduler.stats().num_prefix_hit_tokens == num_found
 
 
 def test_what_comes_after_a_wrong_draft_breaks_nothing():
     step = Step(speculation=Guesses())
     step.submit(make_request("r"))
     step.run()
-    plan = step.core.plan(0.0)
+    plan = step.core.scheduler.plan(0.0)
     (sequence,) = plan.sequences
     assert sequence.num_draws == 3
     step.core.commit(plan, StepResult(step_id=plan.step_id, token_ids=((7, NO_TOKEN, NO_TOKEN),)), 0.1)
@@ -272,7 +274,7 @@ def test_a_question_that_has_no_numbers_itself_is_told_at_once():
     step, check = doubted()
     step.submit(make_request("a"))
     step.core.submit(make_request("question"), check, 0.0)
-    plan = step.core.plan(0.0)
+    plan = step.core.scheduler.plan(0.0)
     result = StepResult(step_id=plan.step_id, token_ids=((NO_TOKEN,), (NO_TOKEN,)))
     step.core.commit(plan, result, 0.1)
     updates = dict(step.core.take_updates())
@@ -289,4 +291,4 @@ def test_a_client_that_leaves_in_doubt_is_answered():
     step.core.detach(step.listener)
     step.core.check_integrity()
     step.core.settle()
-    assert step.core._output_queues.num_owned == 0
+    assert not step.core._owners

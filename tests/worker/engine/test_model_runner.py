@@ -14,8 +14,8 @@ from holdfast.worker.errors import ConfigurationError, ReplicaError
 from holdfast.worker.executors.step_sampler import HeadOutput, Sampled
 from holdfast.worker.models.loading import load_model
 from holdfast.worker.models.memory import PREFIX_CACHE_FACTOR
-from holdfast.worker.plan_rows import NO_ROWS
-from holdfast.worker.step_plan import DrawParams, StepPlan
+from holdfast.worker.step_plan import NO_ROWS, StepPlan
+from tests.draw_params import changed, draw_params
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
 from tests.parity.harness import (
@@ -117,9 +117,9 @@ def test_a_step_may_draw_nothing(leader):
 def test_a_device_may_draw_in_the_step_but_not_in_place_of_logits_that_are_asked_for(leader, monkeypatch):
     """It is told what only draws: not what has log-probabilities."""
     plan, batches = whole_prompts(leader), []
-    warm = replace(plan.sequences[0].draw, temperature=0.5)
+    warm = changed(plan.sequences[0].draw, temperature=0.5)
     drawn = replace(plan, decodes=NO_ROWS, others=tuple(replace(sequence, draw=warm) for sequence in plan.sequences))
-    told = replace(warm, num_logprobs=1)
+    told = changed(warm, num_logprobs=1)
 
     def execute(batch):
         batches.append(batch)
@@ -144,7 +144,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(leader):
 
 
 def test_seeded_draws_are_equal_alone_and_in_a_batch_of_33(leader, monkeypatch):
-    warm = DrawParams(seed=11, first_output_index=4, temperature=1.0, top_k=0, top_p=1.0)
+    warm = draw_params(seed=11, first_output_index=4, temperature=1.0, top_k=0, top_p=1.0)
     monkeypatch.setattr("tests.parity.harness.GREEDY", warm)
     crowd = [[7 + i] for i in range(32)]
     batched = greedy_tokens(leader, [PROMPTS[1], *crowd], num_new=1)[0]

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from holdfast.worker.request import Suspicion
-from holdfast.worker.scheduler import step_shares as step_in_flight
+from holdfast.worker.scheduler import planned_step
 from holdfast.worker.step_plan import PENDING
 from tests.worker.engine.two_plans import Listener, Turns, completion, mixed_load, serve
 
@@ -31,7 +31,7 @@ def test_each_step_is_timed_from_its_turn_on_the_device_and_progress_is_expected
     turns = Turns(host_s=0.25, step_s=lambda plan: 2.0)
     turns.submit("r", max_tokens=33)
     turns.run()
-    stats, progress = turns.engine._core.stats(), turns.engine.progress
+    stats, progress = turns.engine._core.scheduler.stats(), turns.engine.progress
     assert stats.step_time_s == pytest.approx(33 * 2.0, rel=0.02)
     progress.begin_step(1)
     assert progress.expected_gap_s == pytest.approx(2.0, rel=0.02)
@@ -141,13 +141,13 @@ def test_a_suspect_is_told_of_before_a_step_ahead_runs_it():
 def test_all_kinds_of_requests_are_told_the_same_with_one_plan_in_flight_and_with_two(seeds, monkeypatch):
     num_ahead = num_pending = num_preemptions = num_forked = num_hits = 0
     for seed in seeds:
-        monkeypatch.setattr(step_in_flight, "MAX_SHARE_HELD_UP", 1.0 if seed % 2 else 0.125)
+        monkeypatch.setattr(planned_step, "MAX_SHARE_HELD_UP", 1.0 if seed % 2 else 0.125)
         one, two = serve(seed, two_plans=False), serve(seed, two_plans=True)
         assert one.device.most_in_flight == 1
         assert one.listener.ended.keys() == two.listener.ended.keys() == {r.request_id for _, r in mixed_load(seed)}
         for attempt in one.listener.ended:
             assert one.listener.told(attempt) == two.listener.told(attempt), f"seed {seed}, {attempt}"
-        stats = two.engine._core.stats()
+        stats = two.engine._core.scheduler.stats()
         num_ahead, num_pending = num_ahead + two.device.num_ahead, num_pending + two.device.num_pending
         num_preemptions += stats.num_preemptions
         num_forked, num_hits = num_forked + stats.num_forked_tokens, num_hits + stats.num_prefix_hit_tokens

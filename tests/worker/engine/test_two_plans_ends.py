@@ -26,7 +26,7 @@ def test_blocks_of_who_has_ended_are_free_once_the_step_ahead_is_done():
     while "r" not in turns.listener.ended:
         turns.turn()
     assert turns.engine.has_work
-    assert turns.engine._core.stats().num_used_blocks == 3
+    assert turns.engine._core.scheduler.stats().num_used_blocks == 3
     turns.turn()
     turns.check_end()
 
@@ -40,7 +40,7 @@ def test_an_abort_with_two_plans_in_flight_is_the_last_word():
     turns.engine._launch_steps(turns.clock.now)
     assert turns.device.most_in_flight == 2
     turns.engine._core.abort("r")
-    assert turns.engine._core.stats().num_used_blocks > 0
+    assert turns.engine._core.scheduler.stats().num_used_blocks > 0
     turns.submit("next", max_tokens=28)
     turns.run()
     assert (turns.listener.tokens("r"), turns.listener.ended["r"]) == (completion(num_tokens), FinishReason.ABORT)
@@ -64,7 +64,7 @@ def test_nobody_is_preempted_before_a_result():
     for number in range(4):
         turns.submit(f"r{number}", prompt=(number, 1, 2), max_tokens=20)
     turns.run()
-    assert turns.engine._core.stats().num_preemptions > 0
+    assert turns.engine._core.scheduler.stats().num_preemptions > 0
     assert turns.device.num_ahead > 10
     for number in range(4):
         assert turns.listener.tokens(f"r{number}") == completion(20, (number, 1, 2))

@@ -81,7 +81,7 @@ def test_stopping_with_two_plans_in_flight_answers_everyone_and_collects_both():
     assert recorder.ended["r"] is FinishReason.ABORT
     assert recorder.failure is not None
     assert (device.num_collected, device.closed) == (device.num_launched, True)
-    assert engine._core.stats().num_used_blocks == 0
+    assert engine._core.scheduler.stats().num_used_blocks == 0
 
 
 @pytest.mark.parametrize("fails_in", [5, 6], ids=["the older", "the younger"])
@@ -158,5 +158,5 @@ def test_who_leaves_with_two_plans_in_flight_takes_nothing_of_others_along():
     device.go_on.release(100)
     recorder.wait_for(lambda: "r" in recorder.ended)
     assert recorder.tokens("r") == completion(12)
-    assert engine.between_steps(lambda: engine._core.stats().num_used_blocks).result(TIMEOUT_S) == 0
+    assert engine.between_steps(lambda: engine._core.scheduler.stats().num_used_blocks).result(TIMEOUT_S) == 0
     engine.stop()

@@ -14,14 +14,13 @@ from hypothesis.stateful import run_state_machine_as_test
 from holdfast.worker import pending_tokens
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.overlapping import StepsInFlight
+from holdfast.worker.scheduler import planned_step
 from holdfast.worker.scheduler import prompt_sharing as prompt_logprobs
-from holdfast.worker.scheduler import step_shares as step_in_flight
 from holdfast.worker.scheduler.batching import ContinuousBatching
-from holdfast.worker.scheduler.decode_batch import DecodeBatch
+from holdfast.worker.scheduler.planned_step import DecodeBatch, ShareCommit, StepInFlight
 from holdfast.worker.scheduler.queues import SequenceQueues
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.scheduler.sequence import Sequence
-from holdfast.worker.scheduler.step_shares import ShareCommit, StepInFlight
 from tests.worker import fake_device
 from tests.worker.engine import test_two_plans, test_two_plans_ends, test_two_plans_on_a_thread
 from tests.worker.engine.two_plans import serve
@@ -243,7 +242,7 @@ def is_found(bug: Bug) -> bool:
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name, monkeypatch):
     monkeypatch.setattr(prompt_logprobs, "MAX_PROMPT_LOGPROBS", MAX_PROMPT_LOGPROBS)
-    monkeypatch.setattr(step_in_flight, "MAX_SHARE_HELD_UP", 1.0)
+    monkeypatch.setattr(planned_step, "MAX_SHARE_HELD_UP", 1.0)
     bug = BUGS[name]
     plant(bug, monkeypatch)
     assert is_found(bug)
@@ -251,6 +250,6 @@ def test_a_planted_bug_is_found(name, monkeypatch):
 
 def test_without_a_bug_nothing_is_found(monkeypatch):
     monkeypatch.setattr(prompt_logprobs, "MAX_PROMPT_LOGPROBS", MAX_PROMPT_LOGPROBS)
-    monkeypatch.setattr(step_in_flight, "MAX_SHARE_HELD_UP", 1.0)
+    monkeypatch.setattr(planned_step, "MAX_SHARE_HELD_UP", 1.0)
     for found in {id(bug.found): bug.found for bug in BUGS.values()}.values():
         found()

@@ -100,7 +100,7 @@ class Turns:
 
     def check_end(self) -> None:
         assert not self.engine.has_work
-        stats = self.engine._core.stats()
+        stats = self.engine._core.scheduler.stats()
         assert (stats.num_used_blocks, stats.num_running, stats.num_waiting) == (0, 0, 0)
 
 

@@ -13,7 +13,8 @@ import torch
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.step_sampler import HeadOutput
-from holdfast.worker.step_plan import DrawParams, StepPlan
+from holdfast.worker.step_plan import StepPlan
+from tests.draw_params import draw_params
 from tests.parity.harness import Sequences, load, worker_config
 
 FAILING = ctypes.CDLL(sys.argv[1])
@@ -81,7 +82,7 @@ def steps(folder: Path) -> int:
 
 def draws() -> int:
     logits = torch.randn(9, 3000, generator=torch.Generator().manual_seed(3))
-    params = DrawParams(seed=5, first_output_index=0, temperature=1.0, top_k=700, top_p=0.9, num_logprobs=4)
+    params = draw_params(seed=5, first_output_index=0, temperature=1.0, top_k=700, top_p=0.9, num_logprobs=4)
     sampler = NativeSampler.with_threads(2)
     real, create = sampler._library, sampler._library.native_sampler_create
     library = sampler._library = Armed(real)

@@ -20,16 +20,15 @@ import torch
 from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import SchedulerConfig
-from holdfast.worker.draws import draws_of
+from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.engine.grammar_masks import GrammarMasks
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.executors.sampler import draw
 from holdfast.worker.grammar_matchers import NONE_FITS, GrammarMatchers
-from holdfast.worker.plan_rows import NO_ROWS, LogitsSettings
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.scheduler import Scheduler
-from holdfast.worker.step_plan import DEAD_END, DrawParams, ScheduledSequence, StepPlan, StepResult
+from holdfast.worker.step_plan import DEAD_END, NO_ROWS, ScheduledSequence, StepPlan, StepResult, draws_of
 from tests.worker.schedulers import dropped
 from tests.worker.schemas import schema
 
@@ -213,15 +212,7 @@ def test_a_continued_request_goes_on_as_if_nothing_had_happened():
 
 def _plan(item: EngineRequest, outputs: list[int], num_draws: int, token_ids: list[int]) -> StepPlan:
     """A step of one sequence with these outputs; the last `num_draws - 1` of `token_ids` are drafts."""
-    params = DrawParams(
-        seed=item.sampling_params.seed,
-        first_output_index=len(outputs),
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        logits_settings=LogitsSettings.of(item, EOS),
-        output_token_ids=tuple(outputs),
-    )
+    params = DrawParams(item.sampling_params, len(outputs), LogitsSettings.of(item, EOS), tuple(outputs))
     sequence = ScheduledSequence(
         sequence_id=1, first_position=0, token_ids=tuple(token_ids), block_ids=(0,), draw=params, num_draws=num_draws
     )

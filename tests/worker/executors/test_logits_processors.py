@@ -2,7 +2,6 @@
 
 import math
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,13 +12,13 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from holdfast.worker.draws import draws_of
+from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.logits_processors import apply_logits_processors
 from holdfast.worker.executors.sampler import draw, keep_min_p
-from holdfast.worker.plan_rows import LogitsSettings
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.step_plan import ScheduledSequence, StepPlan, draws_of
+from tests.draw_params import changed
 
 EOS = frozenset({2, 3})
 VOCAB = 40
@@ -34,16 +33,7 @@ def params(prompt=(1,), outputs=(), bad_words=(), eos=EOS, **settings) -> DrawPa
         bad_word_token_ids=tuple(bad_words),
     )
     given = request.sampling_params
-    return DrawParams(
-        seed=5,
-        first_output_index=len(outputs),
-        temperature=given.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        min_p=given.min_p,
-        logits_settings=LogitsSettings.of(request, eos),
-        output_token_ids=tuple(outputs),
-    )
+    return DrawParams(given, len(outputs), LogitsSettings.of(request, eos), tuple(outputs))
 
 
 def made(num_rows: int, seed: int = 0) -> torch.Tensor:
@@ -226,8 +216,8 @@ def test_greedy_rows_feel_logits_processors_too():
 def test_min_p_comes_after_the_temperature():
     """A temperature of 4 lifts the second token from a share of 0.02 to 0.37."""
     logits = torch.tensor([[4.0, 0.0, -100.0]])
-    warm = [replace(params(temperature=4.0, min_p=0.1), seed=seed) for seed in range(60)]
-    cold = [replace(params(min_p=0.1), seed=seed) for seed in range(60)]
+    warm = [changed(params(temperature=4.0, min_p=0.1), seed=seed) for seed in range(60)]
+    cold = [changed(params(min_p=0.1), seed=seed) for seed in range(60)]
     assert set(draw(logits.expand(60, -1), warm)) == {0, 1}
     assert set(draw(logits.expand(60, -1), cold)) == {0}
 
@@ -240,7 +230,7 @@ def test_frequencies_follow_the_distribution_that_logits_processors_and_min_p_le
     shares = torch.softmax(scores, 0)
     shares[shares < 0.02 * shares.max()] = 0
     expected = shares / shares.sum() * num_draws
-    drawn = draw(logits.expand(num_draws, -1), [replace(given, seed=seed * 7919) for seed in range(num_draws)])
+    drawn = draw(logits.expand(num_draws, -1), [changed(given, seed=seed * 7919) for seed in range(num_draws)])
     counts, kept = torch.bincount(torch.tensor(drawn), minlength=VOCAB), expected > 0
     assert 4 < kept.sum() < VOCAB - 4
     assert counts[~kept].sum() == 0
@@ -252,7 +242,7 @@ def test_frequencies_follow_the_distribution_that_logits_processors_and_min_p_le
 def test_a_row_feels_only_its_own_logits_processors():
     """Rows with and without logits processors, greedy and not, in a batch, alone, in another order: the same tokens."""
     logits, draws = made(60), [item for item, _ in some_draws(40, seed=1)]
-    draws += [replace(item, logits_settings=None, output_token_ids=(), min_p=0.2) for item in draws[:20]]
+    draws += [changed(item, logits_settings=None, output_token_ids=(), min_p=0.2) for item in draws[:20]]
     random.Random(0).shuffle(draws)
     before, together = logits.clone(), draw(logits, draws)
     assert together == [draw(logits[row : row + 1], [draws[row]])[0] for row in range(60)]

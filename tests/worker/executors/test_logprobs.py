@@ -6,19 +6,20 @@ from dataclasses import replace
 import pytest
 import torch
 
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.executors import logprobs
 from holdfast.worker.executors.logprobs import ChosenLogprobs, token_logprobs
-from holdfast.worker.plan_rows import NO_ROWS
 from holdfast.worker.request import EngineRequest, TokenLogprob
-from holdfast.worker.step_plan import DrawParams, StepResult
+from holdfast.worker.step_plan import NO_ROWS, StepResult
+from tests.draw_params import changed, draw_params
 from tests.worker.scheduler.test_logits_settings import VOCAB, LogitsRunner
 from tests.worker.schedulers import BLOCK_SIZE, EOS, make_request, make_scheduler
 
-PLAIN = DrawParams(seed=7, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)
+PLAIN = draw_params(seed=7, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)
 
 
 def asking(count: int | None) -> DrawParams:
-    return replace(PLAIN, num_logprobs=count)
+    return changed(PLAIN, num_logprobs=count)
 
 
 def made(num_rows: int, vocab_size: int) -> torch.Tensor:
@@ -86,7 +87,7 @@ def test_tokens_that_draws_name_are_told_in_place_of_the_best(monkeypatch):
     monkeypatch.setattr(logprobs, "_CHUNK_VALUES", 100)  # two rows at a time
     logits = torch.randn(6, 33, generator=torch.Generator().manual_seed(1))
     named = [(3, 1), (), (32, 3, 0), (5,), (2, 2), (0,)]
-    draws = [replace(PLAIN, num_logprobs=0 if ids else 2, logprob_token_ids=ids) for ids in named]
+    draws = [changed(PLAIN, num_logprobs=0 if ids else 2, logprob_token_ids=ids) for ids in named]
     said = token_logprobs(logits, draws, [1] * 6)
     told = ChosenLogprobs.of(logits, draws).put_into(said)
     wanted = torch.log_softmax(logits.double(), -1).float()

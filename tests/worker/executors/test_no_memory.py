@@ -12,7 +12,7 @@ import torch
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.step_sampler import HeadOutput
-from holdfast.worker.step_plan import DrawParams
+from tests.draw_params import draw_params
 from tests.parity.families import save_tiny_model
 from tests.worker.executors.native_build import compiled
 
@@ -38,7 +38,7 @@ def test_what_a_draw_uses_is_not_freed_under_it():
     sampler = NativeSampler.with_threads(1)
     pool, library = ctypes.c_void_p(sampler._own_pool), sampler._library
     logits = torch.randn(200, 100_000, generator=torch.Generator().manual_seed(3))
-    params = DrawParams(seed=5, first_output_index=0, temperature=1.0, top_k=90_000, top_p=0.99)
+    params = draw_params(seed=5, first_output_index=0, temperature=1.0, top_k=90_000, top_p=0.99)
     drawing = threading.Thread(target=sampler.sample, args=(HeadOutput(logits, None), [params] * 200))
     drawing.start()
     while library.native_pool_drain(pool) == 0:

@@ -1,17 +1,17 @@
 """Draws follow the distribution that the filters leave, and depend on nothing but their own row, seed and position."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from holdfast.worker.draws import draws_of
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.executors.sampler import draw, keep_top_k, keep_top_p, noise, noise_key
-from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.step_plan import ScheduledSequence, StepPlan, draws_of
+from tests.draw_params import changed, draw_params
 
-PLAIN = DrawParams(seed=7, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)
+PLAIN = draw_params(seed=7, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)
 
 
 def made(num_rows: int, vocab_size: int, scale: float = 3.0) -> Tensor:
@@ -27,7 +27,7 @@ def test_greedy_takes_the_best_and_the_lowest_id_of_equals(dtype):
     logits = torch.zeros(3, 1000, dtype=dtype)
     logits[0, [17, 400, 999]] = 5
     logits[1, 999] = 1
-    assert draw(logits, [replace(PLAIN, temperature=0.0)] * 3) == [17, 999, 0]
+    assert draw(logits, [changed(PLAIN, temperature=0.0)] * 3) == [17, 999, 0]
 
 
 def test_top_k_keeps_the_k_best_and_ties_with_the_last():
@@ -52,7 +52,7 @@ def test_top_p_always_keeps_the_best_and_ties_with_the_last():
 def test_top_p_counts_only_what_top_k_left():
     """Of four equal tokens top-k leaves two by their logits, so half the mass is one token and its tie."""
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
-    drawn = {draw(logits, [replace(PLAIN, seed=seed, top_k=2, top_p=0.7)])[0] for seed in range(50)}
+    drawn = {draw(logits, [changed(PLAIN, seed=seed, top_k=2, top_p=0.7)])[0] for seed in range(50)}
     assert drawn == {0}
 
 
@@ -60,18 +60,18 @@ def test_top_p_counts_only_what_top_k_left():
     ("params", "allowed"),
     [
         (PLAIN, range(8)),
-        (replace(PLAIN, temperature=2.5), range(8)),
-        (replace(PLAIN, top_k=3), [0, 1, 2]),
-        (replace(PLAIN, top_p=0.8, temperature=1.5), None),
+        (changed(PLAIN, temperature=2.5), range(8)),
+        (changed(PLAIN, top_k=3), [0, 1, 2]),
+        (changed(PLAIN, top_p=0.8, temperature=1.5), None),
     ],
 )
 def test_frequencies_follow_the_filtered_distribution(params, allowed):
     logits = torch.tensor([2.0, 1.5, 1.0, 0.0, -0.5, -1.0, 0.5, -2.0])
-    scaled = logits.double() / params.temperature
-    allowed = sorted(allowed if allowed is not None else _nucleus(scaled.tolist(), params.top_p))
+    scaled = logits.double() / params.sampling.temperature
+    allowed = sorted(allowed if allowed is not None else _nucleus(scaled.tolist(), params.sampling.top_p))
     expected = torch.softmax(scaled[allowed], 0)
     num_draws = 20_000
-    drawn = draw(logits.expand(num_draws, -1), [replace(params, seed=seed * 7919) for seed in range(num_draws)])
+    drawn = draw(logits.expand(num_draws, -1), [changed(params, seed=seed * 7919) for seed in range(num_draws)])
     counts = torch.bincount(torch.tensor(drawn), minlength=8)
     assert counts.sum() == counts[allowed].sum() == num_draws
     chi_square = ((counts[allowed] - expected * num_draws) ** 2 / (expected * num_draws)).sum().item()
@@ -83,8 +83,8 @@ def test_positions_of_one_seed_are_independent_draws():
     """Two draws in a row by one seed: all 16 pairs of four equal tokens come up equally often."""
     num_seeds = 8_000
     logits = torch.zeros(num_seeds, 4)
-    first = draw(logits, [replace(PLAIN, seed=seed) for seed in range(num_seeds)])
-    second = draw(logits, [replace(PLAIN, seed=seed, first_output_index=1) for seed in range(num_seeds)])
+    first = draw(logits, [changed(PLAIN, seed=seed) for seed in range(num_seeds)])
+    second = draw(logits, [changed(PLAIN, seed=seed, first_output_index=1) for seed in range(num_seeds)])
     counts = torch.bincount(torch.tensor(first) * 4 + torch.tensor(second), minlength=16)
     expected = num_seeds / 16
     assert ((counts - expected) ** 2 / expected).sum().item() < 15 + 4 * math.sqrt(30)
@@ -92,7 +92,7 @@ def test_positions_of_one_seed_are_independent_draws():
 
 def mixed_params(num_rows: int) -> list[DrawParams]:
     return [
-        DrawParams(
+        draw_params(
             seed=row * 12345,
             first_output_index=row % 5,
             temperature=[0.0, 0.7, 1.0, 1.3][row % 4],
@@ -114,8 +114,8 @@ def test_a_row_draws_the_same_alone_in_a_batch_and_in_another_order(vocab_size):
 
 def test_another_seed_or_position_draws_other_tokens():
     logits = torch.zeros(1, 100_000)
-    tokens = [draw(logits, [replace(PLAIN, seed=seed)])[0] for seed in (1, 2, 2**32 + 1, 2**62 + 1)]
-    tokens += [draw(logits, [replace(PLAIN, seed=1, first_output_index=index)])[0] for index in (1, 2)]
+    tokens = [draw(logits, [changed(PLAIN, seed=seed)])[0] for seed in (1, 2, 2**32 + 1, 2**62 + 1)]
+    tokens += [draw(logits, [changed(PLAIN, seed=1, first_output_index=index)])[0] for index in (1, 2)]
     assert len(set(tokens)) == len(tokens)
 
 
@@ -145,7 +145,7 @@ def test_a_plan_is_expanded_to_one_draw_for_each_logits_row():
             sequence_id=0, first_position=0, token_ids=(1,) * 4, block_ids=(0,), draw=draw, num_draws=num_draws
         )
 
-    sequences = (scheduled(PLAIN, 1), scheduled(None, 0), scheduled(replace(PLAIN, first_output_index=10), 3))
+    sequences = (scheduled(PLAIN, 1), scheduled(None, 0), scheduled(changed(PLAIN, first_output_index=10), 3))
     draws = draws_of(StepPlan(step_id=0, others=sequences))
     assert [params.first_output_index for params in draws] == [0, 10, 11, 12]
 

@@ -14,13 +14,13 @@ from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.executors.cpu.library import runnable_classes
-from holdfast.worker.plan_rows import BlockTables, DecodeColumns, DecodeRows
-from holdfast.worker.step_plan import DrawParams, StepPlan
+from holdfast.worker.step_plan import BlockTables, DecodeColumns, DecodeRows, StepPlan
 from tests.counting import Counted
+from tests.draw_params import draw_params
 
 pytestmark = pytest.mark.skipif(not runnable_classes(), reason="the native executor does not run here")
 
-GREEDY = DrawParams(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0)
+GREEDY = draw_params(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0)
 
 
 @pytest.fixture(scope="module")

@@ -16,16 +16,15 @@ from hypothesis.stateful import (
 )
 
 from holdfast.cluster.simulate.oracle.pseudo_runner import run_each
-from holdfast.worker.cache.prefix_cache import BlockStored
+from holdfast.worker.cache.block_pool import BlockStored
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
-from holdfast.worker.plan_rows import NO_ROWS
 from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.batching import ContinuousBatching, MakePolicy, MemoryAwareBatching
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.scheduler.speculation import Speculation
-from holdfast.worker.step_plan import ScheduledSequence, StepPlan, StepResult
+from holdfast.worker.step_plan import NO_ROWS, ScheduledSequence, StepPlan, StepResult
 from tests.pseudo_model import PseudoRunner, pseudo_completion
 from tests.worker.scheduler.expectations import EOS, VOCAB_SIZE, Expected, wishes
 from tests.worker.schedulers import dropped
@@ -81,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             drafter=self.speculation(),
             make_policy=type(self).make_policy,
         )
-        self.scheduler.tokens_per_s = tokens_per_s
+        self.scheduler.deadlines.tokens_per_s = tokens_per_s
         self.runner = PseudoRunner(num_blocks, block_size, VOCAB_SIZE)
         self.expected: dict[str, Expected] = {}
         self.by_sequence_id: list[Expected] = []
@@ -130,7 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def take_events(self):
         """What a router keeps of it is what is cached."""
-        for event in self.scheduler.take_cache_events():
+        for event in self.scheduler.prefix_cache.take_events():
             if isinstance(event, BlockStored):
                 assert event.block_hash not in self.known_to_router
                 self.known_to_router.add(event.block_hash)
@@ -145,7 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             expected = self.expected[request_id]
             assert expected.is_alive, "a request ends once"
             is_late = expected.sequence.deadline_s <= self.now
-            assert is_late or (self.scheduler.tokens_per_s and not expected.received)
+            assert is_late or (self.scheduler.deadlines.tokens_per_s and not expected.received)
             expected.has_expired = True
         assert (plan is None) == (not self.alive())
         assert all(expected.sequence.deadline_s > self.now for expected in self.alive().values())

@@ -264,7 +264,7 @@ def test_prompts_leave_decodes_the_time_that_the_limits_say():
     scheduler = make_scheduler()
     scheduler.add(make_request("a"))
     step(scheduler)
-    scheduler.limits = replace(scheduler.limits, max_num_prefill_tokens=8)
+    scheduler.policy.limits = replace(scheduler.policy.limits, max_num_prefill_tokens=8)
     scheduler.add(make_request("b", prompt_len=12))
     scheduler.add(make_request("c", prompt_len=12))
     assert [shares(step(scheduler)[0]) for _ in range(3)] == [
@@ -276,7 +276,7 @@ def test_prompts_leave_decodes_the_time_that_the_limits_say():
 
 def test_prompts_alone_have_the_whole_step():
     scheduler = make_scheduler()
-    scheduler.limits = replace(scheduler.limits, max_num_prefill_tokens=8)
+    scheduler.policy.limits = replace(scheduler.policy.limits, max_num_prefill_tokens=8)
     scheduler.add(make_request("a", prompt_len=30))
     assert shares(step(scheduler)[0]) == [(0, 0, 30)]
 
@@ -286,7 +286,7 @@ def test_limits_lowered_below_what_runs_stop_newcomers_and_nobody_else():
     for request_id in "abcd":
         scheduler.add(make_request(request_id))
     step(scheduler)
-    scheduler.limits = replace(scheduler.limits, max_num_seqs=2, max_num_batched_tokens=3)
+    scheduler.policy.limits = replace(scheduler.policy.limits, max_num_seqs=2, max_num_batched_tokens=3)
     scheduler.add(make_request("e", prompt_len=8))
     assert members(step(scheduler)[0]) == [0, 1, 2, 3]
     assert len({delta.attempt for delta in run_to_end(scheduler) if delta.finish_reason}) == 5

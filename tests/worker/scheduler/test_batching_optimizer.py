@@ -48,14 +48,14 @@ def test_steps_come_down_to_the_default_target(load, setting):
     assert statistics.quantiles(machine.step_s[-1000:], n=4)[2] < 1.1 * 0.050
     found = only(machine.tuner.get_recommendations())
     assert found.setting == setting
-    assert getattr(machine.scheduler.limits, setting) == found.recommended < found.current
+    assert getattr(machine.scheduler.policy.limits, setting) == found.recommended < found.current
 
 
 def test_without_auto_tune_it_advises_and_changes_nothing():
     machine = SimulatedMachine(1, **NOISY)
-    configured = machine.scheduler.limits
+    configured = machine.scheduler.policy.limits
     machine.run(1500, **CROWD)
-    assert machine.scheduler.limits is configured
+    assert machine.scheduler.policy.limits is configured
     found = only(machine.tuner.get_recommendations())
     fits = MACHINE.decodes_within(0.8 * 0.050, context_tokens=200, most=64)
     assert (found.setting, found.current) == ("max_num_seqs", 64)
@@ -67,14 +67,14 @@ def test_without_auto_tune_it_advises_and_changes_nothing():
 def test_it_adapts_when_the_machine_becomes_slower_and_when_it_recovers():
     machine = SimulatedMachine(2, auto_tune=True, noise=0.1)
     machine.run(1500, **CROWD)
-    before = machine.scheduler.limits.max_num_seqs
+    before = machine.scheduler.policy.limits.max_num_seqs
     machine.costs = StepCosts(**{name: 2 * cost for name, cost in asdict(MACHINE).items()})
     machine.run(3000, **CROWD)
-    slow = machine.scheduler.limits.max_num_seqs
+    slow = machine.scheduler.policy.limits.max_num_seqs
     assert slow < before / 1.5
     machine.costs = MACHINE
     machine.run(4000, **CROWD)
-    assert machine.scheduler.limits.max_num_seqs > 1.5 * slow
+    assert machine.scheduler.policy.limits.max_num_seqs > 1.5 * slow
 
 
 def test_what_is_set_stays_within_what_is_configured_and_advice_may_go_beyond():
@@ -85,7 +85,7 @@ def test_what_is_set_stays_within_what_is_configured_and_advice_may_go_beyond():
     assert (found.setting, found.current, found.recommended) == ("max_num_seqs", 8, 32)
     assert "requests of" in found.reason
     assert "keeps to what is configured" in found.reason
-    assert machine.scheduler.limits.max_num_seqs == 8
+    assert machine.scheduler.policy.limits.max_num_seqs == 8
 
 
 def test_a_target_that_not_even_one_sequence_meets_makes_nobody_wait():
@@ -99,7 +99,7 @@ def test_a_step_keeps_a_token_for_every_sequence():
     slow = StepCosts(base_s=0.01, decode_s=0.0, token_s=0.001, context_token_s=0.0)
     machine = SimulatedMachine(4, costs=slow, auto_tune=True, max_num_seqs=100)
     machine.run(2500, **PROMPTS)
-    assert machine.scheduler.limits.max_num_batched_tokens == 100
+    assert machine.scheduler.policy.limits.max_num_batched_tokens == 100
 
 
 def test_a_setting_that_is_in_nobodys_way_is_left_alone():

@@ -39,7 +39,7 @@ def test_one_that_ended_or_was_aborted_in_time_is_not_heard_of_again():
 
 def test_one_that_could_not_come_to_its_first_token_in_time_is_dropped_early():
     scheduler = make_scheduler(max_num_seqs=1)
-    scheduler.tokens_per_s = 10.0
+    scheduler.deadlines.tokens_per_s = 10.0
     scheduler.add(make_request("blocker", max_tokens=50))
     step(scheduler)
     scheduler.add(make_request("hopeless", prompt_len=30, time_left_s=5.0))
@@ -63,7 +63,7 @@ def test_without_a_known_speed_one_may_hope_until_its_deadline():
 
 def test_one_that_runs_has_until_its_deadline():
     scheduler = make_scheduler(max_num_batched_tokens=4)
-    scheduler.tokens_per_s = 10.0
+    scheduler.deadlines.tokens_per_s = 10.0
     scheduler.add(make_request("long", prompt_len=30, time_left_s=5.0))
     step(scheduler)
     step(scheduler, now=4.9)
@@ -75,7 +75,7 @@ def test_what_is_in_the_prefix_cache_takes_no_time():
     scheduler = make_scheduler(prefix_caching=True, max_num_seqs=1)
     scheduler.add(make_request("before", prompt_len=30, max_tokens=1))
     run_to_end(scheduler)
-    scheduler.tokens_per_s = 10.0
+    scheduler.deadlines.tokens_per_s = 10.0
     scheduler.add(make_request("blocker", max_tokens=50, salt="other"), 10.0)
     step(scheduler, now=10.0)
     scheduler.add(make_request("again", prompt_len=30, time_left_s=5.0), 10.0)

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.worker.plan_rows import NO_ROWS
 from holdfast.worker.request import FinishReason
 from holdfast.worker.scheduler.scheduler import Scheduler
-from holdfast.worker.step_plan import NO_TOKEN, StepPlan, StepResult
+from holdfast.worker.step_plan import NO_ROWS, NO_TOKEN, StepPlan, StepResult
 from tests.worker.schedulers import BLOCK_SIZE, EOS, dropped, make_request, make_result, make_scheduler
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 
+from holdfast.worker.draws import LogitsSettings
 from holdfast.worker.grammar_matchers import NONE_FITS, GrammarMatchers, rows_with_grammars
-from holdfast.worker.plan_rows import LogitsSettings
-from holdfast.worker.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.step_plan import ScheduledSequence, StepPlan
+from tests.draw_params import draw_params
 
 END = 0
 ANY = 255
@@ -64,7 +65,7 @@ def matchers(read: list[int]) -> GrammarMatchers:
 
 
 def plan(output: tuple[int, ...], drafts: tuple[int, ...] = (), *, sequence_id=1, step_id=1, grammar="g") -> StepPlan:
-    draw = DrawParams(
+    draw = draw_params(
         seed=0,
         first_output_index=len(output),
         temperature=1.0,

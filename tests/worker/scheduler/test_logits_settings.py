@@ -114,7 +114,7 @@ def test_logits_processors_that_have_had_their_time_cost_nothing_more():
 def test_min_p_is_handed_to_the_sampler():
     scheduler = make_scheduler()
     scheduler.add(wish("allowed"))
-    assert scheduler.plan().sequences[0].draw.min_p == 0.05
+    assert scheduler.plan().sequences[0].draw.sampling.min_p == 0.05
 
 
 def test_outputs_are_handed_to_the_sampler_only_where_it_looks_back():

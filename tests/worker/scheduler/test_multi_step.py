@@ -109,7 +109,7 @@ def test_blocks_that_are_filled_are_cached_as_by_single_steps():
         scheduler = decoding(greedy("a", max_tokens=14), prefix_caching=True)
         while scheduler.has_work:
             commit(scheduler, scheduler.plan(max_steps=max_steps))
-        cached.append(sorted(scheduler.cached_block_hashes()))
+        cached.append(sorted(scheduler.prefix_cache.block_hashes))
     assert cached[0] == cached[1]
     assert len(cached[0]) == 4
 

@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.pending_tokens import KNOWN, drawing_rows, has_pending, with_tokens
-from holdfast.worker.scheduler import step_shares as step_in_flight
+from holdfast.worker.scheduler import planned_step
 from holdfast.worker.step_plan import NO_TOKEN, PENDING, StepPlan, StepResult
 from tests.worker.schedulers import make_request, make_scheduler
 
@@ -42,7 +42,7 @@ def result_of(plan: StepPlan) -> StepResult:
 
 @pytest.fixture(params=range(3))
 def pairs(request, monkeypatch):
-    monkeypatch.setattr(step_in_flight, "MAX_SHARE_HELD_UP", 1.0)
+    monkeypatch.setattr(planned_step, "MAX_SHARE_HELD_UP", 1.0)
     pairs = pairs_of_plans(request.param)
     assert sum(has_pending(ahead) for _, ahead in pairs) > 10
     assert any(PENDING in share.token_ids for _, ahead in pairs for share in ahead.others)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
 from holdfast.worker.pending_tokens import has_pending, with_tokens
+from holdfast.worker.scheduler import planned_step
 from holdfast.worker.scheduler import prompt_sharing as prompt_logprobs
-from holdfast.worker.scheduler import step_shares as step_in_flight
 from holdfast.worker.scheduler.batching import MemoryAwareBatching
 from holdfast.worker.step_plan import PENDING, ScheduledSequence, StepPlan, StepResult
 from tests.worker.scheduler.scheduler_machine import MAX_PROMPT_LOGPROBS, MAX_STEPS, SchedulerMachine
@@ -159,7 +159,7 @@ class MemoryAwareAheadMachine(AheadMachine):
 )
 def test_every_request_gets_its_own_tokens_with_two_plans_in_flight(machine, max_examples, max_held_up, monkeypatch):
     monkeypatch.setattr(prompt_logprobs, "MAX_PROMPT_LOGPROBS", MAX_PROMPT_LOGPROBS)
-    monkeypatch.setattr(step_in_flight, "MAX_SHARE_HELD_UP", max_held_up)
+    monkeypatch.setattr(planned_step, "MAX_SHARE_HELD_UP", max_held_up)
     profile = settings(
         max_examples=max_examples,
         stateful_step_count=30,

@@ -9,7 +9,8 @@ from holdfast.worker.executors.logprobs import token_logprobs
 from holdfast.worker.executors.step_sampler import HeadOutput, TorchSampler
 from holdfast.worker.request import EngineRequest, TokenDelta, TokenLogprob
 from holdfast.worker.scheduler import prompt_sharing as prompt_logprobs
-from holdfast.worker.step_plan import DrawParams, StepPlan, StepResult
+from holdfast.worker.step_plan import StepPlan, StepResult
+from tests.draw_params import draw_params
 from tests.pseudo_model import pseudo_token
 from tests.worker.scheduler.test_logits_settings import VOCAB, LogitsRunner
 from tests.worker.schedulers import BLOCK_SIZE, make_request, make_scheduler, run_to_end, shares
@@ -38,7 +39,7 @@ def logits_after(prefix: list[int]) -> torch.Tensor:
 
 def by_definition(request: EngineRequest) -> list[TokenLogprob]:
     prompt, count = list(request.prompt_token_ids), request.sampling_params.prompt_logprobs
-    draw = DrawParams(seed=0, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0, num_logprobs=count)
+    draw = draw_params(seed=0, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0, num_logprobs=count)
     rows = (logits_after(prompt[:end])[None] for end in range(1, len(prompt)))
     return [token_logprobs(row, [draw], [token])[0] for row, token in zip(rows, prompt[1:], strict=True)]
 

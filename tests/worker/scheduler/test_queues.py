@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from holdfast.worker.block_hash import HashChain
-from holdfast.worker.cache.block_allocator import BlockAllocator
+from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.request import EngineRequest, Priority
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.queues import SequenceQueues, SharedPrefix
@@ -53,7 +53,7 @@ def test_a_preempted_sequence_stands_in_its_old_place_without_blocks():
     queues.preempt(sequence)
     assert (sequence.status, sequence.block_ids) == (SequenceStatus.WAITING, ())
     assert (ids(queues.running), ids(queues.waiting)) == ([0], [1, 2])
-    assert (queues.allocator.num_used, queues.num_preemptions) == (2, 1)
+    assert (queues.allocator.num_used, queues.counts.num_preemptions) == (2, 1)
     queues.check_integrity()
 
 
@@ -111,7 +111,7 @@ def test_a_full_block_is_shared_once_it_is_stored():
     second = admit_first(queues, 2, queues.cached_prefix(queues.waiting.first()))
     assert (first.block_ids, second.block_ids) == ((0, 1), (0, 2))
     assert (second.num_computed_tokens, second.num_cached_tokens) == (4, 4)
-    assert (queues.num_prefix_query_tokens, queues.num_prefix_hit_tokens) == (12, 4)
+    assert (queues.counts.num_prefix_query_tokens, queues.counts.num_prefix_hit_tokens) == (12, 4)
     queues.check_integrity()
 
 
@@ -135,7 +135,7 @@ def test_coming_back_from_a_preemption_counts_as_no_new_query():
     queues.preempt(sequence)
     admit_first(queues, 2, queues.cached_prefix(sequence))
     assert (sequence.num_computed_tokens, sequence.num_cached_tokens) == (4, 0)
-    assert (queues.num_prefix_query_tokens, queues.num_prefix_hit_tokens) == (6, 0)
+    assert (queues.counts.num_prefix_query_tokens, queues.counts.num_prefix_hit_tokens) == (6, 0)
 
 
 def test_check_integrity_finds_a_block_that_is_shared_before_it_is_full():

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
-from holdfast.worker.plan_rows import NO_ROWS
 from holdfast.worker.request import FinishReason, TokenDelta
-from holdfast.worker.step_plan import StepResult
+from holdfast.worker.step_plan import NO_ROWS, StepResult
 from holdfast.worker.step_update import is_plain
 from tests.worker.schedulers import EOS, make_request, make_result, make_scheduler, run_to_end, shares, step
 

@@ -43,7 +43,7 @@ def test_a_continued_sequence_has_its_outputs_to_compute_and_draws_the_next_inde
     draw = sequence.draw_params()
     assert sequence.num_uncomputed_tokens == 5
     assert (draw.seed, draw.first_output_index) == (9, 2)
-    assert (draw.temperature, draw.top_k, draw.top_p) == (0.5, 4, 0.9)
+    assert draw.sampling is sequence.request.sampling_params
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from holdfast.worker.draws import banned_token_ids
+from holdfast.worker.draws import DrawParams, LogitsSettings, banned_token_ids
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.library import load_library
 from holdfast.worker.executors.cpu.structures import NativeDraw, NativeDrawn, NativeEdits
@@ -25,8 +25,7 @@ from holdfast.worker.executors.draw_records import (
     most_logprobs,
 )
 from holdfast.worker.executors.step_sampler import HeadOutput, Sampled
-from holdfast.worker.plan_rows import LogitsSettings
-from holdfast.worker.step_plan import DrawParams, PromptLogprobParams
+from holdfast.worker.step_plan import PromptLogprobParams
 
 OUT_OF_MEMORY: Final = -4
 """`kNoMemory` of the library (`native/pool.h`)."""

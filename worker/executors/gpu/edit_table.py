@@ -10,11 +10,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.worker.draws import banned_token_ids
+from holdfast.worker.draws import DrawParams, LogitsSettings, banned_token_ids
 from holdfast.worker.executors.draw_records import NONE
 from holdfast.worker.executors.gpu.draw_launches import EDIT_WORDS, mask_words
-from holdfast.worker.plan_rows import LogitsSettings
-from holdfast.worker.step_plan import DrawParams
 
 Int32Array = NDArray[np.int32]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.executors.gpu.draw_launches import DrawnTokens
 from holdfast.worker.executors.gpu.fp8_proof import fp8_difference
 from holdfast.worker.executors.gpu.graphs import (
@@ -39,7 +40,7 @@ from holdfast.worker.executors.gpu.weights import DeviceWeights
 from holdfast.worker.executors.kv_cache import KVCache
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.step_sampler import HeadOutput
-from holdfast.worker.step_plan import NO_TOKEN, DrawParams
+from holdfast.worker.step_plan import NO_TOKEN
 
 NUMERICS: Final = "gpu-native-1"
 """The order of all additions and roundings on one kind of device. A change of any bit takes the next number."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.draw_records import NONE, NUMERICS, Told, draw_record, given_records, most_logprobs
 from holdfast.worker.executors.gpu.draw_launches import (
     ABSENT,
@@ -36,8 +37,8 @@ from holdfast.worker.executors.gpu.graphs import (
 )
 from holdfast.worker.executors.gpu.launches import Launch, triton_launch
 from holdfast.worker.executors.step_sampler import HeadOutput, Sampled
-from holdfast.worker.plan_rows import LogitsSettings
-from holdfast.worker.step_plan import DrawParams, PromptLogprobParams
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.step_plan import PromptLogprobParams
 
 USUAL_LOGPROBS: Final = 20
 """Room for the best tokens that a graph of the sampler has at least, so that most requests share one."""
@@ -69,7 +70,7 @@ class Drawing:
 
 def plain_draws(count: int) -> list[DrawParams]:
     """Draws of no meaning, to warm up with."""
-    return [DrawParams(seed=0, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)] * count
+    return [DrawParams(SamplingParams(seed=0), 0)] * count
 
 
 class DeviceSampler:
@@ -172,7 +173,7 @@ class DeviceSampler:
         count = len(logits)
         edited = LogitsSettings(grammar="x", allowed_token_ids=array("q", [0]), repetition_penalty=2.0)
         (plain,) = plain_draws(1)
-        telling = replace(plain, num_logprobs=0)
+        telling = replace(plain, sampling=plain.sampling.with_changes(logprobs=0))
         masked = replace(plain, logits_settings=edited)
         for params in (masked, telling, plain):
             masks = dict.fromkeys(range(count), b"\x01") if params is masked else None

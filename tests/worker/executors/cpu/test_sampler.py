@@ -12,30 +12,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.sampler import keep_min_p, keep_top_k, keep_top_p, noise, noise_key
 from holdfast.worker.executors.step_sampler import HeadOutput, Sampled, TorchSampler
-from holdfast.worker.plan_rows import LogitsSettings
-from holdfast.worker.step_plan import NO_TOKEN, DrawParams, PromptLogprobParams
+from holdfast.worker.step_plan import NO_TOKEN, PromptLogprobParams
+from tests.draw_params import changed, draw_params
 from tests.examples import examples
 from tests.worker.executors.cpu.native import CLASSES, library_or_skip
 from tests.worker.executors.cpu.runs import Part, Runner, layout_of, tokens
 from tests.worker.executors.cpu.test_known_answers import whole_numbers
 
 INF, NAN = float("inf"), float("nan")
-PLAIN = DrawParams(seed=7, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)
+PLAIN = draw_params(seed=7, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)
 TORCH = TorchSampler()
 FILTERS = {
     "plain": PLAIN,
-    "greedy": replace(PLAIN, temperature=0.0),
-    "cold": replace(PLAIN, temperature=0.02),
-    "hot": replace(PLAIN, temperature=60.0),
-    "top-p": replace(PLAIN, temperature=0.8, top_p=0.95),
-    "narrow top-p": replace(PLAIN, temperature=1.7, top_p=0.02),
-    "top-k": replace(PLAIN, top_k=20),
-    "large top-k": replace(PLAIN, top_k=1500, temperature=3.0),
-    "min-p": replace(PLAIN, min_p=0.05, temperature=1.3),
-    "all": replace(PLAIN, temperature=1.1, top_k=50, top_p=0.9, min_p=0.001),
+    "greedy": changed(PLAIN, temperature=0.0),
+    "cold": changed(PLAIN, temperature=0.02),
+    "hot": changed(PLAIN, temperature=60.0),
+    "top-p": changed(PLAIN, temperature=0.8, top_p=0.95),
+    "narrow top-p": changed(PLAIN, temperature=1.7, top_p=0.02),
+    "top-k": changed(PLAIN, top_k=20),
+    "large top-k": changed(PLAIN, top_k=1500, temperature=3.0),
+    "min-p": changed(PLAIN, min_p=0.05, temperature=1.3),
+    "all": changed(PLAIN, temperature=1.1, top_k=50, top_p=0.9, min_p=0.001),
 }
 
 
@@ -57,7 +58,7 @@ def sampled(sampler, logits: Tensor, *args) -> Sampled:
 
 def seeded(params: DrawParams, count: int) -> list[DrawParams]:
     """Draws of many seeds, beyond 32 bits too, and positions."""
-    return [replace(params, seed=seed * 0x1_2345_6789 % 2**63, first_output_index=seed % 97) for seed in range(count)]
+    return [changed(params, seed=seed * 0x1_2345_6789 % 2**63, first_output_index=seed % 97) for seed in range(count)]
 
 
 @pytest.mark.parametrize("scale", [0.05, 1.0, 6.0])
@@ -78,13 +79,13 @@ def test_tokens_of_a_large_vocabulary_are_those_of_pytorch(native, name):
 
 def by_definition(logits: Tensor, params: DrawParams) -> int:
     """The race over every token that the filters leave, in float64."""
-    scaled = logits[None] * torch.tensor(1 / params.temperature, dtype=torch.float32)
-    if params.min_p > 0:
-        scaled = keep_min_p(scaled, [params.min_p])
-    if 0 < params.top_k < len(logits):
-        scaled = keep_top_k(scaled, [params.top_k])
-    if params.top_p < 1:
-        scaled = keep_top_p(scaled, [params.top_p])
+    scaled = logits[None] * torch.tensor(1 / params.sampling.temperature, dtype=torch.float32)
+    if params.sampling.min_p > 0:
+        scaled = keep_min_p(scaled, [params.sampling.min_p])
+    if 0 < params.sampling.top_k < len(logits):
+        scaled = keep_top_k(scaled, [params.sampling.top_k])
+    if params.sampling.top_p < 1:
+        scaled = keep_top_p(scaled, [params.sampling.top_p])
     key = torch.tensor(noise_key(params.seed, params.first_output_index, 0))
     u = (noise(key, torch.arange(len(logits))).double() + 0.5) / 2**32
     return int((scaled[0].double() - (-(-u).log1p()).log()).argmax())
@@ -101,7 +102,9 @@ def by_definition(logits: Tensor, params: DrawParams) -> int:
     min_p=st.floats(0.0, 1.0),
 )
 def test_any_filters_leave_what_the_definition_does(native, vocab, scale, seed, temperature, top_k, top_p, min_p):
-    params = DrawParams(seed=seed, first_output_index=3, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    params = draw_params(
+        seed=seed, first_output_index=3, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+    )
     logits = made(1, vocab, scale, seed % 1000)
     assert sampled(native, logits, [params]).token_ids == [by_definition(logits[0], params)]
 
@@ -110,8 +113,8 @@ def test_equal_logits_stay_together(native):
     """Half of the mass is one of four equal tokens and a bit of the next: all four stay, and nothing else."""
     logits = torch.zeros(1, 300)
     logits[0, [5, 70, 130, 299]] = 9.0
-    for params in (replace(PLAIN, top_p=0.3), replace(PLAIN, top_k=1), replace(PLAIN, min_p=1.0)):
-        drawn = {sampled(native, logits, [replace(params, seed=seed)]).token_ids[0] for seed in range(100)}
+    for params in (changed(PLAIN, top_p=0.3), changed(PLAIN, top_k=1), changed(PLAIN, min_p=1.0)):
+        drawn = {sampled(native, logits, [changed(params, seed=seed)]).token_ids[0] for seed in range(100)}
         assert drawn == {5, 70, 130, 299}
     assert sampled(native, logits, [FILTERS["greedy"]]).token_ids == [5]
 
@@ -149,7 +152,7 @@ def test_logits_processors_are_those_of_pytorch(native, name, vocab):
     outputs = (*whole_numbers(30, 5).abs().tolist(), 1, 2)
     settings_ = EDITS[name]
     draws = [
-        replace(base, logits_settings=settings_ if row % 3 else None, output_token_ids=outputs if row % 3 else ())
+        changed(base, logits_settings=settings_ if row % 3 else None, output_token_ids=outputs if row % 3 else ())
         for row, base in enumerate(seeded(FILTERS["plain"], 20) + seeded(FILTERS["greedy"], 20))
     ]
     bits = whole_numbers(40 * vocab, 9).view(40, vocab) % 3 == 0
@@ -182,7 +185,7 @@ def test_logprobs_ranks_and_the_best_are_those_of_pytorch(native, vocab):
     logits[2] = (logits[2] * 2).round() / 2  # many equal ones
     logits[3, ::2] = 0.0
     logits[3, 1::2] = -0.0
-    draws = [replace(params, num_logprobs=None if i == 4 else i) for i, params in enumerate(seeded(PLAIN, 10))]
+    draws = [changed(params, num_logprobs=None if i == 4 else i) for i, params in enumerate(seeded(PLAIN, 10))]
     prompts = [
         PromptLogprobParams(first_row=0, token_ids=(1, 14), num_logprobs=0),
         PromptLogprobParams(first_row=0, token_ids=(0, vocab - 1), num_logprobs=20),
@@ -192,7 +195,7 @@ def test_logprobs_ranks_and_the_best_are_those_of_pytorch(native, vocab):
 
 def test_a_penalty_does_not_touch_the_report(native):
     logits = made(1, 500)
-    draws = [replace(PLAIN, num_logprobs=3, logits_settings=EDITS["bias"])]
+    draws = [changed(PLAIN, num_logprobs=3, logits_settings=EDITS["bias"])]
     same_report(sampled(native, logits, draws), sampled(TORCH, logits, draws))
 
 
@@ -200,7 +203,7 @@ def test_a_penalty_does_not_touch_the_report(native):
 @pytest.mark.parametrize("place", [0, 17, 999])
 def test_a_row_that_is_no_numbers_gives_no_token_and_leaves_the_others(native, bad, place):
     logits = made(3, 1000)
-    draws = [replace(PLAIN, num_logprobs=1, logits_settings=EDITS["allowed"])] * 3
+    draws = [changed(PLAIN, num_logprobs=1, logits_settings=EDITS["allowed"])] * 3
     right = sampled(native, logits, draws)
     logits[1, place if bad != -INF else slice(None)] = bad
     broken = sampled(native, logits, draws)
@@ -212,7 +215,7 @@ def test_a_logit_of_zero_can_be_refused(native):
     """Next above zero is a denormal number, which counts as zero here."""
     logits = torch.zeros(1, 200)
     logits[0, 50] = 3.0
-    draws = seeded(replace(PLAIN, top_p=0.05), 40)
+    draws = seeded(changed(PLAIN, top_p=0.05), 40)
     assert sampled(native, logits.expand(40, 200).contiguous(), draws).token_ids == [50] * 40
 
 
@@ -220,7 +223,7 @@ def test_a_logit_of_zero_can_be_refused(native):
 def test_what_the_head_knows_of_blocks_changes_nothing(native, vocab):
     logits = made(len(FILTERS) * 4, vocab)
     logits[3, 7], logits[9, 8] = NAN, -INF
-    draws = [replace(params, num_logprobs=3) for name in FILTERS for params in seeded(FILTERS[name], 4)]
+    draws = [changed(params, num_logprobs=3) for name in FILTERS for params in seeded(FILTERS[name], 4)]
     padded = torch.nn.functional.pad(logits, (0, -vocab % 64), value=-INF).view(len(logits), -1, 64)
     block_best = padded.amax(2)
     block_best[9, 0] = NAN  # of a block with a logit that is not finite
@@ -237,7 +240,7 @@ def test_log_probabilities_are_of_the_heads_own_sums_to_the_same_bits(name):
     exact = (padded.double() - padded.double().amax(2, keepdim=True)).exp().sum(2)
     assert torch.allclose(output.block_mass.double(), exact, rtol=1e-6)
     sampler = runner.executor.make_sampler()
-    draws = seeded(replace(FILTERS["top-p"], num_logprobs=5), 30)
+    draws = seeded(changed(FILTERS["top-p"], num_logprobs=5), 30)
     assert repr(sampler.sample(output, draws)) == repr(sampled(sampler, output.logits, draws))
     doubled = replace(output, block_mass=2 * output.block_mass)  # they are what is used
     told, more = sampler.sample(output, draws), sampler.sample(doubled, draws)
@@ -257,7 +260,7 @@ def answers(sampler: NativeSampler) -> str:
     for vocab, scale in ((1000, 0.02), (151_936, 0.1), (333, 0.002)):
         rows = 2 * len(FILTERS)
         logits = whole_numbers(rows * vocab, vocab).view(rows, vocab).float() * scale
-        draws = [replace(params, num_logprobs=5) for name in FILTERS for params in seeded(FILTERS[name], 2)]
+        draws = [changed(params, num_logprobs=5) for name in FILTERS for params in seeded(FILTERS[name], 2)]
         told.append(sampled(sampler, logits, draws))
     return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 

@@ -1,18 +1,16 @@
 """What the native sampler finds in a row without sorting it is what PyTorch's sampler finds: the k-th best, the best
 tokens, a rank, a small nucleus; among equal logits, and where samples mislead too."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.step_sampler import HeadOutput, TorchSampler
-from holdfast.worker.step_plan import DrawParams
+from tests.draw_params import changed, draw_params
 from tests.worker.executors.cpu.native import library_or_skip
 
-PLAIN = DrawParams(seed=7, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)
+PLAIN = draw_params(seed=7, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)
 TORCH = TorchSampler()
 
 
@@ -49,18 +47,18 @@ ROWS = {"normal": normal, "few levels": few_levels, "misleading": misleading, "e
 def test_any_top_k_leaves_what_it_leaves_in_pytorch(native, kind, vocab):
     logits = ROWS[kind](vocab)
     for top_k in (1, 2, 77, 250, 300, 700, 5000, 19_999):
-        draws = [replace(PLAIN, seed=seed, top_k=min(top_k, vocab - 1), temperature=40.0) for seed in range(4)]
+        draws = [changed(PLAIN, seed=seed, top_k=min(top_k, vocab - 1), temperature=40.0) for seed in range(4)]
         drawn = native.sample(HeadOutput(logits, None), draws).token_ids
         assert drawn == TORCH.sample(HeadOutput(logits, None), draws).token_ids, top_k
         for row, token in enumerate(drawn):
-            assert logits[row, token] >= logits[row].sort(descending=True).values[draws[row].top_k - 1]
+            assert logits[row, token] >= logits[row].sort(descending=True).values[draws[row].sampling.top_k - 1]
 
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_searches_for_best_tokens_and_ranks_are_those_of_pytorch(native, kind):
     logits = ROWS[kind](20_037)
     for num_logprobs in (0, 1, 20, 500):
-        draws = [replace(PLAIN, seed=seed, temperature=3.0, num_logprobs=num_logprobs) for seed in range(4)]
+        draws = [changed(PLAIN, seed=seed, temperature=3.0, num_logprobs=num_logprobs) for seed in range(4)]
         got = native.sample(HeadOutput(logits, None), draws).logprobs
         expected = TORCH.sample(HeadOutput(logits, None), draws).logprobs
         for one, other in zip(got, expected, strict=True):
@@ -73,7 +71,7 @@ def test_draws_from_a_small_nucleus_are_those_of_pytorch(native, scale):
     """The level that is guessed below a nucleus never cuts into it, and all tokens of one level stay together."""
     for logits in (normal(20_037, scale), few_levels(20_037) * scale):
         for top_p in (1e-6, 0.01, 0.1, 0.25, 0.39, 0.41):
-            draws = [replace(PLAIN, seed=seed, top_p=top_p, min_p=1e-9 * (seed % 2)) for seed in range(4)]
+            draws = [changed(PLAIN, seed=seed, top_p=top_p, min_p=1e-9 * (seed % 2)) for seed in range(4)]
             drawn = native.sample(HeadOutput(logits, None), draws).token_ids
             assert drawn == TORCH.sample(HeadOutput(logits, None), draws).token_ids, top_p
 
@@ -84,6 +82,6 @@ def test_a_level_that_is_guessed_too_high_is_not_used(native):
     for block in range(8, 20_037 // 64, 16):
         logits[0, 64 * block : 64 * (block + 1)] += 1.0
     logits = logits.repeat(20, 1)
-    draws = [replace(PLAIN, seed=seed, top_p=0.35) for seed in range(20)]
+    draws = [changed(PLAIN, seed=seed, top_p=0.35) for seed in range(20)]
     drawn = native.sample(HeadOutput(logits, None), draws).token_ids
     assert drawn == TORCH.sample(HeadOutput(logits, None), draws).token_ids

@@ -1,26 +1,25 @@
 """Draws of all kinds, with and without logits processors, as tests of any device take them."""
 
 from array import array
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.step_sampler import HeadOutput, Sampled
-from holdfast.worker.plan_rows import LogitsSettings
-from holdfast.worker.step_plan import DrawParams
+from tests.draw_params import changed, draw_params
 
-PLAIN = DrawParams(seed=7, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)
+PLAIN = draw_params(seed=7, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)
 FILTERS = {
     "plain": PLAIN,
-    "greedy": replace(PLAIN, temperature=0.0),
-    "hot": replace(PLAIN, temperature=60.0),
-    "top-p": replace(PLAIN, temperature=0.8, top_p=0.95),
-    "narrow top-p": replace(PLAIN, temperature=1.7, top_p=0.02),
-    "top-k": replace(PLAIN, top_k=20),
-    "large top-k": replace(PLAIN, top_k=150, temperature=3.0),
-    "min-p": replace(PLAIN, min_p=0.05, temperature=1.3),
-    "all": replace(PLAIN, temperature=1.1, top_k=50, top_p=0.9, min_p=0.001),
+    "greedy": changed(PLAIN, temperature=0.0),
+    "hot": changed(PLAIN, temperature=60.0),
+    "top-p": changed(PLAIN, temperature=0.8, top_p=0.95),
+    "narrow top-p": changed(PLAIN, temperature=1.7, top_p=0.02),
+    "top-k": changed(PLAIN, top_k=20),
+    "large top-k": changed(PLAIN, top_k=150, temperature=3.0),
+    "min-p": changed(PLAIN, min_p=0.05, temperature=1.3),
+    "all": changed(PLAIN, temperature=1.1, top_k=50, top_p=0.9, min_p=0.001),
 }
 
 
@@ -57,7 +56,7 @@ def made(num_rows: int, vocab: int, scale: float = 3.0, seed: int = 1) -> Tensor
 
 def seeded(params: DrawParams, count: int) -> list[DrawParams]:
     """Draws of seeds beyond 32 bits too, and of different positions."""
-    return [replace(params, seed=seed * 0x1_2345_6789 % 2**63, first_output_index=seed % 97) for seed in range(count)]
+    return [changed(params, seed=seed * 0x1_2345_6789 % 2**63, first_output_index=seed % 97) for seed in range(count)]
 
 
 def sampled(sampler, logits: Tensor, *args) -> Sampled:
@@ -69,7 +68,7 @@ def edited_batch(vocab: int, seed: int = 0, **changes) -> tuple[Tensor, list[Dra
     outputs = (*(int(x) for x in torch.arange(30) * 7919 % 37), 4, 4, 9, 1, 2)
     settings_of = [None, *SETTINGS.values(), *SETTINGS.values()]
     draws = [
-        replace(
+        changed(
             PLAIN,
             seed=seed + row,
             first_output_index=len(outputs),

@@ -1,7 +1,6 @@
 """Draws on the device are the native sampler's: the same tokens, log-probabilities and ranks, to the bit."""
 
 from array import array
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,12 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
+from holdfast.worker.draws import LogitsSettings
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.gpu.graphs import Buffers
 from holdfast.worker.executors.gpu.sampler import DeviceSampler
 from holdfast.worker.executors.logits_processors import apply_logits_processors
-from holdfast.worker.plan_rows import LogitsSettings
-from holdfast.worker.step_plan import NO_TOKEN, DrawParams, PromptLogprobParams
+from holdfast.worker.step_plan import NO_TOKEN, PromptLogprobParams
+from tests.draw_params import changed, draw_params
 from tests.worker.executors.cpu.native import library_or_skip
 from tests.worker.executors.gpu.drawn import FILTERS, PLAIN, edited_batch, made, sampled, seeded
 
@@ -51,7 +51,7 @@ def assert_same(native, logits: Tensor, draws, prompts=(), masks=None) -> None:
 
 def test_each_kind_of_draw_in_one_batch(native):
     """Greedy rows and drawn ones, filters alone and together, ties, -inf, rows that are broken."""
-    draws = [replace(params, seed=5 + row) for row, params in enumerate(FILTERS.values())]
+    draws = [changed(params, seed=5 + row) for row, params in enumerate(FILTERS.values())]
     logits = made(len(draws) + 4, 1090)
     logits[:, 1] = logits[:, 1000] = logits.amax(1)
     logits[2, ::2] = -INF
@@ -68,10 +68,10 @@ def test_logprobs_of_draws_and_prompts(native):
     logits[2, [3, 4, 800]] = 9.0
     logits[3, 17] = NAN
     counts = (0, 20, 3, 2)
-    draws = [replace(PLAIN, seed=row, num_logprobs=count) for row, count in enumerate(counts[:2])]
+    draws = [changed(PLAIN, seed=row, num_logprobs=count) for row, count in enumerate(counts[:2])]
     prompts = [PromptLogprobParams(first_row=0, token_ids=(800, 5), num_logprobs=3)]
     assert_same(native, logits[:4], draws, prompts)
-    assert_same(native, logits[4:], [replace(PLAIN, top_p=0.5)])
+    assert_same(native, logits[4:], [changed(PLAIN, top_p=0.5)])
 
 
 def test_logits_processors(native):
@@ -110,7 +110,7 @@ def test_logprobs_are_raw_after_edits_too(native):
 
 def test_a_row_is_drawn_alike_in_any_company_and_padding():
     """Graphs pad rows up to their size; what lies behind the wanted rows is not read."""
-    logits, draws = made(3, 70), seeded(replace(PLAIN, top_p=0.7, num_logprobs=2), 3)
+    logits, draws = made(3, 70), seeded(changed(PLAIN, top_p=0.7, num_logprobs=2), 3)
     alone = [sampled(device_sampler(), logits[row : row + 1], draws[row : row + 1]) for row in range(3)]
     padded = device_sampler(capture=Replayed)
     for _ in range(2):
@@ -142,7 +142,7 @@ def test_padding_is_not_drawn_from():
 @pytest.mark.parametrize("vocab", [2, 63, 64, 65, 1000, 3001, 9000])
 def test_tokens_of_all_kinds(native, vocab, scale):
     for params in FILTERS.values():
-        assert_same(native, made(8, vocab, scale), seeded(replace(params, num_logprobs=5), 8))
+        assert_same(native, made(8, vocab, scale), seeded(changed(params, num_logprobs=5), 8))
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_tokens_of_all_kinds(native, vocab, scale):
 def test_tokens_of_a_large_vocabulary(native):
     logits = made(1, 151_936, 2.0)
     for params in FILTERS.values():
-        assert_same(native, logits, seeded(replace(params, num_logprobs=20), 1))
+        assert_same(native, logits, seeded(changed(params, num_logprobs=20), 1))
 
 
 @pytest.mark.slow
@@ -158,7 +158,12 @@ def test_tokens_of_a_large_vocabulary(native):
 @pytest.mark.parametrize("vocab", [31, 1000, 2049])
 def test_logits_processors_of_all_kinds(native, vocab):
     for seed, params in enumerate(FILTERS.values()):
-        changes = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p, "num_logprobs": 3}
+        changes = {
+            "top_k": params.sampling.top_k,
+            "top_p": params.sampling.top_p,
+            "min_p": params.sampling.min_p,
+            "num_logprobs": 3,
+        }
         logits, draws, masks = edited_batch(vocab, 100 * seed, **changes)
         assert_same(native, logits, draws, (), masks)
 
@@ -175,7 +180,7 @@ def test_any_edit(native, data):
         st.dictionaries(ids.filter(lambda token: token >= 0), st.floats(-100, 100, width=32), max_size=8)
     )
     grammar = data.draw(st.none() | st.binary(min_size=1, max_size=200))
-    params = replace(
+    params = changed(
         PLAIN,
         seed=data.draw(st.integers(0, 2**63 - 1)),
         temperature=data.draw(st.sampled_from((0.0, 0.7, 2.0))),
@@ -229,7 +234,7 @@ def test_any_draw(native, vocab, scale, levels, share, seed, position, temperatu
         logits = (logits * levels).round() / levels
     chosen = torch.rand(1, vocab, generator=torch.Generator().manual_seed(seed % 1001)) < share
     logits[chosen & (logits < logits.amax())] = -INF
-    params = DrawParams(
+    params = draw_params(
         seed=seed,
         first_output_index=position,
         temperature=temperature,

@@ -18,7 +18,8 @@ from holdfast.worker.models import native_backend as program
 from holdfast.worker.models.proof import Recognized
 from holdfast.worker.models.recognize import recognize
 from holdfast.worker.models.reference import Reference
-from holdfast.worker.step_plan import BlockCopy, DrawParams
+from holdfast.worker.step_plan import BlockCopy
+from tests.draw_params import draw_params
 from tests.worker.executors.cpu.runs import layout_of, tokens
 from tests.worker.executors.gpu import runs
 from tests.worker.executors.gpu.runs import Part, batch_of
@@ -120,7 +121,7 @@ def test_draws_in_the_step_are_those_from_its_logits():
     sampler = NativeSampler.with_threads(1)
     for seed in (1, 2):
         draws = [
-            DrawParams(seed=seed + row, first_output_index=row, temperature=0.7 * row, top_k=0, top_p=0.9)
+            draw_params(seed=seed + row, first_output_index=row, temperature=0.7 * row, top_k=0, top_p=0.9)
             for row in range(3)
         ]
         batch = batch_of(last, runner.block_size)

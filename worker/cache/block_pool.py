@@ -1,12 +1,119 @@
-"""Block allocator of the paged KV cache: ids and reference counts, in plain integers. Callers allocate, share and free;
-the allocator chooses which free block to hand out. A free block may still hold a cached prefix (`prefix_cache.py`): it
-counts as free, and `allocate` evicts it when no blank one is left.
+"""Block pool of the paged KV cache: which sequences own each block, and which blocks still hold a cached prefix.
+
+Ids and reference counts, in plain integers. A free block may still hold a prefix: it counts as free, and the allocator
+evicts it when no blank one is left.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from holdfast.worker.cache.prefix_cache import PrefixCache
+from holdfast.worker.block_hash import HashChain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockStored:
+    """A prefix that ends with this block is cached from now on."""
+
+    block_hash: bytes
+    parent_hash: bytes
+    """Of the block before it, or `root_hash` of the salt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockEvicted:
+    """This block is not cached any more."""
+
+    block_hash: bytes
+
+
+CacheEvent = BlockStored | BlockEvicted
+
+
+class PrefixCache:
+    """The blocks that can be shared: a table from hash to block and back. Every call costs O(1) per block.
+
+    A hash has one block. Two sequences that compute the same block side by side keep their own copies; the first copy
+    is the one that others find. Disabled, nothing is ever stored and nothing hashed.
+    """
+
+    def __init__(self, block_size: int, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.num_evictions = 0
+        self._block_size = block_size
+        self._block_ids: dict[bytes, int] = {}
+        self._contents: dict[int, BlockStored] = {}
+        self._changes: dict[bytes, CacheEvent] | None = None  # since they were last taken; None until then
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._contents
+
+    def hash_in(self, block_id: int) -> bytes | None:
+        """The hash by which the block is found; None if it is not cached."""
+        content = self._contents.get(block_id)
+        return content.block_hash if content else None
+
+    @property
+    def block_hashes(self) -> Iterable[bytes]:
+        """The hashes of all cached blocks."""
+        return self._block_ids.keys()
+
+    def find(self, chain: HashChain, token_ids: Sequence[int], max_num_blocks: int) -> list[int]:
+        """The blocks of the longest prefix of `token_ids` that is stored, up to so many full blocks."""
+        block_ids: list[int] = []
+        for index in range(max_num_blocks if self.enabled else 0):
+            block_id = self._block_ids.get(chain.hash_of(index, token_ids, self._block_size))
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def store(self, block_id: int, chain: HashChain, token_ids: Sequence[int], index: int) -> None:
+        """Block number `index` of a sequence is computed and in `block_id`, which is not written to again."""
+        if not self.enabled:
+            return
+        assert block_id not in self._contents, f"block {block_id} is stored and was written to again"
+        block_hash = chain.hash_of(index, token_ids, self._block_size)
+        if block_hash in self._block_ids:
+            return
+        content = BlockStored(block_hash=block_hash, parent_hash=chain.hash_of(index - 1, token_ids, self._block_size))
+        self._block_ids[block_hash] = block_id
+        self._contents[block_id] = content
+        self._note(content, BlockEvicted)
+
+    def evict(self, block_id: int) -> None:
+        """The block is handed out for other tokens."""
+        block_hash = self._contents.pop(block_id).block_hash
+        del self._block_ids[block_hash]
+        self.num_evictions += 1
+        self._note(BlockEvicted(block_hash=block_hash), BlockStored)
+
+    def take_events(self) -> list[CacheEvent]:
+        """The events since the last call; at the first call, all blocks that are stored.
+
+        A block that was stored and evicted in between is left out, so what is kept is bounded by the number of blocks.
+        Nothing is kept before the first call.
+        """
+        events: list[CacheEvent] = list(self._contents.values() if self._changes is None else self._changes.values())
+        self._changes = {}
+        return events
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the tables and the untold changes agree. O(stored blocks)."""
+        mirrored = {content.block_hash: block_id for block_id, content in self._contents.items()}
+        assert mirrored == self._block_ids, "the tables of hashes and of blocks differ"
+        for block_hash, event in (self._changes or {}).items():
+            is_stored = block_hash in self._block_ids
+            assert isinstance(event, BlockStored) == is_stored, f"{event} is to be told, and the block is not so"
+
+    def _note(self, event: CacheEvent, opposite: type[CacheEvent]) -> None:
+        """Keep a change to be told; with its opposite, which has not been told either, it is none."""
+        if self._changes is None:
+            return
+        if isinstance(self._changes.get(event.block_hash), opposite):
+            del self._changes[event.block_hash]
+        else:
+            self._changes[event.block_hash] = event
 
 
 class BlockAllocator:

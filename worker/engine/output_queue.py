@@ -1,0 +1,64 @@
+"""Output queue: the deltas, rejections and prefix-cache changes that one listener has not been sent yet."""
+
+from collections.abc import Iterable
+
+from holdfast.worker.block_hash import short_hash
+from holdfast.worker.cache.block_pool import BlockStored, CacheEvent
+from holdfast.worker.request import EngineLoad, TokenDelta
+from holdfast.worker.stats import EngineStats
+from holdfast.worker.step_update import NO_CHANGES, CacheChanges, Rejection, StepUpdate
+
+
+class OutputQueue:
+    """What one listener has not been sent yet."""
+
+    def __init__(self) -> None:
+        self.is_new = True
+        self.deltas: list[TokenDelta] = []
+        self.rejections: list[Rejection] = []
+        self.cache: CacheFeed | None = None
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.is_new or self.deltas or self.rejections or (self.cache and self.cache.has_news))
+
+    def take(self, step_id: int, load: EngineLoad, stats: EngineStats | None) -> StepUpdate:
+        update = StepUpdate(
+            step_id=step_id,
+            deltas=tuple(self.deltas),
+            rejections=tuple(self.rejections),
+            load=load,
+            cache=self.cache.take() if self.cache else NO_CHANGES,
+            stats=stats,
+        )
+        self.is_new, self.deltas, self.rejections = False, [], []
+        return update
+
+
+class CacheFeed:
+    """The prefix-cache changes that one listener has not been sent yet: first the whole cache, then what changed.
+
+    A block's latest event replaces an earlier one, so events need no order, and what is kept is bounded by the number
+    of blocks that were stored or evicted since the last `take`.
+    """
+
+    def __init__(self, block_hashes: Iterable[bytes]) -> None:
+        """`block_hashes` are those of all blocks in the cache now."""
+        self._is_stored = dict.fromkeys(map(short_hash, block_hashes), True)
+
+    def note(self, events: Iterable[CacheEvent]) -> None:
+        """Take in the events since the last call, in order."""
+        for event in events:
+            self._is_stored[short_hash(event.block_hash)] = isinstance(event, BlockStored)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._is_stored)
+
+    def take(self) -> CacheChanges:
+        """The changes since the last call."""
+        changes, self._is_stored = self._is_stored, {}
+        return CacheChanges(
+            stored=[block for block, is_stored in changes.items() if is_stored],
+            evicted=[block for block, is_stored in changes.items() if not is_stored],
+        )
