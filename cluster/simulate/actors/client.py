@@ -17,7 +17,7 @@ from holdfast.cluster.simulate.kernel.timeline import Violation, require
 from holdfast.cluster.simulate.oracle.oracle import ExpectedCompletion, expected_completion
 from holdfast.router.dispatch.parallel_sampling import siblings
 from holdfast.router.events import Deliver, Fail, Usage
-from holdfast.router.resume import Progress, Resume
+from holdfast.router.resume_record import ResumeRecord, SequenceRecord
 from holdfast.worker.errors import (
     CapacityError,
     DeadlineExceededError,
@@ -68,9 +68,9 @@ class CheckedSequence:
     is_finished: bool = False
 
     @property
-    def progress(self) -> Progress:
-        return Progress(
-            token_ids=self.expected.token_ids[: self.num_tokens],
+    def record(self) -> SequenceRecord:
+        return SequenceRecord(
+            token_ids=list(self.expected.token_ids[: self.num_tokens]),
             text_length=len(self.text),
             finish_reason=self.expected.finish_reason if self.is_finished else None,
         )
@@ -220,11 +220,11 @@ class SimulatedClient:
         self._router = (self._router + 1) % len(self._routers)
         self._timeline.after(after_s, self._connect)
 
-    def _resume(self) -> Resume | None:
+    def _resume(self) -> ResumeRecord | None:
         if self._is_new:
             return None
-        sequences = tuple(sequence.progress for sequence in self._sequences)
-        return Resume(sequences=sequences, fingerprint=self._fingerprint)
+        sequences = [sequence.record for sequence in self._sequences]
+        return ResumeRecord(sequences=sequences, fingerprint=self._fingerprint)
 
     def _left_s(self) -> float:
         return max(0.0, self._deadline_s - self._timeline.now)
