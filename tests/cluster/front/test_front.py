@@ -266,7 +266,7 @@ async def test_what_is_no_answer_is_a_loss(junk):
     other.close()
 
 
-EVENT = b"data: " + b"x" * 1000 + b'\n\n: held {"s":0,"t":[1],"c":1,"p":"f"}\n\n'
+EVENT = b"data: " + b"x" * 1000 + b'\n\n: resume {"first_token_index":0,"token_ids":[],"text_length":1}\n\n'
 ENDLESS = {
     "whole": (b"content-length: 2000000000", b"y" * 1000),
     "stream": (b"transfer-encoding: chunked\r\nx-holdfast-hold: id 5", b"%x\r\n%b\r\n" % (len(EVENT), EVENT)),
