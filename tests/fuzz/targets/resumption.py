@@ -1,4 +1,4 @@
-"""Resumption of HTTP streams: the resume record of a client, at the router, and the marks of a stream, at the client."""
+"""Resumption of HTTP streams: a client's record, at the router, and the marks of a stream, at the client."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

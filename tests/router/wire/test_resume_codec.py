@@ -88,11 +88,13 @@ def test_what_is_no_list_of_token_ids_is_refused(tokens):
 
 
 @pytest.mark.parametrize("filler", ["1", "[]", '"a"', '{"a":1}'])
-@pytest.mark.parametrize("field", ["identity", "system_fingerprint", "num_events", "age_s", "sequences", "other", "end"])
+@pytest.mark.parametrize(
+    "field", ["identity", "system_fingerprint", "num_events", "age_s", "sequences", "other", "finish_reason"]
+)
 def test_no_field_has_more_values_than_a_parser_reads_at_once(field, filler):
     value = "[" + ",".join([filler] * 100_000) + "]"
     content = json.dumps(RECORD)
-    if field == "end":
+    if field == "finish_reason":
         content = content.replace('"finish_reason": null', f'"finish_reason": {value}')
     else:
         content = content[:-1] + f', "{field}": {value}}}'

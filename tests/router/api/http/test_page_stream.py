@@ -1,4 +1,4 @@
-"""The page's streams in JavaScript, by the same resume record as all clients: cut after any delivery, they are whole."""
+"""The page's streams in JavaScript, by the resume record of all clients: cut after any delivery, they are whole."""
 
 import json
 import shutil
