@@ -35,8 +35,9 @@ class Submission:
     """Marks say which replica has made what they stand for."""
     event_ids: EventIds | None = None
     """Of a client that may come again with the id of its last event."""
-    _held: dict[int, list[Deliver]] = field(default_factory=dict)
-    """By choice: what its encoder has not told yet, and its client therefore does not have."""
+    _held: dict[int, list[tuple[Deliver, bytes]]] = field(default_factory=dict)
+    """By choice: deliveries of which its encoder holds tokens back, with their events. No client could resume after these.
+    """
     _marks: MarkWriter = field(default_factory=MarkWriter)
 
     @classmethod
@@ -119,14 +120,15 @@ class Submission:
     def marked(self, events: bytes, delivery: Deliver, encoder: "Encoder", *, is_last: bool) -> bytes:
         """The events of a delivery, with what says where their client is after them.
 
-        What the encoder holds back counts once it is told: after a loss of the router it is to come again.
+        While the encoder holds tokens back, events wait with them, to be sent again after a loss of the router.
         """
         choice = delivery.sequence_index
         if encoder.holds(choice):
-            self._held.setdefault(choice, []).append(delivery)
-            return events
+            self._held.setdefault(choice, []).append((delivery, events))
+            return b""
         if choice in self._held:
-            delivery = merged([*self._held.pop(choice), delivery])
+            earlier, waiting = zip(*self._held.pop(choice), strict=True)
+            delivery, events = merged([*earlier, delivery]), b"".join((*waiting, events))
         delta = SequenceDelta(
             first_token_index=delivery.first_token_index,
             token_ids=delivery.token_ids,
@@ -180,7 +182,9 @@ class Encoder(Protocol):
         """
 
     def holds(self, choice: int) -> bool:
-        """Whether a choice's last delivery, of which `of` has told nothing, is told with a later one."""
+        """Whether tokens of a choice's last delivery are told with a later one: the log-probabilities of tokens whose
+        text is held back.
+        """
 
     def end(self) -> bytes:
         """What comes after the last delivery."""
@@ -235,7 +239,8 @@ async def numbered_events(
             events += encoder.end()
         if submission.marks:
             events = submission.marked(events, delivery, encoder, is_last=not num_answers)
-        yield events
+        if events:
+            yield events
 
 
 def catch_up(encoder: Encoder, received: Iterable[Deliver], submission: Submission) -> None:
