@@ -36,7 +36,7 @@ class Submission:
     event_ids: EventIds | None = None
     """Of a client that may come again with the id of its last event."""
     _held: dict[int, list[tuple[Deliver, bytes]]] = field(default_factory=dict)
-    """By choice: deliveries of which its encoder holds tokens back, with their events. No client can resume after these.
+    """By choice: deliveries of which its encoder holds tokens back, with their events: no client can resume after them.
     """
     _marks: MarkWriter = field(default_factory=MarkWriter)
 
