@@ -41,7 +41,7 @@ async function submitted(path, content, key, signal, state) {
   state.attempt += 1;
   const record = state.record === null ? "" : recordText(state);
   const headers = { "content-type": "application/json", "x-holdfast-hold": `${state.attempt}`, "x-holdfast-replicas": "1" };
-  if (record) headers["x-holdfast-resume"] = `${record.length}`; // it is ASCII
+  if (record) headers["x-holdfast-resume"] = `${new TextEncoder().encode(record).length}`;
   if (key) headers["authorization"] = `Bearer ${key}`;
   let answer;
   try {
