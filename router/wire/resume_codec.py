@@ -222,20 +222,22 @@ def failure_line(failure: StreamFailure) -> bytes:
 def read_mark(content: bytes) -> Mark:
     """The JSON of a mark. Raises `ValueError` for what no router writes."""
     try:
-        said = json.loads(content)
+        said = json.loads(content.decode())
         if "may_retry" in said:
             after_s = said["retry_after_s"]
             return StreamFailure(bool(said["may_retry"]), None if after_s is None else float(after_s))
-        fingerprint = said.get("system_fingerprint")
-        return SequenceDelta(
-            first_token_index=_count(said["first_token_index"]),
-            token_ids=list(map(_count, said["token_ids"])),
-            text_length=_count(said.get("text_length", 0)),
-            finish_reason=_reason(said.get("finish_reason")),
-            sequence_index=_count(said.get("sequence_index", 0)),
-            fingerprint=None if fingerprint is None else _text(fingerprint),
-            num_events=_count(said.get("num_events", 0)),
-            is_last=bool(said.get("is_last", False)),
+        get, ids = said.get, said["token_ids"]
+        first, length, index, events = counts = (
+            said["first_token_index"],
+            get("text_length", 0),
+            get("sequence_index", 0),
+            get("num_events", 0),
         )
+        if type(ids) is not list or {*map(type, counts), *map(type, ids)} != {int} or min(*counts, *ids) < 0:
+            raise ValueError("its numbers must be integers of at least 0")
+        fingerprint, reason = get("system_fingerprint"), _reason(get("finish_reason"))
+        if fingerprint is not None:
+            _text(fingerprint)
+        return SequenceDelta(first, ids, length, reason, index, fingerprint, events, get("is_last") is True)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"a stream has a mark that no router writes: {str(error)[:200]}") from None
