@@ -10,7 +10,8 @@ from typing import Final, TypeAlias
 
 from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
-from holdfast.router.resume import Resume
+from holdfast.router.resume import check_record
+from holdfast.router.resume_record import ResumeRecord
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import FIELD
 from holdfast.worker.request import Priority, check_service
@@ -102,7 +103,7 @@ class GenerationRequest:
     """None: the server's default."""
     cache_salt: str = ""
     """Cached prefixes are shared only between requests of the same salt."""
-    resume: Resume | None = None
+    resume: ResumeRecord | None = None
     """The output that the client already has; None: not a resumed request."""
     tenant: str = ""
     """The tenant that it is charged to: tenants get service by their shares."""
@@ -165,8 +166,8 @@ class GenerationRequest:
             limit = f"must be at most {limits.max_prompt_tokens} tokens (limits.max_prompt_tokens)"
             raise InvalidRequestError("token_ids", len(self.prompt), limit)
 
-    def _check_resume(self, resume: Resume) -> None:
-        resume.check(self.request_id, self.sampling_params)
+    def _check_resume(self, resume: ResumeRecord) -> None:
+        check_record(resume, self.request_id, self.sampling_params)
         if self.chat is not None and self.chat.now_s is None:
             limit = "must be that of the stream that was cut off: a chat template may tell the date"
             raise InvalidRequestError("chat.now_s", None, limit)

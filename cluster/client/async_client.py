@@ -12,12 +12,13 @@ from typing import Any, Protocol, Unpack
 import grpc
 
 from holdfast.cluster.call_options import CallOptions, ServiceOptions, check_timeout
-from holdfast.cluster.client.held_call import Received
+from holdfast.cluster.client.resumable_call import ResumableCall
 from holdfast.cluster.client.retry_policy import RECONNECT_S, RetryPolicy, is_worth_another_try
 from holdfast.cluster.client.transport import CallFailed, GrpcTransport, Transport
 from holdfast.router.chat import Chat, Message
 from holdfast.router.generation import Chunk, Generation
 from holdfast.router.request import GenerationRequest
+from holdfast.router.resume_record import ResumeRecord, SequenceDelta
 from holdfast.router.wire.request_codec import generation_request_message
 from holdfast.router.wire.response_codec import chunk, generation
 from holdfast.router.wire.statuses import error_of
@@ -110,21 +111,21 @@ class AsyncClient:
         retry cannot mend, `CapacityError` and `ReplicaError` with `retry_after_s`.
         """
         request = submission(prompt, params, messages, model=model, request_id=request_id, **options)
-        retry_policy, received = self._retry_policy(request.timeout_s), Received()
+        call, has_guarantee = self._resumable_call(request.timeout_s, ResumeRecord()), True
         while True:
             at = self._at
             try:
-                async with aclosing(self._call("GenerateStream", request, retry_policy)) as answers:
+                async with aclosing(self._call("GenerateStream", request, call)) as answers:
                     async for message in answers:
-                        retry_policy.note_news()
-                        if (news := received.take(chunk(message))) is not None:
-                            yield news
+                        one = chunk(message)
+                        if _merged(call, one):
+                            has_guarantee = has_guarantee and not one.replayed_without_guarantee
+                            yield one if has_guarantee else replace(one, replayed_without_guarantee=True)
                 return
             except CallFailed as failure:
-                if received.is_over:
+                if call.is_over:
                     return
-                await self._pause(at, failure, retry_policy)
-            request = replace(self._resubmission(request, retry_policy), resume=received.resume)
+                await self._pause(at, failure, call.retry_policy)
 
     async def generate(
         self,
@@ -142,14 +143,13 @@ class AsyncClient:
         If a router is lost, another one is asked anew: it comes to the same answer.
         """
         request = submission(prompt, params, messages, model=model, request_id=request_id, **options)
-        retry_policy = self._retry_policy(request.timeout_s)
+        call = self._resumable_call(request.timeout_s)
         while True:
             at = self._at
             try:
-                return generation(await _only(self._call("Generate", request, retry_policy)))
+                return generation(await _only(self._call("Generate", request, call)))
             except CallFailed as failure:
-                await self._pause(at, failure, retry_policy, is_whole=True)
-            request = self._resubmission(request, retry_policy)
+                await self._pause(at, failure, call.retry_policy, is_whole=True)
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request, whoever has sent it, after the output that it has, with finish reason ABORT.
@@ -188,12 +188,16 @@ class AsyncClient:
 
     # --- inside ---
 
-    def _call(self, method: str, request: GenerationRequest, retry_policy: RetryPolicy) -> AsyncGenerator[Any, None]:
-        """What the router that is talked to answers to a submission. Raises `CallFailed`."""
-        return self._sent(method, generation_request_message(request), retry_policy)
+    def _call(self, method: str, request: GenerationRequest, call: ResumableCall) -> AsyncGenerator[Any, None]:
+        """The answer of the current router to the next submission. Raises `CallFailed`."""
+        now = self._clock.now()
+        resume = call.submit(now)
+        if call.attempt > 1:
+            time_left_s = call.retry_policy.time_left_s(now)
+            request = replace(request, attempt=call.attempt, timeout_s=time_left_s, resume=resume)
+        return self._sent(method, generation_request_message(request), call.retry_policy)
 
     def _sent(self, method: str, message: Any, retry_policy: RetryPolicy) -> AsyncGenerator[Any, None]:
-        retry_policy.note_sent()
         return self._transport.call(
             self._addresses[self._at], method, message, retry_policy.note_taken, retry_policy.num_routers_lost
         )
@@ -203,15 +207,11 @@ class AsyncClient:
         retry_policy = self._retry_policy(timeout_s=0)
         while True:
             at = self._at
+            retry_policy.note_sent()
             try:
                 return await _only(self._sent(method, message, retry_policy))
             except CallFailed as failure:
                 await self._pause(at, failure, retry_policy)
-
-    def _resubmission(self, request: GenerationRequest, retry_policy: RetryPolicy) -> GenerationRequest:
-        """The same request once more, with what is left of its time."""
-        time_left_s = retry_policy.time_left_s(self._clock.now())
-        return replace(request, attempt=request.attempt + 1, timeout_s=time_left_s)
 
     async def _pause(self, at: int, failure: CallFailed, retry_policy: RetryPolicy, *, is_whole: bool = False) -> None:
         """Gets ready for the next try, after what the router `at` has said. Raises if there is no use in one.
@@ -238,6 +238,9 @@ class AsyncClient:
         """Talks to the next router from here on, unless another task has moved on already."""
         if self._at == at:
             self._at = (at + 1) % len(self._addresses)
+
+    def _resumable_call(self, timeout_s: float | None, record: ResumeRecord | None = None) -> ResumableCall:
+        return ResumableCall(self._retry_policy(timeout_s), self._clock.now(), record)
 
     def _retry_policy(self, timeout_s: float | None) -> RetryPolicy:
         return RetryPolicy(
@@ -296,6 +299,23 @@ def _parted(options: CallOptions) -> tuple[dict[str, Any], dict[str, Any]]:
     given = {name: value for name, value in options.items() if name not in of_chat or value is not None}
     service = {name: value for name, value in given.items() if name not in of_chat}
     return service, {name: value for name, value in given.items() if name in of_chat}
+
+
+def _merged(call: ResumableCall, one: Chunk) -> bool:
+    """Whether a chunk is new output. Raises `InternalError` for a gap or an overlap."""
+    delta = SequenceDelta(
+        first_token_index=one.first_token_index,
+        token_ids=one.token_ids,
+        text_length=len(one.text),
+        finish_reason=one.finish_reason,
+        sequence_index=one.sequence_index,
+        fingerprint=one.system_fingerprint,
+        is_last=one.usage is not None,
+    )
+    try:
+        return call.merge(delta)
+    except ValueError as error:
+        raise InternalError(str(error)) from None
 
 
 async def _only(answers: AsyncGenerator[Any, None]) -> Any:

@@ -1,17 +1,16 @@
-"""Held call: one HTTP request that survives the loss of its router. What to send, what to hand on,
-when to ask again.
+"""Held call: a resumable call over HTTP. Which headers and bytes to send, what a response's status means, and which
+bytes of a stream the client gets.
 """
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
+from holdfast.cluster.client.resumable_call import ResumableCall
 from holdfast.cluster.client.retry_policy import RetryPolicy
-from holdfast.router.generation import Chunk
-from holdfast.router.resume import HOLD, MARK, RESUME, Identity, Noted, Progress, Resume
+from holdfast.router.resume_record import Identity, ResumeRecord
 from holdfast.router.router_losses import ROUTERS_LOST
-from holdfast.worker.errors import InternalError
-from holdfast.worker.request import FinishReason
+from holdfast.router.wire.resume_codec import HOLD, MARK, RESUME, StreamFailure, read_mark, resume_json
 
 _COMMENT: Final = b":"
 _MARK_AT: Final = b"\n" + MARK
@@ -30,65 +29,66 @@ Verdict: TypeAlias = Literal["take", "again", "end"]
 
 
 class HeldCall:
-    """What is known of one request, whichever routers it was sent to. Time is passed in."""
+    """One request, whichever routers it was sent to. Time is passed in."""
 
     def __init__(self, content: bytes, retry_policy: RetryPolicy, now: float) -> None:
         self._content = content
-        self._retry_policy = retry_policy
-        self._began_at = now
-        self._attempt = 0
-        self._sent_at = now
+        self._call = ResumableCall(retry_policy, now)
         self._buffer = b""
-        self.noted: Noted | None = None
-        """Of a stream that has begun."""
         self.failed: Failed | None = None
         """How a router has ended the stream."""
 
     @property
+    def record(self) -> ResumeRecord | None:
+        """Of a stream that has begun."""
+        return self._call.record
+
+    @property
     def is_over(self) -> bool:
         """The client has the whole stream."""
-        return self.noted is not None and self.noted.is_over
+        return self._call.is_over
 
     # --- out ---
 
     def submission(self, now: float) -> tuple[dict[str, str], bytes]:
         """Headers and body of the next submission."""
-        self._attempt += 1
-        self._buffer, self.failed, self._sent_at = b"", None, now
-        self._retry_policy.note_sent()
-        headers = {HOLD: str(self._attempt)}
-        if num_lost := self._retry_policy.num_routers_lost:
+        self._buffer, self.failed = b"", None
+        record = self._call.submit(now)
+        headers = {HOLD: str(self._call.attempt)}
+        if num_lost := self._call.retry_policy.num_routers_lost:
             headers[ROUTERS_LOST] = str(num_lost)
-        if self.noted is None:
+        if record is None:
             return headers, self._content
-        self.noted.age_s = now - self._began_at
-        noted = self.noted.content
-        return headers | {RESUME: str(len(noted))}, self._content + noted
+        written = resume_json(record)
+        return headers | {RESUME: str(len(written))}, self._content + written
 
     # --- in ---
 
     def verdict(self, status: int, hold: str | None, should_retry: str | None) -> Verdict:
         """On a response, by its status and what it says of itself. `hold` is None where no Holdfast router answers."""
-        has_begun = self.noted is not None
+        has_begun, retry_policy = self.record is not None, self._call.retry_policy
         if status == 200:
             if hold is None and has_begun:
                 return "again"  # a stranger cannot go on with it
-            self._retry_policy.note_taken()
+            retry_policy.note_taken()
             if not has_begun and hold is not None and (identity := Identity.of(hold)) is not None:
-                self.noted = Noted(identity=identity)
+                self._call.record = ResumeRecord(identity=identity)
             return "take"
         if hold is None:
             return "again" if has_begun and status in _OF_PROXIES else self._refused()
         may_retry = should_retry == "true"
-        is_away = status == _AWAY or (status == _BUSY and self._retry_policy.was_taken)
+        is_away = status == _AWAY or (status == _BUSY and retry_policy.was_taken)
         return "again" if may_retry and is_away else self._refused()
 
     def _refused(self) -> Verdict:
-        return "take" if self.noted is None else "end"
+        return "take" if self.record is None else "end"
 
     def push(self, data: bytes) -> bytes:
-        """What the client is to get after some bytes of a stream: all events up to the last mark, and no mark."""
-        assert self.noted is not None, "a stream has begun"
+        """What the client gets after some bytes of a stream: all events up to the last mark, and no mark.
+
+        Raises `ValueError` for a mark that no router writes, or that leaves a gap.
+        """
+        assert self.record is not None, "a stream has begun"
         self._buffer = self._buffer + data if self._buffer else data
         handed = []
         while (end := self._one_mark()) is not None:
@@ -96,7 +96,7 @@ class HeldCall:
         return b"".join(handed)
 
     def _one_mark(self) -> bytes | None:
-        """The events before the next mark, which is noted; None if it has not come yet."""
+        """The events before the next mark, which is merged into the record; None if it has not come yet."""
         if self._buffer.startswith(MARK):
             at = 0
         else:
@@ -107,14 +107,12 @@ class HeldCall:
         end = self._buffer.find(b"\n\n", at)
         if end < 0:
             return None
-        events, said = self._buffer[:at], json.loads(self._buffer[at + len(MARK) : end])
+        events, mark = self._buffer[:at], read_mark(self._buffer[at + len(MARK) : end])
         self._buffer = self._buffer[end + 2 :]
-        if "failed" in said:
-            self.failed = Failed(events, said["failed"], said["after"])
+        if isinstance(mark, StreamFailure):
+            self.failed = Failed(events, mark.may_retry, mark.retry_after_s)
             return b""
-        assert self.noted is not None, "a stream has begun"
-        self.noted.note(said)
-        self._retry_policy.note_news()
+        self._call.merge(mark)
         return events
 
     def _drop_comment(self) -> None:
@@ -126,12 +124,12 @@ class HeldCall:
     def note_lost(self, now: float, *, was_sent: bool) -> None:
         """The connection is gone; where the request `was_sent`, a router may have been reading it."""
         if was_sent:
-            is_proof = PROOF_S <= now - self._sent_at < LONGEST_READ_S
-            self._retry_policy.note_router_lost(is_proof=is_proof)
+            is_proof = PROOF_S <= now - self._call.sent_at < LONGEST_READ_S
+            self._call.retry_policy.note_router_lost(is_proof=is_proof)
 
     def pause_s(self, now: float, hint_s: float | None = None) -> float | None:
         """How long to wait before the next submission; None: give up."""
-        return self._retry_policy.pause_s(now, hint_s)
+        return self._call.pause_s(now, hint_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +137,7 @@ class Failed:
     """An error that a router has ended a stream with."""
 
     events: bytes
-    """That say it to the client."""
+    """What the client gets of it."""
     may_retry: bool
     retry_after_s: float | None
 
@@ -153,62 +151,3 @@ def error_event(body: bytes) -> bytes:
         said = {"message": body[:200].decode(errors="replace"), "type": "server_error", "param": None, "code": None}
         return b"data: " + json.dumps({"error": said}).encode() + b"\n\n"
     return b"event: error\n" + data if is_named else data
-
-
-@dataclass(slots=True)
-class ReceivedSequence:
-    """What has arrived of one sequence."""
-
-    token_ids: list[int] = field(default_factory=list)
-    text_length: int = 0
-    finish_reason: FinishReason | None = None
-    """Set once its end has come."""
-
-
-class Received:
-    """What has arrived of one stream, whichever routers it came from."""
-
-    def __init__(self) -> None:
-        self.sequences: list[ReceivedSequence] = []
-        """By sequence index."""
-        self.fingerprint = ""
-        self.is_over = False
-        """The very last chunk has come, which says the usage: all that may be missing is the end of the call."""
-        self._replayed_without_guarantee = False
-
-    @property
-    def resume(self) -> Resume:
-        """For the router that is to go on with it."""
-        sequences = tuple(
-            Progress(
-                token_ids=tuple(sequence.token_ids),
-                text_length=sequence.text_length,
-                finish_reason=sequence.finish_reason,
-            )
-            for sequence in self.sequences
-        )
-        return Resume(sequences=sequences, fingerprint=self.fingerprint)
-
-    def take(self, chunk: Chunk) -> Chunk | None:
-        """Notes a chunk, and returns it with what is known from earlier ones; None if its sequence was over before.
-
-        Raises `InternalError` for a gap or an overlap.
-        """
-        while len(self.sequences) <= chunk.sequence_index:
-            self.sequences.append(ReceivedSequence())
-        if chunk.usage is not None:
-            self.is_over = True
-        sequence = self.sequences[chunk.sequence_index]
-        if sequence.finish_reason is not None:
-            return None
-        if chunk.first_token_index != len(sequence.token_ids):
-            place = f"at token {chunk.first_token_index}, not {len(sequence.token_ids)}"
-            raise InternalError(f"sequence {chunk.sequence_index} does not continue where it was cut off: {place}")
-        sequence.token_ids += chunk.token_ids
-        sequence.text_length += len(chunk.text)
-        sequence.finish_reason = chunk.finish_reason
-        self.fingerprint = chunk.system_fingerprint
-        if chunk.replayed_without_guarantee == self._replayed_without_guarantee:
-            return chunk
-        self._replayed_without_guarantee = True
-        return replace(chunk, replayed_without_guarantee=True)

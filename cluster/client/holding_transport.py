@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from holdfast.cluster.client.held_call import HeldCall, error_event
 from holdfast.cluster.client.http_packages import AsyncIo, BlockingIo, Io, Package, at_once, package_of
 from holdfast.cluster.client.retry_policy import RECONNECT_S, RetryPolicy
-from holdfast.router.resume import HOLD
+from holdfast.router.wire.resume_codec import HOLD
 from holdfast.worker.wire.tls import Tls
 
 SILENCE_S: Final = 25.0
@@ -173,7 +173,7 @@ class _Held:
     async def answer(self) -> Any:
         """The response for the client."""
         response = await self._asked()
-        if self._call.noted is None or response.status_code != 200:
+        if self._call.record is None or response.status_code != 200:
             return response
         return self._io.streamed(response, self._events(), self._close)
 
@@ -184,7 +184,7 @@ class _Held:
             try:
                 response = await self._io.send(self._submission())
                 verdict = self._verdict(response)
-                if verdict == "take" and (self._call.noted is not None or HOLD not in response.headers):
+                if verdict == "take" and (self._call.record is not None or HOLD not in response.headers):
                     self._response = response
                     return response
                 await self._io.read(response)
@@ -262,7 +262,7 @@ class _Held:
 
     def _verdict(self, response: Any) -> str:
         headers = response.headers
-        if HOLD not in headers and self._call.noted is None and response.status_code == 200:
+        if HOLD not in headers and self._call.record is None and response.status_code == 200:
             self._transport.strangers.add(self._transport.origins[self._at])
         return self._call.verdict(response.status_code, headers.get(HOLD), headers.get("x-should-retry"))
 

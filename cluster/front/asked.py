@@ -7,8 +7,8 @@ from typing import Final
 from starlette.types import Scope
 
 from holdfast.cluster.front.upstream import Upstream
-from holdfast.router.resume import HOLD, RESUME
 from holdfast.router.router_losses import ROUTERS_LOST
+from holdfast.router.wire.resume_codec import HOLD, RESUME
 
 ONCE: Final = ("/admin/",)
 """Paths that are sent once: what an order has done is not known when its router is lost."""

@@ -16,7 +16,7 @@ from holdfast.cluster.client.retry_policy import RetryPolicy
 from holdfast.cluster.front.asked import OF_A_HOP, OURS, Asked, FrontStats, RelaySettings, Routers
 from holdfast.cluster.front.upstream import Connection, Head, RouterLostError, Upstream
 from holdfast.router.api.http.protocol import CONNECTION
-from holdfast.router.resume import HOLD
+from holdfast.router.wire.resume_codec import HOLD
 
 KEEP_ALIVE_S: Final = 10.0
 """A stream that has nothing to say says so as often, so that no proxy gives it up."""
@@ -100,7 +100,7 @@ class Relay:
             if answered is None:
                 return
             head, connection = answered
-            if call.noted is None or head.status != 200:
+            if call.record is None or head.status != 200:
                 body = await self._whole(head, connection)
                 if body is not None:
                     await self._answer(head, body)
@@ -161,7 +161,7 @@ class Relay:
         if (pause_s := self._call.pause_s(self._loop.time(), hint_s)) is None:
             await self._give_up(503, b"no router answers")
             return False
-        if self._call.noted is None:
+        if self._call.record is None:
             self._stats.num_repeated += 1
         await asyncio.sleep(pause_s)
         if self._has_begun and self._loop.time() - self._wrote_at > KEEP_ALIVE_S:
@@ -207,7 +207,7 @@ class Relay:
 
     async def _answer(self, head: Head, body: bytes) -> None:
         """An answer that is complete here."""
-        if self._call.noted is not None and self._has_begun:  # an error, where a stream was to go on
+        if self._call.record is not None and self._has_begun:  # an error, where a stream was to go on
             await self._write(error_event(body))
         elif self._has_begun:
             await self._write(body)

@@ -15,7 +15,8 @@ from holdfast.router.overload.byte_ledger import current_lease
 from holdfast.router.overload.overload import Overload
 from holdfast.router.request import GenerationRequest, check_text
 from holdfast.router.requests.answer import OpenAnswers
-from holdfast.router.resume import NewSequence, Resume, check_ends, new_sequence
+from holdfast.router.resume import NewSequence, check_ends, new_sequence
+from holdfast.router.resume_record import ResumeRecord
 from holdfast.router.security.gate import Caller, Gate
 from holdfast.router.text.prompt import (
     check_encoded,
@@ -190,13 +191,13 @@ class RequestAdmission:
             raise RateLimitError(told, OPEN_RETRY_S)
 
     async def new_sequence(
-        self, sibling: EngineRequest, index: int, resume: Resume | None, admitted: AdmittedRequest
+        self, sibling: EngineRequest, index: int, resume: ResumeRecord | None, admitted: AdmittedRequest
     ) -> NewSequence:
         """One sequence of a request, ready to open. A resumed one continues after what the client has."""
         text = TextStream(self._tokenizers[admitted.model.name], sibling.sampling_params, sibling.prompt_token_ids)
         if resume is None:
             return NewSequence(request=sibling, text=text)
-        received, facts = resume.progress(index).token_ids, admitted.model.facts
+        received, facts = resume.sequence(index).token_ids, admitted.model.facts
         field, num_prompt_tokens = f"resume.sequences[{index}].token_ids", len(sibling.prompt_token_ids)
         _check_room(field, len(received), num_prompt_tokens, facts.max_model_len)
         check_vocabulary(field, received, facts.vocab_size)

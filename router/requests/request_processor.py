@@ -21,7 +21,8 @@ from holdfast.router.requests.poison_watch import current_reading
 from holdfast.router.requests.request_admission import AdmittedRequest, Pauses, RequestAdmission
 from holdfast.router.requests.request_stats import RequestStats, RequestWatch
 from holdfast.router.requests.tracing import RequestTracer
-from holdfast.router.resume import NewSequence, Resume, received_delivery
+from holdfast.router.resume import NewSequence, received_delivery
+from holdfast.router.resume_record import ResumeRecord
 from holdfast.router.security.gate import Gate
 from holdfast.router.text.prompt import check_vocabulary
 from holdfast.router.text.tokenizer import Tokenizer
@@ -302,7 +303,7 @@ class RequestProcessor:
         return await self._tokenizers.decode(status.name, tuple(token_ids))
 
 
-def _received(sequences: Sequence[NewSequence], resume: Resume, echo: str) -> tuple[Deliver, ...]:
+def _received(sequences: Sequence[NewSequence], resume: ResumeRecord, echo: str) -> tuple[Deliver, ...]:
     """What the client of a resumed request has already, of each sequence of which it has any."""
     resumed = sequences[: len(resume.sequences)]
     received = (received_delivery(one, index, resume, echo) for index, one in enumerate(resumed))

@@ -1,13 +1,10 @@
 """Protobuf codec of requests of the public API: from messages for routers, to messages for clients."""
 
 import json
-from collections.abc import Sequence
-from itertools import chain
 from typing import Final
 
 from holdfast.router.chat import Chat, check_messages
 from holdfast.router.request import GenerationRequest
-from holdfast.router.resume import Progress, Resume
 from holdfast.router.wire.chat_codec import (
     json_object,
     set_tools,
@@ -15,9 +12,10 @@ from holdfast.router.wire.chat_codec import (
     turn,
     turn_message,
 )
+from holdfast.router.wire.resume_codec import in_pieces, resume_message, resume_record
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.request import FinishReason, Priority
+from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.wire.sampling_fields import fields_of, params_of
 
@@ -30,17 +28,8 @@ PRIORITIES: Final = {
 PRIORITIES_READ: Final = {int(number): priority for priority, number in PRIORITIES.items()} | {
     int(inference_pb2.PRIORITY_UNSPECIFIED): Priority.NORMAL
 }
-FINISH_REASONS: Final = {
-    None: inference_pb2.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: inference_pb2.FINISH_REASON_ABORT,
-}
-FINISH_REASONS_READ: Final = {int(number): reason for reason, number in FINISH_REASONS.items()}
-
 
 MAX_TIMEOUT_MS: Final = 2**32 - 1
-_PIECE: Final = 2**16
 
 
 def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequest:
@@ -57,7 +46,7 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
         priority=priority,
         timeout_s=message.timeout_ms / 1000 if message.HasField("timeout_ms") else None,
         cache_salt=message.cache_salt,
-        resume=_resume(message.resume) if message.HasField("resume") else None,
+        resume=resume_record(message.resume) if message.HasField("resume") else None,
         tenant=message.tenant,
         session_id=message.session_id,
         attempt=message.attempt,
@@ -73,7 +62,7 @@ def generation_request_message(request: GenerationRequest) -> inference_pb2.Gene
         priority=PRIORITIES[request.priority],
         timeout_ms=_timeout_ms(request.timeout_s),
         cache_salt=request.cache_salt,
-        resume=None if request.resume is None else _resume_message(request.resume),
+        resume=None if request.resume is None else resume_message(request.resume),
         tenant=request.tenant,
         session_id=request.session_id,
         attempt=request.attempt,
@@ -103,16 +92,11 @@ def _prompt(message: inference_pb2.GenerateRequest) -> str | tuple[int, ...]:
         case "text":
             return message.text
         case "token_ids":
-            return _in_pieces(message.token_ids.ids)
+            return tuple(in_pieces(message.token_ids.ids))
         case "chat":
             return ()
         case _:
             raise InvalidRequestError("prompt", None, "one of text, token_ids and chat must be set")
-
-
-def _in_pieces(numbers: Sequence[int]) -> tuple[int, ...]:
-    """All of a repeated field. A copy at one go would hold Python's lock to its end."""
-    return tuple(chain.from_iterable(numbers[start : start + _PIECE] for start in range(0, len(numbers), _PIECE)))
 
 
 def _set_prompt(message: inference_pb2.GenerateRequest, request: GenerationRequest) -> None:
@@ -162,36 +146,3 @@ def _chat_message(chat: Chat) -> inference_pb2.Chat:
     )
     set_tools(message, chat)
     return message
-
-
-# --- resumption ---
-
-
-def _resume(message: inference_pb2.Resume) -> Resume:
-    sequences = tuple(_progress(index, progress) for index, progress in enumerate(message.sequences))
-    return Resume(sequences=sequences, fingerprint=message.system_fingerprint)
-
-
-def _progress(index: int, message: inference_pb2.SequenceProgress) -> Progress:
-    number = message.finish_reason
-    if number not in FINISH_REASONS_READ:
-        said = "FINISH_REASON_STOP, FINISH_REASON_LENGTH or FINISH_REASON_ABORT"
-        limit = f"must be unset, or what a stream's last chunk may say: {said}"
-        raise InvalidRequestError(f"resume.sequences[{index}].finish_reason", number, limit)
-    return Progress(
-        token_ids=_in_pieces(message.token_ids),
-        text_length=message.text_length,
-        finish_reason=FINISH_REASONS_READ[number],
-    )
-
-
-def _resume_message(resume: Resume) -> inference_pb2.Resume:
-    sequences = [
-        inference_pb2.SequenceProgress(
-            token_ids=progress.token_ids,
-            text_length=progress.text_length,
-            finish_reason=FINISH_REASONS[progress.finish_reason],
-        )
-        for progress in resume.sequences
-    ]
-    return inference_pb2.Resume(sequences=sequences, system_fingerprint=resume.fingerprint)

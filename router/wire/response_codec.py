@@ -10,7 +10,7 @@ from holdfast.router.wire.chat_codec import (
     chat_output,
     chat_output_message,
 )
-from holdfast.router.wire.request_codec import FINISH_REASONS, FINISH_REASONS_READ
+from holdfast.router.wire.resume_codec import FINISH_REASONS, FINISH_REASONS_READ
 from holdfast.v1 import inference_pb2
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.stats import EngineStats

@@ -14,6 +14,7 @@ import httpx2
 import openai
 import pytest
 
+from holdfast.router.wire.resume_codec import MARK
 from tests import loops
 from tests.chaos.forked import POLL_S, ForkedCluster, forked_cluster
 
@@ -98,7 +99,7 @@ def text_of(stream: str) -> str:
     """Of a stream that came to its end."""
     lines = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
-    assert ": held" not in stream
+    assert MARK.decode() not in stream
     return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
 
 

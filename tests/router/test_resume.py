@@ -8,7 +8,8 @@ import pytest
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.events import CaughtUp
 from holdfast.router.request import GenerationRequest
-from holdfast.router.resume import Progress, Resume, catch_up, final_delivery
+from holdfast.router.resume import catch_up, final_delivery
+from holdfast.router.resume_record import ResumeRecord, SequenceRecord
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
@@ -42,13 +43,13 @@ def test_wherever_it_is_cut_the_text_goes_on_exactly(num_tokens):
     params = SamplingParams(stop=["ENDEN"], max_tokens=100)
     tokens = tuple(OUTPUT.encode())
     before = TextStream(byte_tokenizer(), params)
-    received = before.push(tokens[:num_tokens]).text
-    for text_length in {len(received), max(len(received) - 1, 0)}:
+    before_cut = before.push(tokens[:num_tokens]).text
+    for text_length in {len(before_cut), max(len(before_cut) - 1, 0)}:
         text = TextStream(byte_tokenizer(), params)
-        progress = Progress(token_ids=tokens[:num_tokens], text_length=text_length)
-        caught_up = catch_up(text, Resume(sequences=(progress,)), 0)
+        received = SequenceRecord(token_ids=list(tokens[:num_tokens]), text_length=text_length)
+        caught_up = catch_up(text, ResumeRecord(sequences=[received]), 0)
         rest = caught_up.unsent_text + text.push(tokens[num_tokens:]).text + text.finish()
-        assert received[:text_length] + rest == OUTPUT
+        assert before_cut[:text_length] + rest == OUTPUT
 
 
 def test_unsent_text_leads_the_first_delivery_and_comes_once():
@@ -67,14 +68,14 @@ def test_unsent_text_leads_the_first_delivery_and_comes_once():
 def test_a_completion_whose_end_was_received_is_over():
     """Its text has what was held back until the end, so it is longer than what is certain after its tokens."""
     text, params = LetterText(), SamplingParams(seed=0, max_tokens=2)
-    progress = Progress(token_ids=(0, 1), text_length=2, finish_reason=FinishReason.LENGTH)
-    caught_up = catch_up(text, Resume(sequences=(progress,), fingerprint="f"), 0)
+    received = SequenceRecord(token_ids=[0, 1], text_length=2, finish_reason=FinishReason.LENGTH)
+    caught_up = catch_up(text, ResumeRecord(sequences=[received], fingerprint="f"), 0)
     request = EngineRequest(request_id="x", prompt_token_ids=(1,), sampling_params=params, output_token_ids=(0, 1))
     end = final_delivery(request, caught_up)
     assert (end.finish_reason, end.text, end.token_ids) == (FinishReason.LENGTH, "", ())
     assert end.usage.num_completion_tokens == 2
     with pytest.raises(InvalidRequestError, match="text_length"):
-        catch_up(text, Resume(sequences=(replace(progress, finish_reason=None),)), 0)
+        catch_up(text, ResumeRecord(sequences=[replace(received, finish_reason=None)]), 0)
 
 
 @on_each_loop
@@ -181,7 +182,7 @@ def twofold(wish: inference_pb2.GenerateRequest) -> inference_pb2.GenerateReques
 def test_a_text_length_beyond_the_text_names_what_is_certain():
     text = TextStream(byte_tokenizer(), SamplingParams())
     with pytest.raises(InvalidRequestError, match=r"must be in \[0, 2\]"):
-        catch_up(text, Resume(sequences=(Progress(token_ids=tuple(b"ab"), text_length=3),)), 0)
+        catch_up(text, ResumeRecord(sequences=[SequenceRecord(token_ids=list(b"ab"), text_length=3)]), 0)
 
 
 END = 0
@@ -192,7 +193,7 @@ async def opened(params: SamplingParams, *outputs: list[int]) -> list[tuple[int,
     """What replicas of the demo are asked for when a client comes with these outputs."""
     tokenizers = TokenizerRegistry(lambda path: Tokenizer.load(str(DEMO)), inline_bytes=100)
     request_processor, port = await processor_and_port(tokenizers, vocab_size=2000, eos_token_ids=frozenset({END}))
-    resume = Resume(sequences=tuple(Progress(token_ids=tuple(output)) for output in outputs))
+    resume = ResumeRecord(sequences=[SequenceRecord(token_ids=output) for output in outputs])
     async with request_processor.open(GenerationRequest(prompt="hi", sampling_params=params, resume=resume)):
         return [request.output_token_ids for request in port.requests]
 

@@ -5,6 +5,7 @@ not live here: drawing requests (`cluster/simulate/world/traffic.py`).
 """
 
 import random
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from holdfast.cluster.simulate.kernel.timeline import Violation, require
 from holdfast.cluster.simulate.oracle.oracle import ExpectedCompletion, expected_completion
 from holdfast.router.dispatch.parallel_sampling import siblings
 from holdfast.router.events import Deliver, Fail, Usage
-from holdfast.router.resume import Progress, Resume
+from holdfast.router.resume_record import ResumeRecord, SequenceDelta, SequenceRecord
 from holdfast.worker.errors import (
     CapacityError,
     DeadlineExceededError,
@@ -63,17 +64,16 @@ class CheckedSequence:
     """One completion: what has arrived, and what is expected."""
 
     expected: ExpectedCompletion
-    num_tokens: int = 0
+    record: SequenceRecord
     text: str = ""
-    is_finished: bool = False
 
     @property
-    def progress(self) -> Progress:
-        return Progress(
-            token_ids=self.expected.token_ids[: self.num_tokens],
-            text_length=len(self.text),
-            finish_reason=self.expected.finish_reason if self.is_finished else None,
-        )
+    def num_tokens(self) -> int:
+        return len(self.record.token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.record.finish_reason is not None
 
 
 class SimulatedClient:
@@ -101,7 +101,7 @@ class SimulatedClient:
         self._router = rng.randrange(len(routers))
         self._max_model_len = max_model_len
         self._sequences: list[CheckedSequence] = []
-        self._fingerprint = ""
+        self._record = ResumeRecord()
         self.num_begun_anew = 0
         """Times that its version was gone before the end."""
         self._is_new = True
@@ -142,11 +142,9 @@ class SimulatedClient:
         return self.outcome == "quarantined" and not self.planned.is_poison
 
     def _expect_all(self) -> None:
-        self._sequences = [
-            CheckedSequence(expected_completion(sibling, self._max_model_len))
-            for sibling in siblings(self.planned.request)
-        ]
-        self._fingerprint, self._is_new = "", True
+        every = [expected_completion(sibling, self._max_model_len) for sibling in siblings(self.planned.request)]
+        self._record, self._is_new = ResumeRecord(sequences=[SequenceRecord() for _ in every]), True
+        self._sequences = list(map(CheckedSequence, every, self._record.sequences))
 
     # --- as an endpoint ---
 
@@ -220,11 +218,9 @@ class SimulatedClient:
         self._router = (self._router + 1) % len(self._routers)
         self._timeline.after(after_s, self._connect)
 
-    def _resume(self) -> Resume | None:
-        if self._is_new:
-            return None
-        sequences = tuple(sequence.progress for sequence in self._sequences)
-        return Resume(sequences=sequences, fingerprint=self._fingerprint)
+    def _resume(self) -> ResumeRecord | None:
+        """As it is now: the call may arrive when more output has come."""
+        return None if self._is_new else deepcopy(self._record)
 
     def _left_s(self) -> float:
         return max(0.0, self._deadline_s - self._timeline.now)
@@ -245,26 +241,37 @@ class SimulatedClient:
     def _take_news(self, sequence: CheckedSequence, delivery: Deliver) -> None:
         expected = sequence.expected
         first, end = delivery.first_token_index, delivery.first_token_index + len(delivery.token_ids)
-        if first != sequence.num_tokens:
-            raise Violation(f"{self}: token {first} came when token {sequence.num_tokens} was due")
+        before = self._record.fingerprint
+        self._merge(delivery)
         if delivery.token_ids != expected.token_ids[first:end]:
             raise Violation(f"{self}: tokens {delivery.token_ids} at {first}, expected {expected.token_ids}")
         self._check_reports(expected, delivery)
-        sequence.num_tokens = end
         sequence.text += delivery.text
-        if self._fingerprint and version_of(delivery.fingerprint) != version_of(self._fingerprint):
-            raise Violation(f"{self}: {delivery} is of another version than what has come: {self._fingerprint}")
-        self._fingerprint = delivery.fingerprint
+        if before and version_of(delivery.fingerprint) != version_of(before):
+            raise Violation(f"{self}: {delivery} is of another version than what has come: {before}")
         if not delivery.identity_guaranteed:
             raise Violation(f"{self}: {delivery} says that it may differ")
         if not expected.text.startswith(sequence.text):
             raise Violation(f"{self}: text {sequence.text!r}, expected {expected.text!r}")
         if delivery.finish_reason is not None:
-            sequence.is_finished = True
             require(end == len(expected.token_ids), f"{self}: {end} tokens of {expected}")
             require(sequence.text == expected.text, f"{self}: text {sequence.text!r} of {expected}")
             reason = delivery.finish_reason
             require(reason is expected.finish_reason, f"{self}: ended by {reason}, expected {expected}")
+
+    def _merge(self, delivery: Deliver) -> None:
+        delta = SequenceDelta(
+            first_token_index=delivery.first_token_index,
+            token_ids=delivery.token_ids,
+            text_length=len(delivery.text),
+            finish_reason=delivery.finish_reason,
+            sequence_index=delivery.sequence_index,
+            fingerprint=delivery.fingerprint,
+        )
+        try:
+            self._record.merge(delta)
+        except ValueError as error:
+            raise Violation(f"{self}: {error}") from None
 
     def _check_reports(self, expected: ExpectedCompletion, delivery: Deliver) -> None:
         """Checks that each token comes with its logprobs, and those of the prompt once, with the first."""

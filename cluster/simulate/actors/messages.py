@@ -8,7 +8,7 @@ Replica to router: `Hello`, then `StepUpdate` and `Retiring`. Router to replica:
 from dataclasses import dataclass
 
 from holdfast.cluster.simulate.actors.costly_message import CostlyMessage
-from holdfast.router.resume import Resume
+from holdfast.router.resume_record import ResumeRecord
 from holdfast.worker.request import EngineRequest
 
 
@@ -29,7 +29,7 @@ class Generate:
     """A client's request; where its stream was cut off, with what it has received already."""
 
     request: EngineRequest
-    resume: Resume | None
+    resume: ResumeRecord | None
     timeout_s: float
     attempt: int = 1
     """Of the client, from 1."""

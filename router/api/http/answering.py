@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from holdfast.router.api.http.errors import http_error
 from holdfast.router.api.http.event_stream import Shape
-from holdfast.router.resume import HOLD
+from holdfast.router.wire.resume_codec import HOLD
 from holdfast.worker.errors import HoldfastError, InternalError
 
 logger = logging.getLogger(__name__)

@@ -123,9 +123,9 @@ class Completions:
         index, events = delivery.sequence_index, b""
         if delivery.usage is not None:
             self._usages.append(delivery.usage)
-        if index not in self._over:
-            plain = self.plain(delivery) if delivery.finish_reason is None else None
-            events = plain or self._chunk(delivery)
+        if index not in self._over and (told := self._with_text(delivery)) is not None:
+            plain = self.plain(told) if told.finish_reason is None else None
+            events = plain or self._chunk(told)
         if delivery.finish_reason is not None:
             self._over.add(index)
         return events
@@ -143,8 +143,8 @@ class Completions:
         return b"%b%b%b" % (frame[0], json_text(text).encode(errors="replace"), frame[1])
 
     def holds(self, choice: int) -> bool:
-        """What `numbered` yields is told at once."""
-        return False
+        """Whether tokens of a choice wait for their text."""
+        return choice in self._waiting and self._waiting[choice].holds
 
     def end(self) -> bytes:
         """The usage of all prompts, and that it is done."""
@@ -159,19 +159,16 @@ class Completions:
                 self._order.has_begun(number)
         async for number, delivery in _side_by_side(self._answers):
             for one in self._order.of(number, delivery):
-                if (told := self._with_text(self._numbered(number, one), self._answers[number])) is not None:
-                    yield told
+                yield self._numbered(number, one)
 
-    def _with_text(self, delivery: Deliver, answer: SampledAnswer | BeamAnswer) -> Deliver | None:
+    def _with_text(self, delivery: Deliver) -> Deliver | None:
         """As `TokensWithText`, where text may be held back behind its tokens."""
+        index = delivery.sequence_index
+        answer = self._answers[index // self._per_prompt]
         if not self._tells_logprobs or not answer.params.stop_strings or not answer.params.detokenize:
             return delivery
-        index = delivery.sequence_index
         if index not in self._waiting:
             self._waiting[index] = TokensWithText(self._new_offsets(answer))
-            earlier = (one for one in self.received() if one.sequence_index == index)
-            for one in earlier:
-                self._waiting[index].catch_up(one)
         return self._waiting[index].of(delivery)
 
     def _new_offsets(self, answer: SampledAnswer | BeamAnswer) -> TextOffsets:

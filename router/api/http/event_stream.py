@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from holdfast.router.api.http.errors import HttpError, http_error
 from holdfast.router.api.http.protocol import CONNECTION, Connection
-from holdfast.router.resume import HOLD, failed_line
+from holdfast.router.wire.resume_codec import HOLD, StreamFailure, failure_line
 from holdfast.worker.errors import HoldfastError, InternalError
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class EventStream:
         if self._has_begun:
             event = self._shape.event_name + b"data: " + self._shape.body(answer) + b"\n\n"
             if self._is_held:
-                event += failed_line(may_retry=answer.may_retry, retry_after_s=error.retry_after_s)
+                event += failure_line(StreamFailure(answer.may_retry, error.retry_after_s))
             await send({"type": "http.response.body", "body": event, "more_body": False})
             return
         own: dict[str, str] = {name: self._headers[name] for name in ("x-request-id", HOLD) if name in self._headers}

@@ -19,7 +19,7 @@ from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.requests.tracing import TRACEPARENT, note_incoming
-from holdfast.router.resume import RESUME
+from holdfast.router.wire.resume_codec import RESUME
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import Priority
 
@@ -55,7 +55,7 @@ class RequestReader:
         # Before the body is read: what is shed whatever it says costs nothing more.
         self._requests.check_overload(Priority.CRITICAL, is_resumed=RESUME in request.headers)
         content = await self.content(request)
-        num_bytes = len(content) if RESUME in request.headers else 0  # what the client notes is to be read too
+        num_bytes = len(content) if RESUME in request.headers else 0  # a resume record is to be read too
         read = partial(Submission.read, request.headers, content, self._limits)
         return await self._decode_worker.run(num_bytes, read)
 

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
-from holdfast.router.api.http.event_ids import EVENT_IDS, LAST_EVENT_ID, EventIds, digest_of, read_record
+from holdfast.router.api.http.event_ids import EVENT_IDS, LAST_EVENT_ID, EventIds
 from holdfast.router.api.http.event_stream import Shortcut
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.output_stream import Taker, merged
@@ -15,8 +15,9 @@ from holdfast.router.events import Deliver
 from holdfast.router.request import GenerationRequest, check_request_id
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.poison_watch import PoisonWatch, begin_reading
-from holdfast.router.resume import HOLD, REPLICAS, RESUME, Identity, Mark, Noted, NotedSequence
+from holdfast.router.resume_record import Identity, ResumeRecord, SequenceDelta
 from holdfast.router.router_losses import ROUTERS_LOST, routers_lost
+from holdfast.router.wire.resume_codec import HOLD, REPLICAS, RESUME, MarkWriter, read_resume_json
 from holdfast.worker.errors import InvalidRequestError
 
 _SHORTEST_S = 0.001
@@ -29,13 +30,15 @@ class Submission:
     identity: Identity
     attempt: int = 0
     """0: the client does not come again."""
-    noted: Noted | None = None
+    record: ResumeRecord | None = None
     tells_replicas: bool = False
     """Marks say which replica has made what they stand for."""
     event_ids: EventIds | None = None
     """Of a client that may come again with the id of its last event."""
-    _held: dict[int, list[Deliver]] = field(default_factory=dict)
-    """By choice: what its encoder has not told yet, and its client therefore does not have."""
+    _held: dict[int, list[tuple[Deliver, bytes]]] = field(default_factory=dict)
+    """By choice: deliveries of which its encoder holds tokens back, with their events: no client can resume after them.
+    """
+    _marks: MarkWriter = field(default_factory=MarkWriter)
 
     @classmethod
     def read(cls, headers: Mapping[str, str], content: bytes, limits: LimitsConfig) -> tuple[Self, bytes]:
@@ -44,8 +47,9 @@ class Submission:
         if (size := _number(headers, RESUME)) and attempt:
             if size > len(content):
                 raise InvalidRequestError(RESUME, size, f"must be at most the body's size, {len(content)}")
-            noted = read_record(content[-size:], limits)
-            known = cls(identity=noted.identity, attempt=attempt, noted=noted, tells_replicas=tells_replicas)
+            record = read_resume_json(content[-size:], limits.max_prompt_tokens)
+            assert record.identity is not None, "it was read with one"
+            known = cls(identity=record.identity, attempt=attempt, record=record, tells_replicas=tells_replicas)
             return known, content[:-size]
         identity = Identity(uuid.uuid4().hex, int(time.time()))
         if not attempt and (event_ids := EventIds.asked_by(headers, identity)) is not None:
@@ -54,7 +58,7 @@ class Submission:
 
     def named(self, request_id: str, limits: LimitsConfig) -> "Submission":
         """With the id that a body gives its request, if any. Raises `InvalidRequestError`."""
-        if not request_id or self.noted is not None:
+        if not request_id or self.record is not None:
             return self
         if self.event_ids is not None:
             told = f"must not be set with {EVENT_IDS} or {LAST_EVENT_ID}: the ids of events have one of their own"
@@ -74,12 +78,12 @@ class Submission:
     @property
     def comes_again(self) -> bool:
         """The client goes on after an event, and the tokens until there are to be computed once more."""
-        return self.event_ids is not None and bool(self.event_ids.places)
+        return self.event_ids is not None and bool(self.event_ids.sequences)
 
     def until_there(self, request: GenerationRequest, first: int) -> GenerationRequest | None:
         """The request whose choices are from number `first` on, up to where the client is; None if it has nothing."""
         assert self.event_ids is not None, "it comes again"
-        places, params = self.event_ids.places, request.sampling_params
+        places, params = self.event_ids.sequences, request.sampling_params
         num_tokens = max((places[at].num_tokens for at in range(first, first + params.n) if at in places), default=0)
         if not num_tokens:
             return None
@@ -97,19 +101,11 @@ class Submission:
     def with_tokens(self, tokens: Mapping[int, tuple[int, ...]]) -> "Submission":
         """With what its client has of each choice. Raises `InvalidRequestError` if these are not the tokens it had."""
         assert self.event_ids is not None, "it comes again"
-        noted = Noted(identity=self.identity, num_events=self.event_ids.num_events)
-        for choice, place in self.event_ids.places.items():
-            had = tokens.get(choice, ())[: place.num_tokens]
-            if len(had) < place.num_tokens or digest_of(had) != place.digest:
-                told = "must be of the same request: the tokens that were computed again are not those of the stream"
-                raise InvalidRequestError(LAST_EVENT_ID, choice, told)
-            reason = place.finish_reason
-            noted.sequences[choice] = NotedSequence(list(had), place.num_chars, reason and str(reason))
-        return replace(self, noted=noted)
+        return replace(self, record=self.event_ids.record(tokens))
 
     @property
     def num_events(self) -> int:
-        return self.noted.num_events if self.noted is not None else 0
+        return self.record.num_events if self.record is not None else 0
 
     @property
     def headers(self) -> dict[str, str]:
@@ -124,29 +120,28 @@ class Submission:
     def marked(self, events: bytes, delivery: Deliver, encoder: "Encoder", *, is_last: bool) -> bytes:
         """The events of a delivery, with what says where their client is after them.
 
-        What the encoder holds back counts once it is told: after a loss of the router it is to come again.
+        While the encoder holds tokens back, events wait with them, to be sent again after a loss of the router.
         """
         choice = delivery.sequence_index
         if encoder.holds(choice):
-            self._held.setdefault(choice, []).append(delivery)
-            return events
+            self._held.setdefault(choice, []).append((delivery, events))
+            return b""
         if choice in self._held:
-            delivery = merged([*self._held.pop(choice), delivery])
-        if self.event_ids is not None:
-            return self.event_ids.marked(events, delivery, encoder.num_events, is_last=is_last)
-        return events + self._mark(delivery, encoder, is_last=is_last)
-
-    def _mark(self, delivery: Deliver, encoder: "Encoder", *, is_last: bool) -> bytes:
-        return Mark(
-            choice=delivery.sequence_index,
+            earlier, waiting = zip(*self._held.pop(choice), strict=True)
+            delivery, events = merged([*earlier, delivery]), b"".join((*waiting, events))
+        delta = SequenceDelta(
+            first_token_index=delivery.first_token_index,
             token_ids=delivery.token_ids,
-            num_chars=len(delivery.text),
+            text_length=len(delivery.text),
             finish_reason=delivery.finish_reason,
+            sequence_index=choice,
             fingerprint=delivery.fingerprint,
             num_events=encoder.num_events,
             is_last=is_last,
-            replica_id=delivery.replica_id if self.tells_replicas else "",
-        ).line
+        )
+        if self.event_ids is not None:
+            return self.event_ids.marked(events, delta)
+        return events + self._marks.line(delta, delivery.replica_id if self.tells_replicas else "")
 
     def of(
         self, request: GenerationRequest, *, number: int = 0, num_prompts: int = 1, choices: int = 1
@@ -155,9 +150,9 @@ class Submission:
         if not self.marks and not request.request_id:
             return request
         request_id, resume, timeout_s = self.identity.request_id, None, request.timeout_s
-        if self.noted is not None:
-            resume = self.noted.resume(number * choices, choices)
-            timeout_s = None if timeout_s is None else max(_SHORTEST_S, timeout_s - self.noted.age_s)
+        if self.record is not None:
+            resume = self.record.part(number * choices, choices)
+            timeout_s = None if timeout_s is None else max(_SHORTEST_S, timeout_s - self.record.age_s)
         if num_prompts > 1:
             request = request.as_part(number, f"{request_id}.{number}")
         return replace(
@@ -187,7 +182,9 @@ class Encoder(Protocol):
         """
 
     def holds(self, choice: int) -> bool:
-        """Whether a choice's last delivery, of which `of` has told nothing, is told with a later one."""
+        """Whether tokens of a choice's last delivery are told with a later one: the log-probabilities of tokens whose
+        text is held back.
+        """
 
     def end(self) -> bytes:
         """What comes after the last delivery."""
@@ -242,7 +239,8 @@ async def numbered_events(
             events += encoder.end()
         if submission.marks:
             events = submission.marked(events, delivery, encoder, is_last=not num_answers)
-        yield events
+        if events:
+            yield events
 
 
 def catch_up(encoder: Encoder, received: Iterable[Deliver], submission: Submission) -> None:
@@ -253,12 +251,12 @@ def catch_up(encoder: Encoder, received: Iterable[Deliver], submission: Submissi
 
 
 def note_reading(watch: PoisonWatch, path: str, headers: Mapping[str, str], content: bytes) -> None:
-    """A request is read from here on. What its client has noted of an answer is no part of what it is recognized by.
+    """A request is read from here on. Its client's resume record is no part of what it is recognized by.
 
     Raises as `PoisonWatch.begin` does, and `InvalidRequestError` for a header.
     """
-    num_noted = _number(headers, RESUME) if HOLD in headers else 0
-    own = memoryview(content)[: max(0, len(content) - num_noted)]
+    num_record = _number(headers, RESUME) if HOLD in headers else 0
+    own = memoryview(content)[: max(0, len(content) - num_record)]
     begin_reading(watch, path, own).suspect(routers_lost(headers.get(ROUTERS_LOST, "0")))
 
 

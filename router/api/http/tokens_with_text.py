@@ -22,16 +22,21 @@ class TokensWithText:
         self._num_told = 0
         self._num_chars = 0
 
-    def catch_up(self, received: Deliver) -> None:
-        """What the client of a resumed stream has already."""
-        for token_id in received.token_ids:
-            self._offsets.push(token_id)
-        self._num_told += len(received.token_ids)
-        self._num_chars += len(received.text)
+    @property
+    def holds(self) -> bool:
+        """Whether tokens wait. Then the client cannot resume here: their log-probabilities are computed once."""
+        return bool(self._held)
 
     def of(self, delivery: Deliver) -> Deliver | None:
-        """What can be told now; None: nothing."""
+        """What can be told now; None: nothing. What the client of a resumed stream has comes without log-probabilities,
+        and is as it was told.
+        """
         self._num_chars += len(delivery.text)
+        if len(delivery.logprobs) < len(delivery.token_ids):
+            for token_id in delivery.token_ids:
+                self._offsets.push(token_id)
+            self._num_told += len(delivery.token_ids)
+            return delivery
         for token_id, said in zip(delivery.token_ids, delivery.logprobs, strict=True):
             self._held.append((token_id, said, self._offsets.push(token_id)))
         count = len(self._held) if delivery.finish_reason is not None else self._num_begun()

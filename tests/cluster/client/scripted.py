@@ -150,7 +150,7 @@ def pieces(wish: GenerationRequest) -> list[Chunk]:
 
 def _rest(wish: GenerationRequest, index: int) -> list[Chunk]:
     token_ids = tokens(wish, index)
-    begin = 0 if wish.resume is None else len(wish.resume.progress(index).token_ids)
+    begin = 0 if wish.resume is None else len(wish.resume.sequence(index).token_ids)
     return [
         Chunk(
             request_id=wish.request_id,

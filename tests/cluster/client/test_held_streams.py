@@ -107,7 +107,7 @@ async def message(place: Two, transport: HoldingTransport) -> tuple[str, dict]:
     return text, {"kinds": kinds, "usage": events[-2].usage.output_tokens}
 
 
-DOORS = {
+APIS = {
     chat: "|".join(text_of(RENDERED, seed, NUM_TOKENS) for seed in (5, 6)),
     chat_with_logprobs: "|".join(text_of(RENDERED, seed, NUM_TOKENS) for seed in (5, 6)),
     completion: "|".join(
@@ -118,12 +118,12 @@ DOORS = {
 }
 
 
-@pytest.mark.parametrize("api", DOORS, ids=lambda api: api.__name__)
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api.__name__)
 @on_a_loop
 async def test_a_stream_that_is_cut_at_any_frame_goes_on(api):
     async with two_routers() as place:
         whole = await api(place, place.transport())
-        assert whole[0] == DOORS[api]
+        assert whole[0] == APIS[api]
         cuts = [(num_marks, num_bytes) for num_marks in range(NUM_TOKENS) for num_bytes in (0, 1 + 37 * num_marks)]
         for cut in cuts:
             place.cut(cut)
@@ -131,7 +131,7 @@ async def test_a_stream_that_is_cut_at_any_frame_goes_on(api):
         assert place.num_cut >= len(cuts) // 2
 
 
-@pytest.mark.parametrize("api", DOORS, ids=lambda api: api.__name__)
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api.__name__)
 @on_a_loop
 async def test_a_stream_that_is_cut_again_and_again_goes_on(api):
     async with two_routers() as place:

@@ -9,7 +9,7 @@ import pytest
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.client.retry_policy import MAX_PAUSE_S, RECONNECT_S
 from holdfast.router.request import GenerationRequest
-from holdfast.router.resume import Progress, Resume
+from holdfast.router.resume_record import ResumeRecord, SequenceRecord
 from holdfast.router.wire.statuses import call_status
 from holdfast.worker.errors import (
     CallerError,
@@ -75,8 +75,8 @@ async def test_a_stream_goes_on_at_another_router_after_what_was_received():
         assert await streamed(client_of(transport, clock)) == RIGHT, name
         first, second = transport.wishes
         assert (first.attempt, first.resume, second.attempt) == (1, None, 2)
-        received = Progress(token_ids=RIGHT[:3], text_length=3)
-        assert second.resume == Resume(sequences=(received,), fingerprint=FINGERPRINT)
+        received = SequenceRecord(token_ids=list(RIGHT[:3]), text_length=3)
+        assert second.resume == ResumeRecord(sequences=[received], fingerprint=FINGERPRINT)
         assert second.request_id == first.request_id != ""
         assert clock.pauses == [0.0]
         assert transport.num_open == 0
@@ -310,3 +310,31 @@ async def test_a_router_that_was_reading_a_request_is_waited_for_as_one_that_had
     with pytest.raises(ReplicaError):
         await streamed(client_of(transport, clock))
     assert RECONNECT_S - 5 < sum(clock.pauses) < RECONNECT_S + 1
+
+
+class ChangedTransport(ScriptedTransport):
+    """Changes what routers answer."""
+
+    def __init__(self, change: Callable[[list], list]) -> None:
+        super().__init__(a=ANSWERS, b=ANSWERS)
+        self._change = change
+
+    def _answers(self, method: str, request: object) -> list:
+        return self._change(super()._answers(method, request))
+
+
+@on_a_loop
+async def test_a_lost_guarantee_stays_lost():
+    def lose(answers: list) -> list:
+        answers[2].replayed_without_guarantee = True
+        return answers
+
+    chunks = [chunk async for chunk in client_of(ChangedTransport(lose)).stream("hello", PARAMS)]
+    assert [chunk.replayed_without_guarantee for chunk in chunks] == [False] * 2 + [True] * 6
+
+
+@on_a_loop
+async def test_a_gap_is_an_error_and_a_repeated_end_is_none():
+    with pytest.raises(InternalError, match="does not continue where it was cut off"):
+        await streamed(client_of(ChangedTransport(lambda answers: answers[:2] + answers[3:])))
+    assert await streamed(client_of(ChangedTransport(lambda answers: [*answers, answers[-1]]))) == RIGHT

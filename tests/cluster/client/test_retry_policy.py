@@ -1,11 +1,8 @@
 import pytest
 
-from holdfast.cluster.client.held_call import Received
 from holdfast.cluster.client.retry_policy import MAX_PAUSE_S, RetryPolicy
 from holdfast.router.dispatch.circuit_breaker import FIRST_PAUSE_S
-from holdfast.router.generation import Chunk
-from holdfast.worker.errors import InternalError, RequestQuarantinedError
-from holdfast.worker.request import FinishReason
+from holdfast.worker.errors import RequestQuarantinedError
 
 
 def retry_policy(num_routers: int = 1, timeout_s: float | None = None, draw: float = 1.0) -> RetryPolicy:
@@ -104,36 +101,6 @@ def test_a_word_of_a_router_starts_it_afresh():
         asked.pause_s(0.0)
     asked.note_news()
     assert asked.pause_s(1.0) == FIRST_PAUSE_S
-
-
-def chunk(first: int, *token_ids: int, sequence_index: int = 0, **fields: object) -> Chunk:
-    known = {"request_id": "r", "text": "é" * len(token_ids), "finish_reason": None}
-    return Chunk(sequence_index=sequence_index, first_token_index=first, token_ids=token_ids, **(known | fields))
-
-
-def test_what_was_received_is_kept_per_sequence():
-    received = Received()
-    received.take(chunk(0, 1, 2, sequence_index=1, system_fingerprint="f"))
-    received.take(chunk(2, 3, sequence_index=1, system_fingerprint="g"))
-    assert [sequence.token_ids for sequence in received.sequences] == [[], [1, 2, 3]]
-    assert [sequence.text_length for sequence in received.sequences] == [0, 3]
-    assert received.fingerprint == "g"
-
-
-def test_a_gap_or_an_overlap_is_an_error_and_a_repeated_end_is_not():
-    received = Received()
-    received.take(chunk(0, 1))
-    for first in (0, 2):
-        with pytest.raises(InternalError, match="cut off"):
-            received.take(chunk(first, 1))
-    assert received.take(chunk(1, 2, finish_reason=FinishReason.STOP)) is not None
-    assert received.take(chunk(2, finish_reason=FinishReason.STOP)) is None
-
-
-def test_a_lost_guarantee_stays_lost():
-    received = Received()
-    received.take(chunk(0, 1, replayed_without_guarantee=True))
-    assert received.take(chunk(1, 2)).replayed_without_guarantee
 
 
 def test_losses_count_while_a_request_is_being_read_and_with_proof():

@@ -12,11 +12,11 @@ from holdfast import HoldingTransport
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.links.replica_directory import StaticDirectory
 from holdfast.router.server.router import Router
+from holdfast.router.wire.resume_codec import MARK
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.router.api.http.test_openai_sdk import TEMPLATE
 from tests.router.site import eventually
 
-MARK = b": held "
 NUM_TOKENS = 7
 
 

@@ -19,7 +19,7 @@ from holdfast.router.config import LimitsConfig
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.wire.tls import Tls
 from tests.certificates import Authority
-from tests.cluster.client.test_held_streams import DOORS
+from tests.cluster.client.test_held_streams import APIS
 from tests.cluster.client.test_holding_transport import read_and_refuse
 from tests.cluster.client.two_routers import NUM_TOKENS, Two, come_back, is_idle, two_routers
 from tests.loops import on_a_loop
@@ -55,12 +55,12 @@ def stock(at: SimpleNamespace, **options) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"http://{at.addresses[0]}/v1", **options)
 
 
-@pytest.mark.parametrize("api", DOORS, ids=lambda api: api.__name__)
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api.__name__)
 @on_a_loop
 async def test_a_stream_of_a_stock_client_that_is_cut_anywhere_goes_on(api):
     async with two_routers() as place, fronted(place) as (at, front):
         whole = await api(at, plain())
-        assert whole[0] == DOORS[api]
+        assert whole[0] == APIS[api]
         cuts = [(num_marks, num_bytes) for num_marks in range(NUM_TOKENS) for num_bytes in (0, 1 + 37 * num_marks)]
         for cut in cuts:
             place.cut(cut)
@@ -266,7 +266,7 @@ async def test_what_is_no_answer_is_a_loss(junk):
     other.close()
 
 
-EVENT = b"data: " + b"x" * 1000 + b'\n\n: held {"s":0,"t":[1],"c":1,"p":"f"}\n\n'
+EVENT = b"data: " + b"x" * 1000 + b'\n\n: resume {"first_token_index":0,"token_ids":[],"text_length":1}\n\n'
 ENDLESS = {
     "whole": (b"content-length: 2000000000", b"y" * 1000),
     "stream": (b"transfer-encoding: chunked\r\nx-holdfast-hold: id 5", b"%x\r\n%b\r\n" % (len(EVENT), EVENT)),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cluster.simulate.actors.client import CheckedSequence
+from holdfast.cluster.simulate.actors.client import SimulatedClient
 from holdfast.cluster.simulate.oracle.pseudo_model import PseudoMatcher
 from holdfast.router.dispatch import call as call_module
 from holdfast.router.dispatch import output_stream as stream_module
@@ -18,6 +18,7 @@ from holdfast.router.dispatch.replica_state import ReplicaState
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.events import Action
+from holdfast.router.resume_record import ResumeRecord, SequenceDelta
 from holdfast.router.text.text_stream import TextStream
 from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.draws import DrawParams
@@ -125,8 +126,26 @@ def believe_a_wrong_draft(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_that_a_completion_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that resumes does not say which of its completions have ended."""
-    progress = CheckedSequence.progress.fget
-    monkeypatch.setattr(CheckedSequence, "progress", property(lambda self: replace(progress(self), finish_reason=None)))
+
+    def forgetful(self: SimulatedClient) -> ResumeRecord | None:
+        record = resume(self)
+        for sequence in () if record is None else record.sequences:
+            sequence.finish_reason = None
+        return record
+
+    resume = SimulatedClient._resume
+    monkeypatch.setattr(SimulatedClient, "_resume", forgetful)
+
+
+def count_one_character_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client's record counts one character less of each piece."""
+
+    def shorter(self: ResumeRecord, delta: SequenceDelta) -> bool:
+        is_end = delta.finish_reason is not None
+        return merge(self, delta if is_end else delta._replace(text_length=max(0, delta.text_length - 1)))
+
+    merge = ResumeRecord.merge
+    monkeypatch.setattr(ResumeRecord, "merge", shorter)
 
 
 def forget_the_grammar_at_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,6 +334,7 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         fork_without_a_copy,
         believe_a_wrong_draft,
         forget_that_a_completion_is_over,
+        count_one_character_less,
         forget_the_grammar_at_a_replay,
         keep_drafts_in_the_grammar,
         count_from_the_failover_on,

@@ -1,13 +1,13 @@
-"""Resumption of HTTP streams: what a client says it has, at the router, and the marks of a stream, at the client."""
+"""Resumption of HTTP streams: a client's record, at the router, and the marks of a stream, at the client."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from holdfast.cluster.client.held_call import HeldCall, error_event
 from holdfast.cluster.client.retry_policy import RetryPolicy
-from holdfast.router.api.http.event_ids import read_record
 from holdfast.router.config import LimitsConfig
-from holdfast.router.resume import HOLD, RESUME, Identity
+from holdfast.router.resume_record import Identity
+from holdfast.router.wire.resume_codec import HOLD, RESUME, read_resume_json
 from tests.fuzz.refusals import refused
 from tests.fuzz.targets.json_bodies import Application, running
 
@@ -31,8 +31,8 @@ def opened() -> Iterator[Callable[[bytes], None]]:
 
 def as_router(application: Application, content: bytes) -> None:
     with refused():
-        noted = read_record(content, LimitsConfig())
-        noted.resume(0, 4)
+        record = read_resume_json(content, LimitsConfig().max_prompt_tokens)
+        record.part(0, 4)
     headers = [(HOLD.encode(), b"2"), (RESUME.encode(), b"%d" % len(content))]
     application.post("/v1/completions", BODY + content, headers)
 

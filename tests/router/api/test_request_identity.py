@@ -14,7 +14,8 @@ from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from holdfast.router.api.grpc import server
 from holdfast.router.api.vllm.servicer import SERVICE, VllmEngineServicer
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.resume import HOLD, RESUME, Identity, Noted
+from holdfast.router.resume_record import Identity, ResumeRecord
+from holdfast.router.wire.resume_codec import HOLD, RESUME, resume_json
 from holdfast.v1 import inference_pb2
 from tests.fakes import FakeReplica, fake_tokens
 from tests.loops import on_a_loop
@@ -77,15 +78,15 @@ async def by_open_inference(place: Site, tenant: str, request_id: str, num_promp
 
 async def by_http(place: Site, tenant: str, request_id: str, num_prompts: int = 1) -> list[str]:
     """A list of prompts whose stream goes on, as its client says, under that id."""
-    noted = Noted(identity=Identity(request_id, 1)).content
+    record = resume_json(ResumeRecord(identity=Identity(request_id, 1)))
     body = {"prompt": ["hello"] * num_prompts, "max_tokens": NUM_TOKENS, "seed": SEED, "stream": True}
-    known = {HOLD: "1", RESUME: str(len(noted)), "content-type": "application/json"}
+    known = {HOLD: "1", RESUME: str(len(record)), "content-type": "application/json"}
     headers = {"x-api-key": secret_of(tenant), **known}
     texts = [""] * num_prompts
     url = f"http://{place.router.http_address}"
     # Each client would read certificates for 50 ms on the loop of the router, which would then shed requests.
     async with httpx.AsyncClient(base_url=url, timeout=30, verify=False) as client:
-        answer = await client.post("/v1/completions", content=json.dumps(body).encode() + noted, headers=headers)
+        answer = await client.post("/v1/completions", content=json.dumps(body).encode() + record, headers=headers)
     for line in answer.text.splitlines():
         if line.startswith("data: {"):
             said = json.loads(line.removeprefix("data: "))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
 from holdfast.router.request import GenerationRequest, derived_seed
-from holdfast.router.resume import Progress, Resume
+from holdfast.router.resume_record import ResumeRecord, SequenceRecord
 from holdfast.router.wire.request_codec import generation_request, generation_request_message
 from holdfast.router.wire.response_codec import generation
 from holdfast.v1 import inference_pb2
@@ -76,8 +76,8 @@ def test_what_a_client_has_received_comes_by_sequence():
         text="x", resume=inference_pb2.Resume(sequences=[progress], system_fingerprint="f")
     )
     resume = generation_request(message).resume
-    assert resume == Resume(sequences=(Progress(token_ids=(1, 2), text_length=3),), fingerprint="f")
-    assert resume.progress(1) == Progress()
+    assert resume == ResumeRecord(sequences=[SequenceRecord(token_ids=[1, 2], text_length=3)], fingerprint="f")
+    assert resume.sequence(1) == SequenceRecord()
     assert generation_request(inference_pb2.GenerateRequest(text="x")).resume is None
 
 

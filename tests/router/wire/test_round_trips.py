@@ -7,7 +7,7 @@ from holdfast.router.chat import Chat
 from holdfast.router.events import Usage
 from holdfast.router.generation import Chunk, GeneratedSequence, Generation
 from holdfast.router.request import GenerationRequest
-from holdfast.router.resume import Progress, Resume
+from holdfast.router.resume_record import ResumeRecord, SequenceRecord
 from holdfast.router.wire import request_codec, response_codec
 from holdfast.v1 import inference_pb2
 from holdfast.worker.request import FinishReason, Priority, TokenLogprob
@@ -42,10 +42,11 @@ chats = st.builds(
     now_s=st.none() | st.integers(0, 2**40),
 )
 resumes = st.builds(
-    Resume,
+    ResumeRecord,
     sequences=st.lists(
-        st.builds(Progress, token_ids=token_ids, text_length=counts, finish_reason=st.none() | ends), max_size=3
-    ).map(tuple),
+        st.builds(SequenceRecord, token_ids=token_ids.map(list), text_length=counts, finish_reason=st.none() | ends),
+        max_size=3,
+    ),
     fingerprint=texts,
 )
 service = {

@@ -1,8 +1,8 @@
-// A stream that is held: it goes on where its router, or the connection to it, is lost. The protocol is that of
-// router/resume.py: behind the events of each delivery stands a comment that says which tokens they stand for, and
-// whoever comes again sends what it has noted behind the same body. No DOM here.
+// A stream that continues where its router, or the connection to it, is lost. The resume record and the marks are those
+// of router/wire/resume_codec.py: a comment behind the events of each delivery says what the record gets, and the next
+// submission has the record behind the same body. No DOM here.
 
-const MARK = ": held ";
+const MARK = ": resume ";
 const RECONNECT_MS = 60_000;
 const SILENT_MS = 25_000;
 const FIRST_PAUSE_MS = 200;
@@ -13,7 +13,7 @@ export class Refused extends Error {}
 /** Yields {chunks, replica, isOver} for each delivery. `onLost` is told of each loss, and `onBack` when it goes on. */
 export async function* heldStream(path, body, { key, signal, onLost, onBack }) {
   const content = JSON.stringify(body);
-  const state = { noted: null, attempt: 0, beganAt: performance.now(), newsAt: performance.now(), pauseMs: FIRST_PAUSE_MS };
+  const state = { record: null, attempt: 0, beganAt: performance.now(), newsAt: performance.now(), pauseMs: FIRST_PAUSE_MS };
   let isLost = false;
   while (true) {
     const answer = await submitted(path, content, key, signal, state);
@@ -39,26 +39,26 @@ export async function* heldStream(path, body, { key, signal, onLost, onBack }) {
 /** The response of a submission; null where it is worth another try. */
 async function submitted(path, content, key, signal, state) {
   state.attempt += 1;
-  const noted = state.noted === null ? "" : notedText(state);
+  const record = state.record === null ? "" : recordText(state);
   const headers = { "content-type": "application/json", "x-holdfast-hold": `${state.attempt}`, "x-holdfast-replicas": "1" };
-  if (noted) headers["x-holdfast-resume"] = `${noted.length}`; // it is ASCII
+  if (record) headers["x-holdfast-resume"] = `${new TextEncoder().encode(record).length}`;
   if (key) headers["authorization"] = `Bearer ${key}`;
   let answer;
   try {
-    answer = await fetch(path, { method: "POST", headers, body: content + noted, signal });
+    answer = await fetch(path, { method: "POST", headers, body: content + record, signal });
   } catch (error) {
     signal.throwIfAborted();
-    if (state.noted === null && state.attempt > 3) throw new Refused("no router can be reached");
+    if (state.record === null && state.attempt > 3) throw new Refused("no router can be reached");
     return null;
   }
   const hold = answer.headers.get("x-holdfast-hold");
   if (answer.ok) {
     if (hold === null) throw new Refused("this server's streams cannot be held");
-    state.noted ??= { id: hold, p: "", e: 0, sequences: {} };
+    state.record ??= { identity: hold, num_events: 0, sequences: [], system_fingerprint: "" };
     return answer;
   }
   const isAway = [502, 503, 504].includes(answer.status) && answer.headers.get("x-should-retry") !== "false";
-  if (isAway && (state.noted !== null || state.attempt <= 3)) return null;
+  if (isAway && (state.record !== null || state.attempt <= 3)) return null;
   const said = await answer.json().catch(() => null);
   throw new Refused(said?.error?.message ?? `the server answered ${answer.status}`);
 }
@@ -76,15 +76,15 @@ async function* deliveries(answer, state) {
       while ((at = markAt(buffer)) >= 0) {
         const end = buffer.indexOf("\n\n", at);
         if (end < 0) break;
-        const said = JSON.parse(buffer.slice(at + MARK.length, end));
+        const mark = JSON.parse(buffer.slice(at + MARK.length, end));
         const chunks = chunksOf(buffer.slice(0, at));
         buffer = buffer.slice(end + 2);
-        if ("failed" in said) {
-          if (said.failed) return;
+        if ("may_retry" in mark) {
+          if (mark.may_retry) return;
           throw new Refused(chunks.at(-1)?.error?.message ?? "the stream has failed");
         }
-        note(state.noted, said);
-        yield { chunks, replica: said.r ?? "", numTokens: said.t.length, isOver: said.end === true };
+        merge(state.record, mark);
+        yield { chunks, replica: mark.replica_id ?? "", numTokens: mark.token_ids.length, isOver: mark.is_last === true };
       }
     }
   } catch (error) {
@@ -106,19 +106,21 @@ function chunksOf(events) {
   return lines.map((line) => JSON.parse(line.slice("data: ".length)));
 }
 
-function note(noted, said) {
-  const one = (noted.sequences[said.s] ??= { t: [], c: 0, f: null });
-  one.t.push(...said.t);
-  one.c += said.c;
-  one.f = said.f ?? one.f;
-  noted.p = said.p;
-  noted.e = said.e ?? 0;
+function merge(record, mark) {
+  const index = mark.sequence_index ?? 0;
+  while (record.sequences.length <= index) record.sequences.push({ token_ids: [], text_length: 0, finish_reason: null });
+  const sequence = record.sequences[index];
+  record.num_events = mark.num_events ?? 0;
+  if (sequence.finish_reason !== null) return;
+  if (mark.first_token_index !== sequence.token_ids.length) throw new Refused("the stream has a gap");
+  sequence.token_ids.push(...mark.token_ids);
+  sequence.text_length += mark.text_length ?? 0;
+  sequence.finish_reason = mark.finish_reason ?? null;
+  record.system_fingerprint = mark.system_fingerprint ?? record.system_fingerprint;
 }
 
-function notedText(state) {
-  const age = Math.round(performance.now() - state.beganAt) / 1000;
-  const { id, p, e, sequences } = state.noted;
-  return JSON.stringify({ id, p, e, age, sequences });
+function recordText(state) {
+  return JSON.stringify({ ...state.record, age_s: Math.round(performance.now() - state.beganAt) / 1000 });
 }
 
 /** Rejects where nothing is read for so long: a router says at least a comment every ten seconds. */

@@ -118,13 +118,14 @@ async def test_an_id_of_another_request_is_refused_before_any_event():
 def test_ids_are_checked():
     good = f"{'a' * 32}.17.0.0:3:9:0000abcd,1:2:2:00000000:stop"
     ids = EventIds.read(good)
-    assert (ids.places[0].num_chars, ids.places[1].finish_reason) == (9, "stop")
+    assert (ids.sequences[0].text_length, ids.sequences[1].finish_reason) == (9, "stop")
     junk = [
         "x",
         good + ",",
         good[1:],
         good.replace("stop", "stopped"),
         good.replace("0:3", "x:3"),
+        good.replace("1:2", "999999999:2"),
         f"{'a' * 32}.1.0",
         "\n",
     ]

@@ -17,7 +17,7 @@ from holdfast.router.dispatch.call import Call
 from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.requests.answer import OutputSignal, SampledAnswer
-from holdfast.router.resume import Identity
+from holdfast.router.resume_record import Identity
 from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 from tests import loops

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from holdfast.router.api.http.openapi import description
 from holdfast.router.config import LimitsConfig
-from holdfast.router.resume import HOLD, RESUME
+from holdfast.router.wire.resume_codec import HOLD, RESUME
 from tests.router.api.http.served import served
 
 LIMITS = LimitsConfig(max_message_bytes=2**20)

@@ -87,6 +87,6 @@ async def test_marks_say_replicas_where_they_are_asked_to(asks):
         headers = {"x-holdfast-hold": "1"} | ({"x-holdfast-replicas": "1"} if asks else {})
         body = {"model": "fake", "prompt": "hello", "max_tokens": 5, "stream": True, "seed": 1}
         answer = await client.post(f"http://{place.router.http_address}/v1/completions", json=body, headers=headers)
-    marks = re.findall(r"^: held (.*)$", answer.text, re.MULTILINE)
+    marks = re.findall(r"^: resume (.*)$", answer.text, re.MULTILINE)
     assert marks
-    assert all(('"r":"one"' in mark) is asks for mark in marks)
+    assert all(('"replica_id":"one"' in mark) is asks for mark in marks)

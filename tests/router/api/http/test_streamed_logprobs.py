@@ -19,6 +19,7 @@ CASES = [
     {"stop": [SAID[4:9]], "include_stop_str_in_output": True},
     {"stop": [SAID[2:7] + "?", SAID[8:10]]},
     {"stop": [SAID[9:] + "?"]},
+    {"stop": [SAID[1:5] + "?"]},
     {"stop": [SAID[4:9]], "echo": True},
     {"stop": [SAID[4:8]], "echo": True, "n": 2},
     {"echo": True, "n": 2, "prompt_logprobs": 1},
@@ -66,17 +67,25 @@ async def test_a_stream_tells_what_a_whole_answer_tells(fields: dict[str, Any]):
                 assert rest.startswith(token) or rest == "", (at, token)
 
 
+BEGUN_TWICE = [SAID[1:5] + "?"]
+"""After its first four letters comes its first one: some text is certain then, and some is held back."""
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(
+    "stop", [[SAID[2:7] + "?", SAID[8:12]], BEGUN_TWICE], ids=["ends the output", "is begun twice"]
+)
 @on_a_loop
-async def test_a_client_that_goes_on_after_any_event_has_every_log_probability_once():
-    stop = SAID[8:12]
-    fields = asked({"stop": [SAID[2:7] + "?", stop]})
+async def test_a_client_that_resumes_after_any_event_has_every_log_probability_once(stop: list[str], n: int):
+    fields = asked({"stop": stop, "n": n})
     async with api() as (client, _):
         body, path = {"model": "fake", "prompt": "hello", **fields, "stream": True}, "/v1/completions"
         first = events_of((await client.post(path, json=body, headers={"x-holdfast-event-ids": "1"})).text)
-        wanted = joined(first, 0)
-        assert wanted["text"] == SAID.partition(stop)[0]
+        wanted = [joined(first, index) for index in range(n)]
+        assert wanted[0]["text"] == SAID.partition(stop[-1])[0]
         ids = [number for number, (name, _) in enumerate(first) if name and ".end" not in name]
         assert ids
         for number in ids:
             again = await client.post(path, json=body, headers={"last-event-id": first[number][0]})
-            assert joined([*first[: number + 1], *events_of(again.text)], 0) == wanted
+            whole = [*first[: number + 1], *events_of(again.text)]
+            assert [joined(whole, index) for index in range(n)] == wanted, number
