@@ -143,7 +143,7 @@ class Completions:
         return b"%b%b%b" % (frame[0], json_text(text).encode(errors="replace"), frame[1])
 
     def holds(self, choice: int) -> bool:
-        """What `numbered` yields is told at once."""
+        """False: deliveries that `numbered` yields are sent at once."""
         return False
 
     def end(self) -> bytes:
@@ -272,7 +272,7 @@ class _PromptsFirst:
         self._known[number] = ()
 
     def of(self, number: int, delivery: Deliver) -> list[Deliver]:
-        """What can be told now."""
+        """Deliveries that can be sent now."""
         if self._is_alone:
             return [delivery]
         if self._known[number] is None:

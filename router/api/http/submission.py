@@ -35,7 +35,7 @@ class Submission:
     event_ids: EventIds | None = None
     """Of a client that may come again with the id of its last event."""
     _held: dict[int, list[Deliver]] = field(default_factory=dict)
-    """By choice: what its encoder has not told yet, and its client therefore does not have."""
+    """By choice: deliveries that its encoder has not sent yet, so that the client does not have them."""
 
     @classmethod
     def read(cls, headers: Mapping[str, str], content: bytes, limits: LimitsConfig) -> tuple[Self, bytes]:
@@ -122,9 +122,9 @@ class Submission:
         return self.is_held or self.event_ids is not None
 
     def marked(self, events: bytes, delivery: Deliver, encoder: "Encoder", *, is_last: bool) -> bytes:
-        """The events of a delivery, with what says where their client is after them.
+        """The events of a delivery, with the mark of the client's position after them.
 
-        What the encoder holds back counts once it is told: after a loss of the router it is to come again.
+        Output that the encoder holds back counts only once it is sent: after a loss of the router it is sent again.
         """
         choice = delivery.sequence_index
         if encoder.holds(choice):
@@ -187,7 +187,7 @@ class Encoder(Protocol):
         """
 
     def holds(self, choice: int) -> bool:
-        """Whether a choice's last delivery, of which `of` has told nothing, is told with a later one."""
+        """Whether a choice's last delivery, of which `of` has sent nothing, is sent with a later one."""
 
     def end(self) -> bytes:
         """What comes after the last delivery."""
