@@ -112,7 +112,7 @@ class GenerationRequest:
     attempt: int = 0
     """Number of this submission of the request, from 1; 0: the client does not submit again."""
     part: int = 0
-    """Which of several prompts that came under one `request_id`, as a API counts them. Clients cannot set it."""
+    """Which of several prompts that came under one `request_id`, as an API counts them. Clients cannot set it."""
     names: Namer = field(default=own_names, compare=False, repr=False)
     """What its client calls its fields."""
 

@@ -1,16 +1,23 @@
 """What the documentation says can be typed, can be typed; what it points to is there."""
 
+import ast
 import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from textwrap import indent
+from typing import Any
 
 import pytest
 import yaml
 
 from holdfast.cluster.commands.cli import app
 from holdfast.cluster.config.config import HoldfastConfig
+from holdfast.router.dispatch.policy import HashRing, RoutingSnapshot
+from holdfast.router.dispatch.prefix_index import NO_MATCH, PrefixMatch
+from holdfast.worker.models import families
 from scripts import docs_site
 
 ROOT = Path(__file__).parent.parent
@@ -45,9 +52,55 @@ def test_the_commands_parse(line):
     app.parse_args(shlex.split(line, comments=True), exit_on_error=False, print_error=False)
 
 
+SHOWN = sorted(set(re.findall(r"`holdfast ([^`]+)`", TEXT["troubleshooting.md"])))
+
+
+@pytest.mark.parametrize("line", SHOWN)
+def test_the_commands_against_a_symptom_parse(line):
+    app.parse_args(shlex.split(line), exit_on_error=False, print_error=False)
+
+
+def test_the_messages_of_symptoms_are_those_of_the_code():
+    rows = re.findall(r"^\| (.*?) \|", TEXT["troubleshooting.md"], re.MULTILINE)
+    messages = [message for row in rows for message in re.findall(r"`([^`]* [^`]*)`", row)]
+    paths = [path for package in ("worker", "router", "cluster") for path in (ROOT / package).rglob("*.py")]
+    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text())))
+    said = "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    parts = {part.strip(" (),") for message in messages for part in message.split("...")} - {""}
+    assert len(parts) > 10
+    assert not [part for part in parts if part not in said]
+
+
+def program_of(page: str) -> str:
+    return re.search(r"```python\n(.*?)```", TEXT[page], re.DOTALL).group(1)
+
+
+def test_the_routing_policy_of_the_page_chooses_holders_of_the_longest_prefix():
+    names: dict[str, Any] = {}
+    exec(compile(program_of("write-a-routing-policy.md"), "write-a-routing-policy.md", "exec"), names)
+    snapshot = RoutingSnapshot(
+        scores=(5.0, 0.0, 9.0),
+        num_open=3,
+        total_score=14.0,
+        token_s=(None,) * 3,
+        typical_token_s=1e-3,
+        ring=HashRing(),
+        last=-1,
+        random_index=lambda n: 0,
+        prefix=PrefixMatch(((32, 0b100), (16, 0b001))),
+    )
+    assert names["longest_prefix"](snapshot) == 2
+    assert names["longest_prefix"](snapshot._replace(prefix=NO_MATCH)) in (0, 1, 2)
+
+
+def test_the_entries_of_the_pages_that_add_something_are_entries():
+    entry = eval("{" + program_of("add-a-model.md") + "}", dict(vars(families)))
+    assert entry["my_model_type"] == replace(families.FAMILIES["qwen2"], gate_up=("gate_up_proj",))
+    assert indent(program_of("add-a-parameter.md"), "    ") in (ROOT / "worker" / "sampling_params.py").read_text()
+
+
 def test_the_readmes_program_prints_what_it_promises(capsys):
-    program = re.search(r"```python\n(.*?)```", TEXT["README.md"], re.DOTALL).group(1)
-    exec(compile(program, "README.md", "exec"), {})
+    exec(compile(program_of("README.md"), "README.md", "exec"), {})
     assert "The capital of France is Paris" in capsys.readouterr().out
 
 

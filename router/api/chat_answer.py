@@ -1,5 +1,5 @@
-"""Chats with tools and thoughts, for every API: what is asked of the model, and how its output is read; and for APIs
-that speak the public words, what it says.
+"""Chats with tools and reasoning, for every API: the prompt and grammar, the output parser, and the public answer of
+APIs that use the types of `holdfast.v1`.
 """
 
 import asyncio

@@ -15,7 +15,7 @@ from holdfast.worker.errors import AuthenticationError, HoldfastError
 from holdfast.worker.process_memory import give_back
 
 MOST_PEERS: Final = 2**14
-"""gRPC connections that are told from new ones."""
+"""gRPC connections that are remembered as not new, at most."""
 
 
 class Intake:
@@ -76,7 +76,7 @@ class _Arriving:
 
 @contextmanager
 def arriving() -> Iterator[Callable[[int], None]]:
-    """While the running task reads the input of its request: yields what is told each number of bytes that arrives.
+    """While the running task reads its request's input: yields a function that gets each number of bytes that arrives.
 
     Raises `ByteBudgetError`, also where the request is ended for what it holds.
     """

@@ -1,7 +1,8 @@
-"""Gate of a router: who calls, and what it may do. Every API asks it once for each request. A core without IO.
+"""Gate of a router: authenticates callers and knows their rights. Every API asks it once for each request. A core
+without IO.
 
-A API hands over what was presented (`enter`); from there on the caller belongs to the task of the request, as a
-context variable, and whatever opens requests asks for it again (`caller`): a API that forgot to ask lets nobody in.
+An API passes the presented credentials (`enter`); from there on the caller is a context variable of the request's task,
+and code that opens requests reads it again (`caller`): an API that forgot to ask lets no request in.
 """
 
 from collections.abc import Callable

@@ -69,7 +69,7 @@ class DraftModel:
         self._cache = self._program.allocate_cache(num_blocks, block_size)
 
     def close(self) -> None:
-        """Frees what the program holds. Nothing is guessed after it."""
+        """Frees the draft model's memory. No drafts can be made after it."""
         self._program.close()
 
     def guess(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:

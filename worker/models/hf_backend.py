@@ -1,4 +1,4 @@
-"""The Hugging Face backend as a program: its modules with Holdfast's attention and linears, step by step."""
+"""HF backend: runs the steps of Hugging Face's modules with Holdfast's attention and linears."""
 
 import logging
 from typing import TYPE_CHECKING, Final

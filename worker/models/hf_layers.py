@@ -1,4 +1,4 @@
-"""The HF backend, as a proof asks it: layers of a parallelized Hugging Face model by themselves, or the whole of it.
+"""HF layers for a proof: single layers of a parallelized Hugging Face model, or the whole model.
 
 It runs in the model's own dtype, or in float32 with one weight at a time converted.
 """

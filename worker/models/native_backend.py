@@ -186,7 +186,7 @@ class NativeBackend:
 
 
 def is_candidate(model_type: str, block_size: int) -> bool:
-    """Whether `build_program` finds a program for most models of this type: all that can be told from a config."""
+    """Whether most models of this type have a native backend: all that a config can show."""
     return model_type in FAMILIES and block_size % SUB_PAGE == 0
 
 
@@ -211,12 +211,12 @@ def read_program(
 
 
 def is_available(device: torch.device = _CPU) -> bool:
-    """Whether this machine runs programs there. Compiles the executor for CPUs first where there is none."""
+    """Whether this machine runs the native backend there. Compiles the executor for CPUs first where there is none."""
     return _unavailable(device) is None
 
 
 def _unavailable(device: torch.device) -> str | None:
-    """What is missing to run programs on a device."""
+    """What is missing to run the native backend on a device."""
     if device.type != "cpu":
         return None if find_spec("triton") else "Triton is not installed, which compiles the kernels for GPUs"
     try:
@@ -315,7 +315,7 @@ def all_ranks(group: TensorParallelGroup, fine: bool) -> bool:
 
 
 class _Provable:
-    """The executor as a proof asks for it: one short sequence, in a small cache of its own."""
+    """The executor for a proof: one short sequence, in a small cache of its own."""
 
     def __init__(self, executor: Executor, block_size: int) -> None:
         self._executor = executor

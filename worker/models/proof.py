@@ -91,7 +91,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recognized:
-    """A model that has been read, and what its Hugging Face modules compute: all that its program is made of."""
+    """A recognized model and the results of its Hugging Face modules: all that its native backend is made of."""
 
     layout: DecoderLayout
     answers: Answers

@@ -1,4 +1,4 @@
-"""Program of a rank: what runs the steps of its share of a model, the native backend or the Hugging Face backend."""
+"""Backend of a rank, the native backend or the HF backend: runs the steps of the rank's share of a model."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ _LARGE_BYTES: Final = 2 << 30
 
 
 class BlockCache(Protocol):
-    """The memory of a program's keys and values, by blocks."""
+    """The memory of a backend's keys and values, by blocks."""
 
     num_blocks: int
     block_size: int
@@ -73,7 +73,7 @@ class Program(Protocol):
 
     @property
     def numerics(self) -> str:
-        """Names the order of its arithmetic: programs of different numerics differ in their bits."""
+        """Names the order of its arithmetic: backends of different numerics differ in their bits."""
         ...
 
     @property
@@ -119,7 +119,7 @@ class Program(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedProgram:
-    """A program, and what is known of its model."""
+    """A backend, and the facts of its model."""
 
     program: Program
     facts: ModelFacts
@@ -148,7 +148,7 @@ def _recalled(
     device: torch.device,
     progress: Callable[[str, int, int], None],
 ) -> LoadedProgram | None:
-    """The program of a layout that an earlier start has kept, if all ranks have one."""
+    """The native backend of a layout that an earlier start has kept, if all ranks have one."""
     recalled = kept.recall()
     if recalled is not None and not is_available(device):
         recalled = None  # as at a first start, the HF backend serves, and the log says why
@@ -173,7 +173,7 @@ def _loaded(
     device: torch.device,
     progress: Callable[[str, int, int], None],
 ) -> LoadedProgram:
-    """The program of a model that Hugging Face's modules are built of."""
+    """The backend of a model whose Hugging Face modules are built first."""
     hf_config = read_config(folder, config.model.hf_overrides)
     check_kv_cache_dtype(config, device.type, hf_config)
     facts = ModelFacts(

@@ -57,7 +57,7 @@ class CallHooks:
     begun: Begun | None = None
     reads: StagedReads = field(default_factory=StagedReads)
     poison_watch: PoisonWatch | None = None
-    """Told what is read; streams of requests it is not told of."""
+    """Gets each request that is read, except requests of a stream."""
     intake: Intake | None = None
     """Opens a lease for each call; without it nothing counts what calls hold."""
 

@@ -22,8 +22,8 @@ OPEN: Final = (
     "/vllm.grpc.engine.VllmEngine/HealthCheck",
     "/envoy.service.ext_proc.v3.ExternalProcessor/",
 )
-"""For balancers, Kubernetes and gateways: what is served is not told, only whether; and, of an endpoint picker, the
-addresses of routers.
+"""Methods without authentication, for balancers, Kubernetes and gateways: they answer whether anything serves, and
+those of an endpoint picker the addresses of routers.
 """
 
 OF_OPERATORS: Final = (
@@ -38,7 +38,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # i
     """Asks once for each call, before any of its messages is read."""
 
     def __init__(self, gate: Gate, begun: Begun) -> None:
-        """`begun` is told of the calls that are refused."""
+        """`begun` gets the calls that are refused."""
         self._gate = gate
         self._begun = begun
 

@@ -140,8 +140,8 @@ def build_server(
 ) -> grpc.aio.Server:
     """A server with these services and reflection, not yet bound or started. Made on a running event loop. `trailers`
     go with the end of every call. The `gate` lets calls in; without it all may come. The `guard` knows their
-    connections. Large messages are decoded by the `decode_worker`, or one of the server's own. The `poison_watch` is
-    told what is read. The `intake` counts what calls hold, but for those of `UNCOUNTED`.
+    connections. Large messages are decoded by the `decode_worker`, or one of the server's own. The `poison_watch`
+    gets each request that is read. The `intake` counts bytes of calls, except those of `UNCOUNTED`.
     """
     gate = gate or Gate()
     watch = CallWatch(guard or ConnectionGuard(limits, asks_for_keys=gate.is_locked), gate)

@@ -23,7 +23,7 @@ _FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip")
 
 
 class OrderBody(Reads):
-    """An order without fields. Fields that nobody declared are refused: an order that is not understood is none."""
+    """An operator's command without fields. Undeclared fields are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

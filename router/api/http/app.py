@@ -78,9 +78,9 @@ class HttpApi:
         certificates: Certificates | None = None,
     ) -> None:
         """The `gate` lets requests in; without it all may come. Without `operators` there are no paths for them.
-        `warnings`: what health says besides. The `guard` knows the connections of the server. Large bodies are decoded
-        by the `decode_worker`, or one of its own. The `poison_watch` is told what is read. Without an `intake` nothing
-        counts what requests hold; without `load_reports` no response tells of them.
+        `warnings`: warnings that health adds. The `guard` knows the connections of the server. Large bodies are decoded
+        by the `decode_worker`, or one of its own. The `poison_watch` gets each request that is read. Without an
+        `intake` bytes of requests are not counted; without `load_reports` no response has one.
         """
         self._load_reports = load_reports
         watch = poison_watch or PoisonWatch()

@@ -59,7 +59,7 @@ class _First(FailFast):
 
 
 Listed = Annotated[list[T], _First()]
-"""A list, of which the first element that is wrong is told: telling all takes minutes, and gigabytes."""
+"""A list whose first invalid element is reported: reporting all takes minutes, and gigabytes."""
 
 Token = Annotated[int, Field(ge=0)]
 
@@ -85,7 +85,7 @@ class ResponseFormat(BaseModel):
 
 
 class Reads(BaseModel):
-    """A body that is read from JSON text, with fields that nobody declared."""
+    """A body that is read from JSON text; undeclared fields are kept."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -321,7 +321,7 @@ class ChatBody(Body, ChatFields):
     echo: bool | None = None
     """The answer begins with the last message's content, where that is of the answer's own role."""
     include_reasoning: bool | None = None
-    """False: thoughts are not told, nor are tokens by which they could be read."""
+    """False: reasoning is not sent, nor are tokens from which it could be read."""
     return_prompt_text: bool | None = None
     """The answer has the prompt that the template made, as `prompt_text`."""
 

@@ -93,11 +93,11 @@ class ChatView:
         return TokenNames(self.tokens, bool(self.body.return_tokens_as_token_ids))
 
     def tells_tokens(self, reader: ChatReader | None) -> bool:
-        """Whether single tokens are told: thoughts that are not to be told could be read from them."""
+        """Whether single tokens are sent: hidden reasoning could be read from them."""
         return not (self.body.hides_reasoning and reader is not None)
 
     def read(self, events: list[Reasoning | CallEvent]) -> list[Reasoning | CallEvent]:
-        """What is told of what a reader has found."""
+        """The events of a reader that are sent."""
         if self.body.hides_reasoning:
             return [event for event in events if not isinstance(event, Reasoning)]
         return events
@@ -169,8 +169,8 @@ class ChatChunks:
         self._readers: dict[int, ChatReader | None] = {}
         """Of the choices of which anything has come."""
         self._held: dict[int, list[Deliver]] = {}
-        """By choice, where tokens are told: deliveries whose text is held back, as that of a call's head. They come
-        with the next chunk that says anything.
+        """By choice, where tokens are sent: deliveries whose text is held back, such as the head of a call. They go out
+        with the next chunk that is not empty.
         """
         self._begun: set[int] = set()
         self._over: set[int] = set()
@@ -218,7 +218,7 @@ class ChatChunks:
         return self._told(index, merged([*self._held.pop(index, ()), delivery]), deltas)
 
     def _is_to_wait(self, index: int, delivery: Deliver) -> bool:
-        """Whether a delivery that says nothing has tokens that are to be told with a later one."""
+        """Whether an empty delivery has tokens that are to be sent with a later one."""
         if delivery.finish_reason is not None or not self._view.tells_tokens(self._readers[index]):
             return False
         return bool(delivery.logprobs) or (bool(self._body.return_token_ids) and bool(delivery.token_ids))

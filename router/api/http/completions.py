@@ -269,7 +269,7 @@ class _PromptsFirst:
         self._known[number] = ()
 
     def of(self, number: int, delivery: Deliver) -> list[Deliver]:
-        """What can be told now."""
+        """Deliveries that can be sent now."""
         if self._is_alone:
             return [delivery]
         if self._known[number] is None:

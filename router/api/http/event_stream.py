@@ -28,7 +28,7 @@ _COMMENT: Final = b": waiting\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a kind of client is told an error."""
+    """How errors are encoded for one kind of client."""
 
     body: Callable[[HttpError], bytes]
     event_name: bytes = b""
@@ -40,7 +40,7 @@ ANTHROPIC: Final = Shape(lambda error: error.anthropic, b"event: error\n")
 
 
 class Shortcut:
-    """By which whoever makes a response's events may write some of them itself."""
+    """Direct way to the connection: the producer of a response's events may write some of them itself."""
 
     def __init__(self) -> None:
         self.connection: Connection | None = None
@@ -63,8 +63,8 @@ class EventStream:
         is_held: bool = False,
         shortcut: "Shortcut | None" = None,
     ) -> None:
-        """`shape` says errors in the client's words. `is_held`: the client may go on with it at another router. By
-        `shortcut` whoever makes the events may write some of them itself, while it is asked for the next.
+        """`shape` encodes errors. `is_held`: the client may resume the stream at another router. By `shortcut` the
+        producer of the events may write some of them itself, while the stream waits for the next one.
         """
         self._events = events
         self._shortcut = shortcut or Shortcut()
@@ -77,7 +77,7 @@ class EventStream:
             **headers,
         }
         self.on_status: Callable[[int], None] = lambda status: None
-        """Is told the status when it is known."""
+        """Gets the status when it is known."""
         self._has_begun = False
         self._num_written = 0
 

@@ -49,7 +49,7 @@ class MessageEvents:
         return None
 
     def holds(self, choice: int) -> bool:
-        """No tokens are told."""
+        """False: this API sends no single tokens."""
         return False
 
     def end(self) -> bytes:

@@ -61,7 +61,7 @@ HOST: Final = re.compile(rb"(\[[0-9A-Za-z:.%]+\]|[0-9A-Za-z._~!$&'()*+;=%-]*)(:[
 
 
 class BoundedProtocol(Connection):
-    """One connection. What goes over a bound is told its status where that can be told, and is closed."""
+    """One connection. A request that exceeds a bound gets an error status, if one can still be sent, and is closed."""
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
         """`config` has `limits`, a `guard` and an `overload` manager, or None, and the `guests` of the server."""

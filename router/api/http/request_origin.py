@@ -1,9 +1,9 @@
-"""Where a request says it comes from and goes to: hosts that a server answers for, and pages that may call it.
+"""Checks of a request's `Host` and `Origin`: hosts that a server answers for, and pages that may call it.
 
-Without keys, a server takes whoever reaches it, and a browser reaches it for any page that is open there: one of
-another site, or one whose name has come to mean 127.0.0.1 (DNS rebinding). So without keys a request must name a host
-that is this server's, and no page of another origin. A key says more than both: where keys are asked for, neither is
-looked at. And with or without keys, a body must be called JSON, which no page may send unasked to another origin.
+Without keys, a server accepts every caller, and a browser can call it for any page that is open there: one of
+another site, or one whose name resolves to 127.0.0.1 (DNS rebinding). So without keys a request must name a host
+of this server and no other origin. A key is stronger than both checks: with keys, neither is made.
+With or without keys, a body must have the content type of JSON, which a page cannot send to another origin unasked.
 """
 
 import ipaddress
@@ -126,8 +126,8 @@ def guarded(
     origins: RequestOrigins,
     guard: ConnectionGuard | None = None,
 ) -> Callable[[Request], Awaitable[ASGIApp]]:
-    """The endpoint of a path behind the gate, which is asked before any of the body is read; without keys, behind the
-    rule of `origins`. The `guard` is told of each request whose connection it knows.
+    """The endpoint of a path behind the gate, which decides before any of the body is read; without keys, behind the
+    rule of `origins`. The `guard` gets each request whose connection it knows.
     """
 
     async def call(request: Request) -> ASGIApp:
@@ -178,7 +178,7 @@ _EXPOSED: Final = ("x-request-id", "x-should-retry", "retry-after", "retry-after
 
 def with_cors(app: ASGIApp, origins: Collection[str], guard: ConnectionGuard | None = None) -> ASGIApp:
     """The application for pages of these origins, too; `*` is any. Without origins it is the application itself. The
-    `guard` is told of preflights, which have no key.
+    `guard` gets preflights, which have no key.
     """
     return CrossOrigin(app, origins, guard) if origins else app
 

@@ -62,7 +62,7 @@ class ResponseEvents:
         return None
 
     def holds(self, choice: int) -> bool:
-        """Log-probabilities are told with the text that their tokens are."""
+        """Whether log-probabilities wait for the text of their tokens."""
         return self._holds
 
     def end(self) -> bytes:

@@ -29,7 +29,7 @@ def chat_params(body: ChatBody) -> SamplingParams:
 
 
 def completion_params(body: CompletionBody) -> SamplingParams:
-    """The parameters of a completion. Where only the prompt is scored, a token is drawn, and not told. Raises
+    """The parameters of a completion. Where only the prompt is scored, one token is drawn and not sent. Raises
     `InvalidRequestError`.
     """
     own: dict[str, Any] = {}

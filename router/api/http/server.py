@@ -34,7 +34,7 @@ class HttpServer:
         guard: ConnectionGuard | None = None,
         overload: Overload | None = None,
     ) -> None:
-        """Binds `host:port`, where port 0 is any free one. The `guard` is told of connections. Raises OSError if the
+        """Binds `host:port`, where port 0 is any free one. The `guard` gets all connections. Raises OSError if the
         port is taken.
         """
         self._socket = _bound(host, port)
@@ -107,7 +107,7 @@ class _Config(uvicorn.Config):
 
 
 class _Embedded(uvicorn.Server):
-    """A server inside of a process whose signals are not its own, and which sleeps while nobody calls."""
+    """A server in a process whose signals it does not handle; it sleeps while there are no calls."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -124,8 +124,8 @@ class _Embedded(uvicorn.Server):
                 await asyncio.wait_for(self._ending.wait(), TICK_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's own, which sleeps for a tenth of a second in any case. A connection that was told to end and has
-        nothing to send is gone after one turn of the loop.
+        """As uvicorn's own, which sleeps for a tenth of a second in any case. A closing connection without
+        unsent data is gone after one turn of the loop.
         """
         for server in self.servers:
             server.close()

@@ -37,11 +37,11 @@ class StateEndpoints:
     ) -> None:
         """`responses` counts them by path and status; `warnings` is what health says besides."""
         self.is_stopping = False
-        """From when it is set, health says no."""
+        """Once it is set, health answers 503."""
         self.overload: Overload | None = None
-        """Whose state is told; None: there is none."""
+        """Its state is part of health; None: there is none."""
         self.certificates: Certificates | None = None
-        """Whose expiry is told."""
+        """Their expiry is part of health."""
         self._requests = request_processor
         self._dispatch_host = dispatch_host
         self._responses = responses

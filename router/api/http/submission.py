@@ -118,7 +118,7 @@ class Submission:
         return self.is_held or self.event_ids is not None
 
     def marked(self, events: bytes, delivery: Deliver, encoder: "Encoder", *, is_last: bool) -> bytes:
-        """The events of a delivery, with what says where their client is after them.
+        """The events of a delivery, with the mark of the client's position after them.
 
         While the encoder holds tokens back, events wait with them, to be sent again after a loss of the router.
         """

@@ -1,7 +1,7 @@
-"""Tokens with their text: where log-probabilities are streamed, a token is told when its text begins to be.
+"""Tokens with their text: where log-probabilities are streamed, a token is sent with the beginning of its text.
 
 Text that may become a stop string is held back, and its tokens with it: so every offset points into the text that was
-sent, also where a stop string takes back what several tokens have said.
+sent, also where a stop string removes the text of several tokens.
 """
 
 from holdfast.router.events import Deliver
@@ -10,12 +10,12 @@ from holdfast.worker.request import TokenLogprob
 
 
 class TokensWithText:
-    """Of one choice. What goes in comes out, in order; a delivery may come without tokens, and tokens with a later
-    one.
+    """Of one choice. All input comes out, in order; a delivery may come out without tokens, and its tokens with a later
+    delivery.
     """
 
     def __init__(self, offsets: TextOffsets) -> None:
-        """`offsets` are for this alone: it is told every token."""
+        """`offsets` must not be shared: it gets every token."""
         self._offsets = offsets
         self._held: list[tuple[int, TokenLogprob, int]] = []
         """Token, log-probability, offset."""
