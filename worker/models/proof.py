@@ -15,6 +15,7 @@ from torch import Tensor
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.executors.layout import Attention, DecoderLayout, Rotary
+from holdfast.worker.executors.mapped_files import MappedFiles
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.hf_layers import AttentionCall, HfLayers
 from holdfast.worker.models.reference import Reference
@@ -61,6 +62,9 @@ class Answer:
     """[T]: the length of what was added to the input. Errors count in relation to it."""
     allowed: Tensor
     """[T]"""
+
+    def is_finite(self) -> bool:
+        return bool(self.exact.isfinite().all() and self.allowed.isfinite().all())
 
     def excess(self, ours: Tensor) -> Tensor:
         """The error of `ours`, as a multiple of what is allowed; of the worst row but for `_QUANTILE`."""
@@ -117,6 +121,29 @@ def ask(module: Any, layout: DecoderLayout, group: TensorParallelGroup, *, max_l
         return _Questions(module, layout, group).ask(max_len)
 
 
+def ask_reference(layout: DecoderLayout, group: TensorParallelGroup, *, max_len: int) -> Answers | str:
+    """As `ask`, of the reference executor: for a layout that no Hugging Face module was read for, whose family the
+    tests prove. All ranks of the group do so together.
+    """
+    generator = torch.Generator().manual_seed(0)
+    files = MappedFiles()
+    exact, own = Reference(layout, group, files=files), Reference(layout, group, rounds=True, files=files)
+    first = {_kind(layer): index for index, layer in reversed(list(enumerate(layout.layers)))}
+    num_tokens, floor = min(NUM_TOKENS, max_len), _FLOORS[layout.dtype]
+    layers: list[LayerAnswer] = []
+    with torch.inference_mode():
+        for index in sorted(first.values()):
+            x = _random_states(layout, num_tokens, generator)
+            answer = _answer(own.run_layer(index, x), exact.run_layer(index, x), x, floor)
+            layers.append(LayerAnswer(index=index, states=x, answer=answer))
+        token_ids = torch.randint(layout.vocab_size, (num_tokens,), generator=generator)
+        logits = _answer(own.run_model(token_ids), exact.run_model(token_ids), torch.zeros(()), floor)
+    is_finite = all(answer.is_finite() for answer in (*(asked.answer for asked in layers), logits))
+    if not group.all_gather(torch.tensor([is_finite]), dim=0).all():
+        return f"its states are NaN or infinite in {layout.dtype}"
+    return Answers(layers=tuple(layers), token_ids=token_ids, logits=logits)
+
+
 def check(executor: Executor, answers: Answers, group: TensorParallelGroup) -> Proof:
     """Compares an executor with the answers of Hugging Face's modules. All ranks of the group do so together."""
     worst = 0.0
@@ -158,7 +185,7 @@ class _Questions:
             return difference
         layers: list[LayerAnswer] = []
         for index in self._first_of_each_kind():
-            asked = self._ask_layer(index, self._random_states(num_tokens))
+            asked = self._ask_layer(index, _random_states(self._layout, num_tokens, self._generator))
             if isinstance(asked, str):
                 return asked
             layers.append(asked)
@@ -171,12 +198,6 @@ class _Questions:
         for index, layer in enumerate(self._layout.layers):
             first.setdefault((_kind(layer), self._hf_backend.layer_settings(index)), index)
         return list(first.values())
-
-    def _random_states(self, num_tokens: int) -> Tensor:
-        """Rows of the residual stream, of many magnitudes, that the model's dtype holds exactly."""
-        scales = torch.logspace(_SMALLEST, _LARGEST, num_tokens)[torch.randperm(num_tokens, generator=self._generator)]
-        states = torch.randn(num_tokens, self._layout.hidden_size, generator=self._generator) * scales[:, None]
-        return states.to(self._layout.dtype).float()
 
     def _rotary_difference(self, max_len: int) -> str | None:
         """How the angles of a layer differ, at positions up to the last."""
@@ -214,6 +235,13 @@ class _Questions:
         """The reason of this rank, or that another has one."""
         others = self._group.all_gather(torch.tensor([reason is not None]), dim=0)
         return reason or ("differs on another rank" if bool(others.any()) else None)
+
+
+def _random_states(layout: DecoderLayout, num_tokens: int, generator: torch.Generator) -> Tensor:
+    """Rows of the residual stream, of many magnitudes, that the model's dtype holds exactly."""
+    scales = torch.logspace(_SMALLEST, _LARGEST, num_tokens)[torch.randperm(num_tokens, generator=generator)]
+    states = torch.randn(num_tokens, layout.hidden_size, generator=generator) * scales[:, None]
+    return states.to(layout.dtype).float()
 
 
 def _answer(own: Tensor, exact: Tensor, before: Tensor, floor: float) -> Answer:
