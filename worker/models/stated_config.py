@@ -70,6 +70,8 @@ class StatedFamily:
     output_bias: Callable[[Any], bool] = lambda config: False
     mlp_bias: Callable[[Any], bool] = lambda config: False
     has_head_norms: bool = False
+    scales_embedding: bool = False
+    """By the square root of the hidden size, rounded to the dtypes of the checkpoint and of serving."""
     scaling: Callable[[Any], float] = lambda config: float(config.head_dim**-0.5)
     """Of attention scores."""
 
@@ -136,7 +138,7 @@ def _rope_parameters(raw: Mapping[str, Any], config: Any, theta: float) -> dict[
     if "truncate" in rope and not isinstance(rope["truncate"], bool):
         raise NotStated("truncate of its rotary angles is no boolean")
     for key, value in rope.items():
-        if key != "truncate" and not (_is_number(value) and value > 0):
+        if key != "truncate" and not _is_positive(value):
             raise NotStated(f"its rotary angles have {key} = {value!r}")
     return {"rope_type": kind, **rope}
 
@@ -158,6 +160,10 @@ def _is_float(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
 
 
 def _is_token(value: Any) -> bool:
@@ -217,12 +223,13 @@ _QWEN: Final[Mapping[str, Setting]] = {
     "use_sliding_window": _OFF,
     "sliding_window": Setting(accepts=_or_none(_is_count), default=4096),
     "max_window_layers": Setting(accepts=_is_token, default=28),
+    "use_mrope": Setting(accepts=_only(False), default=False),
     "layer_types": Setting(accepts=_or_none(_are_layer_types), default=None),
 }
 
 
 def _complete_qwen(config: Any) -> None:
-    config.sliding_window = config.sliding_window if config.use_sliding_window else None
+    _turn_windows_off(config)
     if config.layer_types is None:
         first = config.num_hidden_layers if config.sliding_window is None else config.max_window_layers
         config.layer_types = [
@@ -231,12 +238,68 @@ def _complete_qwen(config: Any) -> None:
     _check_layer_types(config)
 
 
+def _turn_windows_off(config: Any) -> None:
+    config.sliding_window = config.sliding_window if config.use_sliding_window else None
+
+
 def _check_layer_types(config: Any) -> None:
     if len(config.layer_types) != config.num_hidden_layers:
         raise NotStated(f"it has {len(config.layer_types)} layer_types and {config.num_hidden_layers} layers")
 
 
+def _complete_smollm3(config: Any) -> None:
+    _turn_windows_off(config)
+    if config.no_rope_layers is None:
+        interval = config.no_rope_layer_interval
+        config.no_rope_layers = [int((index + 1) % interval != 0) for index in range(config.num_hidden_layers)]
+    if len(config.no_rope_layers) != config.num_hidden_layers:
+        raise NotStated(f"it has {len(config.no_rope_layers)} no_rope_layers and {config.num_hidden_layers} layers")
+    if config.layer_types is None:
+        slides = config.sliding_window is not None
+        config.layer_types = [
+            "sliding_attention" if slides and not rotates else "full_attention" for rotates in config.no_rope_layers
+        ]
+    _check_layer_types(config)
+
+
+def _are_bits(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item in (0, 1) for item in value)
+
+
+_GRANITE_SCALES: Final = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
+
 STATED: Final[Mapping[str, StatedFamily]] = {
+    "gemma": StatedFamily(
+        architecture="GemmaForCausalLM",
+        settings={
+            **_COMMON,
+            "num_key_value_heads": Setting(accepts=_is_count, default=16),
+            "head_dim": Setting(accepts=_is_count, default=256),
+            "hidden_act": Setting(accepts=_only("gelu_pytorch_tanh", "gelu"), default="gelu_pytorch_tanh"),
+            "hidden_activation": Setting(accepts=_only(None, "gelu_pytorch_tanh"), default=None),
+            "tie_word_embeddings": Setting(accepts=_is_flag, default=True),
+            "eos_token_id": Setting(accepts=_are_tokens, default=1),
+            "attention_bias": _OFF,
+            "use_bidirectional_attention": Setting(accepts=_only(None, False), default=None),
+        },
+        qkv_bias=lambda config: bool(config.attention_bias),
+        output_bias=lambda config: bool(config.attention_bias),
+        scales_embedding=True,
+    ),
+    "granite": StatedFamily(
+        architecture="GraniteForCausalLM",
+        settings={
+            **_COMMON,
+            "head_dim": Setting(accepts=_is_count, default=None),
+            "attention_bias": _OFF,
+            "mlp_bias": _OFF,
+            **dict.fromkeys(_GRANITE_SCALES, Setting(accepts=_is_positive, default=1.0)),
+        },
+        qkv_bias=lambda config: bool(config.attention_bias),
+        output_bias=lambda config: bool(config.attention_bias),
+        mlp_bias=lambda config: bool(config.mlp_bias),
+        scaling=lambda config: float(config.attention_multiplier),
+    ),
     "llama": _LLAMA,
     "mistral": StatedFamily(
         architecture="MistralForCausalLM",
@@ -263,6 +326,29 @@ STATED: Final[Mapping[str, StatedFamily]] = {
         qkv_bias=lambda config: bool(config.attention_bias),
         output_bias=lambda config: bool(config.attention_bias),
         has_head_norms=True,
+    ),
+    "smollm3": StatedFamily(
+        architecture="SmolLM3ForCausalLM",
+        settings={
+            **_COMMON,
+            "num_key_value_heads": Setting(accepts=_or_none(_is_count), default=4),
+            "head_dim": Setting(accepts=_is_count, default=None),
+            "tie_word_embeddings": Setting(accepts=_is_flag, default=True),
+            "eos_token_id": Setting(accepts=_are_tokens, default=128001),
+            "attention_bias": _OFF,
+            "mlp_bias": _OFF,
+            "use_sliding_window": _OFF,
+            "sliding_window": Setting(accepts=_or_none(_is_count), default=None),
+            "layer_types": Setting(accepts=_or_none(_are_layer_types), default=None),
+            "no_rope_layers": Setting(accepts=_or_none(_are_bits), default=None),
+            "no_rope_layer_interval": Setting(accepts=_is_count, default=4),
+            "max_window_layers": Setting(accepts=_is_token, default=28),
+        },
+        complete=_complete_smollm3,
+        theta=2_000_000.0,
+        qkv_bias=lambda config: bool(config.attention_bias),
+        output_bias=lambda config: bool(config.attention_bias),
+        mlp_bias=lambda config: bool(config.mlp_bias),
     ),
 }
 """By `model_type`."""

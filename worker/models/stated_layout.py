@@ -30,7 +30,11 @@ _ONE_FILE: Final = "model.safetensors"
 _STORED: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """By their names in a header."""
 
-_ACTIVATIONS: Final = {"silu": Activation.SILU}
+_ACTIVATIONS: Final = {
+    "silu": Activation.SILU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu": Activation.GELU_TANH,  # of gemma alone, whose first configs mean the approximation
+}
 
 
 class StoredTensors:
@@ -121,7 +125,7 @@ class _Builder:
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             embedding=table,
-            embedding_scale=family.embedding_scale(config),
+            embedding_scale=self._embedding_scale() * family.embedding_scale(config),
             rotaries=(make_rotary(config.rope_parameters, config.head_dim, interleaved=family.interleaved),),
             layers=tuple(self._layer(index) for index in range(config.num_hidden_layers)),
             norm=self._norm(f"model.{family.final_norm}", config.hidden_size),
@@ -129,6 +133,12 @@ class _Builder:
             logit_scale=family.logit_scale(config),
             logit_softcap=None if family.logit_softcap is None else getattr(config, family.logit_softcap),
         )
+
+    def _embedding_scale(self) -> float:
+        if not self._stated.scales_embedding:
+            return 1.0
+        scale = torch.tensor(self._config.hidden_size**0.5)  # loaded in the checkpoint's dtype, as the weights
+        return float(scale.to(self._config.dtype).to(self._dtype).item())
 
     def _layer(self, index: int) -> Layer:
         family, prefix = self._family, f"model.layers.{index}."
@@ -221,4 +231,9 @@ def _attention_module(config: Any, index: int) -> Any:
     """What the rules of `families.py` ask of the attention module of a layer."""
     types = getattr(config, "layer_types", None)
     slides = types is None or types[index] == "sliding_attention"
-    return SimpleNamespace(config=config, sliding_window=getattr(config, "sliding_window", None) if slides else None)
+    rotates = getattr(config, "no_rope_layers", None)
+    return SimpleNamespace(
+        config=config,
+        sliding_window=getattr(config, "sliding_window", None) if slides else None,
+        use_rope=rotates is None or bool(rotates[index]),
+    )

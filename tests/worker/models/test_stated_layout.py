@@ -36,6 +36,10 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers":
 MIXED = {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("gemma", {}),
+    "gemma, biases": ("gemma", {"attention_bias": True, "tie_word_embeddings": False}),
+    "granite": ("granite", {"attention_multiplier": 0.3}),
+    "granite, biases": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "llama": ("llama", {}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
     "llama, one KV head": ("llama", {"num_key_value_heads": 1}),
@@ -54,6 +58,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3, windows and biases": ("qwen3", {**SLIDING, "attention_bias": True, "tie_word_embeddings": True}),
     "qwen3, yarn": ("qwen3", {"rope_parameters": YARN, "rms_norm_eps": 1e-5}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5}),
+    "smollm3, windows": (
+        "smollm3",
+        {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 5, "tie_word_embeddings": False},
+    ),
 }
 """By name: the family, and what is changed of its tiny model."""
 
@@ -117,8 +126,9 @@ def test_the_stated_layout_is_that_which_is_recognized(checkpoint, size):
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_in_another_dtype_it_is_the_same_too(tmp_path, size, dtype):
-    folder = save_tiny_model("qwen3", tmp_path, attention_bias=True)
+@pytest.mark.parametrize("family", ["gemma", "qwen3"])
+def test_in_another_dtype_it_is_the_same_too(tmp_path, family, size, dtype):
+    folder = save_tiny_model(family, tmp_path, attention_bias=True)
     as_stored_in(folder, BF16)
     assert differences_on(folder, size, dtype) == []
 
@@ -167,7 +177,9 @@ def test_what_config_json_leaves_out_is_what_transformers_takes(tmp_path, family
         ours, theirs = read_stated_config({**raw, **more}), read_config(tmp_path)
         theirs.rope_parameters.pop("type", None)
         for name, value in vars(ours).items():
-            absent = 256 // 32 if name == "head_dim" else value or None  # of qwen2; and settings that are off
+            absent = (
+                256 // 32 if name == "head_dim" else None if value else value
+            )  # of qwen2; and settings that are off
             assert value == getattr(theirs, name, absent), name
 
 
