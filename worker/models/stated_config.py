@@ -342,7 +342,7 @@ STATED: Final[Mapping[str, StatedFamily]] = {
             "layer_types": Setting(accepts=_or_none(_are_layer_types), default=None),
             "no_rope_layers": Setting(accepts=_or_none(_are_bits), default=None),
             "no_rope_layer_interval": Setting(accepts=_is_count, default=4),
-            "max_window_layers": Setting(accepts=_is_token, default=28),
+            "max_window_layers": Setting(accepts=_is_token, default=None),
         },
         complete=_complete_smollm3,
         theta=2_000_000.0,
