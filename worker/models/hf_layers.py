@@ -15,15 +15,10 @@ from torch import Tensor, nn
 
 from holdfast.worker.executors.mapped_files import MappedFiles
 from holdfast.worker.models.linear import Linear, VocabParallelEmbedding
-
-_CONVERTED_AT_A_TIME: Final = 2**18
-"""Weights that are converted to float32 together: few enough to stay in a core's cache until they are multiplied."""
+from holdfast.worker.models.reference import CONVERTED_AT_A_TIME, GIVEN_BACK_FROM, product
 
 _AT_A_TIME: Final = 2**24
 """Weights that are multiplied together as they are: libraries make a copy of them in an order of their own."""
-
-_GIVEN_BACK_FROM: Final = 2**20
-"""Bytes of a weight whose pages are given back once it has been used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,28 +182,12 @@ def _computing_in(module: nn.Module, dtype: torch.dtype | None, files: MappedFil
 
 
 def _in_pieces(linear: Linear, weight: Tensor, exact: bool, files: MappedFiles, x: Tensor) -> Tensor:
-    """The product of a linear, some outputs at a time: into one result, and by way of one buffer.
-
-    Small results between large buffers would keep the C heap from using the buffers' memory again.
-    """
-    rows = min(len(weight), max(1, (_CONVERTED_AT_A_TIME if exact else _AT_A_TIME) // linear.in_features))
-    if not exact and rows == len(weight):
-        y = F.linear(x, weight, linear.bias)
-    else:
-        y = _product(x, weight, linear.bias, rows)
-    if weight.nbytes >= _GIVEN_BACK_FROM:
+    """The product of a linear, some outputs at a time."""
+    rows = min(len(weight), max(1, (CONVERTED_AT_A_TIME if exact else _AT_A_TIME) // linear.in_features))
+    whole = not exact and rows == len(weight)
+    y = F.linear(x, weight, linear.bias) if whole else product(x, weight, linear.bias, rows)
+    if weight.nbytes >= GIVEN_BACK_FROM:
         files.give_back(weight)
-    return y
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """In the dtype of `x`, with so many rows of the weight converted at a time."""
-    y = x.new_empty(*x.shape[:-1], len(weight))
-    buffer = x.new_empty(rows, weight.shape[1])
-    for first in range(0, len(weight), rows):
-        part = buffer[: len(weight) - first].copy_(weight[first : first + rows])
-        own_bias = None if bias is None else bias[first : first + rows].to(x.dtype)
-        y[..., first : first + rows] = F.linear(x, part, own_bias)
     return y
 
 

@@ -1,12 +1,11 @@
-"""Kept layout of a checkpoint: where layout files lie, and when one may be used again.
-
-It may if nothing has changed that it was made of: the checkpoint's files, the settings, this code, the libraries. A
-checkpoint without one may have one that was shipped (`kept_layout.py`).
+"""Kept layout of a checkpoint that Hugging Face's modules were built for: where layout files lie, and when one may be
+used again. It may if nothing has changed that it was made of: the checkpoint's files, the settings, this code, the
+libraries.
 """
 
 import logging
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -17,41 +16,10 @@ import torch
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.models.layout_file import load, save
+from holdfast.worker.models.model_facts import ModelFacts
 from holdfast.worker.models.proof import Recognized
 from holdfast.worker.models.weight_files import checkpoint_digest
 from holdfast.worker.user_folder import user_folder
-
-SHIPPED: Final = Path(__file__).parent / "layouts"
-
-_SHIPPED_SETTINGS: Final = ("dtype", "max_model_len", "hf_overrides")
-"""Of the model, that a shipped layout or its facts depend on: it was made with their defaults."""
-
-_READ: Final = ("config.json", "generation_config.json")
-"""Of a checkpoint, besides its weights."""
-
-
-def find_shipped(config: WorkerConfig, folder: Path, group: TensorParallelGroup) -> Path | None:
-    """The layout file for this rank's share of the checkpoint in `folder`, if there is one for these very bytes."""
-    fields = type(config.model).model_fields
-    if config.cache.block_size is not None or any(
-        getattr(config.model, name) != fields[name].default for name in _SHIPPED_SETTINGS
-    ):
-        return None
-    share = f"{group.rank}-of-{group.size}"
-    for path in SHIPPED.glob(f"{checkpoint_digest(folder)}-*-{share}"):
-        if path.name == shipped_name(folder, group.rank, group.size):
-            return path
-    return None
-
-
-def shipped_name(folder: Path, rank: int, size: int) -> str:
-    """The name of the layout file for one share of a checkpoint. Reads all of it."""
-    digest = blake2b(digest_size=16)
-    for path in [*(folder / name for name in _READ), *sorted(folder.glob("*.safetensors"))]:
-        content = path.read_bytes() if path.is_file() else b""
-        digest.update(f"{path.name} {len(content)} ".encode() + content)
-    return f"{checkpoint_digest(folder)}-{digest.hexdigest()}-{rank}-of-{size}"
-
 
 logger = logging.getLogger(__name__)
 
@@ -65,41 +33,24 @@ _SOURCES: Final = ("executors", "models")
 """The rooms that make a layout."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """What is known of a model besides how it computes."""
-
-    model_type: str
-    vocab_size: int
-    max_model_len: int
-    """What it is served with."""
-    eos_token_ids: tuple[int, ...]
-    """Ascending."""
-
-
 class KeptLayout:
     """The place of one rank's layout file."""
 
     def __init__(self, config: WorkerConfig, folder: Path, group: TensorParallelGroup, device: torch.device) -> None:
         self._folder = folder
         self._path: Path | None = None
-        self._shipped: Path | None = None
         model = config.model
         if model.keep_layout and device.type == "cpu" and model.load_format != "dummy" and model.executor != "hf":
             settings = [getattr(model, name) for name in _SETTINGS]
             share = f"{group.rank}-of-{group.size}"
             self._path = layouts_folder() / f"{_digest(folder, settings, config.cache.block_size)}-{share}"
-            self._shipped = find_shipped(config, folder, group)
 
     def recall(self) -> tuple[Recognized, ModelFacts] | None:
-        """What an earlier start has kept or the package has shipped, if it can still be used."""
-        return self._read(self._path) or self._read(self._shipped)
-
-    def _read(self, path: Path | None) -> tuple[Recognized, ModelFacts] | None:
-        if path is None or not path.is_file():
+        """What an earlier start has kept, if it can still be used."""
+        if self._path is None or not self._path.is_file():
             return None
         try:
-            kept = load(path, self._folder)
+            kept = load(self._path, self._folder)
             facts = ModelFacts(**{**kept.facts, "eos_token_ids": tuple(kept.facts["eos_token_ids"])})
         except (ValueError, OSError, TypeError, KeyError) as error:
             logger.info("the layout that was kept is made again: %s", error)

@@ -19,7 +19,7 @@ from holdfast.worker.executors.kv_cache import KVCache
 from holdfast.worker.executors.layout import DecoderLayout, Experts
 from holdfast.worker.executors.step_sampler import HeadOutput, OverlappingSampler, StepSampler
 from holdfast.worker.models.families import FAMILIES
-from holdfast.worker.models.proof import NUM_TOKENS, Recognized, ask, check
+from holdfast.worker.models.proof import NUM_TOKENS, Recognized, ask, ask_reference, check
 from holdfast.worker.models.recognize import Unrecognized, recognize
 from holdfast.worker.progress import ProgressCounter
 
@@ -199,15 +199,46 @@ def read_program(
     All ranks of the group call this together and come to the same answer.
     """
     layout = recognize(module, group.size)
-    reason = layout.reason if isinstance(layout, Unrecognized) else _unfit_for(layout, device, group.size, block_size)
-    if not all_ranks(group, reason is None):
-        return reason or "another rank does not recognize its share"
+    reason = layout.reason if isinstance(layout, Unrecognized) else None
+    reason = _reason_of_any(layout if isinstance(layout, DecoderLayout) else None, reason, group, block_size, device)
+    if reason is not None:
+        return reason
     assert isinstance(layout, DecoderLayout)
-    reason = _unavailable(device)
-    if not all_ranks(group, reason is None):
-        return reason or "another rank has no executor"
     answers = ask(module, layout, group, max_len=max_model_len)
     return answers if isinstance(answers, str) else Recognized(layout=layout, answers=answers)
+
+
+def recognized_of(
+    layout: DecoderLayout | None,
+    reason: str | None,
+    group: TensorParallelGroup,
+    *,
+    max_model_len: int,
+    block_size: int,
+    device: torch.device = _CPU,
+) -> Recognized | str:
+    """As `read_program`, of a layout that was read without Hugging Face's modules, or of none for a `reason`."""
+    reason = _reason_of_any(layout, reason, group, block_size, device)
+    if reason is not None:
+        return reason
+    assert layout is not None
+    answers = ask_reference(layout, group, max_len=max_model_len)
+    return answers if isinstance(answers, str) else Recognized(layout=layout, answers=answers)
+
+
+def _reason_of_any(
+    layout: DecoderLayout | None,
+    reason: str | None,
+    group: TensorParallelGroup,
+    block_size: int,
+    device: torch.device,
+) -> str | None:
+    """Why one of the ranks does not run its share: it has no layout for a `reason`, or none that runs."""
+    if layout is not None:
+        reason = _unfit_for(layout, device, group.size, block_size) or _unavailable(device)
+    if not all_ranks(group, reason is None):
+        return reason or "another rank does not run its share"
+    return None
 
 
 def is_available(device: torch.device = _CPU) -> bool:

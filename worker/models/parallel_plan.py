@@ -84,6 +84,9 @@ _ATTENTION: Final = _attention("model.layers.*.self_attn.")
 _MLP: Final = _rules("model.layers.*.mlp.", "colwise", "gate_proj", "up_proj") | {
     "model.layers.*.mlp.down_proj": "rowwise"
 }
+ATTENTION_AND_MLP: Final[Mapping[str, str]] = {**_ATTENTION, **_MLP}
+"""The plan of llama, and of families that are split alike."""
+
 _FUSED_MLP: Final = {"model.layers.*.mlp.gate_up_proj": "packed_colwise", "model.layers.*.mlp.down_proj": "rowwise"}
 _GPT_OSS_EXPERTS: Final = {  # stored as [expert, input, output], gate and up interleaved
     "model.layers.*.mlp.experts": "moe_tp_experts",
@@ -240,6 +243,15 @@ class ParallelPlan:
             raise UnsupportedModelError(self.config.model_type, reason, "Serve it with tensor_parallel_size 1")
         if self.splits_attention:
             check_heads(self.config, self.size)
+
+
+def vocabulary_rows(whole: Tensor, rank: int, size: int) -> Tensor:
+    """One rank's rows of a table over the vocabulary, a view; the last rank's are filled up with zeros."""
+    num_rows = -(-len(whole) // size)
+    rows = whole[rank * num_rows : (rank + 1) * num_rows]
+    if len(rows) == num_rows:
+        return rows
+    return torch.cat([rows, rows.new_zeros(num_rows - len(rows), *rows.shape[1:])])
 
 
 def is_transposed_linear(module: object) -> bool:

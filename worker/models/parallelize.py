@@ -22,7 +22,14 @@ from holdfast.worker.models.linear import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from holdfast.worker.models.parallel_plan import LOCAL_COUNTS, ParallelPlan, Split, Style, is_transposed_linear
+from holdfast.worker.models.parallel_plan import (
+    LOCAL_COUNTS,
+    ParallelPlan,
+    Split,
+    Style,
+    is_transposed_linear,
+    vocabulary_rows,
+)
 from holdfast.worker.models.row_tiles import RowTiles
 from holdfast.worker.models.weights import WeightSource
 
@@ -146,12 +153,7 @@ class _Share:
         key = id(parameter)
         if key not in self._tables:
             whole = self._source(self._first_names[key], parameter)
-            num_rows = -(-len(whole) // self._plan.size)
-            first = self._target.group.rank * num_rows
-            rows = whole[first : first + num_rows]
-            if len(rows) < num_rows:
-                rows = torch.cat([rows, rows.new_zeros(num_rows - len(rows), *rows.shape[1:])])
-            self._tables[key] = self._place(rows)
+            self._tables[key] = self._place(vocabulary_rows(whole, self._target.group.rank, self._plan.size))
         return self._tables[key]
 
     def _take_tensors(self, name: str, module: nn.Module) -> None:

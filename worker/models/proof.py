@@ -15,6 +15,7 @@ from torch import Tensor
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.executors.layout import Attention, DecoderLayout, Rotary
+from holdfast.worker.executors.mapped_files import MappedFiles
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.hf_layers import AttentionCall, HfLayers
 from holdfast.worker.models.reference import Reference
@@ -32,6 +33,9 @@ _EXACT: Final = 2e-5
 
 _QUANTILE: Final = 0.75
 """The share of rows that must agree. In a mixture of experts, some rows may choose others where two are close."""
+
+_MOST_REFERENCE_BYTES: Final = 1 << 30
+"""Of a rank's weights, that the reference executor runs as a whole: a second of CPU for about 400 MB."""
 
 _SMALLEST, _LARGEST = -2.0, 0.5
 """Powers of ten between which the rows of random states are scaled: small ones show an epsilon, large ones do not."""
@@ -62,6 +66,9 @@ class Answer:
     allowed: Tensor
     """[T]"""
 
+    def is_finite(self) -> bool:
+        return bool(self.exact.isfinite().all() and self.allowed.isfinite().all())
+
     def excess(self, ours: Tensor) -> Tensor:
         """The error of `ours`, as a multiple of what is allowed; of the worst row but for `_QUANTILE`."""
         error = (ours.float() - self.exact).norm(dim=-1) / self.change
@@ -86,7 +93,8 @@ class Answers:
     layers: tuple[LayerAnswer, ...]
     """One of each kind."""
     token_ids: Tensor
-    logits: Answer
+    logits: Answer | None
+    """None of a large model that the reference executor was asked about: its logits need only be finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +125,33 @@ def ask(module: Any, layout: DecoderLayout, group: TensorParallelGroup, *, max_l
         return _Questions(module, layout, group).ask(max_len)
 
 
+def ask_reference(layout: DecoderLayout, group: TensorParallelGroup, *, max_len: int) -> Answers | str:
+    """As `ask`, of the reference executor: for a layout that was read without Hugging Face's modules, whose family the
+    tests prove; or what of it is not finite. A large model is not run as a whole. All ranks of the group do so
+    together.
+    """
+    generator = torch.Generator().manual_seed(0)
+    files = MappedFiles()
+    exact, own = Reference(layout, group, files=files), Reference(layout, group, rounds=True, files=files)
+    first = {_kind(layer): index for index, layer in reversed(list(enumerate(layout.layers)))}
+    num_tokens, floor = min(NUM_TOKENS, max_len), _FLOORS[layout.dtype]
+    layers: list[LayerAnswer] = []
+    with torch.inference_mode():
+        for index in sorted(first.values()):
+            x = _random_states(layout, num_tokens, generator)
+            answer = _answer(own.run_layer(index, x), exact.run_layer(index, x), x, floor)
+            layers.append(LayerAnswer(index=index, states=x, answer=answer))
+        token_ids = torch.randint(layout.vocab_size, (num_tokens,), generator=generator)
+        logits = None
+        if int(group.all_gather(torch.tensor([num_bytes(layout)]), dim=0).max()) <= _MOST_REFERENCE_BYTES:
+            logits = _answer(own.run_model(token_ids), exact.run_model(token_ids), torch.zeros(()), floor)
+    answers = [asked.answer for asked in layers] + ([] if logits is None else [logits])
+    is_finite = all(answer.is_finite() for answer in answers)
+    if not group.all_gather(torch.tensor([is_finite]), dim=0).all():
+        return f"its states are NaN or infinite in {layout.dtype}"
+    return Answers(layers=tuple(layers), token_ids=token_ids, logits=logits)
+
+
 def check(executor: Executor, answers: Answers, group: TensorParallelGroup) -> Proof:
     """Compares an executor with the answers of Hugging Face's modules. All ranks of the group do so together."""
     worst = 0.0
@@ -128,10 +163,16 @@ def check(executor: Executor, answers: Answers, group: TensorParallelGroup) -> P
                 reason = f"layer {asked.index} is wrong by {error:.3g} times what is allowed"
                 return Proof(reason=reason, layer_error=worst, model_error=0.0)
         logits = executor.run_model(answers.token_ids)
-        excess = torch.zeros(()) if logits is None else answers.logits.excess(logits)
+        excess = torch.zeros(()) if logits is None else _excess_of_logits(answers.logits, logits)
         error = _worst_of_ranks(excess, group)
     wrong = None if error <= 1.0 else f"its logits are wrong by {error:.3g} times what is allowed"
     return Proof(reason=wrong, layer_error=worst, model_error=error)
+
+
+def _excess_of_logits(expected: Answer | None, logits: Tensor) -> Tensor:
+    if expected is not None:
+        return expected.excess(logits)
+    return torch.tensor(0.0 if logits.isfinite().all() else torch.inf)
 
 
 def prove(module: Any, layout: DecoderLayout, executor: Executor, group: TensorParallelGroup, *, max_len: int) -> Proof:
@@ -158,7 +199,7 @@ class _Questions:
             return difference
         layers: list[LayerAnswer] = []
         for index in self._first_of_each_kind():
-            asked = self._ask_layer(index, self._random_states(num_tokens))
+            asked = self._ask_layer(index, _random_states(self._layout, num_tokens, self._generator))
             if isinstance(asked, str):
                 return asked
             layers.append(asked)
@@ -171,12 +212,6 @@ class _Questions:
         for index, layer in enumerate(self._layout.layers):
             first.setdefault((_kind(layer), self._hf_backend.layer_settings(index)), index)
         return list(first.values())
-
-    def _random_states(self, num_tokens: int) -> Tensor:
-        """Rows of the residual stream, of many magnitudes, that the model's dtype holds exactly."""
-        scales = torch.logspace(_SMALLEST, _LARGEST, num_tokens)[torch.randperm(num_tokens, generator=self._generator)]
-        states = torch.randn(num_tokens, self._layout.hidden_size, generator=self._generator) * scales[:, None]
-        return states.to(self._layout.dtype).float()
 
     def _rotary_difference(self, max_len: int) -> str | None:
         """How the angles of a layer differ, at positions up to the last."""
@@ -216,6 +251,13 @@ class _Questions:
         return reason or ("differs on another rank" if bool(others.any()) else None)
 
 
+def _random_states(layout: DecoderLayout, num_tokens: int, generator: torch.Generator) -> Tensor:
+    """Rows of the residual stream, of many magnitudes, that the model's dtype holds exactly."""
+    scales = torch.logspace(_SMALLEST, _LARGEST, num_tokens)[torch.randperm(num_tokens, generator=generator)]
+    states = torch.randn(num_tokens, layout.hidden_size, generator=generator) * scales[:, None]
+    return states.to(layout.dtype).float()
+
+
 def _answer(own: Tensor, exact: Tensor, before: Tensor, floor: float) -> Answer:
     """What Hugging Face's arithmetic gives is `own`, in the model's dtype, and `exact` in float32, from `before`."""
     change = (exact - before).norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
@@ -224,6 +266,15 @@ def _answer(own: Tensor, exact: Tensor, before: Tensor, floor: float) -> Answer:
 
 def _worst_of_ranks(excess: Tensor, group: TensorParallelGroup) -> float:
     return float(group.all_gather(excess[None], dim=0).max())
+
+
+def num_bytes(part: object) -> int:
+    """Of the tensors of a part of a layout; a tied table counts twice."""
+    if isinstance(part, Tensor):
+        return part.nbytes
+    if isinstance(part, tuple):
+        return sum(map(num_bytes, part))
+    return sum(num_bytes(getattr(part, field.name)) for field in fields(part)) if is_dataclass(part) else 0
 
 
 def _kind(part: object) -> object:

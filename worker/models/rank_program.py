@@ -15,12 +15,13 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler
-from holdfast.worker.models.checks import OTHER_ENGINE, check_kv_cache_dtype, choose_max_model_len, fp8_refused
+from holdfast.worker.models.checks import OTHER_ENGINE, check_kv_cache_dtype, fp8_refused
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.hf_backend import HfBackend
-from holdfast.worker.models.kept_layout import KeptLayout, ModelFacts
+from holdfast.worker.models.kept_layout import KeptLayout
 from holdfast.worker.models.memory import default_block_size
 from holdfast.worker.models.model import RankModel, build_rank_model, serving_dtype
+from holdfast.worker.models.model_facts import ModelFacts, facts_of
 from holdfast.worker.models.native_backend import (
     NativeBackend,
     OverlappingExecutor,
@@ -28,11 +29,13 @@ from holdfast.worker.models.native_backend import (
     is_available,
     make_program,
     read_program,
+    recognized_of,
 )
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.proof import Recognized
 from holdfast.worker.models.row_tiles import RowTiles
-from holdfast.worker.models.weights import read_config, read_eos_token_ids
+from holdfast.worker.models.stated_layout import read_stated
+from holdfast.worker.models.weights import read_config
 from holdfast.worker.progress import ProgressCounter
 
 logger = logging.getLogger(__name__)
@@ -137,8 +140,46 @@ def load_program(
 
     Raises `UnsupportedModelError` where a gate refuses the model, or where it must run as a native backend and cannot.
     """
+    stated = _stated(config, folder, group, device, progress)
+    if stated is not None:
+        return stated
     kept = KeptLayout(config, folder, group, device)
     return _recalled(kept, config, group, device, progress) or _loaded(kept, config, folder, group, device, progress)
+
+
+def _stated(
+    config: WorkerConfig,
+    folder: Path,
+    group: TensorParallelGroup,
+    device: torch.device,
+    progress: Callable[[str, int, int], None],
+) -> LoadedProgram | None:
+    """The program of a model that is read without Hugging Face's modules, if it is of a form that is stated."""
+    if config.model.executor == "hf" or config.model.load_format == "dummy":
+        return None
+    read = read_stated(config.model, folder, group)
+    layout, facts = (None, None) if isinstance(read, str) else read
+    with _few_threads(folder, device):
+        recognized = recognized_of(
+            layout,
+            read if isinstance(read, str) else None,
+            group,
+            max_model_len=facts.max_model_len if facts is not None else 1,
+            block_size=config.cache.block_size or default_block_size(device),
+            device=device,
+        )
+    if isinstance(recognized, str):
+        logger.info("read with Hugging Face's modules, which takes seconds: %s", recognized)
+        return None
+    assert facts is not None
+    progress("load", 1, 1)
+    target = Target(group=group, tiles=RowTiles(device), device=device, dtype=recognized.layout.dtype)
+    program = _made(recognized, config, target, facts)
+    if isinstance(program, str):
+        logger.info("read with Hugging Face's modules, because the executor differs from the reference: %s", program)
+        return None
+    logger.info("%s: read from config.json and the weights, without Hugging Face's modules", facts.model_type)
+    return LoadedProgram(program=program, facts=facts, target=target)
 
 
 def _recalled(
@@ -176,12 +217,7 @@ def _loaded(
     """The backend of a model whose Hugging Face modules are built first."""
     hf_config = read_config(folder, config.model.hf_overrides)
     check_kv_cache_dtype(config, device.type, hf_config)
-    facts = ModelFacts(
-        model_type=hf_config.model_type,
-        vocab_size=hf_config.vocab_size,
-        max_model_len=choose_max_model_len(hf_config, config.model.max_model_len),
-        eos_token_ids=tuple(sorted(i for i in read_eos_token_ids(folder, hf_config) if i < hf_config.vocab_size)),
-    )
+    facts = facts_of(hf_config, folder, config.model.max_model_len)
     if getattr(hf_config, "kv_lora_rank", None):
         logger.warning("latent attention is cached expanded, which takes many times the memory of the latents")
     target = Target(group=group, tiles=RowTiles(device), device=device, dtype=serving_dtype(config.model, hf_config))

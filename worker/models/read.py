@@ -28,7 +28,7 @@ _EPS_NAMES: Final = ("variance_epsilon", "eps")
 _EPS_WITHOUT_WEIGHTS: Final = 1e-5
 """Written into the code of the one norm that has no weights (OLMo)."""
 
-_OFFSETS: Final = {NormKind.RMS_PLUS_ONE: 1.0, NormKind.LAYER_PLUS_ONE: 1.0}
+OFFSETS: Final = {NormKind.RMS_PLUS_ONE: 1.0, NormKind.LAYER_PLUS_ONE: 1.0}
 
 
 class NotReadable(Exception):
@@ -110,7 +110,7 @@ def norm(module: Any, kind: NormKind, size: int) -> Norm:
     is_layer = kind in (NormKind.LAYER, NormKind.LAYER_PLUS_ONE)
     if eps is None or not isinstance(weight, Tensor) or (bias is not None and not is_layer):
         raise NotReadable(f"{_kind(module)} is no norm of the expected kind")
-    weight = weight.detach().float() + _OFFSETS.get(kind, 0.0)
+    weight = weight.detach().float() + OFFSETS.get(kind, 0.0)
     return Norm(kind="layer" if is_layer else "rms", weight=weight, bias=_float(bias), eps=float(eps))
 
 

@@ -255,9 +255,13 @@ class _Reader:
         return mlp
 
     def _slices(self, local: int) -> int:
-        """Slices of this rank's share of `local` heads, or inputs: whole subtrees of the whole model's slices.
+        return slices_of_share(local, self._size, int(self._config.num_attention_heads))
 
-        No more of them than ranks can share the heads: each slice costs an addition.
-        """
-        whole = gcd(NUM_SLICES, local * self._size, int(self._config.num_attention_heads))
-        return whole // self._size if whole % self._size == 0 else 1
+
+def slices_of_share(local: int, size: int, num_heads: int) -> int:
+    """Slices of one of `size` ranks' share of `local` heads, or inputs: whole subtrees of the whole model's slices.
+
+    No more of them than ranks can share the model's `num_heads`: each slice costs an addition.
+    """
+    whole = gcd(NUM_SLICES, local * size, num_heads)
+    return whole // size if whole % size == 0 else 1

@@ -2,6 +2,8 @@
 the oracle for the others.
 """
 
+from typing import Final
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,13 @@ from holdfast.worker.executors.layout import (
     Norm,
     Rotary,
 )
+from holdfast.worker.executors.mapped_files import MappedFiles
+
+CONVERTED_AT_A_TIME: Final = 2**18
+"""Weights that are converted to float32 together: few enough to stay in a core's cache until they are multiplied."""
+
+GIVEN_BACK_FROM: Final = 2**20
+"""Bytes of a weight whose pages are given back once it has been used."""
 
 
 class Reference:
@@ -30,11 +39,15 @@ class Reference:
         *,
         dtype: torch.dtype = torch.float32,
         rounds: bool = False,
+        files: MappedFiles | None = None,
     ) -> None:
-        """Computes in `dtype`. With `rounds`, values are rounded to the layout's dtype where executors round them."""
+        """Computes in `dtype`. With `rounds`, values are rounded to the layout's dtype where executors round them. The
+        pages of large weights in `files` are given back once they are used.
+        """
         self._layout = layout
         self._group = group or SingleRank()
         self._dtype = dtype
+        self._files = files
         self._rounded_to = layout.dtype if rounds else None
 
     def run_model(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -158,8 +171,14 @@ class Reference:
 
     def _linear(self, linear: Linear, x: Tensor) -> Tensor:
         x = self._round(x)
-        y = torch.cat([F.linear(x, weight.to(self._dtype)) for weight in linear.weights], -1)
+        y = torch.cat([self._product(x, weight) for weight in linear.weights], -1)
         return y if linear.bias is None else y + linear.bias.to(self._dtype)
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        y = product(x, weight, None, max(1, CONVERTED_AT_A_TIME // weight.shape[1]))
+        if self._files is not None and weight.nbytes >= GIVEN_BACK_FROM:
+            self._files.give_back(weight)
+        return y
 
     def _row_parallel(self, linear: Linear, x: Tensor) -> Tensor:
         y = self._group.all_reduce(self._linear(Linear(weights=linear.weights), x))
@@ -171,6 +190,20 @@ class Reference:
 
     def _round(self, x: Tensor) -> Tensor:
         return x if self._rounded_to is None else x.to(self._rounded_to).to(self._dtype)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    """The product of a linear, in the dtype of `x`: so many outputs at a time, into one result, by way of one buffer.
+
+    Small results between large buffers would keep the C heap from using the buffers' memory again.
+    """
+    y = x.new_empty(*x.shape[:-1], len(weight))
+    buffer = x.new_empty(min(rows, len(weight)), weight.shape[1])
+    for first in range(0, len(weight), rows):
+        part = buffer[: len(weight) - first].copy_(weight[first : first + rows])
+        own_bias = None if bias is None else bias[first : first + rows].to(x.dtype)
+        y[..., first : first + rows] = F.linear(x, part, own_bias)
+    return y
 
 
 def rotated(x: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def read_config(folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> An
     """
     from transformers import AutoConfig
 
-    raw = {**_read_json(folder / "config.json"), **overrides}
+    raw = {**read_json(folder / "config.json"), **overrides}
     model_type = str(raw.get("model_type"))
     dtype = _written_dtype(raw)
     try:
@@ -235,17 +235,18 @@ class DummyWeights:
 
 def read_eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
     """What ends an output: by generation_config.json, else config.json, else the tokenizer's own end token."""
-    generation = _read_json(folder / "generation_config.json")
+    generation = read_json(folder / "generation_config.json")
     for value in (generation.get("eos_token_id"), getattr(config, "eos_token_id", None)):
         if value is not None:
             return frozenset(value if isinstance(value, list) else [value])
-    eos = _read_json(folder / "tokenizer_config.json").get("eos_token")
+    eos = read_json(folder / "tokenizer_config.json").get("eos_token")
     content = eos.get("content") if isinstance(eos, dict) else eos
-    added = _read_json(folder / "tokenizer.json").get("added_tokens", [])
+    added = read_json(folder / "tokenizer.json").get("added_tokens", [])
     return frozenset(token["id"] for token in added if token["content"] == content)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """What a file of JSON holds; nothing where it is not there. Raises `ConfigurationError` where it is not JSON."""
     try:
         content = json.loads(path.read_text()) if path.is_file() else {}
     except ValueError as error:

@@ -74,8 +74,8 @@ def test_no_start_in_one_process_loads_what_a_cluster_needs(starts):
     assert not among(starts[0] | starts[1], OF_A_CLUSTER)
 
 
-def test_no_start_of_the_bundled_model_asks_hugging_face(starts):
-    """Its layout comes with the package."""
+def test_not_even_a_first_start_of_a_stated_family_asks_hugging_face(starts):
+    """The bundled model is of one."""
     assert not among(starts[0] | starts[1], OF_HUGGING_FACE | OF_OTHER_WAYS)
 
 

@@ -26,7 +26,7 @@ def saved(family: str, tmp_path: Path) -> Path:
     return save_tiny_model(family, tmp_path / "model", max_position_embeddings=256)
 
 
-@pytest.fixture(params=["llama", "gpt_neox", "mixtral"])
+@pytest.fixture(params=["starcoder2", "gpt_neox", "mixtral"])
 def checkpoint(request, tmp_path) -> Path:
     return saved(request.param, tmp_path)
 
@@ -71,7 +71,7 @@ def test_a_later_start_gives_the_same_bits_without_hugging_face(checkpoint, layo
 
 
 def test_ranks_recall_their_shares_together(layouts, tmp_path, asked):
-    folder = saved("llama", tmp_path)
+    folder = saved("starcoder2", tmp_path)
     first = run_ranks(2, lambda group: bits(loaded(folder, group)))
     assert run_ranks(2, lambda group: bits(loaded(folder, group))) == first
     assert len(asked) == 2
@@ -81,7 +81,7 @@ def test_ranks_recall_their_shares_together(layouts, tmp_path, asked):
 
 
 def test_weights_stay_where_they_are_in_the_checkpoint(layouts, tmp_path):
-    folder = saved("llama", tmp_path)
+    folder = saved("starcoder2", tmp_path)
     loaded(folder, dtype="float32")
     layout = load(next(layouts.iterdir()), folder).recognized.layout
     assert isinstance(layout, DecoderLayout)
@@ -92,7 +92,7 @@ def test_weights_stay_where_they_are_in_the_checkpoint(layouts, tmp_path):
 
 @pytest.mark.parametrize("change", ["weights", "config", "setting", "libraries", "sources"])
 def test_a_layout_is_made_again_once_anything_has_changed(layouts, tmp_path, asked, monkeypatch, change):
-    folder = saved("llama", tmp_path)
+    folder = saved("starcoder2", tmp_path)
     loaded(folder)
     settings: dict[str, object] = {}
     if change == "weights":
@@ -111,7 +111,7 @@ def test_a_layout_is_made_again_once_anything_has_changed(layouts, tmp_path, ask
 
 @pytest.mark.parametrize("content", [b"", b"not a layout", b"\x02\x00\x00\x00\x00\x00\x00\x00{}"])
 def test_a_layout_file_that_cannot_be_read_is_made_again(layouts, tmp_path, content):
-    folder = saved("llama", tmp_path)
+    folder = saved("starcoder2", tmp_path)
     expected = bits(loaded(folder))
     path = next(layouts.iterdir())
     path.write_bytes(content)
@@ -120,7 +120,7 @@ def test_a_layout_file_that_cannot_be_read_is_made_again(layouts, tmp_path, cont
 
 
 def test_a_layout_that_the_executor_does_not_compute_is_not_used(layouts, tmp_path, monkeypatch):
-    folder = saved("llama", tmp_path)
+    folder = saved("starcoder2", tmp_path)
     expected = bits(loaded(folder))
     made = program.make_program
     answers = iter(["its logits are wrong"])
@@ -134,7 +134,7 @@ def test_a_layout_that_the_executor_does_not_compute_is_not_used(layouts, tmp_pa
 
 def test_a_model_whose_proof_fails_runs_on_the_hf_backend_as_ever(layouts, tmp_path, monkeypatch):
     """Its weights have been packed and given back by then."""
-    folder = saved("llama", tmp_path)
+    folder = saved("starcoder2", tmp_path)
     expected = bits(loaded(folder, executor="hf"))
     made = program.make_program
 
@@ -150,7 +150,7 @@ def test_a_model_whose_proof_fails_runs_on_the_hf_backend_as_ever(layouts, tmp_p
 
 
 def test_what_hugging_face_must_run_keeps_no_layout(layouts, tmp_path):
-    folder = saved("llama", tmp_path)
+    folder = saved("starcoder2", tmp_path)
     loaded(folder, executor="hf")
     loaded(folder, keep_layout=False)
     assert not layouts.exists()
@@ -158,12 +158,12 @@ def test_what_hugging_face_must_run_keeps_no_layout(layouts, tmp_path):
 
 def test_a_home_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     monkeypatch.setattr(kept_layout, "layouts_folder", lambda: Path("/dev/null/layouts"))
-    loaded(saved("llama", tmp_path))
+    loaded(saved("starcoder2", tmp_path))
 
 
 def test_the_oldest_layouts_go(layouts, tmp_path, monkeypatch):
     monkeypatch.setattr(kept_layout, "_MOST_FILES", 2)
-    folder = saved("llama", tmp_path)
+    folder = saved("starcoder2", tmp_path)
     for length in (100, 101, 102):
         loaded(folder, max_model_len=length)
     assert len(list(layouts.iterdir())) == 2

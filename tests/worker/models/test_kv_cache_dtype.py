@@ -11,9 +11,9 @@ from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.models import memory
 from holdfast.worker.models.checks import check_kv_cache_dtype
 from holdfast.worker.models.draft_model import _alone
-from holdfast.worker.models.kept_layout import ModelFacts
 from holdfast.worker.models.loading import load_model
 from holdfast.worker.models.memory import MemoryEstimator
+from holdfast.worker.models.model_facts import ModelFacts
 from holdfast.worker.models.rank_program import _check_hf_backend_will_do
 from tests.parity.families import save_tiny_model
 

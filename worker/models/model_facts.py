@@ -1,0 +1,33 @@
+"""Facts of a model: what is known of it besides how it computes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.worker.models.checks import choose_max_model_len
+from holdfast.worker.models.weights import read_eos_token_ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What is known of a model besides how it computes."""
+
+    model_type: str
+    vocab_size: int
+    max_model_len: int
+    """What it is served with."""
+    eos_token_ids: tuple[int, ...]
+    """Ascending."""
+
+
+def facts_of(config: Any, folder: Path, max_model_len: int | None) -> ModelFacts:
+    """By the Hugging Face config of a model, or its stated config, and what `model.max_model_len` asks for.
+
+    Raises `ConfigurationError` and `UnsupportedModelError` for a length that the model does not have.
+    """
+    return ModelFacts(
+        model_type=config.model_type,
+        vocab_size=config.vocab_size,
+        max_model_len=choose_max_model_len(config, max_model_len),
+        eos_token_ids=tuple(sorted(i for i in read_eos_token_ids(folder, config) if i < config.vocab_size)),
+    )

@@ -1,0 +1,239 @@
+"""Decoder layout of a stated family, straight from config.json and the tensors of its safetensors files: what
+`recognize.py` reads from Hugging Face's modules, without building them. The tests prove that both give the same bits.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from holdfast.worker.config import ModelConfig
+from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
+from holdfast.worker.executors.layout import Activation, Attention, DecoderLayout, Layer, Linear, Mlp, Norm
+from holdfast.worker.executors.mapped_files import storage_of_file, tensor_in_file
+from holdfast.worker.models.families import FAMILIES
+from holdfast.worker.models.model import serving_dtype
+from holdfast.worker.models.model_facts import ModelFacts, facts_of
+from holdfast.worker.models.parallel_plan import ATTENTION_AND_MLP, ParallelPlan, vocabulary_rows
+from holdfast.worker.models.read import OFFSETS
+from holdfast.worker.models.recognize import slices_of_share
+from holdfast.worker.models.rotary import make_rotary
+from holdfast.worker.models.stated_config import STATED, NotStated, read_stated_config
+from holdfast.worker.models.weight_files import INDEX, read_header, weight_files
+from holdfast.worker.models.weights import read_json
+
+_ONE_FILE: Final = "model.safetensors"
+_STORED: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""By their names in a header."""
+
+_ACTIVATIONS: Final = {
+    "silu": Activation.SILU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu": Activation.GELU_TANH,  # of gemma alone, whose first configs mean the approximation
+}
+
+
+class StoredTensors:
+    """The tensors of a checkpoint, as views of its mapped files. Each is taken once."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        """Raises `NotStated` unless all are of this dtype, in the files that Hugging Face would read."""
+        if (folder / INDEX).is_file() == (folder / _ONE_FILE).is_file():
+            raise NotStated(f"its folder has not just one of {_ONE_FILE} and {INDEX}")
+        self._tensors: dict[str, Tensor] = {}
+        self._dtype = dtype
+        for path in weight_files(folder):
+            self._add(path)
+
+    def _add(self, path: Path) -> None:
+        header, header_bytes = read_header(path)
+        storage = storage_of_file(path)
+        for name, entry in header.items():
+            shape = tuple(entry["shape"])
+            if name in self._tensors or _STORED.get(entry["dtype"]) != self._dtype:
+                raise NotStated(f"{name} is stored twice, or of another type than config.json says: {entry['dtype']}")
+            strides = torch.empty(shape, device="meta").stride()
+            try:
+                offset = header_bytes + entry["data_offsets"][0]
+                self._tensors[name] = tensor_in_file(storage, self._dtype, offset, shape, strides)
+            except ValueError as error:
+                raise NotStated(str(error)) from error
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._tensors.pop(name, None)
+        if tensor is None or tuple(tensor.shape) != shape:
+            found = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}, not {shape}"
+            raise NotStated(f"the tensor {name} {found}")
+        return tensor
+
+    def check_all_taken(self) -> None:
+        if self._tensors:
+            raise NotStated(f"the checkpoint has {len(self._tensors)} more tensors, such as {min(self._tensors)}")
+
+
+def read_stated(
+    config: ModelConfig, folder: Path, group: TensorParallelGroup
+) -> tuple[DecoderLayout, ModelFacts] | str:
+    """This rank's share of the checkpoint in `folder`, and what is known of its model; or why Hugging Face's modules
+    must be built for it, where an error shows too.
+    """
+    if config.hf_overrides:
+        return "model.hf_overrides change its config"
+    try:
+        stated = read_stated_config(read_json(folder / "config.json"))
+        facts = facts_of(stated, folder, config.max_model_len)
+        return stated_layout(stated, folder, group, serving_dtype(config, stated)), facts
+    except (NotStated, ConfigurationError, UnsupportedModelError) as reason:
+        return str(reason)
+
+
+def stated_layout(config: Any, folder: Path, group: TensorParallelGroup, dtype: torch.dtype) -> DecoderLayout:
+    """This rank's share, to be served in `dtype`, of the checkpoint in `folder`, whose config was read by
+    `stated_config.py`.
+
+    Raises `NotStated`, and `UnsupportedModelError` where so many ranks cannot share the model.
+    """
+    stored = StoredTensors(folder, config.dtype)
+    layout = _Builder(config, stored, group, dtype).layout()
+    stored.check_all_taken()
+    return layout
+
+
+class _Builder:
+    """Builds one rank's share."""
+
+    def __init__(self, config: Any, stored: StoredTensors, group: TensorParallelGroup, dtype: torch.dtype) -> None:
+        self._config = config
+        self._stored = stored
+        self._rank, self._size = group.rank, group.size
+        self._dtype = dtype
+        self._family = FAMILIES[config.model_type]
+        self._stated = STATED[config.model_type]
+        self._plan = ParallelPlan(config, ATTENTION_AND_MLP, group.size)
+
+    def layout(self) -> DecoderLayout:
+        config, family = self._config, self._family
+        shape = (config.vocab_size, config.hidden_size)
+        table = self._rows(self._stored.take("model.embed_tokens.weight", shape))
+        head = table if config.tie_word_embeddings else self._rows(self._stored.take("lm_head.weight", shape))
+        return DecoderLayout(
+            dtype=self._dtype,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            embedding=table,
+            embedding_scale=self._embedding_scale() * family.embedding_scale(config),
+            rotaries=(make_rotary(config.rope_parameters, config.head_dim, interleaved=family.interleaved),),
+            layers=tuple(self._layer(index) for index in range(config.num_hidden_layers)),
+            norm=self._norm(f"model.{family.final_norm}", config.hidden_size),
+            head=Linear(weights=(head,)),
+            logit_scale=family.logit_scale(config),
+            logit_softcap=None if family.logit_softcap is None else getattr(config, family.logit_softcap),
+        )
+
+    def _embedding_scale(self) -> float:
+        if not self._stated.scales_embedding:
+            return 1.0
+        scale = torch.tensor(self._config.hidden_size**0.5)  # loaded in the checkpoint's dtype, as the weights
+        return float(scale.to(self._config.dtype).to(self._dtype).item())
+
+    def _layer(self, index: int) -> Layer:
+        family, prefix = self._family, f"model.layers.{index}."
+        return Layer(
+            attention_norm=self._optional_norm(prefix, family.attention_norm),
+            attention=self._attention(index, f"{prefix}{family.attention}."),
+            attention_out_norm=self._optional_norm(prefix, family.attention_out_norm),
+            mlp_norm=self._optional_norm(prefix, family.mlp_norm),
+            mlp=self._mlp(f"{prefix}{family.mlp}."),
+            mlp_out_norm=self._optional_norm(prefix, family.mlp_out_norm),
+            residual_scale=family.residual_scale(self._config),
+        )
+
+    def _attention(self, index: int, prefix: str) -> Attention:
+        family, stated, config = self._family, self._stated, self._config
+        head_dim, queries = config.head_dim, config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * head_dim
+        qkv = self._columns(
+            {prefix + name: size for name, size in zip(family.qkv, (queries, keys, keys), strict=True)},
+            config.hidden_size,
+            has_bias=stated.qkv_bias(config),
+        )
+        output = self._linear(
+            prefix + family.output, (config.hidden_size, queries), has_bias=stated.output_bias(config)
+        )
+        num_heads = output.in_features // head_dim
+        module = _attention_module(config, index)
+        return Attention(
+            num_heads=num_heads,
+            num_kv_heads=(qkv.out_features // head_dim - num_heads) // 2,
+            head_dim=head_dim,
+            qkv=qkv,
+            query_norm=self._norm(prefix + family.query_norm, head_dim) if stated.has_head_norms else None,
+            key_norm=self._norm(prefix + family.key_norm, head_dim) if stated.has_head_norms else None,
+            rotary=0 if family.rotates(module) else None,
+            scaling=stated.scaling(config),
+            sliding_window=family.window(module),
+            softcap=None if family.softcap is None else getattr(config, family.softcap),
+            output=output,
+            num_slices=slices_of_share(num_heads, self._size, config.num_attention_heads),
+        )
+
+    def _mlp(self, prefix: str) -> Mlp:
+        family, config = self._family, self._config
+        inner, has_bias = config.intermediate_size, self._stated.mlp_bias(config)
+        up = self._columns({prefix + name: inner for name in family.gate_up}, config.hidden_size, has_bias=has_bias)
+        down = self._linear(prefix + family.down, (config.hidden_size, inner), has_bias=has_bias)
+        return Mlp(
+            activation=_ACTIVATIONS[config.hidden_act],
+            has_gate=family.has_gate,
+            up=up,
+            down=down,
+            num_slices=slices_of_share(down.in_features, self._size, config.num_attention_heads),
+        )
+
+    def _columns(self, outputs: Mapping[str, int], num_inputs: int, *, has_bias: bool) -> Linear:
+        """Linears, by name and number of outputs, stacked."""
+        parts = [self._linear(name, (size, num_inputs), has_bias=has_bias) for name, size in outputs.items()]
+        biases = [part.bias for part in parts if part.bias is not None]
+        return Linear(
+            weights=tuple(weight for part in parts for weight in part.weights),
+            bias=torch.cat(biases) if biases else None,
+        )
+
+    def _linear(self, name: str, shape: tuple[int, int], *, has_bias: bool) -> Linear:
+        weight = self._share(f"{name}.weight", shape).to(self._dtype)
+        if not has_bias:
+            return Linear(weights=(weight,))
+        bias = self._share(f"{name}.bias", shape[:1]).to(self._dtype).float()
+        return Linear(weights=(weight,), bias=bias)
+
+    def _share(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """This rank's share of a tensor, a view."""
+        cut = self._plan.cut(name, shape, self._config.head_dim if f".{self._family.attention}." in name else None)
+        whole = self._stored.take(name, shape)
+        return whole if cut is None else cut.take(whole, self._rank, self._size)
+
+    def _rows(self, whole: Tensor) -> Tensor:
+        return vocabulary_rows(whole, self._rank, self._size).to(self._dtype)
+
+    def _optional_norm(self, prefix: str, name: str | None) -> Norm | None:
+        return None if name is None else self._norm(prefix + name, self._config.hidden_size)
+
+    def _norm(self, name: str, size: int) -> Norm:
+        weight = self._stored.take(f"{name}.weight", (size,)).to(self._dtype).float()
+        return Norm(kind="rms", weight=weight + OFFSETS.get(self._family.norm, 0.0), eps=self._config.rms_norm_eps)
+
+
+def _attention_module(config: Any, index: int) -> Any:
+    """What the rules of `families.py` ask of the attention module of a layer."""
+    types = getattr(config, "layer_types", None)
+    slides = types is None or types[index] == "sliding_attention"
+    rotates = getattr(config, "no_rope_layers", None)
+    return SimpleNamespace(
+        config=config,
+        sliding_window=getattr(config, "sliding_window", None) if slides else None,
+        use_rope=rotates is None or bool(rotates[index]),
+    )
