@@ -158,13 +158,13 @@ def _stated(
     if config.model.executor == "hf" or config.model.load_format == "dummy":
         return None
     read = read_stated(config.model, folder, group)
-    layout, facts = (None, None) if isinstance(read, str) else read
+    layout, facts, reason = (None, None, read) if isinstance(read, str) else (*read, None)
     with _few_threads(folder, device):
         recognized = recognized_of(
             layout,
-            read if isinstance(read, str) else None,
+            reason,
             group,
-            max_model_len=facts.max_model_len if facts is not None else 1,
+            max_model_len=1 if facts is None else facts.max_model_len,
             block_size=config.cache.block_size or default_block_size(device),
             device=device,
         )
