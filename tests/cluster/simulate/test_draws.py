@@ -80,7 +80,7 @@ def test_draws_are_those_of_the_real_logits_processors_and_of_the_oracle():
             prefix = bytes(item.prompt_token_ids) + output
             matcher = PseudoMatcher(item.grammar) if item.grammar else None
             mask = matcher.compute_bitmask() if matcher is not None and matcher.consume_tokens(output) else None
-            raw = scores(prefix, params.seed, len(output)) if params.temperature else likelihoods(prefix)
+            raw = scores(prefix, params.seed, len(output)) if params.sampling.temperature else likelihoods(prefix)
             logits = torch.tensor([[score / 16 - 8 for score in raw]])
             apply_logits_processors(logits, [params], {0: mask} if mask else {})
             token_id = drawn_token(prefix, params, mask)
