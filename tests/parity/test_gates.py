@@ -186,7 +186,7 @@ def test_a_plan_with_a_gap_is_found_by_a_dry_run(tiny_model, monkeypatch):
 
     monkeypatch.setattr(RowParallelLinear, "forward", forward_without_sum)
     with pytest.raises(UnsupportedModelError) as refusal:
-        on_ranks(worker_config(tiny_model("llama"), 2), lambda leader: None)
+        on_ranks(worker_config(tiny_model("llama"), 2, executor="hf"), lambda leader: None)
     assert_names_type_reason_and_way_out(refusal.value, "llama", "ranks do not agree")
 
 
@@ -224,7 +224,7 @@ def test_a_model_that_mixes_tokens_outside_attention_is_refused_on_every_rank(ti
 
     def load_rank(group) -> UnsupportedModelError:
         with pytest.raises(UnsupportedModelError) as refusal:
-            ModelRunner.load(worker_config(tiny_model("llama"), 2), group, device=torch.device("cpu"))
+            ModelRunner.load(worker_config(tiny_model("llama"), 2, executor="hf"), group, device=torch.device("cpu"))
         return refusal.value
 
     leader, follower = run_ranks(2, load_rank)
@@ -242,7 +242,7 @@ def test_an_attention_call_with_something_unknown_is_refused(tiny_model, monkeyp
 
     monkeypatch.setattr(LlamaAttention, "forward", with_bias)
     with pytest.raises(UnsupportedModelError) as refusal:
-        load(worker_config(tiny_model("llama")))
+        load(worker_config(tiny_model("llama"), executor="hf"))
     assert_names_type_reason_and_way_out(refusal.value, "llama", "called with position_bias")
 
 
@@ -257,7 +257,7 @@ def test_attention_to_what_comes_later_is_refused(tiny_model, monkeypatch):
 
     monkeypatch.setattr(LlamaAttention, "__init__", both_ways)
     with pytest.raises(UnsupportedModelError) as refusal:
-        load(worker_config(tiny_model("llama")))
+        load(worker_config(tiny_model("llama"), executor="hf"))
     assert_names_type_reason_and_way_out(refusal.value, "llama", "not causal")
 
 

@@ -23,6 +23,7 @@ from holdfast.worker.models.model import RankModel
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.row_tiles import RowTiles
 from holdfast.worker.models.trial import rows_agree
+from tests.draw_params import changed
 from tests.parity.families import NOT_RECOGNIZED, SERVED
 from tests.worker.executors.cpu.native import library_or_skip
 from tests.worker.executors.cpu.runs import tokens
@@ -88,7 +89,7 @@ def test_tokens_are_drawn_on_the_device_as_the_native_sampler_draws_them():
     assert served.program.sampler.numerics == native.numerics
     parts = [Part(0, tokens(3, seed), served.blocks(3)) for seed in range(2)]
     batch = batch_of(parts, BLOCK)
-    draws = [replace(each, temperature=1.5, seed=row) for row, each in enumerate([FILTERS["top-p"]] * 6)]
+    draws = [changed(each, temperature=1.5, seed=row) for row, each in enumerate([FILTERS["top-p"]] * 6)]
     draws[1] = replace(draws[1], num_logprobs=2)
     output = served.program.run(batch, with_logits=True)
     kept = HeadOutput(output.logits.clone(), None)

@@ -44,7 +44,7 @@ def test_a_process_whose_hang_supervisor_cannot_be_started_again_says_so_and_goe
         heartbeat_pipe.cut()
 
     asyncio.run(kill_it())
-    assert "goes on without" in caplog.text
+    assert "runs without one" in caplog.text
 
 
 def test_a_hang_supervisor_that_is_stopped_holds_nobody_up():

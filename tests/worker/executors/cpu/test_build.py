@@ -221,4 +221,7 @@ def test_without_a_compiler_the_hf_backend_answers_and_a_line_each_says_why(monk
     assert "Paris" in output.outputs[0].text
     said = [record.getMessage() for record in caplog.records if "compiler" in record.getMessage()]
     (of_layers,) = [message for message in said if "runs on the HF backend: no C++ compiler was found" in message]
-    assert [message for message in said if message != of_layers] == ["draws run on PyTorch: no C++ compiler was found"]
+    assert [message for message in said if message != of_layers] == [
+        "read with Hugging Face's modules, which takes seconds: no C++ compiler was found",
+        "draws run on PyTorch: no C++ compiler was found",
+    ]
