@@ -4,7 +4,6 @@ Greedy tokens are Hugging Face's, and a row has the same bits in any company, ch
 """
 
 import logging
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -90,7 +89,7 @@ def test_tokens_are_drawn_on_the_device_as_the_native_sampler_draws_them():
     parts = [Part(0, tokens(3, seed), served.blocks(3)) for seed in range(2)]
     batch = batch_of(parts, BLOCK)
     draws = [changed(each, temperature=1.5, seed=row) for row, each in enumerate([FILTERS["top-p"]] * 6)]
-    draws[1] = replace(draws[1], num_logprobs=2)
+    draws[1] = changed(draws[1], num_logprobs=2)
     output = served.program.run(batch, with_logits=True)
     kept = HeadOutput(output.logits.clone(), None)
     assert served.program.sampler.sample(output, draws) == native.sample(kept, draws)
