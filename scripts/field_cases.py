@@ -50,7 +50,11 @@ SHOWS: Final[Mapping[str, str]] = {
 
 TESTS: Final[Mapping[str, str]] = {
     "core/01": "tests/router/api/test_request_identity.py",
+    "core/02": "tests/router/dispatch/test_dispatch_host.py",
+    "core/03": "tests/cluster/client/test_handover.py",
+    "core/05": "tests/router/dispatch/test_sleeping_models.py",
     "core/06": "tests/worker/distributed/test_rendezvous.py",
+    "core/09": "tests/router/api/grpc/test_refusals.py",
 }
 """Tests of the same, which are run where a case imports names that this version does not have."""
 

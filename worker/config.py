@@ -4,7 +4,7 @@ import json
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -91,6 +91,13 @@ class ModelConfig(Settings):
         True, description="keep what was found out of a model in ~/.cache/holdfast/layouts: later starts are faster"
     )
     seed: int = Field(0, ge=0, description="seed of dummy weights")
+
+    @field_validator("executor", mode="before")
+    @classmethod
+    def _by_its_name(cls, executor: object) -> object:
+        """Names that executors had before 0.1.0 are still taken."""
+        names: dict[object, str] = {"decoder": "native", "skeleton": "hf"}
+        return names.get(executor, executor) if isinstance(executor, str) else executor
 
     @property
     def name(self) -> str:

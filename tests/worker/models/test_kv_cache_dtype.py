@@ -77,3 +77,8 @@ def test_an_estimate_for_a_gpu_counts_a_byte_for_a_number_and_one_for_a_row(tmp_
     assert found["auto"].kv_bytes_per_token == 8 * 16
     assert found["fp8_e4m3"].kv_bytes_per_token == 8 * 9
     assert found["fp8_e4m3"].num_blocks(1 << 20) / found["auto"].num_blocks(1 << 20) == pytest.approx(16 / 9, rel=0.02)
+
+
+def test_names_that_executors_had_are_taken():
+    assert ModelConfig(executor="decoder").executor == "native"
+    assert ModelConfig(executor="skeleton").executor == "hf"
