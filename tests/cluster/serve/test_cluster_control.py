@@ -58,11 +58,12 @@ def test_settings_that_a_router_must_not_take_are_refused(settings, expected):
 
 
 def test_one_change_at_a_time_and_a_closed_one_is_interrupted(monkeypatch):
-    interrupted, may_go_on = threading.Event(), threading.Event()
+    began, interrupted, may_go_on = threading.Event(), threading.Event(), threading.Event()
 
     def add_model(config, report) -> int:
+        began.set()
         try:
-            may_go_on.wait(10)
+            may_go_on.wait(60)
             report("starting", 0, 1)
         except BaseException:
             interrupted.set()
@@ -77,9 +78,10 @@ def test_one_change_at_a_time_and_a_closed_one_is_interrupted(monkeypatch):
         await anext(first)
         with pytest.raises(ReplicaError, match="changing a model already"):
             await made(control, {})
+        assert await asyncio.to_thread(began.wait, 60)
         await first.aclose()
         may_go_on.set()
-        assert await asyncio.to_thread(interrupted.wait, 10)
+        assert await asyncio.to_thread(interrupted.wait, 60)
 
     asyncio.run(run())
 
