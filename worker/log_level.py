@@ -9,7 +9,7 @@ LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 LOG_LEVELS: Final[tuple[LogLevel, ...]] = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 PACKAGE: Final = "holdfast"
-"""The logger above all of Holdfast's."""
+"""The parent of all of Holdfast's loggers."""
 
 
 def log_level(name: str) -> LogLevel:

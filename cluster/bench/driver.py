@@ -149,7 +149,7 @@ _MANY_WORDS: Final = (192, 32)
 """The second is for models of a short context."""
 _PATIENCE_S: Final = 120.0
 _WAY_OUT: Final = (
-    "is the server up there, and does it take --protocol and --model? `holdfast serve` starts one of Holdfast's"
+    "is the server up there, and does it take --protocol and --model? `holdfast serve` starts a Holdfast server"
 )
 
 

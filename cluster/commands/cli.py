@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command line and returns its exit code. What is not an error of Holdfast's own keeps its traceback."""
+    """Runs one command line and returns its exit code. An error of another library keeps its traceback."""
     return exit_code(lambda: command(arguments))
 
 

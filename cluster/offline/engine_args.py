@@ -154,7 +154,7 @@ SHARED: Final = frozenset(
     max_num_batched_tokens max_num_seqs served_model_name
     """.split()  # noqa: SIM905
 )
-"""Settings of Holdfast's by vLLM's own names, besides those that `LLM` names itself. vLLM's None is our default."""
+"""Holdfast's settings by vLLM's own names, besides those that `LLM` names itself. vLLM's None is our default."""
 
 NONE_IS_DEFAULT: Final = NEUTRAL.keys() | WITHOUT_EFFECT | SHARED | RENAMED.keys()
 
@@ -162,7 +162,7 @@ _DRAFT_METHODS: Final = {"ngram": "ngram", "suffix": "suffix", "draft_model": "d
 
 
 def translated(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Settings of Holdfast's by their last name. What is not vLLM's stays as it is, for `keyword_layer` to judge.
+    """Holdfast's settings by their last name. What is not vLLM's stays as it is, for `keyword_layer` to judge.
 
     Raises `ConfigurationError` for what would change outputs. Warns once of all that has no effect.
     """

@@ -355,7 +355,7 @@ def service_of_each(
 
 
 def _priority(priority: object) -> Priority:
-    """A class of Holdfast's, or a number of vLLM's, of which lower ones go first and 0 is normal."""
+    """Holdfast's `Priority`, or vLLM's number, of which lower ones go first and 0 is normal."""
     if priority is None or isinstance(priority, Priority):
         return Priority.NORMAL if priority is None else priority
     if not is_whole(priority):

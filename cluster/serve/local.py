@@ -34,7 +34,7 @@ AGENT_SERVICES: Final = {
     "dashboard_agent": "metrics_agent_port,metrics_export_port,dashboard_agent_listen_port",
     "runtime_env_agent": "runtime_env_agent_port",
 }
-"""Of each agent of a raylet: the services whose ports the raylet waits for. No actor of Holdfast's has a
+"""Of each agent of a raylet: the services whose ports the raylet waits for. No Holdfast actor has a
 `runtime_env`."""
 
 

@@ -46,7 +46,7 @@ def ray_folder() -> Path:
 
 
 def session_folder(pid: int | None, base: Path | None = None) -> Path:
-    """The logs of the cluster whose process is `pid`; None: those of the last one of Holdfast's, which may have ended.
+    """The logs of the cluster whose process is `pid`; None: those of Holdfast's last cluster, which may have ended.
 
     Raises `ConfigurationError` where there are none.
     """

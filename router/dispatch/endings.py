@@ -149,7 +149,7 @@ class Progress:
         return actions
 
     def _advance(self, state: RequestState, delta: TokenDelta, now: float) -> list[Action]:
-        """Takes one delta. A bug of Holdfast's ends this request alone, not the others of the link."""
+        """Takes one delta. A bug in Holdfast ends this request alone, not the others of the link."""
         replica_has_it = delta.finish_reason is None
         num_seen = len(state.output_token_ids) - delta.first_token_index
         if num_seen < 0:

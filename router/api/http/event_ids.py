@@ -72,7 +72,7 @@ class EventIds:
 
     @classmethod
     def asked_by(cls, headers: Mapping[str, str], identity: Identity) -> Self | None:
-        """None where no ids are asked for. Raises `InvalidRequestError` for one that is not one of Holdfast's."""
+        """None where no ids are asked for. Raises `InvalidRequestError` for an id that Holdfast has not written."""
         if text := headers.get(LAST_EVENT_ID, ""):
             return cls.read(text)
         return cls(identity) if headers.get(EVENT_IDS) == "1" else None
