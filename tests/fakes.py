@@ -25,7 +25,7 @@ class ByteCodec:
     vocab_size = 256
     special_token_ids: frozenset[int] = frozenset()
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
         return list(text.encode())
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:

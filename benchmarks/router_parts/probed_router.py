@@ -4,6 +4,7 @@ It says its addresses by protocol, and answers the orders of a `LoopProbe`.
 """
 
 import argparse
+import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from holdfast.router.api.grpc import server
 from holdfast.router.api.vllm.servicer import SERVICE, VllmEngineServicer
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.links.replica_directory import ReplicaEndpoint, StaticDirectory
-from holdfast.router.server.router import Router
+from holdfast.router.server.router import SWITCH_INTERVAL_S, Router
 from holdfast.worker.process_memory import set_aside
 from holdfast.worker.request import EngineLoad
 
@@ -32,6 +33,7 @@ async def main(replica: str, limits: LimitsConfig) -> None:
     vllm = server.build_server({SERVICE: servicer}, config, limits)
     port = vllm.add_insecure_port("127.0.0.1:0")
     await vllm.start()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     set_aside()  # as a router of a cluster does once it serves
     say(address=" ".join((router.address, router.http_address, f"127.0.0.1:{port}")))
     await obey(LoopProbe().obey)

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -46,7 +47,7 @@ from holdfast.router.events import ModelStatus
 from holdfast.router.generation import Chunk, Generation
 from holdfast.router.operator_state import Change, OperatorState
 from holdfast.router.request import GenerationRequest
-from holdfast.router.server.router import Router, RouterOptions
+from holdfast.router.server.router import SWITCH_INTERVAL_S, Router, RouterOptions
 from holdfast.worker.errors import ConfigurationError, HoldfastError, InvalidRequestError, ReplicaError
 from holdfast.worker.process_memory import set_aside
 from holdfast.worker.replica.heartbeat_pipe import HeartbeatPipe
@@ -130,6 +131,7 @@ class RouterDeployment:
             self._heartbeat_pipe = HeartbeatPipe(config.health.hangs_after_s, [])
             self._router.overload.ledger.on_input = self._heartbeat_pipe.note_input
             self._beating = asyncio.create_task(self._heartbeat_pipe.keep_beating())
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         set_aside()
 
     def _begin_journal(self, router: Router, namespace: str) -> None:

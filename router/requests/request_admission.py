@@ -27,7 +27,8 @@ from holdfast.router.text.prompt import (
     resolved,
 )
 from holdfast.router.text.text_stream import TextStream
-from holdfast.router.text.tokenizer_registry import TokenizerRegistry
+from holdfast.router.text.tokenizer import TooManyTokensError
+from holdfast.router.text.tokenizer_registry import FEW_MESSAGES, TokenizerRegistry
 from holdfast.worker.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -161,7 +162,7 @@ class RequestAdmission:
     async def admit(self, request: GenerationRequest, time_remaining_s: float | None) -> AdmittedRequest:
         self.check_open()
         self.check_overload(request.priority, is_resumed=request.resume is not None)
-        request.check(self._limits)
+        await self._check(request)
         caller, now = self._gate.caller(), self._dispatch_host.now()
         request = caller.charged(request, now)
         self.check_tenant(request.tenant)
@@ -182,6 +183,12 @@ class RequestAdmission:
             attempt=request.attempt,
             caller=caller,
         )
+
+    async def _check(self, request: GenerationRequest) -> None:
+        if request.chat is not None and len(request.chat.messages) > FEW_MESSAGES:
+            await self._tokenizers.apart(request.check, self._limits)
+        else:
+            request.check(self._limits)
 
     def check_tenant(self, tenant: str) -> None:
         """Refuses what is more than one tenant may have open."""
@@ -222,10 +229,7 @@ class RequestAdmission:
         token_ids = await self._prompt_token_ids(request, model)
         if params.truncate_prompt_tokens is not None:
             token_ids = kept_tokens(token_ids, params, max_sequence_len)
-        shown = request.prompt if request.chat is None else request.chat.messages
-        check_length(
-            request.prompt_field, shown, len(token_ids), max_sequence_len=max_sequence_len, max_model_len=max_model_len
-        )
+        self._check_length(request, model, len(token_ids))
         if params.prompt_logprobs is not None:
             check_prompt_logprobs(params, len(token_ids))
         if request.chat is None and not isinstance(request.prompt, str):
@@ -247,15 +251,26 @@ class RequestAdmission:
             grammar="" if (shape := params.structure) is None else await self._tokenizers.grammar(model.name, shape),
         )
 
+    def _check_length(self, request: GenerationRequest, model: ModelStatus, num_tokens: int) -> None:
+        shown = request.prompt if request.chat is None else request.chat.messages
+        longest, context = model.facts.max_sequence_len, model.facts.max_model_len
+        check_length(request.prompt_field, shown, num_tokens, max_sequence_len=longest, max_model_len=context)
+
     async def _prompt_token_ids(self, request: GenerationRequest, model: ModelStatus) -> tuple[int, ...]:
         """The token ids of the whole prompt, before truncation."""
+        text = request.prompt
         if request.chat is not None:
             text = await self._tokenizers.render(model.name, request.chat)
             check_text(text, self._limits, "chat")  # a template adds to each message
-            return await self._tokenizers.encode(model.name, text, add_special_tokens=False)
-        if isinstance(request.prompt, str):
-            return await self._tokenizers.encode(model.name, request.prompt)
-        return request.prompt
+        if not isinstance(text, str):
+            return text
+        most = model.facts.max_sequence_len if request.sampling_params.truncate_prompt_tokens is None else None
+        try:
+            return await self._tokenizers.encode(model.name, text, request.chat is None, most)
+        except TooManyTokensError as error:
+            num_tokens = error.num_tokens
+        self._check_length(request, model, num_tokens)
+        raise AssertionError("a prompt beyond the model's length has passed")
 
     async def _bad_words(self, given: Sequence[str], model: ModelStatus) -> tuple[tuple[int, ...], ...]:
         """Those that the model can write: of a token beyond its vocabulary it has no logit."""

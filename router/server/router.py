@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Final, TypedDict, Unpack
 
 from holdfast.router.api.connection_guard import ConnectionGuard
 from holdfast.router.api.grpc import admin, endpoint_picker, server
@@ -59,6 +59,12 @@ FULL_DISKS = (
 
 CLOSE_GRACE_S = 1.0
 """Seconds that the server waits for the ended calls to send their status."""
+
+
+SWITCH_INTERVAL_S: Final = 0.001
+"""Of a router's process (`sys.setswitchinterval`; Python's own is 5 ms): how long its event loop waits for Python's
+lock where a thread holds it, as those do that decode and check large requests.
+"""
 
 
 class RouterOptions(TypedDict, total=False):

@@ -36,7 +36,8 @@ class Codec(Protocol):
     """One more than the highest token id."""
     special_token_ids: frozenset[int]
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
+        """Raises `TooManyTokensError` for more tokens than `most`."""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str: ...
 
@@ -44,6 +45,14 @@ class Codec(Protocol):
 
     def token(self, token_id: int) -> str | None:
         """As the vocabulary writes it."""
+
+
+class TooManyTokensError(Exception):
+    """A text has more tokens than were asked for at most."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(num_tokens)
+        self.num_tokens = num_tokens
 
 
 class Tokenizer:
@@ -119,10 +128,14 @@ class Tokenizer:
         used = _WITH_TOOLS if has_tools and _WITH_TOOLS in self.chat_templates else _DEFAULT
         return self.chat_templates.get(used)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; `add_special_tokens` adds those that the model expects around a text, such as BOS."""
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """Token ids of `text`; `add_special_tokens` adds those that the model expects around a text, such as BOS.
+
+        Raises `TooManyTokensError` for more than `most`, before a list of them is made: a list of half a million holds
+        Python's lock for 10 ms, and its end for 5.
+        """
         try:
-            return self._codec.encode(text, add_special_tokens)
+            return self._codec.encode(text, add_special_tokens, most)
         except UnicodeEncodeError as error:
             raise InvalidRequestError("text", text, f"must be valid Unicode: {error.reason}") from None
 
@@ -174,11 +187,17 @@ class _FastCodec:
         ends = (i for i in _generation_ends(folder) if i in added)
         return cls(tokenizer, [*special_tokens.values(), *_configured_special(folder), *ends])
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
         text.encode()  # raises UnicodeEncodeError; the library's own error says less
         if len(text) < _LONG:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if most is not None and (num_tokens := len(encoding)) > most:
+            del encoding  # 250 bytes for each character, which the error's traceback would keep
+            raise TooManyTokensError(num_tokens)
+        if len(text) < _LONG:
+            return encoding.ids
         with self._reading:
             return encoding.ids
 
@@ -217,9 +236,12 @@ class _SlowCodec:
             way_out = "a model folder needs a tokenizer.json, or files that transformers' AutoTokenizer can read"
             raise ConfigurationError(f"no tokenizer in {folder}: {way_out} ({error})") from error
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
         text.encode()
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        token_ids = list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        if most is not None and len(token_ids) > most:
+            raise TooManyTokensError(len(token_ids))
+        return token_ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))

@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Final
+from functools import partial
+from typing import Final, ParamSpec, TypeVar
 
 from holdfast.router.chat import Chat
 from holdfast.router.text.chat import FEW_STEPS, TemplateBudgetError, chat_text, template_traits
@@ -15,11 +17,17 @@ from holdfast.worker.process_memory import give_back
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.structured_outputs import StructuredOutputs
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 LONG: Final = 2**16
 """Characters of a text that is long: it takes a tenth of a second and 250 times its size in memory."""
 
 LONG_AT_ONCE: Final = 2
 """More of them wait, so that others find a thread, and memory stays within limits."""
+
+FEW_MESSAGES: Final = 64
+"""Messages of a chat that is read, checked and rendered on the event loop: a message takes 10 us."""
 
 GIVE_BACK_AFTER_S: Final = 0.5
 """After the last of them: then what was made of it is gone too."""
@@ -38,6 +46,8 @@ class TokenizerRegistry:
         self._loading = asyncio.Lock()
         self._long = asyncio.Semaphore(LONG_AT_ONCE)
         self._num_long = 0
+        self._interpreted = ThreadPoolExecutor(1, thread_name_prefix="text")
+        """Runs what holds Python's lock, one at a time: an event loop waits for the lock behind each that wants it."""
 
     def __getitem__(self, model: str) -> Tokenizer:
         return self._tokenizers[model]
@@ -53,22 +63,27 @@ class TokenizerRegistry:
                 tokenizer = await asyncio.to_thread(self._load, path)
                 if chat_template:
                     tokenizer = tokenizer.with_chat_template(chat_template)
-                await asyncio.to_thread(_probe_templates, tokenizer)
+                await self.apart(_probe_templates, tokenizer)
                 self._tokenizers[model] = tokenizer
                 self._compilers[model] = GrammarCompiler(tokenizer)
                 self._sources[model] = source
 
-    async def encode(self, model: str, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of a text. A long text takes milliseconds, so it is encoded on a thread."""
+    async def encode(
+        self, model: str, text: str, add_special_tokens: bool = True, most: int | None = None
+    ) -> tuple[int, ...]:
+        """Token ids of a text. A long text takes milliseconds, so it is encoded on a thread.
+
+        Raises `TooManyTokensError` for more than `most`.
+        """
         tokenizer = self._tokenizers[model]
         if len(text) <= self._inline_bytes:
-            return tuple(tokenizer.encode(text, add_special_tokens))
+            return tuple(tokenizer.encode(text, add_special_tokens, most))
         if len(text) < LONG:
-            return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens))
+            return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens, most))
         self._num_long += 1
         try:
             async with self._long:
-                return await asyncio.to_thread(lambda: tuple(tokenizer.encode(text, add_special_tokens)))
+                return await asyncio.to_thread(lambda: tuple(tokenizer.encode(text, add_special_tokens, most)))
         finally:
             self._num_long -= 1
             if not self._num_long:
@@ -82,17 +97,23 @@ class TokenizerRegistry:
     async def render(self, model: str, chat: Chat) -> str:
         """As `chat_text`. What takes more than a few steps is done anew on a thread."""
         tokenizer = self._tokenizers[model]
-        if chat.num_bytes <= self._inline_bytes:
+        if len(chat.messages) <= FEW_MESSAGES and chat.num_bytes <= self._inline_bytes:
             with suppress(TemplateBudgetError):
                 return chat_text(tokenizer, chat, FEW_STEPS)
-        return await asyncio.to_thread(chat_text, tokenizer, chat)
+        return await self.apart(chat_text, tokenizer, chat)
 
     async def bad_words(self, model: str, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """As `bad_word_token_ids`."""
         tokenizer = self._tokenizers[model]
         if 2 * sum(map(len, words)) <= self._inline_bytes:
             return bad_word_token_ids(tokenizer, words)
-        return await asyncio.to_thread(bad_word_token_ids, tokenizer, words)
+        return await self.apart(bad_word_token_ids, tokenizer, words)
+
+    async def apart(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """What `function` returns, off the event loop; one at a time, so for what holds Python's lock."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._interpreted, partial(function, *arguments, **named)
+        )
 
     async def grammar(self, model: str, structure: StructuredOutputs) -> str:
         """As `GrammarCompiler.compile`, always on a thread: its time cannot be predicted."""
@@ -111,7 +132,7 @@ class TokenizerRegistry:
         arguments = self._tokenizers[model], prompt, request.prompt_token_ids, request.sampling_params
         if 4 * len(request.prompt_token_ids) <= self._inline_bytes:
             return echoed_text(*arguments)
-        return await asyncio.to_thread(echoed_text, *arguments)
+        return await self.apart(echoed_text, *arguments)
 
     async def decode(self, model: str, token_ids: tuple[int, ...]) -> str:
         """The text of token ids, special tokens included. Four bytes are assumed for each to decide where to decode."""

@@ -21,7 +21,7 @@ MAX_CHUNK_BYTES: Final = 4 * 2**20
 MAX_PARAMETER_BYTES: Final = 4 * 2**20
 """Of sampling parameters as JSON text, which may list a whole vocabulary."""
 
-INLINE_BYTES: Final = 16 * 2**10
+INLINE_BYTES: Final = 4 * 2**10
 """Messages up to this size are decoded where they arrive: a thread's wake-up would take longer."""
 
 _UTF8: Final = 4

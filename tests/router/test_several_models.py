@@ -188,7 +188,7 @@ def noting(loaded: list[str]) -> Callable[[str], Tokenizer]:
     """A loader; the tokenizer of another folder reads capitals alone."""
 
     class Capitals(ByteCodec):
-        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
             return super().encode(text.upper(), add_special_tokens)
 
     def load(path: str) -> Tokenizer:

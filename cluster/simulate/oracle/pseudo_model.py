@@ -59,7 +59,7 @@ class PseudoCodec:
     vocab_size = VOCAB_SIZE
     special_token_ids = frozenset({EOS_TOKEN_ID})
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
         return [_PIECES.index(character.encode()) for character in text]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:

@@ -98,7 +98,7 @@ class InferenceServicer:
 
     async def _request(self, message: inference_pb2.GenerateRequest, context: Context) -> GenerationRequest:
         named = with_request_id(message, context)
-        return await self._decode_worker.run(message.ByteSize(), partial(generation_request, named))
+        return await self._decode_worker.run(_cost(named), partial(generation_request, named))
 
     async def Abort(self, message: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         return inference_pb2.AbortResponse(was_open=self._request_processor.abort(message.request_id))
@@ -125,6 +125,17 @@ class InferenceServicer:
     async def GetLoad(self, message: inference_pb2.GetLoadRequest, context: Context) -> inference_pb2.GetLoadResponse:
         dispatch = self._dispatch_host.dispatch
         return load_response(dispatch.num_queued, dispatch.num_open, dispatch.loads())
+
+
+_BYTES_OF_MESSAGE: Final = 64
+"""Of text, which take as long to read as a chat's message beside its texts."""
+
+
+def _cost(message: inference_pb2.GenerateRequest) -> int:
+    """Bytes of text that take about as long to read as it."""
+    if num_ids := len(message.token_ids.ids):
+        return num_ids  # asking for its size would take longer
+    return message.ByteSize() + _BYTES_OF_MESSAGE * len(message.chat.messages)
 
 
 def build_server(

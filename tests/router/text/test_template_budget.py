@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.router.chat import Chat
 from holdfast.router.text.chat import FEW_STEPS, TemplateBudgetError, render_chat
-from holdfast.router.text.tokenizer_registry import TokenizerRegistry
+from holdfast.router.text.tokenizer_registry import FEW_MESSAGES, TokenizerRegistry
 from holdfast.worker.errors import InvalidRequestError
 from tests import loops
 from tests.fakes import byte_tokenizer
@@ -161,3 +161,21 @@ def test_a_short_chat_that_takes_long_is_rendered_off_the_loop(monkeypatch):
     assert loops.run(rendered()) > 1
     assert len(threads) == 2, "it was begun on the loop, and done anew on another thread"
     assert FEW_STEPS < 30000
+
+
+@pytest.mark.parametrize(("num_messages", "num_threads"), [(FEW_MESSAGES, 1), (FEW_MESSAGES + 1, 2)])
+def test_a_chat_of_many_messages_is_rendered_off_the_loop(num_messages, num_threads, monkeypatch):
+    threads: set[int] = {threading.get_ident()}
+    from holdfast.router.text import chat
+
+    monkeypatch.setitem(chat._environment().globals, "where", lambda: threads.add(threading.get_ident()) or "")
+    registry = TokenizerRegistry(lambda path: byte_tokenizer(path, "{{ where() }}"), 10**6)
+
+    async def rendered() -> str:
+        await registry.load("m", "")
+        threads.clear()
+        threads.add(threading.get_ident())
+        return await registry.render("m", Chat(messages=tuple(USER) * num_messages))
+
+    assert loops.run(rendered()) == ""
+    assert len(threads) == num_threads

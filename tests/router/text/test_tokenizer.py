@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 
 from holdfast.cluster.bundled_model.bundled_model import BUNDLED, bundled_path
 from holdfast.router.text.detokenizer import IncrementalDetokenizer
-from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.router.text.tokenizer import Tokenizer, TooManyTokensError
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 from tests.router import sample_tokenizers as sample
 
@@ -166,6 +166,18 @@ def longest_gap(work: Callable[[], object]) -> float:
     is_over.set()
     thread.join()
     return max(gaps) / taken_s
+
+
+@pytest.mark.parametrize("num_words", [10, 2000])
+def test_more_tokens_than_asked_for_are_counted_and_not_kept(num_words: int):
+    tokenizer = Tokenizer.load(str(bundled_path(BUNDLED)))
+    text = "word " * num_words
+    num_tokens = len(tokenizer.encode(text))
+    assert tokenizer.encode(text, most=num_tokens) == tokenizer.encode(text)
+    with pytest.raises(TooManyTokensError) as raised:
+        tokenizer.encode(text, most=num_tokens - 1)
+    assert raised.value.num_tokens == num_tokens
+    assert all("encoding" not in frame.frame.f_locals for frame in raised.traceback), "its memory lives with the error"
 
 
 def test_other_threads_run_while_a_long_text_is_encoded_and_decoded():

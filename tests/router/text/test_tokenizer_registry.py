@@ -19,7 +19,7 @@ class SlowCodec:
         self.may_end = Event()
         self.num_running = self.most = self.num_done = 0
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
         self.num_running += 1
         self.most = max(self.most, self.num_running)
         if len(text) >= LONG:
