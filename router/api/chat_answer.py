@@ -2,7 +2,6 @@
 APIs that use the types of `holdfast.v1`.
 """
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,7 +52,7 @@ class ChatPlan:
             return cls(request=request)
         style = processor.chat_style(request.model, has_tools=bool(chat.tools), template=chat.template)
         params = request.sampling_params
-        tools, choice = _checked(chat, style)
+        tools, choice = await processor.apart(_checked, chat, style)
         if params.echo:
             raise InvalidRequestError(
                 "sampling_params.echo", True, "must not be set where the answer of a chat is read"
@@ -64,7 +63,7 @@ class ChatPlan:
         prompt = await processor.render(request.model, chat) if splits or callable_tools else ""
         if callable_tools:
             write = partial(style.grammar, is_parallel=chat.parallel_tool_calls)
-            grammar = await asyncio.to_thread(write, callable_tools, choice, prompt)
+            grammar = await processor.apart(write, callable_tools, choice, prompt)
             params = await _with_grammar(params, grammar, request.model, processor, callable_tools, choice, shape_field)
         keeps_special = style.unwanted is not None and bool(callable_tools or splits) and params.skip_special_tokens
         if keeps_special:

@@ -1,10 +1,10 @@
 """Request processor: opens clients' requests on the dispatch host, and answers what they ask about text."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
@@ -37,6 +37,10 @@ from holdfast.worker.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class RequestProcessor:
@@ -251,15 +255,19 @@ class RequestProcessor:
     async def tokenize_chat(self, model: str, chat: Chat) -> tuple[int, ...]:
         """The token ids of a chat's prompt. Raises `HoldfastError`."""
         self.check_overload()
-        chat.check(self._limits)
+        await self._tokenizers.check(chat, self._limits)
         text = await self._tokenizers.render(self.model(model).name, chat)
         check_text(text, self._limits, "chat")
         return await self._tokenizers.encode(self.model(model).name, text, add_special_tokens=False)
 
+    async def apart(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """As `TokenizerRegistry.apart`."""
+        return await self._tokenizers.apart(function, *arguments, **named)
+
     async def render(self, model: str, chat: Chat) -> str:
         """The text of a chat's prompt. Raises `HoldfastError`."""
         self.check_overload()
-        chat.check(self._limits)
+        await self._tokenizers.check(chat, self._limits)
         return await self._tokenizers.render(self.model(model).name, chat)
 
     async def check_structure(self, model: str, structure: StructuredOutputs) -> None:

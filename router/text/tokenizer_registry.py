@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from typing import Final, ParamSpec, TypeVar
 
 from holdfast.router.chat import Chat
+from holdfast.router.config import LimitsConfig
 from holdfast.router.text.chat import FEW_STEPS, TemplateBudgetError, chat_text, template_traits
 from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.prompt import bad_word_token_ids, echoed_text
@@ -111,9 +113,15 @@ class TokenizerRegistry:
 
     async def apart(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """What `function` returns, off the event loop; one at a time, so for what holds Python's lock."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self._interpreted, partial(function, *arguments, **named)
-        )
+        call = partial(copy_context().run, function, *arguments, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._interpreted, call)
+
+    async def check(self, chat: Chat, limits: LimitsConfig) -> None:
+        """As `Chat.check`, off the event loop for many messages."""
+        if len(chat.messages) <= FEW_MESSAGES:
+            chat.check(limits)
+        else:
+            await self.apart(chat.check, limits)
 
     async def grammar(self, model: str, structure: StructuredOutputs) -> str:
         """As `GrammarCompiler.compile`, always on a thread: its time cannot be predicted."""

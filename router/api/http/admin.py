@@ -18,6 +18,10 @@ from holdfast.router.api.http.bodies import Reads
 from holdfast.router.api.http.request_origin import JSON, host_name, is_loopback
 from holdfast.router.api.operators import Operators
 from holdfast.router.wire.json_bounds import JsonBounds
+from holdfast.worker.errors import InvalidRequestError
+
+MOST_BYTES: Final = 4096
+"""Of a command's body, which is read on the event loop."""
 
 _FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip")
 
@@ -87,7 +91,10 @@ class AdminEndpoints:
     def _order(self, body: type[Reads], order: Callable[[Any, str], Awaitable[int]]) -> Endpoint:
         async def call(request: Request) -> ASGIApp:
             self._operators.check(_not_local(request))
-            read = body.read(await self._content(request) or b"{}", self._bounds)
+            content = await self._content(request)
+            if len(content) > MOST_BYTES:
+                raise InvalidRequestError("body", len(content), f"a command must have at most {MOST_BYTES} bytes")
+            read = body.read(content or b"{}", self._bounds)
             return json_response({"revision": await order(read, request.path_params.get("replica_id", ""))})
 
         return call

@@ -158,6 +158,9 @@ async def test_a_shape_in_any_spelling_has_no_thoughts(shape):
         async def render(self, model: str, chat: object) -> str:
             return "<think>"
 
+        async def apart(self, function, *arguments):
+            return function(*arguments)
+
     plain, shaped = [await ChatPlan.of(wish(**fields), Requests()) for fields in ({}, shape)]
     assert plain.new_reader() is not None
     assert shaped.new_reader() is None
@@ -173,6 +176,9 @@ async def test_a_schema_that_cannot_be_enforced_is_named_as_it_stands_in_the_req
 
         async def render(self, model: str, chat: object) -> str:
             return ""
+
+        async def apart(self, function, *arguments):
+            return function(*arguments)
 
         async def check_structure(self, model: str, structure: StructuredOutputs) -> None:
             compiler.compile(structure)
