@@ -37,6 +37,9 @@ GREEDY_TEMPERATURE: Final = 1e-5
 MAX_LOGPROBS: Final = 1024
 """Alternatives that can be asked for at each token."""
 
+ALL_LOGPROBS: Final = -1
+"""Asks for the whole vocabulary, where that is not more than may be asked for."""
+
 MAX_LOGPROB_TOKEN_IDS: Final = 128
 """Tokens that can be asked for by their ids at each token."""
 
@@ -256,15 +259,15 @@ class SamplingParams(_Slots):
     logprobs: Annotated[
         int | None,
         Field(
-            ge=0,
+            ge=ALL_LOGPROBS,
             le=MAX_LOGPROBS,
-            description="returns each output token's log-probability and rank, and this many top tokens",
+            description="returns each output token's log-probability and rank, and this many top tokens; -1: all",
         ),
         _report(scope=Scope.TOKENS, with_beams=False),
     ] = None
     prompt_logprobs: Annotated[
         int | None,
-        Field(ge=0, le=MAX_LOGPROBS, description="the same for each token of the prompt"),
+        Field(ge=ALL_LOGPROBS, le=MAX_LOGPROBS, description="the same for each token of the prompt"),
         _report(scope=Scope.TOKENS, with_beams=False),
     ] = None
     logprob_token_ids: Annotated[

@@ -25,6 +25,7 @@ from holdfast.router.text.prompt import (
     check_vocabulary,
     kept_tokens,
     resolved,
+    with_counted_logprobs,
 )
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer import TooManyTokensError
@@ -224,7 +225,8 @@ class RequestAdmission:
             raise stopping()
 
     async def _engine_request(self, request: GenerationRequest, model: ModelStatus) -> EngineRequest:
-        request_id, params = request.request_id or uuid.uuid4().hex, request.sampling_params
+        request_id, vocab_size = request.request_id or uuid.uuid4().hex, model.facts.vocab_size
+        params = with_counted_logprobs(request.sampling_params, vocab_size, self._limits.max_logprobs)
         max_sequence_len, max_model_len = model.facts.max_sequence_len, model.facts.max_model_len
         token_ids = await self._prompt_token_ids(request, model)
         if params.truncate_prompt_tokens is not None:
@@ -233,16 +235,14 @@ class RequestAdmission:
         if params.prompt_logprobs is not None:
             check_prompt_logprobs(params, len(token_ids))
         if request.chat is None and not isinstance(request.prompt, str):
-            check_vocabulary("token_ids", token_ids, model.facts.vocab_size)  # not of more than a model takes
+            check_vocabulary("token_ids", token_ids, vocab_size)  # not of more than a model takes
         else:
-            check_encoded(request.prompt_field, token_ids, self._tokenizers[model.name], model.facts.vocab_size)
+            check_encoded(request.prompt_field, token_ids, self._tokenizers[model.name], vocab_size)
         return EngineRequest(
             request_id=request_id,
             part=request.part,
             prompt_token_ids=token_ids,
-            sampling_params=resolved(
-                params, request_id, vocab_size=model.facts.vocab_size, max_model_len=max_model_len
-            ),
+            sampling_params=resolved(params, request_id, vocab_size=vocab_size, max_model_len=max_model_len),
             priority=request.priority,
             cache_salt=request.cache_salt,
             tenant=request.tenant,

@@ -252,13 +252,13 @@ class RequestProcessor:
         check_text(text, self._limits)
         return await self._tokenizers.encode(self.model(model).name, text, add_special_tokens)
 
-    async def tokenize_chat(self, model: str, chat: Chat) -> tuple[int, ...]:
+    async def tokenize_chat(self, model: str, chat: Chat, *, add_special_tokens: bool = False) -> tuple[int, ...]:
         """The token ids of a chat's prompt. Raises `HoldfastError`."""
         self.check_overload()
         await self._tokenizers.check(chat, self._limits)
         text = await self._tokenizers.render(self.model(model).name, chat)
         check_text(text, self._limits, "chat")
-        return await self._tokenizers.encode(self.model(model).name, text, add_special_tokens=False)
+        return await self._tokenizers.encode(self.model(model).name, text, add_special_tokens)
 
     async def apart(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """As `TokenizerRegistry.apart`."""

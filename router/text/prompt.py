@@ -10,7 +10,7 @@ from holdfast.router.request import EMPTY_PROMPT, derived_seed
 from holdfast.router.text.detokenizer import IncrementalDetokenizer
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError, shortened
-from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.sampling_params import ALL_LOGPROBS, SamplingParams
 
 MAX_PROMPT_LOGPROBS_BYTES: Final = 16 * 2**20
 """Of one prompt. A link's messages have at most 64 MiB, and several prompts may end in one step."""
@@ -48,6 +48,17 @@ def check_length(
     else:
         limit = f"a replica's KV cache holds {max_sequence_len} tokens; {length}"
     raise InvalidRequestError(field, prompt, limit)
+
+
+def with_counted_logprobs(params: SamplingParams, vocab_size: int, most: int) -> SamplingParams:
+    """Where log-probabilities of the whole vocabulary are asked for, how many that is. Raises `InvalidRequestError`
+    for more than `most`, the limit of a request.
+    """
+    names = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == ALL_LOGPROBS]
+    if names and vocab_size > most:
+        limit = f"must be at most {most} (limits.max_logprobs): {ALL_LOGPROBS} asks for all {vocab_size} tokens"
+        raise InvalidRequestError(f"sampling_params.{names[0]}", ALL_LOGPROBS, limit)
+    return params.with_changes(**dict.fromkeys(names, vocab_size)) if names else params
 
 
 def check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:

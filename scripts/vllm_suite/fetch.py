@@ -14,7 +14,14 @@ from typing import Final
 
 VLLM: Final = "0.33.0"
 OPENAI: Final = "3.54.0"
-TOOLS: Final = ("pytest-asyncio", "pybase64", "setuptools_rust", "setuptools_scm")
+TOOLS: Final = (
+    "pytest-asyncio",
+    "pybase64",
+    "setuptools_rust",
+    "setuptools_scm",
+    "hatchling",
+    "hatch-fancy-pypi-readme",
+)
 """What their tests and, for its metadata, vLLM's build need. They go into a folder of their own."""
 
 FETCH_S: Final = 900.0

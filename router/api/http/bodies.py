@@ -5,7 +5,7 @@ name if it asks for something.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, PrivateAttr, ValidationError
@@ -44,6 +44,7 @@ ONE_PLAIN_CHOICE: Final[Neutral] = {
     "logprobs": (),
     "prompt_logprobs": (),
     "logprob_token_ids": ([],),
+    "echo": (False,),
 }
 """What may be said of fields for more, where an answer has no place for more."""
 
@@ -105,8 +106,15 @@ class Reads(BaseModel):
         "ec_transfer_params": ({},),
         "prompt_embeds": ([],),
         "vllm_xargs": ({},),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+        "mm_payload": ("tensors", "none"),
+        "return_mm_kwargs": (False, True),  # no prompt here has media, of which these tell
     }
     """Fields that are not supported, with the values that ask for nothing. None always asks for nothing."""
+
+    passed_on: ClassVar[Container[str]] = ()
+    """Fields that are not declared, and are read by the body that is made of this one."""
 
     def given(self, name: str) -> Any:
         """A sampling parameter as the body says it; None where it does not."""
@@ -178,9 +186,15 @@ class Reads(BaseModel):
             if name in self.neutral:
                 if value is not None:
                     check_neutral(name, value, self.neutral[name])
-            elif name not in PARAMETERS and name not in _ACCEPTED and name not in _logged and len(_logged) < 1000:
+            elif not self.knows(name) and name not in _logged and len(_logged) < 1000:
                 _logged.add(name)
                 logger.warning("a request has a field that is not known here, %r: it is ignored", loggable(name))
+
+    @classmethod
+    def knows(cls, name: str) -> bool:
+        """Whether a field is read, or refused unless it asks for nothing, or accepted for its caller's own use."""
+        declared = name in cls.model_fields or name in cls.neutral or name in PARAMETERS
+        return declared or name in cls.passed_on or name in _ACCEPTED
 
 
 class Body(Reads):
@@ -277,6 +291,7 @@ class CompletionBody(Body):
 
     prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
     add_special_tokens: bool | None = None
+    """False: a prompt's text has those that the model expects around it already."""
 
 
 class ChatFields(BaseModel):
@@ -338,7 +353,8 @@ class TokenizeBody(Reads, ChatFields):
     model: str | None = None
     prompt: str | None = None
     messages: Listed[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    """Unset: to a prompt, but not to a chat, whose template has written them."""
     return_token_strs: bool | None = None
     """The answer has the tokens as the vocabulary writes them."""
 

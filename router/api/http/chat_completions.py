@@ -122,6 +122,7 @@ def whole_chat(view: ChatView, completed: CompletedRequest, prompt_token_ids: Se
         "system_fingerprint": first.fingerprint or None,
         "service_tier": None,
         "prompt_logprobs": None,
+        "prompt_token_ids": None,
         **view.of_prompt(prompt_token_ids),
     }
     if body.given("prompt_logprobs") is not None:
@@ -138,16 +139,14 @@ def _whole_choice(view: ChatView, completion: CompletedSequence, reader: ChatRea
     if echo := _echo(view.body):
         message["content"] = echo + (message["content"] or "")
     tells_tokens = view.tells_tokens(reader)
-    choice: dict[str, Any] = {
+    return {
         "index": output.sequence_index,
         "message": message,
         "logprobs": chat_logprobs(output.logprobs, view.names) if tells_tokens else None,
         "finish_reason": finish_after_calls(output.finish_reason, reader),
         "stop_reason": completion.stop_reason,
+        "token_ids": list(output.token_ids) if view.body.return_token_ids and tells_tokens else None,
     }
-    if view.body.return_token_ids and tells_tokens:
-        choice["token_ids"] = list(output.token_ids)
-    return choice
 
 
 class ChatChunks:

@@ -36,12 +36,13 @@ class TokenNames:
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
-    """The usage object."""
+    """The usage object. Details of the prompt are null where nothing of it was cached, as clients of vLLM expect."""
+    cached = usage.num_cached_tokens
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_completion_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": cached} if cached else None,
     }
 
 

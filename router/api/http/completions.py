@@ -116,7 +116,7 @@ class Completions:
         """The prompt's log-probabilities, which the first completion has, are those of all."""
         output = item.output._replace(prompt_logprobs=request.completions[0].output.prompt_logprobs)
         choice = self._choice(self._numbered(number, output), self._answers[number], item.stop_reason)
-        return {**choice, "prompt_logprobs": choice.get("prompt_logprobs")}
+        return {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None, **choice}
 
     def of(self, delivery: Deliver) -> bytes:
         """The chunk of a delivery that is numbered as its choice is; of the last one of all the usage as well."""

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -17,6 +18,7 @@ from holdfast.router.api.http.event_stream import ANTHROPIC, OPENAI, EventStream
 from holdfast.router.api.http.messages import MessageEvents, whole_message
 from holdfast.router.api.http.messages_body import MessagesBody
 from holdfast.router.api.http.messages_body import chat_body as messages_chat
+from holdfast.router.api.http.raw_messages import RawMessages
 from holdfast.router.api.http.request_reader import RequestReader, tenant_of
 from holdfast.router.api.http.responses import ResponseEvents, whole_response
 from holdfast.router.api.http.responses_body import ResponsesBody
@@ -29,7 +31,7 @@ from holdfast.router.api.http.submission import (
     numbered_events,
     straight,
 )
-from holdfast.router.request import GenerationRequest
+from holdfast.router.request import GenerationRequest, naming
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_search import BeamAnswer
 from holdfast.router.requests.poison_watch import current_reading
@@ -83,12 +85,22 @@ class GenerationEndpoints:
         assert generation.chat is not None, "a chat's request has one"
         return await self._requests.render(generation.model, generation.chat)
 
+    async def _as_written(self, generation: GenerationRequest) -> GenerationRequest:
+        """A prompt as the tokens of its text alone."""
+        if not isinstance(generation.prompt, str):
+            return generation
+        with naming(generation.names):
+            token_ids = await self._requests.tokenize(generation.model, generation.prompt, add_special_tokens=False)
+        return replace(generation, prompt=token_ids)
+
     async def completions(self, request: Request) -> ASGIApp:
         submission, content = await self._reader.submission(request)
         body, bare = await self._reader.decoded(
             content, CompletionBody, partial(completion_requests, tenant=tenant_of(request))
         )
         submission = self._reader.named(submission, bare[0])
+        if body.add_special_tokens is False:
+            bare = [await self._as_written(one) for one in bare]
         choices = bare[0].sampling_params.n
         generations = [
             submission.of(one, number=number, num_prompts=len(bare), choices=choices) for number, one in enumerate(bare)
@@ -138,15 +150,17 @@ class GenerationEndpoints:
         plan = await self._reader.plan(bare, "text.format")
         generation, created = submission.of(plan.request), submission.identity.created
         tokens = self._tokens(generation)
+        prompt_text = await self._prompt_text(generation) if body.enable_response_messages else None
         if not body.stream:
             async with self._requests.open(generation) as answer:
                 completed = await unless_gone(request, answer.whole())
-            return json_response(whole_response(body, completed, created, plan.new_reader(), tokens))
+            raw = None if prompt_text is None else RawMessages(prompt_text, answer.prompt_token_ids)
+            return json_response(whole_response(body, completed, created, plan.new_reader(), tokens, raw))
         return await self._streamed(
             request,
             submission,
             generation,
-            lambda answer: ResponseEvents(body, answer, created, plan.new_reader(), tokens),
+            lambda answer: ResponseEvents(body, answer, created, plan.new_reader(), tokens, prompt_text),
         )
 
     async def messages(self, request: Request) -> ASGIApp:

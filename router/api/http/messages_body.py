@@ -1,6 +1,6 @@
 """Body of `/v1/messages`: Anthropic's conversations, tools and thinking, as the same chat in OpenAI's words."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field
@@ -23,6 +23,8 @@ class MessagesBody(Reads):
         "mcp_servers": ([],),
         "container": (),
     }
+
+    passed_on: ClassVar[Container[str]] = frozenset(ChatBody.model_fields)
 
     renamed: ClassVar[Mapping[str, str]] = {
         "stop_sequences": "stop",
@@ -70,7 +72,9 @@ def chat_body(body: MessagesBody) -> ChatBody:
         own["parallel_tool_calls"] = body.tool_choice.get("disable_parallel_tool_use") is not True
     if body.thinking is not None:
         thinks = _thinks(body.thinking)
-        own["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
+        given = (body.model_extra or {}).get("chat_template_kwargs")
+        variables = given if isinstance(given, Mapping) else {}
+        own["chat_template_kwargs"] = {**variables, "enable_thinking": thinks, "thinking": thinks}
     own["response_format"] = _format(body)
     if (effort := (body.output_config or {}).get("effort")) is not None:
         if not isinstance(effort, str):

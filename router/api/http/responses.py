@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from holdfast.router.api.http.choices import Block, BlockEvent, Blocks, TokenNames, listed_logprobs
+from holdfast.router.api.http.raw_messages import RawMessages
 from holdfast.router.api.http.responses_body import ResponsesBody
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.requests.answer import CompletedRequest, SampledAnswer
@@ -19,13 +20,20 @@ _PARTS: Final = {"text": "response.output_text", "thinking": "response.reasoning
 
 
 def whole_response(
-    body: ResponsesBody, completed: CompletedRequest, created: int, reader: ChatReader | None, tokens: TokenTable
+    body: ResponsesBody,
+    completed: CompletedRequest,
+    created: int,
+    reader: ChatReader | None,
+    tokens: TokenTable,
+    raw: RawMessages | None = None,
 ) -> dict[str, Any]:
     """The whole response."""
     output, blocks = completed.completions[0].output, Blocks(reader)
     for _ in blocks.push(output):
         pass
-    made = _Response(body, completed.request_id, completed.model, created, TokenNames(tokens))
+    if raw is not None:
+        raw.push(output)
+    made = _Response(body, completed.request_id, completed.model, created, TokenNames(tokens), raw)
     return made.ended(blocks.blocks, output.finish_reason, completed.usage)
 
 
@@ -39,15 +47,20 @@ class ResponseEvents:
         created: int,
         reader: ChatReader | None,
         tokens: TokenTable,
+        prompt_text: str | None = None,
     ) -> None:
+        """`prompt_text`: the prompt, where the response tells it and the output as the model has them."""
         self.num_events = 0
-        self._made = _Response(body, answer.request_id, answer.model, created, TokenNames(tokens))
+        self._raw = None if prompt_text is None else RawMessages(prompt_text, answer.prompt_token_ids)
+        self._made = _Response(body, answer.request_id, answer.model, created, TokenNames(tokens), self._raw)
         self._blocks = Blocks(reader)
         self._has_begun = False
         self._holds = False
 
     def of(self, delivery: Deliver) -> bytes:
         reason, block_events = delivery.finish_reason, list(self._blocks.push(delivery))
+        if self._raw is not None:
+            self._raw.push(delivery)
         self._holds = not block_events and reason is None and bool(delivery.logprobs)
         if self._holds:
             return b""
@@ -117,8 +130,17 @@ class ResponseEvents:
 class _Response:
     """One response object and its items."""
 
-    def __init__(self, body: ResponsesBody, request_id: str, model: str, created: int, names: TokenNames) -> None:
+    def __init__(
+        self,
+        body: ResponsesBody,
+        request_id: str,
+        model: str,
+        created: int,
+        names: TokenNames,
+        raw: RawMessages | None,
+    ) -> None:
         self._request_id = request_id
+        self._raw = raw
         self._names = names
         self._head: dict[str, Any] = {
             "id": f"resp_{request_id}",
@@ -166,6 +188,7 @@ class _Response:
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
             },
+            **({} if self._raw is None else self._raw.fields()),
         }
 
     def item_id(self, block: Block) -> str:

@@ -3,7 +3,7 @@
 Nothing is stored: a response cannot be fetched or continued by its id, and a request that asks for either is refused.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field
@@ -31,7 +31,10 @@ class ResponsesBody(Reads):
         "prompt": (),
         "truncation": ("disabled",),
         "max_tool_calls": (),
+        "previous_input_messages": ([],),
     }
+
+    passed_on: ClassVar[Container[str]] = frozenset(ChatBody.model_fields)
 
     renamed: ClassVar[Mapping[str, str]] = {
         "max_output_tokens": "max_tokens",
@@ -55,6 +58,8 @@ class ResponsesBody(Reads):
     include: Listed[str] | None = None
     top_logprobs: int | None = None
     """Of each token of the text, with `LOGPROBS` in `include`."""
+    enable_response_messages: bool | None = None
+    """The response has its prompt and output as the model has them: texts and token ids."""
 
     @property
     def tells_logprobs(self) -> bool:

@@ -13,7 +13,10 @@ from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
 from holdfast.worker.structured_outputs import StructuredOutputs
 
-_MOST_SEEDS: Final = 2**63
+_NUM_SEEDS: Final = 2**63
+"""Of a seed that is negative, the remainder is taken."""
+_MAX_NAMED: Final = 8
+"""Wrong keys that an error names."""
 
 
 def chat_params(body: ChatBody) -> SamplingParams:
@@ -68,23 +71,32 @@ def _all_if_negative(number: object) -> object:
     return max(0, number) if isinstance(number, int) else number
 
 
-def _of_63_bits(seed: object) -> object:
-    return seed % _MOST_SEEDS if isinstance(seed, int) and not isinstance(seed, bool) else seed
+def _not_negative(seed: object) -> object:
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        return seed
+    if not -_NUM_SEEDS <= seed < _NUM_SEEDS:
+        raise InvalidRequestError("seed", seed, f"must be in [{-_NUM_SEEDS}, {_NUM_SEEDS - 1}]: a 64-bit integer")
+    return seed % _NUM_SEEDS
 
 
 def _by_token_id(biases: object) -> object:
-    return {_token_id(key): bias for key, bias in biases.items()} if isinstance(biases, Mapping) else biases
+    if not isinstance(biases, Mapping):
+        return biases
+    if wrong := [key for key in biases if not _is_token_id(key)]:
+        named = ", ".join(shortened(key) for key in wrong[:_MAX_NAMED]) + ", ..." * (len(wrong) > _MAX_NAMED)
+        raise InvalidRequestError("logit_bias", wrong[0], f"must have token ids as its keys, not {named}")
+    return {int(key): bias for key, bias in biases.items()}
 
 
-def _token_id(key: object) -> int:
+def _is_token_id(key: object) -> bool:
     try:
-        return int(key)  # type: ignore[call-overload,no-any-return]  # keys of JSON are texts
+        int(key)  # type: ignore[call-overload]  # keys of JSON are texts
     except ValueError:
-        told = f"must have token ids as its keys, not {shortened(key)}"
-        raise InvalidRequestError("logit_bias", key, told) from None
+        return False
+    return True
 
 
-_OTHER_VALUES: Final = {"top_k": _all_if_negative, "seed": _of_63_bits} | {"logit_bias": _by_token_id}
+_OTHER_VALUES: Final = {"top_k": _all_if_negative, "seed": _not_negative} | {"logit_bias": _by_token_id}
 
 
 def structure_of(body: Body) -> StructuredOutputs | None:

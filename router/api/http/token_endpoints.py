@@ -31,17 +31,24 @@ class TokenEndpoints:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("prompt", body.prompt, "or messages must be there, and not both")
         if body.messages is not None:
-            plan = await self._reader.plan(GenerationRequest(chat=chat_of(body, body.messages), model=model.name))
+            chat = chat_of(body, body.messages)
+            plan = await self._reader.plan(GenerationRequest(chat=chat, model=model.name, names=body.names))
             assert plan.request.chat is not None, "a chat's request has one"
-            token_ids = await self._requests.tokenize_chat(model.name, plan.request.chat)
+            token_ids = await self._requests.tokenize_chat(
+                model.name, plan.request.chat, add_special_tokens=bool(body.add_special_tokens)
+            )
         else:
             assert body.prompt is not None, "one of the two is there"
             token_ids = await self._requests.tokenize(
-                model.name, body.prompt, add_special_tokens=body.add_special_tokens
+                model.name, body.prompt, add_special_tokens=body.add_special_tokens is not False
             )
-        answer = {"tokens": token_ids, "count": len(token_ids), "max_model_len": model.facts.max_model_len}
-        if body.return_token_strs:
-            answer["token_strs"] = [self._requests.tokenizer(model.name).tokens.piece_of(one) for one in token_ids]
+        tokens = self._requests.tokenizer(model.name).tokens
+        answer = {
+            "tokens": token_ids,
+            "token_strs": [tokens.piece_of(one) for one in token_ids] if body.return_token_strs else None,
+            "count": len(token_ids),
+            "max_model_len": model.facts.max_model_len,
+        }
         return json_response(answer)
 
     async def detokenize(self, request: Request) -> ASGIApp:

@@ -87,6 +87,15 @@ async def test_thoughts_are_apart_from_the_answer(stream, script):
     assert choice.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@on_a_loop
+async def test_thoughts_are_not_sent_where_they_are_not_wanted(stream, script):
+    script("<think>hm, so</think>\n\nIt rains.")
+    message = (await ask(stream, extra_body={"include_reasoning": False})).message
+    assert message.content == "It rains."
+    assert getattr(message, "reasoning", None) is None
+
+
 @on_a_loop
 async def test_without_calls_an_answer_with_tools_is_content(script):
     script("It rains, {as always}.")

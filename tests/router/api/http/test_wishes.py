@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.router.config import OverloadConfig
+from holdfast.router.config import LimitsConfig, OverloadConfig
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.loops import on_a_loop
 from tests.router.api.http.test_admin import client_of
@@ -26,11 +26,12 @@ BY_PATH = {
 
 
 @asynccontextmanager
-async def api():
+async def api(limits: LimitsConfig | None = None):
     replica = await FakeReplica.start(step_s=0.0)
     calm = OverloadConfig(max_loop_delay_s=1000.0)  # other work on the machine is no load of this router
     load = lambda path: byte_tokenizer(path, TEMPLATE)  # noqa: E731
-    async with site(replica, load_tokenizer=load, http=True, overload=calm) as place, client_of(place) as client:
+    options = {"load_tokenizer": load, "http": True, "overload": calm, "limits": limits}
+    async with site(replica, **options) as place, client_of(place) as client:
         yield client, replica
 
 
@@ -54,6 +55,13 @@ REFUSED = [
     ("/v1/chat/completions", {"max_tokens": 0}, "max_tokens", "1"),
     ("/v1/chat/completions", {"stream_options": {"include_usage": True}}, "stream_options", "stream"),
     ("/v1/chat/completions", {"logit_bias": {"two": 1}}, "logit_bias", "two"),
+    ("/v1/chat/completions", {"logit_bias": {"one": 1, "2": 1, "two": 1}}, "logit_bias", "'one', 'two'"),
+    ("/v1/chat/completions", {"logprobs": True, "top_logprobs": -1}, "top_logprobs", "20 (limits.max_logprobs)"),
+    ("/v1/completions", {"logprobs": -1}, "logprobs", "all 256 tokens"),
+    ("/v1/completions", {"prompt_logprobs": -1}, "prompt_logprobs", "all 256 tokens"),
+    ("/v1/completions", {"prompt_logprobs": -2}, "prompt_logprobs", "[-1, 1024]"),
+    ("/v1/completions", {"seed": 2**63}, "seed", "64-bit"),
+    ("/v1/completions", {"seed": -(2**63) - 1}, "seed", "64-bit"),
     ("/v1/chat/completions", {"timeout": -1}, "timeout", "above 0"),
     ("/v1/chat/completions", {"messages": []}, "messages", ""),
     ("/v1/completions", {"logprobs": 21}, "logprobs", "[0, 20]"),
@@ -194,7 +202,12 @@ async def test_what_there_is_nothing_of_is_null_and_usage_comes_when_asked_for()
         chat = (await posted(client, "/v1/chat/completions")).json()
         assert chat["prompt_logprobs"] is None
         assert chat["choices"][0]["message"]["reasoning"] is None
-        assert (await posted(client, "/v1/completions")).json()["choices"][0]["prompt_logprobs"] is None
+        assert chat["prompt_token_ids"] is chat["choices"][0]["token_ids"] is None
+        text = (await posted(client, "/v1/completions")).json()
+        for name in ("prompt_logprobs", "prompt_token_ids", "token_ids"):
+            assert text["choices"][0][name] is None
+        assert chat["usage"]["prompt_tokens_details"] is text["usage"]["prompt_tokens_details"] is None
+        assert (await posted(client, "/tokenize", prompt="hi")).json()["token_strs"] is None
         for path in ("/v1/chat/completions", "/v1/completions"):
             plain = events((await posted(client, path, stream=True)).text)
             assert all("usage" not in chunk for chunk in plain)
@@ -221,3 +234,36 @@ async def test_tokens_are_written_as_their_ids_where_asked():
         assert all(token.startswith("token_id:") for token in answer["choices"][0]["logprobs"]["tokens"])
         tokens = (await posted(client, "/tokenize", prompt="hi", return_token_strs=True)).json()
         assert tokens["token_strs"] == ["h", "i"]
+
+
+@on_a_loop
+async def test_the_whole_vocabulary_may_be_asked_for_where_that_many_may():
+    async with api(LimitsConfig(max_logprobs=256)) as (client, replica):
+        await posted(client, "/v1/completions", logprobs=-1, prompt_logprobs=-1)
+        asked = replica.submits[-1].sampling_params
+        assert (asked.logprobs, asked.prompt_logprobs) == (256, 256)
+        await posted(client, "/v1/chat/completions", logprobs=True, top_logprobs=-1)
+        assert replica.submits[-1].sampling_params.logprobs == 256
+
+
+@on_a_loop
+async def test_every_64_bit_seed_is_taken():
+    async with api() as (client, replica):
+        for seed, taken in ((2**63 - 1, 2**63 - 1), (-1, 2**63 - 1), (-(2**63), 0)):
+            await posted(client, "/v1/completions", seed=seed)
+            assert replica.submits[-1].sampling_params.seed == taken
+
+
+@on_a_loop
+async def test_a_response_tells_its_prompt_and_output_as_the_model_has_them():
+    async with api() as (client, replica):
+        whole = (await posted(client, "/v1/responses", enable_response_messages=True, seed=1)).json()
+        told = events((await posted(client, "/v1/responses", enable_response_messages=True, seed=1, stream=True)).text)
+        for response in (whole, told[-1]["response"]):
+            (prompt,), (output,) = response["input_messages"], response["output_messages"]
+            assert (prompt["type"], output["type"]) == ("raw_message_tokens", "raw_message_tokens")
+            assert prompt["message"] == "user: hi\n"
+            assert prompt["tokens"] == list(replica.submits[-1].prompt_token_ids)
+            assert output["message"] == response["output"][0]["content"][0]["text"]
+            assert output["tokens"] == list(output["message"].encode())
+        assert "input_messages" not in (await posted(client, "/v1/responses")).json()
