@@ -1,5 +1,5 @@
 """Build step of the package: compiles the native executor's libraries. All else about the package is in pyproject.toml.
-Without a compiler the package is built all the same: it then compiles at first use, or serves without the libraries.
+Without a compiler the package is built all the same: a worker on a CPU then compiles at its start, or is refused.
 """
 
 import importlib.util

@@ -30,7 +30,7 @@ from benchmarks.decoder_steps import Kind, Timed, load, make_batch
 from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.cpu import library
 from holdfast.worker.executors.cpu.sampler import NativeSampler
-from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler, TorchSampler
+from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler
 from holdfast.worker.sampling_params import SamplingParams
 
 PLAIN = DrawParams(SamplingParams(seed=7, temperature=0.8), 0)
@@ -212,7 +212,6 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", help="only settings whose name has one of these words")
     parser.add_argument("--step-of", help="folder of a model whose steps are measured as well")
     parser.add_argument("--against", type=Path, help="a library of the same instruction class, to time as well")
-    parser.add_argument("--torch", action="store_true", help="time PyTorch's sampler as well")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -221,8 +220,6 @@ def main() -> None:
     samplers: dict[str, StepSampler] = {"native": NativeSampler.with_threads(options.threads)}
     if options.against:
         samplers["against"] = other_sampler(options.against, options.threads)
-    if options.torch:
-        samplers["torch"] = TorchSampler()
     kinds = {k: v for k, v in KINDS.items() if not options.kinds or any(word in k for word in options.kinds)}
     found = {}
     for rows in options.rows:

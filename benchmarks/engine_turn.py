@@ -37,7 +37,8 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.errors import HoldfastError
-from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler, TorchSampler
+from holdfast.worker.executors.cpu.sampler import NativeSampler
+from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.request import AttemptKey, EngineRequest, TokenDelta
@@ -116,10 +117,11 @@ class FreeModel(ModelRunner):
     def __init__(self, info: ModelInfo, marks: Marks) -> None:
         self.info, self.draft, self._marks = info, None, marks
         self.progress = ProgressCounter()
+        self._sampler = NativeSampler.with_threads(1)
 
     @property
     def sampler(self) -> StepSampler:
-        return TorchSampler()
+        return self._sampler
 
     def execute(self, batch: StepBatch) -> HeadOutput:
         self._marks.execute = self._marks.now()

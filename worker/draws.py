@@ -86,7 +86,7 @@ def _array(token_ids: Iterable[int]) -> "array[int]":
 
 @dataclass(slots=True)
 class DrawParams:
-    """All that a draw depends on besides the logits: it is a pure function of both (`worker/executors/sampler.py`)."""
+    """All that a draw depends on besides the logits: it is a pure function of both."""
 
     sampling: SamplingParams
     """Of the request, with a seed."""

@@ -12,7 +12,6 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import DistributedGroup
 from holdfast.worker.engine.model_runner import ModelRunner
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.executors import sampler
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.models.query_tiles import MAX_GPU_CALL_VALUES, cut_into_tiles
 from holdfast.worker.models.row_tiles import ANY, RowRule, RowTiles, fix_gpu_kernels, linear_candidates
@@ -65,11 +64,6 @@ def test_sequences_of_equal_length_share_one_attention_call():
     batch, rule = decode_batch(64, 1024), RowRule(multiple_of=4)
     assert len(cut_into_tiles(batch, spec, rule, 64, MAX_GPU_CALL_VALUES).calls) == 1
     assert len(cut_into_tiles(batch, spec, rule, 64).calls) == 64
-
-
-def test_rows_are_drawn_together():
-    assert sampler.rows_at_once(CUDA, 128_256) >= 256
-    assert sampler.rows_at_once(torch.device("cpu"), 128_256) == 1
 
 
 class Lost(Exception):

@@ -1,16 +1,14 @@
-"""Step sampler: all that a step reads off its logits, as one interface, and its implementation in PyTorch."""
+"""Step sampler: all that a step reads off its logits, as one interface."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from holdfast.worker.draws import DrawParams
-from holdfast.worker.executors.logprobs import token_logprobs, token_logprobs_of_prompts
-from holdfast.worker.executors.sampler import broken_rows, draw, with_zeros
 from holdfast.worker.request import TokenLogprob
-from holdfast.worker.step_plan import NO_TOKEN, PromptLogprobParams
+from holdfast.worker.step_plan import PromptLogprobParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,30 +85,3 @@ class OverlappingSampler(Protocol):
     def collect(self, drawing: Any) -> Sampled:
         """What the oldest draws that were launched and not collected come to. Waits for no step after them."""
         ...
-
-
-class TorchSampler:
-    """A step sampler of PyTorch's operations, on the device of the logits."""
-
-    numerics: Final = "torch-draws-2"
-
-    def sample(
-        self,
-        output: HeadOutput,
-        draws: Sequence[DrawParams],
-        masks: Mapping[int, bytes] | None = None,
-        prompts: Sequence[PromptLogprobParams] = (),
-    ) -> Sampled:
-        logits = output.logits
-        assert logits is not None, "a step that is drawn from asks for logits"
-        drawn_from, prompt_logits = logits[: len(draws)], logits[len(draws) :]
-        if broken := broken_rows(drawn_from):
-            drawn_from = with_zeros(drawn_from, broken)
-        token_ids = draw(drawn_from, draws, masks)
-        logprobs = token_logprobs(drawn_from, draws, token_ids)
-        for row in broken:
-            token_ids[row] = NO_TOKEN
-        return Sampled(token_ids, logprobs, token_logprobs_of_prompts(prompt_logits, prompts) if prompts else [])
-
-    def close(self) -> None:
-        pass

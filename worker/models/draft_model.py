@@ -1,12 +1,13 @@
 """Draft model of speculative decoding: a second, small model on rank 0 that guesses what the large one will draw.
 
 It has a cache of its own with as many blocks, and every block id means the same tokens in both. It draws with the same
-noise as the large model (`worker/executors/sampler.py`), position by position, so two distributions that are close draw
+noise as the large model, position by position, so two distributions that are close draw
 the same token nearly as often as is possible (Daliri, Musco, Suresh 2024).
 """
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.draws import DrawParams, draw_after
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.sampler import broken_rows, draw, with_zeros
+from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.rank_program import BlockCache, Program, load_program
 from holdfast.worker.models.weights import resolve_model
@@ -108,11 +109,9 @@ class DraftModel:
         batch.token_ids = np.minimum(batch.token_ids, self._draft_vocab_size - 1)
         logits = self._program.run(batch, with_logits=True).logits
         assert logits is not None, "it is its group's leader"
-        with torch.inference_mode():
-            logits = logits[:, : self._vocab_size]
-            # A guess must be some token, of a model that has lost its numbers as well.
-            broken = broken_rows(logits)
-            return draw(with_zeros(logits, broken) if broken else logits, draws_of(plan))
+        output = HeadOutput(logits[:, : self._vocab_size], None)
+        drawn = self._program.sampler.sample(output, draws_of(plan)).token_ids
+        return [max(0, token) for token in drawn]  # a guess must be some token, of a row that is not finite as well
 
 
 class _Work:
@@ -147,7 +146,11 @@ class _Work:
 
     def _draw_params(self) -> DrawParams:
         assert self._sequence.draw is not None, "only a sequence that draws is drafted"
-        return draw_after(self._sequence.draw, self.drafts)
+        draw = draw_after(self._sequence.draw, self.drafts)
+        if draw.sampling.logprobs is None:
+            return draw
+        # Nobody reads those of a guess.
+        return replace(draw, sampling=draw.sampling.with_changes(logprobs=None, logprob_token_ids=()))
 
 
 def _alone(config: WorkerConfig, folder: Path) -> WorkerConfig:

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.executors.cpu.library import Unavailable
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.kv_cache import KVCache
-from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler, TorchSampler
+from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler
 from holdfast.worker.models.memory import kv_bytes_per_token
 from holdfast.worker.models.model import RankModel
 from holdfast.worker.models.paged import AttentionContext, PagedAttention
@@ -43,7 +42,7 @@ class HfBackend:
             device = _make_device(model, target, max_positions)
         self._device = device
         self._device_sampler = device.make_sampler() if device is not None else None
-        self.sampler: StepSampler = self._device_sampler or choose_sampler(target)
+        self.sampler: StepSampler = self._device_sampler or _native_sampler(target)
         self._steps: DeviceSteps | None = None
 
     @property
@@ -114,7 +113,7 @@ class HfBackend:
 
 
 def _make_device(model: RankModel, target: Target, max_positions: int) -> "HfDeviceBackend | None":
-    """None where Triton is not installed: then draws run on PyTorch too."""
+    """None where Triton is not installed: then the CPU draws."""
     try:
         from holdfast.worker.models.hf_device_backend import HfDeviceBackend
     except ImportError as error:
@@ -123,12 +122,6 @@ def _make_device(model: RankModel, target: Target, max_positions: int) -> "HfDev
     return HfDeviceBackend(model, target, max_positions=max_positions)
 
 
-def choose_sampler(target: Target) -> StepSampler:
-    """The native sampler where it runs. Only the leader draws, so the others' has no threads."""
-    if target.device.type != "cpu":
-        return TorchSampler()
-    try:
-        return NativeSampler.with_threads(torch.get_num_threads() if target.group.rank == 0 else 1)
-    except Unavailable as error:
-        logger.info("draws run on PyTorch: %s", error)
-        return TorchSampler()
+def _native_sampler(target: Target) -> NativeSampler:
+    """Only the leader draws, so the others' has no threads of use."""
+    return NativeSampler.with_threads(torch.get_num_threads() if target.group.rank == 0 else 1)

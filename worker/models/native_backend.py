@@ -13,7 +13,6 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.executors.cpu.cache import SUB_PAGE, TiledCache
 from holdfast.worker.executors.cpu.executor import CpuExecutor
-from holdfast.worker.executors.cpu.library import Unavailable, load_library
 from holdfast.worker.executors.gpu import weights
 from holdfast.worker.executors.kv_cache import KVCache
 from holdfast.worker.executors.layout import DecoderLayout, Experts
@@ -242,19 +241,15 @@ def _reason_of_any(
 
 
 def is_available(device: torch.device = _CPU) -> bool:
-    """Whether this machine runs the native backend there. Compiles the executor for CPUs first where there is none."""
+    """Whether this machine runs the native backend there."""
     return _unavailable(device) is None
 
 
 def _unavailable(device: torch.device) -> str | None:
     """What is missing to run the native backend on a device."""
-    if device.type != "cpu":
-        return None if find_spec("triton") else "Triton is not installed, which compiles the kernels for GPUs"
-    try:
-        load_library()
-    except Unavailable as error:
-        return str(error)
-    return None
+    if device.type == "cpu" or find_spec("triton"):
+        return None
+    return "Triton is not installed, which compiles the kernels for GPUs"
 
 
 def make_program(

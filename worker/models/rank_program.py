@@ -14,6 +14,7 @@ from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.executors.cpu.library import load_library
 from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler
 from holdfast.worker.models.checks import OTHER_ENGINE, check_kv_cache_dtype, fp8_refused
 from holdfast.worker.models.families import FAMILIES
@@ -138,8 +139,11 @@ def load_program(
 ) -> LoadedProgram:
     """Loads this rank's share of the model in `folder`. All ranks of the group do so together.
 
-    Raises `UnsupportedModelError` where a gate refuses the model, or where it must run as a native backend and cannot.
+    Raises `UnsupportedModelError` where a gate refuses the model, or where it must run as a native backend and cannot;
+    `Unavailable` on a CPU that does not run the native library, which draws for both backends.
     """
+    if device.type == "cpu":
+        load_library()  # before anything large is read; compiles it where there is none
     stated = _stated(config, folder, group, device, progress)
     if stated is not None:
         return stated

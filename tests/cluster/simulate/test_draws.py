@@ -20,10 +20,10 @@ from holdfast.cluster.simulate.oracle.pseudo_model import (
 )
 from holdfast.cluster.simulate.world.traffic import draw_requests
 from holdfast.worker.draws import DrawParams, LogitsSettings
-from holdfast.worker.executors.logits_processors import apply_logits_processors
-from holdfast.worker.executors.logprobs import token_logprobs
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
+from tests.reference.logits_processors import apply_logits_processors
+from tests.reference.logprobs import token_logprobs
 
 EOS = frozenset({EOS_TOKEN_ID})
 PROMPT = (3, 7, 7, 12)

@@ -14,9 +14,10 @@ import torch
 
 from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.cpu.sampler import NativeSampler
-from holdfast.worker.executors.step_sampler import HeadOutput, TorchSampler
+from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.step_plan import PromptLogprobParams
 from tests.draw_params import draw_params
+from tests.reference.step_sampler import TorchSampler
 from tests.worker.executors.cpu.runs import Part, Runner, layout_of
 
 VOCABULARIES: Final = (2, 63, 64, 65, 129, 1000, 3001)

@@ -14,13 +14,15 @@ from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.engine.step_results import step_result
 from holdfast.worker.errors import InternalError, ReplicaError
 from holdfast.worker.executors.cpu.sampler import NativeSampler
-from holdfast.worker.executors.sampler import broken_rows
-from holdfast.worker.executors.step_sampler import HeadOutput, TorchSampler
+from holdfast.worker.executors.step_sampler import HeadOutput
+from holdfast.worker.models.draft_model import DraftModel
 from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.step_plan import NO_TOKEN, ScheduledSequence, StepPlan, StepResult
 from tests.draw_params import draw_params
 from tests.parity.families import save_tiny_model
 from tests.parity.harness import Sequences, worker_config
+from tests.reference.sampler import broken_rows
+from tests.reference.step_sampler import TorchSampler
 from tests.worker.schedulers import make_request, make_scheduler
 
 NAN, INF = math.nan, math.inf
@@ -66,6 +68,30 @@ def test_a_row_that_is_no_numbers_draws_nothing_and_leaves_the_others_as_they_ar
     result = step_result(plan_of(draw, draw, draw), HeadOutput(broken, None), sampler)
     assert result.token_ids == (right.token_ids[0], (NO_TOKEN,), right.token_ids[2])
     assert (result.logprobs[0], result.logprobs[2]) == (right.logprobs[0], right.logprobs[2])
+
+
+class OverflowingDraft:
+    """A draft model's backend whose second row is no numbers, and whose head has more tokens than the large model."""
+
+    def __init__(self, sampler) -> None:
+        self.sampler = sampler
+
+    def run(self, batch, *, with_logits):
+        logits = torch.zeros(3, VOCAB_SIZE)
+        logits[:, 7], logits[:, VOCAB_SIZE - 1], logits[1, 0] = 1.0, 2.0, NAN
+        return HeadOutput(logits, None)
+
+
+def test_a_draft_model_that_overflows_guesses_some_token_of_the_large_model(sampler):
+    draft = DraftModel(
+        OverflowingDraft(sampler),
+        torch.device("cpu"),
+        vocab_size=VOCAB_SIZE - 1,
+        draft_vocab_size=VOCAB_SIZE,
+        max_len=9,
+    )
+    greedy = draw_params(seed=5, first_output_index=0, temperature=0.0)
+    assert draft._draw(plan_of(greedy, greedy, greedy)) == [7, 0, 7]
 
 
 @pytest.mark.parametrize("executor", ["native", "hf"])

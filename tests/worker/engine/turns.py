@@ -8,7 +8,7 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
-from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler, TorchSampler
+from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.request import AttemptKey, EngineRequest
@@ -18,6 +18,7 @@ from holdfast.worker.scheduler.step_tuner import StepTuner
 from holdfast.worker.step_plan import StepPlan, StepResult
 from holdfast.worker.step_update import StepUpdate
 from tests.counting import Counted, Ticks, collector_at_rest
+from tests.reference.step_sampler import TorchSampler
 
 BLOCK_SIZE = 16
 WARM = 74

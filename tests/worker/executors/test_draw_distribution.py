@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.sampler import draw
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.sequence import Sequence
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan, draws_of
+from tests.reference.sampler import draw
 
 FEW_SEEDS, NUM_SEEDS = 4_000, 20_000
 PROMPT = (2, 5)

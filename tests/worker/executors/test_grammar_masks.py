@@ -23,12 +23,12 @@ from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.engine.grammar_masks import GrammarMasks
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.executors.sampler import draw
 from holdfast.worker.grammar_matchers import NONE_FITS, GrammarMatchers
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.step_plan import DEAD_END, NO_ROWS, ScheduledSequence, StepPlan, StepResult, draws_of
+from tests.reference.sampler import draw
 from tests.worker.schedulers import dropped
 from tests.worker.schemas import schema
 

@@ -13,12 +13,12 @@ from transformers.generation.logits_process import (
 )
 
 from holdfast.worker.draws import DrawParams, LogitsSettings
-from holdfast.worker.executors.logits_processors import apply_logits_processors
-from holdfast.worker.executors.sampler import draw, keep_min_p
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan, draws_of
 from tests.draw_params import changed
+from tests.reference.logits_processors import apply_logits_processors
+from tests.reference.sampler import draw, keep_min_p
 
 EOS = frozenset({2, 3})
 VOCAB = 40

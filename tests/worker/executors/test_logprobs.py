@@ -8,10 +8,12 @@ import torch
 
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.executors import logprobs
-from holdfast.worker.executors.logprobs import ChosenLogprobs, token_logprobs
+from holdfast.worker.executors.logprobs import ChosenLogprobs
 from holdfast.worker.request import EngineRequest, TokenLogprob
 from holdfast.worker.step_plan import NO_ROWS, StepResult
 from tests.draw_params import changed, draw_params
+from tests.reference import logprobs as reference
+from tests.reference.logprobs import token_logprobs
 from tests.worker.scheduler.test_logits_settings import VOCAB, LogitsRunner
 from tests.worker.schedulers import BLOCK_SIZE, EOS, make_request, make_scheduler
 
@@ -38,7 +40,7 @@ def by_definition(row: list[float], token_id: int, count: int) -> TokenLogprob:
 
 @pytest.mark.parametrize("vocab_size", [7, 1000])
 def test_they_are_the_log_softmax_of_the_row(vocab_size, monkeypatch):
-    monkeypatch.setattr(logprobs, "_CHUNK_VALUES", 2 * vocab_size)
+    monkeypatch.setattr(reference, "_CHUNK_VALUES", 2 * vocab_size)
     logits, token_ids, counts = made(5, vocab_size), [0, 6, 3, 1, 2], [20, 0, 1, 5, 3]
     said = token_logprobs(logits, list(map(asking, counts)), token_ids)
     for row, token_id, count, item in zip(logits.tolist(), token_ids, counts, said, strict=True):
@@ -68,7 +70,7 @@ def test_rows_that_do_not_ask_say_nothing_and_cost_nothing(monkeypatch):
     said = token_logprobs(logits, [asking(None), asking(2), asking(None)], [4, 5, 6])
     assert [item is not None for item in said] == [False, True, False]
     assert said[1] == token_logprobs(logits[1:2], [asking(2)], [5])[0]
-    monkeypatch.setattr(logprobs, "_read_off", None)
+    monkeypatch.setattr(reference, "_read_off", None)
     assert token_logprobs(logits, [asking(None)] * 3, [4, 5, 6]) == []
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.draws import DrawParams
-from holdfast.worker.executors.sampler import draw, keep_top_k, keep_top_p, noise, noise_key
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan, draws_of
 from tests.draw_params import changed, draw_params
+from tests.reference.sampler import draw, keep_top_k, keep_top_p, noise, noise_key
 
 PLAIN = draw_params(seed=7, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)
 

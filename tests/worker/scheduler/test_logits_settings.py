@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from holdfast.worker.engine.step_results import step_result
-from holdfast.worker.executors.step_sampler import HeadOutput, TorchSampler
+from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan, StepResult
 from tests.pseudo_model import PseudoRunner
+from tests.reference.step_sampler import TorchSampler
 from tests.worker.schedulers import BLOCK_SIZE, EOS, make_request, make_scheduler
 
 VOCAB = 24

@@ -5,13 +5,14 @@ import torch
 
 from holdfast.worker.engine.step_results import step_result
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.executors.logprobs import token_logprobs
-from holdfast.worker.executors.step_sampler import HeadOutput, TorchSampler
+from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.request import EngineRequest, TokenDelta, TokenLogprob
 from holdfast.worker.scheduler import prompt_sharing as prompt_logprobs
 from holdfast.worker.step_plan import StepPlan, StepResult
 from tests.draw_params import draw_params
 from tests.pseudo_model import pseudo_token
+from tests.reference.logprobs import token_logprobs
+from tests.reference.step_sampler import TorchSampler
 from tests.worker.scheduler.test_logits_settings import VOCAB, LogitsRunner
 from tests.worker.schedulers import BLOCK_SIZE, make_request, make_scheduler, run_to_end, shares
 

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.build import CLASSES, NoCompilerError, compile_libraries, digest, is_current
 from holdfast.worker.executors.cpu.structures import (
     SIZES,
@@ -39,8 +40,8 @@ _FLAGS_OF: Final = {
 }
 
 
-class Unavailable(RuntimeError):
-    """The native executor cannot run here; the message says what is missing."""
+class Unavailable(ConfigurationError):
+    """The native library cannot run here; the message says what is missing."""
 
 
 def runnable_classes() -> list[str]:
@@ -63,7 +64,7 @@ def load_library(name: str | None = None) -> CDLL:
     """
     runnable = runnable_classes()
     if name is None and not runnable:
-        raise Unavailable("this CPU has no AVX2 with FMA")
+        raise Unavailable("this CPU has no AVX2 with FMA, which a worker on a CPU needs")
     if name is not None and (missing := missing_instructions(name)):
         raise Unavailable(f"this CPU does not run {name}: it has no {', '.join(sorted(missing))}")
     for choice in [name] if name else runnable:
@@ -107,7 +108,7 @@ def path_of(name: str) -> Path:
             try:
                 compile_libraries(folder, [name])
             except NoCompilerError as error:
-                raise Unavailable(str(error)) from error
+                raise Unavailable(f"there is no native library for this CPU: {error}") from error
     return path
 
 

@@ -82,7 +82,8 @@ class NativeSampler:
         """As `StepSampler.sample`. Raises `ReplicaError` in a child of the process that made the pool."""
         logits, best, mass = output.logits, output.block_best, output.block_mass
         assert logits is not None, "a step that is drawn from asks for logits"
-        logits = logits.contiguous()  # those of a split vocabulary may be cut out of a padded one
+        # A GPU without Triton draws here too, and the logits of a split vocabulary are cut out of padded ones.
+        logits = logits.cpu().contiguous()
         rows = _Rows(draws, masks or {}, prompts)
         most = max(0, most_logprobs(draws, prompts))
         told = np.empty((rows.count, ctypes.sizeof(NativeDrawn) // 4), dtype=np.int32)

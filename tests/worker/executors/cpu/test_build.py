@@ -1,6 +1,5 @@
-"""Libraries are compiled once and not used when they are stale; without a compiler the HF backend serves."""
+"""Libraries are compiled once and not used when they are stale; without a compiler a start is refused."""
 
-import logging
 import os
 import subprocess
 import sys
@@ -9,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.cluster.offline.llm import LLM
+from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu import build, library
-from holdfast.worker.sampling_params import SamplingParams
 from tests.worker.executors.cpu.native import library_or_skip
 
 ROOT = Path(__file__).parents[4]
@@ -208,20 +207,13 @@ def test_a_machine_without_the_instructions_is_told_so(monkeypatch):
         library.load_library.__wrapped__()
 
 
-def test_without_a_compiler_the_hf_backend_answers_and_a_line_each_says_why(monkeypatch, tmp_path, caplog):
+def test_without_a_compiler_a_start_is_refused_with_a_way_out(monkeypatch, tmp_path):
     def none():
-        raise build.NoCompilerError("no C++ compiler was found")
+        raise build.NoCompilerError("no C++ compiler was found (try: apt-get install g++)")
 
     monkeypatch.setattr(build, "find_compiler", none)
     monkeypatch.setattr(library, "INSTALLED", tmp_path / "libraries")
     monkeypatch.setenv("HOME", str(tmp_path))
     library.load_library.cache_clear()
-    with caplog.at_level(logging.INFO, logger="holdfast"), LLM() as llm:
-        (output,) = llm.generate(["The capital of France is"], SamplingParams(max_tokens=4, temperature=0.0))
-    assert "Paris" in output.outputs[0].text
-    said = [record.getMessage() for record in caplog.records if "compiler" in record.getMessage()]
-    (of_layers,) = [message for message in said if "runs on the HF backend: no C++ compiler was found" in message]
-    assert [message for message in said if message != of_layers] == [
-        "read with Hugging Face's modules, which takes seconds: no C++ compiler was found",
-        "draws run on PyTorch: no C++ compiler was found",
-    ]
+    with pytest.raises(ConfigurationError, match=r"no native library for this CPU: no C\+\+ compiler .*apt-get"):
+        LLM()

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.cpu.sampler import NativeSampler
-from holdfast.worker.executors.sampler import keep_min_p, keep_top_k, keep_top_p, noise, noise_key
-from holdfast.worker.executors.step_sampler import HeadOutput, Sampled, TorchSampler
+from holdfast.worker.executors.step_sampler import HeadOutput, Sampled
 from holdfast.worker.step_plan import NO_TOKEN, PromptLogprobParams
 from tests.draw_params import changed, draw_params
 from tests.examples import examples
+from tests.reference.sampler import keep_min_p, keep_top_k, keep_top_p, noise, noise_key
+from tests.reference.step_sampler import TorchSampler
 from tests.worker.executors.cpu.native import CLASSES, library_or_skip
 from tests.worker.executors.cpu.runs import Part, Runner, layout_of, tokens
 from tests.worker.executors.cpu.test_known_answers import whole_numbers
@@ -273,3 +274,19 @@ def test_every_class_gives_the_answers_that_are_stored(name, threads):
     sampler = NativeSampler.with_threads(threads, name)
     assert answers(sampler) == "930332d199308820"
     sampler.close()
+
+
+class OnADevice:
+    """Logits that are not in main memory."""
+
+    def __init__(self, logits) -> None:
+        self._logits = logits
+
+    def cpu(self):
+        return self._logits
+
+
+def test_logits_of_a_device_without_a_sampler_are_drawn_from_in_main_memory(native):
+    logits = torch.randn(2, 70, generator=torch.Generator().manual_seed(2))
+    there = native.sample(HeadOutput(OnADevice(logits), None), [PLAIN, PLAIN])
+    assert there == native.sample(HeadOutput(logits, None), [PLAIN, PLAIN])

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.executors.cpu.sampler import NativeSampler
-from holdfast.worker.executors.step_sampler import HeadOutput, TorchSampler
+from holdfast.worker.executors.step_sampler import HeadOutput
 from tests.draw_params import changed, draw_params
+from tests.reference.step_sampler import TorchSampler
 from tests.worker.executors.cpu.native import library_or_skip
 
 PLAIN = draw_params(seed=7, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)

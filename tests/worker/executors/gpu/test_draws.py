@@ -14,9 +14,9 @@ from holdfast.worker.draws import LogitsSettings
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.gpu.graphs import Buffers
 from holdfast.worker.executors.gpu.sampler import DeviceSampler
-from holdfast.worker.executors.logits_processors import apply_logits_processors
 from holdfast.worker.step_plan import NO_TOKEN, PromptLogprobParams
 from tests.draw_params import changed, draw_params
+from tests.reference.logits_processors import apply_logits_processors
 from tests.worker.executors.cpu.native import library_or_skip
 from tests.worker.executors.gpu.drawn import FILTERS, PLAIN, edited_batch, made, sampled, seeded
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.worker.executors.gpu.interpreter import launch, tl, triton  # isort: skip  # first: it skips without Triton
-from holdfast.worker.executors import sampler
 from holdfast.worker.executors.gpu.kernels import draws, exact
 from holdfast.worker.executors.gpu.kernels.exact import exp2_of, log_of, noise, noise_key
+from tests.reference import sampler
 from tests.worker.executors.cpu.native import function, library_or_skip
 
 COUNT = 4096

@@ -1,5 +1,5 @@
 // Edits of a row of logits before it is drawn from: grammar, allowed tokens, bans, bias, penalties, in this order.
-// The same arithmetic, element by element, as worker/executors/logits_processors.py, which says what each is for.
+// The same arithmetic, element by element, as tests/reference/logits_processors.py, which says what each is for.
 #pragma once
 #include <math.h>
 #include <stdint.h>

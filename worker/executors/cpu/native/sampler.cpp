@@ -1,6 +1,6 @@
 // Sampler: rows of logits to tokens and log-probabilities, the same bits on every machine.
 //
-// A draw is an exponential race (worker/executors/sampler.py says how, in PyTorch): the token with the largest
+// A draw is an exponential race (tests/reference/sampler.py says how, in PyTorch): the token with the largest
 //     score = scaled logit - log(-log(1 - u)),  u = (noise + 1/2) / 2^32, noise a hash of (key, token)
 // wins. Three things make it fast. A block of 64 tokens whose best logit is more than 22.9 below the best score so far
 // cannot win: -log(-log(1 - u)) is at most 33 log 2. A token is scored exactly only if the bound -log(u), read off the

@@ -1,4 +1,4 @@
-"""Logits processors: edits of the logits rows of requests that ask for them, before a token is drawn.
+"""Logits processors in PyTorch, an oracle: edits of the logits rows of requests that ask for them, before a draw.
 
 The order is grammar, allowed tokens, bad words and the minimum length, bias, then repetition, frequency and presence
 penalty. Nearly all of it touches single logits; only grammar and allowed tokens rewrite a whole row. Every edit uses

@@ -1,4 +1,4 @@
-"""Sampler: logits to tokens, as a pure function of (logits, parameters, seed, output position).
+"""Sampler in PyTorch, an oracle: logits to tokens, as a pure function of (logits, parameters, seed, output position).
 
 A draw is an exponential race, equivalent to the Gumbel-max trick: each token that passed the filters gets an
 exponential time, its rate the token's probability, and the earliest wins, which samples from exactly those
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.draws import DrawParams
-from holdfast.worker.executors.logits_processors import apply_logits_processors
 from holdfast.worker.sampling_params import GREEDY_TEMPERATURE
+from tests.reference.logits_processors import apply_logits_processors
 
 TOKEN_STREAM: Final = 0
 """Stream of the noise that draws output tokens. Other uses of a seed take other streams."""
@@ -32,10 +32,7 @@ _NUCLEUS_SIZES: Final = (64, 1024)
 """How many of the best tokens to sort, in turn, before a whole vocabulary is sorted for top-p."""
 
 _CHUNK_VALUES: Final = 2**17
-"""Logits that are worked on at a time on a CPU, so that the noise stays in cache."""
-
-_GPU_CHUNK_VALUES: Final = 2**25
-"""On a GPU, where each operation costs a launch, and some a wait: 256 rows of 128k logits, in float64 256 MB."""
+"""Logits that are worked on at a time, so that the noise stays in cache."""
 
 
 def draw(logits: Tensor, draws: Sequence[DrawParams], masks: Mapping[int, bytes] | None = None) -> list[int]:
@@ -67,16 +64,11 @@ def _draw(logits: Tensor, draws: Sequence[DrawParams]) -> list[int]:
     drawn: dict[int, int] = {}
     if greedy:
         drawn.update(zip(greedy, _tokens(logits[greedy].argmax(-1)), strict=True))
-    num_rows = rows_at_once(logits.device, logits.shape[1])
+    num_rows = max(1, _CHUNK_VALUES // logits.shape[1])
     for start in range(0, len(noisy), num_rows):
         rows = noisy[start : start + num_rows]
         drawn.update(zip(rows, _draw_noisy(logits[rows].float(), [draws[row] for row in rows]), strict=True))
     return [drawn[row] for row in range(len(draws))]
-
-
-def rows_at_once(device: torch.device, vocab_size: int) -> int:
-    """Rows that are drawn from by the same calls."""
-    return max(1, (_CHUNK_VALUES if device.type == "cpu" else _GPU_CHUNK_VALUES) // vocab_size)
 
 
 def _draw_noisy(logits: Tensor, draws: Sequence[DrawParams]) -> list[int]:
