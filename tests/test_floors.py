@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("worker", "router", "cluster")
 FLOORS = {  # from the ground up
     "worker": (
-        ("worker", "worker/executors/gpu/kernels"),
-        ("worker/cache", "worker/distributed", "worker/executors", "worker/wire"),
+        ("worker",),
+        ("worker/cache", "worker/distributed", "worker/executors", "worker/executors/gpu/kernels", "worker/wire"),
         ("worker/scheduler", "worker/executors/cpu", "worker/executors/gpu"),
         ("worker/models",),
         ("worker/engine",),

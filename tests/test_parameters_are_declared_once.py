@@ -17,11 +17,13 @@ from pydantic import Field
 from holdfast.cluster.commands.sampling_flags import flags_of
 from holdfast.v1 import engine_pb2, inference_pb2
 from holdfast.worker import sampling_params
+from holdfast.worker.draws import DRAW_TYPES, PENALTIES
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import Group, Metadata, Scope, declared
 from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
 from holdfast.worker.wire import sampling_fields
 from holdfast.worker.wire.sampling_fields import TOKEN_SCOPE, fields_of, params_of
+from scripts.draw_records import HEADER, header
 from scripts.flag_table import sampling_flags
 from scripts.sampling_docs import PAGE, table, with_table
 
@@ -35,7 +37,6 @@ NOT_OURS = (
     "worker/executors/cpu/",
     "worker/executors/gpu/",
     "worker/executors/layout.py",
-    "worker/executors/draw_records.py",
     "proto/holdfast/foreign/",
     "router/api/vllm/",
     "router/api/http/messages_body.py",
@@ -117,6 +118,43 @@ def test_wires_flags_and_types_keep_no_lists_of_parameters():
 def test_the_page_has_the_table_of_the_declarations():
     page = PAGE.read_text()
     assert with_table(page, table(PARAMETERS.values())) == page, "run `python -m scripts.sampling_docs`"
+
+
+# --- the records of draws: one table, which every executor reads ---
+
+EXECUTORS = {
+    "C++": {"sampler.cpp", "edits.h"},
+    "Triton": {"draws.py", "edits.py", "reports.py"},
+}
+
+
+def read_by(executor: str, field: str) -> bool:
+    """Whether the sources of an executor's draws read a field of a record."""
+    if executor == "C++":
+        folder, pattern = "worker/executors/cpu/native", rf"\b(draw|e\.penalties)\.{field}\b"
+    else:
+        place = "GIVEN" if field == "token" else field.upper()
+        folder, pattern = "worker/executors/gpu/kernels", rf"\b(records?|RECORD|edit) \+ {place}\b"
+    return any(re.search(pattern, (ROOT / folder / file).read_text()) for file in EXECUTORS[executor])
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_every_executor_reads_every_field_of_a_draw(executor):
+    assert [field for field in (*DRAW_TYPES, *PENALTIES) if not read_by(executor, field)] == []
+    assert not read_by(executor, "warmth")
+
+
+@pytest.mark.parametrize(("name", "most"), [("min_p", 5), *((name, 6) for name in PENALTIES)])
+def test_few_files_are_written_by_hand_for_what_changes_a_draw(name, most):
+    """Executors in C++ and Triton among them; not protocols of others, and the simulator's own model of a draw."""
+    paths = [path for kind in ("py", "cpp", "h", "proto") for path in (ROOT / "worker").rglob(f"*.{kind}")]
+    paths += (ROOT / "proto/holdfast/v1").glob("*.proto")
+    known = [path.name for path in paths if re.search(rf"\b({name}|{name.upper()})\b", path.read_text())]
+    assert len(set(known) - {HEADER.name}) <= most, known
+
+
+def test_the_records_in_c_are_those_of_the_declarations():
+    assert HEADER.read_text() == header(), "run `python -m scripts.draw_records`"
 
 
 # --- a new parameter: declared, and said in the messages; nothing else ---

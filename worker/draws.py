@@ -1,11 +1,45 @@
-"""Draws: all that the draw of one token depends on besides its logits, and the tokens that it must not give."""
+"""Draws: all that the draw of one token depends on besides its logits, and the tokens that it must not give.
+
+`DRAW_TYPES` and `PENALTIES` are the fields of the records in which Python, C++ (`native/draw_records.h`) and Triton
+(`kernels/`) have them. They follow from the declarations of the parameters.
+"""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from struct import calcsize
+from typing import Final
 
 from holdfast.worker.request import EngineRequest
-from holdfast.worker.sampling_params import GREEDY_TEMPERATURE, SamplingParams
+from holdfast.worker.sampling_params import GREEDY_TEMPERATURE, PARAMETERS, SamplingParams
+
+DRAW_PARAMETERS: Final = tuple(
+    sorted(
+        (name for name, item in PARAMETERS.items() if item.metadata.draw_type),
+        key=lambda name: -calcsize(PARAMETERS[name].metadata.draw_type),
+    )
+)
+"""Parameters that a draw's record has as they are."""
+DRAW_TYPES: Final[Mapping[str, str]] = {
+    **{name: PARAMETERS[name].metadata.draw_type for name in DRAW_PARAMETERS},
+    "inverse_temperature": "f",  # 0: the best token
+    "position": "i",
+    "edits": "i",  # number of the row's edits; -1: none
+    "num_logprobs": "i",  # best tokens to report; -1: no log-probabilities at all
+    "token": "i",  # not drawn but given, for log-probabilities of a prompt; -1: drawn
+}
+"""The fields of a draw's record, those of 64 bits first, and their types as letters of `struct`."""
+PENALTIES: Final = tuple(name for name, item in PARAMETERS.items() if item.metadata.is_penalty)
+"""The penalties of a row, each a float32, in their order."""
+
+
+def words_of(types: Mapping[str, str]) -> dict[str, int]:
+    """Where each field of a record begins, in words of 32 bits."""
+    sizes = [calcsize(letter) // 4 for letter in types.values()]
+    return {name: sum(sizes[:number]) for number, name in enumerate(types)}
+
+
+_NO_PENALTIES: Final = tuple(PARAMETERS[name].default for name in PENALTIES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +69,14 @@ class LogitsSettings:
     presence_penalty: float = 0.0
     prompt_token_ids: "array[int]" = field(default_factory=lambda: array("q"))
     """The distinct tokens of the prompt, where the repetition penalty asks for them."""
+    penalties: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    """Those of `PENALTIES`."""
+    penalize: bool = field(init=False, repr=False, compare=False)
+    """Some penalty is not neutral."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "penalties", tuple(getattr(self, name) for name in PENALTIES))
+        object.__setattr__(self, "penalize", self.penalties != _NO_PENALTIES)
         object.__setattr__(self, "biased_token_ids", _array(token_id for token_id, _ in self.logit_bias))
         object.__setattr__(self, "biases", array("f", [bias for _, bias in self.logit_bias]))
 
@@ -45,7 +85,7 @@ class LogitsSettings:
         """The settings of a request; None, at no cost later, for one that uses none."""
         params = request.sampling_params
         repeats = params.repetition_penalty != 1
-        penalizes = repeats or params.frequency_penalty != 0 or params.presence_penalty != 0
+        penalizes = any(getattr(params, name) != PARAMETERS[name].default for name in PENALTIES)
         bans = request.bad_word_token_ids or params.min_tokens or params.allowed_token_ids is not None
         if not (penalizes or bans or request.grammar or params.logit_bias):
             return None
@@ -58,16 +98,9 @@ class LogitsSettings:
             grammar=request.grammar,
             avoided_token_ids=tuple(sorted(eos_token_ids)) if params.ignore_eos and request.grammar else (),
             logit_bias=tuple(params.logit_bias.items()),
-            repetition_penalty=params.repetition_penalty,
-            frequency_penalty=params.frequency_penalty,
-            presence_penalty=params.presence_penalty,
+            **{name: getattr(params, name) for name in PENALTIES},
             prompt_token_ids=_array(sorted(set(request.prompt_token_ids)) if repeats else ()),
         )
-
-    @property
-    def penalize(self) -> bool:
-        """Some penalty is not neutral."""
-        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     @property
     def look_back(self) -> bool:

@@ -67,6 +67,10 @@ class Metadata:
     """It may be set for a beam search."""
     means_all: bool = False
     """What is larger than there is means all there is."""
+    draw_type: str = ""
+    """Its type in a draw's record (`worker/draws.py`), a letter of `struct`; empty: it is not in it."""
+    is_penalty: bool = False
+    """A float32 in the record of a row's penalties."""
     flag_default: object = ...
     """What the command line takes instead of the default; `...`: the default."""
     short_flag: str = ""

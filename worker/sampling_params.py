@@ -107,20 +107,22 @@ class SamplingParams(_Slots):
         int,
         Field(ge=-1, description="keeps the k best tokens, and ties with the last; 0 for all"),
         AfterValidator(_or_zero),
-        _draw(limit="must be at least 1, or 0 for all tokens", limits="0 or more", means_all=True),
+        _draw(draw_type="i", limit="must be at least 1, or 0 for all tokens", limits="0 or more", means_all=True),
     ] = 0
     top_p: Annotated[
-        float, Field(gt=0, le=1, description="keeps the smallest set of best tokens with this mass"), _draw()
+        float,
+        Field(gt=0, le=1, description="keeps the smallest set of best tokens with this mass"),
+        _draw(draw_type="d"),
     ] = 1.0
     min_p: Annotated[
         float,
         Field(ge=0, le=1, description="drops tokens with less than this share of the best one's probability"),
-        _draw(),
+        _draw(draw_type="d"),
     ] = 0.0
     seed: Annotated[
         int | None,
         Field(ge=0, le=MAX_SEED, description="key of the noise"),
-        _draw(flag_default=0, neutral="from the request id", limits="0 to 2^63 - 1"),
+        _draw(draw_type="q", flag_default=0, neutral="from the request id", limits="0 to 2^63 - 1"),
     ] = None
     repetition_penalty: Annotated[
         float,
@@ -130,12 +132,12 @@ class SamplingParams(_Slots):
             le=100,
             description="above 1 avoids tokens of prompt and output: divides positive logits, multiplies others",
         ),
-        _draw(with_beams=False),
+        _draw(is_penalty=True, with_beams=False),
     ] = 1.0
     presence_penalty: Annotated[
         float,
         Field(ge=-2, le=2, description="subtracted from the logit of each token that the output already contains"),
-        _draw(with_beams=False),
+        _draw(is_penalty=True, with_beams=False),
     ] = 0.0
     frequency_penalty: Annotated[
         float,
@@ -144,7 +146,7 @@ class SamplingParams(_Slots):
             le=2,
             description="subtracted from a token's logit once per occurrence in the output",
         ),
-        _draw(with_beams=False),
+        _draw(is_penalty=True, with_beams=False),
     ] = 0.0
     logit_bias: Annotated[
         Mapping[int, float],

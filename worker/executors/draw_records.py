@@ -1,22 +1,24 @@
 """Draws as records of plain numbers, in which samplers that are no Python take them."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 from struct import Struct
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.worker.draws import DrawParams
+from holdfast.worker.draws import DRAW_PARAMETERS, DRAW_TYPES, DrawParams
 from holdfast.worker.executors.step_sampler import Sampled
 from holdfast.worker.request import TokenLogprob
-from holdfast.worker.sampling_params import GREEDY_TEMPERATURE
+from holdfast.worker.sampling_params import GREEDY_TEMPERATURE, PARAMETERS
 from holdfast.worker.step_plan import PromptLogprobParams
 
-RECORD: Final = Struct("@qddfiiiii")
-"""Seed, min-p and top-p, 1 / temperature or 0 for the best token, output position, top-k, number of the row's edits,
-best tokens to report, and a token that is given in place of a draw; -1 is for none of the last three.
-"""
+RECORD: Final = Struct(f"@{''.join(DRAW_TYPES.values())}0q")
+"""A draw, as `DRAW_TYPES` says; at its end padding to whole 64 bits."""
+
+_parameters: Final = attrgetter(*DRAW_PARAMETERS)
+_NEUTRAL: Final = tuple(PARAMETERS[name].default or 0 for name in DRAW_PARAMETERS)
 
 NONE: Final = -1
 NUMERICS: Final = "draws-3"
@@ -27,8 +29,8 @@ def draw_record(params: DrawParams, edits: int = NONE) -> bytes:
     sampling = params.sampling
     is_greedy = sampling.temperature < GREEDY_TEMPERATURE
     return RECORD.pack(
-        *(sampling.seed, sampling.min_p, sampling.top_p, 0.0 if is_greedy else 1 / sampling.temperature),
-        *(params.first_output_index, sampling.top_k, edits),
+        *_parameters(sampling),
+        *(0.0 if is_greedy else 1 / sampling.temperature, params.first_output_index, edits),
         *(NONE if sampling.logprobs is None else params.num_logprobs, NONE),
     )
 
@@ -36,7 +38,7 @@ def draw_record(params: DrawParams, edits: int = NONE) -> bytes:
 def given_records(prompts: Sequence[PromptLogprobParams]) -> list[bytes]:
     """Of rows that are not drawn from, but tell the log-probability of a token."""
     return [
-        RECORD.pack(0, 0.0, 1.0, 0.0, 0, 0, NONE, wanted.num_logprobs, token)
+        RECORD.pack(*_NEUTRAL, 0.0, 0, NONE, wanted.num_logprobs, token)
         for wanted in prompts
         for token in wanted.token_ids
     ]

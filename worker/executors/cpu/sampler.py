@@ -123,12 +123,8 @@ class _Rows:
 
     def _edits(self, params: DrawParams, settings: LogitsSettings, mask: bytes | None) -> NativeEdits:
         banned = banned_token_ids(params)
-        edits = NativeEdits(
-            repetition=settings.repetition_penalty,
-            frequency=settings.frequency_penalty,
-            presence=settings.presence_penalty,
-            penalize=settings.penalize,
-        )
+        edits = NativeEdits(penalize=settings.penalize)
+        edits.penalties[:] = settings.penalties
         if mask is not None:
             self._kept.append(mask)
             edits.mask, edits.mask_bits = cast(c_char_p(mask), c_void_p).value, 8 * len(mask)

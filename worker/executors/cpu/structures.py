@@ -1,6 +1,9 @@
 """C structures of the native executor: a mirror of `native/decoder.h` and `native/sampler.h`, field by field."""
 
 from ctypes import POINTER, Structure, c_double, c_float, c_int, c_long, c_void_p
+from typing import Any
+
+from holdfast.worker.draws import DRAW_TYPES, PENALTIES
 
 
 class NativeLinear(Structure):
@@ -144,25 +147,16 @@ class NativeEdits(Structure):
         ("num_biased", c_long),
         ("num_outputs", c_long),
         ("num_prompt", c_long),
-        ("repetition", c_float),
-        ("frequency", c_float),
-        ("presence", c_float),
         ("penalize", c_int),
+        ("penalties", c_float * len(PENALTIES)),
     )
+
+
+_TYPES: dict[str, Any] = {"q": c_long, "d": c_double, "f": c_float, "i": c_int}
 
 
 class NativeDraw(Structure):
-    _fields_ = (
-        ("seed", c_long),
-        ("min_p", c_double),
-        ("top_p", c_double),
-        ("inverse_temperature", c_float),
-        ("position", c_int),
-        ("top_k", c_int),
-        ("edits", c_int),
-        ("num_logprobs", c_int),
-        ("token", c_int),
-    )
+    _fields_ = tuple((name, _TYPES[letter]) for name, letter in DRAW_TYPES.items())
 
 
 class NativeDrawn(Structure):

@@ -10,13 +10,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.worker.draws import DrawParams, LogitsSettings, banned_token_ids
+from holdfast.worker.draws import PENALTIES, DrawParams, LogitsSettings, banned_token_ids
 from holdfast.worker.executors.draw_records import NONE
 from holdfast.worker.executors.gpu.draw_launches import EDIT_WORDS, mask_words
 
 Int32Array = NDArray[np.int32]
 
-_EDIT: Final = Struct(f"=fff{EDIT_WORDS - 3}i")
+_EDIT: Final = Struct(f"={len(PENALTIES)}f{EDIT_WORDS - len(PENALTIES)}i")
 _WORD_BYTES: Final = 4
 _UNKNOWN: Final = -1
 """In place of token ids that int32 does not hold: no row has them."""
@@ -66,9 +66,8 @@ class EditTable:
         first, lists = self._num_tokens, (*map(_packed, ids), settings.biases.tobytes())
         self._lists += lists
         self._num_tokens += sum(map(len, lists)) // _WORD_BYTES
-        penalties = (settings.repetition_penalty, settings.frequency_penalty, settings.presence_penalty)
         places = (first, *map(len, ids), *self._place_masks(settings, grammar))
-        return _EDIT.pack(*penalties, penalizes, *places, 0)
+        return _EDIT.pack(*settings.penalties, penalizes, *places)
 
     def _place_masks(self, settings: LogitsSettings, grammar: bytes | None) -> tuple[int, int]:
         """The numbers of the grammar's mask and of the allowed tokens', of those that the grammar allows."""

@@ -4,13 +4,13 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.draws import DrawParams, LogitsSettings
+from holdfast.worker.draws import PENALTIES, DrawParams, LogitsSettings
 from holdfast.worker.executors.draw_records import NONE, NUMERICS, Told, draw_record, given_records, most_logprobs
 from holdfast.worker.executors.gpu.draw_launches import (
     ABSENT,
@@ -171,7 +171,8 @@ class DeviceSampler:
     def warm_up(self, logits: Tensor) -> None:
         """Captures the graphs of draws from as many rows, of these logits, and makes room for their edits."""
         count = len(logits)
-        edited = LogitsSettings(grammar="x", allowed_token_ids=array("q", [0]), repetition_penalty=2.0)
+        penalized: dict[str, Any] = {PENALTIES[0]: 2.0}
+        edited = LogitsSettings(grammar="x", allowed_token_ids=array("q", [0]), **penalized)
         (plain,) = plain_draws(1)
         telling = replace(plain, sampling=plain.sampling.with_changes(logprobs=0))
         masked = replace(plain, logits_settings=edited)

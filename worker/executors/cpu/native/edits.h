@@ -145,9 +145,9 @@ class Editor {
   void penalize_sixteen(const NativeEdits& e, size_t first, const float* counted, int count) {
     alignas(64) float values[16] = {}, numbers[16] = {};
     memcpy(values, &replaced[first], count * sizeof(float)), memcpy(numbers, counted, count * sizeof(float));
-    Lanes v = load(values), n = load(numbers), repetition = all(e.repetition);
+    Lanes v = load(values), n = load(numbers), repetition = all(e.penalties.repetition_penalty);
     v = where_above(v, zero(), v / repetition, v * repetition);
-    store(values, where_above(n, zero(), (v - all(e.frequency) * n) - all(e.presence), v));
+    store(values, where_above(n, zero(), (v - all(e.penalties.frequency_penalty) * n) - all(e.penalties.presence_penalty), v));
     for (int i = 0; i < count; i++) row[changed[first + i]] = values[i];
   }
 };

@@ -1,6 +1,7 @@
 // The sampler's plain data, as Python fills it in (`structures.py` mirrors this file).
 // How a token is drawn is in `sampler.cpp`; what each setting means to a user, in docs/sampling.md.
 #pragma once
+#include "draw_records.h"
 
 extern "C" {
 
@@ -14,18 +15,8 @@ struct NativeEdits {
   const long* outputs;  // the output so far, where a penalty counts it
   const long* prompt;   // distinct tokens
   long mask_bits, num_allowed, num_banned, num_biased, num_outputs, num_prompt;
-  float repetition, frequency, presence;
   int penalize;
-};
-
-struct NativeDraw {
-  long seed;
-  double min_p, top_p;
-  float inverse_temperature;  // 0: the best token
-  int position, top_k;
-  int edits;         // number of the row's edits; -1: none
-  int num_logprobs;  // best tokens to report; -1: no log-probabilities at all
-  int token;         // not drawn but given, for log-probabilities of a prompt; -1: drawn
+  NativePenalties penalties;
 };
 
 struct NativeDrawn {

@@ -31,14 +31,9 @@ from holdfast.worker.executors.gpu.kernels.reports import (
     BLOCK,
     CHUNK_BLOCKS,
     GIVEN,
-    INVERSE_TEMPERATURE,
-    MIN_P,
     NO_PLACE,
-    POSITION,
     RECORD,
-    SEED,
-    TOP_K,
-    TOP_P,
+    WORDS,
     blocks_of,
     chunk_of,
     first_of_block,
@@ -46,6 +41,13 @@ from holdfast.worker.executors.gpu.kernels.reports import (
     kth_best,
     logit_of,
 )
+
+SEED = tl.constexpr(WORDS["seed"])
+TOP_P = tl.constexpr(WORDS["top_p"])
+MIN_P = tl.constexpr(WORDS["min_p"])
+TOP_K = tl.constexpr(WORDS["top_k"])
+INVERSE_TEMPERATURE = tl.constexpr(WORDS["inverse_temperature"])
+POSITION = tl.constexpr(WORDS["position"])
 
 FINITE = tl.constexpr(1)
 BROKEN = tl.constexpr(2)

@@ -8,22 +8,23 @@ live here: draws (`draws.py`).
 import triton
 import triton.language as tl
 
+from holdfast.worker.draws import PENALTIES
 from holdfast.worker.executors.gpu.kernels.exact import float_at, flushed
 from holdfast.worker.executors.gpu.kernels.reports import CHUNK, EDITS, RECORD, chunk_of
 
-EDIT = tl.constexpr(12)
-"""Words of an edit, and the places of its fields."""
-REPETITION = tl.constexpr(0)
-FREQUENCY = tl.constexpr(1)
-PRESENCE = tl.constexpr(2)
-PENALIZES = tl.constexpr(3)
-FIRST = tl.constexpr(4)  # of its tokens: outputs, prompt, biased, banned; then as many biases as tokens are biased
-NUM_OUTPUTS = tl.constexpr(5)
-NUM_PROMPT = tl.constexpr(6)
-NUM_BIASED = tl.constexpr(7)
-NUM_BANNED = tl.constexpr(8)
-GRAMMAR = tl.constexpr(9)  # its mask; -1: none
-ALLOWED = tl.constexpr(10)  # the mask of allowed tokens, of those that the grammar allows where there is one; -1: none
+REPETITION_PENALTY = tl.constexpr(PENALTIES.index("repetition_penalty"))
+FREQUENCY_PENALTY = tl.constexpr(PENALTIES.index("frequency_penalty"))
+PRESENCE_PENALTY = tl.constexpr(PENALTIES.index("presence_penalty"))
+"""The places of a row's penalties among the words of its edits, and those of the others."""
+PENALIZES = tl.constexpr(len(PENALTIES))
+FIRST = tl.constexpr(PENALIZES + 1)  # of its tokens: outputs, prompt, biased, banned; then the biases
+NUM_OUTPUTS = tl.constexpr(PENALIZES + 2)
+NUM_PROMPT = tl.constexpr(PENALIZES + 3)
+NUM_BIASED = tl.constexpr(PENALIZES + 4)
+NUM_BANNED = tl.constexpr(PENALIZES + 5)
+GRAMMAR = tl.constexpr(PENALIZES + 6)  # its mask; -1: none
+ALLOWED = tl.constexpr(PENALIZES + 7)  # the mask of allowed tokens that the grammar allows too; -1: none
+EDIT = tl.constexpr(PENALIZES + 8)
 
 _PROMPT = tl.constexpr(1 << 30)
 """What the count of a token has besides, if the prompt has it."""
@@ -67,7 +68,8 @@ def penalize(row, edit, tokens, counts, first, vocab):
         tl.atomic_add(counts + token, 1, mask=is_known & is_output, sem="relaxed")
         tl.atomic_or(counts + token, _PROMPT, mask=is_known & ~is_output, sem="relaxed")
     tl.debug_barrier()
-    repetition, frequency, presence = float_at(edit + REPETITION), float_at(edit + FREQUENCY), float_at(edit + PRESENCE)
+    repetition = float_at(edit + REPETITION_PENALTY)
+    frequency, presence = float_at(edit + FREQUENCY_PENALTY), float_at(edit + PRESENCE_PENALTY)
     for start in range(0, count, CHUNK):
         places, token, is_known = tokens_at(tokens, first, start, count, vocab)
         taken = tl.atomic_xchg(counts + token, 0, mask=is_known, sem="relaxed")

@@ -6,6 +6,7 @@ The logits are raw: before any edit.
 import triton
 import triton.language as tl
 
+from holdfast.worker.draws import DRAW_TYPES, words_of
 from holdfast.worker.executors.gpu.kernels.exact import (
     LOG2_E,
     exp2_of,
@@ -23,17 +24,12 @@ BLOCK = tl.constexpr(64)
 CHUNK_BLOCKS = tl.constexpr(16)
 NO_PLACE = tl.constexpr(2147483647)
 
-RECORD = tl.constexpr(12)
-"""Words of a row's record, as `worker/executors/draw_records.py` packs it; and the places of its fields."""
-SEED = tl.constexpr(0)
-MIN_P = tl.constexpr(2)
-TOP_P = tl.constexpr(4)
-INVERSE_TEMPERATURE = tl.constexpr(6)
-POSITION = tl.constexpr(7)
-TOP_K = tl.constexpr(8)
-EDITS = tl.constexpr(9)
-NUM_LOGPROBS = tl.constexpr(10)
-GIVEN = tl.constexpr(11)
+WORDS = words_of(DRAW_TYPES)
+RECORD = tl.constexpr(-(-(1 + WORDS["token"]) // 2) * 2)
+"""Words of a draw's record, padded to whole 64 bits; and the places of its fields."""
+EDITS = tl.constexpr(WORDS["edits"])
+NUM_LOGPROBS = tl.constexpr(WORDS["num_logprobs"])
+GIVEN = tl.constexpr(WORDS["token"])
 
 ABSENT = tl.constexpr(-2)
 """In place of a given token: the row is padding, of which nothing else is read."""
