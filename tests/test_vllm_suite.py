@@ -21,20 +21,30 @@ def test_the_page_has_the_table_of_the_list():
     assert with_table(page, differences.table(read())) == page, "run `python -m scripts.vllm_suite.differences`"
 
 
-def test_a_line_without_a_reason_is_refused(tmp_path):
+def test_a_reason_has_tests_and_tests_have_a_reason(tmp_path):
     file = tmp_path / "differences.txt"
-    file.write_text("# a comment\n\nvllm/a.py::test_b -> no LoRA\nvllm/a.py -> of no use\n")
-    assert [one.beginning for one in read(file)] == ["vllm/a.py::test_b", "vllm/a.py"]
-    for wrong in ("vllm/a.py", "vllm/a.py -> ", " -> no LoRA"):
+    file.write_text("# a comment\n\nof no use\n  vllm/a.py\n\nno LoRA\n  vllm/a.py::test_b\n  vllm/b.py\n")
+    found = [(one.beginning, one.why) for one in read(file)]
+    assert found == [("vllm/a.py::test_b", "no LoRA"), ("vllm/a.py", "of no use"), ("vllm/b.py", "no LoRA")]
+    for wrong, told in (
+        ("no LoRA", "without tests"),
+        ("no LoRA\nof no use\n  a", "without tests"),
+        ("  a", "no reason"),
+    ):
         file.write_text(f"\n{wrong}\n")
-        with pytest.raises(ValueError, match=r"differences.txt:2 must be"):
+        with pytest.raises(ValueError, match=rf"differences.txt:2 .*{told}"):
             read(file)
 
 
+def test_the_table_is_by_reason():
+    rows = differences.table([Difference("b", "no LoRA"), Difference("c", "of no use"), Difference("a", "no LoRA")])
+    assert rows == differences.HEADER + "| no LoRA | `a`<br>`b` |\n| of no use | `c` |\n"
+
+
 def test_the_table_is_replaced_and_what_stands_around_it_stays():
-    page = "before\n\n" + differences.HEADER + "| `old` | gone |\n\nafter\n"
+    page = "before\n\n" + differences.HEADER + "| gone | `old` |\n\nafter\n"
     assert with_table(page, differences.table([Difference("new", "it differs")])) == page.replace(
-        "| `old` | gone |", "| `new` | it differs |"
+        "| gone | `old` |", "| it differs | `new` |"
     )
 
 
@@ -54,6 +64,9 @@ def test_counts():
     assert difference_of("vllm/b.py", known) is None
     assert difference_of("vllm/a.py::test_b[my-lora]", [Difference("vllm/*-lora]", "no LoRA")])
     assert difference_of("vllm/a.py::test_b[my-lora]", [Difference("vllm/*-LoRA]", "no LoRA")]) is None
+    whole = [Difference("vllm/*::test_b$", "no LoRA")]
+    assert difference_of("vllm/a.py::test_b", whole) == whole[0]
+    assert difference_of("vllm/a.py::test_b_too", whole) is None
 
 
 def test_a_suite_of_which_nothing_was_run_is_a_failure():
@@ -150,6 +163,27 @@ def test_of_vllms_tests_those_of_a_server_are_run(tmp_path):
         "test_b.py": "failed",
     }
     assert json.dumps([one.why for one in found if "fails" in one.test]).count("DID NOT RAISE")
+
+
+def test_the_bundled_model_is_served_with_a_longer_context():
+    bundled, other = (run.settings(name)["cluster"]["models"][0]["model"] for name in ("demo", "/a/folder"))
+    assert bundled["hf_overrides"] == {"max_position_embeddings": run.CONTEXT}
+    assert "hf_overrides" not in other
+
+
+def test_a_suite_that_is_not_over_or_ends_by_itself_is_a_failure(tmp_path, monkeypatch):
+    root = tmp_path / "vllm-0"
+    below = root / "tests" / "entrypoints" / "openai"
+    below.mkdir(parents=True)
+    (below / "test_a.py").write_text("import os\ndef test_a(server): os._exit(9)\n# RemoteOpenAIServer\n")
+    (below / "conftest.py").write_text("import pytest\n@pytest.fixture\ndef server(): pass\n")
+    server = Server("http://127.0.0.1:7", "served", tmp_path)
+    (ended,) = suites.vllm_tests(root, tmp_path, server)
+    assert (ended.test, ended.outcome) == ("vllm: its whole suite", "failed")
+    assert ended.why == "pytest's exit code is 9"
+    monkeypatch.setattr(suites, "SUITE_S", 0.0)
+    (late,) = suites.vllm_tests(root, tmp_path, server)
+    assert late.why == "not over in 0 s"
 
 
 def test_an_example_that_fails_says_its_last_line(tmp_path, monkeypatch):

@@ -2,7 +2,8 @@
 
     python -m scripts.vllm_suite.differences [--check]
 
-`differences.txt` has one in each line: the beginning of a test's name (`*`: anything), ` -> `, the reason.
+`differences.txt` has a reason in a line of its own, and below it, indented, the beginnings of the tests' names (`*`:
+anything; $: no name goes on there).
 """
 
 import re
@@ -15,7 +16,7 @@ from scripts.generated_file import keep
 
 FILE: Final = Path(__file__).with_name("differences.txt")
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "vllm.md"
-HEADER: Final = "| test | why it fails here |\n|---|---|\n"
+HEADER: Final = "| why they fail here | tests |\n|---|---|\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +28,19 @@ class Difference:
 
 
 def read(path: Path = FILE) -> list[Difference]:
-    """The longest beginnings first. Raises ValueError for a line that says no reason."""
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        beginning, arrow, why = (part.strip() for part in line.partition(" -> "))
-        if not (beginning and arrow and why):
-            raise ValueError(f"{path.name}:{number} must be `test -> reason`, not {line!r}")
-        found.append(Difference(beginning, why))
+    """The longest beginnings first. Raises ValueError for a reason without tests, and tests without a reason."""
+    found, why = [], ""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    told = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
+    for (number, line), (_, after) in zip(told, [*told[1:], (0, "")], strict=True):
+        if not line[0].isspace():
+            why = line.strip()
+            if not after[:1].isspace():
+                raise ValueError(f"{path.name}:{number} is a reason without tests: {line!r}")
+        elif not why:
+            raise ValueError(f"{path.name}:{number} has no reason above it: {line!r}")
+        else:
+            found.append(Difference(line.strip(), why))
     return sorted(found, key=lambda one: (-len(one.beginning), one.beginning))
 
 
@@ -45,13 +50,16 @@ def difference_of(test: str, differences: Iterable[Difference]) -> Difference | 
 
 
 def _form(beginning: str) -> re.Pattern[str]:
-    return re.compile(".*".join(map(re.escape, beginning.split("*"))))
+    parts = beginning.removesuffix("$").split("*")
+    return re.compile(".*".join(map(re.escape, parts)) + ("$" if beginning.endswith("$") else ""))
 
 
 def table(differences: Iterable[Difference]) -> str:
-    """By suite and file."""
-    rows = sorted(differences, key=lambda one: one.beginning)
-    return HEADER + "".join(f"| `{one.beginning}` | {one.why} |\n" for one in rows)
+    """By reason."""
+    by_reason: dict[str, list[str]] = {}
+    for one in sorted(differences, key=lambda one: one.beginning):
+        by_reason.setdefault(one.why, []).append(f"`{one.beginning}`")
+    return HEADER + "".join(f"| {why} | {'<br>'.join(tests)} |\n" for why, tests in by_reason.items())
 
 
 def with_table(page: str, new: str) -> str:

@@ -14,15 +14,10 @@ from typing import Final
 
 VLLM: Final = "0.33.0"
 OPENAI: Final = "3.54.0"
-TOOLS: Final = (
-    "pytest-asyncio",
-    "pybase64",
-    "setuptools_rust",
-    "setuptools_scm",
-    "hatchling",
-    "hatch-fancy-pypi-readme",
-)
-"""What their tests and, for its metadata, vLLM's build need. They go into a folder of their own."""
+TEST_TOOLS: Final = ("pytest-asyncio", "pybase64")
+"""What their tests need beside what is installed: without dependencies, so that there is one pytest."""
+BUILD_TOOLS: Final = ("setuptools_rust", "setuptools_scm", "hatchling", "hatch-fancy-pypi-readme")
+"""What pip asks for a source distribution's metadata."""
 
 FETCH_S: Final = 900.0
 _NAMED_MODEL: Final = re.compile(r'^[ \t]*\w*(?:MODEL\w*|model_name)(?:: \w+)? = "([^"]+)"', re.MULTILINE)
@@ -35,10 +30,11 @@ class CannotFetchError(Exception):
 
 
 def fetch_tools(folder: Path) -> Path:
-    """The folder of `TOOLS`, to be put on PYTHONPATH. Raises `CannotFetchError`."""
+    """A folder of what their tests and builds need, to be put on PYTHONPATH. Raises `CannotFetchError`."""
     target = folder / "tools"
     if not (target / "pytest_asyncio").exists():
-        _pip("install", "--target", str(target), *TOOLS)
+        _pip("install", "--target", str(target), *BUILD_TOOLS)
+        _pip("install", "--target", str(target), "--no-deps", *TEST_TOOLS)
     return target
 
 

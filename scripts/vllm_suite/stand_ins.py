@@ -3,6 +3,7 @@
 Tests of vLLM's own classes are not run, so that a name needs no meaning; only what tests of a server use has one.
 """
 
+import json
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -91,15 +92,27 @@ def server_class(url: str) -> type:
 def install(root: Path, url: str, tokenizer: str) -> None:
     """Puts the stand-ins where tests below `root`, vLLM's source, import them from."""
     sys.meta_path.insert(0, Finder())
+    import vllm.config  # type: ignore[import-not-found]
     import vllm.platforms  # type: ignore[import-not-found]
     import vllm.tokenizers  # type: ignore[import-not-found]
 
     vllm.platforms.current_platform = Platform()
     vllm.tokenizers.get_tokenizer = lambda *_names, **_more: _tokenizer(tokenizer)
+    vllm.config.ModelConfig = lambda **_more: _ModelConfig(tokenizer)
     tests, utils = ModuleType("tests"), Module("tests.utils")
     tests.__path__ = [str(root / "tests")]
     vars(utils).update(RemoteOpenAIServer=server_class(url), ROCM_EXTRA_ARGS=[], VLLM_PATH=root)
     sys.modules.update({"tests": tests, "tests.utils": utils})
+
+
+class _ModelConfig:
+    """What tests ask of the model's config."""
+
+    def __init__(self, folder: str) -> None:
+        self._config = json.loads((Path(folder) / "config.json").read_text())
+
+    def get_vocab_size(self) -> int:
+        return int(self._config["vocab_size"])
 
 
 def _tokenizer(folder: str) -> Any:

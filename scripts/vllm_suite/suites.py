@@ -4,17 +4,23 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import pytest
 
 from scripts.served import stop
 from scripts.vllm_suite.fetch import rename_address, rename_models
 
 ROOT: Final = Path(__file__).resolve().parents[2]
+OUT_OF_TIME: Final = -1
 TEST_S: Final = 120
-SUITE_S: Final = 3600.0
+SUITE_S: Final = 900.0
+PROGRESS_S: Final = 20.0
 
 VLLM_TESTS: Final = ("openai", "serve/tokenize", "serve/instrumentator", "anthropic")
 """Below tests/entrypoints: the files there that start a server."""
@@ -92,12 +98,20 @@ def _pytest(root: Path, tools: Path, server: Server, arguments: Sequence[str]) -
     options += ["-p", "scripts.vllm_suite.plugin", f"--outcomes={outcomes}", f"--served-tokenizer={server.tokenizer}"]
     path = os.pathsep.join([str(ROOT), str(tools)])
     more = {"PYTHONPATH": path, "TEST_API_BASE_URL": f"{server.url}/v1"}
-    _run([sys.executable, "-m", "pytest", *options, *arguments], root, more, SUITE_S, root / "pytest.log")
-    lines = outcomes.read_text().splitlines() if outcomes.exists() else []
-    return [
-        Outcome(f"{root.name.partition('-')[0]}/{one['test'].removeprefix('tests/')}", one["outcome"], one["why"])
-        for one in map(json.loads, lines)
+    name, command = root.name.partition("-")[0], [sys.executable, "-m", "pytest", *options, *arguments]
+    code = _run(command, root, more, SUITE_S, root / "pytest.log", lambda: f"{name}: {len(_lines(outcomes))} tests")
+    found = [
+        Outcome(f"{name}/{one['test'].removeprefix('tests/')}", one["outcome"], one["why"])
+        for one in map(json.loads, _lines(outcomes))
     ]
+    if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return found
+    why = f"not over in {SUITE_S:g} s" if code == OUT_OF_TIME else f"pytest's exit code is {code}"
+    return [*found, Outcome(f"{name}: its whole suite", "failed", why)]
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []
 
 
 def vllm_examples(root: Path, _tools: Path, server: Server) -> list[Outcome]:
@@ -105,6 +119,7 @@ def vllm_examples(root: Path, _tools: Path, server: Server) -> list[Outcome]:
     below, found = root / "examples", []
     files = {below / example.partition(" ")[0] for example in EXAMPLES}
     rename_address(files, server.url)
+    rename_models(files, server.model)
     more = {"VLLM_MODEL": server.model, "OPENAI_BASE_URL": f"{server.url}/v1"}
     for example in EXAMPLES:
         name, *arguments = example.split()
@@ -116,7 +131,16 @@ def vllm_examples(root: Path, _tools: Path, server: Server) -> list[Outcome]:
     return found
 
 
-def _run(command: Sequence[str], folder: Path, more: dict[str, str], limit_s: float, log: Path) -> int:
+def _run(
+    command: Sequence[str],
+    folder: Path,
+    more: dict[str, str],
+    limit_s: float,
+    log: Path,
+    progress: Callable[[], str] | None = None,
+) -> int:
+    """The exit code, or `OUT_OF_TIME`. Says now and then what the progress is."""
+    over_s = time.monotonic() + limit_s
     with log.open("w") as output:
         process = subprocess.Popen(
             command,
@@ -128,9 +152,12 @@ def _run(command: Sequence[str], folder: Path, more: dict[str, str], limit_s: fl
             start_new_session=True,
         )
         try:
-            return process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return -1
+            while (left_s := over_s - time.monotonic()) > 0:
+                with suppress(subprocess.TimeoutExpired):
+                    return process.wait(min(left_s, PROGRESS_S))
+                if progress is not None:
+                    print(progress(), file=sys.stderr, flush=True)
+            return OUT_OF_TIME
         finally:
             stop(process, 5.0)
 

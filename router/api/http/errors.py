@@ -16,6 +16,7 @@ from holdfast.worker.errors import (
     cut,
 )
 
+_TYPES: Final = frozenset(["str", "int", "float", "bool"])
 _CONTEXT: Final = "maximum context length"
 
 _ANTHROPIC: Final = {
@@ -81,9 +82,23 @@ def http_error(error: HoldfastError) -> HttpError:
 
 
 def invalid_body(error: ValidationError) -> InvalidRequestError:
-    """The first complaint about a request's body."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    places = [f"[{place}]" if isinstance(place, int) else f".{place}" for place in first["loc"]]
+    """The first complaint about a request's body; of a value that may be of several types, that which fits best."""
+    found = error.errors(include_url=False, include_context=False)
+    first = max((one for one in found if one["loc"][:1] == found[0]["loc"][:1]), key=lambda one: _fit(one["loc"]))
+    places = [
+        f"[{place}]" if isinstance(place, int) else f".{place}" for place in first["loc"] if not _is_of_union(place)
+    ]
     field = "".join(places).lstrip(".") or "body"
     value = "the body" if first["type"] == "json_invalid" else first["input"]
     return InvalidRequestError(field, value, f"is not valid: {first['msg']}")
+
+
+def _fit(place: tuple[int | str, ...]) -> tuple[int, int]:
+    """How far a value was read before it was found wrong."""
+    last = place[-1] if place else 0
+    return len(place), last if isinstance(last, int) else -1
+
+
+def _is_of_union(place: int | str) -> bool:
+    """Whether pydantic names one of several types there, and no field."""
+    return isinstance(place, str) and (place in _TYPES or "[" in place)
