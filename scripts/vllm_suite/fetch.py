@@ -20,7 +20,7 @@ BUILD_TOOLS: Final = ("setuptools_rust", "setuptools_scm", "hatchling", "hatch-f
 """What pip asks for a source distribution's metadata."""
 
 FETCH_S: Final = 900.0
-_NAMED_MODEL: Final = re.compile(r'^[ \t]*\w*(?:MODEL\w*|model_name)(?:: \w+)? = "([^"]+)"', re.MULTILINE)
+_NAMED_MODEL: Final = re.compile(r'^[ \t]*\w*(?:MODEL\w*|model_name|model)(?:: \w+)? = "([^"]+)"', re.MULTILINE)
 _SERVED_NAME: Final = re.compile(r'"--served-model-name",\s*"([^"]+)"')
 _MODEL_ARGUMENT: Final = re.compile(r'\bmodel="([^"]*[-/][^"]*)"')
 
