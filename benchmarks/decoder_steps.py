@@ -64,7 +64,7 @@ class Timed:
     def step(self, kind: Kind) -> None:
         batch = make_batch(kind, self.loaded.info.block_size)
         started, cpu = time.perf_counter(), time.process_time()
-        self.loaded.program.run(batch, with_logits=False)
+        self.loaded.backend.run(batch, with_logits=False)
         self.cpu_seconds.setdefault(kind.name, []).append(time.process_time() - cpu)
         self.seconds.setdefault(kind.name, []).append(time.perf_counter() - started)
 

@@ -113,7 +113,7 @@ class Step:
     def ready(self, number: int) -> Ready:
         batch = make_batch(Kind("decode", self.rows, 160, 1), self.timed.loaded.info.block_size)
         batch = replace(batch, with_masses=self.with_masses)
-        return lambda: self.timed.loaded.program.run(batch, with_logits=True)
+        return lambda: self.timed.loaded.backend.run(batch, with_logits=True)
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.executors.kv_cache import LayerCache
-from holdfast.worker.models import rank_program as program
+from holdfast.worker.models import backend as backend
 from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.models.paged import AttentionBackend
 from holdfast.worker.models.row_tiles import RowRule, RowTiles
@@ -101,11 +101,11 @@ def load(config: WorkerConfig, *, plain: bool) -> LeaderRunner:
     prepare_process(config, device)
     if not plain:
         return LeaderRunner(ModelRunner.load(config, group, device=device), group)
-    with patch.object(program, "RowTiles", PlainTiles):
+    with patch.object(backend, "RowTiles", PlainTiles):
         runner = ModelRunner.load(config, group, device=device)
-    assert isinstance(runner.program, HfBackend)
-    assert runner.program.context is not None
-    context = runner.program.context
+    assert isinstance(runner.backend, HfBackend)
+    assert runner.backend.context is not None
+    context = runner.backend.context
     context.backend = PlainAttention(context.backend)
     return LeaderRunner(runner, group)
 

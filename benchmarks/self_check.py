@@ -46,7 +46,7 @@ class Suspect:
         prepare_process(self._config, device)
         self._runner = ModelRunner.load(self._config, SingleRank(), device=device)
         self._checkpoint = load_file(f"{model}/model.safetensors")
-        program = self._runner.program
+        program = self._runner.backend
         assert isinstance(program, HfBackend)
         modules: Any = program.model.module
         self._layers = [

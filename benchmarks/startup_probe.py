@@ -16,9 +16,9 @@ from typing import Any  # noqa: E402
 WRAPPED = (
     ("holdfast.cluster.commands.generate", "load_config", "settings"),
     ("holdfast.worker.models.loading", "read_config", "config"),
-    ("holdfast.worker.models.loading", "load_program", "weights"),
-    ("holdfast.worker.models.rank_program", "read_config", "config"),
-    ("holdfast.worker.models.rank_program", "build_rank_model", "weights"),
+    ("holdfast.worker.models.loading", "load_backend", "weights"),
+    ("holdfast.worker.models.backend", "read_config", "config"),
+    ("holdfast.worker.models.backend", "build_rank_model", "weights"),
     ("holdfast.worker.models.native_backend", "prove", "proof"),
     ("holdfast.worker.models.native_backend", "ask", "proof"),
     ("holdfast.worker.models.native_backend", "check", "proof"),

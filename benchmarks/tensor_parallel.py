@@ -78,8 +78,8 @@ def follow(
         if order == PAUSE:
             told.put(busy_threads(idle_s))
         else:
-            loaded.program.run(make_batch(KINDS[order], loaded.info.block_size), with_logits=False)
-    loaded.program.close()
+            loaded.backend.run(make_batch(KINDS[order], loaded.info.block_size), with_logits=False)
+    loaded.backend.close()
     group.close()
 
 
@@ -108,7 +108,7 @@ class Leader:
             batch = make_batch(kind, program.loaded.info.block_size)
             started = time.perf_counter()
             self.order(number)
-            program.loaded.program.run(batch, with_logits=False)
+            program.loaded.backend.run(batch, with_logits=False)
             program.seconds.setdefault(kind.name, []).append(time.perf_counter() - started)
         else:
             program.step(kind)

@@ -66,7 +66,7 @@ class RottenRank(PacedRank):
     def broadcast(self, message: Message | None) -> Message:
         self._left -= 1
         if self._left == 0:
-            norm = self._runner.program.executor.packed.model.norm
+            norm = self._runner.backend.executor.packed.model.norm
             (c_uint32 * 1).from_address(norm.weight)[0] ^= 1 << (16 + FLIPPED_BIT)  # the upper half is the bfloat16
         return super().broadcast(message)
 

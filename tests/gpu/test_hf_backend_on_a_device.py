@@ -55,8 +55,8 @@ def test_paged_kernels_agree_with_gather_and_sdpa_and_keep_rows_apart(spec, dtyp
 def test_greedy_tokens_are_hugging_faces_and_a_rows_bits_its_own(family):
     """Bits where cuBLAS keeps rows apart, and experts are not grouped by torch."""
     alone, together = Served(family, device=CUDA), Served(family, graphs=True, device=CUDA)
-    has_experts = any("Experts" in type(part).__name__ for part in alone.program.model.module.modules())
-    same_bits = alone.program.row_invariant and not has_experts
+    has_experts = any("Experts" in type(part).__name__ for part in alone.backend.model.module.modules())
+    same_bits = alone.backend.row_invariant and not has_experts
     check_family(alone, together, Served(family, paged=False, device=CUDA), same_bits=same_bits)
 
 
@@ -64,8 +64,8 @@ def test_greedy_tokens_are_hugging_faces_and_a_rows_bits_its_own(family):
 def test_a_graph_gives_the_bits_of_the_eager_step(family):
     """Of as many rows, so that whatever cuBLAS does it does twice."""
     eager, graphs = Served(family, device=CUDA), Served(family, graphs=True, device=CUDA)
-    graphs.program.warm_up(4)
-    assert graphs.program._steps.num_captured == 3
+    graphs.backend.warm_up(4)
+    assert graphs.backend._steps.num_captured == 3
     texts = [tokens(12, seed) for seed in range(4)]
     for served in (eager, graphs):
         tables = [served.blocks(12) for _ in texts]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.worker.models import rank_program as program
+from holdfast.worker.models import backend as backend
 from holdfast.worker.models.row_tiles import RowTiles
 from tests.parity.families import BASE, save_tiny_model
 from tests.parity.harness import hugging_face, reference_logits
@@ -27,7 +27,7 @@ def _trials() -> RowTiles:
 def _shared_trials(_trials: RowTiles) -> Iterator[None]:
     """For the files of this folder alone: a kernel for which no rule was found counts against every later model."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program, "RowTiles", lambda device: _trials)
+        patch.setattr(backend, "RowTiles", lambda device: _trials)
         yield
 
 

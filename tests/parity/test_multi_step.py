@@ -71,7 +71,7 @@ def test_ranks_that_share_no_memory_run_one(tiny_model, prompts):
 
     def work(leader: LeaderRunner) -> bool:
         served(leader, prompts, 1)
-        return leader.runs_several_steps == leader._runner.program.executor.shares_memory
+        return leader.runs_several_steps == leader._runner.backend.executor.shares_memory
 
     assert on_ranks(config, work)
 

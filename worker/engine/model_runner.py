@@ -23,12 +23,12 @@ from holdfast.worker.executors.logprobs import ChosenLogprobs
 from holdfast.worker.executors.mapped_files import trim_heap
 from holdfast.worker.executors.step_sampler import HeadOutput, OverlappingSampler, StepSampler
 from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.models.backend import BlockCache
 from holdfast.worker.models.checks import first_line
 from holdfast.worker.models.loading import LoadedModel, check_same_model, load_model, reloaded_config
 from holdfast.worker.models.memory import WAYS_OUT, is_failed_allocation, memory_left
 from holdfast.worker.models.model import choose_device
 from holdfast.worker.models.native_backend import OverlappingExecutor
-from holdfast.worker.models.rank_program import BlockCache
 from holdfast.worker.process_memory import readable_bytes
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.step_plan import StepPlan, StepResult, draws_of, plain_draws_of
@@ -83,9 +83,9 @@ class ModelRunner:
     ) -> None:
         self.info: ModelInfo = loaded.info
         """The same on all ranks."""
-        self.program = loaded.program
+        self.backend = loaded.backend
         self.draft = loaded.draft
-        self.progress: ProgressCounter = loaded.program.progress
+        self.progress: ProgressCounter = loaded.backend.progress
         """Moves with every layer of every step."""
         self._config = config
         self._group = group
@@ -117,8 +117,8 @@ class ModelRunner:
             ) from error
         runner = cls(loaded, config, group, device)
         progress("check", 0, 1)
-        row_invariant = _self_check(runner, group, loaded.cache) and loaded.program.row_invariant
-        loaded.program.warm_up(config.scheduler.max_num_seqs)
+        row_invariant = _self_check(runner, group, loaded.cache) and loaded.backend.row_invariant
+        loaded.backend.warm_up(config.scheduler.max_num_seqs)
         trim_heap()
         progress("check", 1, 1)
         if not row_invariant:
@@ -142,9 +142,9 @@ class ModelRunner:
         except ConfigurationError:
             fresh.close()
             raise
-        old, self.program = self.program, fresh.program
+        old, self.backend = self.backend, fresh.backend
         self.info = replace(fresh.info, path=self.info.path, weights_version=version)
-        self.progress.follow(lambda: fresh.program.progress.count)
+        self.progress.follow(lambda: fresh.backend.progress.count)
         old.close()
 
     def _agreed(self, stage: Callable[[], _T]) -> _T:
@@ -172,26 +172,26 @@ class ModelRunner:
     @property
     def sampler(self) -> StepSampler:
         """Reads this rank's logits, if it is the leader."""
-        return self.program.sampler
+        return self.backend.sampler
 
     def execute(self, batch: StepBatch) -> HeadOutput:
         """Runs one step. What the leader gets counts."""
         if self._device.index is not None:
             self.enter_device()
-        return self.program.run(batch, with_logits=batch.with_logits)
+        return self.backend.run(batch, with_logits=batch.with_logits)
 
     def take_part(self, batch: StepBatch) -> None:
         """Runs this rank's share of a step; a device that runs steps by itself is only given it."""
         self.enter_device()
-        if (device := self.program.overlapping) is not None:
+        if (device := self.backend.overlapping) is not None:
             device.launch(batch, with_logits=batch.with_logits)
         else:
-            self.program.run(batch, with_logits=batch.with_logits)
+            self.backend.run(batch, with_logits=batch.with_logits)
 
     @property
     def overlapping(self) -> OverlappingExecutor | None:
         """What runs two steps at a time, if the device does."""
-        return self.program.overlapping
+        return self.backend.overlapping
 
     def enter_device(self) -> None:
         """CUDA's current device belongs to a thread, and a model is loaded on another one than its steps run on."""
@@ -201,8 +201,8 @@ class ModelRunner:
             self._entered_by = thread
 
     def close(self) -> None:
-        """Frees what the program holds. Nothing is run after it."""
-        self.program.close()
+        """Frees what the backend holds. Nothing is run after it."""
+        self.backend.close()
 
 
 class LaunchedStep(NamedTuple):
@@ -210,7 +210,7 @@ class LaunchedStep(NamedTuple):
 
     plan: StepPlan
     launched: Any
-    """The program's own."""
+    """The backend's own."""
     drawing: Any
     """The sampler's own; None where the step draws by itself."""
     dead_ends: frozenset[int] = frozenset()
@@ -243,7 +243,7 @@ class LeaderRunner:
     @property
     def runs_several_steps(self) -> bool:
         """Whether a plan may be for several steps."""
-        return self._runner.program.runs_several_steps and self._runner.draft is None
+        return self._runner.backend.runs_several_steps and self._runner.draft is None
 
     @property
     def overlaps(self) -> bool:

@@ -50,7 +50,7 @@ def most_logprobs(draws: Sequence[DrawParams], prompts: Sequence[PromptLogprobPa
     return max([*asked, *(wanted.num_logprobs for wanted in prompts)], default=NONE)
 
 
-class Told:
+class SamplerOutput:
     """What a sampler has said of the rows of a step, with and without a draw."""
 
     def __init__(self, rows: NDArray[np.int32], top_ids: NDArray[np.int32], top_logprobs: NDArray[np.float32]) -> None:

@@ -20,8 +20,8 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.draws import DrawParams, draw_after
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.step_sampler import HeadOutput
+from holdfast.worker.models.backend import Backend, BlockCache, load_backend
 from holdfast.worker.models.parallelize import Target
-from holdfast.worker.models.rank_program import BlockCache, Program, load_program
 from holdfast.worker.models.weights import resolve_model
 from holdfast.worker.step_plan import BlockCopy, Drafting, ScheduledSequence, StepPlan, draws_of
 
@@ -30,10 +30,10 @@ class DraftModel:
     """A loaded draft model. Give it a cache before it guesses (`allocate_cache`)."""
 
     def __init__(
-        self, program: Program, device: torch.device, *, vocab_size: int, draft_vocab_size: int, max_len: int
+        self, backend: Backend, device: torch.device, *, vocab_size: int, draft_vocab_size: int, max_len: int
     ) -> None:
         """`vocab_size` is the large model's: what is guessed is one of its tokens. `max_len`: positions it knows."""
-        self._program = program
+        self._backend = backend
         self._device = device
         self._vocab_size = vocab_size
         self._draft_vocab_size = draft_vocab_size
@@ -51,9 +51,9 @@ class DraftModel:
         draft_folder = resolve_model(config.speculation.draft_model, has_weights, setting="speculation.draft_model")
         check_same_tokens(folder, draft_folder)
         # A group of its own: no token depends on the bits of a draft, so whatever runs it best will do.
-        loaded = load_program(_alone(config, draft_folder), draft_folder, SingleRank(), target.device, _silent)
+        loaded = load_backend(_alone(config, draft_folder), draft_folder, SingleRank(), target.device, _silent)
         return cls(
-            loaded.program,
+            loaded.backend,
             target.device,
             vocab_size=vocab_size,
             draft_vocab_size=loaded.facts.vocab_size,
@@ -63,15 +63,15 @@ class DraftModel:
     @property
     def kv_bytes_per_token(self) -> int:
         """Of its cache, all layers together."""
-        return self._program.kv_bytes_per_token
+        return self._backend.kv_bytes_per_token
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """Gives it as many blocks as the large model has."""
-        self._cache = self._program.allocate_cache(num_blocks, block_size)
+        self._cache = self._backend.allocate_cache(num_blocks, block_size)
 
     def close(self) -> None:
         """Frees the draft model's memory. No drafts can be made after it."""
-        self._program.close()
+        self._backend.close()
 
     def guess(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
         """The drafts of each of a plan's sequences, as many as their `drafting` asks for; empty if there is none to do.
@@ -107,10 +107,10 @@ class DraftModel:
         batch = StepBatch.of(plan)
         # A token that only the large model has is some other one here, where it makes for a bad guess at worst.
         batch.token_ids = np.minimum(batch.token_ids, self._draft_vocab_size - 1)
-        logits = self._program.run(batch, with_logits=True).logits
+        logits = self._backend.run(batch, with_logits=True).logits
         assert logits is not None, "it is its group's leader"
         output = HeadOutput(logits[:, : self._vocab_size], None)
-        drawn = self._program.sampler.sample(output, draws_of(plan)).token_ids
+        drawn = self._backend.sampler.sample(output, draws_of(plan)).token_ids
         return [max(0, token) for token in drawn]  # a guess must be some token, of a row that is not finite as well
 
 

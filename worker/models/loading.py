@@ -14,6 +14,7 @@ from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.models.backend import Backend, BlockCache, load_backend
 from holdfast.worker.models.checks import check_kv_cache_dtype
 from holdfast.worker.models.draft_model import DraftModel
 from holdfast.worker.models.memory import (
@@ -29,7 +30,6 @@ from holdfast.worker.models.memory import (
     useful_blocks,
 )
 from holdfast.worker.models.parallelize import Target
-from holdfast.worker.models.rank_program import BlockCache, Program, load_program
 from holdfast.worker.models.weight_files import checkpoint_digest, weight_bytes
 from holdfast.worker.models.weights import model_folder, tokenizer_folder
 from holdfast.worker.process_memory import available_memory
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 class LoadedModel:
     """One rank's share of a loaded model, with its cache: what a model runner needs."""
 
-    program: Program
+    backend: Backend
     cache: BlockCache
     info: ModelInfo
     draft: DraftModel | None
@@ -64,10 +64,10 @@ def load_model(
     folder = model_folder(config.model, with_weights=has_weights)
     if has_weights:
         _check_room(config, folder, group, device)
-    loaded = load_program(config, folder, group, device, progress)
-    program, facts, target = loaded.program, loaded.facts, loaded.target
+    loaded = load_backend(config, folder, group, device, progress)
+    backend, facts, target = loaded.backend, loaded.facts, loaded.target
     draft = _load_draft(config, folder, facts.vocab_size, target)
-    cache = _allocate_cache(config, program, draft, target, facts.max_model_len)
+    cache = _allocate_cache(config, backend, draft, target, facts.max_model_len)
     if draft is not None:
         draft.allocate_cache(cache.num_blocks, cache.block_size)
     num_tokens = cache.num_blocks * cache.block_size
@@ -85,14 +85,14 @@ def load_model(
         tensor_parallel_size=group.size,
         block_size=cache.block_size,
         num_blocks=cache.num_blocks,
-        kv_bytes_per_token=program.kv_bytes_per_token,
+        kv_bytes_per_token=backend.kv_bytes_per_token,
         row_invariant=False,
         device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
-        executor=f"{program.numerics}+{program.sampler.numerics}",
+        executor=f"{backend.numerics}+{backend.sampler.numerics}",
         checkpoint_digest=checkpoint_digest(folder, config.model.hf_overrides),
         release=_release(),
     )
-    return LoadedModel(program=program, cache=cache, info=info, draft=draft)
+    return LoadedModel(backend=backend, cache=cache, info=info, draft=draft)
 
 
 def _check_room(config: WorkerConfig, folder: Path, group: TensorParallelGroup, device: torch.device) -> None:
@@ -146,17 +146,17 @@ def _load_draft(config: WorkerConfig, folder: Path, vocab_size: int, target: Tar
 
 
 def _allocate_cache(
-    config: WorkerConfig, program: Program, draft: DraftModel | None, target: Target, max_model_len: int
+    config: WorkerConfig, backend: Backend, draft: DraftModel | None, target: Target, max_model_len: int
 ) -> BlockCache:
     """The cache, with the same number of blocks on every rank, and memory left for the draft model's."""
     block_size = config.cache.block_size or default_block_size(target.device)
     draft_bytes = draft.kv_bytes_per_token if draft is not None else 0
-    block_bytes = (program.kv_bytes_per_token + draft_bytes) * block_size
+    block_bytes = (backend.kv_bytes_per_token + draft_bytes) * block_size
     most_blocks = None
     if config.cache.num_blocks is not None or config.cache.kv_cache_memory is not None:
         default_bytes = 0
     elif target.device.type == "cuda":
-        activations = _activation_bytes(config, program, target, block_size, max_model_len)
+        activations = _activation_bytes(config, backend, target, block_size, max_model_len)
         default_bytes = gpu_cache_bytes(target.device, activations, config.cache.gpu_memory_utilization)
     else:
         default_bytes = cpu_cache_bytes()
@@ -169,7 +169,7 @@ def _allocate_cache(
         check_memory(num_blocks, block_bytes, left_bytes)
     logger.info("KV cache: %d blocks of %d tokens, %d MiB", num_blocks, block_size, num_blocks * block_bytes >> 20)
     try:
-        cache = program.allocate_cache(num_blocks, block_size)
+        cache = backend.allocate_cache(num_blocks, block_size)
     except ValueError as error:
         raise ConfigurationError(f"cache.{error}") from error
     if config.cache.kv_cache_memory is not None:
@@ -178,17 +178,17 @@ def _allocate_cache(
 
 
 def _activation_bytes(
-    config: WorkerConfig, program: Program, target: Target, block_size: int, max_model_len: int
+    config: WorkerConfig, backend: Backend, target: Target, block_size: int, max_model_len: int
 ) -> int:
     """What the fullest step needs on a GPU besides weights and cache, measured with a cache just large enough."""
     plan = full_step(config, block_size, max_model_len)
-    program.allocate_cache(sum(len(sequence.block_ids) for sequence in plan.sequences), block_size)
+    backend.allocate_cache(sum(len(sequence.block_ids) for sequence in plan.sequences), block_size)
     batch = StepBatch.of(plan)
     torch.cuda.reset_peak_memory_stats(target.device)
     before = torch.cuda.memory_allocated(target.device)
-    program.run(batch, with_logits=True)
+    backend.run(batch, with_logits=True)
     peak = torch.cuda.max_memory_allocated(target.device) - before
-    program.drop_cache()
+    backend.drop_cache()
     torch.cuda.empty_cache()
     return peak
 

@@ -55,9 +55,9 @@ class MemoryEstimator:
         device = choose_device(config.model)
         self.block_size = config.cache.block_size or default_block_size(device)
         self.weight_bytes = _weight_bytes(model, plan, dtype)
-        is_program = config.model.executor != "hf" and is_candidate(hf_config.model_type, self.block_size)
+        is_native = config.model.executor != "hf" and is_candidate(hf_config.model_type, self.block_size)
         check_kv_cache_dtype(config, device.type, hf_config)
-        in_tiles = is_program and device.type == "cpu"
+        in_tiles = is_native and device.type == "cpu"
         self.kv_bytes_per_token = _kv_bytes_per_token(config, hf_config, plan, dtype, in_tiles=in_tiles)
 
     def default_cache_bytes(self, config: WorkerConfig, default_bytes: int, *, is_gpu: bool) -> int:

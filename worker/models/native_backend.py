@@ -189,11 +189,11 @@ def is_candidate(model_type: str, block_size: int) -> bool:
     return model_type in FAMILIES and block_size % SUB_PAGE == 0
 
 
-def read_program(
+def read_module(
     module: Any, group: TensorParallelGroup, *, max_model_len: int, block_size: int, device: torch.device = _CPU
 ) -> Recognized | str:
     """Reads a parallelized and not yet settled Hugging Face causal LM, which lies in main memory; or says why it has no
-    program on `device`.
+    backend on `device`.
 
     All ranks of the group call this together and come to the same answer.
     """
@@ -216,7 +216,7 @@ def recognized_of(
     block_size: int,
     device: torch.device = _CPU,
 ) -> Recognized | str:
-    """As `read_program`, of a layout that was read without Hugging Face's modules, or of none for a `reason`."""
+    """As `read_module`, of a layout that was read without Hugging Face's modules, or of none for a `reason`."""
     reason = _reason_of_any(layout, reason, group, block_size, device)
     if reason is not None:
         return reason
@@ -252,7 +252,7 @@ def _unavailable(device: torch.device) -> str | None:
     return "Triton is not installed, which compiles the kernels for GPUs"
 
 
-def make_program(
+def make_backend(
     recognized: Recognized,
     group: TensorParallelGroup,
     *,
@@ -297,16 +297,6 @@ def _executor(
     from holdfast.worker.executors.gpu import executor  # loads Triton
 
     return executor.GpuExecutor(layout, group, max_positions=max_positions, device=device), executor.NUMERICS
-
-
-def build_program(
-    module: Any, group: TensorParallelGroup, *, max_model_len: int, block_size: int
-) -> NativeBackend | str:
-    """`read_program` and `make_program`."""
-    recognized = read_program(module, group, max_model_len=max_model_len, block_size=block_size)
-    if isinstance(recognized, str):
-        return recognized
-    return make_program(recognized, group, max_model_len=max_model_len, block_size=block_size)
 
 
 def _unfit_for(layout: DecoderLayout, device: torch.device, tensor_parallel_size: int, block_size: int) -> str | None:

@@ -109,12 +109,12 @@ def test_a_model_that_overflows_at_one_token_fails_one_request_and_leaves_no_tra
 
 def poison(runner: ModelRunner, token_id: int) -> None:
     """The token's embedding is no numbers from now on."""
-    program = runner.program
-    if isinstance(program, HfBackend):
+    backend = runner.backend
+    if isinstance(backend, HfBackend):
         with torch.no_grad():
-            program.model.module.get_input_embeddings().weight[token_id] = NAN
+            backend.model.module.get_input_embeddings().weight[token_id] = NAN
     else:
-        model = program.executor.packed.model
+        model = backend.executor.packed.model
         row = (c_float * model.hidden).from_address(model.embedding + token_id * model.hidden * sizeof(c_float))
         row[:] = [NAN] * model.hidden
 

@@ -12,7 +12,8 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import DistributedGroup, TensorParallelGroup
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu import exchange
-from holdfast.worker.models.native_backend import NativeBackend, build_program
+from holdfast.worker.models.native_backend import NativeBackend, make_backend, read_module
+from holdfast.worker.models.proof import Recognized
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 from tests.worker.executors.models import config_of, parallelized
 
@@ -30,10 +31,12 @@ def build(model: str, group: TensorParallelGroup, **changes: Any) -> NativeBacke
     """A tiny model, ready for steps."""
     module = parallelized(config_of(model, **changes), group, torch.bfloat16)
     with torch.inference_mode():
-        program = build_program(module, group, max_model_len=MAX_LEN, block_size=BLOCK_SIZE)
-    assert isinstance(program, NativeBackend), program
-    program.allocate_cache(NUM_BLOCKS, BLOCK_SIZE)
-    return program
+        recognized = read_module(module, group, max_model_len=MAX_LEN, block_size=BLOCK_SIZE)
+        assert isinstance(recognized, Recognized), recognized
+        backend = make_backend(recognized, group, max_model_len=MAX_LEN, block_size=BLOCK_SIZE)
+    assert isinstance(backend, NativeBackend), backend
+    backend.allocate_cache(NUM_BLOCKS, BLOCK_SIZE)
+    return backend
 
 
 def batches(steps: tuple[tuple[int, int], ...] = STEPS, rows: int | None = None) -> list[StepBatch]:
@@ -62,36 +65,36 @@ def batches(steps: tuple[tuple[int, int], ...] = STEPS, rows: int | None = None)
     return result
 
 
-def all_bits(program: NativeBackend) -> str:
+def all_bits(backend: NativeBackend) -> str:
     """Names the bits of the logits of all rows, then of those of a few, of none, and of all again."""
     seen = hashlib.sha256()
     for batch in (batch for rows in (None, 2, 0, None) for batch in batches(rows=rows)):
-        logits = program.run(batch, with_logits=True).logits
+        logits = backend.run(batch, with_logits=True).logits
         assert logits is not None
         seen.update(logits.numpy().tobytes())
     return seen.hexdigest()
 
 
-def all_best(program: NativeBackend) -> list[list[int] | None]:
+def all_best(backend: NativeBackend) -> list[list[int] | None]:
     """The argmax of each row wanted, the last of each sequence among them."""
-    return [program.run(batch, with_logits=False).best for batch in batches(rows=9)]
+    return [backend.run(batch, with_logits=False).best for batch in batches(rows=9)]
 
 
 def bits_of_models(group: TensorParallelGroup) -> dict[str, Any]:
     """For each model its bits, its greedy tokens, and whether ranks shared memory in the end."""
     result = {}
     for model in MODELS:
-        program = build(model, group)
-        bits, best = all_bits(program), all_best(program)
-        result[model] = (bits, best, program.executor.shares_memory)
-        program.close()
+        backend = build(model, group)
+        bits, best = all_bits(backend), all_best(backend)
+        result[model] = (bits, best, backend.executor.shares_memory)
+        backend.close()
     return result
 
 
 def without_collectives(group: DistributedGroup) -> list[int]:
     """How often a step gathers otherwise than through shared memory, once its buffers are made."""
-    program = build("llama", group)
-    all_bits(program)
+    backend = build("llama", group)
+    all_bits(backend)
     calls: list[int] = []
     gather: Callable[..., torch.Tensor] = group.all_gather
 
@@ -102,8 +105,8 @@ def without_collectives(group: DistributedGroup) -> list[int]:
     group.all_gather = counted  # type: ignore[method-assign]
     for with_logits in (True, False):
         calls.append(0)
-        program.run(batches()[0], with_logits=with_logits)
-    program.close()
+        backend.run(batches()[0], with_logits=with_logits)
+    backend.close()
     return calls
 
 
@@ -116,26 +119,26 @@ def refused(group: TensorParallelGroup) -> tuple[str, bool]:
 
     if group.rank == 1:
         exchange._map = refuse
-    program = build("llama", group)
-    result = all_bits(program), program.executor.shares_memory
+    backend = build("llama", group)
+    result = all_bits(backend), backend.executor.shares_memory
     exchange._map = opened
-    program.close()
+    backend.close()
     return result
 
 
 def lost(group: TensorParallelGroup, how: signal.Signals) -> list[str]:
     """Rank 1 kills or stops itself between steps; whoever hears of it lets it go on."""
     pids = group.all_gather(torch.tensor([os.getpid()]), dim=0).tolist()
-    program = build("llama", group)
+    backend = build("llama", group)
     heard: list[str] = []
     for number, batch in enumerate(batches(STEPS[:5])):
         if group.rank == 1 and number == 2:
             os.kill(os.getpid(), how)
         try:
-            program.run(batch, with_logits=False)
+            backend.run(batch, with_logits=False)
         except ReplicaError as error:
             heard.append(str(error))
     if how == signal.SIGSTOP and group.rank == 0:
         os.kill(pids[1], signal.SIGCONT)
-    program.close()
+    backend.close()
     return heard

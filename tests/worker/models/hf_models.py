@@ -1,4 +1,4 @@
-"""Tiny models as HF backend programs, on a GPU or with Triton's interpreter in its place, and what they must give."""
+"""Tiny models on the HF backend, on a GPU or with Triton's interpreter in its place, and what they must give."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ def module_of(family: str, target: Target) -> Any:
 
 @dataclass
 class Served:
-    """A tiny model as an HF backend program, with a cache full of other sequences' rests."""
+    """A tiny model on an HF backend, with a cache full of other sequences' rests."""
 
     family: str
     paged: bool = True
@@ -52,10 +52,10 @@ class Served:
         side = HfDeviceBackend(model, target, max_positions=LENGTH, launch=self.launch, capture=self.capture)
         if not self.graphs:
             side._capture = None
-        self.program = HfBackend(model, target, max_positions=LENGTH, device=side)
+        self.backend = HfBackend(model, target, max_positions=LENGTH, device=side)
         if not self.paged:
-            self.program._device = None
-        self.cache = self.program.allocate_cache(40, BLOCK)
+            self.backend._device = None
+        self.cache = self.backend.allocate_cache(40, BLOCK)
         for layer in self.cache.layers if self.paged else ():
             layer.keys.fill_(torch.nan)
             layer.values.fill_(torch.nan)
@@ -65,7 +65,7 @@ class Served:
 
     def step(self, *parts: Part) -> list[Tensor]:
         """The logits of all tokens, by sequence."""
-        logits = self.program.run(batch_of(parts, BLOCK), with_logits=True).logits
+        logits = self.backend.run(batch_of(parts, BLOCK), with_logits=True).logits
         assert logits is not None
         return list(logits.clone().cpu().split([len(part.token_ids) for part in parts]))
 
@@ -85,9 +85,9 @@ def check_family(alone: Served, together: Served, plain: Served, *, same_bits: b
     Greedy tokens are those of Hugging Face; a row's bits are its own, if the linears' are (`same_bits`). `plain`
     gathers and calls SDPA.
     """
-    assert alone.program.numerics == together.program.numerics == "hf-paged-1"
-    assert plain.program.numerics == "hf"
-    together.program.warm_up(4)
+    assert alone.backend.numerics == together.backend.numerics == "hf-paged-1"
+    assert plain.backend.numerics == "hf"
+    together.backend.warm_up(4)
     prompts = [tokens(count, seed) for seed, count in enumerate((9, 17, 4))]
     blocks = [together.blocks(len(ids) + 4) for ids in prompts]
     logits = together.step(*(Part(0, ids, table) for ids, table in zip(prompts, blocks, strict=True)))

@@ -69,30 +69,30 @@ def test_greedy_tokens_are_hugging_faces_and_a_rows_bits_its_own(family):
 def test_a_replayed_step_copies_its_arrays_and_makes_no_tensor(monkeypatch):
     """One copy to the device; the graph does the rest, so nothing is launched and nothing waited for."""
     served = with_graphs("gpt2")
-    served.program.warm_up(2)
+    served.backend.warm_up(2)
     monkeypatch.setattr(Tape, "replay", lambda tape: None)
     batch = batch_of([Part(4, [5], [1]), Part(7, [6], [2])], BLOCK)
-    before = served.program.progress.count
+    before = served.backend.progress.count
     with Operations() as operations:
-        served.program.run(batch, with_logits=True)
+        served.backend.run(batch, with_logits=True)
     as_numpy = {"to", "resolve_conj", "resolve_neg"}  # of the array on the host
     assert set(operations.names) <= VIEWS | as_numpy | {"copy_"}, operations.names
     assert operations.names["copy_"] == operations.names["to"] == 1
-    assert served.program.progress.count > before, "the watchdog sees that steps are run"
+    assert served.backend.progress.count > before, "the watchdog sees that steps are run"
 
 
 def test_tokens_are_drawn_on_the_device_as_the_native_sampler_draws_them():
     library_or_skip()
     native, served = NativeSampler.with_threads(1), Served("gpt2")
-    served.program.warm_up(2)
-    assert served.program.sampler.numerics == native.numerics
+    served.backend.warm_up(2)
+    assert served.backend.sampler.numerics == native.numerics
     parts = [Part(0, tokens(3, seed), served.blocks(3)) for seed in range(2)]
     batch = batch_of(parts, BLOCK)
     draws = [changed(each, temperature=1.5, seed=row) for row, each in enumerate([FILTERS["top-p"]] * 6)]
     draws[1] = changed(draws[1], num_logprobs=2)
-    output = served.program.run(batch, with_logits=True)
+    output = served.backend.run(batch, with_logits=True)
     kept = HeadOutput(output.logits.clone(), None)
-    assert served.program.sampler.sample(output, draws) == native.sample(kept, draws)
+    assert served.backend.sampler.sample(output, draws) == native.sample(kept, draws)
     assert torch.equal(output.logits, kept.logits)
     native.close()
 
@@ -103,9 +103,9 @@ def test_a_capture_that_fails_leaves_all_steps_eager(caplog):
     def fail(work):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    served.program._steps._graphs._capture = fail
+    served.backend._steps._graphs._capture = fail
     with caplog.at_level(logging.WARNING, logger="holdfast"):
-        served.program.warm_up(2)
+        served.backend.warm_up(2)
     assert [record.message for record in caplog.records if "without CUDA graphs" in record.message] == [
         "decode steps run without CUDA graphs: a capture failed (operation not permitted when stream is capturing)"
     ]
@@ -195,7 +195,7 @@ def test_gather_and_sdpa_serve_where_the_kernels_do_not(monkeypatch, caplog):
     assert [record.message for record in caplog.records] == [
         "attention runs on gather and SDPA in place of paged kernels: a reason"
     ]
-    assert served.program.numerics == "hf"
+    assert served.backend.numerics == "hf"
 
 
 def test_kernels_that_do_not_run_on_a_device_leave_it_to_gather_and_sdpa(monkeypatch, caplog):
@@ -206,7 +206,7 @@ def test_kernels_that_do_not_run_on_a_device_leave_it_to_gather_and_sdpa(monkeyp
     with caplog.at_level(logging.WARNING, logger="holdfast"):
         served = Served("gpt2")
     assert "they do not run here (out of resource: shared memory)" in caplog.text
-    assert served.program.numerics == "hf"
+    assert served.backend.numerics == "hf"
 
 
 def test_all_ranks_attend_by_the_same_kernels(monkeypatch):

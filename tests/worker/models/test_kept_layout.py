@@ -11,10 +11,10 @@ from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.mapped_files import MappedFiles
+from holdfast.worker.models import backend as backend
 from holdfast.worker.models import kept_layout
-from holdfast.worker.models import rank_program as program
+from holdfast.worker.models.backend import LoadedBackend, load_backend
 from holdfast.worker.models.layout_file import load
-from holdfast.worker.models.rank_program import LoadedProgram, load_program
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
 from tests.worker.executors.rank_scenarios import BLOCK_SIZE, NUM_BLOCKS, all_bits
@@ -37,28 +37,28 @@ def layouts(tmp_path, monkeypatch) -> Path:
     return tmp_path / "layouts"
 
 
-def loaded(folder: Path, group: TensorParallelGroup | None = None, **settings: object) -> LoadedProgram:
+def loaded(folder: Path, group: TensorParallelGroup | None = None, **settings: object) -> LoadedBackend:
     model = {"model": str(folder), "dtype": "bfloat16", "max_model_len": 200, "executor": "native", **settings}
     config = WorkerConfig(model=model)
-    return load_program(config, folder, group or SingleRank(), CPU, lambda *_: None)
+    return load_backend(config, folder, group or SingleRank(), CPU, lambda *_: None)
 
 
-def bits(loaded: LoadedProgram) -> str:
-    loaded.program.allocate_cache(NUM_BLOCKS, BLOCK_SIZE)
-    return all_bits(loaded.program)
+def bits(loaded: LoadedBackend) -> str:
+    loaded.backend.allocate_cache(NUM_BLOCKS, BLOCK_SIZE)
+    return all_bits(loaded.backend)
 
 
 @pytest.fixture
 def asked(monkeypatch) -> list[Path]:
     """The folders that Hugging Face has been asked about."""
     folders: list[Path] = []
-    read_config = program.read_config
+    read_config = backend.read_config
 
     def noted(folder: Path, overrides: Mapping[str, object]) -> object:
         folders.append(folder)
         return read_config(folder, overrides)
 
-    monkeypatch.setattr(program, "read_config", noted)
+    monkeypatch.setattr(backend, "read_config", noted)
     return folders
 
 
@@ -122,13 +122,13 @@ def test_a_layout_file_that_cannot_be_read_is_made_again(layouts, tmp_path, cont
 def test_a_layout_that_the_executor_does_not_compute_is_not_used(layouts, tmp_path, monkeypatch):
     folder = saved("starcoder2", tmp_path)
     expected = bits(loaded(folder))
-    made = program.make_program
+    made = backend.make_backend
     answers = iter(["its logits are wrong"])
 
     def wrong_once(*args: object, **settings: object) -> object:
         return next(answers, None) or made(*args, **settings)
 
-    monkeypatch.setattr(program, "make_program", wrong_once)
+    monkeypatch.setattr(backend, "make_backend", wrong_once)
     assert bits(loaded(folder)) == expected
 
 
@@ -136,15 +136,15 @@ def test_a_model_whose_proof_fails_runs_on_the_hf_backend_as_ever(layouts, tmp_p
     """Its weights have been packed and given back by then."""
     folder = saved("starcoder2", tmp_path)
     expected = bits(loaded(folder, executor="hf"))
-    made = program.make_program
+    made = backend.make_backend
 
     def packed_in_vain(*args: object, **settings: object) -> str:
         made(*args, **settings)
         return "its logits are wrong"
 
-    monkeypatch.setattr(program, "make_program", packed_in_vain)
+    monkeypatch.setattr(backend, "make_backend", packed_in_vain)
     found = loaded(folder, executor="auto")
-    assert found.program.numerics == "hf"
+    assert found.backend.numerics == "hf"
     assert bits(found) == expected
     assert not list(layouts.iterdir())
 

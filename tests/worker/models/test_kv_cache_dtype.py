@@ -9,12 +9,12 @@ from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.models import memory
+from holdfast.worker.models.backend import _check_hf_backend_will_do
 from holdfast.worker.models.checks import check_kv_cache_dtype
 from holdfast.worker.models.draft_model import _alone
 from holdfast.worker.models.loading import load_model
 from holdfast.worker.models.memory import MemoryEstimator
 from holdfast.worker.models.model_facts import ModelFacts
-from holdfast.worker.models.rank_program import _check_hf_backend_will_do
 from tests.parity.families import save_tiny_model
 
 FP8 = CacheConfig(kv_cache_dtype="fp8_e4m3")

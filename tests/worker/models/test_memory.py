@@ -4,7 +4,7 @@ import torch
 from holdfast.worker.config import CacheConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.models import rank_program
+from holdfast.worker.models import backend
 from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.models.loading import _activation_bytes, full_step, load_model
 from holdfast.worker.models.memory import (
@@ -51,7 +51,7 @@ def test_estimates_are_what_loading_finds(family, size, folder_of, monkeypatch):
         return local
 
     monkeypatch.setattr(_Share, "_place", place)
-    monkeypatch.setattr(rank_program, "read_stated", lambda *_: "modules are counted here")
+    monkeypatch.setattr(backend, "read_stated", lambda *_: "modules are counted here")
     executor = "hf" if executor_of(family, size) == "hf" else "auto"
     config = worker_config(folder_of(family), size, executor=executor)
     loaded = run_ranks(size, lambda group: load_model(config, group, CPU, lambda *progress: None))

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.models import backend as backend
 from holdfast.worker.models import proof
-from holdfast.worker.models import rank_program as program
+from holdfast.worker.models.backend import LoadedBackend, load_backend
 from holdfast.worker.models.native_backend import NativeBackend
-from holdfast.worker.models.rank_program import LoadedProgram, load_program
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
 from tests.worker.executors.rank_scenarios import BLOCK_SIZE, NUM_BLOCKS, all_bits
@@ -21,14 +21,14 @@ from tests.worker.executors.rank_scenarios import BLOCK_SIZE, NUM_BLOCKS, all_bi
 CPU = torch.device("cpu")
 
 
-def loaded(folder: Path, group: TensorParallelGroup | None = None, **settings: object) -> LoadedProgram:
+def loaded(folder: Path, group: TensorParallelGroup | None = None, **settings: object) -> LoadedBackend:
     model = {"model": str(folder), "dtype": "bfloat16", "max_model_len": 200, "keep_layout": False, **settings}
-    return load_program(WorkerConfig(model=model), folder, group or SingleRank(), CPU, lambda *_: None)
+    return load_backend(WorkerConfig(model=model), folder, group or SingleRank(), CPU, lambda *_: None)
 
 
-def bits(loaded: LoadedProgram) -> str:
-    loaded.program.allocate_cache(NUM_BLOCKS, BLOCK_SIZE)
-    return all_bits(loaded.program)
+def bits(loaded: LoadedBackend) -> str:
+    loaded.backend.allocate_cache(NUM_BLOCKS, BLOCK_SIZE)
+    return all_bits(loaded.backend)
 
 
 def saved(family: str, folder: Path) -> Path:
@@ -39,13 +39,13 @@ def saved(family: str, folder: Path) -> Path:
 def built(monkeypatch) -> list[Path]:
     """The folders that Hugging Face's modules have been built for."""
     folders: list[Path] = []
-    build = program.build_rank_model
+    build = backend.build_rank_model
 
     def noted(config: Any, folder: Path, *others: Any) -> Any:
         folders.append(folder)
         return build(config, folder, *others)
 
-    monkeypatch.setattr(program, "build_rank_model", noted)
+    monkeypatch.setattr(backend, "build_rank_model", noted)
     return folders
 
 
@@ -55,7 +55,7 @@ def test_the_bits_are_those_of_what_is_recognized(tmp_path, monkeypatch, built, 
     folder = saved(family, tmp_path)
     ours = run_ranks(size, lambda group: loaded(folder, group))
     assert not built
-    monkeypatch.setattr(program, "read_stated", lambda *_: "a test asks for it")
+    monkeypatch.setattr(backend, "read_stated", lambda *_: "a test asks for it")
     theirs = run_ranks(size, lambda group: loaded(folder, group))
     assert len(built) == size
     assert [one.facts for one in ours] == [one.facts for one in theirs]
@@ -66,21 +66,21 @@ def test_the_bits_are_those_of_what_is_recognized(tmp_path, monkeypatch, built, 
 
 def test_where_one_rank_cannot_read_its_share_hugging_face_is_asked_on_all(tmp_path, monkeypatch, built):
     folder = saved("llama", tmp_path)
-    read = program.read_stated
+    read = backend.read_stated
 
     def on_one(config: Any, folder: Path, group: TensorParallelGroup) -> Any:
         return "this rank cannot" if group.rank == 1 else read(config, folder, group)
 
-    monkeypatch.setattr(program, "read_stated", on_one)
-    assert all(isinstance(one.program, NativeBackend) for one in run_ranks(2, lambda group: loaded(folder, group)))
+    monkeypatch.setattr(backend, "read_stated", on_one)
+    assert all(isinstance(one.backend, NativeBackend) for one in run_ranks(2, lambda group: loaded(folder, group)))
     assert len(built) == 2
 
 
 def test_a_model_that_the_executor_gets_wrong_is_left_to_hugging_face(tmp_path, monkeypatch, built):
-    made = program.make_program
+    made = backend.make_backend
     answers = iter(["its logits are wrong"])
-    monkeypatch.setattr(program, "make_program", lambda *args, **named: next(answers, None) or made(*args, **named))
-    assert isinstance(loaded(saved("llama", tmp_path)).program, NativeBackend)
+    monkeypatch.setattr(backend, "make_backend", lambda *args, **named: next(answers, None) or made(*args, **named))
+    assert isinstance(loaded(saved("llama", tmp_path)).backend, NativeBackend)
     assert len(built) == 1
 
 
@@ -108,6 +108,6 @@ def test_a_large_model_is_checked_by_its_layers(tmp_path, monkeypatch, built, mo
         return reference(self, token_ids, positions)
 
     monkeypatch.setattr(proof.Reference, "run_model", noted)
-    assert isinstance(loaded(saved("mistral", tmp_path)).program, NativeBackend)
+    assert isinstance(loaded(saved("mistral", tmp_path)).backend, NativeBackend)
     assert len(calls) == (2 if most_bytes else 0)
     assert not built

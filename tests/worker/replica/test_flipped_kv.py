@@ -69,7 +69,7 @@ def pages(tmp_path) -> Iterator[tuple[Replica, Asker, torch.Tensor]]:
     assert config.health == HealthConfig(self_check_every_s=3600)
     runner = ModelRunner.load(config, group, device=torch.device("cpu"))
     replica = Replica.around(config, runner, group)
-    found = runner.program.executor._cache._layers[0].pages
+    found = runner.backend.executor._cache._layers[0].pages
     yield replica, Asker(replica), found.view(torch.int32).flatten(1)
     replica.stop()
 

@@ -137,29 +137,29 @@ def flip_at(address: int, index: int, bit: int) -> None:
 
 
 def flip_a_norm(runner: ModelRunner) -> None:
-    program = runner.program
-    if isinstance(program, HfBackend):
-        flip(program.model.module.model.layers[1].input_layernorm.weight, 5, 12)
+    backend = runner.backend
+    if isinstance(backend, HfBackend):
+        flip(backend.model.module.model.layers[1].input_layernorm.weight, 5, 12)
     else:
-        flip_at(program.executor.packed.layers[1].attention_norm.weight, 5, 12)
+        flip_at(backend.executor.packed.layers[1].attention_norm.weight, 5, 12)
 
 
 def flip_the_last_norm(runner: ModelRunner) -> None:
-    program = runner.program
-    if isinstance(program, HfBackend):
-        flip(program.model.module.model.norm.weight, 0, 20)
+    backend = runner.backend
+    if isinstance(backend, HfBackend):
+        flip(backend.model.module.model.norm.weight, 0, 20)
     else:
-        flip_at(program.executor.packed.model.norm.weight, 0, 20)
+        flip_at(backend.executor.packed.model.norm.weight, 0, 20)
 
 
 def flip_a_packed_weight(runner: ModelRunner) -> None:
-    up = runner.program.executor.packed.layers[0].mlp.up
+    up = runner.backend.executor.packed.layers[0].mlp.up
     flip_at(up.tiles + max(0, up.panel_bytes - 64), 3, 21)  # a mantissa, also where weights are compact
 
 
 def spoil_a_kernel(runner: ModelRunner) -> None:
     """One of the output features comes out a little off, in one row of a hundred."""
-    linear = next(module for module in runner.program.model.module.modules() if isinstance(module, Linear))
+    linear = next(module for module in runner.backend.model.module.modules() if isinstance(module, Linear))
     kernel = linear._kernel
 
     def spoiled(rows: torch.Tensor) -> torch.Tensor:

@@ -136,6 +136,6 @@ def test_torch_says_so_itself_as_it_is_found_out():
 def test_weights_larger_than_what_is_left_are_refused_before_they_are_read(monkeypatch):
     config = WorkerConfig(model=ModelConfig(model=str(bundled_path("demo"))))
     monkeypatch.setattr(loading, "memory_left", lambda device: 2**20)
-    monkeypatch.setattr(loading, "load_program", None)
+    monkeypatch.setattr(loading, "load_backend", None)
     with pytest.raises(ConfigurationError, match=r"the weights of a rank take .*, and 1 MiB of memory are left; lower"):
         ModelRunner.load(config, SingleRank(), device=torch.device("cpu"))

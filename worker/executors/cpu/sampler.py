@@ -19,7 +19,7 @@ from holdfast.worker.executors.draw_records import (
     NONE,
     NUMERICS,
     RECORD,
-    Told,
+    SamplerOutput,
     draw_record,
     given_records,
     most_logprobs,
@@ -98,7 +98,7 @@ class NativeSampler:
         if outcome:
             reason = f"the sampler's threads did not run a step ({outcome})"
             raise ReplicaError("there is no memory to draw a step's tokens" if outcome == OUT_OF_MEMORY else reason)
-        return Told(told, top_ids, top_logprobs).sampled(draws)
+        return SamplerOutput(told, top_ids, top_logprobs).sampled(draws)
 
 
 class _Rows:

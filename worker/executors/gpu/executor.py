@@ -224,14 +224,14 @@ class GpuExecutor:
         """Starts a step that decodes, and its draws, as one graph."""
         buffers, sampler = self._layers.buffers, self._sampler
         logits = buffers.take("logits", (len(wanted), self._layout.head.out_features))
-        asked = sampler.place(logits[:, : self._layout.vocab_size], draws)
+        inputs = sampler.place(logits[:, : self._layout.vocab_size], draws)
 
         def work() -> None:
             self._run_all(step, wanted, cache, with_logits=True)
-            sampler.draw(asked)
+            sampler.draw(inputs)
 
-        self._graphs.run((*key, *sampler.key_of(asked)), buffers, work)
-        return sampler.send(asked)
+        self._graphs.run((*key, *sampler.key_of(inputs)), buffers, work)
+        return sampler.send(inputs)
 
     def _put_in_pending(self, token_ids: Tensor) -> None:
         """Puts the tokens of the last step into this one. All ranks have the best tokens; what was drawn from logits,

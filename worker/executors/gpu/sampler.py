@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.draws import PENALTIES, DrawParams, LogitsSettings
-from holdfast.worker.executors.draw_records import NONE, NUMERICS, Told, draw_record, given_records, most_logprobs
+from holdfast.worker.executors.draw_records import (
+    NONE,
+    NUMERICS,
+    SamplerOutput,
+    draw_record,
+    given_records,
+    most_logprobs,
+)
 from holdfast.worker.executors.gpu.draw_launches import (
     ABSENT,
     EDIT_WORDS,
@@ -47,7 +54,7 @@ _FEWEST_WORDS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SamplerInput:
     """What is asked of some rows, placed where the kernels find it."""
 
     draws: Sequence[DrawParams]
@@ -123,50 +130,50 @@ class DeviceSampler:
     ) -> Drawing:
         """Starts the draws from rows [N, vocab] of logits, and waits for nothing."""
         table = EditTable(draws, masks, logits.shape[1])
-        asked = self._place(logits, draws, table, prompts)
+        inputs = self._place(logits, draws, table, prompts)
         if not table.count:
-            self._graphs.run(self.key_of(asked), self._buffers, lambda: self.draw(asked))
-            return self.send(asked)
-        changes = self._edits(table, asked.rows)
-        self._launches.edit(asked.rows, changes)
-        silent = replace(asked, most=NONE)  # log-probabilities are raw
+            self._graphs.run(self.key_of(inputs), self._buffers, lambda: self.draw(inputs))
+            return self.send(inputs)
+        changes = self._edits(table, inputs.rows)
+        self._launches.edit(inputs.rows, changes)
+        silent = replace(inputs, most=NONE)  # log-probabilities are raw
         self._graphs.run(self.key_of(silent), self._buffers, lambda: self.draw(silent))
-        self._launches.restore(asked.rows, changes)
-        if asked.most > NONE:
-            self._launches.tell(asked.rows, self._drawn(len(asked.rows.records)), asked.most)
-        return self.send(asked)
+        self._launches.restore(inputs.rows, changes)
+        if inputs.most > NONE:
+            self._launches.tell(inputs.rows, self._drawn(len(inputs.rows.records)), inputs.most)
+        return self.send(inputs)
 
-    def place(self, logits: Tensor, draws: Sequence[DrawParams]) -> Asked:
+    def place(self, logits: Tensor, draws: Sequence[DrawParams]) -> SamplerInput:
         """Says what is drawn from logits that will be there, without logits processors; for `draw` and `send`."""
         return self._place(logits, draws, None, ())
 
-    def key_of(self, asked: Asked) -> tuple[object, ...]:
+    def key_of(self, inputs: SamplerInput) -> tuple[object, ...]:
         """What of some draws is fixed in a graph."""
-        logits = asked.rows.logits
-        sizes = (len(asked.rows.records), asked.most, *logits.shape[1:], *logits.stride())
-        return ("draws", *sizes, asked.rows.masks is not None, logits.data_ptr())
+        logits = inputs.rows.logits
+        sizes = (len(inputs.rows.records), inputs.most, *logits.shape[1:], *logits.stride())
+        return ("draws", *sizes, inputs.rows.masks is not None, logits.data_ptr())
 
-    def draw(self, asked: Asked) -> None:
+    def draw(self, inputs: SamplerInput) -> None:
         """Launches the draws, of edited rows if there are edits, and what is told of them."""
-        drawn = self._launches.draw(asked.rows)
-        if asked.most > NONE:
-            self._launches.tell(asked.rows, drawn, asked.most)
+        drawn = self._launches.draw(inputs.rows)
+        if inputs.most > NONE:
+            self._launches.tell(inputs.rows, drawn, inputs.most)
 
-    def send(self, asked: Asked) -> Drawing:
+    def send(self, inputs: SamplerInput) -> Drawing:
         """Starts the way of what was drawn to the host."""
-        padded = len(asked.rows.records)
-        self._drawn_tokens.last = self._drawn(padded)[: len(asked.draws)]
-        found = self._drawn(padded) if asked.most == NONE else self._told(padded, asked.most)
-        return Drawing(asked.draws, self._readback.start(found[: asked.count]), asked.most)
+        padded = len(inputs.rows.records)
+        self._drawn_tokens.last = self._drawn(padded)[: len(inputs.draws)]
+        found = self._drawn(padded) if inputs.most == NONE else self._told(padded, inputs.most)
+        return Drawing(inputs.draws, self._readback.start(found[: inputs.count]), inputs.most)
 
     def collect(self, drawing: Drawing) -> Sampled:
         """What was drawn. Waits for the device, and for no step that was launched later."""
         words, most = drawing.reading.wait(), drawing.most
         if most == NONE:
             nothing = np.empty((len(words), 0), np.int32)
-            return Told(words[:, None], nothing, nothing.view(np.float32)).sampled(drawing.draws)
+            return SamplerOutput(words[:, None], nothing, nothing.view(np.float32)).sampled(drawing.draws)
         head, ids, logprobs = np.split(words, [TOLD_WORDS, TOLD_WORDS + most], 1)
-        return Told(head, ids, logprobs.view(np.float32)).sampled(drawing.draws)
+        return SamplerOutput(head, ids, logprobs.view(np.float32)).sampled(drawing.draws)
 
     def warm_up(self, logits: Tensor) -> None:
         """Captures the graphs of draws from as many rows, of these logits, and makes room for their edits."""
@@ -189,7 +196,7 @@ class DeviceSampler:
         draws: Sequence[DrawParams],
         table: EditTable | None,
         prompts: Sequence[PromptLogprobParams],
-    ) -> Asked:
+    ) -> SamplerInput:
         """Copies records and masks to the device. Rows are padded to those of a graph."""
         numbers = [NONE] * len(draws) if table is None else table.numbers
         packed = [*map(draw_record, draws, numbers), *given_records(prompts)]
@@ -199,7 +206,7 @@ class DeviceSampler:
         rows = Rows(logits, logits.shape[1], self._records(packed, padded))
         if table is not None and len(table.masks):
             rows = self._masked(rows, table.masks)
-        return Asked(draws, rows, len(packed), most)
+        return SamplerInput(draws, rows, len(packed), most)
 
     def _drawn(self, num_rows: int) -> Tensor:
         return self._buffers.take("drawn", (num_rows,), torch.int32)

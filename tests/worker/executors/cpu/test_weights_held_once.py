@@ -13,7 +13,7 @@ from holdfast.worker.executors.cpu.tile_memory import FreedWeights, is_tied, lin
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.mapped_files import MappedFiles, discard, span
 from holdfast.worker.models.model import build_rank_model
-from holdfast.worker.models.native_backend import make_program, read_program
+from holdfast.worker.models.native_backend import make_backend, read_module
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.recognize import recognize
 from holdfast.worker.models.row_tiles import RowTiles
@@ -42,11 +42,11 @@ def built(folder: Path, group, dtype: torch.dtype):
 def test_no_page_of_the_checkpoint_is_held_once_it_is_packed(folder, size):
     def run(group):
         module = built(folder, group, torch.float32)
-        recognized = read_program(module, group, max_model_len=64, block_size=16)
-        program = make_program(recognized, group, max_model_len=64, block_size=16)
+        recognized = read_module(module, group, max_model_len=64, block_size=16)
+        backend = make_backend(recognized, group, max_model_len=64, block_size=16)
         layout = recognized.layout
         stretches = [span(weight) for one in linears(layout) for weight in one.weights if weight.nbytes > 2**16]
-        return program, stretches, module
+        return backend, stretches, module
 
     results = run_ranks(size, run)
     for _, stretches, _ in results:
@@ -58,13 +58,13 @@ def test_no_page_of_the_checkpoint_is_held_once_it_is_packed(folder, size):
 def test_converted_weights_leave_no_memory_behind(folder):
     """A checkpoint in float32 that is served in bfloat16: its weights are copies of the loader's."""
     module = built(folder, SingleRank(), torch.bfloat16)
-    recognized = read_program(module, SingleRank(), max_model_len=64, block_size=16)
+    recognized = read_module(module, SingleRank(), max_model_len=64, block_size=16)
     layout = recognized.layout
-    program = make_program(recognized, SingleRank(), max_model_len=64, block_size=16)
+    backend = make_backend(recognized, SingleRank(), max_model_len=64, block_size=16)
     stretches = {span(weight) for one in linears(layout) for weight in one.weights if weight.nbytes > 2**16}
     assert mapped_rss(stretches) < 0.1 * sum(end - start for start, end in stretches)
     assert is_tied(layout) or bool(layout.embedding.any()), "the table is still read where it is"
-    program.close()
+    backend.close()
 
 
 @pytest.mark.slow
@@ -73,8 +73,8 @@ def test_storages_of_weights_end_with_the_load(folder):
     gc.collect()
     before = {id(item) for item in gc.get_objects() if isinstance(item, torch.Tensor)}
     module = built(folder, SingleRank(), torch.bfloat16)
-    program = make_program(
-        read_program(module, SingleRank(), max_model_len=64, block_size=16),
+    backend = make_backend(
+        read_module(module, SingleRank(), max_model_len=64, block_size=16),
         SingleRank(),
         max_model_len=64,
         block_size=16,
@@ -85,11 +85,11 @@ def test_storages_of_weights_end_with_the_load(folder):
     gc.collect()
     storages = {
         item.untyped_storage().data_ptr(): item.untyped_storage().nbytes()
-        for item in [*gc.get_objects(), *program.executor.packed._kept]
+        for item in [*gc.get_objects(), *backend.executor.packed._kept]
         if isinstance(item, torch.Tensor) and id(item) not in before
     }
     assert sum(storages.values()) < (0 if tied else table) + 2**17
-    program.close()
+    backend.close()
 
 
 def test_memory_that_two_parts_share_is_not_given_back():

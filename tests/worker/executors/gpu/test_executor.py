@@ -14,7 +14,7 @@ from holdfast.worker.executors.gpu.graphs import bucket_of
 from holdfast.worker.executors.gpu.weights import unfit
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.step_sampler import HeadOutput
-from holdfast.worker.models import native_backend as program
+from holdfast.worker.models import native_backend as backend
 from holdfast.worker.models.proof import Recognized
 from holdfast.worker.models.recognize import recognize
 from holdfast.worker.models.reference import Reference
@@ -201,16 +201,16 @@ def test_a_model_is_read_on_the_cpu_and_proved_on_its_device(monkeypatch):
         cpu = torch.device("cpu")
         return GpuExecutor(layout, group, max_positions=max_positions, device=cpu, launch=launch), NUMERICS
 
-    monkeypatch.setattr(program, "_executor", interpreted)
+    monkeypatch.setattr(backend, "_executor", interpreted)
     sizes = {"max_model_len": 64, "block_size": 16, "device": cuda}
-    recognized = program.read_program(parallelized(config_of("gemma2"), dtype=BF16), group, **sizes)
+    recognized = backend.read_module(parallelized(config_of("gemma2"), dtype=BF16), group, **sizes)
     assert isinstance(recognized, Recognized), recognized
-    made = program.make_program(recognized, group, **sizes)
-    assert isinstance(made, program.NativeBackend), made
+    made = backend.make_backend(recognized, group, **sizes)
+    assert isinstance(made, backend.NativeBackend), made
     assert made.numerics == "gpu-native-1"
     assert made.kv_bytes_per_token > 0
-    mixture = program.read_program(parallelized(config_of("mixtral"), dtype=BF16), group, **sizes)
-    assert isinstance(program.make_program(mixture, group, **sizes), program.NativeBackend)
+    mixture = backend.read_module(parallelized(config_of("mixtral"), dtype=BF16), group, **sizes)
+    assert isinstance(backend.make_backend(mixture, group, **sizes), backend.NativeBackend)
 
 
 def test_what_does_not_fit_is_refused():

@@ -15,7 +15,7 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.executors.gpu.executor import NUMERICS, GpuExecutor
-from holdfast.worker.models import native_backend as program
+from holdfast.worker.models import native_backend as backend
 from holdfast.worker.models.loading import LoadedModel
 from holdfast.worker.models.model import register_attention
 from holdfast.worker.models.native_backend import NativeBackend
@@ -134,7 +134,7 @@ class Engines:
         """The tokens that a new replica gives these requests, which come at once."""
         runner = Runner(self._layout, num_blocks=self._num_blocks, block_size=16, in_fp8=True)
         info = replace(INFO, block_size=16, num_blocks=self._num_blocks)
-        loaded = LoadedModel(program=NativeBackend(runner.executor), cache=runner.cache, info=info, draft=None)
+        loaded = LoadedModel(backend=NativeBackend(runner.executor), cache=runner.cache, info=info, draft=None)
         model = ModelRunner(loaded, WorkerConfig(), SingleRank(), torch.device("cpu"))
         config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=12)
         sizes = {"num_blocks": self._num_blocks, "block_size": 16, "max_model_len": 100}
@@ -252,20 +252,20 @@ def test_a_device_that_does_as_it_should_is_not(model):
 
 @pytest.mark.slow
 def test_a_model_is_loaded_with_its_cache_in_fp8_and_has_numerics_of_its_own(monkeypatch):
-    """As at load on a GPU, with the interpreter in its place. A device that is wrong in fp8 gets no program."""
+    """As at load on a GPU, with the interpreter in its place. A device that is wrong in fp8 gets no backend."""
     cuda, group, launches = torch.device("cuda", 0), SingleRank(), [launch, Wrong("split_heads", "keys")]
 
     def interpreted(layout, group, max_positions, device):
         cpu = torch.device("cpu")
         return GpuExecutor(layout, group, max_positions=max_positions, device=cpu, launch=launches.pop(0)), NUMERICS
 
-    monkeypatch.setattr(program, "_executor", interpreted)
+    monkeypatch.setattr(backend, "_executor", interpreted)
     sizes = {"max_model_len": 64, "block_size": 16, "device": cuda}
-    recognized = program.read_program(parallelized(config_of("llama"), dtype=BF16), group, **sizes)
+    recognized = backend.read_module(parallelized(config_of("llama"), dtype=BF16), group, **sizes)
     assert isinstance(recognized, Recognized), recognized
-    made = program.make_program(recognized, group, **sizes, kv_cache_dtype="fp8_e4m3")
+    made = backend.make_backend(recognized, group, **sizes, kv_cache_dtype="fp8_e4m3")
     assert isinstance(made, NativeBackend), made
     assert made.numerics == "gpu-native-1+kv-e4m3-1"
     assert made.allocate_cache(2, 16).layers[0].keys.dtype == torch.uint8
-    refused = program.make_program(recognized, group, **sizes, kv_cache_dtype="fp8_e4m3")
+    refused = backend.make_backend(recognized, group, **sizes, kv_cache_dtype="fp8_e4m3")
     assert refused == "keys in fp8 of layer 0 differ from what they should be on this device"

@@ -13,7 +13,7 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import follow
 from holdfast.worker.executors.gpu.executor import NUMERICS, GpuExecutor
 from holdfast.worker.executors.layout import DecoderLayout
-from holdfast.worker.models import native_backend as program
+from holdfast.worker.models import native_backend as backend
 from holdfast.worker.models.proof import Recognized
 from holdfast.worker.models.recognize import recognize
 from tests.worker.executors.cpu.runs import tokens
@@ -96,10 +96,10 @@ def test_a_model_of_two_ranks_is_proved_by_the_leaders_logits(monkeypatch):
             )
             return made, NUMERICS
 
-        monkeypatch.setattr(program, "_executor", interpreted)
-        recognized = program.read_program(parallelized(CONFIG, group, torch.bfloat16), group, **sizes)
+        monkeypatch.setattr(backend, "_executor", interpreted)
+        recognized = backend.read_module(parallelized(CONFIG, group, torch.bfloat16), group, **sizes)
         assert isinstance(recognized, Recognized), recognized
-        made = program.make_program(recognized, group, **sizes)
+        made = backend.make_backend(recognized, group, **sizes)
         return made if isinstance(made, str) else type(made).__name__
 
     assert fork_ranks(2, partial(work, breaks=False), share_words=SHARE_WORDS) == ["NativeBackend"] * 2

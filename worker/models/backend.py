@@ -28,8 +28,8 @@ from holdfast.worker.models.native_backend import (
     OverlappingExecutor,
     all_ranks,
     is_available,
-    make_program,
-    read_program,
+    make_backend,
+    read_module,
     recognized_of,
 )
 from holdfast.worker.models.parallelize import Target
@@ -64,7 +64,7 @@ class BlockCache(Protocol):
         ...
 
 
-class Program(Protocol):
+class Backend(Protocol):
     """Runs the steps of one rank. All ranks of a group make the same calls."""
 
     progress: ProgressCounter
@@ -122,21 +122,21 @@ class Program(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedProgram:
+class LoadedBackend:
     """A backend, and the facts of its model."""
 
-    program: Program
+    backend: Backend
     facts: ModelFacts
     target: Target
 
 
-def load_program(
+def load_backend(
     config: WorkerConfig,
     folder: Path,
     group: TensorParallelGroup,
     device: torch.device,
     progress: Callable[[str, int, int], None],
-) -> LoadedProgram:
+) -> LoadedBackend:
     """Loads this rank's share of the model in `folder`. All ranks of the group do so together.
 
     Raises `UnsupportedModelError` where a gate refuses the model, or where it must run as a native backend and cannot;
@@ -157,8 +157,8 @@ def _stated(
     group: TensorParallelGroup,
     device: torch.device,
     progress: Callable[[str, int, int], None],
-) -> LoadedProgram | None:
-    """The program of a model that is read without Hugging Face's modules, if it is of a form that is stated."""
+) -> LoadedBackend | None:
+    """The backend of a model that is read without Hugging Face's modules, if it is of a form that is stated."""
     if config.model.executor == "hf" or config.model.load_format == "dummy":
         return None
     read = read_stated(config.model, folder, group)
@@ -178,12 +178,12 @@ def _stated(
     assert facts is not None
     progress("load", 1, 1)
     target = Target(group=group, tiles=RowTiles(device), device=device, dtype=recognized.layout.dtype)
-    program = _made(recognized, config, target, facts)
-    if isinstance(program, str):
-        logger.info("read with Hugging Face's modules, because the executor differs from the reference: %s", program)
+    backend = _made(recognized, config, target, facts)
+    if isinstance(backend, str):
+        logger.info("read with Hugging Face's modules, because the executor differs from the reference: %s", backend)
         return None
     logger.info("%s: read from config.json and the weights, without Hugging Face's modules", facts.model_type)
-    return LoadedProgram(program=program, facts=facts, target=target)
+    return LoadedBackend(backend=backend, facts=facts, target=target)
 
 
 def _recalled(
@@ -192,7 +192,7 @@ def _recalled(
     group: TensorParallelGroup,
     device: torch.device,
     progress: Callable[[str, int, int], None],
-) -> LoadedProgram | None:
+) -> LoadedBackend | None:
     """The native backend of a layout that an earlier start has kept, if all ranks have one."""
     recalled = kept.recall()
     if recalled is not None and not is_available(device):
@@ -203,11 +203,11 @@ def _recalled(
     recognized, facts = recalled
     progress("load", 1, 1)
     target = Target(group=group, tiles=RowTiles(device), device=device, dtype=recognized.layout.dtype)
-    program = _made(recognized, config, target, facts)
-    if isinstance(program, str):
-        logger.info("the layout that was kept is not used: %s", program)
+    backend = _made(recognized, config, target, facts)
+    if isinstance(backend, str):
+        logger.info("the layout that was kept is not used: %s", backend)
         return None
-    return LoadedProgram(program=program, facts=facts, target=target)
+    return LoadedBackend(backend=backend, facts=facts, target=target)
 
 
 def _loaded(
@@ -217,7 +217,7 @@ def _loaded(
     group: TensorParallelGroup,
     device: torch.device,
     progress: Callable[[str, int, int], None],
-) -> LoadedProgram:
+) -> LoadedBackend:
     """The backend of a model whose Hugging Face modules are built first."""
     hf_config = read_config(folder, config.model.hf_overrides)
     check_kv_cache_dtype(config, device.type, hf_config)
@@ -232,22 +232,22 @@ def _loaded(
     if reads:
         with _few_threads(folder, device):
             recognized = _recognized(model, config, target, facts)
-        program: NativeBackend | str = recognized if isinstance(recognized, str) else ""
+        backend: NativeBackend | str = recognized if isinstance(recognized, str) else ""
         if isinstance(recognized, Recognized):
             kept.keep(recognized, facts)  # now: what is packed is used up
-            program = _made(recognized, config, target, facts)
-        if isinstance(program, NativeBackend):
-            return LoadedProgram(program=program, facts=facts, target=target)
+            backend = _made(recognized, config, target, facts)
+        if isinstance(backend, NativeBackend):
+            return LoadedBackend(backend=backend, facts=facts, target=target)
         kept.forget()
-        _check_hf_backend_will_do(config, facts, program)
-        logger.info("runs on the HF backend: %s", program)
+        _check_hf_backend_will_do(config, facts, backend)
+        logger.info("runs on the HF backend: %s", backend)
         if isinstance(recognized, Recognized) or device.type != "cpu":  # its weights are used up, or lie elsewhere
             model = _built(config, folder, hf_config, target, progress)
     else:
         _check_hf_backend_will_do(config, facts, "it is no family of these")
     model.settle(lambda *done: progress("pack", *done))
     hf_backend = HfBackend(model, target, max_positions=facts.max_model_len)
-    return LoadedProgram(program=hf_backend, facts=facts, target=target)
+    return LoadedBackend(backend=hf_backend, facts=facts, target=target)
 
 
 def _check_hf_backend_will_do(config: WorkerConfig, facts: ModelFacts, reason: str) -> None:
@@ -283,7 +283,7 @@ def _built(
 def _recognized(model: RankModel, config: WorkerConfig, target: Target, facts: ModelFacts) -> Recognized | str:
     """The model as a layout; or why it has no native backend."""
     block_size = config.cache.block_size or default_block_size(target.device)
-    return read_program(
+    return read_module(
         model.module,
         target.group,
         max_model_len=facts.max_model_len,
@@ -294,7 +294,7 @@ def _recognized(model: RankModel, config: WorkerConfig, target: Target, facts: M
 
 def _made(recognized: Recognized, config: WorkerConfig, target: Target, facts: ModelFacts) -> NativeBackend | str:
     block_size = config.cache.block_size or default_block_size(target.device)
-    return make_program(
+    return make_backend(
         recognized,
         target.group,
         max_model_len=facts.max_model_len,
