@@ -1,0 +1,71 @@
+"""What a call held is freed once it has ended, refused or left by its client, without the garbage collector."""
+
+import asyncio
+import gc
+import tracemalloc
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from holdfast.v1 import inference_pb2
+from tests.fakes import FakeReplica
+from tests.loops import on_a_loop
+from tests.router.site import request, site
+
+MESSAGE: bytes = b"x" * 400_000
+NUM_CALLS = 20
+REFUSED_BY_ITS_BYTES = inference_pb2.GenerateRequest(text="x" * 10**6)
+REFUSED_BY_ITS_TOKENS = inference_pb2.GenerateRequest(text=MESSAGE.decode())
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    gc.disable()
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+    gc.enable()
+
+
+async def refused(place, method: str, message: object) -> None:
+    call = getattr(place.stub, method)(message)
+    with pytest.raises(grpc.aio.AioRpcError):
+        if method == "Generate":
+            await call
+        else:
+            async for _ in call:
+                pass
+
+
+async def left(place, method: str, message: object) -> None:
+    call = place.stub.GenerateStream(request(text="x" * 50_000))
+    await call.read()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call.read()
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize(
+    ("end", "method", "message"),
+    [
+        (refused, "Generate", REFUSED_BY_ITS_BYTES),
+        (refused, "Generate", REFUSED_BY_ITS_TOKENS),
+        (refused, "GenerateStream", REFUSED_BY_ITS_BYTES),
+        (refused, "GenerateStream", REFUSED_BY_ITS_TOKENS),
+        (left, "GenerateStream", None),
+    ],
+)
+@on_a_loop
+async def test_what_a_call_held_is_freed(end, method, message):
+    async with site(await FakeReplica.start()) as place:
+        for _ in range(3):  # what the first calls make stays
+            await end(place, method, message)
+        await asyncio.sleep(0)
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(NUM_CALLS):
+            await end(place, method, message)
+        await asyncio.sleep(0)
+        kept = tracemalloc.get_traced_memory()[0] - before
+    assert kept < 3 * len(MESSAGE), "a call's message outlives it"
