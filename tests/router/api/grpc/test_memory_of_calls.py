@@ -11,7 +11,7 @@ import pytest
 from holdfast.v1 import inference_pb2
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop
-from tests.router.site import request, site
+from tests.router.site import collected, request, site
 
 MESSAGE: bytes = b"x" * 400_000
 NUM_CALLS = 20
@@ -31,11 +31,7 @@ def traced() -> Iterator[None]:
 async def refused(place, method: str, message: object) -> None:
     call = getattr(place.stub, method)(message)
     with pytest.raises(grpc.aio.AioRpcError):
-        if method == "Generate":
-            await call
-        else:
-            async for _ in call:
-                pass
+        await (call if method == "Generate" else collected(call))
 
 
 async def left(place, method: str, message: object) -> None:
