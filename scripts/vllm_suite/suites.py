@@ -19,7 +19,7 @@ from scripts.vllm_suite.fetch import rename_address, rename_models
 ROOT: Final = Path(__file__).resolve().parents[2]
 OUT_OF_TIME: Final = -1
 TEST_S: Final = 120
-SUITE_S: Final = 900.0
+SUITE_S: Final = 1500.0
 PROGRESS_S: Final = 20.0
 
 VLLM_TESTS: Final = ("openai", "serve/tokenize", "serve/instrumentator", "anthropic")
