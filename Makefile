@@ -70,11 +70,8 @@ bench: install   ## The batching policies against each other, on this machine.
 bench-peers: install  ## Holdfast against vLLM, OpenVINO GenAI, llama.cpp and transformers (benchmarks/peers/README.md).
 	@$(BIN)/python -m benchmarks.peers.run --out peers.json
 
-nightly: test-all ## Every test, ten thousand simulations on all cores, ten minutes of fuzzing, others' schemas and suites.
-	@$(BIN)/holdfast simulate --seeds 0:10000 --jobs 0 --max-failures 10
-	@$(BIN)/python -m tests.fuzz --minutes 10
-	@$(BIN)/python -m tests.router.schemas.corpus
-	@$(BIN)/python -m scripts.vllm_suite.run
+nightly: install ## Every test, ten thousand simulations, fuzzing, others' schemas and suites; PART=3/6 is one part of six.
+	@$(BIN)/python -m scripts.nightly $(PART)
 
 model: install   ## Train the bundled models again (minutes).
 	@$(BIN)/python -m scripts.train_bundled_model.train

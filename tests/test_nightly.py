@@ -1,0 +1,36 @@
+"""The parts of the nightly run: together they are the whole, and none is done twice."""
+
+from collections import Counter
+
+import pytest
+
+from scripts.nightly import NUM_SEEDS, commands, files_of, read_part
+
+PARTS = 6
+
+
+def test_parts_have_each_file_once():
+    files = Counter(file for part in range(1, PARTS + 1) for file in files_of(part, PARTS))
+    assert files == Counter(files_of(1, 1))
+    assert "tests/test_nightly.py" in files
+
+
+def test_parts_have_each_seed_once_and_others_suites_once():
+    parts = [commands(part, PARTS) for part in range(1, PARTS + 1)]
+    seeds = [
+        command[command.index("--seeds") + 1].split(":") for part in parts for command in part if "--seeds" in command
+    ]
+    assert [first for first, _ in seeds] == ["0", *(last for _, last in seeds[:-1])]
+    assert seeds[-1][1] == str(NUM_SEEDS)
+    (whole,) = [commands(1, 1)]
+    for name in ("tests.router.schemas.corpus", "scripts.vllm_suite.run"):
+        assert sum(name in command for part in parts for command in part) == 1
+        assert sum(name in command for command in whole) == 1
+
+
+def test_a_part_is_read_or_refused():
+    assert read_part([]) == (1, 1)
+    assert read_part(["3/6"]) == (3, 6)
+    for wrong in ("0/6", "7/6", "3", "a/6", "3/"):
+        with pytest.raises(ValueError, match="must be K/N"):
+            read_part([wrong])
