@@ -64,7 +64,7 @@ __all__ = [
     "build_model",
 ]
 
-_HOMES = {
+HOMES = {  # the module of each name
     "SERVICE_CONFIG": "holdfast.cluster.client.transport",
     "AsyncClient": "holdfast.cluster.client.async_client",
     "AsyncEngineArgs": "holdfast.cluster.offline.engine_args",
@@ -94,17 +94,17 @@ _HOMES = {
 }
 
 
-_NAMES_IN_VLLM = {"GuidedDecodingParams": "StructuredOutputs", "StructuredOutputsParams": "StructuredOutputs"}
+NAMES_IN_VLLM = {"GuidedDecodingParams": "StructuredOutputs", "StructuredOutputsParams": "StructuredOutputs"}
 
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("holdfast")
-    name = _NAMES_IN_VLLM.get(name, name)
-    if name not in _HOMES:
+    name = NAMES_IN_VLLM.get(name, name)
+    if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with importing():
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        return getattr(importlib.import_module(HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,5 @@
 """Hooks of the documentation's site (`make docs`): the pages of `reference/`, made from settings,
-commands and protos.
+commands, protos and the docstrings of public names.
 """
 
 import re
@@ -21,7 +21,8 @@ REPOSITORY_PAGES: Final = ("../README.md",)
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the generated pages."""
-    for name, text in (("settings", settings()), ("commands", commands()), ("rpcs", rpcs())):
+    pages = (("settings", settings()), ("commands", commands()), ("rpcs", rpcs()), ("python", python_names()))
+    for name, text in pages:
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     return files
 
@@ -30,6 +31,19 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     for link in REPOSITORY_PAGES:
         markdown = markdown.replace(f"]({link})", "](index.md)")
     return markdown
+
+
+# --- Python ---
+
+
+def python_names() -> str:
+    """What `import holdfast` offers: mkdocstrings puts the signature and the docstring of each name in."""
+    from holdfast import HOMES
+
+    lines = ["# Python", "", "The names of `import holdfast`."]
+    for name in sorted(HOMES, key=str.lower):
+        lines += ["", f"::: {HOMES[name]}.{name}"]
+    return "\n".join(lines) + "\n"
 
 
 # --- settings ---

@@ -1,6 +1,7 @@
 """What the documentation says can be typed, can be typed; what it points to is there."""
 
 import ast
+import inspect
 import re
 import shlex
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+import holdfast
 from holdfast.cluster.commands.cli import app
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.router.dispatch.policy import HashRing, RoutingSnapshot
@@ -128,13 +130,25 @@ def test_the_site_has_every_page_and_its_reference_every_setting_and_rpc():
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     named = {page for group in site["nav"] for pages in group.values() for page in _paths(pages)}
     written = {path.name for path in (ROOT / "docs").glob("*.md")}
-    assert named == written | {f"reference/{name}.md" for name in ("commands", "settings", "rpcs")}
+    assert named == written | {f"reference/{name}.md" for name in ("commands", "python", "rpcs", "settings")}
     pages = docs_site.settings(), docs_site.rpcs()
     for section, field in HoldfastConfig.model_fields.items():
         part = pages[0].split(f"## {section}\n")[1].split("\n## ")[0]
         assert re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE) == list(field.annotation.model_fields)
     for method in ("Generate", "GenerateStream", "Drain"):
         assert f"| `{method}` |" in pages[1]
+
+
+def test_the_reference_has_every_public_name_and_each_has_a_docstring():
+    page = docs_site.python_names()
+    for name, module in holdfast.HOMES.items():
+        assert f"\n::: {module}.{name}\n" in page
+        offered = getattr(holdfast, name)
+        members = vars(offered).items() if inspect.isclass(offered) else ()
+        public = {key: one for key, one in members if not key.startswith("_")}
+        told = {key: one for key, one in public.items() if inspect.isfunction(one) or isinstance(one, property)}
+        assert [key for key, one in told.items() if not inspect.getdoc(one)] == [], name
+    assert set(holdfast.__all__) - set(holdfast.HOMES) == {"__version__", *holdfast.NAMES_IN_VLLM}
 
 
 def _paths(pages: object) -> list[str]:

@@ -412,10 +412,12 @@ class SamplingParams(_Slots):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
         return self.stop  # type: ignore[return-value]  # a tuple since __post_init__
 
     @property
     def structure(self) -> StructuredOutputs | None:
+        """`structured_outputs`, checked."""
         return self.structured_outputs  # type: ignore[return-value]  # since __post_init__
 
 

@@ -90,6 +90,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
+        """Closes its connections. Streams that are under way end with an error."""
         await self._transport.close()
 
     async def stream(

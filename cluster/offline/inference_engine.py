@@ -287,10 +287,12 @@ class InferenceEngine:
         return self._config.model.model_copy(update=found)
 
     def get_tokenizer(self) -> Tokenizer:
+        """As `tokenizer`."""
         return self.tokenizer
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """That of its model. Raises `HoldfastError` if the engine does not run."""
         return self._running()[1].tokenizer
 
     @property

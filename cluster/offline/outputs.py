@@ -52,6 +52,7 @@ class CompletionOutput:
     """vLLM's attributes for what is not here."""
 
     def finished(self) -> bool:
+        """Whether no more tokens come."""
         return self.finish_reason is not None
 
 
