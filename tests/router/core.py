@@ -94,11 +94,12 @@ class Core:
         num_prompt_tokens: int = 3,
         group_id: str = "",
         tenant: str = "",
+        logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         output: Sequence[int] = (),
         client_attempt: int = 0,
     ) -> list[Action]:
-        params = SamplingParams(seed=1, max_tokens=100, prompt_logprobs=prompt_logprobs)
+        params = SamplingParams(seed=1, max_tokens=100, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         request_id, sequence_index = spelled(name) if group_id else (name, 0)
         request = EngineRequest(
             request_id=request_id,

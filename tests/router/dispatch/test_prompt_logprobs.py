@@ -1,7 +1,8 @@
 """Log-probabilities of a prompt that come in pieces before the first token."""
 
+from holdfast.router.events import Deliver
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.request import TokenDelta, TokenLogprob
+from holdfast.worker.request import FinishReason, TokenDelta, TokenLogprob
 from tests.router.core import Core, delivered, failure, sent
 
 PROMPT = tuple(TokenLogprob(token_id=7, logprob=-float(index), rank=1) for index in range(5))
@@ -43,3 +44,26 @@ def test_pieces_that_are_missing_end_the_request():
     attempt = asked(core)
     core.step(piece(attempt, 0, 2))
     assert "could not be turned into text" in str(failure(core.step(piece(attempt, 3, 5, 1))).error)
+
+
+def test_a_delta_of_many_log_probabilities_comes_in_pieces_of_one_output():
+    """A link splits it: the first piece has the prompt's and some tokens, the last one the end."""
+    core = Core()
+    core.up("r")
+    attempt = sent(core.submit("x", num_prompt_tokens=6, prompt_logprobs=0, logprobs=0)).attempt
+    of_token = TokenLogprob(token_id=1, logprob=-1.0, rank=1)
+    assert core.step(piece(attempt, 0, 5)) == []
+    actions = core.step(
+        TokenDelta(attempt=attempt, first_token_index=0, token_ids=(1, 1), logprobs=(of_token,) * 2),
+        TokenDelta(
+            attempt=attempt,
+            first_token_index=2,
+            token_ids=(1,),
+            logprobs=(of_token,),
+            finish_reason=FinishReason.LENGTH,
+        ),
+    )
+    first, last = [action for action in actions if isinstance(action, Deliver)]
+    assert (first.token_ids, len(first.logprobs), first.prompt_logprobs) == ((1, 1), 2, PROMPT)
+    assert (last.token_ids, len(last.logprobs), last.prompt_logprobs) == ((1,), 1, ())
+    assert (first.finish_reason, last.finish_reason) == (None, FinishReason.LENGTH)
