@@ -2,9 +2,10 @@
 function of the grammar and the output so far; a matcher kept from step to step only saves consuming the output again.
 """
 
+import json
 import logging
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -157,11 +158,9 @@ def grammar_tokenizer(path: Path, eos_token_ids: Collection[int] | None = None) 
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    text = path.read_text(encoding="utf-8")
     ends = None if eos_token_ids is None else sorted(eos_token_ids)
-    as_it_is = LLTokenizer(text, eos_token=ends, slices=[])
-    wrapper = TokenizerWrapper(_PlainEncoder(text, as_it_is))
-    return LLTokenizer(wrapper, eos_token=ends or list(as_it_is.eos_tokens))
+    encoder = _PlainEncoder(path.read_text(encoding="utf-8"), ends)
+    return LLTokenizer(TokenizerWrapper(encoder), eos_token=ends or [encoder.eos_token_id])
 
 
 class _PlainEncoder:
@@ -169,18 +168,25 @@ class _PlainEncoder:
 
     bos_token_id = None
 
-    def __init__(self, text: str, vocabulary: "LLTokenizer") -> None:
-        """`vocabulary` knows the bytes of each token."""
+    def __init__(self, text: str, eos_token_ids: Sequence[int] | None) -> None:
+        """`text` is that of a tokenizer.json."""
+        from llguidance import LLTokenizer
         from tokenizers import Tokenizer
 
         self._tokenizer: Any = Tokenizer.from_str(text)
+        num_ids = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        names = [self._tokenizer.id_to_token(token_id) for token_id in range(num_ids)]
+        dense = _without_holes(text) if None in names else text
+        place_of = Tokenizer.from_str(dense).get_vocab() if None in names else {}
+        places = {index: place_of.get(name, index) for index, name in enumerate(names) if name is not None}
+        ends = [places[token_id] for token_id in eos_token_ids or () if token_id in places]
+        known = LLTokenizer(dense, eos_token=ends or None, slices=[])
+        self.eos_token_id = next((index for index, place in places.items() if place == known.eos_token), 0)
+        self.tokens = [known.decode_bytes([places[index]]) if index in places else b"" for index in range(num_ids)]
+        self.special_token_ids = [index for index, place in places.items() if known.is_special_token(place)]
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        ids = range(vocabulary.vocab_size)
-        self.eos_token_id = vocabulary.eos_token
-        self.tokens = [vocabulary.decode_bytes([token_id]) for token_id in ids]
-        self.special_token_ids = [token_id for token_id in ids if vocabulary.is_special_token(token_id)]
 
     def __call__(self, text: str) -> list[int]:
         """The tokens of a text, which name no special token. It continues an output: the space that SentencePiece puts
@@ -201,3 +207,13 @@ class _PlainEncoder:
     def _bytes_of(self, token_ids: Iterable[int]) -> bytes:
         """Of ids that the vocabulary knows: one that a model has added lies beyond it."""
         return b"".join(self.tokens[token_id] for token_id in token_ids if token_id < len(self.tokens))
+
+
+def _without_holes(text: str) -> str:
+    """A tokenizer.json with the ids of its vocabulary as near to each other as they can be: llguidance reads as many
+    ids as there are tokens, from 0 on.
+    """
+    described = json.loads(text)
+    ids = described["model"]["vocab"]
+    described["model"]["vocab"] = {name: place for place, name in enumerate(sorted(ids, key=ids.__getitem__))}
+    return json.dumps(described)
