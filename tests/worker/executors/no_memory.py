@@ -1,38 +1,49 @@
-"""Steps and draws of the native executor in a process whose C++ gets no memory from some allocation on. A program.
+"""The native executor in a process whose C++ gets no memory from some allocation on: packing, steps, draws. A program.
 
 Arguments: the library with the failing `operator new`, which is preloaded, and the folders of models.
 """
 
 import ctypes
+import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from holdfast.worker.errors import ReplicaError
+from holdfast.worker.executors.cpu import packing
+from holdfast.worker.executors.cpu.library import load_library
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.step_plan import StepPlan
 from tests.draw_params import draw_params
 from tests.parity.harness import Sequences, load, worker_config
+from tests.worker.executors.cpu.native import Product, same_bits
 
 FAILING = ctypes.CDLL(sys.argv[1])
 FAILING.fail_after.argtypes = [ctypes.c_long]
 FAILING.stop_failing.restype = ctypes.c_long
 
 
-class Armed:
-    """A library whose calls get so many allocations each, and then none."""
+STEP = ("native_decoder_create", "native_decoder_begin", "native_decoder_run", "native_sample")
+PACKING = ("native_pack", "native_compact", "native_expand")
 
-    def __init__(self, library: Any) -> None:
+
+class Armed:
+    """A library some of whose functions get so many allocations each call, and then none."""
+
+    def __init__(self, library: Any, armed: tuple[str, ...] = STEP) -> None:
         self._library = library
+        self._armed = armed
         self.num_calls = sys.maxsize
         self.num_failed = 0
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._library, name)
-        if name not in ("native_decoder_begin", "native_decoder_run", "native_sample"):
+        if name not in self._armed:
             return call
 
         def armed(*arguments: Any) -> Any:
@@ -54,7 +65,7 @@ def tried(library: Armed, work: Any, renew: Any) -> tuple[Any, int]:
         try:
             result = work()
         except ReplicaError as error:
-            if "no memory" not in str(error):
+            if not re.search("no memory|threads could not be started", str(error)):
                 raise
             num_errors += 1
         else:
@@ -100,5 +111,49 @@ def draws() -> int:
     return num_errors
 
 
+def pools() -> int:
+    library = Armed(load_library(), ("native_pool_create", "native_sampler_create"))
+
+    def start() -> None:
+        with patch("holdfast.worker.executors.cpu.sampler.load_library", return_value=library):
+            NativeSampler.with_threads(3).close()
+
+    return tried(library, start, lambda: None)[1]
+
+
+def products() -> int:
+    """Of a weight that is kept compact, of which a part has to be kept as tiles after all."""
+    random = torch.Generator().manual_seed(3)
+    weight = torch.randn(192, 96, generator=random).bfloat16()
+    weight[128:] = torch.randint(-(2**15), 2**15, (64, 96), generator=random).short().view(torch.bfloat16)
+    weight = weight.nan_to_num(1.0, 1.0, 1.0)
+    inputs = torch.randn(5, 96, generator=random).bfloat16()
+    library = load_library()
+    right = Product(library, weight)(inputs)
+    num_errors = 0
+    for compacts in (True, False):
+        armed = Armed(library, (*PACKING, "native_product"))
+        armed.num_calls = 0  # packing needs no memory of C++
+        with patch.object(packing, "PIECE_BYTES", 64 * 96 * 2):
+            packed = Product(armed, weight, compacts=compacts)
+        result, failed = tried(armed, lambda packed=packed: packed(inputs), lambda: None)
+        assert same_bits(result, right)
+        num_errors += failed
+    return num_errors
+
+
+def opened() -> int:
+    """A library that is opened where C++ gets no memory: it is there, or an error says why not."""
+    copy = Path(sys.argv[1]).parent / "again.so"
+    shutil.copy(load_library()._name, copy)
+    FAILING.fail_after(0)
+    try:
+        library = ctypes.CDLL(str(copy))
+        assert library.native_pairs_agree()
+    finally:
+        FAILING.stop_failing()
+    return 1
+
+
 if __name__ == "__main__":
-    print(*[steps(Path(folder)) for folder in sys.argv[2:]], draws())
+    print(*[steps(Path(folder)) for folder in sys.argv[2:]], draws(), pools(), products(), opened())

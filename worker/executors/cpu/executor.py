@@ -58,6 +58,9 @@ class CpuExecutor:
         self._dtype = layout.dtype
         self._vocab_size = layout.vocab_size
         self._hidden = layout.hidden_size
+        self._decoder: int | None = None
+        self._exchange: Exchange | None = None
+        self._cache: TiledCache | None = None
         self._pool = self._library.native_pool_create(num_threads, -1, None)
         if not self._pool:
             raise ReplicaError(f"{num_threads} threads could not be started")
@@ -74,12 +77,9 @@ class CpuExecutor:
             arena=arena_for(layout, form) if uses_up else Arena(),
         )
         self._rows = self.packed.model.vocab_rows
-        self._decoder: int | None = None
         self._num_segments = 2 * len(self.packed.layers) + 2
-        self._exchange: Exchange | None = None
         self._in_one_call = group.size == 1
         """Whether the library itself adds what ranks have: then all ranks know the tokens that a step has drawn."""
-        self._cache: TiledCache | None = None
         self._layers_done = ctypes.c_long(0)
         self._own_logits = _Room()
         self._all_logits = _Room()

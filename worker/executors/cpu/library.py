@@ -68,11 +68,18 @@ def load_library(name: str | None = None) -> CDLL:
     if name is not None and (missing := missing_instructions(name)):
         raise Unavailable(f"this CPU does not run {name}: it has no {', '.join(sorted(missing))}")
     for choice in [name] if name else runnable:
-        library = _declared(CDLL(str(path_of(choice))))
+        library = _declared(_opened(path_of(choice)))
         if (reason := _reason_against(choice, library)) is None:
             return library
         logger.info("not by %s: %s", choice, reason)
     raise Unavailable(reason or "")
+
+
+def _opened(path: Path) -> CDLL:
+    try:
+        return CDLL(str(path))
+    except OSError as error:  # no memory for it, or a file system that nothing is executed from
+        raise Unavailable(f"the native library cannot be loaded: {error}") from error
 
 
 def _reason_against(name: str, library: CDLL) -> str | None:
@@ -146,7 +153,7 @@ def _declared(library: CDLL) -> CDLL:
         *(c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int),
         *(POINTER(NativeEdits), POINTER(NativeDrawn), c_void_p, c_void_p, c_int),
     )
-    _declare(library, "native_product", None, POINTER(NativeLinear), c_int, c_void_p, c_long, c_int, c_void_p)
+    _declare(library, "native_product", c_int, POINTER(NativeLinear), c_int, c_void_p, c_long, c_int, c_void_p)
     _declare(library, "native_function", None, c_int, c_void_p, c_void_p, c_long)
     return library
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.structures import (
     NativeExperts,
     NativeLayer,
@@ -229,16 +230,10 @@ class PackedModel:
         step = _rows_of_piece(slices * slice_tiles * TILE * self._itemsize)
         for first in range(0, len(rows), step):
             piece = pointers[first : first + step]
-            self._library.native_pack(
-                self._pool,
-                piece.ctypes.data,
-                len(piece),
-                slices,
-                slice_length,
-                slice_tiles,
-                self.dtype,
-                memory.room(first),
-            )
+            layout = (slices, slice_length, slice_tiles, self.dtype)
+            outcome = self._library.native_pack(self._pool, piece.ctypes.data, len(piece), *layout, memory.room(first))
+            if outcome:
+                raise ReplicaError(f"the executor's threads did not pack a weight ({outcome})")
             memory.written(first, len(piece))
             if self._spent is not None and in_order:
                 self._spent.read(linear.weights, slice(first, first + step))

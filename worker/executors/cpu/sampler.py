@@ -54,7 +54,11 @@ class NativeSampler:
         pool = library.native_pool_create(num_threads, -1, None)
         if not pool:
             raise ReplicaError(f"{num_threads} threads could not be started")
-        sampler = cls(library, pool)
+        try:
+            sampler = cls(library, pool)
+        except ReplicaError:
+            library.native_pool_destroy(pool)
+            raise
         sampler._own_pool = pool
         return sampler
 

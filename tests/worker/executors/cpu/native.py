@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.build import CLASSES, IN_SOFTWARE
 from holdfast.worker.executors.cpu.library import Unavailable, load_library
 from holdfast.worker.executors.cpu.packing import DTYPES, GROUP, PIECE_BYTES, TILE, IntArray, PackedModel
@@ -65,9 +66,11 @@ class Product(PackedModel):
         """Inputs [rows, in] -> [rows, out], float32."""
         rows = self._padded(inputs)
         out = torch.full((len(rows) + 1, self.native.groups * GROUP), torch.nan)
-        self._library.native_product(
+        outcome = self._library.native_product(
             byref(self.native), self.dtype, rows.data_ptr(), rows.stride(0), len(rows), out.data_ptr()
         )
+        if outcome:
+            raise ReplicaError(f"there is no memory for a product ({outcome})")
         assert out[-1].isnan().all(), "something was written beyond the rows"
         return out[:-1, : self._outputs]
 

@@ -52,11 +52,14 @@ float* native_decoder_partial(void* decoder) { return ((AnyDecoder*)decoder)->pa
 float* native_decoder_residual(void* decoder) { return ((AnyDecoder*)decoder)->residual(); }
 long native_decoder_stride(void* decoder) { return ((AnyDecoder*)decoder)->stride(); }
 
-// out [count][groups * 64] = rows [count] of a linear's inputs times its weight: one thread, for tests.
-void native_product(const NativeLinear* linear, int dtype, const void* rows, long stride, int count, float* out) {
+// out [count][groups * 64] = rows [count] of a linear's inputs times its weight: one thread, for tests. kDone or kNoMemory.
+int native_product(const NativeLinear* linear, int dtype, const void* rows, long stride, int count, float* out) {
   FlushedDenormals flushed;
-  if (dtype == holdfast::BFLOAT16) multiply<Bf16>(*linear, rows, stride, count, out);
-  else holdfast::plain_product(*linear, dtype, rows, stride, count, out);
+  return holdfast::prepared([&] {
+    if (dtype == holdfast::BFLOAT16) multiply<Bf16>(*linear, rows, stride, count, out);
+    else holdfast::plain_product(*linear, dtype, rows, stride, count, out);
+    return holdfast::kDone;
+  });
 }
 
 // Whether this machine's instruction for pairs of bf16 rounds as two FMAs do, on numbers of all sizes. 1 where none is used.
