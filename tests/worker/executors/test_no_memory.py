@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.executors.cpu.sampler import NativeSampler
+from holdfast.worker.executors.cpu.library import load_library
+from holdfast.worker.executors.cpu.sampler import OUT_OF_MEMORY, NativeSampler
 from holdfast.worker.executors.step_sampler import HeadOutput
 from tests.draw_params import draw_params
 from tests.parity.families import save_tiny_model
+from tests.worker.executors.cpu.native import Product
 from tests.worker.executors.native_build import compiled
 
 
@@ -31,6 +33,13 @@ def test_each_allocation_that_fails_is_an_error_of_the_step(tmp_path):
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert all(int(count) > 0 for count in done.stdout.split()), done.stdout
+
+
+def test_a_weight_that_was_not_packed_is_an_error(monkeypatch):
+    library = load_library()
+    monkeypatch.setattr(library, "native_pack", lambda *_: OUT_OF_MEMORY)
+    with pytest.raises(ReplicaError, match=r"did not pack a weight \(-4\)"):
+        Product(library, torch.zeros(64, 32))
 
 
 def test_what_a_draw_uses_is_not_freed_under_it():

@@ -207,6 +207,15 @@ def test_a_machine_without_the_instructions_is_told_so(monkeypatch):
         library.load_library.__wrapped__()
 
 
+def test_a_library_that_cannot_be_opened_is_named_with_the_reason(monkeypatch, tmp_path):
+    """For want of memory, or on a file system that nothing is executed from."""
+    broken = tmp_path / "avx2.so"
+    broken.write_bytes(b"\x7fELF")
+    monkeypatch.setattr(library, "path_of", lambda name: broken)
+    with pytest.raises(library.Unavailable, match=rf"native library cannot be loaded: {broken}: file too short"):
+        library.load_library.__wrapped__()
+
+
 def test_without_a_compiler_a_start_is_refused_with_a_way_out(monkeypatch, tmp_path):
     def none():
         raise build.NoCompilerError("no C++ compiler was found (try: apt-get install g++)")
