@@ -97,8 +97,8 @@ class SendAbort:
 NO_SEQUENCE: Final = SequenceKey("", "")
 
 
-class Deliver(NamedTuple):
-    """New output of one sequence. Its deliveries follow each other without gap or overlap.
+class OutputDelta(NamedTuple):
+    """New output of one sequence. A sequence's deltas follow each other without gap or overlap.
 
     One is made for every token of every stream, and a frozen dataclass takes twice as long to make.
     """
@@ -140,7 +140,7 @@ class Fail:
         return self.key.request_id
 
 
-Action = SendSubmit | SendAbort | Deliver | Fail
+Action = SendSubmit | SendAbort | OutputDelta | Fail
 
 
 # --- out: queries ---

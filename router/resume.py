@@ -7,7 +7,7 @@ text that the client does not have yet is sent first.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.router.events import FRESH, CaughtUp, Deliver, TextState, Usage
+from holdfast.router.events import FRESH, CaughtUp, OutputDelta, TextState, Usage
 from holdfast.router.resume_record import ResumeRecord
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import EngineRequest, FinishReason
@@ -83,12 +83,12 @@ def check_ends(field: str, token_ids: Sequence[int], request: EngineRequest, eos
             raise InvalidRequestError(field, token_id, f"must end with token {index}, which ends the output")
 
 
-def received_delivery(sequence: NewSequence, index: int, resume: ResumeRecord, echo: str = "") -> Deliver | None:
+def received_delivery(sequence: NewSequence, index: int, resume: ResumeRecord, echo: str = "") -> OutputDelta | None:
     """All that the client has of a sequence, as one delivery; None if it has nothing of it."""
     received = resume.sequence(index)
     if not received.token_ids and received.finish_reason is None:
         return None
-    return Deliver(
+    return OutputDelta(
         request_id=sequence.request.request_id,
         first_token_index=0,
         token_ids=sequence.request.output_token_ids,
@@ -99,10 +99,10 @@ def received_delivery(sequence: NewSequence, index: int, resume: ResumeRecord, e
     )
 
 
-def final_delivery(request: EngineRequest, caught_up: CaughtUp) -> Deliver:
+def final_delivery(request: EngineRequest, caught_up: CaughtUp) -> OutputDelta:
     """The last delivery of a resumed sequence that was already complete."""
     num_tokens = len(request.output_token_ids)
-    return Deliver(
+    return OutputDelta(
         request_id=request.request_id,
         first_token_index=num_tokens,
         token_ids=(),

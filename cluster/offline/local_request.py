@@ -10,7 +10,7 @@ from contextlib import suppress
 from holdfast.cluster.offline.outputs import RequestMetrics, RequestOutput, completion_output, prompt_logprobs
 from holdfast.router.dispatch.output_stream import merged
 from holdfast.router.dispatch.parallel_sampling import is_ranked
-from holdfast.router.events import Deliver
+from holdfast.router.events import OutputDelta
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import CompletedSequence, SampledAnswer
 from holdfast.router.requests.beam_search import BeamAnswer
@@ -52,7 +52,7 @@ class LocalRequest:
         self._callback = callback
         self._is_awaited = is_awaited
         self._answer: SampledAnswer | BeamAnswer | None = None
-        self._pieces: list[list[Deliver]] = [[] for _ in range(request.sampling_params.num_sequences)]
+        self._pieces: list[list[OutputDelta]] = [[] for _ in range(request.sampling_params.num_sequences)]
         self._num_unfinished = len(self._pieces)
         self._is_streamed = callback is not None and not is_ranked(request.sampling_params)
         self._arrived_s, self._arrived_ts = time.time(), time.monotonic()
@@ -99,7 +99,7 @@ class LocalRequest:
         self._answer = answer
         self.admitted.set_result(None)
 
-    def _take(self, delivery: Deliver) -> None:
+    def _take(self, delivery: OutputDelta) -> None:
         """A ranked request has no output before its ranking is known; the final output comes from `end`."""
         self._note_output()
         self._pieces[delivery.sequence_index].append(delivery)
@@ -116,16 +116,16 @@ class LocalRequest:
             for delivery in answer.unread():
                 self._pieces[delivery.sequence_index].append(delivery)
 
-    def _outputs(self) -> list[Deliver]:
+    def _outputs(self) -> list[OutputDelta]:
         """What has come of each sequence, in one delivery."""
         for index, pieces in enumerate(self._pieces):
-            nothing = Deliver(
+            nothing = OutputDelta(
                 request_id=self.request_id, sequence_index=index, first_token_index=0, token_ids=(), text=""
             )
             pieces[:] = [merged(pieces) if pieces else nothing]
         return [pieces[0] for pieces in self._pieces]
 
-    def _so_far(self, outputs: Sequence[Deliver] | None = None) -> tuple[CompletedSequence, ...]:
+    def _so_far(self, outputs: Sequence[OutputDelta] | None = None) -> tuple[CompletedSequence, ...]:
         outputs = self._outputs() if outputs is None else outputs
         if isinstance(self._answer, SampledAnswer):
             return self._answer.completions(outputs)

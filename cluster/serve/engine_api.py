@@ -15,9 +15,9 @@ from holdfast.router.api.grpc import standard_services as health
 from holdfast.router.api.intake import DecodeWorker
 from holdfast.router.api.vllm import servicer as vllm_engine
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.dispatch.request_stream import stopping
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.security.gate import Gate
 from holdfast.router.text.tokenizer import Tokenizer

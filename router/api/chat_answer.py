@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final, Self
 
 from holdfast.router.chat import Chat
-from holdfast.router.events import Deliver
+from holdfast.router.events import OutputDelta
 from holdfast.router.generation import ChatDelta, ChatOutput, Generation, ToolCall, ToolCallDelta
 from holdfast.router.request import GenerationRequest, naming
 from holdfast.router.requests.request_processor import RequestProcessor
@@ -111,14 +111,14 @@ class ChatPlan:
 class ChatDeltas:
     """Reads the completions of one stream, as their text comes."""
 
-    def __init__(self, plan: ChatPlan, received: Sequence[Deliver] = ()) -> None:
+    def __init__(self, plan: ChatPlan, received: Sequence[OutputDelta] = ()) -> None:
         """`received` is what the client of a resumed stream has read already."""
         self._plan = plan
         self._readers: dict[int, ChatReader] = {}
         for delivery in received:
             self.of(delivery)
 
-    def of(self, delivery: Deliver) -> ChatDelta | None:
+    def of(self, delivery: OutputDelta) -> ChatDelta | None:
         """What new text says; None where the text is all that was asked for."""
         if self._plan.style is None:
             return None

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from holdfast.router.api.chat_answer import ChatDeltas, ChatPlan
-from holdfast.router.events import Deliver
+from holdfast.router.events import OutputDelta
 from holdfast.router.generation import Chunk, GeneratedSequence, Generation
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import CompletedRequest, CompletedSequence
@@ -19,7 +19,7 @@ from holdfast.router.text.token_table import TokenTable
 from holdfast.worker.request import TokenLogprob
 
 
-def public_chunk(delivery: Deliver) -> Chunk:
+def public_chunk(delivery: OutputDelta) -> Chunk:
     return Chunk(
         request_id=delivery.request_id,
         sequence_index=delivery.sequence_index,

@@ -14,8 +14,8 @@ from holdfast.router.dispatch.output_stream import OutputStream, UnreadLimit
 from holdfast.router.events import (
     Action,
     ClusterEvent,
-    Deliver,
     Fail,
+    OutputDelta,
     SendAbort,
     SendSubmit,
 )
@@ -227,7 +227,7 @@ class DispatchHost:
         broken, streams = [], self._streams
         for action in actions:
             try:
-                if isinstance(action, Deliver):  # as nearly all of them are
+                if isinstance(action, OutputDelta):  # as nearly all of them are
                     streams[action.key].push(action)
                     if action.finish_reason is not None:
                         self._end_stream(action.key)

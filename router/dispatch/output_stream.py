@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from holdfast.router.dispatch.timeline import Timeline
-from holdfast.router.events import Deliver
+from holdfast.router.events import OutputDelta
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.request import SequenceKey, TokenLogprob
 
@@ -20,7 +20,7 @@ BEHIND_AT_LEAST_S: Final = 1.0
 MERGED_AT: Final = 64
 """This many unfetched deliveries are merged into one, because each costs more memory than its tokens."""
 
-Taker: TypeAlias = Callable[[Deliver], bool]
+Taker: TypeAlias = Callable[[OutputDelta], bool]
 """Takes a delivery straight to its reader. False: it has not, since the reader is busy with an earlier one. It runs
 inside the dispatch host, and must not call back into it.
 """
@@ -85,17 +85,17 @@ class OutputStream:
         self.notifies_each_step = True
         """False: `on_output` is called at the end only."""
         self._on_output = on_output
-        self._pending: list[Deliver] = []
+        self._pending: list[OutputDelta] = []
         self.taker: Taker | None = None
         """Is offered what comes before the end while nothing waits to be polled."""
-        self.watch: Callable[[Deliver], None] | None = None
+        self.watch: Callable[[OutputDelta], None] | None = None
         """Is told of what comes up to the first token, and of the last delivery."""
         self.num_tokens = 0
         """Delivered so far."""
         self.error: HoldfastError | None = None
         """What has ended it, and is raised after all earlier output."""
 
-    def push(self, delivery: Deliver) -> None:
+    def push(self, delivery: OutputDelta) -> None:
         is_last = delivery.finish_reason is not None
         if self.watch is not None and (is_last or not self.num_tokens):
             self.watch(delivery)
@@ -118,7 +118,7 @@ class OutputStream:
         self.error = error
         self._on_output()
 
-    def poll(self) -> Deliver | None:
+    def poll(self) -> OutputDelta | None:
         """All output since the last call, if any. After it, raises the error given to `fail`."""
         if not self._pending:
             if self.error is not None:
@@ -140,7 +140,7 @@ class OutputStream:
         if since is not None and not self.is_suspended and self._now() - since >= BEHIND_AT_LEAST_S:
             limit.on_unread(self)
 
-    def _first(self) -> Deliver:
+    def _first(self) -> OutputDelta:
         """All that waits, as far as one replica has made it."""
         pending = self._pending
         if pending[0].replica_id == pending[-1].replica_id:
@@ -156,7 +156,7 @@ class OutputStream:
         return bool(self._pending) or self.error is not None
 
 
-def merged(deliveries: Sequence[Deliver]) -> Deliver:
+def merged(deliveries: Sequence[OutputDelta]) -> OutputDelta:
     """Consecutive deliveries as one, of the last one's replica."""
     first, last = deliveries[0], deliveries[-1]
     if len(deliveries) == 1:

@@ -7,7 +7,7 @@ from holdfast.router.dispatch.prefix_index import PromptPrefix
 from holdfast.router.dispatch.replica_state import ReplicaState
 from holdfast.router.dispatch.request_status import TRANSITIONS, RequestEvent, RequestStatus, Standing
 from holdfast.router.dispatch.timeline import Timeline
-from holdfast.router.events import FRESH, CaughtUp, Deliver, TextState, Usage
+from holdfast.router.events import FRESH, CaughtUp, OutputDelta, TextState, Usage
 from holdfast.router.text.stop_strings import shown_tokens
 from holdfast.worker.errors import InternalError
 from holdfast.worker.model_info import version_of
@@ -139,7 +139,7 @@ class RequestState:
         finish_reason: FinishReason | None,
         logprobs: tuple[TokenLogprob, ...] = (),
         prompt_logprobs: tuple[TokenLogprob, ...] = (),
-    ) -> Deliver | None:
+    ) -> OutputDelta | None:
         """Appends output. Returns the delivery for the client, or None if nothing is new.
 
         A complete stop string ends the output; tokens after it are dropped. `logprobs` are cut as the tokens. A token
@@ -168,16 +168,16 @@ class RequestState:
             None if finish_reason is None else self._usage(),
             logprobs[:num_kept],
             self._of_prompt(prompt_logprobs) if has_prompt_logprobs else (),
-            0,  # the sequence's index is its call's to say
+            0,  # the sequence's index is its request stream's to say
             self.num_cached_tokens,
             self.fingerprint,
             self.identity_guaranteed,
             self.replica_id,
             self.key,
         )
-        return tuple.__new__(Deliver, fields)  # by names it takes four times as long, for every token
+        return tuple.__new__(OutputDelta, fields)  # by names it takes four times as long, for every token
 
-    def take_one(self, token_id: int) -> Deliver:
+    def take_one(self, token_id: int) -> OutputDelta:
         """As `take`, of one token after others that were told, and nothing else. It is made for nearly every token."""
         output = self.output_token_ids
         index = len(output)
@@ -203,7 +203,7 @@ class RequestState:
             self.replica_id,
             self.key,
         )
-        return tuple.__new__(Deliver, fields)
+        return tuple.__new__(OutputDelta, fields)
 
     def note_replica(self, replica: ReplicaState) -> None:
         """The request runs on a replica now. If it has output, only a bitwise-identical replica keeps the guarantee."""

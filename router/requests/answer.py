@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from holdfast.router.dispatch.call import Call
 from holdfast.router.dispatch.output_stream import Taker, merged
 from holdfast.router.dispatch.parallel_sampling import best, is_ranked
-from holdfast.router.events import Deliver, TextState, Usage
+from holdfast.router.dispatch.request_stream import RequestStream
+from holdfast.router.events import OutputDelta, TextState, Usage
 from holdfast.router.requests.request_stats import RequestWatch
 from holdfast.router.text.stop_strings import stop_reason
 from holdfast.worker.request import FinishReason, RequestKey, TokenLogprob
@@ -22,7 +22,7 @@ from holdfast.worker.sampling_params import SamplingParams
 class CompletedSequence:
     """The whole output of one sequence."""
 
-    output: Deliver
+    output: OutputDelta
     cumulative_logprob: float | None = None
     """The sum of the tokens' log-probabilities, if they are known."""
     stop_reason: str | int | None = None
@@ -71,18 +71,18 @@ class OutputSignal:
 class SampledAnswer:
     """The response to a sampling request, for one task, which either iterates over it or awaits `whole`.
 
-    Iterating gives what `Call.poll` gives, and raises what it raises, as soon as there is output. `has_output` is set
-    by the call's `on_output`.
+    Iterating gives what `RequestStream.poll` gives, and raises what it raises, as soon as there is output. `has_output`
+    is set by the stream's `on_output`.
     """
 
     def __init__(
         self,
-        call: Call,
+        call: RequestStream,
         has_output: OutputSignal,
         model: str,
         params: SamplingParams,
         prompt_token_ids: tuple[int, ...] = (),
-        received: tuple[Deliver, ...] = (),
+        received: tuple[OutputDelta, ...] = (),
         watch: RequestWatch | None = None,
         texts: Sequence[TextState] = (),
         echo: str = "",
@@ -107,10 +107,10 @@ class SampledAnswer:
         return self._call.is_over
 
     def hand_to(self, taker: Taker) -> None:
-        """As `Call.hand_to`: `taker` is, or asks, this answer's `has_output.give`, and so takes nothing out of turn."""
+        """As `RequestStream.hand_to`."""
         self._call.hand_to(taker)
 
-    def read(self) -> Deliver | None:
+    def read(self) -> OutputDelta | None:
         """Output that is there, if any, without waiting: for a reader that waits for `has_output` itself, and for no
         iterator. Raises as iterating does.
         """
@@ -124,7 +124,7 @@ class SampledAnswer:
     def __aiter__(self) -> "SampledAnswer":
         return self
 
-    async def __anext__(self) -> Deliver:
+    async def __anext__(self) -> OutputDelta:
         if self._call.is_over:
             raise StopAsyncIteration
         while True:
@@ -134,7 +134,7 @@ class SampledAnswer:
                 return delivery
 
     def abort(self) -> bool:
-        """As `Call.abort`."""
+        """As `RequestStream.abort`."""
         return self._call.abort()
 
     def await_ends(self, on_first_token: Callable[[], None] | None = None) -> None:
@@ -146,15 +146,15 @@ class SampledAnswer:
         if on_first_token is not None and self._watch is not None:
             self._watch.on_first_token = on_first_token
 
-    def unread(self) -> Iterator[Deliver]:
+    def unread(self) -> Iterator[OutputDelta]:
         """The output that has arrived and was not returned yet, without waiting. Raises as iterating does."""
         while (delivery := self._call.poll()) is not None:
             yield delivery
 
-    async def outputs(self) -> list[Deliver]:
+    async def outputs(self) -> list[OutputDelta]:
         """The output of every sequence as one delivery, by sequence index."""
         self.await_ends()
-        pieces: list[list[Deliver]] = [[] for _ in range(self._call.num_completions)]
+        pieces: list[list[OutputDelta]] = [[] for _ in range(self._call.num_completions)]
         async for delivery in self:
             pieces[delivery.sequence_index].append(delivery)
         return [merged(deliveries) for deliveries in pieces]
@@ -166,7 +166,7 @@ class SampledAnswer:
             request_id=self.request_id, model=self.model, completions=completions, usage=self._call.usage
         )
 
-    def stop_reason(self, index: int, delivery: Deliver) -> str | int | None:
+    def stop_reason(self, index: int, delivery: OutputDelta) -> str | int | None:
         """What has ended sequence `index`, whose last delivery this is: a stop string or token of the request, or None
         for another end.
         """
@@ -179,20 +179,20 @@ class SampledAnswer:
         matched = self._texts[index].matched if index < len(self._texts) else None
         return stop_reason(self.params, delivery.finish_reason, token_ids, matched)
 
-    def completions(self, outputs: Sequence[Deliver]) -> tuple[CompletedSequence, ...]:
+    def completions(self, outputs: Sequence[OutputDelta]) -> tuple[CompletedSequence, ...]:
         """The completions to return, from the whole output of every sequence. Each output is one delivery."""
         completions = tuple(map(self._completion, outputs))
         return self._chosen(outputs, completions) if is_ranked(self.params) else completions
 
     def _chosen(
-        self, outputs: Sequence[Deliver], completions: Sequence[CompletedSequence]
+        self, outputs: Sequence[OutputDelta], completions: Sequence[CompletedSequence]
     ) -> tuple[CompletedSequence, ...]:
         """The best ones, with new indices. The prompt's log-probabilities, which sequence 0 has, go to the first."""
         ranking = best([[item.logprob for item in output.logprobs] for output in outputs], self.params.n)
         prompt_logprobs = outputs[0].prompt_logprobs
         return tuple(_as_number(number, completions[index], prompt_logprobs) for number, index in enumerate(ranking))
 
-    def _completion(self, output: Deliver) -> CompletedSequence:
+    def _completion(self, output: OutputDelta) -> CompletedSequence:
         """Log-probabilities that only the ranking needed are left out; their sum is kept."""
         is_known = self.params.logprobs is not None or is_ranked(self.params)
         total = math.fsum(item.logprob for item in output.logprobs) if is_known else None

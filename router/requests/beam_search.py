@@ -16,10 +16,10 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from holdfast.router.dispatch.call import Call, open_call
 from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.dispatch.request_stream import RequestStream, open_request_stream
 from holdfast.router.dispatch.timeline import Timeline
-from holdfast.router.events import CaughtUp, Deliver, Usage
+from holdfast.router.events import CaughtUp, OutputDelta, Usage
 from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, OutputSignal, SampledAnswer
 from holdfast.router.resume import NewSequence
 from holdfast.router.text.stop_strings import shown_tokens, stop_reason
@@ -166,7 +166,7 @@ class BeamAnswer:
         deadline: float,
         echo: str = "",
         client_attempt: int = 0,
-        watch: Callable[[Deliver], None] | None = None,
+        watch: Callable[[OutputDelta], None] | None = None,
     ) -> None:
         """`client_attempt` is above 0 if the client submits again when told to. `watch` is told of every delivery of
         the requests for candidates, and last of the completions.
@@ -188,7 +188,7 @@ class BeamAnswer:
         self._is_over = False
         self.timelines: list[Timeline] = []
         """Of the first request for candidates, which computes the prompt."""
-        self._call: Call | None = None
+        self._call: RequestStream | None = None
         self._is_aborted = False
         self._num_cached_tokens = 0
         self._fingerprints: list[str] = []
@@ -227,10 +227,10 @@ class BeamAnswer:
             self._call.abort()
         return was_live
 
-    async def _extend(self, beams: Sequence[Beam]) -> list[Deliver]:
+    async def _extend(self, beams: Sequence[Beam]) -> list[OutputDelta]:
         """Generates one token after each beam, in one call."""
         sequences, has_output = [self._extension(beam) for beam in beams], OutputSignal()
-        self._call = call = open_call(
+        self._call = call = open_request_stream(
             self._dispatch_host,
             self.request_id,
             sequences,
@@ -264,7 +264,7 @@ class BeamAnswer:
         text = TextStream(self._tokenizer, params, self._request.prompt_token_ids)
         finish_reason = self._finish_reason(beam)
         shown = shown_tokens(beam.token_ids, finish_reason, params)
-        output = Deliver(
+        output = OutputDelta(
             request_id=self.request_id,
             sequence_index=index,
             first_token_index=0,

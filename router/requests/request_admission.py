@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.router.config import LimitsConfig
-from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.dispatch.request_stream import stopping
 from holdfast.router.events import ModelStatus
 from holdfast.router.operator_state import Pause
 from holdfast.router.overload.byte_ledger import current_lease

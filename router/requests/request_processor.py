@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
-from holdfast.router.dispatch.call import Call, open_call
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.parallel_sampling import siblings
-from holdfast.router.events import Deliver, ModelStatus
+from holdfast.router.dispatch.request_stream import RequestStream, open_request_stream
+from holdfast.router.events import ModelStatus, OutputDelta
 from holdfast.router.overload.byte_ledger import current_lease
 from holdfast.router.overload.overload import Overload
 from holdfast.router.request import GenerationRequest, check_text, naming
@@ -155,7 +155,7 @@ class RequestProcessor:
 
     async def _begin(
         self, request: GenerationRequest, admitted: AdmittedRequest, watch: RequestWatch
-    ) -> tuple[SampledAnswer, Call]:
+    ) -> tuple[SampledAnswer, RequestStream]:
         """Opens all sequences of a request."""
         engine_request, model = admitted.engine_request, admitted.model.name
         sequences: list[NewSequence] = []
@@ -165,7 +165,7 @@ class RequestProcessor:
         # Once more: others may have come meanwhile.
         self._admission.check_tenant(engine_request.tenant)
         has_output = OutputSignal()
-        call = open_call(
+        call = open_request_stream(
             self._dispatch_host,
             engine_request.request_id,
             sequences,
@@ -311,7 +311,7 @@ class RequestProcessor:
         return await self._tokenizers.decode(status.name, tuple(token_ids))
 
 
-def _received(sequences: Sequence[NewSequence], resume: ResumeRecord, echo: str) -> tuple[Deliver, ...]:
+def _received(sequences: Sequence[NewSequence], resume: ResumeRecord, echo: str) -> tuple[OutputDelta, ...]:
     """What the client of a resumed request has already, of each sequence of which it has any."""
     resumed = sequences[: len(resume.sequences)]
     received = (received_delivery(one, index, resume, echo) for index, one in enumerate(resumed))

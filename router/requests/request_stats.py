@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.dispatch.timeline import Phases, Timeline, longest
-from holdfast.router.events import Deliver
+from holdfast.router.events import OutputDelta
 from holdfast.worker.errors import (
     AuthenticationError,
     CallerError,
@@ -145,7 +145,7 @@ class RequestWatch:
         self.on_end: EndListener | None = None
         """Hears of this request's end, before all others do."""
 
-    def note(self, delivery: Deliver) -> None:
+    def note(self, delivery: OutputDelta) -> None:
         """The first tokens of one of its sequences, or its end."""
         if self._first_at is None and delivery.token_ids:
             self._first_at, self._num_first = self._now(), len(delivery.token_ids)

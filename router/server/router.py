@@ -23,9 +23,9 @@ from holdfast.router.api.public_answer import InProcessApi
 from holdfast.router.cluster_control import ClusterControl
 from holdfast.router.config import LimitsConfig, OverloadConfig, RouterConfig
 from holdfast.router.demand import ModelDemand
-from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.dispatch.request_stream import stopping
 from holdfast.router.dispatch.versions import VersionCounts
 from holdfast.router.events import ModelStatus
 from holdfast.router.links.link_pool import LinkPool

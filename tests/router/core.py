@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
-from holdfast.router.events import Action, Deliver, Fail, SendAbort, SendSubmit
+from holdfast.router.events import Action, Fail, OutputDelta, SendAbort, SendSubmit
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.request import (
@@ -191,8 +191,8 @@ def sent(actions: Sequence[Action]) -> SendSubmit:
     return submission
 
 
-def delivered(actions: Sequence[Action]) -> Deliver:
-    (delivery,) = [action for action in actions if isinstance(action, Deliver)]
+def delivered(actions: Sequence[Action]) -> OutputDelta:
+    (delivery,) = [action for action in actions if isinstance(action, OutputDelta)]
     return delivery
 
 

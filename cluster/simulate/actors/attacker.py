@@ -13,7 +13,7 @@ from holdfast.cluster.simulate.actors.costly_message import CostlyMessage
 from holdfast.cluster.simulate.actors.messages import Admitted, Generate, Resets
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.kernel.network import Connection, Network
-from holdfast.router.events import Deliver, Fail
+from holdfast.router.events import Fail, OutputDelta
 from holdfast.worker.errors import (
     HoldfastError,
     OverloadedError,
@@ -75,7 +75,7 @@ class CostlyCall:
         match message:
             case Admitted():
                 self._policy.note_taken()
-            case Deliver():
+            case OutputDelta():
                 self._policy.note_news()
                 self.is_over = self.is_over or message.usage is not None
             case Fail():

@@ -8,7 +8,7 @@ from holdfast.cluster.simulate.kernel.timeline import Violation, require
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import FINEST_S, DispatchHost
-from holdfast.router.events import Action, Deliver, Fail, SendAbort, SendSubmit
+from holdfast.router.events import Action, Fail, OutputDelta, SendAbort, SendSubmit
 from holdfast.worker.errors import (
     HoldfastError,
     QueueFullError,
@@ -90,7 +90,7 @@ class AuditedDispatchHost(DispatchHost):
         over = []
         for action in actions:
             match action:
-                case Deliver():
+                case OutputDelta():
                     if action.finish_reason is not None:
                         over.append(action.key)
                 case SendSubmit():

@@ -17,7 +17,7 @@ from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.timeline import Violation, require
 from holdfast.cluster.simulate.oracle.oracle import ExpectedCompletion, expected_completion
 from holdfast.router.dispatch.parallel_sampling import siblings
-from holdfast.router.events import Deliver, Fail, Usage
+from holdfast.router.events import Fail, OutputDelta, Usage
 from holdfast.router.resume_record import ResumeRecord, SequenceDelta, SequenceRecord
 from holdfast.worker.errors import (
     CapacityError,
@@ -154,7 +154,7 @@ class SimulatedClient:
         match message:
             case Admitted():
                 self._retry_policy.note_taken()
-            case Deliver():
+            case OutputDelta():
                 self._retry_policy.note_news()
                 self._take(message)
             case Fail():
@@ -225,7 +225,7 @@ class SimulatedClient:
     def _left_s(self) -> float:
         return max(0.0, self._deadline_s - self._timeline.now)
 
-    def _take(self, delivery: Deliver) -> None:
+    def _take(self, delivery: OutputDelta) -> None:
         sequence = self._sequences[delivery.sequence_index]
         if sequence.is_finished:
             is_news = bool(delivery.token_ids or delivery.text)
@@ -238,7 +238,7 @@ class SimulatedClient:
         elif self.planned.cancel_after is not None and self.num_tokens >= self.planned.cancel_after:
             self._leave()
 
-    def _take_news(self, sequence: CheckedSequence, delivery: Deliver) -> None:
+    def _take_news(self, sequence: CheckedSequence, delivery: OutputDelta) -> None:
         expected = sequence.expected
         first, end = delivery.first_token_index, delivery.first_token_index + len(delivery.token_ids)
         before = self._record.fingerprint
@@ -259,7 +259,7 @@ class SimulatedClient:
             reason = delivery.finish_reason
             require(reason is expected.finish_reason, f"{self}: ended by {reason}, expected {expected}")
 
-    def _merge(self, delivery: Deliver) -> None:
+    def _merge(self, delivery: OutputDelta) -> None:
         delta = SequenceDelta(
             first_token_index=delivery.first_token_index,
             token_ids=delivery.token_ids,
@@ -273,7 +273,7 @@ class SimulatedClient:
         except ValueError as error:
             raise Violation(f"{self}: {error}") from None
 
-    def _check_reports(self, expected: ExpectedCompletion, delivery: Deliver) -> None:
+    def _check_reports(self, expected: ExpectedCompletion, delivery: OutputDelta) -> None:
         """Checks that each token comes with its logprobs, and those of the prompt once, with the first."""
         first, end = delivery.first_token_index, delivery.first_token_index + len(delivery.token_ids)
         if delivery.logprobs != expected.logprobs[first:end]:

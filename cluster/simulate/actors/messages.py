@@ -2,7 +2,8 @@
 (`worker/step_update.py`).
 
 Replica to router: `Hello`, then `StepUpdate` and `Retiring`. Router to replica: `DialReplica`, then `SendSubmit` and
-`SendAbort`. Client to router: `Generate`, or `Resets`. Router to client: `Admitted`, `Deliver` and `Fail`. Plain data.
+`SendAbort`. Client to router: `Generate`, or `Resets`. Router to client: `Admitted`, `OutputDelta` and `Fail`. Plain
+data.
 """
 
 from dataclasses import dataclass

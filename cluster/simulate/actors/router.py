@@ -23,10 +23,10 @@ from holdfast.cluster.simulate.kernel.process import Process
 from holdfast.cluster.simulate.kernel.timeline import Violation, require
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.admission import OVERFLOW
-from holdfast.router.dispatch.call import Call, open_call, stopping
 from holdfast.router.dispatch.circuit_breaker import Backoff
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.parallel_sampling import siblings
+from holdfast.router.dispatch.request_stream import RequestStream, open_request_stream, stopping
 from holdfast.router.events import Fail, SendAbort, SendSubmit, TextState
 from holdfast.router.operator_state import NO_OPERATOR_STATE, OperatorState
 from holdfast.router.resume import new_sequence
@@ -116,7 +116,7 @@ class SimulatedRouter(Process):
         self.dispatch_host = AuditedDispatchHost(self, dispatch, self._clock, self._config)
         self.dispatch_host.set_orders(self._orders)
         self._links: dict[Connection, SimulatedLink] = {}
-        self._calls: dict[Connection, Call] = {}
+        self._calls: dict[Connection, RequestStream] = {}
         self._unread: dict[Connection, None] = {}
         """Calls with news, in the order in which it came."""
         self.is_stopping = self._ends_in_order = False
@@ -256,7 +256,7 @@ class SimulatedRouter(Process):
         except HoldfastError as error:
             self.refuse(connection, message, error)
 
-    def open(self, connection: Connection, message: Generate) -> Call:
+    def open(self, connection: Connection, message: Generate) -> RequestStream:
         """Opens an admitted call. Raises `HoldfastError`."""
         request, num_before = message.request, self.dispatch_host.dispatch.num_queued
         if self.is_stopping:
@@ -266,7 +266,7 @@ class SimulatedRouter(Process):
             for index, sibling in enumerate(siblings(request))
         ]
         try:
-            call = self._calls[connection] = open_call(
+            call = self._calls[connection] = open_request_stream(
                 self.dispatch_host,
                 request.request_id,
                 sequences,
@@ -308,7 +308,7 @@ class SimulatedRouter(Process):
             if connection in self._calls:
                 self._read(connection, self._calls[connection])
 
-    def _read(self, connection: Connection, call: Call) -> None:
+    def _read(self, connection: Connection, call: RequestStream) -> None:
         try:
             while (delivery := call.poll()) is not None:
                 connection.send(self, delivery)

@@ -20,7 +20,7 @@ from holdfast.cluster.simulate.kernel.network import Connection
 from holdfast.cluster.simulate.kernel.process import SimulatedHangSupervisor
 from holdfast.cluster.simulate.kernel.timeline import Timeline
 from holdfast.router.config import LimitsConfig, OverloadConfig, RouterConfig
-from holdfast.router.dispatch.call import Call
+from holdfast.router.dispatch.request_stream import RequestStream
 from holdfast.router.overload.byte_ledger import ByteLedger, KnownPeers, Lease
 from holdfast.router.overload.overload import Overload
 from holdfast.router.overload.overload_watch import OverloadWatch
@@ -87,7 +87,7 @@ class Host(Protocol):
         """As `EventLoop.go_on`."""
 
     def hang_up(self, connection: Connection) -> None: ...
-    def open(self, connection: Connection, message: Generate) -> Call:
+    def open(self, connection: Connection, message: Generate) -> RequestStream:
         """Opens an admitted call. Raises `HoldfastError`."""
 
     def refuse(self, connection: Connection, message: Generate, error: HoldfastError) -> None: ...
@@ -106,7 +106,7 @@ class _Arrived:
         self.message = message
         self.lease = lease
         self.reading: Reading | None = None
-        self.call: Call | None = None
+        self.call: RequestStream | None = None
         self.built_bytes = 0
         lease.endings.append(self)
 

@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.cluster.simulate.actors.messages import Generate
 from holdfast.cluster.simulate.kernel.network import Connection, Network, Path
 from holdfast.cluster.simulate.kernel.process import Process
-from holdfast.router.events import Deliver, Fail
+from holdfast.router.events import Fail, OutputDelta
 from holdfast.worker.errors import RequestSupersededError
 
 
@@ -43,7 +43,7 @@ class Straggler:
         match message:
             case Fail():
                 self.was_turned_away = isinstance(message.error, RequestSupersededError)
-            case Deliver():
+            case OutputDelta():
                 self.give_up()  # the newer one is not here, but at another router: nobody listens on this line
 
     def closed(self, connection: Connection) -> None:

@@ -14,7 +14,7 @@ from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.timeline import Timeline
 from holdfast.router.config import LimitsConfig, PolicyName, RouterConfig
-from holdfast.router.events import Deliver
+from holdfast.router.events import OutputDelta
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
@@ -133,7 +133,7 @@ class MeteredClient:
         connection.send(self, Generate(request=request, resume=None, timeout_s=LONGEST_S))
 
     def receive(self, connection: Connection, message: Any) -> None:
-        if isinstance(message, Deliver) and message.token_ids:
+        if isinstance(message, OutputDelta) and message.token_ids:
             self.last_s = self._network.timeline.now
             if not self._num_tokens:
                 self._first_s = self.last_s

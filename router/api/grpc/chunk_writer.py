@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from holdfast.router.api.chat_answer import ChatDeltas
 from holdfast.router.api.public_answer import public_chunk
-from holdfast.router.events import Deliver
+from holdfast.router.events import OutputDelta
 from holdfast.router.requests.answer import OutputSignal
 from holdfast.router.wire.response_codec import chunk_message
 from holdfast.v1.inference_pb2 import GenerateStreamResponse
@@ -26,7 +26,7 @@ class ChunkWriter:
     def __init__(
         self,
         write: Callable[[bytes], Coroutine[Any, Any, None]],
-        encode: Callable[[Deliver], bytes],
+        encode: Callable[[OutputDelta], bytes],
         has_output: OutputSignal,
     ) -> None:
         """`write` may wait for futures of the running event loop alone, as gRPC's does."""
@@ -40,7 +40,7 @@ class ChunkWriter:
         """What `settle` waits for."""
         self._error: BaseException | None = None
 
-    def take(self, delivery: Deliver) -> bool:
+    def take(self, delivery: OutputDelta) -> bool:
         """Begins to write it. False where an earlier one is being written, or the task is at work. Never raises: the
         task gets what goes wrong.
         """
@@ -126,7 +126,7 @@ class ChunkEncoder:
         self._shared: dict[tuple[int, str, bool], bytes] = {}
         """By sequence, fingerprint and guarantee: one for each sequence, and more where another replica goes on."""
 
-    def encode(self, delivery: Deliver) -> bytes:
+    def encode(self, delivery: OutputDelta) -> bytes:
         if self._chat_deltas is not None:
             chunk = replace(public_chunk(delivery), chat=self._chat_deltas.of(delivery))
             return chunk_message(chunk).SerializeToString()
@@ -148,7 +148,7 @@ class ChunkEncoder:
             return new.SerializeToString() + shared
 
 
-def _shared(delivery: Deliver) -> bytes:
+def _shared(delivery: OutputDelta) -> bytes:
     """All that a chunk says besides its tokens and text."""
     message = chunk_message(public_chunk(delivery))
     for name in ("first_token_index", "token_ids", "text"):

@@ -22,7 +22,7 @@ from holdfast.router.api.http.event_stream import PLACE, Frame, frame_of, json_t
 from holdfast.router.api.http.sampling import chat_params, service_of
 from holdfast.router.chat import Chat, plain_message
 from holdfast.router.dispatch.output_stream import merged
-from holdfast.router.events import Deliver, Usage
+from holdfast.router.events import OutputDelta, Usage
 from holdfast.router.request import GenerationRequest, naming
 from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
 from holdfast.router.text.token_table import TokenTable
@@ -167,7 +167,7 @@ class ChatChunks:
         }
         self._readers: dict[int, ChatReader | None] = {}
         """Of the choices of which anything has come."""
-        self._held: dict[int, list[Deliver]] = {}
+        self._held: dict[int, list[OutputDelta]] = {}
         """By choice, where tokens are sent: deliveries whose text is held back, such as the head of a call. They go out
         with the next chunk that is not empty.
         """
@@ -179,7 +179,7 @@ class ChatChunks:
         self._plain: dict[int, Frame] = {}
         """By choice that has begun."""
 
-    def of(self, delivery: Deliver) -> bytes:
+    def of(self, delivery: OutputDelta) -> bytes:
         """The events of one delivery; a choice's first begins with its role."""
         if delivery.finish_reason is None and (plain := self.plain(delivery)) is not None:
             return plain
@@ -189,7 +189,7 @@ class ChatChunks:
             events += event_of({**self._head, "choices": [], "usage": usage_of(delivery.usage)})
         return events
 
-    def plain(self, delivery: Deliver) -> bytes | None:
+    def plain(self, delivery: OutputDelta) -> bytes | None:
         frame = self._plain.get(delivery.sequence_index)
         if frame is None or not delivery.text or delivery.logprobs or delivery.fingerprint != self._fingerprint:
             return None
@@ -203,7 +203,7 @@ class ChatChunks:
     def end(self) -> bytes:
         return DONE
 
-    def _choice(self, index: int, delivery: Deliver) -> bytes:
+    def _choice(self, index: int, delivery: OutputDelta) -> bytes:
         if delivery.fingerprint != self._fingerprint:
             self._fingerprint = delivery.fingerprint
             self._head["system_fingerprint"] = delivery.fingerprint or None
@@ -216,13 +216,13 @@ class ChatChunks:
             return b""
         return self._told(index, merged([*self._held.pop(index, ()), delivery]), deltas)
 
-    def _is_to_wait(self, index: int, delivery: Deliver) -> bool:
+    def _is_to_wait(self, index: int, delivery: OutputDelta) -> bool:
         """Whether an empty delivery has tokens that are to be sent with a later one."""
         if delivery.finish_reason is not None or not self._view.tells_tokens(self._readers[index]):
             return False
         return bool(delivery.logprobs) or (bool(self._body.return_token_ids) and bool(delivery.token_ids))
 
-    def _told(self, index: int, delivery: Deliver, deltas: list[dict[str, Any]]) -> bytes:
+    def _told(self, index: int, delivery: OutputDelta, deltas: list[dict[str, Any]]) -> bytes:
         """The events of a delivery, with those that waited for it, whose text comes to some deltas."""
         events = b"" if index in self._begun else self._beginning(index, delivery)
         self._num_completion_tokens += len(delivery.token_ids)
@@ -243,7 +243,7 @@ class ChatChunks:
         self._note(index, delivery)
         return events
 
-    def _beginning(self, index: int, delivery: Deliver) -> bytes:
+    def _beginning(self, index: int, delivery: OutputDelta) -> bytes:
         """The first chunks of a choice: its role, with what is asked for of the prompt, and the echo."""
         self._begun.add(index)
         of_prompt = self._view.of_prompt(self._answer.prompt_token_ids)
@@ -253,7 +253,7 @@ class ChatChunks:
         echo = _echo(self._view.body)
         return events + self._event(index, {"content": echo}, None, None) if echo else events
 
-    def _note(self, index: int, delivery: Deliver) -> None:
+    def _note(self, index: int, delivery: OutputDelta) -> None:
         """What is known of the choice's chunks from here on."""
         if delivery.finish_reason is not None:
             self._over.add(index)
@@ -261,7 +261,7 @@ class ChatChunks:
         elif self._is_plain and self._readers[index] is None:
             self._plain[index] = frame_of(self._event(index, {"content": PLACE}, None, None))
 
-    def _deltas(self, delivery: Deliver) -> list[dict[str, Any]]:
+    def _deltas(self, delivery: OutputDelta) -> list[dict[str, Any]]:
         """What a delivery's text comes to."""
         reader = self._readers[delivery.sequence_index]
         if reader is None:

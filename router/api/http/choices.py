@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from holdfast.router.api.public_answer import by_token_id, logprob_of
-from holdfast.router.events import Deliver, Usage
+from holdfast.router.events import OutputDelta, Usage
 from holdfast.router.text.token_table import TokenTable
 from holdfast.router.tools.call_events import CallArguments, CallBegin, CallEnd, CallEvent, Content
 from holdfast.router.tools.chat_style import ChatReader, Reasoning
@@ -156,7 +156,7 @@ class Blocks:
     def num_calls(self) -> int:
         return 0 if self._reader is None else self._reader.num_calls
 
-    def push(self, delivery: Deliver) -> Iterator[BlockEvent]:
+    def push(self, delivery: OutputDelta) -> Iterator[BlockEvent]:
         """What a delivery comes to. At the end all blocks are closed, and there is one at least."""
         self._logprobs += delivery.logprobs
         for event in self._read(delivery):
@@ -177,7 +177,7 @@ class Blocks:
                 yield from self._begin("text")
             yield from self._end()
 
-    def _read(self, delivery: Deliver) -> Iterable[Reasoning | CallEvent]:
+    def _read(self, delivery: OutputDelta) -> Iterable[Reasoning | CallEvent]:
         if self._reader is None:
             return [Content(delivery.text)] if delivery.text else []
         read = self._reader.push(delivery.text)

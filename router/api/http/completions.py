@@ -20,7 +20,7 @@ from holdfast.router.api.http.choices import (
 from holdfast.router.api.http.event_stream import PLACE, Frame, frame_of, json_text
 from holdfast.router.api.http.sampling import completion_params, scores_only, service_of
 from holdfast.router.api.http.tokens_with_text import TokensWithText
-from holdfast.router.events import Deliver, Usage
+from holdfast.router.events import OutputDelta, Usage
 from holdfast.router.request import GenerationRequest, naming
 from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
 from holdfast.router.requests.beam_search import BeamAnswer
@@ -118,7 +118,7 @@ class Completions:
         choice = self._choice(self._numbered(number, output), self._answers[number], item.stop_reason)
         return {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None, **choice}
 
-    def of(self, delivery: Deliver) -> bytes:
+    def of(self, delivery: OutputDelta) -> bytes:
         """The chunk of a delivery that is numbered as its choice is; of the last one of all the usage as well."""
         index, events = delivery.sequence_index, b""
         if delivery.usage is not None:
@@ -130,7 +130,7 @@ class Completions:
             self._over.add(index)
         return events
 
-    def plain(self, delivery: Deliver) -> bytes | None:
+    def plain(self, delivery: OutputDelta) -> bytes | None:
         index, fingerprint, text = delivery.sequence_index, delivery.fingerprint, delivery.text
         if delivery.logprobs or not self._is_plain or index not in self._lengths:
             return None
@@ -152,7 +152,7 @@ class Completions:
             return DONE
         return event_of({**self._head, "choices": [], "usage": usage_of(_sum(self._usages))}) + DONE
 
-    async def numbered(self) -> AsyncIterator[Deliver]:
+    async def numbered(self) -> AsyncIterator[OutputDelta]:
         """The deliveries of all answers, numbered as their choices are."""
         for number, answer in enumerate(self._answers):
             if isinstance(answer, SampledAnswer) and any(one.sequence_index == 0 for one in answer.received):
@@ -161,7 +161,7 @@ class Completions:
             for one in self._order.of(number, delivery):
                 yield self._numbered(number, one)
 
-    def _with_text(self, delivery: Deliver) -> Deliver | None:
+    def _with_text(self, delivery: OutputDelta) -> OutputDelta | None:
         """As `TokensWithText`, where text may be held back behind its tokens."""
         index = delivery.sequence_index
         answer = self._answers[index // self._per_prompt]
@@ -175,13 +175,13 @@ class Completions:
         start = len(answer.echo)
         return TextOffsets(self._tokenizer, answer.params, answer.prompt_token_ids, start=start)
 
-    def received(self) -> Iterator[Deliver]:
+    def received(self) -> Iterator[OutputDelta]:
         """What the client of a resumed request has already, numbered as choices are."""
         for number, answer in enumerate(self._answers):
             if isinstance(answer, SampledAnswer):
                 yield from (self._numbered(number, delivery) for delivery in answer.received)
 
-    def _chunk(self, delivery: Deliver) -> bytes:
+    def _chunk(self, delivery: OutputDelta) -> bytes:
         number, index = divmod(delivery.sequence_index, self._per_prompt)
         answer = self._answers[number]
         stop_reason = answer.stop_reason(index, delivery) if isinstance(answer, SampledAnswer) else None
@@ -196,7 +196,7 @@ class Completions:
             chunk["usage"] = None
         return event_of(chunk)
 
-    def _numbered(self, number: int, delivery: Deliver) -> Deliver:
+    def _numbered(self, number: int, delivery: OutputDelta) -> OutputDelta:
         index = number * self._per_prompt + delivery.sequence_index
         return delivery if index == delivery.sequence_index else delivery._replace(sequence_index=index)
 
@@ -208,7 +208,7 @@ class Completions:
         )
 
     def _choice(
-        self, output: Deliver, answer: SampledAnswer | BeamAnswer, stop_reason: str | int | None
+        self, output: OutputDelta, answer: SampledAnswer | BeamAnswer, stop_reason: str | int | None
     ) -> dict[str, Any]:
         index, text = output.sequence_index, output.text
         is_first = index not in self._lengths
@@ -230,7 +230,9 @@ class Completions:
             choice["prompt_logprobs"] = prompt_logprobs_of(output.prompt_logprobs, self._names.tokens)
         return choice
 
-    def _logprobs(self, output: Deliver, answer: SampledAnswer | BeamAnswer, num_chars: int) -> dict[str, Any] | None:
+    def _logprobs(
+        self, output: OutputDelta, answer: SampledAnswer | BeamAnswer, num_chars: int
+    ) -> dict[str, Any] | None:
         """Of the tokens of a delivery that brings so many characters, and of the prompt's where they are echoed."""
         index, said, places = output.sequence_index, list[TokenLogprob | None](), list[int]()
         if index not in self._offsets:
@@ -261,14 +263,14 @@ class _PromptsFirst:
     def __init__(self, num_prompts: int, num_choices: int) -> None:
         """With one choice nothing is held back."""
         self._known: list[tuple[TokenLogprob, ...] | None] = [None if num_choices > 1 else ()] * num_prompts
-        self._held: list[list[Deliver]] = [[] for _ in range(num_prompts)]
+        self._held: list[list[OutputDelta]] = [[] for _ in range(num_prompts)]
         self._is_alone = num_choices == 1
 
     def has_begun(self, number: int) -> None:
         """The client of a resumed stream has the first choice's beginning."""
         self._known[number] = ()
 
-    def of(self, number: int, delivery: Deliver) -> list[Deliver]:
+    def of(self, number: int, delivery: OutputDelta) -> list[OutputDelta]:
         """Deliveries that can be sent now."""
         if self._is_alone:
             return [delivery]
@@ -280,7 +282,7 @@ class _PromptsFirst:
         told, self._held[number] = [delivery, *self._held[number]], []
         return [self._with_prompt(number, one) for one in told]
 
-    def _with_prompt(self, number: int, delivery: Deliver) -> Deliver:
+    def _with_prompt(self, number: int, delivery: OutputDelta) -> OutputDelta:
         known = self._known[number]
         return delivery._replace(prompt_logprobs=known) if delivery.first_token_index == 0 and known else delivery
 
@@ -295,7 +297,7 @@ async def _all_of(answers: Sequence[SampledAnswer | BeamAnswer]) -> list[Complet
             task.cancel()
 
 
-async def _side_by_side(answers: Sequence[SampledAnswer | BeamAnswer]) -> AsyncIterator[tuple[int, Deliver]]:
+async def _side_by_side(answers: Sequence[SampledAnswer | BeamAnswer]) -> AsyncIterator[tuple[int, OutputDelta]]:
     """The deliveries of several answers as they come, with the number of each one's answer."""
     streamed = [answer for answer in answers if isinstance(answer, SampledAnswer)]
     assert len(streamed) == len(answers), "beam searches are not streamed"
@@ -303,7 +305,7 @@ async def _side_by_side(answers: Sequence[SampledAnswer | BeamAnswer]) -> AsyncI
         async for delivery in streamed[0]:
             yield 0, delivery
         return
-    arrived: asyncio.Queue[tuple[int, Deliver] | BaseException | None] = asyncio.Queue(maxsize=len(answers))
+    arrived: asyncio.Queue[tuple[int, OutputDelta] | BaseException | None] = asyncio.Queue(maxsize=len(answers))
     async with AsyncExitStack() as stack:
         for number, answer in enumerate(streamed):
             task = asyncio.create_task(_pump(number, answer, arrived))
@@ -320,7 +322,7 @@ async def _side_by_side(answers: Sequence[SampledAnswer | BeamAnswer]) -> AsyncI
 
 
 async def _pump(
-    number: int, answer: SampledAnswer, arrived: "asyncio.Queue[tuple[int, Deliver] | BaseException | None]"
+    number: int, answer: SampledAnswer, arrived: "asyncio.Queue[tuple[int, OutputDelta] | BaseException | None]"
 ) -> None:
     try:
         async for delivery in answer:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from holdfast.router.api.http.choices import Block, BlockEvent, Blocks
-from holdfast.router.events import Deliver, Usage
+from holdfast.router.events import OutputDelta, Usage
 from holdfast.router.requests.answer import CompletedRequest, SampledAnswer
 from holdfast.router.tools.chat_style import ChatReader
 from holdfast.worker.request import FinishReason
@@ -36,7 +36,7 @@ class MessageEvents:
         self._has_begun = False
         self._num_tokens = self._num_cached_tokens = 0
 
-    def of(self, delivery: Deliver) -> bytes:
+    def of(self, delivery: OutputDelta) -> bytes:
         events = b"" if self._has_begun else self._beginning(delivery)
         self._num_tokens += len(delivery.token_ids)
         events += b"".join(map(self._block_event, self._blocks.push(delivery)))
@@ -45,7 +45,7 @@ class MessageEvents:
             events += _event("message_delta", {"delta": ended, "usage": _usage(self._usage(self._num_tokens))})
         return events
 
-    def plain(self, delivery: Deliver) -> None:
+    def plain(self, delivery: OutputDelta) -> None:
         return None
 
     def holds(self, choice: int) -> bool:
@@ -55,7 +55,7 @@ class MessageEvents:
     def end(self) -> bytes:
         return _event("message_stop", {})
 
-    def _beginning(self, delivery: Deliver) -> bytes:
+    def _beginning(self, delivery: OutputDelta) -> bytes:
         self._has_begun = True
         head = _message(self._answer.request_id, self._answer.model)
         self._num_cached_tokens = delivery.num_cached_tokens

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.router.events import Deliver
+from holdfast.router.events import OutputDelta
 
 
 class RawMessages:
@@ -14,7 +14,7 @@ class RawMessages:
         self._text = ""
         self._token_ids: list[int] = []
 
-    def push(self, delivery: Deliver) -> None:
+    def push(self, delivery: OutputDelta) -> None:
         self._text += delivery.text
         self._token_ids += delivery.token_ids
 

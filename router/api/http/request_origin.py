@@ -148,12 +148,12 @@ def guarded(
         if path in OF_OPERATORS:
             caller.check_operator()
 
-    async def open_call(request: Request) -> ASGIApp:
+    async def open_request_stream(request: Request) -> ASGIApp:
         tell_guard(guard, request, has_key=False)
         return await endpoint(request)
 
     if path in OPEN:
-        return open_call if gate.is_locked else endpoint
+        return open_request_stream if gate.is_locked else endpoint
     return call
 
 

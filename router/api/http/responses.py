@@ -7,7 +7,7 @@ from typing import Any, Final
 from holdfast.router.api.http.choices import Block, BlockEvent, Blocks, TokenNames, listed_logprobs
 from holdfast.router.api.http.raw_messages import RawMessages
 from holdfast.router.api.http.responses_body import ResponsesBody
-from holdfast.router.events import Deliver, Usage
+from holdfast.router.events import OutputDelta, Usage
 from holdfast.router.requests.answer import CompletedRequest, SampledAnswer
 from holdfast.router.text.token_table import TokenTable
 from holdfast.router.tools.chat_style import ChatReader
@@ -57,7 +57,7 @@ class ResponseEvents:
         self._has_begun = False
         self._holds = False
 
-    def of(self, delivery: Deliver) -> bytes:
+    def of(self, delivery: OutputDelta) -> bytes:
         reason, block_events = delivery.finish_reason, list(self._blocks.push(delivery))
         if self._raw is not None:
             self._raw.push(delivery)
@@ -71,7 +71,7 @@ class ResponseEvents:
             events += self._event(f"response.{ended['status']}", {"response": ended})
         return events
 
-    def plain(self, delivery: Deliver) -> None:
+    def plain(self, delivery: OutputDelta) -> None:
         return None
 
     def holds(self, choice: int) -> bool:

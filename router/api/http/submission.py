@@ -11,7 +11,7 @@ from holdfast.router.api.http.event_ids import EVENT_IDS, LAST_EVENT_ID, EventId
 from holdfast.router.api.http.event_stream import Shortcut
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.output_stream import Taker, merged
-from holdfast.router.events import Deliver
+from holdfast.router.events import OutputDelta
 from holdfast.router.request import GenerationRequest, check_request_id
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.poison_watch import PoisonWatch, begin_reading
@@ -35,7 +35,7 @@ class Submission:
     """Marks say which replica has made what they stand for."""
     event_ids: EventIds | None = None
     """Of a client that may come again with the id of its last event."""
-    _held: dict[int, list[tuple[Deliver, bytes]]] = field(default_factory=dict)
+    _held: dict[int, list[tuple[OutputDelta, bytes]]] = field(default_factory=dict)
     """By choice: deliveries of which its encoder holds tokens back, with their events: no client can resume after them.
     """
     _marks: MarkWriter = field(default_factory=MarkWriter)
@@ -117,7 +117,7 @@ class Submission:
         """Whether events say where their client is after them."""
         return self.is_held or self.event_ids is not None
 
-    def marked(self, events: bytes, delivery: Deliver, encoder: "Encoder", *, is_last: bool) -> bytes:
+    def marked(self, events: bytes, delivery: OutputDelta, encoder: "Encoder", *, is_last: bool) -> bytes:
         """The events of a delivery, with the mark of the client's position after them.
 
         While the encoder holds tokens back, events wait with them, to be sent again after a loss of the router.
@@ -171,12 +171,12 @@ class Encoder(Protocol):
     num_events: int
     """Where events are numbered: so far."""
 
-    def of(self, delivery: Deliver) -> bytes:
+    def of(self, delivery: OutputDelta) -> bytes:
         """The events of a delivery, whose `sequence_index` is the number of its choice. Of one whose choice was over
         before there is nothing to say but the usage.
         """
 
-    def plain(self, delivery: Deliver) -> bytes | None:
+    def plain(self, delivery: OutputDelta) -> bytes | None:
         """The events of a delivery before the end, whose choice has begun, if they are text in a frame that was made
         before. None: `of` is to write them.
         """
@@ -219,7 +219,7 @@ def straight(answer: SampledAnswer, encoder: Encoder, shortcut: Shortcut, submis
     """Writes plain deliveries while the answer's reader waits, which therefore has written all before them."""
     has_output, plain, marks, marked = answer.has_output, encoder.plain, submission.marks, submission.marked
 
-    def take(delivery: Deliver) -> bool:
+    def take(delivery: OutputDelta) -> bool:
         waiter, connection = has_output.waiter, shortcut.connection
         if connection is None or waiter is None or waiter.done() or (events := plain(delivery)) is None:
             return False
@@ -229,7 +229,7 @@ def straight(answer: SampledAnswer, encoder: Encoder, shortcut: Shortcut, submis
 
 
 async def numbered_events(
-    deliveries: AsyncIterator[Deliver], num_answers: int, encoder: Encoder, submission: Submission
+    deliveries: AsyncIterator[OutputDelta], num_answers: int, encoder: Encoder, submission: Submission
 ) -> AsyncGenerator[bytes, None]:
     """The events of one or several answers, whose deliveries come with the numbers of their choices."""
     async for delivery in deliveries:
@@ -243,7 +243,7 @@ async def numbered_events(
             yield events
 
 
-def catch_up(encoder: Encoder, received: Iterable[Deliver], submission: Submission) -> None:
+def catch_up(encoder: Encoder, received: Iterable[OutputDelta], submission: Submission) -> None:
     """Brings an encoder to where the client is: what it would say of that is not said again."""
     for delivery in received:
         encoder.of(delivery)

@@ -4,7 +4,7 @@ Text that may become a stop string is held back, and its tokens with it: so ever
 sent, also where a stop string removes the text of several tokens.
 """
 
-from holdfast.router.events import Deliver
+from holdfast.router.events import OutputDelta
 from holdfast.router.text.text_stream import TextOffsets
 from holdfast.worker.request import TokenLogprob
 
@@ -27,7 +27,7 @@ class TokensWithText:
         """Whether tokens wait. Then the client cannot resume here: their log-probabilities are computed once."""
         return bool(self._held)
 
-    def of(self, delivery: Deliver) -> Deliver | None:
+    def of(self, delivery: OutputDelta) -> OutputDelta | None:
         """What can be told now; None: nothing. What the client of a resumed stream has comes without log-probabilities,
         and is as it was told.
         """

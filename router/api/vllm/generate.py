@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from holdfast.foreign import vllm_engine_pb2
-from holdfast.router.events import Deliver
+from holdfast.router.events import OutputDelta
 from holdfast.router.request import GenerationRequest
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import TokenLogprob
@@ -97,7 +97,7 @@ class GenerateResponses:
     def __init__(
         self,
         prompt_token_ids: Sequence[int],
-        stop_reason: Callable[[int, Deliver], str | int | None],
+        stop_reason: Callable[[int, OutputDelta], str | int | None],
         *,
         stream: bool,
     ) -> None:
@@ -106,14 +106,14 @@ class GenerateResponses:
         self._stop_reason = stop_reason
         self._stream = stream
 
-    def of(self, delivery: Deliver) -> Iterator[vllm_engine_pb2.GenerateResponse]:
+    def of(self, delivery: OutputDelta) -> Iterator[vllm_engine_pb2.GenerateResponse]:
         """The messages for one delivery; without a stream, deliveries are whole."""
         if self._stream:
             yield vllm_engine_pb2.GenerateResponse(chunk=self._chunk(delivery))
         if delivery.finish_reason is not None:
             yield vllm_engine_pb2.GenerateResponse(complete=self._complete(delivery))
 
-    def _chunk(self, delivery: Deliver) -> vllm_engine_pb2.GenerateStreamChunk:
+    def _chunk(self, delivery: OutputDelta) -> vllm_engine_pb2.GenerateStreamChunk:
         return vllm_engine_pb2.GenerateStreamChunk(
             token_ids=delivery.token_ids,
             prompt_tokens=len(self._prompt_token_ids),
@@ -124,7 +124,7 @@ class GenerateResponses:
             index=delivery.sequence_index,
         )
 
-    def _complete(self, delivery: Deliver) -> vllm_engine_pb2.GenerateComplete:
+    def _complete(self, delivery: OutputDelta) -> vllm_engine_pb2.GenerateComplete:
         assert delivery.finish_reason is not None
         complete = vllm_engine_pb2.GenerateComplete(
             output_ids=delivery.token_ids,

@@ -1,14 +1,14 @@
 """Completions of the router as offline callers see them."""
 
 from holdfast.cluster.offline.outputs import by_token_id, completion_output, prompt_logprobs
-from holdfast.router.events import Deliver
+from holdfast.router.events import OutputDelta
 from holdfast.router.requests.answer import CompletedSequence
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import byte_tokenizer
 
 SAID = TokenLogprob(token_id=ord("a"), logprob=-0.5, rank=2, top=((ord("z"), -0.25), (ord("a"), -0.5)))
-DELIVERY = Deliver(
+DELIVERY = OutputDelta(
     request_id="r",
     first_token_index=0,
     token_ids=(ord("a"),),

@@ -17,7 +17,7 @@ from holdfast.cluster.simulate.capacity.capacity import AnyTokenRunner, NoText
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.timeline import Timeline
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.events import Deliver
+from holdfast.router.events import OutputDelta
 from holdfast.worker.config import SchedulerConfig, ServiceOrderConfig
 from holdfast.worker.request import EngineRequest, Priority
 from holdfast.worker.sampling_params import SamplingParams
@@ -112,7 +112,7 @@ class Customer:
         now, load = self.load.timeline.now, self.load
         if isinstance(message, Admitted):
             return
-        assert isinstance(message, Deliver), message
+        assert isinstance(message, OutputDelta), message
         if self.first_token_s is None:
             self.first_token_s = now
             load.num_tokens[self.tenant] += self.num_prompt * (now > WARM_S)

@@ -8,7 +8,7 @@ from holdfast.cluster.simulate.actors.stragglers import Straggler
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.process import Process
 from holdfast.cluster.simulate.kernel.timeline import Timeline
-from holdfast.router.events import Deliver, Fail
+from holdfast.router.events import Fail, OutputDelta
 from holdfast.worker.errors import RequestAbortedError, RequestSupersededError
 from holdfast.worker.request import EngineRequest, SequenceKey
 from holdfast.worker.sampling_params import SamplingParams
@@ -59,12 +59,12 @@ def test_it_knows_when_it_was_turned_away_for_a_newer_one():
 
 
 def test_it_hangs_up_where_it_is_served():
-    delivery = Deliver(request_id="r", first_token_index=0, token_ids=(1,), text="a")
+    delivery = OutputDelta(request_id="r", first_token_index=0, token_ids=(1,), text="a")
     assert late_call(delivery)[1] == [CALL, "closed"]
 
 
 def test_given_up_before_it_arrives_it_comes_with_its_end():
-    assert late_call(Deliver(request_id="r", first_token_index=0, token_ids=(1,), text="a"), given_up=True)[1] == [
+    assert late_call(OutputDelta(request_id="r", first_token_index=0, token_ids=(1,), text="a"), given_up=True)[1] == [
         CALL,
         "closed",
     ]

@@ -1,7 +1,7 @@
 """What the core delivers, as clients are told."""
 
 from holdfast.router.api.public_answer import public_chunk, public_generation
-from holdfast.router.events import Deliver, Usage
+from holdfast.router.events import OutputDelta, Usage
 from holdfast.router.generation import Chunk, GeneratedSequence, Generation
 from holdfast.router.requests.answer import CompletedRequest, CompletedSequence
 from holdfast.worker.request import FinishReason, TokenLogprob
@@ -11,7 +11,7 @@ USAGE = Usage(num_prompt_tokens=2, num_completion_tokens=1)
 
 
 def test_a_chunk_says_all_that_its_delivery_says():
-    delivery = Deliver(
+    delivery = OutputDelta(
         request_id="x",
         sequence_index=1,
         first_token_index=3,
@@ -40,7 +40,7 @@ def test_a_chunk_says_all_that_its_delivery_says():
 
 
 def test_a_chunk_in_the_middle_says_no_more_than_it_knows():
-    delivery = Deliver(request_id="x", first_token_index=3, token_ids=(7, 8), text="ab")
+    delivery = OutputDelta(request_id="x", first_token_index=3, token_ids=(7, 8), text="ab")
     assert public_chunk(delivery) == Chunk(
         request_id="x", first_token_index=3, token_ids=(7, 8), text="ab", finish_reason=None
     )
@@ -48,7 +48,7 @@ def test_a_chunk_in_the_middle_says_no_more_than_it_knows():
 
 def test_a_generation_is_as_certain_as_all_of_its_completions():
     outputs = [
-        Deliver(
+        OutputDelta(
             request_id="x",
             sequence_index=index,
             first_token_index=0,

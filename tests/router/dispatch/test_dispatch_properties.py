@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
-from holdfast.router.events import Action, Deliver, Fail, SendAbort, SendSubmit
+from holdfast.router.events import Action, Fail, OutputDelta, SendAbort, SendSubmit
 from holdfast.worker.errors import HoldfastError, QueueFullError, ReplicaError, RequestAbortedError
 from holdfast.worker.request import EngineRequest, FinishReason, Priority, SequenceKey, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
@@ -265,12 +265,12 @@ class DispatchMachine(RuleBasedStateMachine):
                     self.replicas[action.replica_id].submit(action)
                 case SendAbort():
                     self.replicas[action.replica_id].abort(action.attempt)
-                case Deliver():
+                case OutputDelta():
                     self.deliver(self.clients[action.request_id], action)
                 case Fail():
                     self.clients[action.request_id].num_last_words += 1
 
-    def deliver(self, client: Client, delivery: Deliver) -> None:
+    def deliver(self, client: Client, delivery: OutputDelta) -> None:
         assert client.num_last_words == 0, "nothing comes after the last word"
         assert delivery.first_token_index == len(client.tokens), "neither gap nor overlap"
         client.tokens += delivery.token_ids

@@ -4,7 +4,7 @@ import pytest
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.placement import MAX_REFUSALS
-from holdfast.router.events import Deliver, Usage
+from holdfast.router.events import OutputDelta, Usage
 from holdfast.router.text.text_stream import TextStream
 from holdfast.worker.errors import (
     DeadlineExceededError,
@@ -71,7 +71,7 @@ def test_wherever_it_is_lost_the_text_is_the_same(core, num_seen):
         assert submission.request.output_token_ids == tuple(tokens[:num_seen])
         for index in range(num_seen, len(tokens)):
             said += core.step(delta(submission.attempt, index, tokens[index]), replica_id="b")
-    deliveries = [action for action in said if isinstance(action, Deliver)]
+    deliveries = [action for action in said if isinstance(action, OutputDelta)]
     assert "".join(delivery.text for delivery in deliveries) == OUTPUT[: OUTPUT.index("ENDE und")]
     assert deliveries[-1].finish_reason is FinishReason.STOP
 

@@ -3,15 +3,15 @@
 import pytest
 
 from holdfast.router.dispatch.output_stream import MERGED_AT, OutputStream
-from holdfast.router.events import Deliver, Usage
+from holdfast.router.events import OutputDelta, Usage
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob
 
 
-def piece(first: int, *token_ids: int, finish: FinishReason | None = None) -> Deliver:
+def piece(first: int, *token_ids: int, finish: FinishReason | None = None) -> OutputDelta:
     usage = Usage(num_prompt_tokens=1, num_completion_tokens=first + len(token_ids)) if finish else None
     text = "".join(chr(ord("a") + token_id) for token_id in token_ids)
-    return Deliver(
+    return OutputDelta(
         request_id="x",
         first_token_index=first,
         token_ids=token_ids,
@@ -26,7 +26,7 @@ def said_of(*token_ids: int) -> tuple[TokenLogprob, ...]:
     return tuple(TokenLogprob(token_id=token_id, logprob=-0.5, rank=1) for token_id in token_ids)
 
 
-def stream(*deliveries: Deliver) -> OutputStream:
+def stream(*deliveries: OutputDelta) -> OutputStream:
     made = OutputStream(SequenceKey("", "x"), lambda: None)
     for delivery in deliveries:
         made.push(delivery)
@@ -77,7 +77,7 @@ def test_a_reader_that_waits_for_the_end_is_woken_once_and_misses_nothing():
         assert len(stream._pending) < 2 * MERGED_AT, "what nobody has fetched is kept small"
         finish = FinishReason.LENGTH if index == 999 else None
         stream.push(
-            Deliver(request_id="r", first_token_index=index, token_ids=(index,), text=".", finish_reason=finish)
+            OutputDelta(request_id="r", first_token_index=index, token_ids=(index,), text=".", finish_reason=finish)
         )
     assert woken == [0]
     whole = stream.poll()
@@ -117,7 +117,7 @@ def test_a_watch_hears_of_the_first_token_and_of_the_end():
 def test_what_two_replicas_have_made_is_read_apart():
     stream = OutputStream(SequenceKey("", "x"), lambda: None)
     for index, replica_id in enumerate("aabb"):
-        stream.push(Deliver("x", index, (index,), "t", replica_id=replica_id))
+        stream.push(OutputDelta("x", index, (index,), "t", replica_id=replica_id))
     first = stream.poll()
     assert (first.token_ids, first.replica_id, stream.has_more) == ((0, 1), "a", True)
     second = stream.poll()

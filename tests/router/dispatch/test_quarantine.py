@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.router.config import RouterConfig
-from holdfast.router.events import Action, Deliver, Fail, SendAbort, SendSubmit
+from holdfast.router.events import Action, Fail, OutputDelta, SendAbort, SendSubmit
 from holdfast.worker.engine.request_guards import Suspects
 from holdfast.worker.errors import HoldfastError, RequestQuarantinedError
 from holdfast.worker.request import FinishReason, Suspicion, TokenDelta
@@ -57,7 +57,7 @@ class Cluster:
                     self.replicas[action.replica_id].inbox.append((router, action))
                 case SendAbort():
                     self.abort(self.replicas[action.replica_id], router, action.attempt)
-                case Deliver(finish_reason=reason) if reason is not None:
+                case OutputDelta(finish_reason=reason) if reason is not None:
                     self.finished.add(action.request_id)
                 case Fail():
                     self.failed[action.request_id] = action.error

@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.router.events import Deliver
+from holdfast.router.events import OutputDelta
 from holdfast.worker.errors import ReplicaError, UnknownModelError
 from holdfast.worker.request import FinishReason
 from tests.router.core import Core, aborts, delivered, delta, failure, sent
@@ -69,4 +69,4 @@ def test_a_model_that_is_served_again_is_known_again(core):
     core.remove_models()
     core.up("new", "m")
     assert sent(core.submit("x")).replica_id == "new"
-    assert not any(isinstance(action, Deliver) for action in core.tick())
+    assert not any(isinstance(action, OutputDelta) for action in core.tick())

@@ -7,9 +7,9 @@ import pytest
 
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.dispatch.call import Call
 from holdfast.router.dispatch.output_stream import OutputStream
-from holdfast.router.events import Deliver, Usage
+from holdfast.router.dispatch.request_stream import RequestStream
+from holdfast.router.events import OutputDelta, Usage
 from holdfast.router.requests.answer import OutputSignal, SampledAnswer
 from holdfast.v1 import engine_pb2, inference_pb2
 from holdfast.worker.errors import ReplicaError
@@ -154,11 +154,11 @@ async def test_a_truncated_prompt_is_its_end():
 def answer_of(num_streams: int, **given) -> tuple[list[OutputStream], SampledAnswer]:
     news = OutputSignal()
     streams = [OutputStream(SequenceKey("", "r", 0, index), news.set) for index in range(num_streams)]
-    call = Call("r", streams, close=lambda: None)
+    call = RequestStream("r", streams, close=lambda: None)
     return streams, SampledAnswer(call, news, "m", SamplingParams(seed=0, **given))
 
 
-def told(*deltas: Deliver, **given) -> SampledAnswer:
+def told(*deltas: OutputDelta, **given) -> SampledAnswer:
     streams, answer = answer_of(len(deltas), **given)
     for stream, delta in zip(streams, deltas, strict=True):
         stream.push(delta._replace(request_id=stream.key.request_id))
@@ -169,8 +169,10 @@ def told(*deltas: Deliver, **given) -> SampledAnswer:
 async def test_what_is_said_of_the_prompt_goes_with_the_first_that_is_returned():
     usage = Usage(num_prompt_tokens=2, num_completion_tokens=1)
     core = {"request_id": "", "first_token_index": 0, "token_ids": (5,), "text": "", "usage": usage}
-    unlikely = Deliver(**core, finish_reason=FinishReason.LENGTH, logprobs=(said(-2.0),), prompt_logprobs=(said(-9.0),))
-    likely = Deliver(**core, finish_reason=FinishReason.LENGTH, logprobs=(said(-1.0),))
+    unlikely = OutputDelta(
+        **core, finish_reason=FinishReason.LENGTH, logprobs=(said(-2.0),), prompt_logprobs=(said(-9.0),)
+    )
+    likely = OutputDelta(**core, finish_reason=FinishReason.LENGTH, logprobs=(said(-1.0),))
     answer = await told(unlikely, likely, n=2, best_of=2, prompt_logprobs=0).whole()
     assert [one.output.prompt_logprobs for one in answer.completions] == [(said(-9.0),), ()]
     answer = await told(unlikely, likely, n=1, best_of=2, prompt_logprobs=0).whole()

@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.dispatch.timeline import AttemptTimes, Cause, Phases, Timeline
-from holdfast.router.events import Deliver
+from holdfast.router.events import OutputDelta
 from holdfast.router.requests.request_stats import EndedRequest, RequestStats, RequestWatch, SlowRequests
 from holdfast.worker.request import EngineRequest, FinishReason, SequenceKey
 from holdfast.worker.sampling_params import SamplingParams
@@ -60,8 +60,8 @@ def a_request() -> EngineRequest:
     return EngineRequest(request_id="r1", prompt_token_ids=(1, 2, 3), sampling_params=SamplingParams(seed=1))
 
 
-def delivery(index: int, reason: FinishReason | None = None) -> Deliver:
-    return Deliver("r1", index, (7,), "x", reason)
+def delivery(index: int, reason: FinishReason | None = None) -> OutputDelta:
+    return OutputDelta("r1", index, (7,), "x", reason)
 
 
 def watched(clock: Clock, stats: RequestStats) -> RequestWatch:

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from holdfast.router.api.grpc.chunk_writer import ChunkEncoder, varint
 from holdfast.router.api.public_answer import public_chunk
-from holdfast.router.events import Deliver
+from holdfast.router.events import OutputDelta
 from holdfast.router.wire.response_codec import chunk_message
 from holdfast.v1.inference_pb2 import GenerateStreamResponse
 from tests.examples import examples
@@ -15,8 +15,8 @@ numbers = st.integers(0, 2**32 - 1) | edges
 texts = st.text(max_size=12) | st.sampled_from(["", "a" * 127, "a" * 128, "é" * 8_192, "a" * 2**14])
 
 
-def made(first: int, token_ids: tuple[int, ...], text: str, index: int, fingerprint: str, is_sure: bool) -> Deliver:
-    return Deliver(
+def made(first: int, token_ids: tuple[int, ...], text: str, index: int, fingerprint: str, is_sure: bool) -> OutputDelta:
+    return OutputDelta(
         "x",
         first,
         token_ids,

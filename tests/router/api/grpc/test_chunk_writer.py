@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from holdfast.router.api.grpc.chunk_writer import ChunkWriter
-from holdfast.router.events import Deliver
+from holdfast.router.events import OutputDelta
 from holdfast.router.requests.answer import OutputSignal
 from tests.loops import on_each_loop
 
@@ -42,7 +42,7 @@ class Stream:
             self.has_output.next()
 
     def take(self, text: str) -> bool:
-        return self.writer.take(Deliver(request_id="r", first_token_index=0, token_ids=(1,), text=text))
+        return self.writer.take(OutputDelta(request_id="r", first_token_index=0, token_ids=(1,), text=text))
 
 
 async def turns() -> None:

@@ -13,9 +13,9 @@ from holdfast.router.api.http.chat_completions import ChatChunks, ChatView
 from holdfast.router.api.http.completions import Completions
 from holdfast.router.api.http.event_stream import Shortcut
 from holdfast.router.api.http.submission import Encoder, Submission, straight
-from holdfast.router.dispatch.call import Call
 from holdfast.router.dispatch.output_stream import OutputStream
-from holdfast.router.events import Deliver, Usage
+from holdfast.router.dispatch.request_stream import RequestStream
+from holdfast.router.events import OutputDelta, Usage
 from holdfast.router.requests.answer import OutputSignal, SampledAnswer
 from holdfast.router.resume_record import Identity
 from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob
@@ -31,7 +31,7 @@ SAID = TokenLogprob(token_id=7, logprob=-1.5, rank=3, top=())
 def answer(stream: OutputStream | None = None) -> SampledAnswer:
     has_output = OutputSignal()
     streams = [OutputStream(SequenceKey("", "x"), has_output.set)] if stream is None else [stream]
-    return SampledAnswer(Call("x", streams, lambda: None), has_output, 'm "quoted"', SamplingParams(seed=0))
+    return SampledAnswer(RequestStream("x", streams, lambda: None), has_output, 'm "quoted"', SamplingParams(seed=0))
 
 
 def chat(fields: dict, one: SampledAnswer) -> Encoder:
@@ -45,8 +45,8 @@ def completion(fields: dict, one: SampledAnswer) -> Encoder:
     return Completions(body, [one], 1_700_000_000, byte_tokenizer())
 
 
-def piece(index: int, text: str, choice: int = 0, fingerprint: str = "m/1", **fields) -> Deliver:
-    return Deliver("x", index, (7,), text, sequence_index=choice, fingerprint=fingerprint, **fields)
+def piece(index: int, text: str, choice: int = 0, fingerprint: str = "m/1", **fields) -> OutputDelta:
+    return OutputDelta("x", index, (7,), text, sequence_index=choice, fingerprint=fingerprint, **fields)
 
 
 def objects(events: bytes) -> list:
@@ -110,7 +110,7 @@ def test_what_the_socket_does_not_take_waits_and_nothing_overtakes_it():
     async def run() -> None:
         has_output = OutputSignal()
         stream = OutputStream(SequenceKey("", "x"), has_output.set)
-        one = SampledAnswer(Call("x", [stream], lambda: None), has_output, "m", SamplingParams(seed=0))
+        one = SampledAnswer(RequestStream("x", [stream], lambda: None), has_output, "m", SamplingParams(seed=0))
         encoder = chat({}, one)
         written, takes, shortcut = [], [True], Shortcut()
         write = lambda events: takes[0] and not written.append(events)  # noqa: E731

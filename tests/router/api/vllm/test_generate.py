@@ -15,7 +15,7 @@ from holdfast.router.api.grpc import server
 from holdfast.router.api.vllm.generate import GenerateResponses
 from holdfast.router.api.vllm.servicer import SERVICE, LoadReport, VllmEngineServicer, model_info
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.events import Deliver, Usage
+from holdfast.router.events import OutputDelta, Usage
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.request import EngineLoad, FinishReason, TokenLogprob
 from tests.fakes import FakeReplica, fake_tokens
@@ -225,9 +225,9 @@ def test_loads_have_a_rate_of_what_was_generated_lately(monkeypatch: pytest.Monk
     assert rate == 100.0
 
 
-def delivery(*token_ids: int, text: str = "", finish: FinishReason | None = None, **fields: object) -> Deliver:
+def delivery(*token_ids: int, text: str = "", finish: FinishReason | None = None, **fields: object) -> OutputDelta:
     usage = Usage(num_prompt_tokens=2, num_completion_tokens=1) if finish else None
-    return Deliver("r", 0, token_ids, text, finish, usage, **fields)
+    return OutputDelta("r", 0, token_ids, text, finish, usage, **fields)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One client's call: the sequences of one request, opened together and read as one stream. A pure core."""
+"""The stream of one request: its sequences, opened together and read as one. A pure core."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -7,15 +7,15 @@ from typing import Final
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.output_stream import OutputStream, Taker
 from holdfast.router.dispatch.parallel_sampling import merged_usage
-from holdfast.router.events import Deliver, Usage
+from holdfast.router.events import OutputDelta, Usage
 from holdfast.router.resume import NewSequence, final_delivery
 from holdfast.worker.errors import HoldfastError, RequestAbortedError
 
 STOPPED_RETRY_S: Final = 1.0
 
 
-class Call:
-    """The output streams of a request's siblings as one, for one reader. Whoever opens a call closes it."""
+class RequestStream:
+    """The output streams of a request's siblings as one, for one reader. Whoever opens it closes it."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Call:
         self._fail = fail
         self._echo = echo
         self._is_alone = len(streams) == 1 and not echo
-        """What its one stream delivers is the call's own."""
+        """What its one sequence delivers is the request's own."""
         self._streams = dict(enumerate(streams))
         """Streams that have not ended. The one that was read last is at the end."""
         self._usages: list[Usage] = []
@@ -78,11 +78,11 @@ class Call:
             for stream in self._streams.values():
                 stream.taker = taker
 
-    def poll(self) -> Deliver | None:
+    def poll(self) -> OutputDelta | None:
         """New output of one sequence, if there is any; sequences take turns.
 
         `sequence_index` says whose output it is. The last delivery of all has the usage. Raises the error that ended
-        one of the sequences: it ends the call.
+        one of the sequences: it ends the request.
         """
         for index, stream in self._streams.items():
             delivery = stream.poll()
@@ -96,7 +96,7 @@ class Call:
                 return delivery if self._is_alone and delivery.usage is None else self._of_request(index, delivery)
         return None
 
-    def _of_request(self, index: int, delivery: Deliver) -> Deliver:
+    def _of_request(self, index: int, delivery: OutputDelta) -> OutputDelta:
         """A sibling's delivery as one of the request."""
         if delivery.usage is not None:
             self._usages.append(delivery.usage)
@@ -110,7 +110,7 @@ class Call:
         )
 
 
-def open_call(
+def open_request_stream(
     dispatch_host: DispatchHost,
     request_id: str,
     sequences: Sequence[NewSequence],
@@ -120,9 +120,9 @@ def open_call(
     on_output: Callable[[], None],
     client_attempt: int = 0,
     echo: str = "",
-    watch: Callable[[Deliver], None] | None = None,
+    watch: Callable[[OutputDelta], None] | None = None,
     goes_on: bool = False,
-) -> Call:
+) -> RequestStream:
     """Opens all sequences of one request (at least one), or none. An earlier submission of it ends. Raises what
     `DispatchHost.supersede` and `open` raise.
 
@@ -148,7 +148,7 @@ def open_call(
                 opened.callback(dispatch_host.close, stream)
             stream.watch = watch
             streams.append(stream)
-        return Call(request_id, streams, opened.pop_all().close, echo, dispatch_host.abort, dispatch_host.fail)
+        return RequestStream(request_id, streams, opened.pop_all().close, echo, dispatch_host.abort, dispatch_host.fail)
 
 
 def stopping() -> RequestAbortedError:

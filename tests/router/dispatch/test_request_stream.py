@@ -3,10 +3,10 @@
 import pytest
 
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.dispatch.call import Call, open_call
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.output_stream import OutputStream
-from holdfast.router.events import CaughtUp, Deliver, Usage
+from holdfast.router.dispatch.request_stream import RequestStream, open_request_stream
+from holdfast.router.events import CaughtUp, OutputDelta, Usage
 from holdfast.router.resume import NewSequence
 from holdfast.worker.errors import QueueFullError, ReplicaError
 from holdfast.worker.request import EngineRequest, FinishReason, SequenceKey
@@ -28,8 +28,10 @@ def parts(*indices: int, **fields) -> list[NewSequence]:
     ]
 
 
-def opened(dispatch_host: DispatchHost, *siblings: NewSequence, echo: str = "") -> Call:
-    return open_call(dispatch_host, "r", siblings, model="m", deadline=200.0, on_output=lambda: None, echo=echo)
+def opened(dispatch_host: DispatchHost, *siblings: NewSequence, echo: str = "") -> RequestStream:
+    return open_request_stream(
+        dispatch_host, "r", siblings, model="m", deadline=200.0, on_output=lambda: None, echo=echo
+    )
 
 
 def test_siblings_speak_as_their_request_and_the_last_one_tells_what_all_cost():
@@ -50,10 +52,10 @@ def test_siblings_speak_as_their_request_and_the_last_one_tells_what_all_cost():
 
 def test_a_completion_that_says_much_does_not_keep_the_others_waiting():
     streams = [OutputStream(SequenceKey("", "r", 0, index), lambda: None) for index in range(3)]
-    call, order = Call("r", streams, close=lambda: None), []
+    call, order = RequestStream("r", streams, close=lambda: None), []
     for step in range(6):
         for stream in streams:
-            stream.push(Deliver(request_id="r", first_token_index=step, token_ids=(5,), text=""))
+            stream.push(OutputDelta(request_id="r", first_token_index=step, token_ids=(5,), text=""))
         order.append(call.poll().sequence_index)
     assert order == [0, 1, 2, 0, 1, 2]
 
