@@ -3,8 +3,8 @@
 Events come in as method calls that carry the time. Actions (`router/events.py`) come out as a list, in the order in
 which to perform them. No sockets, tasks, clocks, random numbers or wire formats here.
 
-A request waits or runs, or is suspended while its client does not read, until it ends, with one `OutputDelta` that has a
-finish reason or with one Fail; its transitions are the table in `request_status.py`. A cancelled request ends without
+A request waits or runs, or is suspended while its client does not read, until it ends, with one `OutputDelta` that has
+a finish reason or with one Fail; its transitions are the table in `request_status.py`. A cancelled request ends without
 either. A running request has an *attempt*, whose number this router never uses twice. Messages about an attempt that is
 over are dropped, so a late message does no harm. Output tokens are counted by index: repeated tokens are dropped, and a
 gap is a bug.

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.dispatch import Dispatch
-from holdfast.router.dispatch.output_stream import OutputStream, UnreadLimit
+from holdfast.router.dispatch.output_stream import OutputStream, Sink, UnreadLimit
 from holdfast.router.events import (
     Action,
     ClusterEvent,
@@ -104,14 +104,14 @@ class DispatchHost:
         *,
         model: str,
         deadline: float,
-        on_output: Callable[[], None],
+        sink: Sink,
         client_attempt: int = 0,
     ) -> OutputStream:
         """Opens one sequence of a request, which is not open: see `supersede`. Raises what `Dispatch.submit` raises.
         Whoever opens a stream closes it.
         """
         request = sequence.request
-        stream = OutputStream(request.sequence_key, on_output, self.now, self._unread_limit)
+        stream = OutputStream(request.sequence_key, sink, self.now, self._unread_limit)
         actions = self.dispatch.submit(
             request,
             model=model,

@@ -1,13 +1,13 @@
-"""Output buffer of one sequence, between the dispatch host and one reader. A pure core.
+"""Output buffer of one sequence, between the dispatch host and the sink of its request. A pure core.
 
-Output that the reader has not fetched is merged into one delivery: a slow reader delays nobody. The buffer is bounded
-by the request's own output, and where there is a limit (`UnreadLimit`), its request is suspended soon after the buffer
-has exceeded that.
+Output that the sink does not take waits for its reader, and is merged into one delivery: a slow reader delays nobody.
+The buffer is bounded by the request's own output, and where there is a limit (`UnreadLimit`), its request is suspended
+soon after the buffer has exceeded that.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, Protocol
 
 from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import OutputDelta
@@ -20,10 +20,27 @@ BEHIND_AT_LEAST_S: Final = 1.0
 MERGED_AT: Final = 64
 """This many unfetched deliveries are merged into one, because each costs more memory than its tokens."""
 
-Taker: TypeAlias = Callable[[OutputDelta], bool]
-"""Takes a delivery straight to its reader. False: it has not, since the reader is busy with an earlier one. It runs
-inside the dispatch host, and must not call back into it.
-"""
+
+class Sink(Protocol):
+    """Where the output of a request goes. Both methods run inside the dispatch host, and must not call back into it."""
+
+    def take(self, delta: OutputDelta) -> bool:
+        """Takes what comes before the end of a sequence of which nothing waits. False is back pressure: the delta
+        waits to be polled.
+        """
+
+    def notify(self) -> None:
+        """There is something to poll: output that was not taken, or an end. It must only wake the reader, not read."""
+
+
+class WakingSink:
+    """Takes nothing, and calls `on_output` when there is something to poll."""
+
+    def __init__(self, on_output: Callable[[], None]) -> None:
+        self.notify = on_output
+
+    def take(self, delta: OutputDelta) -> bool:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,25 +56,23 @@ class UnreadLimit:
 
 
 class OutputStream:
-    """Filled by `push` and `fail`, emptied by `poll`. `on_output` is called whenever there is something to poll.
-
-    `on_output` runs inside the dispatch host: it must only wake the reader, not read.
-    """
+    """Filled by `push` and `fail`, emptied by the sink or by `poll`."""
 
     __slots__ = (
         "_behind_since",
         "_limit",
         "_now",
-        "_on_output",
         "_pending",
+        "_sink",
         "behind_s",
+        "echo",
         "error",
+        "index",
         "is_suspended",
         "key",
         "notifies_each_step",
         "num_tokens",
         "num_unread",
-        "taker",
         "timeline",
         "watch",
     )
@@ -65,7 +80,7 @@ class OutputStream:
     def __init__(
         self,
         key: SequenceKey,
-        on_output: Callable[[], None],
+        sink: Sink,
         now: Callable[[], float] = lambda: 0.0,
         limit: UnreadLimit | None = None,
     ) -> None:
@@ -83,11 +98,13 @@ class OutputStream:
         self._now = now
         self._behind_since: float | None = None
         self.notifies_each_step = True
-        """False: `on_output` is called at the end only."""
-        self._on_output = on_output
+        """False: the sink is notified at the end only."""
+        self._sink = sink
+        self.index = 0
+        """The sequence's number in its request."""
+        self.echo = ""
+        """Comes before its text."""
         self._pending: list[OutputDelta] = []
-        self.taker: Taker | None = None
-        """Is offered what comes before the end while nothing waits to be polled."""
         self.watch: Callable[[OutputDelta], None] | None = None
         """Is told of what comes up to the first token, and of the last delivery."""
         self.num_tokens = 0
@@ -100,7 +117,8 @@ class OutputStream:
         if self.watch is not None and (is_last or not self.num_tokens):
             self.watch(delivery)
         self.num_tokens += len(delivery.token_ids)
-        if self.taker is not None and not self._pending and not is_last and self.taker(delivery):
+        offered = self._of_request(delivery) if self.index or self.echo else delivery
+        if not (self._pending or is_last) and self._sink.take(offered):
             return
         if self._behind_since is None and (is_last or (self._pending and self.notifies_each_step)):
             self._behind_since = self._now()
@@ -109,14 +127,14 @@ class OutputStream:
         if self._limit is not None and not is_last and self.num_unread >= self._limit.num_tokens:
             self._check_reader(self._limit)
         if self.notifies_each_step or is_last:
-            self._on_output()
+            self._sink.notify()
         elif len(self._pending) >= MERGED_AT:
             self._pending = [merged(self._pending)]
 
     def fail(self, error: HoldfastError) -> None:
         """Ends the stream with an error, which is raised to the reader after all earlier output."""
         self.error = error
-        self._on_output()
+        self._sink.notify()
 
     def poll(self) -> OutputDelta | None:
         """All output since the last call, if any. After it, raises the error given to `fail`."""
@@ -124,7 +142,7 @@ class OutputStream:
             if self.error is not None:
                 raise self.error.with_traceback(None)  # one error may end many streams
             return None
-        delivery = self._first()
+        delivery = self._of_request(self._first())
         if self._behind_since is not None:
             self.behind_s += self._now() - self._behind_since
             self._behind_since = None
@@ -132,6 +150,13 @@ class OutputStream:
         if self.is_suspended and not self._pending and self._limit is not None:
             self.is_suspended = False
             self._limit.on_read(self)
+        return delivery
+
+    def _of_request(self, delivery: OutputDelta) -> OutputDelta:
+        if self.index:
+            delivery = delivery._replace(sequence_index=self.index)
+        if self.echo and delivery.first_token_index == 0:
+            delivery = delivery._replace(text=self.echo + delivery.text)
         return delivery
 
     def _check_reader(self, limit: UnreadLimit) -> None:

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from typing import Final
 
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.dispatch.output_stream import OutputStream, Taker
+from holdfast.router.dispatch.output_stream import OutputStream, Sink
 from holdfast.router.dispatch.parallel_sampling import merged_usage
 from holdfast.router.events import OutputDelta, Usage
 from holdfast.router.resume import NewSequence, final_delivery
@@ -22,7 +22,6 @@ class RequestStream:
         request_id: str,
         streams: Sequence[OutputStream],
         close: Callable[[], None],
-        echo: str = "",
         abort: Callable[[OutputStream], bool] = lambda stream: False,
         fail: Callable[[OutputStream, HoldfastError], bool] = lambda stream, error: False,
     ) -> None:
@@ -34,9 +33,6 @@ class RequestStream:
         """Cancels what has not ended. Nothing is read after it."""
         self._abort = abort
         self._fail = fail
-        self._echo = echo
-        self._is_alone = len(streams) == 1 and not echo
-        """What its one sequence delivers is the request's own."""
         self._streams = dict(enumerate(streams))
         """Streams that have not ended. The one that was read last is at the end."""
         self._usages: list[Usage] = []
@@ -66,20 +62,12 @@ class RequestStream:
         return sum(stream.num_unread for stream in self.streams if stream.notifies_each_step)
 
     def await_ends(self) -> None:
-        """From here on `on_output` is called only when a sequence ends, so the reader is not woken by every step."""
+        """From here on the sink is notified only when a sequence ends, so the reader is not woken by every step."""
         for stream in self._streams.values():
             stream.notifies_each_step = False
 
-    def hand_to(self, taker: Taker) -> None:
-        """From here on output may go to `taker` and past `poll`, where the call has one stream, whose deliveries are
-        its own. The end, and what `taker` does not take, is polled.
-        """
-        if self._is_alone:
-            for stream in self._streams.values():
-                stream.taker = taker
-
     def poll(self) -> OutputDelta | None:
-        """New output of one sequence, if there is any; sequences take turns.
+        """New output of one sequence that the sink has not taken, if there is any; sequences take turns.
 
         `sequence_index` says whose output it is. The last delivery of all has the usage. Raises the error that ended
         one of the sequences: it ends the request.
@@ -93,21 +81,11 @@ class RequestStream:
                 elif self.num_completions > 1:
                     self._streams[index] = self._streams.pop(index)
                 self.has_more = self.num_completions > 1 or stream.has_more
-                return delivery if self._is_alone and delivery.usage is None else self._of_request(index, delivery)
+                if delivery.usage is None:
+                    return delivery
+                self._usages.append(delivery.usage)
+                return delivery._replace(usage=self.usage if self.is_over else None)
         return None
-
-    def _of_request(self, index: int, delivery: OutputDelta) -> OutputDelta:
-        """A sibling's delivery as one of the request."""
-        if delivery.usage is not None:
-            self._usages.append(delivery.usage)
-        if self._is_alone:
-            return delivery
-        echo = self._echo if delivery.first_token_index == 0 else ""
-        return delivery._replace(
-            sequence_index=index,
-            text=echo + delivery.text,
-            usage=None if self._streams else self.usage,
-        )
 
 
 def open_request_stream(
@@ -117,7 +95,7 @@ def open_request_stream(
     *,
     model: str,
     deadline: float,
-    on_output: Callable[[], None],
+    sink: Sink,
     client_attempt: int = 0,
     echo: str = "",
     watch: Callable[[OutputDelta], None] | None = None,
@@ -127,7 +105,7 @@ def open_request_stream(
     `DispatchHost.supersede` and `open` raise.
 
     With `goes_on` it is a further call of one submission, whose earlier calls are over: a later submission ends it.
-    `on_output` is passed to every output stream. `echo` comes before the text of each sequence. `watch` is
+    The output of all of them goes to `sink`. `echo` comes before the text of each sequence. `watch` is
     told of every delivery of all of them.
     """
     key = sequences[0].request.key
@@ -137,18 +115,18 @@ def open_request_stream(
         dispatch_host.supersede(key, client_attempt)
     streams = []
     with ExitStack() as opened:
-        for sequence in sequences:
+        for index, sequence in enumerate(sequences):
             if sequence.caught_up.finish_reason is not None:
-                stream = OutputStream(sequence.request.sequence_key, on_output)
+                stream = OutputStream(sequence.request.sequence_key, sink)
                 stream.push(final_delivery(sequence.request, sequence.caught_up))
             else:
                 stream = dispatch_host.open(
-                    sequence, model=model, deadline=deadline, client_attempt=client_attempt, on_output=on_output
+                    sequence, model=model, deadline=deadline, client_attempt=client_attempt, sink=sink
                 )
                 opened.callback(dispatch_host.close, stream)
-            stream.watch = watch
+            stream.watch, stream.index, stream.echo = watch, index, echo
             streams.append(stream)
-        return RequestStream(request_id, streams, opened.pop_all().close, echo, dispatch_host.abort, dispatch_host.fail)
+        return RequestStream(request_id, streams, opened.pop_all().close, dispatch_host.abort, dispatch_host.fail)
 
 
 def stopping() -> RequestAbortedError:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from holdfast.router.dispatch.output_stream import Taker, merged
+from holdfast.router.dispatch.output_stream import merged
 from holdfast.router.dispatch.parallel_sampling import best, is_ranked
 from holdfast.router.dispatch.request_stream import RequestStream
 from holdfast.router.events import OutputDelta, TextState, Usage
@@ -41,29 +41,38 @@ class CompletedRequest:
     usage: Usage
 
 
-class OutputSignal:
-    """Wakes the one task that reads an answer: set while there may be output that was not read. On one event loop.
+class AnswerSink:
+    """The sink of an answer, which one task reads: what its `write` does not take wakes the task. On one event loop.
 
-    As an `asyncio.Event`, which is for any number of tasks and takes several calls to set, to clear and to wait for. An
-    answer does all three for every token that its reader has not taken at once.
+    It wakes as an `asyncio.Event`, which is for any number of tasks and takes several calls to set, to clear and to
+    wait for. An answer does all three for every token that was not taken.
     """
 
-    __slots__ = ("_loop", "is_set", "waiter")
+    __slots__ = ("_loop", "is_set", "waiter", "write")
 
     def __init__(self) -> None:
         self.is_set = False
+        """There may be output that was not read."""
+        self.write: Callable[[OutputDelta], bool] | None = None
+        """Sends a delta to the client, or returns False and leaves it to the task. Is called only while the task waits,
+        which therefore has sent all before it.
+        """
         self._loop = asyncio.get_running_loop()
         self.waiter: asyncio.Future[None] | None = None
         """What the task waits for; it may be done."""
 
-    def set(self) -> None:
+    def take(self, delta: OutputDelta) -> bool:
+        waiter = self.waiter
+        return self.write is not None and waiter is not None and not waiter.done() and self.write(delta)
+
+    def notify(self) -> None:
         self.is_set = True
         waiter = self.waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
     def next(self) -> "asyncio.Future[None]":
-        """Is done when the signal is set, which it must not be yet."""
+        """Is done when `is_set` is, which it must not be yet."""
         self.waiter = self._loop.create_future()
         return self.waiter
 
@@ -71,14 +80,14 @@ class OutputSignal:
 class SampledAnswer:
     """The response to a sampling request, for one task, which either iterates over it or awaits `whole`.
 
-    Iterating gives what `RequestStream.poll` gives, and raises what it raises, as soon as there is output. `has_output`
-    is set by the stream's `on_output`.
+    Iterating gives what `RequestStream.poll` gives, and raises what it raises, as soon as there is output that
+    `sink` has not taken.
     """
 
     def __init__(
         self,
         call: RequestStream,
-        has_output: OutputSignal,
+        sink: AnswerSink,
         model: str,
         params: SamplingParams,
         prompt_token_ids: tuple[int, ...] = (),
@@ -96,7 +105,7 @@ class SampledAnswer:
         self.received = received
         """What the client of a resumed request has already, one delivery for each sequence of which it has any."""
         self._call = call
-        self.has_output = has_output
+        self.sink = sink
         self.params = params
         self._watch = watch
         self._texts = texts
@@ -106,19 +115,15 @@ class SampledAnswer:
         """Every sequence has been read to its end."""
         return self._call.is_over
 
-    def hand_to(self, taker: Taker) -> None:
-        """As `RequestStream.hand_to`."""
-        self._call.hand_to(taker)
-
     def read(self) -> OutputDelta | None:
-        """Output that is there, if any, without waiting: for a reader that waits for `has_output` itself, and for no
+        """Output that is there, if any, without waiting: for a reader that waits for `sink` itself, and for no
         iterator. Raises as iterating does.
         """
-        call, has_output = self._call, self.has_output
-        has_output.is_set = False
+        call, sink = self._call, self.sink
+        sink.is_set = False
         delivery = call.poll()
         if delivery is not None:
-            has_output.is_set = call.has_more
+            sink.is_set = call.has_more
         return delivery
 
     def __aiter__(self) -> "SampledAnswer":
@@ -128,8 +133,8 @@ class SampledAnswer:
         if self._call.is_over:
             raise StopAsyncIteration
         while True:
-            if not self.has_output.is_set:
-                await self.has_output.next()
+            if not self.sink.is_set:
+                await self.sink.next()
             if (delivery := self.read()) is not None:
                 return delivery
 

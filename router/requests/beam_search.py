@@ -20,7 +20,7 @@ from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.request_stream import RequestStream, open_request_stream
 from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import CaughtUp, OutputDelta, Usage
-from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, OutputSignal, SampledAnswer
+from holdfast.router.requests.answer import AnswerSink, CompletedRequest, CompletedSequence, SampledAnswer
 from holdfast.router.resume import NewSequence
 from holdfast.router.text.stop_strings import shown_tokens, stop_reason
 from holdfast.router.text.text_stream import TextStream
@@ -229,21 +229,21 @@ class BeamAnswer:
 
     async def _extend(self, beams: Sequence[Beam]) -> list[OutputDelta]:
         """Generates one token after each beam, in one call."""
-        sequences, has_output = [self._extension(beam) for beam in beams], OutputSignal()
+        sequences, sink = [self._extension(beam) for beam in beams], AnswerSink()
         self._call = call = open_request_stream(
             self._dispatch_host,
             self.request_id,
             sequences,
             model=self.model,
             deadline=self._deadline,
-            on_output=has_output.set,
+            sink=sink,
             client_attempt=self._client_attempt,
             watch=self._watch,
             goes_on=self._call is not None,
         )
         self.timelines = self.timelines or [stream.timeline for stream in call.streams]
         with closing(call):
-            outputs = await SampledAnswer(call, has_output, self.model, _AS_IT_IS).outputs()
+            outputs = await SampledAnswer(call, sink, self.model, _AS_IT_IS).outputs()
         seen = dict.fromkeys([*self._fingerprints, *(output.fingerprint for output in outputs)])
         self._fingerprints = list(seen)
         if not beams[0].token_ids:

@@ -15,7 +15,7 @@ from holdfast.router.events import ModelStatus, OutputDelta
 from holdfast.router.overload.byte_ledger import current_lease
 from holdfast.router.overload.overload import Overload
 from holdfast.router.request import GenerationRequest, check_text, naming
-from holdfast.router.requests.answer import OpenAnswers, OutputSignal, SampledAnswer
+from holdfast.router.requests.answer import AnswerSink, OpenAnswers, SampledAnswer
 from holdfast.router.requests.beam_search import BeamAnswer, BeamSearch
 from holdfast.router.requests.poison_watch import current_reading
 from holdfast.router.requests.request_admission import AdmittedRequest, Pauses, RequestAdmission
@@ -164,21 +164,21 @@ class RequestProcessor:
         self._admission.check_open()
         # Once more: others may have come meanwhile.
         self._admission.check_tenant(engine_request.tenant)
-        has_output = OutputSignal()
+        sink = AnswerSink()
         call = open_request_stream(
             self._dispatch_host,
             engine_request.request_id,
             sequences,
             model=model,
             deadline=admitted.deadline,
-            on_output=has_output.set,
+            sink=sink,
             client_attempt=admitted.attempt,
             echo=admitted.echo,
             watch=watch.note,
         )
         answer = SampledAnswer(
             call,
-            has_output,
+            sink,
             model,
             engine_request.sampling_params,
             engine_request.prompt_token_ids,

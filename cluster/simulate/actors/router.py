@@ -25,6 +25,7 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.admission import OVERFLOW
 from holdfast.router.dispatch.circuit_breaker import Backoff
 from holdfast.router.dispatch.dispatch import Dispatch
+from holdfast.router.dispatch.output_stream import WakingSink
 from holdfast.router.dispatch.parallel_sampling import siblings
 from holdfast.router.dispatch.request_stream import RequestStream, open_request_stream, stopping
 from holdfast.router.events import Fail, SendAbort, SendSubmit, TextState
@@ -272,7 +273,7 @@ class SimulatedRouter(Process):
                 sequences,
                 model=MODEL,
                 deadline=self.clock + message.timeout_s,
-                on_output=partial(self._note_output, connection),
+                sink=WakingSink(partial(self._note_output, connection)),
                 client_attempt=message.attempt,
             )
         except QueueFullError as error:

@@ -13,39 +13,41 @@ from typing import Any, Final
 from holdfast.router.api.chat_answer import ChatDeltas
 from holdfast.router.api.public_answer import public_chunk
 from holdfast.router.events import OutputDelta
-from holdfast.router.requests.answer import OutputSignal
+from holdfast.router.requests.answer import AnswerSink
 from holdfast.router.wire.response_codec import chunk_message
 from holdfast.v1.inference_pb2 import GenerateStreamResponse
 
 
 class ChunkWriter:
-    """For one task, which has it take deliveries, awaits `settle` before it writes itself, and closes it in the end."""
+    """Writes for the sink of one task, which awaits `settle` before it writes itself, and closes it in the end."""
 
-    __slots__ = ("_encode", "_error", "_has_output", "_idle", "_waits_for", "_write", "_writing")
+    __slots__ = ("_encode", "_error", "_idle", "_sink", "_waits_for", "_write", "_writing")
 
     def __init__(
         self,
         write: Callable[[bytes], Coroutine[Any, Any, None]],
         encode: Callable[[OutputDelta], bytes],
-        has_output: OutputSignal,
+        sink: AnswerSink,
     ) -> None:
-        """`write` may wait for futures of the running event loop alone, as gRPC's does."""
+        """From here on the sink writes by it. `write` may wait for futures of the running event loop alone, as gRPC's
+        does.
+        """
         self._write = write
         self._encode = encode
-        self._has_output = has_output
+        self._sink = sink
         self._writing: Coroutine[Any, Any, None] | None = None
         self._waits_for: asyncio.Future[Any] | None = None
         """What the chunk that is being written waits for."""
         self._idle: asyncio.Future[None] | None = None
         """What `settle` waits for."""
         self._error: BaseException | None = None
+        sink.write = self.take
 
     def take(self, delivery: OutputDelta) -> bool:
-        """Begins to write it. False where an earlier one is being written, or the task is at work. Never raises: the
-        task gets what goes wrong.
+        """Begins to write it. False where an earlier one is being written. Never raises: the task gets what goes
+        wrong.
         """
-        waiter = self._has_output.waiter
-        if self._writing is not None or waiter is None or waiter.done():
+        if self._writing is not None:
             return False
         try:
             self._writing = self._write(self._encode(delivery))
@@ -92,7 +94,7 @@ class ChunkWriter:
     def _fail(self, error: BaseException) -> None:
         """Wakes the task, which finds the error in `settle`."""
         self._error = error
-        self._has_output.set()
+        self._sink.notify()
 
 
 _INDEX, _TOKEN, _TEXT = (

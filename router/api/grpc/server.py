@@ -86,12 +86,11 @@ class InferenceServicer:
         async with self._request_processor.open(plan.request, context.time_remaining()) as answer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
             encode = ChunkEncoder(ChatDeltas(plan, answer.received) if plan.style is not None else None).encode
-            has_output = answer.has_output
-            with closing(ChunkWriter(context.write, encode, has_output)) as writer:
-                answer.hand_to(writer.take)
+            sink = answer.sink
+            with closing(ChunkWriter(context.write, encode, sink)) as writer:
                 while not answer.is_over:
-                    if not has_output.is_set:
-                        await has_output.next()
+                    if not sink.is_set:
+                        await sink.next()
                     await writer.settle()
                     if (delivery := answer.read()) is not None:
                         await context.write(encode(delivery))

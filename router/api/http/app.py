@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from holdfast.router.api.connection_guard import ConnectionGuard
 from holdfast.router.api.http.admin import AdminEndpoints
 from holdfast.router.api.http.answering import Endpoint, answering, not_found
-from holdfast.router.api.http.event_stream import ANTHROPIC, OPENAI, PLAIN_SEND, EventStream
+from holdfast.router.api.http.event_stream import ANTHROPIC, OPENAI, EventStream
 from holdfast.router.api.http.generation_endpoints import GenerationEndpoints
 from holdfast.router.api.http.page_files import PAGE, page_file
 from holdfast.router.api.http.protocol import CONNECTION, Connection
@@ -33,15 +33,12 @@ from holdfast.worker.wire.certificates import Certificates
 
 
 class Api(Starlette):
-    """The application. Streams write past its middlewares, which would take part in every event: theirs is to answer
-    exceptions, and streams answer their own.
-    """
+    """The application, which leases what its requests hold."""
 
     intake: Intake | None = None
     """Opens the lease of each request."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[PLAIN_SEND] = send
         try:
             await self._served(scope, receive, send)
         except BaseException as error:

@@ -21,8 +21,6 @@ from holdfast.worker.errors import HoldfastError, InternalError
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S: Final = 10.0
-PLAIN_SEND: Final = "holdfast.send"
-"""Where a scope has the server's own `send`, if it has."""
 _COMMENT: Final = b": waiting\n\n"
 
 
@@ -39,18 +37,6 @@ OPENAI: Final = Shape(lambda error: error.openai)
 ANTHROPIC: Final = Shape(lambda error: error.anthropic, b"event: error\n")
 
 
-class Shortcut:
-    """Direct way to the connection: the producer of a response's events may write some of them itself."""
-
-    def __init__(self) -> None:
-        self.connection: Connection | None = None
-        """Set once the response has begun, where the server has one to give."""
-
-    @property
-    def num_written(self) -> int:
-        return 0 if self.connection is None else self.connection.num_chunks
-
-
 class EventStream:
     """`events` yields whole events as bytes. It is closed, whatever happens, before the response ends."""
 
@@ -61,13 +47,9 @@ class EventStream:
         shape: Shape = OPENAI,
         *,
         is_held: bool = False,
-        shortcut: "Shortcut | None" = None,
     ) -> None:
-        """`shape` encodes errors. `is_held`: the client may resume the stream at another router. By `shortcut` the
-        producer of the events may write some of them itself, while the stream waits for the next one.
-        """
+        """`shape` encodes errors. `is_held`: the client may resume the stream at another router."""
         self._events = events
-        self._shortcut = shortcut or Shortcut()
         self._shape = shape
         self._is_held = is_held
         self._headers = {
@@ -82,12 +64,10 @@ class EventStream:
         self._num_written = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        send = scope.get(PLAIN_SEND, send)
-        self._connection: Connection | None = scope.get(CONNECTION)
         streaming = asyncio.current_task()
         assert streaming is not None, "a response is sent by a task"
         watching = asyncio.create_task(_cancel_when_gone(receive, streaming), name="http disconnect")
-        waiting = asyncio.create_task(self._comment_when_silent(send), name="http keep-alive")
+        waiting = asyncio.create_task(self._comment_when_silent(send, scope.get(CONNECTION)), name="http keep-alive")
         try:
             await self._stream(send)
         except asyncio.CancelledError:
@@ -113,11 +93,12 @@ class EventStream:
             logger.exception("a stream failed: internal error")
             await self._fail(send, InternalError(f"the stream failed: internal error ({type(bug).__name__})"))
 
-    async def _comment_when_silent(self, send: Send) -> None:
+    async def _comment_when_silent(self, send: Send, connection: Connection | None) -> None:
+        """The producer of the events may write chunks to the connection itself."""
         while True:
-            num_written = self._num_written + self._shortcut.num_written
+            num_written = self._num_written, connection and connection.num_chunks
             await asyncio.sleep(KEEP_ALIVE_S)
-            if num_written == self._num_written + self._shortcut.num_written:
+            if num_written == (self._num_written, connection and connection.num_chunks):
                 await self._write(send, _COMMENT)
 
     async def _write(self, send: Send, data: bytes) -> None:
@@ -131,8 +112,6 @@ class EventStream:
         self.on_status(status)
         pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": pairs})
-        if status == 200:
-            self._shortcut.connection = self._connection
 
     async def _fail(self, send: Send, error: HoldfastError) -> None:
         """As a status where none has been sent, else as a last event."""

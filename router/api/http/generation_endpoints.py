@@ -14,10 +14,11 @@ from holdfast.router.api.http.answering import headers_of, json_response, unless
 from holdfast.router.api.http.bodies import ChatBody, CompletionBody
 from holdfast.router.api.http.chat_completions import ChatChunks, ChatView, chat_request, whole_chat
 from holdfast.router.api.http.completions import Completions, completion_requests
-from holdfast.router.api.http.event_stream import ANTHROPIC, OPENAI, EventStream, Shape, Shortcut
+from holdfast.router.api.http.event_stream import ANTHROPIC, OPENAI, EventStream, Shape
 from holdfast.router.api.http.messages import MessageEvents, whole_message
 from holdfast.router.api.http.messages_body import MessagesBody
 from holdfast.router.api.http.messages_body import chat_body as messages_chat
+from holdfast.router.api.http.protocol import CONNECTION, Connection
 from holdfast.router.api.http.raw_messages import RawMessages
 from holdfast.router.api.http.request_reader import RequestReader, tenant_of
 from holdfast.router.api.http.responses import ResponseEvents, whole_response
@@ -28,8 +29,7 @@ from holdfast.router.api.http.submission import (
     Submission,
     answer_events,
     catch_up,
-    numbered_events,
-    straight,
+    encoded,
 )
 from holdfast.router.request import GenerationRequest, naming
 from holdfast.router.requests.answer import SampledAnswer
@@ -118,26 +118,24 @@ class GenerationEndpoints:
             submission, generations = await unless_gone(request, self._redone(submission, generations))
         if submission.is_over:
             return Response(status_code=NO_CONTENT)
-        shortcut = Shortcut()
-        events = self._completion_stream(body, generations, submission, shortcut)
+        events = self._completion_stream(body, generations, submission, request.scope.get(CONNECTION))
         headers = headers_of(request) | submission.headers | self._load_header(request)
-        return EventStream(events, headers, is_held=submission.is_held, shortcut=shortcut)
+        return EventStream(events, headers, is_held=submission.is_held)
 
     async def _completion_stream(
         self,
         body: CompletionBody,
         generations: Sequence[GenerationRequest],
         submission: Submission,
-        shortcut: Shortcut,
+        connection: Connection | None,
     ) -> AsyncGenerator[bytes, None]:
         async with AsyncExitStack() as stack:
             answers = await self._open(stack, generations)
             tokenizer = self._requests.tokenizer(answers[0].model)
             encoder = Completions(body, answers, submission.identity.created, tokenizer)
             catch_up(encoder, encoder.received(), submission)
-            if len(answers) == 1 and isinstance(answers[0], SampledAnswer):
-                answers[0].hand_to(straight(answers[0], encoder, shortcut, submission))
-            async for event in numbered_events(encoder.numbered(), len(answers), encoder, submission):
+            sinks = [answer.sink for answer in answers if isinstance(answer, SampledAnswer)]
+            async for event in encoded(encoder.numbered(), encoder, submission, sinks, connection):
                 yield event
 
     async def responses(self, request: Request) -> ASGIApp:
@@ -210,10 +208,9 @@ class GenerationEndpoints:
             submission, (generation,) = await unless_gone(request, self._redone(submission, [generation]))
         if submission.is_over:
             return Response(status_code=NO_CONTENT)
-        shortcut = Shortcut()
-        events = answer_events(self._requests.open(generation), encoder_of, submission, shortcut)
+        events = answer_events(self._requests.open(generation), encoder_of, submission, request.scope.get(CONNECTION))
         headers = headers_of(request) | submission.headers | self._load_header(request)
-        return EventStream(events, headers, shape, is_held=submission.is_held, shortcut=shortcut)
+        return EventStream(events, headers, shape, is_held=submission.is_held)
 
     async def _open(
         self, stack: AsyncExitStack, generations: Sequence[GenerationRequest]

@@ -37,15 +37,15 @@ class Connection(HttpToolsProtocol):
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]  # it takes extensions
         scope[CONNECTION] = self
 
-    def write_chunk(self, content: bytes) -> bool:
-        """Writes a chunk of the response that is under way, which must be a chunked one, and must not be empty. False
-        if it was not, because the client reads slower than it is written to, or has gone.
-        """
-        if self.flow.write_paused or self.transport.is_closing():
-            return False
+    @property
+    def takes_chunks(self) -> bool:
+        """The client is there, and reads as fast as it is written to."""
+        return not (self.flow.write_paused or self.transport.is_closing())
+
+    def write_chunk(self, content: bytes) -> None:
+        """Writes a chunk, which must not be empty, of the response that is under way, which must be a chunked one."""
         self.num_chunks += 1
         self.transport.write(b"%x\r\n%b\r\n" % (len(content), content))
-        return True
 
 
 MOST_GUESTS: Final = 64

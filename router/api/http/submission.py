@@ -2,18 +2,18 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from holdfast.router.api.http.event_ids import EVENT_IDS, LAST_EVENT_ID, EventIds
-from holdfast.router.api.http.event_stream import Shortcut
+from holdfast.router.api.http.protocol import Connection
 from holdfast.router.config import LimitsConfig
-from holdfast.router.dispatch.output_stream import Taker, merged
+from holdfast.router.dispatch.output_stream import merged
 from holdfast.router.events import OutputDelta
 from holdfast.router.request import GenerationRequest, check_request_id
-from holdfast.router.requests.answer import SampledAnswer
+from holdfast.router.requests.answer import AnswerSink, SampledAnswer
 from holdfast.router.requests.poison_watch import PoisonWatch, begin_reading
 from holdfast.router.resume_record import Identity, ResumeRecord, SequenceDelta
 from holdfast.router.router_losses import ROUTERS_LOST, routers_lost
@@ -194,53 +194,53 @@ async def answer_events(
     opening: AbstractAsyncContextManager[SampledAnswer],
     encoder_of: Callable[[SampledAnswer], Encoder],
     submission: Submission,
-    shortcut: Shortcut,
+    connection: Connection | None,
 ) -> AsyncGenerator[bytes, None]:
     """The events of one answer, delivery by delivery; of a resumed one those that its client does not have. It is open
-    as long as they are read. What is plain goes by the shortcut, where there is one, while the next one is waited for.
+    as long as they are read.
     """
-    marks = submission.marks
     async with opening as answer:
         encoder = encoder_of(answer)
         catch_up(encoder, answer.received, submission)
-        answer.hand_to(straight(answer, encoder, shortcut, submission))
-        encoded = encoder.of
-        async for delivery in answer:
-            events, is_last = encoded(delivery), delivery.usage is not None
-            if is_last:
-                events += encoder.end()
-            if marks:
-                events = submission.marked(events, delivery, encoder, is_last=is_last)
-            if events:
-                yield events
+        async for events in encoded(answer, encoder, submission, [answer.sink], connection):
+            yield events
 
 
-def straight(answer: SampledAnswer, encoder: Encoder, shortcut: Shortcut, submission: Submission) -> Taker:
-    """Writes plain deliveries while the answer's reader waits, which therefore has written all before them."""
-    has_output, plain, marks, marked = answer.has_output, encoder.plain, submission.marks, submission.marked
-
-    def take(delivery: OutputDelta) -> bool:
-        waiter, connection = has_output.waiter, shortcut.connection
-        if connection is None or waiter is None or waiter.done() or (events := plain(delivery)) is None:
-            return False
-        return connection.write_chunk(marked(events, delivery, encoder, is_last=False) if marks else events)
-
-    return take
-
-
-async def numbered_events(
-    deliveries: AsyncIterator[OutputDelta], num_answers: int, encoder: Encoder, submission: Submission
+async def encoded(
+    deliveries: AsyncIterator[OutputDelta],
+    encoder: Encoder,
+    submission: Submission,
+    sinks: Sequence[AnswerSink],
+    connection: Connection | None,
 ) -> AsyncGenerator[bytes, None]:
-    """The events of one or several answers, whose deliveries come with the numbers of their choices."""
+    """The events of one or several answers, whose deliveries come with the numbers of their choices. Those of one
+    answer the sink writes to the connection, where there is one, as soon as the response has begun.
+    """
+    num_open = len(sinks)
+    write = None if connection is None or num_open > 1 else event_writer(encoder, submission, connection)
     async for delivery in deliveries:
-        num_answers -= delivery.usage is not None
+        num_open -= delivery.usage is not None
         events = encoder.of(delivery)
-        if not num_answers:
+        if not num_open:
             events += encoder.end()
         if submission.marks:
-            events = submission.marked(events, delivery, encoder, is_last=not num_answers)
+            events = submission.marked(events, delivery, encoder, is_last=not num_open)
         if events:
             yield events
+            sinks[0].write = write
+
+
+def event_writer(encoder: Encoder, submission: Submission, connection: Connection) -> Callable[[OutputDelta], bool]:
+    """Writes events of plain deliveries as chunks of a response that has begun, while the client keeps up."""
+    plain, marks, marked = encoder.plain, submission.marks, submission.marked
+
+    def write(delivery: OutputDelta) -> bool:
+        if not connection.takes_chunks or (events := plain(delivery)) is None:
+            return False
+        connection.write_chunk(marked(events, delivery, encoder, is_last=False) if marks else events)
+        return True
+
+    return write
 
 
 def catch_up(encoder: Encoder, received: Iterable[OutputDelta], submission: Submission) -> None:

@@ -8,7 +8,7 @@ import pytest
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import FINEST_S, DispatchHost
-from holdfast.router.dispatch.output_stream import OutputStream
+from holdfast.router.dispatch.output_stream import OutputStream, WakingSink
 from holdfast.router.events import SendAbort, SendSubmit
 from holdfast.router.resume import NewSequence
 from holdfast.worker.errors import DeadlineExceededError, InternalError, ReplicaError, RequestSupersededError
@@ -86,7 +86,7 @@ class Board:
         part = NewSequence(request=request, text=LetterText())
         deadline = self.dispatch_host.now() + timeout_s
         self.dispatch_host.supersede(request.key)
-        return self.dispatch_host.open(part, model="m", deadline=deadline, on_output=lambda: None)
+        return self.dispatch_host.open(part, model="m", deadline=deadline, sink=WakingSink(lambda: None))
 
     def news(self, *deltas) -> None:
         self.dispatch_host.replica_update("r", StepUpdate(load=NO_LOAD, deltas=deltas))
@@ -244,7 +244,7 @@ async def test_an_event_loop_is_a_clock():
     dispatch_host.replica_up(Port(), facts("r"), NO_LOAD)
     request = EngineRequest(request_id="x", prompt_token_ids=(1,), sampling_params=SamplingParams(seed=0))
     part, deadline = NewSequence(request=request, text=LetterText()), dispatch_host.now() + 0.2
-    stream = dispatch_host.open(part, model="m", deadline=deadline, on_output=news.set)
+    stream = dispatch_host.open(part, model="m", deadline=deadline, sink=WakingSink(news.set))
     await news.wait()
     with pytest.raises(DeadlineExceededError):
         stream.poll()

@@ -1,8 +1,10 @@
 """Output on its way to a reader that may be slow."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from holdfast.router.dispatch.output_stream import MERGED_AT, OutputStream
+from holdfast.router.dispatch.output_stream import MERGED_AT, OutputStream, WakingSink
 from holdfast.router.events import OutputDelta, Usage
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob
@@ -27,7 +29,7 @@ def said_of(*token_ids: int) -> tuple[TokenLogprob, ...]:
 
 
 def stream(*deliveries: OutputDelta) -> OutputStream:
-    made = OutputStream(SequenceKey("", "x"), lambda: None)
+    made = OutputStream(SequenceKey("", "x"), WakingSink(lambda: None))
     for delivery in deliveries:
         made.push(delivery)
     return made
@@ -54,7 +56,7 @@ def test_what_is_not_read_yet_is_merged():
 
 def test_a_reader_hears_of_whatever_comes():
     news = []
-    told = OutputStream(SequenceKey("", "x"), lambda: news.append(told.key.request_id))
+    told = OutputStream(SequenceKey("", "x"), WakingSink(lambda: news.append(told.key.request_id)))
     told.push(piece(0, 1))
     told.fail(ReplicaError("lost"))
     assert news == ["x", "x"]
@@ -70,7 +72,7 @@ def test_an_error_comes_after_what_was_pushed_before():
 
 def test_a_reader_that_waits_for_the_end_is_woken_once_and_misses_nothing():
     woken = []
-    stream = OutputStream(SequenceKey("", "r"), lambda: woken.append(len(woken)))
+    stream = OutputStream(SequenceKey("", "r"), WakingSink(lambda: woken.append(len(woken))))
     stream.notifies_each_step = False
     for index in range(1000):
         assert not woken
@@ -82,16 +84,18 @@ def test_a_reader_that_waits_for_the_end_is_woken_once_and_misses_nothing():
     assert woken == [0]
     whole = stream.poll()
     assert (whole.token_ids, whole.text, whole.finish_reason) == (tuple(range(1000)), "." * 1000, FinishReason.LENGTH)
-    failed = OutputStream(SequenceKey("", "r"), lambda: woken.append("failed"))
+    failed = OutputStream(SequenceKey("", "r"), WakingSink(lambda: woken.append("failed")))
     failed.notifies_each_step = False
     failed.fail(ReplicaError("lost"))
     assert woken[1:] == ["failed"]
 
 
-def test_a_taker_is_offered_what_nothing_waits_before_but_not_the_end():
+def test_a_sink_is_offered_what_nothing_waits_before_but_not_the_end():
     taken, takes, news = [], [True], []
-    straight = OutputStream(SequenceKey("", "x"), lambda: news.append(len(taken)))
-    straight.taker = lambda delivery: takes[0] and not taken.append(delivery)
+    sink = SimpleNamespace(
+        take=lambda delta: takes[0] and not taken.append(delta), notify=lambda: news.append(len(taken))
+    )
+    straight = OutputStream(SequenceKey("", "x"), sink)
     straight.push(piece(0, 0))
     takes[0] = False
     straight.push(piece(1, 1))
@@ -106,7 +110,7 @@ def test_a_taker_is_offered_what_nothing_waits_before_but_not_the_end():
 
 def test_a_watch_hears_of_the_first_token_and_of_the_end():
     heard = []
-    watched = OutputStream(SequenceKey("", "x"), lambda: None)
+    watched = OutputStream(SequenceKey("", "x"), WakingSink(lambda: None))
     watched.watch = heard.append
     every = [piece(0, 0), piece(1, 1), piece(2, 2, finish=FinishReason.STOP)]
     for one in every:
@@ -115,10 +119,19 @@ def test_a_watch_hears_of_the_first_token_and_of_the_end():
 
 
 def test_what_two_replicas_have_made_is_read_apart():
-    stream = OutputStream(SequenceKey("", "x"), lambda: None)
+    stream = OutputStream(SequenceKey("", "x"), WakingSink(lambda: None))
     for index, replica_id in enumerate("aabb"):
         stream.push(OutputDelta("x", index, (index,), "t", replica_id=replica_id))
     first = stream.poll()
     assert (first.token_ids, first.replica_id, stream.has_more) == ((0, 1), "a", True)
     second = stream.poll()
     assert (second.token_ids, second.replica_id, stream.has_more) == ((2, 3), "b", False)
+
+
+def test_a_sink_gets_a_sibling_s_output_as_the_request_s():
+    taken = []
+    sibling = OutputStream(SequenceKey("", "x"), SimpleNamespace(take=lambda delta: not taken.append(delta)))
+    sibling.index, sibling.echo = 2, "> "
+    sibling.push(piece(0, 0))
+    sibling.push(piece(1, 1))
+    assert [(one.sequence_index, one.text) for one in taken] == [(2, "> a"), (2, "b")]

@@ -4,7 +4,7 @@ import pytest
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.dispatch.output_stream import OutputStream
+from holdfast.router.dispatch.output_stream import OutputStream, WakingSink
 from holdfast.router.dispatch.request_stream import RequestStream, open_request_stream
 from holdfast.router.events import CaughtUp, OutputDelta, Usage
 from holdfast.router.resume import NewSequence
@@ -30,7 +30,7 @@ def parts(*indices: int, **fields) -> list[NewSequence]:
 
 def opened(dispatch_host: DispatchHost, *siblings: NewSequence, echo: str = "") -> RequestStream:
     return open_request_stream(
-        dispatch_host, "r", siblings, model="m", deadline=200.0, on_output=lambda: None, echo=echo
+        dispatch_host, "r", siblings, model="m", deadline=200.0, sink=WakingSink(lambda: None), echo=echo
     )
 
 
@@ -51,7 +51,9 @@ def test_siblings_speak_as_their_request_and_the_last_one_tells_what_all_cost():
 
 
 def test_a_completion_that_says_much_does_not_keep_the_others_waiting():
-    streams = [OutputStream(SequenceKey("", "r", 0, index), lambda: None) for index in range(3)]
+    streams = [OutputStream(SequenceKey("", "r", 0, index), WakingSink(lambda: None)) for index in range(3)]
+    for index, stream in enumerate(streams):
+        stream.index = index
     call, order = RequestStream("r", streams, close=lambda: None), []
     for step in range(6):
         for stream in streams:

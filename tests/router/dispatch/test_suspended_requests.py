@@ -7,7 +7,7 @@ import pytest
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.dispatch.output_stream import BEHIND_AT_LEAST_S, OutputStream
+from holdfast.router.dispatch.output_stream import BEHIND_AT_LEAST_S, OutputStream, WakingSink
 from holdfast.router.dispatch.request_status import RequestStatus
 from holdfast.router.dispatch.timeline import Cause
 from holdfast.router.events import SendAbort, SendSubmit
@@ -191,7 +191,7 @@ class Site:
         request = EngineRequest(request_id=request_id, prompt_token_ids=(1,), sampling_params=params, tenant=tenant)
         sequence = NewSequence(request=request, text=LetterText())
         deadline = self.host.now() + timeout_s
-        return self.host.open(sequence, model="m", deadline=deadline, on_output=lambda: None)
+        return self.host.open(sequence, model="m", deadline=deadline, sink=WakingSink(lambda: None))
 
     def step(self, *readers: OutputStream) -> None:
         """One step of the replica; then these read what they have."""

@@ -10,7 +10,7 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.dispatch.request_stream import RequestStream
 from holdfast.router.events import OutputDelta, Usage
-from holdfast.router.requests.answer import OutputSignal, SampledAnswer
+from holdfast.router.requests.answer import AnswerSink, SampledAnswer
 from holdfast.v1 import engine_pb2, inference_pb2
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob
@@ -152,10 +152,12 @@ async def test_a_truncated_prompt_is_its_end():
 
 
 def answer_of(num_streams: int, **given) -> tuple[list[OutputStream], SampledAnswer]:
-    news = OutputSignal()
-    streams = [OutputStream(SequenceKey("", "r", 0, index), news.set) for index in range(num_streams)]
+    sink = AnswerSink()
+    streams = [OutputStream(SequenceKey("", "r", 0, index), sink) for index in range(num_streams)]
+    for index, stream in enumerate(streams):
+        stream.index = index
     call = RequestStream("r", streams, close=lambda: None)
-    return streams, SampledAnswer(call, news, "m", SamplingParams(seed=0, **given))
+    return streams, SampledAnswer(call, sink, "m", SamplingParams(seed=0, **given))
 
 
 def told(*deltas: OutputDelta, **given) -> SampledAnswer:

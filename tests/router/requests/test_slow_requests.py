@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from holdfast.router.dispatch.output_stream import OutputStream
+from holdfast.router.dispatch.output_stream import OutputStream, WakingSink
 from holdfast.router.dispatch.timeline import AttemptTimes, Cause, Phases, Timeline
 from holdfast.router.events import OutputDelta
 from holdfast.router.requests.request_stats import EndedRequest, RequestStats, RequestWatch, SlowRequests
@@ -105,7 +105,7 @@ def test_a_request_that_failed_is_told_of_too():
 
 def test_output_waits_for_its_reader_from_the_second_piece_on_and_at_the_end():
     clock = Clock(0.0)
-    stream = OutputStream(SequenceKey("", "r1"), lambda: None, clock)
+    stream = OutputStream(SequenceKey("", "r1"), WakingSink(lambda: None), clock)
     stream.push(delivery(0))
     clock.now = 5.0  # a reader that comes for the first piece is not behind yet
     assert stream.poll()
@@ -123,7 +123,7 @@ def test_output_waits_for_its_reader_from_the_second_piece_on_and_at_the_end():
 
 def test_a_reader_that_waits_for_the_end_is_not_behind_before():
     clock = Clock(0.0)
-    stream = OutputStream(SequenceKey("", "r1"), lambda: None, clock)
+    stream = OutputStream(SequenceKey("", "r1"), WakingSink(lambda: None), clock)
     stream.notifies_each_step = False
     for index in range(200):
         stream.push(delivery(index))

@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.router.api.grpc.chunk_writer import ChunkWriter
 from holdfast.router.events import OutputDelta
-from holdfast.router.requests.answer import OutputSignal
+from holdfast.router.requests.answer import AnswerSink
 from tests.loops import on_each_loop
 
 
@@ -36,13 +36,13 @@ class Stream:
     """A writer and the signal of its task, which waits if `waits`."""
 
     def __init__(self, *, waits: bool = True) -> None:
-        self.call, self.has_output = Call(), OutputSignal()
-        self.writer = ChunkWriter(self.call.write, lambda delivery: delivery.text.encode(), self.has_output)
+        self.call, self.sink = Call(), AnswerSink()
+        self.writer = ChunkWriter(self.call.write, lambda delivery: delivery.text.encode(), self.sink)
         if waits:
-            self.has_output.next()
+            self.sink.next()
 
     def take(self, text: str) -> bool:
-        return self.writer.take(OutputDelta(request_id="r", first_token_index=0, token_ids=(1,), text=text))
+        return self.sink.take(OutputDelta(request_id="r", first_token_index=0, token_ids=(1,), text=text))
 
 
 async def turns() -> None:
@@ -63,7 +63,7 @@ async def test_a_chunk_is_written_at_once_while_the_task_waits_and_none_while_it
     stream.call.open[1].set_result(None)
     await turns()
     assert stream.call.written == [b"a", b"b"]
-    stream.has_output.set()
+    stream.sink.notify()
     assert not stream.take("c"), "the task has been woken, and what it is woken for comes first"
     await stream.writer.settle()
 
@@ -84,14 +84,14 @@ async def test_errors_wake_the_task_and_are_raised_to_it():
     gone, broken, late = Stream(), Stream(), Stream()
     gone.call.error = grpc.aio.UsageError("the call is over")
     assert gone.take("a")
-    broken.writer = ChunkWriter(broken.call.write, lambda delivery: 1 // 0, broken.has_output)
+    broken.writer = ChunkWriter(broken.call.write, lambda delivery: 1 // 0, broken.sink)
     assert broken.take("a"), "whoever has made it is not told: it is the stream's own fault"
     assert late.take("a")
-    assert not late.has_output.is_set
+    assert not late.sink.is_set
     late.call.open[0].set_exception(grpc.aio.UsageError("gone meanwhile"))
     await turns()
     for stream, error in ((gone, grpc.aio.UsageError), (broken, ZeroDivisionError), (late, grpc.aio.UsageError)):
-        assert stream.has_output.is_set
+        assert stream.sink.is_set
         assert not stream.take("b")
         with pytest.raises(error):
             await stream.writer.settle()

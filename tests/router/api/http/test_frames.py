@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -11,12 +10,11 @@ from hypothesis import strategies as st
 from holdfast.router.api.http.bodies import ChatBody, CompletionBody
 from holdfast.router.api.http.chat_completions import ChatChunks, ChatView
 from holdfast.router.api.http.completions import Completions
-from holdfast.router.api.http.event_stream import Shortcut
-from holdfast.router.api.http.submission import Encoder, Submission, straight
+from holdfast.router.api.http.submission import Encoder, Submission, encoded
 from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.dispatch.request_stream import RequestStream
 from holdfast.router.events import OutputDelta, Usage
-from holdfast.router.requests.answer import OutputSignal, SampledAnswer
+from holdfast.router.requests.answer import AnswerSink, SampledAnswer
 from holdfast.router.resume_record import Identity
 from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
@@ -29,9 +27,9 @@ SAID = TokenLogprob(token_id=7, logprob=-1.5, rank=3, top=())
 
 
 def answer(stream: OutputStream | None = None) -> SampledAnswer:
-    has_output = OutputSignal()
-    streams = [OutputStream(SequenceKey("", "x"), has_output.set)] if stream is None else [stream]
-    return SampledAnswer(RequestStream("x", streams, lambda: None), has_output, 'm "quoted"', SamplingParams(seed=0))
+    sink = AnswerSink()
+    streams = [OutputStream(SequenceKey("", "x"), sink)] if stream is None else [stream]
+    return SampledAnswer(RequestStream("x", streams, lambda: None), sink, 'm "quoted"', SamplingParams(seed=0))
 
 
 def chat(fields: dict, one: SampledAnswer) -> Encoder:
@@ -108,22 +106,27 @@ async def turns() -> None:
 
 def test_what_the_socket_does_not_take_waits_and_nothing_overtakes_it():
     async def run() -> None:
-        has_output = OutputSignal()
-        stream = OutputStream(SequenceKey("", "x"), has_output.set)
-        one = SampledAnswer(RequestStream("x", [stream], lambda: None), has_output, "m", SamplingParams(seed=0))
+        sink = AnswerSink()
+        stream = OutputStream(SequenceKey("", "x"), sink)
+        one = SampledAnswer(RequestStream("x", [stream], lambda: None), sink, "m", SamplingParams(seed=0))
         encoder = chat({}, one)
-        written, takes, shortcut = [], [True], Shortcut()
-        write = lambda events: takes[0] and not written.append(events)  # noqa: E731
-        shortcut.connection = SimpleNamespace(write_chunk=write)
+        written, takes = [], [True]
+
+        class Socket:
+            write_chunk = written.append
+
+            @property
+            def takes_chunks(self) -> bool:
+                return takes[0]
+
         gate = asyncio.Event()
         gate.set()
 
         async def read() -> None:
-            async for delivery in one:
-                written.append(encoder.of(delivery))
+            async for events in encoded(one, encoder, Submission(identity=Identity("x", 0)), [one.sink], Socket()):
+                written.append(events)
                 await gate.wait()  # as a `send` that waits for the client
 
-        one.hand_to(straight(one, encoder, shortcut, Submission(identity=Identity("x", 0))))
         reading = asyncio.create_task(read())
         await turns()
         stream.push(piece(0, "a"))  # the first one has the role before it, and goes the usual way
@@ -144,7 +147,7 @@ def test_what_the_socket_does_not_take_waits_and_nothing_overtakes_it():
         )
         gate.set()
         await reading
-        told = [event for events in written for event in objects(events)]
+        told = [event for events in written for event in objects(events.removesuffix(DONE))]
         text = "".join(choice["delta"].get("content", "") for event in told for choice in event["choices"])
         assert (text, len(written), stream.num_tokens) == ("abcdef", 4, 6)
 
