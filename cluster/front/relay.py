@@ -16,6 +16,7 @@ from holdfast.cluster.client.retry_policy import RetryPolicy
 from holdfast.cluster.front.asked import OF_A_HOP, OURS, Asked, FrontStats, RelaySettings, Routers
 from holdfast.cluster.front.upstream import Connection, Head, RouterLostError, Upstream
 from holdfast.router.api.http.protocol import CONNECTION
+from holdfast.router.api.http.protocol import Connection as ClientConnection
 from holdfast.router.wire.resume_codec import HOLD
 
 KEEP_ALIVE_S: Final = 10.0
@@ -222,7 +223,7 @@ class Relay:
     async def _streamed(self, connection: Connection) -> bool:
         """Hands on the events of one router. True: its client has all that it gets; False: another one goes on."""
         news, waiting, call = asyncio.Event(), list[bytes](), self._call
-        straight = self._scope.get(CONNECTION)
+        straight: ClientConnection | None = self._scope.get(CONNECTION)
 
         def take(data: bytes) -> None:
             events = call.push(data)
@@ -230,7 +231,9 @@ class Relay:
                 news.set()
             if not events:
                 return
-            if waiting or straight is None or not straight.write_chunk(events):
+            if not waiting and straight is not None and straight.takes_chunks:
+                straight.write_chunk(events)
+            else:
                 waiting.append(events)
                 connection.pause()
                 news.set()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.router.api.http.bodies import ChatBody, CompletionBody
-from holdfast.router.api.http.chat_completions import ChatChunks, ChatView
+from holdfast.router.api.http.chat_completions import DONE, ChatChunks, ChatView
 from holdfast.router.api.http.completions import Completions
 from holdfast.router.api.http.submission import Encoder, Submission, encoded
 from holdfast.router.dispatch.output_stream import OutputStream
