@@ -10,8 +10,8 @@ import pytest
 
 from holdfast.cluster.simulate.actors.client import SimulatedClient
 from holdfast.cluster.simulate.oracle.pseudo_model import PseudoMatcher
-from holdfast.router.dispatch import call as call_module
 from holdfast.router.dispatch import output_stream as stream_module
+from holdfast.router.dispatch import request_stream as request_stream_module
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.replica_state import ReplicaState
@@ -204,7 +204,7 @@ def let_a_straggler_win(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_what_a_sibling_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The usage of a request with several completions is that of the one which ended last."""
-    monkeypatch.setattr(call_module, "merged_usage", lambda usages: usages[-1])
+    monkeypatch.setattr(request_stream_module, "merged_usage", lambda usages: usages[-1])
 
 
 def leave_siblings_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def leave_siblings_open(monkeypatch: pytest.MonkeyPatch) -> None:
         def __exit__(self, *error: object) -> None:
             """Closes nothing."""
 
-    monkeypatch.setattr(call_module, "ExitStack", ForgetfulStack)
+    monkeypatch.setattr(request_stream_module, "ExitStack", ForgetfulStack)
 
 
 def leave_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
