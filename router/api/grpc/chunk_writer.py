@@ -75,9 +75,11 @@ class ChunkWriter:
 
     def _go_on(self, _: "asyncio.Future[Any] | None" = None) -> None:
         """As a task does with its coroutine."""
-        assert self._writing is not None
+        writing = self._writing
+        if writing is None:  # `close` came when what it waits for was done, and this was to be called next
+            return
         try:
-            waits_for = self._writing.send(None)
+            waits_for = writing.send(None)
         except StopIteration:
             self._writing = None
         except BaseException as error:

@@ -106,6 +106,8 @@ async def test_errors_wake_the_task_and_are_raised_to_it():
 
 @on_each_loop
 async def test_a_task_that_ends_leaves_its_last_chunk():
+    failures = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
     stream = Stream()
     stream.take("a")
     stream.writer.close()
@@ -119,3 +121,4 @@ async def test_a_task_that_ends_leaves_its_last_chunk():
     done.writer.close()
     await turns()
     assert done.call.was_left, "its callback was on its way"
+    assert not failures, "a callback that comes late finds nothing to do"
