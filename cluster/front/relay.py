@@ -231,7 +231,7 @@ class Relay:
                 news.set()
             if not events:
                 return
-            if not waiting and straight is not None and straight.takes_chunks:
+            if not waiting and straight is not None and straight.takes_chunks():
                 straight.write_chunk(events)
             else:
                 waiting.append(events)

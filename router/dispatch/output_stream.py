@@ -24,7 +24,7 @@ MERGED_AT: Final = 64
 class Sink(Protocol):
     """Where the output of a request goes. Both methods run inside the dispatch host, and must not call back into it."""
 
-    def take(self, delta: OutputDelta) -> bool:
+    def take(self, delta: OutputDelta, /) -> bool:
         """Takes what comes before the end of a sequence of which nothing waits. False is back pressure: the delta
         waits to be polled.
         """
@@ -39,7 +39,7 @@ class WakingSink:
     def __init__(self, on_output: Callable[[], None]) -> None:
         self.notify = on_output
 
-    def take(self, delta: OutputDelta) -> bool:
+    def take(self, delta: OutputDelta, /) -> bool:
         return False
 
 

@@ -42,34 +42,30 @@ class CompletedRequest:
 
 
 class AnswerSink:
-    """The sink of an answer, which one task reads: what its `write` does not take wakes the task. On one event loop.
+    """The sink of an answer, which one task reads: what its `take` refuses wakes the task. On one event loop.
 
     It wakes as an `asyncio.Event`, which is for any number of tasks and takes several calls to set, to clear and to
     wait for. An answer does all three for every token that was not taken.
     """
 
-    __slots__ = ("_loop", "is_set", "waiter", "write")
+    __slots__ = ("_loop", "is_set", "take", "waiter")
 
     def __init__(self) -> None:
         self.is_set = False
         """There may be output that was not read."""
-        self.write: Callable[[OutputDelta], bool] | None = None
-        """Sends a delta to the client, or returns False and leaves it to the task. Is called only while the task waits,
-        which therefore has sent all before it.
+        self.take: Callable[[OutputDelta], bool] = lambda delta: False
+        """Sends a delta to the client, or returns False and leaves it to the task. It must return False where `waiter`
+        is done: while the task waits, it has sent all before.
         """
         self._loop = asyncio.get_running_loop()
-        self.waiter: asyncio.Future[None] | None = None
-        """What the task waits for; it may be done."""
-
-    def take(self, delta: OutputDelta) -> bool:
-        waiter = self.waiter
-        return self.write is not None and waiter is not None and not waiter.done() and self.write(delta)
+        self.waiter = self._loop.create_future()
+        """What the task waits for; done where it does not wait."""
+        self.waiter.cancel()
 
     def notify(self) -> None:
         self.is_set = True
-        waiter = self.waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        if not self.waiter.done():
+            self.waiter.set_result(None)
 
     def next(self) -> "asyncio.Future[None]":
         """Is done when `is_set` is, which it must not be yet."""

@@ -29,8 +29,8 @@ class ChunkWriter:
         encode: Callable[[OutputDelta], bytes],
         sink: AnswerSink,
     ) -> None:
-        """From here on the sink writes by it. `write` may wait for futures of the running event loop alone, as gRPC's
-        does.
+        """From here on it takes the sink's output. `write` may wait for futures of the running event loop alone, as
+        gRPC's does.
         """
         self._write = write
         self._encode = encode
@@ -41,13 +41,13 @@ class ChunkWriter:
         self._idle: asyncio.Future[None] | None = None
         """What `settle` waits for."""
         self._error: BaseException | None = None
-        sink.write = self.take
+        sink.take = self.take
 
     def take(self, delivery: OutputDelta) -> bool:
-        """Begins to write it. False where an earlier one is being written. Never raises: the task gets what goes
-        wrong.
+        """Begins to write it. False where an earlier one is being written, or the task is at work. Never raises: the
+        task gets what goes wrong.
         """
-        if self._writing is not None:
+        if self._writing is not None or self._sink.waiter.done():
             return False
         try:
             self._writing = self._write(self._encode(delivery))

@@ -37,7 +37,6 @@ class Connection(HttpToolsProtocol):
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]  # it takes extensions
         scope[CONNECTION] = self
 
-    @property
     def takes_chunks(self) -> bool:
         """The client is there, and reads as fast as it is written to."""
         return not (self.flow.write_paused or self.transport.is_closing())

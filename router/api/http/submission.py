@@ -217,7 +217,7 @@ async def encoded(
     answer the sink writes to the connection, where there is one, as soon as the response has begun.
     """
     num_open = len(sinks)
-    write = None if connection is None or num_open > 1 else event_writer(encoder, submission, connection)
+    take = None if connection is None or num_open > 1 else taking(sinks[0], encoder, submission, connection)
     async for delivery in deliveries:
         num_open -= delivery.usage is not None
         events = encoder.of(delivery)
@@ -227,20 +227,24 @@ async def encoded(
             events = submission.marked(events, delivery, encoder, is_last=not num_open)
         if events:
             yield events
-            sinks[0].write = write
+            if take is not None:
+                sinks[0].take = take
 
 
-def event_writer(encoder: Encoder, submission: Submission, connection: Connection) -> Callable[[OutputDelta], bool]:
+def taking(
+    sink: AnswerSink, encoder: Encoder, submission: Submission, connection: Connection
+) -> Callable[[OutputDelta], bool]:
     """Writes events of plain deliveries as chunks of a response that has begun, while the client keeps up."""
     plain, marks, marked = encoder.plain, submission.marks, submission.marked
+    takes_chunks, write_chunk = connection.takes_chunks, connection.write_chunk
 
-    def write(delivery: OutputDelta) -> bool:
-        if not connection.takes_chunks or (events := plain(delivery)) is None:
+    def take(delivery: OutputDelta) -> bool:
+        if sink.waiter.done() or not takes_chunks() or (events := plain(delivery)) is None:
             return False
-        connection.write_chunk(marked(events, delivery, encoder, is_last=False) if marks else events)
+        write_chunk(marked(events, delivery, encoder, is_last=False) if marks else events)
         return True
 
-    return write
+    return take
 
 
 def catch_up(encoder: Encoder, received: Iterable[OutputDelta], submission: Submission) -> None:

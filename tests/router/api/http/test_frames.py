@@ -115,7 +115,6 @@ def test_what_the_socket_does_not_take_waits_and_nothing_overtakes_it():
         class Socket:
             write_chunk = written.append
 
-            @property
             def takes_chunks(self) -> bool:
                 return takes[0]
 
