@@ -243,6 +243,7 @@ async def test_the_greediest_is_ended_with_an_error_and_nobody_else(monkeypatch)
     replica = await FakeReplica.start(step_s=0.005)
     async with pressed(monkeypatch, replica) as router:
         stream = asyncio.create_task(collected(router.place.stub.GenerateStream(request(max_tokens=200))))
+        await replica.until(lambda: bool(replica.submits))
         greedy, greedy_writer = await _sending(router.place, MIB)
         _, modest_writer = await _sending(router.place, 1000)
         ledger = router.place.router.overload.ledger

@@ -76,8 +76,8 @@ BAD = {
         ({"allowed_token_ids": [1, 256]}, "vocabulary size, 256"),
         ({"allowed_token_ids": [1] * 257}, "at most as many token ids as the vocabulary, 256"),
     ],
-    "logprobs": [({"logprobs": -1}, "[0, 1024]"), ({"logprobs": 21}, "[0, 20]")],
-    "prompt_logprobs": [({"prompt_logprobs": -1}, "[0, 1024]"), ({"prompt_logprobs": 21}, "[0, 20]")],
+    "logprobs": [({"logprobs": -1}, "at most 20 ("), ({"logprobs": 21}, "[0, 20]")],
+    "prompt_logprobs": [({"prompt_logprobs": -1}, "at most 20 ("), ({"prompt_logprobs": 21}, "[0, 20]")],
     "n": [
         ({"n": 0}, "at least 1"),
         ({"n": 65}, "at most 64 (limits.max_sequences)"),
