@@ -1,6 +1,6 @@
 """Log-probabilities of a prompt that come in pieces before the first token."""
 
-from holdfast.router.events import Deliver
+from holdfast.router.events import OutputDelta
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.request import FinishReason, TokenDelta, TokenLogprob
 from tests.router.core import Core, delivered, failure, sent
@@ -63,7 +63,7 @@ def test_a_delta_of_many_log_probabilities_comes_in_pieces_of_one_output():
             finish_reason=FinishReason.LENGTH,
         ),
     )
-    first, last = [action for action in actions if isinstance(action, Deliver)]
+    first, last = [action for action in actions if isinstance(action, OutputDelta)]
     assert (first.token_ids, len(first.logprobs), first.prompt_logprobs) == ((1, 1), 2, PROMPT)
     assert (last.token_ids, len(last.logprobs), last.prompt_logprobs) == ((1,), 1, ())
     assert (first.finish_reason, last.finish_reason) == (None, FinishReason.LENGTH)
