@@ -17,13 +17,11 @@ from holdfast.cluster.config.chat_templates import template_text
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import keyword_layer
 from holdfast.cluster.offline.chat_tokenizer import ChatTokenizer
-from holdfast.cluster.offline.default_params import default_params
 from holdfast.cluster.offline.engine_args import WHERE, EngineArgs, translated
-from holdfast.cluster.offline.engine_metrics import Metric, metrics_of
 from holdfast.cluster.offline.inference_engine import InferenceEngine, RequestHandle
 from holdfast.cluster.offline.outputs import BeamSearchOutput, BeamSearchParams, RequestOutput, beam_sequence
 from holdfast.cluster.offline.prompts import Given, PromptInput, chat_token_ids, prompt_list
-from holdfast.cluster.offline.vllm_methods import VllmMethods
+from holdfast.cluster.offline.vllm_methods import Metric, VllmMethods, default_params, metrics_of
 from holdfast.cluster.progress_bars import progress
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import Priority

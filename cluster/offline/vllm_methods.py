@@ -1,9 +1,18 @@
-"""Methods of vLLM's `LLM` that scripts call: they work here, or refuse by name."""
+"""What scripts use of vLLM's `LLM` beside generation: methods that work or refuse by name, metrics, and the sampling
+parameters that a model's folder suggests.
+"""
 
-from typing import NoReturn
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NoReturn
 
 from holdfast.cluster.offline.inference_engine import InferenceEngine
-from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.errors import ConfigurationError, InvalidRequestError
+from holdfast.worker.parameters import Group
+from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
+from holdfast.worker.stats import EngineStats
 
 
 class VllmMethods:
@@ -61,3 +70,81 @@ def _refuse_if(value: object, name: str, reason: str) -> None:
 
 def _refuse(name: str, reason: str) -> NoReturn:
     raise InvalidRequestError(name, "called", f"is not supported: {reason}")
+
+
+PREFIX: Final = "vllm:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One figure."""
+
+    name: str
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counter(Metric):
+    """It only grows."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gauge(Metric):
+    """It goes up and down."""
+
+    value: float
+
+
+def metrics_of(stats: EngineStats, model: str) -> list[Metric]:
+    labels = {"model_name": model}
+    counters = [Counter(name=PREFIX + name, labels=labels, value=value) for name, value in _counts(stats)]
+    gauges = [Gauge(name=PREFIX + name, labels=labels, value=value) for name, value in _levels(stats)]
+    return [*gauges, *counters]
+
+
+def _counts(stats: EngineStats) -> Iterator[tuple[str, int]]:
+    yield "prompt_tokens", stats.num_prefix_query_tokens
+    yield "generation_tokens", stats.num_tokens_generated
+    yield "prefix_cache_queries", stats.num_prefix_query_tokens
+    yield "prefix_cache_hits", stats.num_prefix_hit_tokens
+    yield "num_preemptions", stats.num_preemptions
+    yield "request_success", stats.num_finished
+    yield "spec_decode_num_draft_tokens", stats.num_draft_tokens
+    yield "spec_decode_num_accepted_tokens", stats.num_accepted_tokens
+
+
+def _levels(stats: EngineStats) -> Iterator[tuple[str, float]]:
+    yield "num_requests_running", stats.num_running
+    yield "num_requests_waiting", stats.num_waiting
+    yield "kv_cache_usage_perc", stats.num_used_blocks / max(1, stats.num_total_blocks)
+
+
+_MAX_TOKENS: Final = "max_new_tokens"
+"""The one parameter that has another name here."""
+
+
+def default_params(folder: Path, source: str, overrides: Mapping[str, object]) -> SamplingParams:
+    """`source`: `auto` is the model's `folder`, `vllm` is nothing, anything else another folder.
+
+    Raises `ConfigurationError` for a file that cannot be read, and `InvalidRequestError` for a value in it.
+    """
+    wanted = dict[str, object]() if source == "vllm" else _read(folder if source == "auto" else Path(source))
+    wanted |= overrides
+    drawn_by = [name for name, parameter in PARAMETERS.items() if parameter.metadata.group is Group.SAMPLING]
+    given = {name: wanted[name] for name in drawn_by if wanted.get(name) is not None}
+    if wanted.get(_MAX_TOKENS) is not None:
+        given["max_tokens"] = wanted[_MAX_TOKENS]
+    return SamplingParams(**given)  # type: ignore[arg-type]  # they are checked there
+
+
+def _read(folder: Path) -> dict[str, object]:
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot read {path}: {error}") from error
+    return dict(content) if isinstance(content, Mapping) else {}

@@ -1,10 +1,19 @@
-"""Scenario of a seed: the size of the cluster, its settings, its requests, its faults and an attack."""
+"""Scenario of a seed: the size of the cluster, its settings, its requests, its faults and an attack; and the
+invariants that hold in it whatever happens.
+
+Cheap checks run after every event, deep ones every `EVENTS_PER_DEEP_CHECK` events and at the end. What a client
+receives is checked in `client.py`, what a router does in `audit.py` (`cluster/simulate/actors/`).
+"""
 
 import random
 from dataclasses import dataclass, replace
+from typing import Final
 
 from holdfast.cluster.simulate.actors.client import PlannedRequest
+from holdfast.cluster.simulate.actors.replica import SimulatedReplica
 from holdfast.cluster.simulate.actors.replica_link import ReplicaShape
+from holdfast.cluster.simulate.actors.router import SimulatedRouter
+from holdfast.cluster.simulate.kernel.timeline import Violation, require
 from holdfast.cluster.simulate.oracle.proposers import PROPOSERS
 from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE
 from holdfast.cluster.simulate.oracle.pseudo_runner import PseudoRunner
@@ -115,3 +124,47 @@ def _draw_shape(rng: random.Random, async_scheduling: bool) -> ReplicaShape:
         make_runner=PseudoRunner,
         num_drafts=rng.choice((1, 2, 4, 8)),
     )
+
+
+EVENTS_PER_DEEP_CHECK: Final = 400
+
+
+class Checks:
+    """The invariants of a simulated cluster."""
+
+    def __init__(self, routers: list[SimulatedRouter], replicas: list[SimulatedReplica]) -> None:
+        self._routers = routers
+        self._replicas = replicas
+        self._num_events = 0
+
+    def after_event(self) -> None:
+        for replica in self._replicas:
+            if replica.is_up and replica.core.load.num_waiting > replica.max_num_waiting:
+                raise Violation(
+                    f"{replica}: {replica.core.load.num_waiting} wait, and only {replica.max_num_waiting} may"
+                )
+        self._num_events += 1
+        if self._num_events % EVENTS_PER_DEEP_CHECK == 0:
+            self.deep()
+
+    def deep(self) -> None:
+        """Checks that the records of every process are consistent."""
+        for process in (*self._routers, *self._replicas):
+            if process.is_up:
+                process.check_integrity()
+
+    def at_end(self) -> None:
+        """Checks, once all is answered and healed, that nothing is left anywhere."""
+        self.deep()
+        for router in self._routers:
+            require(router.is_up and not router.is_frozen, f"{router} did not come back")
+            num_open = router.dispatch_host.dispatch.num_open
+            require(num_open == 0, f"{router}: {num_open} records leaked")
+            require(router.num_links_up == len(self._replicas), f"{router}: {router.num_links_up} links are up")
+        for replica in self._replicas:
+            require(replica.is_up and not replica.is_frozen, f"{replica} did not come back")
+            stats = replica.core.scheduler.stats()
+            num_alive = stats.num_running + stats.num_waiting
+            require(num_alive == 0, f"{replica}: {num_alive} attempts run for nobody")
+            require(replica.num_unanswered == 0, f"{replica}: {replica.num_unanswered} attempts were never answered")
+            require(stats.num_used_blocks == 0, f"{replica}: {stats.num_used_blocks} blocks leaked")

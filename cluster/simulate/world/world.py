@@ -29,9 +29,8 @@ from holdfast.cluster.simulate.world.attacks import (
     check_pauses,
     check_resets,
 )
-from holdfast.cluster.simulate.world.checks import Checks
 from holdfast.cluster.simulate.world.faults import UPDATE, SimulatedFault, slowness, strike
-from holdfast.cluster.simulate.world.scenario import Scenario, draw_scenario
+from holdfast.cluster.simulate.world.scenario import Checks, Scenario, draw_scenario
 from holdfast.cluster.simulate.world.traffic import LONGEST_S
 from holdfast.router.config import OverloadConfig
 from holdfast.router.operator_state import OperatorState

@@ -19,8 +19,7 @@ from holdfast.router.api.http.page_files import PAGE, page_file
 from holdfast.router.api.http.protocol import CONNECTION, Connection
 from holdfast.router.api.http.request_origin import RequestOrigins, guarded, with_cors
 from holdfast.router.api.http.request_reader import RequestReader
-from holdfast.router.api.http.state_endpoints import StateEndpoints
-from holdfast.router.api.http.token_endpoints import TokenEndpoints
+from holdfast.router.api.http.state_endpoints import StateEndpoints, TokenEndpoints
 from holdfast.router.api.intake import DecodeWorker, Intake
 from holdfast.router.api.load_reports import ASKED_BY, LoadReports
 from holdfast.router.api.operators import Operators

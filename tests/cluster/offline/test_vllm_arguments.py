@@ -7,7 +7,6 @@ import pytest
 
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.config.sources import leaves
-from holdfast.cluster.offline.default_params import default_params
 from holdfast.cluster.offline.engine_args import (
     NEUTRAL,
     NONE_IS_DEFAULT,
@@ -17,6 +16,7 @@ from holdfast.cluster.offline.engine_args import (
     translated,
 )
 from holdfast.cluster.offline.llm import LLM
+from holdfast.cluster.offline.vllm_methods import default_params
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from holdfast.worker.models import layout_file
+from holdfast.worker.models import kept_layout
 from holdfast.worker.models.weight_files import checkpoint_digest, weight_bytes
 from tests.fuzz.refusals import refused
 
@@ -43,6 +43,6 @@ def opened() -> Iterator[Callable[[bytes], None]]:
                 for tensor in file.keys():  # noqa: SIM118  # it is no mapping
                     file.get_tensor(tensor)
             with refused():
-                layout_file.load(weights, folder)
+                kept_layout.load(weights, folder)
 
         yield read

@@ -14,7 +14,7 @@ from holdfast.worker.executors.mapped_files import MappedFiles
 from holdfast.worker.models import backend as backend
 from holdfast.worker.models import kept_layout
 from holdfast.worker.models.backend import LoadedBackend, load_backend
-from holdfast.worker.models.layout_file import load
+from holdfast.worker.models.kept_layout import load
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
 from tests.worker.executors.rank_scenarios import BLOCK_SIZE, NUM_BLOCKS, all_bits

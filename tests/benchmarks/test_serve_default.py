@@ -7,8 +7,8 @@ import pytest
 from ray.serve.autoscaling_policy import _apply_autoscaling_config, replica_queue_length_autoscaling_policy
 from ray.serve.config import AutoscalingConfig
 
-from holdfast.cluster.scaling import serve_default
-from holdfast.cluster.scaling.serve_default import ServeDefault, ServeSettings
+from benchmarks import serve_default
+from benchmarks.serve_default import ServeDefault, ServeSettings
 
 
 @pytest.mark.parametrize("factors", [{}, {"upscaling_factor": 0.4, "downscaling_factor": 0.3}])
