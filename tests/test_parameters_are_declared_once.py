@@ -19,7 +19,7 @@ from holdfast.v1 import engine_pb2, inference_pb2
 from holdfast.worker import sampling_params
 from holdfast.worker.draws import DRAW_TYPES, PENALTIES
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.parameters import Group, Metadata, Scope, declared
+from holdfast.worker.parameters import Declarations, Group, Metadata, Scope
 from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
 from holdfast.worker.wire import sampling_fields
 from holdfast.worker.wire.sampling_fields import TOKEN_SCOPE, fields_of, params_of
@@ -183,7 +183,7 @@ def message_with(module: object, name: str, **kind: object):
 
 @pytest.fixture
 def parameters(monkeypatch):
-    declarations = declared(Warmer)
+    declarations = Declarations(Warmer)
     monkeypatch.setattr(sampling_params, "PARAMETERS", declarations)
     monkeypatch.setattr(sampling_fields, "PARAMETERS", declarations)
     monkeypatch.setattr(sampling_fields, "SamplingParams", Warmer)

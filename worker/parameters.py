@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
 from numbers import Integral, Real
+from operator import attrgetter
 from types import NoneType
 from typing import Annotated, Any, Final, get_args, get_type_hints
 
@@ -240,10 +241,14 @@ def _figure(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
-def declared(cls: type) -> Mapping[str, Parameter]:
+class Declarations(dict[str, Parameter]):
     """The parameters that a dataclass declares, by name."""
-    hints = get_type_hints(cls, include_extras=True)
-    return {item.name: _parameter(item.name, item.default, hints[item.name]) for item in fields(cls)}
+
+    def __init__(self, cls: type) -> None:
+        hints = get_type_hints(cls, include_extras=True)
+        super().__init__({item.name: _parameter(item.name, item.default, hints[item.name]) for item in fields(cls)})
+        self.values_of: Callable[[object], tuple[Any, ...]] = attrgetter(*self)
+        """All values of an object of that class, in order. Quicker than one after the other."""
 
 
 def _parameter(name: str, default: object, hint: Any) -> Parameter:

@@ -19,11 +19,10 @@ from holdfast.worker.parameters import (
     STRUCTURE,
     TEXTS,
     TOKEN_IDS,
+    Declarations,
     Group,
     Metadata,
-    Parameter,
     Scope,
-    declared,
 )
 from holdfast.worker.structured_outputs import StructuredOutputs
 from holdfast.worker.value_types import SAMPLING_FIELDS, check_neutral, takes_neutral
@@ -76,11 +75,20 @@ _end = partial(Metadata, group=Group.ENDING)
 _report = partial(Metadata, group=Group.REPORT)
 
 
+_set: Final = object.__setattr__
+
+
 class _Slots:
     """What is kept beside the parameters: it says nothing of what is drawn."""
 
     __slots__ = ("_output_kind",)
-    _output_kind: "RequestOutputKind"
+    _output_kind: "RequestOutputKind | None"
+    """None until all parameters are there."""
+
+    def __new__(cls, *_: object, **__: object) -> Self:
+        made = object.__new__(cls)
+        _set(made, "_output_kind", None)
+        return made
 
 
 @takes_neutral(SAMPLING_FIELDS, f"{FIELD}.")
@@ -321,35 +329,34 @@ class SamplingParams(_Slots):
     def __post_init__(
         self, guided_decoding: StructuredOutputs | Mapping[str, object] | None, output_kind: RequestOutputKind
     ) -> None:
-        self._set_other("output_kind", output_kind)
         if guided_decoding is not None:
             if self.structured_outputs is not None:
                 raise _refusal("guided_decoding", guided_decoding, "must not be set with structured_outputs")
-            object.__setattr__(self, "structured_outputs", guided_decoding)
-        for name, parameter in PARAMETERS.items():
-            value = getattr(self, name)
+            self.structured_outputs = guided_decoding  # it is checked below
+        for value, (name, parameter) in zip(PARAMETERS.values_of(self), PARAMETERS.items(), strict=True):
             if value is not parameter.default:
-                object.__setattr__(self, name, parameter.check(value))
+                _set(self, name, parameter.check(value))
+        self._set_other("output_kind", output_kind)
         self._check_together()
 
     def __setattr__(self, name: str, value: object) -> None:
         """A parameter that is set is checked as one that is given; a value that is refused changes nothing."""
-        if not hasattr(self, name):  # `__init__` gives it, which checks all of them at its end
-            return object.__setattr__(self, name, value)
+        if self._output_kind is None:  # `__init__` gives it, which checks all of them at its end
+            return _set(self, name, value)
         if name not in PARAMETERS:
             return self._set_other(name, value)
         before = getattr(self, name)
-        object.__setattr__(self, name, PARAMETERS[name].check(value))
+        _set(self, name, PARAMETERS[name].check(value))
         try:
             self._check_together()
         except InvalidRequestError:
-            object.__setattr__(self, name, before)
+            _set(self, name, before)
             raise
 
     def _set_other(self, name: str, value: object) -> None:
         if name == "output_kind":
             _check_output_kind(value)
-            object.__setattr__(self, "_output_kind", value)
+            _set(self, "_output_kind", value)
         elif name == "guided_decoding":
             self.structured_outputs = value  # type: ignore[assignment]  # it is checked
         elif name in SAMPLING_FIELDS:
@@ -360,20 +367,19 @@ class SamplingParams(_Slots):
     def clone(self) -> Self:
         """Another object with the same values."""
         twin = object.__new__(type(self))
-        for name in PARAMETERS:
-            object.__setattr__(twin, name, getattr(self, name))
-        object.__setattr__(twin, "_output_kind", self._output_kind)
+        for name, value in zip(PARAMETERS, PARAMETERS.values_of(self), strict=True):
+            _set(twin, name, value)
+        _set(twin, "logit_bias", dict(self.logit_bias))  # the one that can be changed in place
+        _set(twin, "_output_kind", self._output_kind)
         return twin
 
     def with_changes(self, **changes: object) -> Self:
         """The same but for these. What stays is valid already, and not checked again."""
-        changed = object.__new__(type(self))
-        for name, parameter in PARAMETERS.items():
-            value = parameter.check(changes.pop(name)) if name in changes else getattr(self, name)
-            object.__setattr__(changed, name, value)
-        if changes:
-            raise TypeError(f"no sampling parameters: {', '.join(changes)}")
-        object.__setattr__(changed, "_output_kind", self._output_kind)
+        if unknown := changes.keys() - PARAMETERS.keys():
+            raise TypeError(f"no sampling parameters: {', '.join(unknown)}")
+        changed = self.clone()
+        for name in filter(changes.__contains__, PARAMETERS):
+            _set(changed, name, PARAMETERS[name].check(changes[name]))
         changed._check_together()
         return changed
 
@@ -403,6 +409,7 @@ class SamplingParams(_Slots):
     @property
     def wanted_output_kind(self) -> RequestOutputKind:
         """The `output_kind` that was given."""
+        assert self._output_kind is not None, "it is there since the constructor"
         return self._output_kind
 
     @property
@@ -421,7 +428,7 @@ class SamplingParams(_Slots):
         return self.structured_outputs  # type: ignore[return-value]  # since __post_init__
 
 
-PARAMETERS: Final[Mapping[str, Parameter]] = declared(SamplingParams)
+PARAMETERS: Final = Declarations(SamplingParams)
 
 
 def _check_output_kind(kind: object) -> None:

@@ -79,10 +79,14 @@ def _fields(message: bytes) -> Iterator[tuple[int, int, int]]:
         if at == size:
             return
         begin = at
-        tag, at = _varint(message, at)
+        tag, at = message[at], at + 1
+        if tag > 127:
+            tag, at = _varint(message, begin)
         kind = tag & 7
         if kind == 2:  # bytes
-            length, at = _varint(message, at)
+            length, at = message[at], at + 1
+            if length > 127:
+                length, at = _varint(message, at - 1)
             at += length
         elif kind == 0:
             _, at = _varint(message, at)

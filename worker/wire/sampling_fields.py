@@ -4,6 +4,7 @@ X, and leaving X unset means the default.
 """
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -23,7 +24,7 @@ TOKEN_SCOPE: Final = frozenset({Scope.TOKENS})
 def fields_of(params: SamplingParams, message: type[Message], scopes: frozenset[Scope] = ALL_SCOPES) -> dict[str, Any]:
     """What a message of this sort is made of to say the parameters of these scopes. A default may be left unset."""
     fields: dict[str, Any] = {}
-    for field in _fields(message.DESCRIPTOR, scopes):
+    for field in _form(message.DESCRIPTOR, scopes).fields.values():
         value = getattr(params, field.name)
         if value is None:
             fields |= {field.denial: True} if field.denial else {}
@@ -37,18 +38,17 @@ def params_of(message: Message, scopes: frozenset[Scope] = ALL_SCOPES) -> Sampli
 
     Raises `InvalidRequestError`, naming the field.
     """
-    given: dict[str, Any] = {}
-    for field in _fields(message.DESCRIPTOR, scopes):
-        name = field.name
-        is_set = message.HasField(name) if field.can_be_unset else not field.is_repeated or bool(getattr(message, name))
-        if field.denial and getattr(message, field.denial):
-            if is_set:
-                limit = f"must not be set with {field.denial}"
-                raise InvalidRequestError(f"{FIELD}.{name}", getattr(message, name), limit)
-            given[name] = None
-        elif is_set:
-            given[name] = _value(field, getattr(message, name))
-    return SamplingParams(**given)
+    form = _form(message.DESCRIPTOR, scopes)
+    given = dict(form.unsaid)
+    said = {field.name: value for field, value in message.ListFields()}  # a call for each parameter takes longer
+    for name, value in said.items():
+        if (field := form.fields.get(name)) is not None:
+            given[name] = _value(field, value)
+        elif (denied := form.denied.get(name)) is not None:
+            if denied in said:
+                raise InvalidRequestError(f"{FIELD}.{denied}", said[denied], f"must not be set with {name}")
+            given[denied] = None
+    return form.unset.with_changes(**given)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,10 +69,34 @@ class _Field:
     """Its numbers, or those that it maps to, have 32 bits."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a sort of message holds all parameters of some scopes."""
+
+    fields: Mapping[str, _Field]
+    denied: Mapping[str, str]
+    """By a field that says None: the parameter."""
+    unset: SamplingParams
+    """The defaults: a copy with changes costs less than the constructor."""
+    unsaid: Mapping[str, object]
+    """What else than the default a message says by leaving a field out that has no presence: its zero."""
+
+
 @cache
-def _fields(message: Any, scopes: frozenset[Scope]) -> tuple[_Field, ...]:
+def _form(message: Any, scopes: frozenset[Scope]) -> _Form:
     chosen = [parameter for parameter in PARAMETERS.values() if parameter.metadata.scope in scopes]
-    return tuple(_field(message, parameter) for parameter in chosen)
+    fields = {parameter.name: _field(message, parameter) for parameter in chosen}
+    zeros = {
+        name: _value(field, message.fields_by_name[name].default_value)
+        for name, field in fields.items()
+        if not (field.can_be_unset or field.is_repeated)
+    }
+    return _Form(
+        fields,
+        {field.denial: name for name, field in fields.items() if field.denial},
+        SamplingParams(),
+        {name: zero for name, zero in zeros.items() if zero != fields[name].default},
+    )
 
 
 def _field(message: Any, parameter: Parameter) -> _Field:
@@ -108,6 +132,8 @@ def shortest_decimal(value: float) -> float:
 
     So a request draws the same tokens over the wire as in process, where parameters are doubles.
     """
+    if -1e5 < value < 1e5 and value.is_integer():
+        return value
     for num_digits in (6, 7, 8):
         short = float(f"{value:.{num_digits}g}")
         if struct.pack("f", short) == struct.pack("f", value):
