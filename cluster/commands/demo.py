@@ -1,24 +1,8 @@
 """Command `holdfast demo`: a local cluster, seen at work in under a minute."""
 
-import asyncio
-import sys
-import time
-from contextlib import ExitStack, redirect_stdout
-from io import StringIO
-from typing import Annotated, Final
+from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
-
-from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
-from holdfast.cluster.demo.loss import pids_of, stream_with_a_loss
-from holdfast.cluster.demo.streams import display, figures, stream_all
-from holdfast.cluster.progress_bars import progress
-from holdfast.cluster.serve.app import REPLICA
-from holdfast.cluster.serve.models import application_name
-from holdfast.cluster.serve.serving import serving
-from holdfast.worker.config import ParallelConfig
-from holdfast.worker.sampling_params import SamplingParams
 
 
 def demo(
@@ -33,8 +17,8 @@ def demo(
     """Start a local cluster, stream four prompts at once over gRPC, print the figures, and stop it."""
     if page:
         return _serve_page()
-    from holdfast.cluster.commands.demo import PARAMS, PROMPTS, main
     from holdfast.cluster.demo import loss as dark
+    from holdfast.cluster.demo.run import PARAMS, PROMPTS, main
 
     return dark.run(PROMPTS, PARAMS) if blackout else main()
 
@@ -48,33 +32,3 @@ def _serve_page() -> int:
     config = HoldfastConfig(cluster=ClusterConfig(replicas=2), router=RouterConfig(killable=True))
     print(f"the page: http://127.0.0.1:{config.cluster.http_port}/ once it is ready; its buttons Kill end a replica")
     return run(config)
-
-
-PROMPTS: Final = ("The capital of France is", "The months of the year are", "The alphabet:", "Once upon a time")
-PARAMS: Final = SamplingParams(temperature=0.0, max_tokens=96)
-
-
-def main() -> int:
-    """Runs the demo; 1 if the loss of a replica has changed a stream. Raises what `serving` and the client raise."""
-    started_s = time.monotonic()
-    config = HoldfastConfig(cluster=ClusterConfig(replicas=2, port=0), parallel=ParallelConfig(tensor_parallel_size=2))
-    console = Console(file=sys.stdout)  # this very one, whatever becomes of the name below
-    with ExitStack() as stack:
-        with progress(sys.stderr) as report:
-            cluster = stack.enter_context(serving(config, report))
-        addresses = " and ".join(cluster.routers)
-        console.print(f"up after {time.monotonic() - started_s:.1f} s, gRPC on {addresses}\n", highlight=False)
-        with display(console) as show:
-            streams = asyncio.run(stream_all(cluster.routers, PROMPTS, PARAMS, show))
-        console.print(figures(streams))
-        pids = pids_of(REPLICA, application_name(config.cluster.namespace, config.model.name))
-        console.print("\nonce more, and on the way a replica is killed\n")
-        with redirect_stdout(StringIO()), display(console) as show:  # Ray prints a paragraph about the death
-            loss = asyncio.run(stream_with_a_loss(cluster.routers, pids, PROMPTS, PARAMS, show))
-        console.print(loss.table(streams))
-    console.print(f"stopped; {time.monotonic() - started_s:.1f} s in all", highlight=False)
-    return 0 if loss.is_unseen(streams) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

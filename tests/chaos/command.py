@@ -34,10 +34,16 @@ class Served:
 
 @contextmanager
 def served(
-    *flags: str, environ: Mapping[str, str] | None = None, before: Callable[[], object] | None = None
+    *flags: str,
+    environ: Mapping[str, str] | None = None,
+    before: Callable[[], object] | None = None,
+    ports: tuple[int, int] = (0, 0),
 ) -> Iterator[Served]:
-    """The bundled model on free ports, until the block ends. `before` runs in the new process before the command."""
-    command = [sys.executable, "-m", "holdfast", "serve", "--port", "0", "--http-port", "0", *flags]
+    """The bundled model, until the block ends. `before` runs in the new process before the command. `ports` are the
+    first for gRPC and HTTP; 0: any that are free, and others for a router that takes the place of one.
+    """
+    port, http_port = map(str, ports)
+    command = [sys.executable, "-m", "holdfast", "serve", "--port", port, "--http-port", http_port, *flags]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environ or {})}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ, preexec_fn=before)
     try:

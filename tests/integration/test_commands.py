@@ -129,7 +129,7 @@ def test_an_interrupt_while_starting_leaves_nothing_behind(start: Callable[..., 
 
 
 def test_the_demo_streams_four_prompts_kills_a_replica_and_exits_cleanly(start: Callable[..., Command]):
-    command = start("holdfast.cluster.commands.demo")
+    command = start("holdfast.cluster.demo.run")
     command.wait_for(r"up after")
     processes = command.descendants()
     printed = command.finish()

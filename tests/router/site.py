@@ -10,7 +10,7 @@ import grpc
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
-from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.config import LimitsConfig, OverloadConfig, RouterConfig
 from holdfast.router.links.replica_directory import ReplicaEndpoint, StaticDirectory
 from holdfast.router.server.router import Router
 from holdfast.router.text.tokenizer import Tokenizer
@@ -68,6 +68,10 @@ class Replica(Protocol):
     async def kill(self) -> None: ...
 
 
+CALM = OverloadConfig(max_loop_delay_s=1000.0)
+"""Other work on the machine is no load of a router that is tested."""
+
+
 @asynccontextmanager
 async def site(
     *replicas: Replica,
@@ -89,7 +93,7 @@ async def site(
         directory,
         load_tokenizer=load_tokenizer,
         http_port=0 if http else None,
-        **options,
+        **{"overload": CALM} | options,
     )
     channel = grpc.aio.insecure_channel(router.address, options=[("grpc.use_local_subchannel_pool", 1)])
     place = Site(router, directory, list(replicas), channel, key)

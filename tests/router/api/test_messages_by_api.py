@@ -15,7 +15,6 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.offline.prompts import chat_prompt
-from holdfast.router.config import OverloadConfig
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import FakeReplica, byte_tokenizer
@@ -42,8 +41,7 @@ async def asked(
     replica = await FakeReplica.start()
     replica.vocab_size = END + 1
     load = load or (lambda path: byte_tokenizer(path, template))  # type: ignore[arg-type]
-    calm = OverloadConfig(max_loop_delay_s=1000.0)  # other work on the machine is no load of this router
-    async with site(replica, load_tokenizer=load, http=True, overload=calm) as place, client_of(place) as client:
+    async with site(replica, load_tokenizer=load, http=True) as place, client_of(place) as client:
         yield place, client, replica
 
 

@@ -14,7 +14,6 @@ from typing import Any, Final
 import pytest
 
 from holdfast.cluster.offline.engine_args import DEFAULTS
-from holdfast.router.config import OverloadConfig
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.sampling_params import PARAMETERS
 from holdfast.worker.structured_outputs import StructuredOutputs
@@ -241,9 +240,8 @@ def test_something_is_said_of_every_field(model: str):
 async def api():
     replica = await FakeReplica.start(step_s=0.0)
     replica.vocab_size = tokenizer().vocab_size
-    calm = OverloadConfig(max_loop_delay_s=1000.0)  # other work on the machine is no load of this router
     async with (
-        site(replica, load_tokenizer=lambda _: tokenizer(), http=True, overload=calm) as place,
+        site(replica, load_tokenizer=lambda _: tokenizer(), http=True) as place,
         client_of(place) as client,
     ):
         yield client, replica

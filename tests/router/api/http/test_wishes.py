@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.router.config import LimitsConfig, OverloadConfig
+from holdfast.router.config import LimitsConfig
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.loops import on_a_loop
 from tests.router.api.http.test_admin import client_of
@@ -28,9 +28,8 @@ BY_PATH = {
 @asynccontextmanager
 async def api(limits: LimitsConfig | None = None):
     replica = await FakeReplica.start(step_s=0.0)
-    calm = OverloadConfig(max_loop_delay_s=1000.0)  # other work on the machine is no load of this router
     load = lambda path: byte_tokenizer(path, TEMPLATE)  # noqa: E731
-    options = {"load_tokenizer": load, "http": True, "overload": calm, "limits": limits}
+    options = {"load_tokenizer": load, "http": True, "limits": limits}
     async with site(replica, **options) as place, client_of(place) as client:
         yield client, replica
 
