@@ -31,6 +31,7 @@ from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.executors.kv_cache import LayerCache
 from holdfast.worker.models import backend as backend
+from holdfast.worker.models import model as hf_model
 from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.models.paged import AttentionBackend
 from holdfast.worker.models.row_tiles import RowRule, RowTiles
@@ -101,7 +102,8 @@ def load(config: WorkerConfig, *, plain: bool) -> LeaderRunner:
     prepare_process(config, device)
     if not plain:
         return LeaderRunner(ModelRunner.load(config, group, device=device), group)
-    with patch.object(backend, "RowTiles", PlainTiles):
+    plain_linears = patch.object(hf_model, "settle", lambda module, tiles, progress: None)
+    with patch.object(backend, "RowTiles", PlainTiles), plain_linears:
         runner = ModelRunner.load(config, group, device=device)
     assert isinstance(runner.backend, HfBackend)
     assert runner.backend.context is not None

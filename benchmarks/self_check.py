@@ -24,8 +24,9 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.errors import HoldfastError, ReplicaError
+from holdfast.worker.executors.cpu.products import PackedProduct, Products
 from holdfast.worker.models.hf_backend import HfBackend
-from holdfast.worker.models.linear import Linear, linear_kernel
+from holdfast.worker.models.linear import Linear
 from holdfast.worker.replica.known_answer import KnownAnswerCheck
 from holdfast.worker.replica.rank import prepare_process
 from holdfast.worker.scheduler.scheduler import Scheduler
@@ -48,6 +49,7 @@ class Suspect:
         self._checkpoint = load_file(f"{model}/model.safetensors")
         program = self._runner.backend
         assert isinstance(program, HfBackend)
+        self._products = Products(torch.get_num_threads())
         modules: Any = program.model.module
         self._layers = [
             (f"{name}.weight", module)
@@ -79,7 +81,7 @@ class Suspect:
         index = rng.randrange(weight.numel())
         weight.view(-1)[index : index + 1].view(torch.int16).bitwise_xor_(mask)
         kernel = layer._kernel
-        layer._kernel = linear_kernel(weight, None, packed=layer._rule.packed)
+        layer._kernel = PackedProduct(self._products, weight, None)
         yield
         layer._kernel = kernel
 

@@ -10,7 +10,7 @@ RAY_BYTES: Final = 1 * GIB
 """Of a pod: Ray's own processes, with room for workers that it starts and leaves idle. Measured: 370 MB."""
 
 RANK_BYTES: Final = 1 * GIB
-"""Of a rank: Python, PyTorch, buffers of a step, and what oneDNN keeps (docs/health.md). Measured: 0.2 to 0.5 GB."""
+"""Of a rank: Python, PyTorch, buffers of a step, and what libraries keep (docs/health.md). Measured: 0.2 to 0.5 GB."""
 
 GPU_RANK_BYTES: Final = 4 * GIB
 """The same beside a GPU: CUDA, NCCL and pinned buffers as well, and a part of the weights at a time."""

@@ -36,7 +36,7 @@ def test_attention_of_cudnn_is_off(monkeypatch):
 @pytest.mark.parametrize("holds", [lambda rule: False, lambda rule: rule.max_rows < ANY])
 def test_rows_that_depend_on_their_neighbours_are_reported_and_not_cut_into_tiles(holds):
     tiles = RowTiles(CUDA)
-    rule = tiles.choose("linear", linear_candidates(CUDA, packable=False, num_weights=2**24), holds)
+    rule = tiles.choose("linear", linear_candidates(), holds)
     assert rule == RowRule(min_rows=1)
     assert tiles.report.failures == ("linear",)
     padded = RowRule(multiple_of=4)

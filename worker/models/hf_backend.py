@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # they load Triton
 
 logger = logging.getLogger(__name__)
 
-_NAME: Final = "hf"
+_NAME: Final = "hf-2"
 
 
 class HfBackend:

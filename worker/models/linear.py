@@ -1,11 +1,12 @@
-"""Row-invariant linear layers over one rank's slice of a weight, column- and row-parallel, packed where that pays.
+"""Row-invariant linear layers over one rank's slice of a weight, column- and row-parallel.
 
-A linear starts plain, with the weight as it came; `settle` tries out row rules and packs. A weight is kept once, packed
-or plain, never both.
+A linear starts plain, with the weight as it came; `settle` packs it for the native library's product on a CPU, where
+rows are apart by construction, and tries out row rules of torch's on a GPU. A weight is kept once.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn, Self
 
 import torch
@@ -13,18 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.executors.cpu.products import PackedProduct, Products
 from holdfast.worker.models.row_tiles import (
+    LARGEST_TRIAL,
     Kernel,
     RowRule,
     RowTiles,
     cancelling_product,
-    largest_trial,
     linear_candidates,
     rows_agree,
 )
-
-PACKED_FOR_ROWS = 32
-"""The layout of a packed weight is chosen for calls of about this many rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,33 +59,32 @@ class Linear(nn.Module):
         self.dtype = weight.dtype
         self.weight = weight.detach()
         self.bias = None if bias is None else bias.detach()
-        self._rule = RowRule()
         self._kernel: Kernel | None = None
 
-    def settle(self, tiles: RowTiles) -> None:
-        """Chooses the row rule of this shape, and packs the weight where the rule says so. Once."""
+    def settle(self, kernel_of: Callable[[Tensor, Tensor | None], Kernel]) -> None:
+        """Takes the kernel that `kernel_of` makes of weight and bias, and lets the weight go. Once."""
         assert isinstance(self.weight, Tensor), "a linear is settled once"
-        self._rule = _choose_rule(tiles, self.weight, self.bias is not None)
-        self._kernel = linear_kernel(self.weight.contiguous(), self.bias, packed=self._rule.packed)
+        self._kernel = kernel_of(self.weight, self.bias)
         self.weight = PackedWeight.of(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         if self._kernel is None:
             assert isinstance(self.weight, Tensor)
             return F.linear(x, self.weight, self.bias)
-        if self._rule.allows(x.numel() // self.in_features):
-            return self._kernel(x)
-        return self._rule.run(self._kernel, x)
+        return self._kernel(x)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self._rule}"
+        return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
 def settle(module: nn.Module, tiles: RowTiles, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
     """Settles every linear inside `module`. `progress` gets linears done and in all."""
     linears = [part for part in module.modules() if isinstance(part, Linear)]
+    kernel_of: Callable[[Tensor, Tensor | None], Kernel] = partial(_tiled_product, tiles)
+    if tiles.device.type == "cpu":
+        kernel_of = partial(PackedProduct, Products(torch.get_num_threads()))
     for done, linear in enumerate(linears, start=1):
-        linear.settle(tiles)
+        linear.settle(kernel_of)
         progress(done, len(linears))
 
 
@@ -144,40 +142,29 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def linear_kernel(weight: Tensor, bias: Tensor | None, *, packed: bool) -> Kernel:
-    """The product with `weight` [out, in], as rows to rows. It holds one form of the weight: plain, or packed once."""
-    if not packed:
-        return lambda x: F.linear(x, weight, bias)
-    linear = torch.ops.mkldnn._linear_pointwise.default
-    packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
-    return lambda x: linear(x, packed_weight, bias, "none", [], "")
+def _tiled_product(tiles: RowTiles, weight: Tensor, bias: Tensor | None) -> Kernel:
+    """torch's product, called with numbers of rows that the rule of this shape and type allows."""
+    weight = weight.contiguous()
+    rule = _choose_rule(tiles, weight, bias is not None)
+
+    def product(x: Tensor) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    return lambda x: product(x) if rule.allows(x.numel() // x.shape[-1]) else rule.run(product, x)
 
 
 def _choose_rule(tiles: RowTiles, weight: Tensor, has_bias: bool) -> RowRule:
     """The rule for weights of this shape and type; their values play no part."""
     out_features, in_features = weight.shape
-    candidates = linear_candidates(weight.device, packable=_is_packable(weight), num_weights=weight.numel())
 
     def holds(rule: RowRule) -> bool:
-        num_rows = largest_trial(weight.device, weight.numel())
-        rows, trial_weight = cancelling_product(out_features, in_features, num_rows, weight.dtype, weight.device)
+        rows, trial_weight = cancelling_product(out_features, in_features, LARGEST_TRIAL, weight.dtype, weight.device)
         bias = torch.zeros_like(trial_weight[:, 0]) if has_bias else None
-        return rows_agree(linear_kernel(trial_weight, bias, packed=rule.packed), rule, rows)
+        return rows_agree(lambda x: F.linear(x, trial_weight, bias), rule, rows)
 
     dtype = str(weight.dtype).removeprefix("torch.")
-    return tiles.choose(f"linear {out_features}x{in_features} {dtype}{' + bias' * has_bias}", candidates, holds)
-
-
-def _is_packable(weight: Tensor) -> bool:
-    """oneDNN can pack and multiply this weight on this machine."""
-    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if weight.device.type != "cpu" or not has_onednn:
-        return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if weight.dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return weight.dtype == torch.float32
+    name = f"linear {out_features}x{in_features} {dtype}{' + bias' * has_bias}"
+    return tiles.choose(name, linear_candidates(), holds)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -56,6 +56,9 @@ TRIED_COUNTS: Final = (
 )
 """Numbers of rows that a trial calls a kernel with, as far as it goes."""
 
+LARGEST_TRIAL: Final = TRIED_COUNTS[-1]
+"""Rows that a trial of a linear goes up to."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRule:
@@ -64,8 +67,6 @@ class RowRule:
     min_rows: int = 1
     multiple_of: int = 1
     max_rows: int = ANY
-    packed: bool = False
-    """The weight is packed once at load; such kernels are faster and agree at more sizes."""
 
     def padded(self, num_rows: int) -> int:
         """The smallest allowed size that holds `num_rows` rows."""
@@ -152,28 +153,9 @@ def fix_gpu_kernels() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan of tens of ms for each new number of rows and keys
 
 
-def linear_candidates(device: torch.device, *, packable: bool, num_weights: int) -> list[RowRule]:
-    """Rules for a linear of `num_weights` weights, cheapest first: any size, a floor, small tiles, one fixed tile."""
-    any_size = ANY if device.type == "cuda" else largest_trial(device, num_weights)
-    small = min(32, any_size)
-    forms = (True, False) if packable else (False,)
-    candidates = []
-    for packed in forms:
-        candidates += [RowRule(min_rows=rows, max_rows=any_size, packed=packed) for rows in (1, 2, 4, 8, 16)]
-        candidates += [RowRule(multiple_of=rows, max_rows=any_size, packed=packed) for rows in (4, 16)]
-        candidates += [RowRule(min_rows=rows, max_rows=small, packed=packed) for rows in (1, 2, 4, 16)]
-    return candidates + [RowRule(multiple_of=32, max_rows=32, packed=packed) for packed in forms]
-
-
-def largest_trial(device: torch.device, num_weights: int) -> int:
-    """How many rows a trial goes up to: fewer for large weights, so that a trial stays cheap.
-
-    On a CPU it is also the largest tile: no call is larger than those that were tried.
-    """
-    if device.type == "cuda":
-        return TRIED_COUNTS[-1]
-    limits = ((2**22, 256), (2**24, 128), (2**26, 64))
-    return next((num_rows for limit, num_rows in limits if num_weights <= limit), 32)
+def linear_candidates() -> list[RowRule]:
+    """Rules for a linear on a GPU, cheapest first: any size, a floor, multiples."""
+    return [RowRule(min_rows=rows) for rows in (1, 2, 4, 8, 16)] + [RowRule(multiple_of=rows) for rows in (4, 16)]
 
 
 def rows_agree(kernel: Kernel, rule: RowRule, rows: Tensor) -> bool:

@@ -85,8 +85,8 @@ def check_family(alone: Served, together: Served, plain: Served, *, same_bits: b
     Greedy tokens are those of Hugging Face; a row's bits are its own, if the linears' are (`same_bits`). `plain`
     gathers and calls SDPA.
     """
-    assert alone.backend.numerics == together.backend.numerics == "hf-paged-1"
-    assert plain.backend.numerics == "hf"
+    assert alone.backend.numerics == together.backend.numerics == "hf-2-paged-1"
+    assert plain.backend.numerics == "hf-2"
     together.backend.warm_up(4)
     prompts = [tokens(count, seed) for seed, count in enumerate((9, 17, 4))]
     blocks = [together.blocks(len(ids) + 4) for ids in prompts]

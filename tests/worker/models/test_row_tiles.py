@@ -5,12 +5,9 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.models.row_tiles import (
-    ANY,
     RowRule,
     RowTiles,
     cancelling_product,
-    largest_trial,
-    linear_candidates,
     rows_agree,
 )
 
@@ -126,18 +123,6 @@ def test_rules_depend_on_the_number_of_threads():
         assert tiles.choose("a", [RowRule(min_rows=2)], lambda rule: True) == RowRule(min_rows=2)
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("num_weights", [100, 2**23, 2**25, 2**29])
-def test_on_a_cpu_no_call_is_larger_than_those_tried(num_weights):
-    rules = linear_candidates(CPU, packable=True, num_weights=num_weights)
-    assert max(rule.max_rows for rule in rules) == largest_trial(CPU, num_weights)
-    assert rules[-1] == RowRule(multiple_of=32, max_rows=32)
-
-
-def test_on_a_gpu_the_first_rule_is_one_plain_call():
-    rules = linear_candidates(torch.device("cuda"), packable=False, num_weights=2**25)
-    assert rules[0] == RowRule(max_rows=ANY)
 
 
 def _summed_in_order(x: Tensor, weight: Tensor) -> Tensor:

@@ -11,6 +11,7 @@
 #ifdef HF_BF16_ALONE
 holdfast::AnyDecoder* holdfast::plain_decoder(const NativeModel&, int, Pool*) { return nullptr; }
 void holdfast::plain_product(const NativeLinear&, int, const void*, long, int, float*) {}
+int holdfast::plain_product_by(Pool*, const NativeLinear&, int, const void*, long, int, float*) { return 0; }
 #endif
 
 using holdfast::AnyDecoder;
@@ -60,6 +61,13 @@ int native_product(const NativeLinear* linear, int dtype, const void* rows, long
     else holdfast::plain_product(*linear, dtype, rows, stride, count, out);
     return holdfast::kDone;
   });
+}
+
+// out [count][outputs] = rows [count] of a linear's inputs times its weight, and its bias, on the threads of a pool.
+int native_multiply(holdfast::Pool* pool, const NativeLinear* linear, int dtype, const void* rows, long stride, int count,
+                    float* out) {
+  if (dtype == holdfast::BFLOAT16) return multiply_by<Bf16>(pool, *linear, rows, stride, count, out);
+  return holdfast::plain_product_by(pool, *linear, dtype, rows, stride, count, out);
 }
 
 // Whether this machine's instruction for pairs of bf16 rounds as two FMAs do, on numbers of all sizes. 1 where none is used.
