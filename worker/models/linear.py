@@ -80,9 +80,7 @@ class Linear(nn.Module):
 def settle(module: nn.Module, tiles: RowTiles, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
     """Settles every linear inside `module`. `progress` gets linears done and in all."""
     linears = [part for part in module.modules() if isinstance(part, Linear)]
-    kernel_of: Callable[[Tensor, Tensor | None], Kernel] = partial(_tiled_product, tiles)
-    if tiles.device.type == "cpu":
-        kernel_of = partial(PackedProduct, Products(torch.get_num_threads()))
+    kernel_of = _kernels_for(tiles)
     for done, linear in enumerate(linears, start=1):
         linear.settle(kernel_of)
         progress(done, len(linears))
@@ -140,6 +138,12 @@ class RowParallelLinear(nn.Module):
             x = x.narrow(-1, self._first_input, self.linear.in_features)
         y = self._group.all_reduce(self.linear(x))
         return y if self.bias is None else y + self.bias
+
+
+def _kernels_for(tiles: RowTiles) -> Callable[[Tensor, Tensor | None], Kernel]:
+    if tiles.device.type == "cpu":
+        return partial(PackedProduct, Products(torch.get_num_threads()))
+    return partial(_tiled_product, tiles)
 
 
 def _tiled_product(tiles: RowTiles, weight: Tensor, bias: Tensor | None) -> Kernel:

@@ -132,7 +132,7 @@ def products() -> int:
     right = Product(library, weight)(inputs)
     num_errors = 0
     for compacts in (True, False):
-        armed = Armed(library, (*PACKING, "native_product"))
+        armed = Armed(library, (*PACKING, "native_multiply"))
         armed.num_calls = 0  # packing needs no memory of C++
         with patch.object(packing, "PIECE_BYTES", 64 * 96 * 2):
             packed = Product(armed, weight, compacts=compacts)

@@ -15,7 +15,7 @@ from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.gpu.paged_kernels import PagedKernels, unfit
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.executors.step_sampler import HeadOutput
-from holdfast.worker.models import hf_device_backend
+from holdfast.worker.models import hf_device_backend, linear
 from holdfast.worker.models.attention_proof import disagreement
 from holdfast.worker.models.hf_device_backend import HfDeviceBackend, reason_against_capture
 from holdfast.worker.models.model import RankModel
@@ -42,8 +42,9 @@ def some_every_time(names, few):
 
 
 @pytest.fixture(autouse=True)
-def _uncompared(monkeypatch):
-    """Kernels are not compared at each load."""
+def _as_on_a_gpu(monkeypatch):
+    """As on a GPU: linears are torch's, which a tape records. Kernels are not compared at each load."""
+    monkeypatch.setattr(linear, "_kernels_for", lambda tiles: partial(linear._tiled_product, tiles))
     monkeypatch.setattr(hf_device_backend, "disagreement", lambda *comparison: None)
 
 

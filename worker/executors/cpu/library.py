@@ -153,7 +153,6 @@ def _declared(library: CDLL) -> CDLL:
         *(c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int),
         *(POINTER(NativeEdits), POINTER(NativeDrawn), c_void_p, c_void_p, c_int),
     )
-    _declare(library, "native_product", c_int, POINTER(NativeLinear), c_int, c_void_p, c_long, c_int, c_void_p)
     _declare(
         library, "native_multiply", c_int, c_void_p, POINTER(NativeLinear), c_int, c_void_p, c_long, c_int, c_void_p
     )

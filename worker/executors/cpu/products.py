@@ -12,6 +12,7 @@ from torch import Tensor
 from holdfast.worker.errors import ConfigurationError, ReplicaError
 from holdfast.worker.executors.cpu.library import load_library
 from holdfast.worker.executors.cpu.packing import DTYPES, GROUP, TILE
+from holdfast.worker.executors.cpu.sampler import OUT_OF_MEMORY
 from holdfast.worker.executors.cpu.structures import NativeLinear
 from holdfast.worker.executors.cpu.tile_memory import Arena
 
@@ -68,18 +69,17 @@ class PackedProduct:
         rows = x.reshape(-1, self._in_features).to(_OF_ROWS[self._dtype])
         rows = F.pad(rows, (0, self._padding)) if self._padding else rows.contiguous()
         out = torch.empty(len(rows), self._out_features)
-        if len(rows):
-            self._check(
-                self._products.library.native_multiply(
-                    self._products.pool,
-                    byref(self._linear),
-                    DTYPES[self._dtype],
-                    rows.data_ptr(),
-                    rows.shape[1],
-                    len(rows),
-                    out.data_ptr(),
-                )
+        self._check(
+            self._products.library.native_multiply(
+                self._products.pool,
+                byref(self._linear),
+                DTYPES[self._dtype],
+                rows.data_ptr(),
+                rows.shape[1],
+                len(rows),
+                out.data_ptr(),
             )
+        )
         return out.to(self._dtype).view(*x.shape[:-1], self._out_features)
 
     def _pack(self, weight: Tensor, num_rows: int, k_tiles: int, tiles: int) -> None:
@@ -94,5 +94,7 @@ class PackedProduct:
         )
 
     def _check(self, outcome: int) -> None:
+        if outcome == OUT_OF_MEMORY:
+            raise ReplicaError("there is no memory for a product")
         if outcome < 0:
             raise ReplicaError(f"the native library's threads did not multiply ({outcome})")

@@ -1,6 +1,7 @@
 """The native executor's libraries, functions and products, as tests call them: by instruction class."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import CDLL, byref
 
 import numpy as np
@@ -60,19 +61,23 @@ class Product(PackedModel):
         self._compactor = Compactor(library, self._pool, PIECE_BYTES) if compacts else None
         self._outputs = len(weight) if rows is None else len(rows)
         self.native = self._linear(Linear(weights=(weight,)), slices=slices, rows=rows)
-        library.native_pool_destroy(self._pool)
+        self.native.outputs = self.native.groups * GROUP
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Inputs [rows, in] -> [rows, out], float32."""
         rows = self._padded(inputs)
-        out = torch.full((len(rows) + 1, self.native.groups * GROUP), torch.nan)
-        outcome = self._library.native_product(
-            byref(self.native), self.dtype, rows.data_ptr(), rows.stride(0), len(rows), out.data_ptr()
+        out = torch.full((len(rows) + 1, self.native.outputs), torch.nan)
+        outcome = self._library.native_multiply(
+            self._pool, byref(self.native), self.dtype, rows.data_ptr(), rows.stride(0), len(rows), out.data_ptr()
         )
         if outcome:
             raise ReplicaError(f"there is no memory for a product ({outcome})")
         assert out[-1].isnan().all(), "something was written beyond the rows"
         return out[:-1, : self._outputs]
+
+    def __del__(self) -> None:
+        with suppress(AttributeError, TypeError):  # a constructor that raised; the interpreter's end
+            self._library.native_pool_destroy(self._pool)
 
     def _padded(self, inputs: Tensor) -> Tensor:
         """Each slice filled up to whole tiles."""

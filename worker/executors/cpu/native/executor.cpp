@@ -10,8 +10,7 @@
 
 #ifdef HF_BF16_ALONE
 holdfast::AnyDecoder* holdfast::plain_decoder(const NativeModel&, int, Pool*) { return nullptr; }
-void holdfast::plain_product(const NativeLinear&, int, const void*, long, int, float*) {}
-int holdfast::plain_product_by(Pool*, const NativeLinear&, int, const void*, long, int, float*) { return 0; }
+int holdfast::plain_product(Pool*, const NativeLinear&, int, const void*, long, int, float*) { return 0; }
 #endif
 
 using holdfast::AnyDecoder;
@@ -53,21 +52,11 @@ float* native_decoder_partial(void* decoder) { return ((AnyDecoder*)decoder)->pa
 float* native_decoder_residual(void* decoder) { return ((AnyDecoder*)decoder)->residual(); }
 long native_decoder_stride(void* decoder) { return ((AnyDecoder*)decoder)->stride(); }
 
-// out [count][groups * 64] = rows [count] of a linear's inputs times its weight: one thread, for tests. kDone or kNoMemory.
-int native_product(const NativeLinear* linear, int dtype, const void* rows, long stride, int count, float* out) {
-  FlushedDenormals flushed;
-  return holdfast::prepared([&] {
-    if (dtype == holdfast::BFLOAT16) multiply<Bf16>(*linear, rows, stride, count, out);
-    else holdfast::plain_product(*linear, dtype, rows, stride, count, out);
-    return holdfast::kDone;
-  });
-}
-
 // out [count][outputs] = rows [count] of a linear's inputs times its weight, and its bias, on the threads of a pool.
 int native_multiply(holdfast::Pool* pool, const NativeLinear* linear, int dtype, const void* rows, long stride, int count,
                     float* out) {
-  if (dtype == holdfast::BFLOAT16) return multiply_by<Bf16>(pool, *linear, rows, stride, count, out);
-  return holdfast::plain_product_by(pool, *linear, dtype, rows, stride, count, out);
+  if (dtype == holdfast::BFLOAT16) return multiply<Bf16>(pool, *linear, rows, stride, count, out);
+  return holdfast::plain_product(pool, *linear, dtype, rows, stride, count, out);
 }
 
 // Whether this machine's instruction for pairs of bf16 rounds as two FMAs do, on numbers of all sizes. 1 where none is used.

@@ -6,13 +6,8 @@ holdfast::AnyDecoder* holdfast::plain_decoder(const NativeModel& model, int dtyp
   return new TypedDecoder<float>(model, pool);
 }
 
-void holdfast::plain_product(const NativeLinear& linear, int dtype, const void* rows, long stride, int count, float* out) {
-  if (dtype == FLOAT16) multiply<Half>(linear, rows, stride, count, out);
-  else multiply<float>(linear, rows, stride, count, out);
-}
-
-int holdfast::plain_product_by(Pool* pool, const NativeLinear& linear, int dtype, const void* rows, long stride, int count,
-                               float* out) {
-  if (dtype == FLOAT16) return multiply_by<Half>(pool, linear, rows, stride, count, out);
-  return multiply_by<float>(pool, linear, rows, stride, count, out);
+int holdfast::plain_product(Pool* pool, const NativeLinear& linear, int dtype, const void* rows, long stride, int count,
+                            float* out) {
+  if (dtype == FLOAT16) return multiply<Half>(pool, linear, rows, stride, count, out);
+  return multiply<float>(pool, linear, rows, stride, count, out);
 }

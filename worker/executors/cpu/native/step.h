@@ -14,16 +14,12 @@
 #include "attention.h"
 #include "exchange.h"
 #include "pool.h"
+#include "product_tasks.h"
 #include "rows.h"
 
 namespace {
 
 enum { NORM_ROWS = 8, OWN_NORM_ROWS = 2, SPIN_FOR_PEERS = 2000, COPIED = 1 << 14 };
-const int LONG_ROW = 2560, MOST_GROUPS = 4;  // of a product of many rows: inputs, groups of a task
-
-template <class W> HF_INLINE Packed<W> packed(const NativeLinear& linear) {
-  return {(const W*)linear.tiles, linear.slices, linear.slice_tiles, linear.groups, linear.panel_bytes};
-}
 
 template <class W> class Decoder {
   typedef typename InputOf<W>::Type Input;
@@ -276,32 +272,8 @@ template <class W> class Decoder {
   template <class Out>
   bool some_groups(Thread& thread, const NativeLinear& linear, int begin, int last, Rows in, int num_rows, Out&& out) {
     Local& own = thread.own;
-    Packed<W> w = packed<W>(linear);
-    int chunk = rows_per_task(w, num_rows), chunks = (num_rows + chunk - 1) / chunk;
-    int each = groups_per_task(w, last - begin, num_rows, chunks), runs = (last - begin + each - 1) / each;
-    long call = ++own.calls;
-    const int num_tasks = chunks * runs;
-    return holdfast::tasks(thread.run, num_tasks, [&](int task) {
-      int first_row = task / runs * chunk, rows = std::min(chunk, num_rows - first_row);
-      int group = begin + task % runs * each, later = task + threads;
-      int next = later < num_tasks ? begin + later % runs * each : -1;  // of this thread's next task, if all are as fast
-      InputRows<W> input =
-          input_rows<W>(own.scratch, in.data + first_row * in.stride, in.stride, rows, w.row_length(), call);
-      for (int g = group, end = std::min(group + each, last); g < end; g++) {
-        product(own.scratch, w, g, input, own.scratch.sums, g + 1 < end ? g + 1 : next);
-        out(g, first_row, rows, own.scratch.sums);
-      }
-    });
-  }
-  // So many that the rows of a task stay in the second cache.
-  static int rows_per_task(const Packed<W>& w, int num_rows) {
-    return num_rows <= BLOCK_ROWS ? BLOCK_ROWS : w.row_length() <= LONG_ROW ? MAX_ROWS : MAX_ROWS / 2;
-  }
-  int groups_per_task(const Packed<W>& w, int groups, int num_rows, int chunks) const {
-    if (num_rows > BLOCK_ROWS) return std::max(1, std::min(MOST_GROUPS, groups * chunks / (16 * threads)));
-    long work = (long)std::min(num_rows, 16) * w.row_length() * GROUP;  // so that a task takes some microseconds
-    int each = (int)std::max(1L, std::min((1L << 18) / work, (long)groups / (8 * threads)));
-    return std::max(each, groups > 512 ? 8 : 1);
+    return product_tasks(thread.run, threads, packed<W>(linear), begin, last, in.data, in.stride, num_rows, ++own.calls,
+                         [&]() -> Scratch& { return own.scratch; }, out);
   }
 
   // --- sums over ranks and the residual ---

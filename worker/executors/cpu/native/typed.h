@@ -21,8 +21,7 @@ struct AnyDecoder {
 
 // Of FLOAT16 and FLOAT32 (`plain.cpp`). A class with tiles and one without share them: only bf16 has tiles.
 AnyDecoder* plain_decoder(const NativeModel& model, int dtype, Pool* pool);
-void plain_product(const NativeLinear& linear, int dtype, const void* rows, long stride, int count, float* out);
-int plain_product_by(Pool* pool, const NativeLinear& linear, int dtype, const void* rows, long stride, int count, float* out);
+int plain_product(Pool* pool, const NativeLinear& linear, int dtype, const void* rows, long stride, int count, float* out);
 
 }  // namespace holdfast
 
@@ -42,63 +41,46 @@ template <class W> struct TypedDecoder : holdfast::AnyDecoder {
   long stride() override { return decoder.partial_stride(); }
 };
 
-// A product by all threads of a pool: a task is a group of outputs of some rows.
-template <class W> struct ProductJob {
+// A product of one linear, which is no decoder's.
+struct ProductJob {
   NativeLinear linear;
   const void* rows;
   long stride, call;
-  int count;
+  int count, threads;
   float* out;
+
+  // Outputs of a group that are there, with the bias.
+  void put(int group, int first, int some, float* sums) const {
+    const int column = group * GROUP, columns = std::min((int)GROUP, linear.outputs - column);
+    for (int r = 0; r < some; r++) {
+      if (linear.bias) add_to(sums + r * GROUP, linear.bias + column, GROUP);
+      memcpy(out + (long)(first + r) * linear.outputs + column, sums + r * GROUP, columns * sizeof(float));
+    }
+  }
 };
 
-template <class W> void product_task(const ProductJob<W>& job, const Packed<W>& w, Scratch& scratch, int task) {
-  typedef typename InputOf<W>::Type Input;
-  const int first = task / w.groups * MAX_ROWS, group = task % w.groups, column = group * GROUP;
-  const int some = std::min((int)MAX_ROWS, job.count - first), columns = std::min((int)GROUP, job.linear.outputs - column);
-  const Input* rows = (const Input*)job.rows + first * job.stride;
-  const InputRows<W> input = input_rows<W>(scratch, rows, job.stride, some, w.row_length(), job.call);
-  product(scratch, w, group, input, scratch.sums);
-  if (job.linear.bias)
-    for (int r = 0; r < some; r++) add_to(scratch.sums + r * GROUP, job.linear.bias + column, GROUP);
-  for (int r = 0; r < some; r++)
-    memcpy(job.out + (long)(first + r) * job.linear.outputs + column, scratch.sums + r * GROUP, columns * sizeof(float));
-  release_tiles(scratch.tiles);
-}
-
 template <class W> void product_job(const void* argument, holdfast::Run& run) {
-  const ProductJob<W> job = *(const ProductJob<W>*)argument;
-  const Packed<W> w = packed<W>(job.linear);
+  static thread_local std::unique_ptr<Scratch> scratch;
+  const ProductJob job = *(const ProductJob*)argument;
   const unsigned control = _mm_getcsr();
   _mm_setcsr(control | 0x8040);  // denormals are zeros, as in a decoder
-  holdfast::tasks(run, (job.count + MAX_ROWS - 1) / MAX_ROWS * w.groups, [&](int task) {
-    static thread_local std::unique_ptr<Scratch> scratch;
+  auto own = [&]() -> Scratch& {
     if (!scratch) scratch.reset(new Scratch);
-    product_task(job, w, *scratch, task);
-  });
+    return *scratch;
+  };
+  product_tasks(run, job.threads, packed<W>(job.linear), 0, job.linear.groups, (const typename InputOf<W>::Type*)job.rows,
+                job.stride, job.count, job.call, own,
+                [&](int group, int first, int some, float* sums) { job.put(group, first, some, sums); });
+  if (scratch) release_tiles(scratch->tiles);
   _mm_setcsr(control);
 }
 
 template <class W>
-int multiply_by(holdfast::Pool* pool, const NativeLinear& linear, const void* rows, long stride, int count, float* out) {
+int multiply(holdfast::Pool* pool, const NativeLinear& linear, const void* rows, long stride, int count, float* out) {
   static std::atomic<long> calls{0};
-  const ProductJob<W> job = {linear, rows, stride, ++calls, count, out};
+  if (!count) return holdfast::kDone;
+  const ProductJob job = {linear, rows, stride, ++calls, count, native_pool_threads(pool), out};
   return holdfast::run(pool, product_job<W>, &job);
-}
-
-template <class W> void multiply(const NativeLinear& linear, const void* rows, long stride, int count, float* out) {
-  typedef typename InputOf<W>::Type Input;
-  std::unique_ptr<Scratch> scratch(new Scratch);
-  Packed<W> w = packed<W>(linear);
-  for (int first = 0; first < count; first += MAX_ROWS) {
-    int some = std::min((int)MAX_ROWS, count - first);
-    InputRows<W> input = input_rows<W>(*scratch, (const Input*)rows + first * stride, stride, some, w.row_length());
-    for (int g = 0; g < w.groups; g++) {
-      product(*scratch, w, g, input, scratch->sums);
-      for (int r = 0; r < some; r++)
-        memcpy(out + ((long)(first + r) * w.groups + g) * GROUP, scratch->sums + r * GROUP, GROUP * 4);
-    }
-  }
-  release_tiles(scratch->tiles);
 }
 
 }  // namespace

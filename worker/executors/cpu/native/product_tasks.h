@@ -1,0 +1,48 @@
+// A product as tasks of a pool: each is some groups of outputs for some rows.
+#pragma once
+#include "decoder.h"
+#include "linear.h"
+#include "pool.h"
+
+namespace {
+
+const int LONG_ROW = 2560, MOST_GROUPS = 4;  // of a product of many rows: inputs, groups of a task
+
+template <class W> HF_INLINE Packed<W> packed(const NativeLinear& linear) {
+  return {(const W*)linear.tiles, linear.slices, linear.slice_tiles, linear.groups, linear.panel_bytes};
+}
+
+// So many that the rows of a task stay in the second cache.
+template <class W> int rows_per_task(const Packed<W>& w, int num_rows) {
+  return num_rows <= BLOCK_ROWS ? BLOCK_ROWS : w.row_length() <= LONG_ROW ? MAX_ROWS : MAX_ROWS / 2;
+}
+template <class W> int groups_per_task(const Packed<W>& w, int groups, int num_rows, int chunks, int threads) {
+  if (num_rows > BLOCK_ROWS) return std::max(1, std::min(MOST_GROUPS, groups * chunks / (16 * threads)));
+  long work = (long)std::min(num_rows, 16) * w.row_length() * GROUP;  // so that a task takes some microseconds
+  int each = (int)std::max(1L, std::min((1L << 18) / work, (long)groups / (8 * threads)));
+  return std::max(each, groups > 512 ? 8 : 1);
+}
+
+// Calls `out(group, first row, rows, sums [rows][64])` for groups [begin, last) and all rows of a product. `call` numbers
+// it (`input_rows`); `scratch()` is the memory of the thread that calls it, in a task.
+template <class W, class ScratchOf, class Out>
+bool product_tasks(holdfast::Run& run, int threads, const Packed<W>& w, int begin, int last,
+                   const typename InputOf<W>::Type* rows, long stride, int num_rows, long call, ScratchOf&& scratch,
+                   Out&& out) {
+  const int chunk = rows_per_task(w, num_rows), chunks = (num_rows + chunk - 1) / chunk;
+  const int each = groups_per_task(w, last - begin, num_rows, chunks, threads), runs = (last - begin + each - 1) / each;
+  const int num_tasks = chunks * runs;
+  return holdfast::tasks(run, num_tasks, [&](int task) {
+    Scratch& own = scratch();
+    int first_row = task / runs * chunk, count = std::min(chunk, num_rows - first_row);
+    int group = begin + task % runs * each, later = task + threads;
+    int next = later < num_tasks ? begin + later % runs * each : -1;  // of this thread's next task, if all are as fast
+    InputRows<W> input = input_rows<W>(own, rows + first_row * stride, stride, count, w.row_length(), call);
+    for (int g = group, end = std::min(group + each, last); g < end; g++) {
+      product(own, w, g, input, own.sums, g + 1 < end ? g + 1 : next);
+      out(g, first_row, count, own.sums);
+    }
+  });
+}
+
+}  // namespace
