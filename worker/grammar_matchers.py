@@ -173,7 +173,10 @@ class _PlainEncoder:
         from llguidance import LLTokenizer
         from tokenizers import Tokenizer
 
-        self._tokenizer: Any = Tokenizer.from_str(text)
+        try:
+            self._tokenizer: Any = Tokenizer.from_str(text)
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"tokenizers cannot read the tokenizer.json: {error}") from error
         num_ids = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         names = [self._tokenizer.id_to_token(token_id) for token_id in range(num_ids)]
         dense = _without_holes(text) if None in names else text
