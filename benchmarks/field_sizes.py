@@ -68,8 +68,11 @@ class Attacker:
                 break
             stream.cancel()
         elif method.server_streaming:
-            async for _ in channel.unary_stream(path, None, None)(one.data):
-                pass
+            answers = channel.unary_stream(path, None, None)(one.data)
+            async for _ in answers:
+                if method.name in _ENDLESS:
+                    answers.cancel()
+                    break
         else:
             await channel.unary_unary(path, None, None)(one.data)
         return "OK"
@@ -87,6 +90,9 @@ class Attacker:
         writer.close()
         return status.decode().partition(" ")[2].strip()
 
+
+_ENDLESS: Final = ("Watch",)
+"""Methods whose answers end with their client."""
 
 _OPTIONS: Final = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
 
