@@ -29,7 +29,7 @@ from holdfast.router.text.prompt import (
 )
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer import TooManyTokensError
-from holdfast.router.text.tokenizer_registry import FEW_MESSAGES, TokenizerRegistry
+from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -163,7 +163,7 @@ class RequestAdmission:
     async def admit(self, request: GenerationRequest, time_remaining_s: float | None) -> AdmittedRequest:
         self.check_open()
         self.check_overload(request.priority, is_resumed=request.resume is not None)
-        await self._check(request)
+        await self._tokenizers.check(request.chat, request.check, self._limits)
         caller, now = self._gate.caller(), self._dispatch_host.now()
         request = caller.charged(request, now)
         self.check_tenant(request.tenant)
@@ -184,12 +184,6 @@ class RequestAdmission:
             attempt=request.attempt,
             caller=caller,
         )
-
-    async def _check(self, request: GenerationRequest) -> None:
-        if request.chat is not None and len(request.chat.messages) > FEW_MESSAGES:
-            await self._tokenizers.apart(request.check, self._limits)
-        else:
-            request.check(self._limits)
 
     def check_tenant(self, tenant: str) -> None:
         """Refuses what is more than one tenant may have open."""

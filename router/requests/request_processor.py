@@ -255,7 +255,7 @@ class RequestProcessor:
     async def tokenize_chat(self, model: str, chat: Chat, *, add_special_tokens: bool = False) -> tuple[int, ...]:
         """The token ids of a chat's prompt. Raises `HoldfastError`."""
         self.check_overload()
-        await self._tokenizers.check(chat, self._limits)
+        await self._tokenizers.check(chat, chat.check, self._limits)
         text = await self._tokenizers.render(self.model(model).name, chat)
         check_text(text, self._limits, "chat")
         return await self._tokenizers.encode(self.model(model).name, text, add_special_tokens)
@@ -267,7 +267,7 @@ class RequestProcessor:
     async def render(self, model: str, chat: Chat) -> str:
         """The text of a chat's prompt. Raises `HoldfastError`."""
         self.check_overload()
-        await self._tokenizers.check(chat, self._limits)
+        await self._tokenizers.check(chat, chat.check, self._limits)
         return await self._tokenizers.render(self.model(model).name, chat)
 
     async def check_structure(self, model: str, structure: StructuredOutputs) -> None:

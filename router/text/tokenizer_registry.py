@@ -116,12 +116,12 @@ class TokenizerRegistry:
         call = partial(copy_context().run, function, *arguments, **named)
         return await asyncio.get_running_loop().run_in_executor(self._interpreted, call)
 
-    async def check(self, chat: Chat, limits: LimitsConfig) -> None:
-        """As `Chat.check`, off the event loop for many messages."""
-        if len(chat.messages) <= FEW_MESSAGES:
-            chat.check(limits)
+    async def check(self, chat: Chat | None, check: Callable[[LimitsConfig], None], limits: LimitsConfig) -> None:
+        """Runs a check of a chat, or of a request with one: off the event loop for many messages."""
+        if chat is None or len(chat.messages) <= FEW_MESSAGES:
+            check(limits)
         else:
-            await self.apart(chat.check, limits)
+            await self.apart(check, limits)
 
     async def grammar(self, model: str, structure: StructuredOutputs) -> str:
         """As `GrammarCompiler.compile`, always on a thread: its time cannot be predicted."""

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from holdfast.router.chat import Chat
+from holdfast.router.config import LimitsConfig
 from holdfast.router.text.chat import FEW_STEPS, TemplateBudgetError, render_chat
 from holdfast.router.text.tokenizer_registry import FEW_MESSAGES, TokenizerRegistry
 from holdfast.worker.errors import InvalidRequestError
@@ -179,3 +180,16 @@ def test_a_chat_of_many_messages_is_rendered_off_the_loop(num_messages, num_thre
 
     assert loops.run(rendered()) == ""
     assert len(threads) == num_threads
+
+
+@pytest.mark.parametrize(("num_messages", "is_apart"), [(FEW_MESSAGES, False), (FEW_MESSAGES + 1, True)])
+def test_a_chat_of_many_messages_is_checked_off_the_loop(num_messages, is_apart):
+    registry = TokenizerRegistry(lambda path: byte_tokenizer(path, "x"), 10**6)
+    threads: list[int] = []
+
+    async def checked() -> None:
+        chat = Chat(messages=tuple(USER) * num_messages)
+        await registry.check(chat, lambda limits: threads.append(threading.get_ident()), LimitsConfig())
+
+    loops.run(checked())
+    assert [thread != threading.get_ident() for thread in threads] == [is_apart]
