@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final, TypeAlias
 
 from holdfast.router.config import LimitsConfig
@@ -56,6 +57,20 @@ class Chat:
         if self.continue_final_message and self.template_kwargs.get("add_generation_prompt"):
             limit = "must not be set with add_generation_prompt: a new message would begin"
             raise InvalidRequestError("chat.continue_final_message", True, limit)
+
+    def is_short(self, most_parts: int, most_bytes: int) -> bool:
+        """Whether it has at most so many values, at any depth, and texts of so many bytes in all; stops at the limit."""
+        left = [self.template_kwargs, *self.tools[:most_parts], *self.messages[:most_parts]]
+        num_parts, num_bytes = len(self.tools) + len(self.messages), 0
+        while left and num_parts <= most_parts and num_bytes <= most_bytes:
+            part = left.pop()
+            if isinstance(part, str):
+                num_bytes += len(part) if part.isascii() else 4 * len(part)
+            elif isinstance(part, Mapping | list | tuple):
+                num_parts += len(part)
+                if num_parts <= most_parts:
+                    left.extend(chain(part, part.values()) if isinstance(part, Mapping) else part)
+        return num_parts <= most_parts and num_bytes <= most_bytes
 
     @property
     def num_bytes(self) -> int:

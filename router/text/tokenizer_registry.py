@@ -28,8 +28,11 @@ LONG: Final = 2**16
 LONG_AT_ONCE: Final = 2
 """More of them wait, so that others find a thread, and memory stays within limits."""
 
-FEW_MESSAGES: Final = 64
-"""Messages of a chat that is read, checked and rendered on the event loop: a message takes 10 us."""
+FEW_PARTS: Final = 2**8
+"""Values of a chat, at any depth, that is checked and rendered on the event loop: a message of two takes 10 us."""
+
+GRAMMARS_AT_ONCE: Final = 2
+"""More of them wait: each thread that wants Python's lock is one more that an event loop waits for."""
 
 GIVE_BACK_AFTER_S: Final = 0.5
 """After the last of them: then what was made of it is gone too."""
@@ -50,6 +53,7 @@ class TokenizerRegistry:
         self._num_long = 0
         self._interpreted = ThreadPoolExecutor(1, thread_name_prefix="text")
         """Runs what holds Python's lock, one at a time: an event loop waits for the lock behind each that wants it."""
+        self._grammars = ThreadPoolExecutor(GRAMMARS_AT_ONCE, thread_name_prefix="grammar")
 
     def __getitem__(self, model: str) -> Tokenizer:
         return self._tokenizers[model]
@@ -99,7 +103,7 @@ class TokenizerRegistry:
     async def render(self, model: str, chat: Chat) -> str:
         """As `chat_text`. What takes more than a few steps is done anew on a thread."""
         tokenizer = self._tokenizers[model]
-        if len(chat.messages) <= FEW_MESSAGES and chat.num_bytes <= self._inline_bytes:
+        if chat.is_short(FEW_PARTS, self._inline_bytes):
             with suppress(TemplateBudgetError):
                 return chat_text(tokenizer, chat, FEW_STEPS)
         return await self.apart(chat_text, tokenizer, chat)
@@ -117,15 +121,16 @@ class TokenizerRegistry:
         return await asyncio.get_running_loop().run_in_executor(self._interpreted, call)
 
     async def check(self, chat: Chat | None, check: Callable[[LimitsConfig], None], limits: LimitsConfig) -> None:
-        """Runs a check of a chat, or of a request with one: off the event loop for many messages."""
-        if chat is None or len(chat.messages) <= FEW_MESSAGES:
+        """Runs a check of a chat, or of a request with one: off the event loop for many values or long texts."""
+        if chat is None or chat.is_short(FEW_PARTS, self._inline_bytes):
             check(limits)
         else:
             await self.apart(check, limits)
 
     async def grammar(self, model: str, structure: StructuredOutputs) -> str:
         """As `GrammarCompiler.compile`, always on a thread: its time cannot be predicted."""
-        return await asyncio.to_thread(self._compilers[model].compile, structure)
+        compile_, loop = self._compilers[model].compile, asyncio.get_running_loop()
+        return await loop.run_in_executor(self._grammars, compile_, structure)
 
     async def check_output(
         self, model: str, field: str, grammar: str, token_ids: Sequence[int], eos_token_ids: Collection[int]

@@ -81,7 +81,7 @@ class ResponseFormat(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    type: Literal["text", "json_object", "json_schema", "structural_tag"] = "text"
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: dict[str, Any] | None = None
 
 

@@ -48,6 +48,8 @@ class MessagesBody(Reads):
     """The shape of the output (`format`), and the effort."""
     output_format: dict[str, Any] | None = None
     """The older place of the shape."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the chat template, as vLLM's server takes them."""
 
     @property
     def shape_field(self) -> str:
@@ -72,9 +74,9 @@ def chat_body(body: MessagesBody) -> ChatBody:
         own["parallel_tool_calls"] = body.tool_choice.get("disable_parallel_tool_use") is not True
     if body.thinking is not None:
         thinks = _thinks(body.thinking)
-        given = (body.model_extra or {}).get("chat_template_kwargs")
-        variables = given if isinstance(given, Mapping) else {}
-        own["chat_template_kwargs"] = {**variables, "enable_thinking": thinks, "thinking": thinks}
+        own["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
+    if body.chat_template_kwargs is not None:
+        own["chat_template_kwargs"] = {**body.chat_template_kwargs, **own.get("chat_template_kwargs", {})}
     own["response_format"] = _format(body)
     if (effort := (body.output_config or {}).get("effort")) is not None:
         if not isinstance(effort, str):

@@ -102,7 +102,9 @@ _OTHER_VALUES: Final = {"top_k": _all_if_negative, "seed": _not_negative} | {"lo
 def structure_of(body: Body) -> StructuredOutputs | None:
     """The shape of the output, in any of its spellings; at most one of them may be there."""
     found: dict[str, StructuredOutputs] = {}
-    if isinstance(asked := body.given("structured_outputs"), Mapping):
+    if (asked := body.given("structured_outputs")) is not None:
+        if not isinstance(asked, Mapping):
+            raise InvalidRequestError("structured_outputs", asked, "must be an object, as {\"regex\": \"[0-9]+\"}")
         chosen = {name: value for name, value in asked.items() if value not in (None, False)}
         found["structured_outputs"] = StructuredOutputs.of(chosen)
     for old, name in body.renamed.items():

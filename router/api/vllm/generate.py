@@ -8,6 +8,7 @@ from typing import Any, Final
 from holdfast.foreign import vllm_engine_pb2
 from holdfast.router.events import OutputDelta
 from holdfast.router.request import GenerationRequest
+from holdfast.router.wire.resume_codec import in_pieces
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
@@ -70,7 +71,7 @@ def _check_supported(message: vllm_engine_pb2.GenerateRequest) -> None:
 def _prompt(message: vllm_engine_pb2.GenerateRequest) -> str | tuple[int, ...]:
     match message.WhichOneof("input"):
         case "tokenized":
-            return tuple(message.tokenized.input_ids)
+            return tuple(in_pieces(message.tokenized.input_ids))
         case "text":
             return str(message.text)
         case _:

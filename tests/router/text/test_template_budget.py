@@ -9,7 +9,7 @@ import pytest
 from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
 from holdfast.router.text.chat import FEW_STEPS, TemplateBudgetError, render_chat
-from holdfast.router.text.tokenizer_registry import FEW_MESSAGES, TokenizerRegistry
+from holdfast.router.text.tokenizer_registry import FEW_PARTS, TokenizerRegistry
 from holdfast.worker.errors import InvalidRequestError
 from tests import loops
 from tests.fakes import byte_tokenizer
@@ -164,32 +164,45 @@ def test_a_short_chat_that_takes_long_is_rendered_off_the_loop(monkeypatch):
     assert FEW_STEPS < 30000
 
 
-@pytest.mark.parametrize(("num_messages", "num_threads"), [(FEW_MESSAGES, 1), (FEW_MESSAGES + 1, 2)])
-def test_a_chat_of_many_messages_is_rendered_off_the_loop(num_messages, num_threads, monkeypatch):
+FEW_MESSAGES = FEW_PARTS // 3
+"""A message counts for itself, its role and its content."""
+
+LARGE = {
+    "many messages": Chat(messages=tuple(USER) * (FEW_MESSAGES + 1)),
+    "many documents": Chat(messages=USER, template_kwargs={"documents": [{"a": 1}] * FEW_PARTS}),
+    "many tools": Chat(messages=USER, tools=[{"type": "function"}] * FEW_PARTS),
+    "deep values": Chat(messages=USER, template_kwargs={"a": {"b": {"c": list(range(FEW_PARTS))}}}),
+    "a long text": Chat(messages=[{"role": "user", "content": "x" * 10**6}]),
+    "a long name": Chat(messages=USER, template_kwargs={"x" * 10**6: 1}),
+}
+
+
+@pytest.mark.parametrize("case", ["", *LARGE])
+def test_a_large_chat_is_rendered_off_the_loop(case, monkeypatch):
     threads: set[int] = {threading.get_ident()}
     from holdfast.router.text import chat
 
     monkeypatch.setitem(chat._environment().globals, "where", lambda: threads.add(threading.get_ident()) or "")
-    registry = TokenizerRegistry(lambda path: byte_tokenizer(path, "{{ where() }}"), 10**6)
+    registry = TokenizerRegistry(lambda path: byte_tokenizer(path, "{{ where() }}"), 10**5)
 
     async def rendered() -> str:
         await registry.load("m", "")
         threads.clear()
         threads.add(threading.get_ident())
-        return await registry.render("m", Chat(messages=tuple(USER) * num_messages))
+        return await registry.render("m", LARGE.get(case) or Chat(messages=tuple(USER) * FEW_MESSAGES))
 
     assert loops.run(rendered()) == ""
-    assert len(threads) == num_threads
+    assert len(threads) == (2 if case else 1)
 
 
-@pytest.mark.parametrize(("num_messages", "is_apart"), [(FEW_MESSAGES, False), (FEW_MESSAGES + 1, True)])
-def test_a_chat_of_many_messages_is_checked_off_the_loop(num_messages, is_apart):
-    registry = TokenizerRegistry(lambda path: byte_tokenizer(path, "x"), 10**6)
+@pytest.mark.parametrize("case", ["", *LARGE])
+def test_a_large_chat_is_checked_off_the_loop(case):
+    registry = TokenizerRegistry(lambda path: byte_tokenizer(path, "x"), 10**5)
     threads: list[int] = []
 
     async def checked() -> None:
-        chat = Chat(messages=tuple(USER) * num_messages)
+        chat = LARGE.get(case) or Chat(messages=tuple(USER) * FEW_MESSAGES)
         await registry.check(chat, lambda limits: threads.append(threading.get_ident()), LimitsConfig())
 
     loops.run(checked())
-    assert [thread != threading.get_ident() for thread in threads] == [is_apart]
+    assert [thread != threading.get_ident() for thread in threads] == [bool(case)]

@@ -293,6 +293,40 @@ async def test_what_is_not_here_is_refused_by_name(model: str):
                 assert neutral.status_code == 200, f"{model}.{name} = null: {neutral.text}"
 
 
+NO_OBJECT: Final = ("x", 7, -1.5, True, [1])
+WRONG: Final[Mapping[str, tuple[Any, ...]]] = {
+    "structured_outputs": NO_OBJECT,
+    "response_format": (*NO_OBJECT, {}, {"a": 1}),
+    "chat_template_kwargs": NO_OBJECT,
+    "documents": ("x", 7, {"a": 1}),
+    "logit_bias": NO_OBJECT,
+    "stop": (7, {"a": 1}, [1]),
+    "stop_sequences": (7, {"a": 1}, [1]),
+    "stream_options": NO_OBJECT,
+    "tools": ("x", 7, {"a": 1}, [1], [{"a": 1}]),
+    "text": NO_OBJECT,
+    "output_config": NO_OBJECT,
+    "seed": ("x", 1.5, [1], {}),
+    "max_tokens": ("x", 1.5, [1], {}),
+    "bad_words": (7, {"a": 1}, [1]),
+    "allowed_token_ids": ("x", 7, {"a": 1}, ["x"]),
+}
+"""Values that mean nothing, by field."""
+
+
+@pytest.mark.parametrize("model", MODELS)
+@on_a_loop
+async def test_a_value_that_means_nothing_is_refused_by_name(model: str):
+    path, base = MODELS[model]
+    async with api() as (client, _):
+        for name in WRONG.keys() & set(named()[model]):
+            for value in WRONG[name]:
+                body = {"model": "fake", **base, **(of(BESIDE, model, name) or {}), name: value}
+                answer = await client.post(path, json=body)
+                assert answer.status_code == 400, f"{model}.{name} = {value}: {answer.text}"
+                assert name in answer.json()["error"]["message"], answer.text
+
+
 def test_fields_of_sampling_params_and_engine_arguments_are_known():
     known = PARAMETERS.keys() | SAMPLING_FIELDS.keys() | {"output_kind"}
     assert set(named()["SamplingParams"]) <= known
