@@ -59,7 +59,7 @@ class Chat:
             raise InvalidRequestError("chat.continue_final_message", True, limit)
 
     def is_short(self, most_parts: int, most_bytes: int) -> bool:
-        """Whether it has at most so many values, at any depth, and texts of so many bytes in all; stops at the limit."""
+        """Whether it has at most so many values, at any depth, and bytes of text in all. Stops at the limit."""
         left = [self.template_kwargs, *self.tools[:most_parts], *self.messages[:most_parts]]
         num_parts, num_bytes = len(self.tools) + len(self.messages), 0
         while left and num_parts <= most_parts and num_bytes <= most_bytes:

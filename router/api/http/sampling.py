@@ -104,7 +104,7 @@ def structure_of(body: Body) -> StructuredOutputs | None:
     found: dict[str, StructuredOutputs] = {}
     if (asked := body.given("structured_outputs")) is not None:
         if not isinstance(asked, Mapping):
-            raise InvalidRequestError("structured_outputs", asked, "must be an object, as {\"regex\": \"[0-9]+\"}")
+            raise InvalidRequestError("structured_outputs", asked, 'must be an object, as {"regex": "[0-9]+"}')
         chosen = {name: value for name, value in asked.items() if value not in (None, False)}
         found["structured_outputs"] = StructuredOutputs.of(chosen)
     for old, name in body.renamed.items():
