@@ -58,14 +58,25 @@ def checked_prompt(value: object) -> str | tuple[int, ...]:
     return checked_token_ids("token_ids", value)
 
 
+_PIECE: Final = 2**16
+
+
 def checked_token_ids(field: str, value: object) -> tuple[int, ...]:
     """As plain integers, whatever kind they come in. Raises `InvalidRequestError`."""
     if not is_list(value):
         raise InvalidRequestError(field, value, "must be a list of token ids")
     token_ids = tuple(value)
-    if set(map(type, token_ids)) <= {int}:
-        return token_ids  # type: ignore[return-value]  # the common case, at the speed of C
+    if _are_plain(token_ids):
+        return token_ids  # type: ignore[return-value]  # the common case
     return tuple(_checked_token_id(field, item) for item in token_ids)
+
+
+def _are_plain(token_ids: tuple[object, ...]) -> bool:
+    """At the speed of C, but in pieces: for a million at one go no other thread would run for 40 ms."""
+    for start in range(0, len(token_ids), _PIECE):
+        if not set(map(type, token_ids[start : start + _PIECE])) <= {int}:
+            return False
+    return True
 
 
 def _checked_token_id(field: str, value: object) -> int:

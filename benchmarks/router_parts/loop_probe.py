@@ -1,10 +1,13 @@
-"""Loop probe: the longest time that a process's event loop did not turn, and its thread's CPU time meanwhile.
+"""Loop probe: the longest time that a process's event loop did not turn, with and without what it waited for a core,
+and its thread's CPU time meanwhile.
 
-A timer of a millisecond fires once in each turn that is longer.
+A timer of a millisecond fires once in each turn that is longer. The kernel counts how long a thread that could run had
+no core (`schedstat`): that is the load of the machine, not what the process did.
 """
 
 import asyncio
 import os
+import threading
 import time
 from typing import Any, Final
 
@@ -16,8 +19,9 @@ class LoopProbe:
     """On the running event loop, from its first order on."""
 
     def __init__(self) -> None:
-        self._stall_s = self._turn_cpu_s = 0.0
+        self._stall_s = self._own_stall_s = self._turn_cpu_s = 0.0
         self._peak_bytes = 0
+        self._schedule = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
         self._probing: asyncio.Task[None] | None = None
 
     async def obey(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -28,24 +32,31 @@ class LoopProbe:
         now = resident_bytes()
         seen = {
             "stall_s": self._stall_s,
+            "own_stall_s": self._own_stall_s,
             "turn_cpu_s": self._turn_cpu_s,
             "peak_bytes": max(self._peak_bytes, now),
             "resident_bytes": now,
         }
-        self._stall_s = self._turn_cpu_s = 0.0
+        self._stall_s = self._own_stall_s = self._turn_cpu_s = 0.0
         self._peak_bytes = 0
         return seen
 
     async def _probe(self) -> None:
         count = 0
         while True:
-            due_s, cpu_s = time.perf_counter() + TICK_S, time.thread_time()
+            due_s, cpu_s, waited_s = time.perf_counter() + TICK_S, time.thread_time(), self._waited_s()
             await asyncio.sleep(TICK_S)
-            self._stall_s = max(self._stall_s, time.perf_counter() - due_s)
+            stall_s = time.perf_counter() - due_s
+            self._stall_s = max(self._stall_s, stall_s)
+            self._own_stall_s = max(self._own_stall_s, stall_s - (self._waited_s() - waited_s))
             self._turn_cpu_s = max(self._turn_cpu_s, time.thread_time() - cpu_s)
             count += 1
             if count % 20 == 0:
                 self._peak_bytes = max(self._peak_bytes, resident_bytes())
+
+    def _waited_s(self) -> float:
+        """For a core, since the thread began."""
+        return int(os.pread(self._schedule, 64, 0).split()[1]) / 1e9
 
 
 def resident_bytes() -> int:
