@@ -25,6 +25,7 @@ HoldfastError
 └── InternalError            our bug
 """
 
+from collections.abc import Iterator
 from enum import Enum
 from typing import Final
 
@@ -211,11 +212,35 @@ def _restored(kind: type[HoldfastError], args: tuple[object, ...], fields: dict[
 
 def shortened(value: object, limit: int = 80) -> str:
     """`repr` of a value cut to `limit` characters, so that a bad megabyte never ends up in a message."""
-    try:
-        text = repr(value[:limit] if isinstance(value, str | bytes | list | tuple) else value)
-    except ValueError:  # Python does not write out integers of thousands of digits
-        text = f"a {type(value).__name__} too large to be shown"
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    text = ""
+    for piece in _written(value, limit):
+        text += piece
+        if len(text) > limit:
+            return text[: limit - 3] + "..."
+    return text
+
+
+def _written(value: object, limit: int) -> Iterator[str]:
+    """The pieces of a `repr`, made one by one: nobody waits for what is cut away."""
+    if type(value) is dict:
+        yield "{"
+        for index, (name, item) in enumerate(value.items()):
+            yield ", " if index else ""
+            yield from _written(name, limit)
+            yield ": "
+            yield from _written(item, limit)
+        yield "}"
+    elif type(value) is list or type(value) is tuple:
+        yield "[" if type(value) is list else "("
+        for index, item in enumerate(value):
+            yield ", " if index else ""
+            yield from _written(item, limit)
+        yield "]" if type(value) is list else ",)" if len(value) == 1 else ")"
+    else:
+        try:
+            yield repr(value[:limit] if isinstance(value, str | bytes | list | tuple) else value)
+        except ValueError:  # Python does not write out integers of thousands of digits
+            yield f"a {type(value).__name__} too large to be shown"
 
 
 def cut(text: str, most: int = MAX_TEXT_BYTES) -> str:

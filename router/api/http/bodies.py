@@ -14,6 +14,7 @@ from holdfast.router.api.http.errors import invalid_body
 from holdfast.router.api.intake import loggable
 from holdfast.router.request import FieldNames, naming
 from holdfast.router.wire.json_bounds import JsonBounds, TokenIds
+from holdfast.worker.process_memory import importing
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import FIELD
 from holdfast.worker.sampling_params import PARAMETERS
@@ -79,7 +80,7 @@ class StreamOptions(BaseModel):
 class ResponseFormat(BaseModel):
     """The shape of the output."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True, extra="ignore")  # keeping thousands of others would hold Python's lock
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: dict[str, Any] | None = None
@@ -150,7 +151,8 @@ class Reads(BaseModel):
         if bounds is not None:
             content, apart = bounds.take_apart(content, cls.lists_of_ids)
         try:
-            body = cls.model_validate_json(content)
+            with importing():
+                body = cls.model_validate_json(content)
         except ValidationError as error:
             raise invalid_body(error) from None
         for name, ids in apart.items():

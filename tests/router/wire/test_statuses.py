@@ -187,3 +187,25 @@ def test_where_no_router_was_reached_the_error_says_what_to_look_at():
         code=grpc.StatusCode.UNAVAILABLE, message="x", trailing_metadata=((statuses.DETAILS_KEY, b"\xff"),)
     )
     assert "holdfast serve" in str(error_of(broken))
+
+
+@pytest.mark.parametrize("value", ["ab", b"q", [1, "b"], (1,), (), {}, {"a": [1, {2: (None, 1.5)}]}, [[[]], {}], {1}])
+def test_a_small_value_is_shown_as_python_writes_it(value):
+    assert shortened(value) == repr(value)
+
+
+class Counted:
+    """Counts how often a value is written."""
+
+    num_written = 0
+
+    def __repr__(self) -> str:
+        Counted.num_written += 1
+        return "x"
+
+
+@pytest.mark.parametrize("large", [[[Counted()] * 10**5], {"a": {index: Counted() for index in range(10**5)}}])
+def test_no_more_of_a_large_value_is_written_than_is_shown(large):
+    Counted.num_written = 0
+    assert len(shortened(large)) == 80
+    assert Counted.num_written < 80
