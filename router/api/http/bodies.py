@@ -6,6 +6,7 @@ name if it asks for something.
 
 import logging
 from collections.abc import Container, Mapping
+from contextlib import nullcontext
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, PrivateAttr, ValidationError
@@ -13,10 +14,11 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, PrivateAttr, Valida
 from holdfast.router.api.http.errors import invalid_body
 from holdfast.router.api.intake import loggable
 from holdfast.router.request import FieldNames, naming
+from holdfast.router.wire.bounds import INLINE_BYTES
 from holdfast.router.wire.json_bounds import JsonBounds, TokenIds
-from holdfast.worker.process_memory import importing
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import FIELD
+from holdfast.worker.process_memory import importing
 from holdfast.worker.sampling_params import PARAMETERS
 from holdfast.worker.value_types import SAMPLING_FIELDS, Neutral, check_neutral
 
@@ -151,7 +153,7 @@ class Reads(BaseModel):
         if bounds is not None:
             content, apart = bounds.take_apart(content, cls.lists_of_ids)
         try:
-            with importing():
+            with importing() if len(content) > INLINE_BYTES else nullcontext():
                 body = cls.model_validate_json(content)
         except ValidationError as error:
             raise invalid_body(error) from None
