@@ -105,7 +105,7 @@ def _schema(parameter: Parameter) -> dict[str, Any]:
 def _post(path: str, body: type[Reads], told: str, streams: bool) -> dict[str, Any]:
     content: dict[str, Any] = {_JSON: {"schema": {"type": "object"}}}
     if streams:
-        content[_EVENTS] = {"schema": {"type": "string"}}
+        content[_EVENTS] = {"schema": {"type": "object", "properties": {"data": {"type": "string"}}}}  # of each event
     return {
         "summary": told,
         "requestBody": {
