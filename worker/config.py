@@ -62,9 +62,12 @@ class Settings(BaseModel):
 class ModelConfig(Settings):
     """Which model, and how it is loaded."""
 
-    model: str = Field("demo", description="a local Hugging Face folder, a hub id, or `demo`, the bundled model")
+    model: str = Field(
+        "demo",
+        description="a local Hugging Face folder, a GGUF file, a hub id, `demo`, the bundled model, or `smollm2`",
+    )
     served_model_name: str | None = Field(
-        None, description="the model's name in the API; default: the last part of `model`"
+        None, description="the model's name in the API; default: the last part of `model`, without .gguf"
     )
     tokenizer: str | None = Field(None, description="folder or hub id of another tokenizer; unset: the model's own")
     chat_template: str | None = Field(
@@ -102,7 +105,7 @@ class ModelConfig(Settings):
     @property
     def name(self) -> str:
         """The model's name in the API."""
-        return self.served_model_name or PurePath(self.model).name
+        return self.served_model_name or PurePath(self.model).name.removesuffix(".gguf")
 
 
 class ParallelConfig(Settings):

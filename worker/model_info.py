@@ -17,7 +17,9 @@ class ModelInfo:
     model: str
     """The name that clients use."""
     path: str
-    """The local folder that routers read the tokenizer in: the model's own, unless `model.tokenizer` is set."""
+    """The local folder, or GGUF file, that routers read the tokenizer in: the model's own, unless `model.tokenizer` is
+    set.
+    """
     model_type: str
     max_model_len: int
     """Longest prompt plus output, in tokens."""

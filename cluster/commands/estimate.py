@@ -25,7 +25,8 @@ _NOT_WHICH = tuple(
 @takes_settings("model", "parallel", "cache", "cluster", without=("model.model", "model.device", *_NOT_WHICH))
 def estimate(
     model: Annotated[
-        str | None, Parameter(help="a Hugging Face folder, a hub id, or the bundled demo [default]")
+        str | None,
+        Parameter(help="a Hugging Face folder, a GGUF file, a hub id, smollm2, or the bundled demo [default]"),
     ] = None,
     /,
     *,
@@ -98,6 +99,9 @@ def _print_estimate(config: "WorkerConfig") -> None:
     cache_bytes = _cache_bytes_here(config, needs)
     num_sequences = needs.num_sequences(cache_bytes, needs.max_model_len)
     print(f"weights     {readable_bytes(needs.weight_bytes)}")
+    if needs.shares is not None:
+        shares = " : ".join(map(str, needs.shares))
+        print(f"            of the rank with most: ranks have {shares} of its heads and inner features")
     print(f"KV cache    {readable_bytes(needs.kv_bytes_per_token)} a token, {needs.block_size} tokens a block")
     print(f"in {readable_bytes(cache_bytes)}  {needs.num_blocks(cache_bytes)} blocks")
     print(f"            {num_sequences} sequences of {needs.max_model_len} tokens, the longest this model takes")

@@ -47,7 +47,7 @@ NOT_WHICH = tuple(f"cluster.{name}" for name in (*OF_ROUTERS, *OF_REPLICAS))
 
 @takes_settings(*OF_REPLICA, "cluster", "client", without=("model.model", *(f"cluster.{name}" for name in OF_ROUTERS)))
 def add(
-    model: Annotated[str, Parameter(help="a Hugging Face folder, a hub id, or `demo`")],
+    model: Annotated[str, Parameter(help="a Hugging Face folder, a GGUF file, a hub id, `smollm2` or `demo`")],
     /,
     *,
     server: Server = None,

@@ -30,7 +30,8 @@ def serve(
         list[str] | None,
         Parameter(
             name="--model",
-            help="a Hugging Face folder, a hub id, or the bundled demo [default]; several: each has its own replicas",
+            help="a Hugging Face folder, a GGUF file, a hub id, smollm2, or the bundled demo [default]; several: each "
+            "has its own replicas",
             negative=(),
             group=ESSENTIALS,
         ),
@@ -58,6 +59,7 @@ def run(config: "HoldfastConfig") -> int:
         host(config)
         return 0
     from holdfast.cluster.config.machine import Machine, crowding
+    from holdfast.cluster.config.model_files import uneven_heads
     from holdfast.cluster.serve import life_starter
     from holdfast.cluster.serve.forkable_imports import IMPORTED
     from holdfast.cluster.serve.preflight import check_here
@@ -66,6 +68,9 @@ def run(config: "HoldfastConfig") -> int:
     check_here(config)
     if crowded := crowding(config.each_model, Machine.here()):
         _say(crowded)
+    for one in config.each_model:
+        if (told := uneven_heads(one)) is not None:
+            _say(told)
     starter = [sys.executable, "-m", life_starter.__name__, "holdfast.cluster.commands.hosted", *IMPORTED]
     limit_s = config.cluster.drain_timeout_s + STOP_SLACK_S
     return supervise(starter, config.model_dump_json(), limit_s, _say)

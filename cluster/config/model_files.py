@@ -13,12 +13,16 @@ from typing import Any, Final
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.slices import told_of_uneven, uneven_shares
 from holdfast.worker.models import weight_files
 from holdfast.worker.models.checks import check_heads, check_kv_cache_dtype
+from holdfast.worker.models.gguf.folder import hf_folder, is_gguf, tokenizer_reason
 from holdfast.worker.models.weight_files import check_folder
 
 _HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_WAY_OUT: Final = "give a Hugging Face folder with config.json, tokenizer.json and *.safetensors, a hub id, or demo"
+_WAY_OUT: Final = (
+    "give a Hugging Face folder with config.json, tokenizer.json and *.safetensors, a GGUF file, a hub id, or demo"
+)
 
 
 def check_files(config: HoldfastConfig) -> None:
@@ -36,9 +40,11 @@ def check_files(config: HoldfastConfig) -> None:
     is_dummy = config.model.load_format == "dummy"
     check_folder(folder, given, with_weights=not is_dummy)
     hf_config = _read_config(folder, given)
-    if not is_dummy and not any(folder.glob("*.safetensors")):
-        others = " (PyTorch's *.bin and *.gguf are not read)" if _has_other_weights(folder) else ""
+    if not is_dummy and not weight_files.weight_files(folder):
+        others = " (PyTorch's *.bin are not read)" if _has_other_weights(folder) else ""
         raise ConfigurationError(f"{given}: the folder has no *.safetensors{others}; {_WAY_OUT}")
+    if config.model.tokenizer is None and (reason := tokenizer_reason(folder)) is not None:
+        raise ConfigurationError(f"{given}: the file {reason}; name a tokenizer by --tokenizer")
     if config.model.tokenizer is None and not (folder / "tokenizer.json").is_file():
         raise ConfigurationError(f"{given}: the folder has no tokenizer.json; add it, or name another by --tokenizer")
     _check_config(config, hf_config)
@@ -72,9 +78,29 @@ def check_hub(config: HoldfastConfig) -> None:
 
 
 def local_folder(config: HoldfastConfig) -> Path | None:
-    """Where the model lies on this machine; None: it is the hub's."""
-    folder = Path(located(config.worker).model.model).expanduser()
-    return folder if folder.is_dir() else None
+    """Where the model lies on this machine, or what was made of a GGUF file here; None: it is the hub's.
+
+    Raises `ConfigurationError` for a GGUF file that cannot be served.
+    """
+    path = local_path(config)
+    return None if path is None else hf_folder(path, f"model.model = {config.model.model!r}")
+
+
+def local_path(config: HoldfastConfig) -> Path | None:
+    """The folder or file of a model on this machine; None: it is the hub's."""
+    path = Path(located(config.worker).model.model).expanduser()
+    return path if path.exists() else None
+
+
+def uneven_heads(config: HoldfastConfig) -> str | None:
+    """What it costs that ranks cannot share the heads of a model that lies here evenly, if they cannot."""
+    folder = local_folder(config)
+    found = {} if folder is None else _read_config(folder, config.model.model)
+    heads = found.get("num_attention_heads")
+    kv_heads, size = found.get("num_key_value_heads") or heads, config.parallel.tensor_parallel_size
+    if not (isinstance(heads, int) and isinstance(kv_heads, int)) or uneven_shares(heads, kv_heads, size) is None:
+        return None
+    return told_of_uneven(heads, kv_heads, size)
 
 
 def weight_bytes(config: HoldfastConfig) -> int:
@@ -94,12 +120,11 @@ def _names(config: HoldfastConfig) -> list[tuple[str, str]]:
 
 def _check_name(setting: str, name: str) -> None:
     path = Path(name).expanduser()
-    if path.is_dir():
+    if path.exists():
+        hf_folder(path, f"{setting} = {name!r}")
         return
-    if path.is_file():
-        raise ConfigurationError(f"{setting} = {name!r}: this is a file; give the folder that it is in")
-    if name.startswith(("/", ".", "~")):
-        raise ConfigurationError(f"{setting} = {name!r}: there is no such folder")
+    if name.startswith(("/", ".", "~")) or is_gguf(path):
+        raise ConfigurationError(f"{setting} = {name!r}: there is no such {'file' if is_gguf(path) else 'folder'}")
     if _HUB_ID.fullmatch(name) is None:
         raise ConfigurationError(
             f"{setting} = {name!r}: neither a folder on this machine nor a Hugging Face hub id; {_WAY_OUT}"
@@ -121,9 +146,10 @@ def _read_config(folder: Path, given: str) -> dict[str, Any]:
 def _check_config(config: HoldfastConfig, hf_config: Mapping[str, Any]) -> None:
     found = SimpleNamespace(**{"model_type": "?", **hf_config})
     if isinstance(hf_config.get("num_attention_heads"), int):
-        check_heads(found, config.parallel.tensor_parallel_size)
+        may_be_uneven = config.model.executor != "hf" and config.model.device != "cuda"  # loading sees the rest
+        check_heads(found, config.parallel.tensor_parallel_size, may_be_uneven=may_be_uneven)
     check_kv_cache_dtype(config.worker, config.model.device, found)
 
 
 def _has_other_weights(folder: Path) -> bool:
-    return any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.gguf", "*.pth"))
+    return any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pth"))

@@ -11,6 +11,7 @@ from typing import Final
 
 from holdfast.cluster.loop_thread import LoopThread
 from holdfast.cluster.offline.local_request import LocalRequest
+from holdfast.cluster.tokenizers import load_tokenizer
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
@@ -134,7 +135,7 @@ class LocalRouter:
     def start(cls, replica: Replica, limits: LimitsConfig, *, max_waiting: int) -> "LocalRouter":
         """Up when this returns. At most `max_waiting` requests wait in the replica; more wait here.
 
-        Raises what `Tokenizer.load` raises, and `ReplicaError` if the engine has ended.
+        Raises what `load_tokenizer` raises, and `ReplicaError` if the engine has ended.
         """
         router = cls()
         try:
@@ -197,7 +198,7 @@ class LocalRouter:
         patient = limits.model_copy(update={"default_timeout_s": math.inf})  # no other callers need the room
         dispatch = Dispatch(config, patient, random.Random(0).randrange)
         dispatch_host = DispatchHost(dispatch, self._loop, lambda: None)
-        tokenizers = TokenizerRegistry(Tokenizer.load, config.inline_tokenize_bytes)
+        tokenizers = TokenizerRegistry(load_tokenizer, config.inline_tokenize_bytes)
         await tokenizers.load(replica.info.model, replica.info.path, replica.info.chat_template)
         self.tokenizer = tokenizers[replica.info.model]
         self._processor = RequestProcessor(dispatch_host, tokenizers, patient)

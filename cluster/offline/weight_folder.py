@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
+from holdfast.worker.models.gguf.folder import hf_folder, is_made_of_gguf
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,9 +37,15 @@ class WeightFolder:
         """
         if isinstance(weights, str | Path):
             folder = Path(weights).expanduser()
+            if folder.exists():
+                folder = hf_folder(folder, f"weights = {str(weights)!r}")
             if not (folder / "config.json").is_file():
                 raise ConfigurationError(f"weights = {str(weights)!r}: there is no such folder with a config.json")
             return cls(folder)
+        if is_made_of_gguf(base.path):
+            raise ConfigurationError(
+                "weights: the model is a GGUF file, whose tensors are replaced by a file as a whole"
+            )
         made = tempfile.TemporaryDirectory(prefix="holdfast-weights-")
         _save(_checked(weights), base.path, Path(made.name))
         return cls(Path(made.name), made)

@@ -9,6 +9,7 @@ import grpc
 
 from holdfast.cluster.offline.local_router import LocalReplica
 from holdfast.cluster.serve.security import ClusterSecurity
+from holdfast.cluster.tokenizers import load_tokenizer
 from holdfast.router.api.connection_guard import ConnectionGuard
 from holdfast.router.api.grpc import server
 from holdfast.router.api.grpc import standard_services as health
@@ -20,7 +21,6 @@ from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.request_stream import stopping
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.security.gate import Gate
-from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import ConfigurationError
@@ -62,7 +62,7 @@ class EngineApi:
         alone = config.model_copy(update={"routing_policy": "power_of_two", "replica_wait_s": 0.0})
         dispatch = Dispatch(alone, limits, random.Random(0).randrange, order=order)
         self._dispatch_host = DispatchHost(dispatch, loop, self._publish_health)
-        self._tokenizers = TokenizerRegistry(Tokenizer.load, config.inline_tokenize_bytes)
+        self._tokenizers = TokenizerRegistry(load_tokenizer, config.inline_tokenize_bytes)
         self._request_processor = RequestProcessor(self._dispatch_host, self._tokenizers, limits, gate)
         self._health = health.HealthServicer(("", vllm_engine.SERVICE.full_name))
         self._local = LocalReplica(replica, self._dispatch_host, loop)

@@ -15,7 +15,7 @@ from typing import Final
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.config.machine import Machine, check_fits, crowding
-from holdfast.cluster.config.model_files import check_files, check_hub, local_folder
+from holdfast.cluster.config.model_files import check_files, check_hub, local_path, uneven_heads
 from holdfast.cluster.serve.log_files import ray_folder
 from holdfast.cluster.serve.preflight import check_ports, check_socket_paths
 from holdfast.cluster.serve.security import check_exposed
@@ -80,10 +80,12 @@ def _quick(config: HoldfastConfig) -> Iterator[Finding]:
     yield from certificates(config)
     for one in config.each_model:
         name = one.model.name
-        yield checked(f"files of {name}", partial(check_files, one), str(local_folder(one) or "on the hub"))
-        if local_folder(one) is None:
+        yield checked(f"files of {name}", partial(check_files, one), str(local_path(one) or "on the hub"))
+        if local_path(one) is None:
             yield checked(f"hub id of {name}", partial(check_hub, one), "the hub gives it")
         yield tokenizer(one)
+        if (told := uneven_heads(one)) is not None:
+            yield Finding(Level.NOTE, f"ranks of {name}", told, "choose a --tp that divides the heads")
     shape = f"{readable_bytes(machine.available_bytes)} of memory left, {machine.num_cores} cores"
     yield checked("memory", lambda: check_fits(config.each_model, machine), shape)
     if crowded := crowding(config.each_model, machine):
@@ -192,15 +194,15 @@ def getenv(name: str) -> str:
 
 def tokenizer(config: HoldfastConfig) -> Finding:
     """Whether it can be read, gives a text back, and has a chat template."""
-    from holdfast.router.text.tokenizer import Tokenizer
+    from holdfast.cluster.tokenizers import load_tokenizer
 
     what = f"tokenizer of {config.model.name}"
     model = located(config.worker).model
     folder = Path(model.tokenizer or model.model).expanduser()
-    if not folder.is_dir():
+    if not folder.exists():
         return Finding(Level.NOTE, what, "is on the hub, and looked at when the model is loaded")
     try:
-        loaded = Tokenizer.load(str(folder))
+        loaded = load_tokenizer(str(folder))
     except HoldfastError as error:
         return Finding(Level.BAD, what, str(error))
     text = "The capital of France is"

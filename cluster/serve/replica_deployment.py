@@ -31,6 +31,7 @@ from holdfast.cluster.serve.serve_port import listen_on_the_node_alone
 from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import CallerError
+from holdfast.worker.models.gguf.folder import hf_folder
 from holdfast.worker.replica.link import LinkServer
 from holdfast.worker.replica.processes import OomScore, lower_oom_score
 from holdfast.worker.replica.replica import Replica
@@ -134,7 +135,7 @@ class ReplicaDeployment:
             model=info.model,
             model_path=info.path,
             version=info.version,
-            tokenizer_digest=await asyncio.to_thread(tokenizer_digest, Path(info.path)),
+            tokenizer_digest=await asyncio.to_thread(tokenizer_digest, hf_folder(Path(info.path), info.model)),
         )
 
     async def _keep_looking(self) -> None:

@@ -42,6 +42,7 @@ from holdfast.cluster.serve.router_update import of_router
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
 from holdfast.cluster.serve.serve_port import listen_on_the_node_alone
 from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
+from holdfast.cluster.tokenizers import load_tokenizer
 from holdfast.router.chat import Message
 from holdfast.router.events import ModelStatus
 from holdfast.router.generation import Chunk, Generation
@@ -109,6 +110,7 @@ class RouterDeployment:
             watched = WatchedDirectory(directory)
             options: RouterOptions = {"on_models": self._say_linked, "send_change": self._send_change, "tracer": tracer}
             options["control"] = ServeControl(config)
+            options["load_tokenizer"] = load_tokenizer
             start = partial(_start, config, host, watched, security, **options)
             self._router = await (_once_there_is_a_port(start, self._drain_timeout_s) if replaces else start())
         except ConfigurationError as error:

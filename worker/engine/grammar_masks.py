@@ -12,6 +12,7 @@ from typing import Final
 from llguidance import LLMatcher, LLTokenizer
 
 from holdfast.worker.grammar_matchers import NONE_FITS, GrammarMatchers, grammar_tokenizer, rows_with_grammars
+from holdfast.worker.models.gguf.folder import hf_folder
 from holdfast.worker.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -60,9 +61,9 @@ class WaitedMasks:
 class GrammarMasks:
     """The masks of one replica's steps. They are made on a thread of their own, while the model runs."""
 
-    def __init__(self, folder: str, eos_token_ids: frozenset[int], make_matchers: MakeMatchers | None = None) -> None:
-        """`make_matchers` stands in for llguidance's, in tests."""
-        self._path = Path(folder) / "tokenizer.json"
+    def __init__(self, path: str, eos_token_ids: frozenset[int], make_matchers: MakeMatchers | None = None) -> None:
+        """`path`: where the tokenizer is, as `ModelInfo` says. `make_matchers` stands in for llguidance's, in tests."""
+        self._path = hf_folder(Path(path), path) / "tokenizer.json"
         self._eos_token_ids = eos_token_ids
         self._make_matchers = make_matchers or (lambda: GrammarMatchers(self._matcher, eos_token_ids))
         self._matchers = self._make_matchers()

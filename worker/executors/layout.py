@@ -13,9 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-NUM_SLICES = 8
-"""A sum over the inputs of a row-parallel linear is taken in up to this many slices, added as a binary tree: in no more
-than ranks can share the heads of the model."""
+from holdfast.worker.executors.slices import NUM_SLICES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

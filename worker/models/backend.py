@@ -36,6 +36,7 @@ from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.proof import Recognized
 from holdfast.worker.models.row_tiles import RowTiles
 from holdfast.worker.models.stated_layout import read_stated
+from holdfast.worker.models.weight_files import weight_files
 from holdfast.worker.models.weights import read_config
 from holdfast.worker.progress import ProgressCounter
 
@@ -161,7 +162,7 @@ def _stated(
     """The backend of a model that is read without Hugging Face's modules, if it is of a form that is stated."""
     if config.model.executor == "hf" or config.model.load_format == "dummy":
         return None
-    read = read_stated(config.model, folder, group)
+    read = read_stated(config.model, folder, group, device)
     layout, facts, reason = (None, None, read) if isinstance(read, str) else (*read, None)
     with _few_threads(folder, device):
         recognized = recognized_of(
@@ -265,7 +266,7 @@ def _few_threads(folder: Path, device: torch.device) -> Iterator[None]:
     Its threads wait for each other, busily, for longer than a few rows take; beside other processes for much longer.
     """
     usual = torch.get_num_threads()
-    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    num_bytes = sum(path.stat().st_size for path in weight_files(folder))
     if device.type == "cpu" and num_bytes < _LARGE_BYTES:
         torch.set_num_threads(1)
     try:

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
+from holdfast.worker.executors.slices import shares_evenly, uneven_shares
 from holdfast.worker.models.families import FAMILIES
 
 CAUSAL_SUFFIXES: Final = ("ForCausalLM", "LMHeadModel")
@@ -137,14 +138,17 @@ def _length_with_fixed_angles(config: Any) -> int | None:
     return min(lengths, default=None)
 
 
-def check_heads(config: Any, tensor_parallel_size: int) -> None:
-    """Refuses head counts that ranks cannot share: query heads divide, KV heads divide or are repeated evenly."""
+def check_heads(config: Any, tensor_parallel_size: int, *, may_be_uneven: bool = False) -> tuple[int, ...] | None:
+    """Refuses head counts that ranks cannot share: query heads divide, KV heads divide or are repeated evenly; or,
+    where shares `may_be_uneven`, each rank has whole slices (`uneven_shares`), which are returned.
+    """
     num_heads = config.num_attention_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    kv_ok = num_kv_heads % tensor_parallel_size == 0 or tensor_parallel_size % num_kv_heads == 0
-    if num_heads % tensor_parallel_size or not kv_ok:
+    uneven = uneven_shares(num_heads, num_kv_heads, tensor_parallel_size) if may_be_uneven else None
+    if uneven is None and not shares_evenly(num_heads, num_kv_heads, tensor_parallel_size):
         reason = f"{num_heads} query and {num_kv_heads} KV heads cannot be shared by {tensor_parallel_size} ranks"
         raise UnsupportedModelError(config.model_type, reason, "Choose another tensor_parallel_size")
+    return uneven
 
 
 def check_loaded(model_type: str, missing: Collection[str], unexpected: Collection[str]) -> None:

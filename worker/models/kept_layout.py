@@ -26,7 +26,7 @@ from holdfast.worker.executors import layout as parts
 from holdfast.worker.executors.mapped_files import MappedFiles, storage_of_file, tensor_in_file
 from holdfast.worker.models.model_facts import ModelFacts
 from holdfast.worker.models.proof import Answer, Answers, LayerAnswer, Recognized
-from holdfast.worker.models.weight_files import checkpoint_digest
+from holdfast.worker.models.weight_files import checkpoint_digest, weight_files
 from holdfast.worker.user_folder import user_folder
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def _digest(folder: Path, *settings: object) -> str:
     """Names all that a layout is made of."""
     digest = blake2b(repr(settings).encode(), digest_size=12)
     digest.update(f"{torch.__version__} {version('transformers')} {checkpoint_digest(folder)}".encode())
-    for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
+    for path in sorted({*folder.glob("*.json"), *folder.glob("*.safetensors"), *weight_files(folder)}):
         found = path.stat()
         digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns} {found.st_ino}".encode())
     rooms = Path(__file__).parent.parent

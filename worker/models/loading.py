@@ -13,10 +13,12 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.slices import largest_share, told_of_uneven
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.models.backend import Backend, BlockCache, load_backend
 from holdfast.worker.models.checks import check_kv_cache_dtype
 from holdfast.worker.models.draft_model import DraftModel
+from holdfast.worker.models.gguf.folder import source_of
 from holdfast.worker.models.memory import (
     check_memory,
     check_num_blocks,
@@ -31,7 +33,7 @@ from holdfast.worker.models.memory import (
 )
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.weight_files import checkpoint_digest, weight_bytes
-from holdfast.worker.models.weights import model_folder, tokenizer_folder
+from holdfast.worker.models.weights import model_folder, read_json, tokenizer_folder
 from holdfast.worker.process_memory import available_memory
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.prompt_sharing import MAX_PROMPT_LOGPROBS
@@ -75,7 +77,7 @@ def load_model(
         logger.warning("the KV cache holds %d tokens, and the model could use %d", num_tokens, facts.max_model_len)
     info = ModelInfo(
         model=config.model.name,
-        path=str(tokenizer_folder(config.model, folder)),
+        path=str(source_of(tokenizer_folder(config.model, folder))),
         model_type=facts.model_type,
         chat_template=config.model.chat_template or "",
         max_model_len=facts.max_model_len,
@@ -97,8 +99,22 @@ def load_model(
 
 def _check_room(config: WorkerConfig, folder: Path, group: TensorParallelGroup, device: torch.device) -> None:
     """All ranks come to the same answer: that of the one with the least room."""
-    share = weight_bytes(folder, config.model.dtype) // group.size
+    share = int(weight_bytes(folder, config.model.dtype) * _largest_share(folder, group))
     check_weights(share, smallest_of_all_ranks(memory_left(device), group, device), config.model.model)
+
+
+def _largest_share(folder: Path, group: TensorParallelGroup) -> float:
+    """The fraction of the weights on the rank that has most, by config.json. The leader says where shares differ."""
+    size = group.size
+    found = read_json(folder / "config.json")
+    heads = found.get("num_attention_heads")
+    kv_heads = found.get("num_key_value_heads") or heads
+    if not (isinstance(heads, int) and isinstance(kv_heads, int) and heads > 0 and kv_heads > 0):
+        return 1 / size
+    share = largest_share(heads, kv_heads, size)
+    if share > 1 / size and group.rank == 0:
+        logger.warning("%s", told_of_uneven(heads, kv_heads, size))
+    return share
 
 
 def _release() -> str:

@@ -1,5 +1,5 @@
 """Memory of a model: how much it needs, estimated before it is loaded, and how many KV-cache blocks a rank gets. All
-sizes are bytes of one rank.
+sizes are bytes of one rank; of the one with most, where shares differ.
 """
 
 import errno
@@ -17,6 +17,7 @@ from holdfast.worker.models.checks import check_kv_cache_dtype, choose_max_model
 from holdfast.worker.models.model import choose_device, register_attention, serving_dtype
 from holdfast.worker.models.native_backend import is_candidate
 from holdfast.worker.models.parallel_plan import ParallelPlan, is_transposed_linear
+from holdfast.worker.models.stated_config import STATED
 from holdfast.worker.models.weights import build_hf_model, model_folder, read_config
 from holdfast.worker.process_memory import available_memory, readable_bytes
 
@@ -49,10 +50,14 @@ class MemoryEstimator:
         hf_config = read_config(model_folder(config.model, with_weights=False), config.model.hf_overrides)
         register_attention()
         model = build_hf_model(hf_config)
-        plan = ParallelPlan(hf_config, model.tp_plan or {}, config.parallel.tensor_parallel_size)
+        size = config.parallel.tensor_parallel_size
+        device = choose_device(config.model)
+        may_be_uneven = config.model.executor != "hf" and device.type == "cpu" and hf_config.model_type in STATED
+        plan = ParallelPlan(hf_config, model.tp_plan or {}, size, may_be_uneven=may_be_uneven)
+        self.shares = plan.shares
+        """Slices of the model that each rank has, where they differ."""
         dtype = serving_dtype(config.model, hf_config)
         self.max_model_len = choose_max_model_len(hf_config, config.model.max_model_len)
-        device = choose_device(config.model)
         self.block_size = config.cache.block_size or default_block_size(device)
         self.weight_bytes = _weight_bytes(model, plan, dtype)
         is_native = config.model.executor != "hf" and is_candidate(hf_config.model_type, self.block_size)
@@ -196,7 +201,10 @@ def _kv_bytes_per_token(
     else:
         num_kv_heads = getattr(hf_config, "num_key_value_heads", None) or num_heads
         key_dim = value_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // num_heads
-    local = max(1, num_kv_heads // plan.size) if plan.splits_attention else num_kv_heads
+    if plan.shares is not None:
+        local = num_kv_heads // sum(plan.shares) * max(plan.shares)
+    else:
+        local = max(1, num_kv_heads // plan.size) if plan.splits_attention else num_kv_heads
     values = elements_per_head(key_dim) if in_tiles else key_dim + value_dim
     spec = KVSpec(num_heads=local, num_kv_heads=local, key_dim=key_dim, value_dim=value_dim)
     of_layer = local * values * dtype.itemsize if config.cache.kv_cache_dtype == "auto" else spec.fp8_bytes_per_token

@@ -14,11 +14,19 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.models.checks import OTHER_ENGINE
 from holdfast.worker.models.dry_run import find_attention
+from holdfast.worker.models.gguf.folder import is_made_of_gguf
 from holdfast.worker.models.hf_layers import in_own_dtype
 from holdfast.worker.models.linear import settle
 from holdfast.worker.models.parallel_plan import ParallelPlan
 from holdfast.worker.models.parallelize import Target, parallelize
-from holdfast.worker.models.weights import ATTENTION, DummyWeights, build_hf_model, load_checkpoint, loaded_weights
+from holdfast.worker.models.weights import (
+    ATTENTION,
+    DummyWeights,
+    GgufSource,
+    build_hf_model,
+    load_checkpoint,
+    loaded_weights,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +128,8 @@ def build_tree(
     if config.load_format == "dummy":
         module: Any = build_hf_model(hf_config)
         source: Any = DummyWeights(config.seed, target.device)
+    elif is_made_of_gguf(folder):
+        module, source = build_hf_model(hf_config), GgufSource(folder, hf_config.model_type, target.dtype)
     else:
         module, source = load_checkpoint(folder, hf_config), loaded_weights
     if module.get_input_embeddings() is None or module.get_output_embeddings() is None:
@@ -127,6 +137,8 @@ def build_tree(
         raise UnsupportedModelError(hf_config.model_type, reason, OTHER_ENGINE)
     plan = ParallelPlan(hf_config, module.tp_plan or {}, target.group.size)
     parallelize(module, plan, source, target, progress)
+    if isinstance(source, GgufSource):
+        source.check_all_taken()
     if not module.is_backend_compatible():
         logger.warning(
             "transformers does not declare attention backends supported in %s models (_supports_attention_backend)",

@@ -24,7 +24,7 @@ from holdfast.worker.progress import ProgressCounter
 
 logger = logging.getLogger(__name__)
 
-NUMERICS: Final = "native-1"
+NUMERICS: Final = "native-2"
 """The order of all additions and roundings. A change that changes any bit of any output takes the next number."""
 
 _CPU: Final = torch.device("cpu")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -140,11 +140,38 @@ LOCAL_COUNTS: Final[Mapping[str, tuple[str, ...]]] = {
 class Segment:
     """A contiguous stretch of a dimension, in `num_chunks` equal chunks, such as the queries of a fused QKV.
 
-    With fewer chunks than ranks, neighbouring ranks hold the same chunk.
+    With fewer chunks than ranks, neighbouring ranks hold the same chunk; with `shares`, each holds so many of them.
     """
 
     length: int
     num_chunks: int
+    shares: tuple[int, ...] | None = None
+
+    def of_rank(self, rank: int, size: int) -> tuple[int, int]:
+        """Where a rank's share begins, and its length."""
+        chunk = self.length // self.num_chunks
+        if self.shares is None:
+            return chunk * (rank * self.num_chunks // size), chunk
+        return chunk * sum(self.shares[:rank]), chunk * self.shares[rank]
+
+    @property
+    def most(self) -> int:
+        """The length of the largest share."""
+        return self.length // self.num_chunks * max(self.shares or (1,))
+
+
+class Stored(Protocol):
+    """A tensor that gives its numbers once they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice, /) -> "Stored": ...
+
+    def narrow(self, dim: int, start: int, length: int, /) -> "Stored":
+        """As torch's."""
+        ...
+
+    def to(self, dtype: torch.dtype, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,19 +181,20 @@ class Cut:
     dim: int
     segments: tuple[Segment, ...]
 
-    def take(self, whole: Tensor, rank: int, size: int) -> Tensor:
+    def take(self, whole: Tensor | Stored, rank: int, size: int) -> Any:
         """This rank's share: a view where there is one segment, else a new tensor."""
-        pieces, start = [], 0
+        pieces: list[Any] = []
+        start = 0
         for segment in self.segments:
-            chunk = segment.length // segment.num_chunks
-            pieces.append(whole.narrow(self.dim, start + chunk * (rank * segment.num_chunks // size), chunk))
+            first, length = segment.of_rank(rank, size)
+            pieces.append(whole.narrow(self.dim, start + first, length))
             start += segment.length
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     @property
     def share(self) -> float:
-        """The fraction of the parameter that one rank holds."""
-        kept = sum(segment.length // segment.num_chunks for segment in self.segments)
+        """The fraction of the parameter that one rank holds, at most."""
+        kept = sum(segment.most for segment in self.segments)
         return kept / sum(segment.length for segment in self.segments)
 
 
@@ -176,9 +204,13 @@ class ParallelPlan:
     Raises `UnsupportedModelError` where the model cannot be split over that many.
     """
 
-    def __init__(self, config: Any, rules: Mapping[str, str], size: int) -> None:
+    def __init__(self, config: Any, rules: Mapping[str, str], size: int, *, may_be_uneven: bool = False) -> None:
+        """`may_be_uneven`: ranks may have unequal shares, of linears of which none is fused."""
         self.config = config
         self.size = size
+        self._may_be_uneven = may_be_uneven
+        self.shares: tuple[int, ...] | None = None
+        """How many equal parts of the model each rank has, where ranks cannot share it evenly."""
         self._rules = _complete(config, rules) if size > 1 else {}
         if size > 1:
             self._check()
@@ -222,6 +254,9 @@ class ParallelPlan:
 
     def _segments(self, name: str, style: Style, length: int, head_dim: int | None) -> tuple[Segment, ...]:
         num_heads = self.config.num_attention_heads
+        if self.shares is not None:
+            packed = style.num_packed
+            return (Segment(length // packed, sum(self.shares), self.shares),) * packed
         if style.packed_heads:
             assert head_dim is not None, "heads are fused in attention modules, and those know their size"
             queries = num_heads * head_dim
@@ -242,13 +277,15 @@ class ParallelPlan:
             reason = "it has no tensor-parallel plan for its layers"
             raise UnsupportedModelError(self.config.model_type, reason, "Serve it with tensor_parallel_size 1")
         if self.splits_attention:
-            check_heads(self.config, self.size)
+            self.shares = check_heads(self.config, self.size, may_be_uneven=self._may_be_uneven)
 
 
-def vocabulary_rows(whole: Tensor, rank: int, size: int) -> Tensor:
-    """One rank's rows of a table over the vocabulary, a view; the last rank's are filled up with zeros."""
+def vocabulary_rows(whole: Tensor | Stored, rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    """One rank's rows of a table over the vocabulary in a dtype, a view where they are of it already; the last rank's
+    are filled up with zeros.
+    """
     num_rows = -(-len(whole) // size)
-    rows = whole[rank * num_rows : (rank + 1) * num_rows]
+    rows = whole[rank * num_rows : (rank + 1) * num_rows].to(dtype)
     if len(rows) == num_rows:
         return rows
     return torch.cat([rows, rows.new_zeros(num_rows - len(rows), *rows.shape[1:])])

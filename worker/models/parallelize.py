@@ -153,7 +153,9 @@ class _Share:
         key = id(parameter)
         if key not in self._tables:
             whole = self._source(self._first_names[key], parameter)
-            self._tables[key] = self._place(vocabulary_rows(whole, self._target.group.rank, self._plan.size))
+            self._tables[key] = self._place(
+                vocabulary_rows(whole, self._target.group.rank, self._plan.size, whole.dtype)
+            )
         return self._tables[key]
 
     def _take_tensors(self, name: str, module: nn.Module) -> None:

@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import gcd
 from typing import Any, Final
 
 from torch import Tensor
 
 from holdfast.worker.executors.layout import (
-    NUM_SLICES,
     Activation,
     Attention,
     DecoderLayout,
@@ -19,6 +17,7 @@ from holdfast.worker.executors.layout import (
     Norm,
     Rotary,
 )
+from holdfast.worker.executors.slices import slices_of_rank
 from holdfast.worker.models import read
 from holdfast.worker.models.experts import Experts as StoredExperts
 from holdfast.worker.models.families import FAMILIES, Family, Moe, QkvPacking
@@ -255,13 +254,6 @@ class _Reader:
         return mlp
 
     def _slices(self, local: int) -> int:
-        return slices_of_share(local, self._size, int(self._config.num_attention_heads))
-
-
-def slices_of_share(local: int, size: int, num_heads: int) -> int:
-    """Slices of one of `size` ranks' share of `local` heads, or inputs: whole subtrees of the whole model's slices.
-
-    No more of them than ranks can share the model's `num_heads`: each slice costs an addition.
-    """
-    whole = gcd(NUM_SLICES, local * size, num_heads)
-    return whole // size if whole % size == 0 else 1
+        """Of one rank's share of heads, or inputs, which all ranks share evenly."""
+        num_heads = int(self._config.num_attention_heads)
+        return slices_of_rank(local * self._size, num_heads, num_heads, 0, self._size)

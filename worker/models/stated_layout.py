@@ -15,17 +15,21 @@ from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.executors.layout import Activation, Attention, DecoderLayout, Layer, Linear, Mlp, Norm
 from holdfast.worker.executors.mapped_files import storage_of_file, tensor_in_file
+from holdfast.worker.executors.slices import slices_of_rank
+from holdfast.worker.models.checks import check_heads
 from holdfast.worker.models.families import FAMILIES
+from holdfast.worker.models.gguf.folder import is_made_of_gguf
+from holdfast.worker.models.gguf.tensors import GgufTensors, GgufWeight
 from holdfast.worker.models.model import serving_dtype
 from holdfast.worker.models.model_facts import ModelFacts, facts_of
 from holdfast.worker.models.parallel_plan import ATTENTION_AND_MLP, ParallelPlan, vocabulary_rows
 from holdfast.worker.models.read import OFFSETS
-from holdfast.worker.models.recognize import slices_of_share
 from holdfast.worker.models.rotary import make_rotary
 from holdfast.worker.models.stated_config import STATED, NotStated, read_stated_config
 from holdfast.worker.models.weight_files import INDEX, read_header, weight_files
 from holdfast.worker.models.weights import read_json
 
+_CPU: Final = torch.device("cpu")
 _ONE_FILE: Final = "model.safetensors"
 _STORED: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """By their names in a header."""
@@ -37,11 +41,22 @@ _ACTIVATIONS: Final = {
 }
 
 
+Weight = Tensor | GgufWeight
+"""A checkpoint's tensor, a view of a mapped file: its numbers, or what they are made of."""
+
+
 class StoredTensors:
-    """The tensors of a checkpoint, as views of its mapped files. Each is taken once."""
+    """The tensors of a checkpoint. Each is taken once."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        """Raises `NotStated` unless all are of this dtype, in the files that Hugging Face would read."""
+        """Raises `NotStated` unless all are of this dtype, in the files that Hugging Face would read; those of a GGUF
+        file are of any.
+        """
+        self._gguf = GgufTensors(folder) if is_made_of_gguf(folder) else None
+        if self._gguf is None:
+            self._read(folder, dtype)
+
+    def _read(self, folder: Path, dtype: torch.dtype) -> None:
         if (folder / INDEX).is_file() == (folder / _ONE_FILE).is_file():
             raise NotStated(f"its folder has not just one of {_ONE_FILE} and {INDEX}")
         self._tensors: dict[str, Tensor] = {}
@@ -63,29 +78,32 @@ class StoredTensors:
             except ValueError as error:
                 raise NotStated(str(error)) from error
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self._tensors.pop(name, None)
+    def take(self, name: str, shape: tuple[int, ...]) -> Weight:
+        tensor = self._tensors.pop(name, None) if self._gguf is None else self._gguf.take(name)
         if tensor is None or tuple(tensor.shape) != shape:
             found = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}, not {shape}"
             raise NotStated(f"the tensor {name} {found}")
         return tensor
 
     def check_all_taken(self) -> None:
-        if self._tensors:
-            raise NotStated(f"the checkpoint has {len(self._tensors)} more tensors, such as {min(self._tensors)}")
+        left = set(self._tensors) if self._gguf is None else self._gguf.left
+        if left:
+            raise NotStated(f"the checkpoint has {len(left)} more tensors, such as {min(left)}")
 
 
 def read_stated(
-    config: ModelConfig, folder: Path, group: TensorParallelGroup
+    config: ModelConfig, folder: Path, group: TensorParallelGroup, device: torch.device = _CPU
 ) -> tuple[DecoderLayout, ModelFacts] | str:
     """This rank's share of the checkpoint in `folder`, and what is known of its model; or why Hugging Face's modules
-    must be built for it, where an error shows too.
+    must be built for it, where an error shows too. On CPUs shares of ranks may be unequal.
     """
     if config.hf_overrides:
         return "model.hf_overrides change its config"
     try:
         stated = read_stated_config(read_json(folder / "config.json"))
         facts = facts_of(stated, folder, config.max_model_len)
+        if device.type != "cpu":
+            check_heads(stated, group.size)
         return stated_layout(stated, folder, group, serving_dtype(config, stated)), facts
     except (NotStated, ConfigurationError, UnsupportedModelError) as reason:
         return str(reason)
@@ -113,7 +131,7 @@ class _Builder:
         self._dtype = dtype
         self._family = FAMILIES[config.model_type]
         self._stated = STATED[config.model_type]
-        self._plan = ParallelPlan(config, ATTENTION_AND_MLP, group.size)
+        self._plan = ParallelPlan(config, ATTENTION_AND_MLP, group.size, may_be_uneven=True)
 
     def layout(self) -> DecoderLayout:
         config, family = self._config, self._family
@@ -178,7 +196,7 @@ class _Builder:
             sliding_window=family.window(module),
             softcap=None if family.softcap is None else getattr(config, family.softcap),
             output=output,
-            num_slices=slices_of_share(num_heads, self._size, config.num_attention_heads),
+            num_slices=self._slices(config.num_attention_heads),
         )
 
     def _mlp(self, prefix: str) -> Mlp:
@@ -191,8 +209,13 @@ class _Builder:
             has_gate=family.has_gate,
             up=up,
             down=down,
-            num_slices=slices_of_share(down.in_features, self._size, config.num_attention_heads),
+            num_slices=self._slices(inner),
         )
+
+    def _slices(self, length: int) -> int:
+        """Of this rank's share of a sum over so many heads, or inputs, of the whole model."""
+        config = self._config
+        return slices_of_rank(length, config.num_attention_heads, config.num_key_value_heads, self._rank, self._size)
 
     def _columns(self, outputs: Mapping[str, int], num_inputs: int, *, has_bias: bool) -> Linear:
         """Linears, by name and number of outputs, stacked."""
@@ -210,14 +233,14 @@ class _Builder:
         bias = self._share(f"{name}.bias", shape[:1]).to(self._dtype).float()
         return Linear(weights=(weight,), bias=bias)
 
-    def _share(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _share(self, name: str, shape: tuple[int, ...]) -> Weight:
         """This rank's share of a tensor, a view."""
         cut = self._plan.cut(name, shape, self._config.head_dim if f".{self._family.attention}." in name else None)
         whole = self._stored.take(name, shape)
         return whole if cut is None else cut.take(whole, self._rank, self._size)
 
-    def _rows(self, whole: Tensor) -> Tensor:
-        return vocabulary_rows(whole, self._rank, self._size).to(self._dtype)
+    def _rows(self, whole: Weight) -> Tensor:
+        return vocabulary_rows(whole, self._rank, self._size, self._dtype)
 
     def _optional_norm(self, prefix: str, name: str | None) -> Norm | None:
         return None if name is None else self._norm(prefix + name, self._config.hidden_size)

@@ -4,6 +4,7 @@ It needs no torch, so that a command can look before anything is started.
 """
 
 import json
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.models.gguf.folder import gguf_files, is_made_of_gguf, read_index
 
 INDEX: Final = "model.safetensors.index.json"
 _DUPLICATES: Final = "consolidated"
@@ -25,6 +27,8 @@ _MAX_HEADER: Final = 100 * 2**20
 
 def weight_files(folder: Path) -> list[Path]:
     """The files that loading reads."""
+    if is_made_of_gguf(folder):
+        return gguf_files(folder)
     index = folder / INDEX
     if index.is_file():
         try:
@@ -39,6 +43,8 @@ def weight_files(folder: Path) -> list[Path]:
 def weight_bytes(folder: Path, dtype: str = "auto") -> int:
     """Memory that the weights of all ranks take together, once they are of the type that is served (`model.dtype`)."""
     served = _checkpoint_dtype(folder) if dtype == "auto" else dtype
+    if is_made_of_gguf(folder):
+        return sum(math.prod(tensor.shape) for tensor in read_index(folder)) * _SERVED[served]
     return sum(_bytes_of(path, served) for path in weight_files(folder))
 
 
@@ -125,7 +131,7 @@ def check_folder(folder: Path, given: str, *, with_weights: bool = True) -> None
         return
     _check_shards(folder, given)
     is_quantized = "quantization_config" in _read_object(folder / "config.json")  # a gate refuses those by that name
-    for path in weight_files(folder):
+    for path in [] if is_made_of_gguf(folder) else weight_files(folder):  # which was made of what was checked
         _check_weights(path, given, check_dtypes=not is_quantized)
 
 
@@ -241,7 +247,7 @@ def checkpoint_digest(folder: Path, overrides: Mapping[str, Any] | None = None) 
     names and sizes; 12 digits.
     """
     digest = blake2b(json.dumps(overrides, sort_keys=True).encode() if overrides else b"", digest_size=6)
-    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+    for path in [folder / "config.json", *sorted([*folder.glob("*.safetensors"), *gguf_files(folder)])]:
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from holdfast.worker.config import ModelConfig
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.models.checks import OTHER_ENGINE, check_config, check_loaded, first_line
+from holdfast.worker.models.gguf.folder import hf_folder, is_gguf, tokenizer_reason
+from holdfast.worker.models.gguf.tensors import GgufTensors
 from holdfast.worker.models.weight_files import check_folder
 
 ATTENTION: Final = "holdfast_paged"
@@ -78,19 +80,21 @@ def resolve_model(
     revision: str | None = None,
     download_dir: str | None = None,
 ) -> Path:
-    """The folder of a model: `model` itself, or where a hub id was downloaded to. The file `needs` must be in it, and
-    what is in it must be readable.
+    """The folder of a model: `model` itself, the one that is made of a GGUF file, or where a hub id was downloaded to.
+    The file `needs` must be in it, and what is in it must be readable.
 
     Raises `ConfigurationError`, naming the setting that `model` is the value of.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        check_folder(folder, f"{setting} = {model!r}", with_weights=with_weights)
+    folder, given = Path(model).expanduser(), f"{setting} = {model!r}"
+    if folder.is_dir() or folder.is_file():
+        folder = hf_folder(folder, given)
+        check_folder(folder, given, with_weights=with_weights)
         if not (folder / needs).is_file():
-            raise ConfigurationError(f"{setting} = {model!r}: the folder has no {needs}")
+            reason = tokenizer_reason(folder)
+            raise ConfigurationError(f"{given}: {f'the file {reason}' if reason else f'the folder has no {needs}'}")
         return folder
-    if folder.is_absolute() or model.startswith((".", "~")):
-        raise ConfigurationError(f"{setting} = {model!r}: there is no such folder")
+    if folder.is_absolute() or model.startswith((".", "~")) or is_gguf(folder):
+        raise ConfigurationError(f"{given}: there is no such {'file' if is_gguf(folder) else 'folder'}")
     folder = _download(model, with_weights, setting, revision, download_dir)
     check_folder(folder, f"{setting} = {model!r}", with_weights=with_weights)
     return folder
@@ -210,6 +214,27 @@ def build_hf_model(config: Any) -> Any:
             raise UnsupportedModelError(config.model_type, reason, "Serve a causal language model") from error
         model.tie_weights()
     return _ready(model)
+
+
+class GgufSource:
+    """The source of a model that lies in a GGUF file: parameters in the dtype that is served."""
+
+    def __init__(self, folder: Path, model_type: str, dtype: torch.dtype) -> None:
+        self._tensors = GgufTensors(folder)
+        self._model_type = model_type
+        self._dtype = dtype
+
+    def __call__(self, name: str, parameter: Tensor) -> Tensor:
+        """Raises `UnsupportedModelError` for one that the file does not have."""
+        weight = self._tensors.take(name)
+        if weight is None or weight.shape != tuple(parameter.shape):
+            check_loaded(self._model_type, {name}, ())
+        assert weight is not None
+        return weight.to(self._dtype)
+
+    def check_all_taken(self) -> None:
+        """Raises `UnsupportedModelError` where the file has more."""
+        check_loaded(self._model_type, (), self._tensors.left)
 
 
 def loaded_weights(name: str, parameter: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def test_a_folder_that_is_not_there(name):
 
 @pytest.mark.parametrize("name", ["models/llama/7b", "my model", "a//b"])
 def test_a_name_that_is_neither_a_folder_nor_a_hub_id(name):
-    assert "config.json, tokenizer.json and *.safetensors, a hub id, or demo" in refusal(
+    assert "config.json, tokenizer.json and *.safetensors, a GGUF file, a hub id, or demo" in refusal(
         check_files, config(model__model=name)
     )
 
@@ -80,7 +80,7 @@ def test_a_folder_without_one_of_its_files(folder, missing, expected):
 
 def test_weights_in_another_format_are_named(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert "*.bin and *.gguf are not read" in refusal(check_files, config(model__model=str(folder)))
+    assert "*.bin are not read" in refusal(check_files, config(model__model=str(folder)))
 
 
 @pytest.mark.parametrize("text", ["nonsense", "[]"])

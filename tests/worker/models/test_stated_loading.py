@@ -68,8 +68,8 @@ def test_where_one_rank_cannot_read_its_share_hugging_face_is_asked_on_all(tmp_p
     folder = saved("llama", tmp_path)
     read = backend.read_stated
 
-    def on_one(config: Any, folder: Path, group: TensorParallelGroup) -> Any:
-        return "this rank cannot" if group.rank == 1 else read(config, folder, group)
+    def on_one(config: Any, folder: Path, group: TensorParallelGroup, device: torch.device) -> Any:
+        return "this rank cannot" if group.rank == 1 else read(config, folder, group, device)
 
     monkeypatch.setattr(backend, "read_stated", on_one)
     assert all(isinstance(one.backend, NativeBackend) for one in run_ranks(2, lambda group: loaded(folder, group)))

@@ -53,7 +53,7 @@ def mixture_on(device: torch.device, experts: Experts, shared: Mlp | None) -> De
         up_bias=_biases(device, ups),
         down=_weights(device, downs),
         down_bias=_biases(device, downs),
-        num_slices=first.num_slices,
+        num_slices=_slices(first.num_slices),
         shared=shared,
         has_gate_of_shared=experts.shared_gate is not None,
     )
@@ -160,6 +160,7 @@ class DeviceWeights:
                 query_norm=self._norm(attention.query_norm),
                 key_norm=self._norm(attention.key_norm),
                 sinks=None if attention.sinks is None else self._floats(attention.sinks),
+                num_slices=_slices(attention.num_slices),
             ),
             mlp=self._mlp(mlp) if isinstance(mlp, Mlp) else _views(mlp, mixture),
         )
@@ -200,6 +201,11 @@ def angle_table(rotary: Rotary, max_positions: int) -> Tensor:
     return torch.stack((angles.cos(), angles.sin()), 1).mul_(rotary.scaling).float()
 
 
+def _slices(number: int) -> int:
+    """Of a sum: kernels add powers of two of them. A model with an odd number of heads is on one rank, in one slice."""
+    return number if number in (1, 2, 4, 8) else 1
+
+
 def unfit(layout: DecoderLayout, tensor_parallel_size: int, block_size: int) -> str | None:
     """What of a layout this executor does not run."""
     if tensor_parallel_size not in (1, 2, 4, 8):
@@ -214,10 +220,6 @@ def unfit(layout: DecoderLayout, tensor_parallel_size: int, block_size: int) -> 
             return reason
         if attention.head_dim > 256:
             return f"heads have {attention.head_dim} dimensions, and 256 are the most"
-        of_mlp = mlp.experts[0] if isinstance(mlp, Experts) else mlp
-        slices = (attention.num_slices, of_mlp.num_slices)
-        if any(number not in (1, 2, 4, 8) for number in slices):
-            return f"sums of {slices} slices are no binary trees"
     if len(groups) > 1 or max(groups) > 64:
         return f"KV heads are shared by {sorted(groups)} query heads: one number, at most 64, is the limit"
     return None

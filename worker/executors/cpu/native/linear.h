@@ -256,6 +256,7 @@ void product(Scratch& scratch, const Packed<W>& w, int group, const InputRows<W>
     slice_product(scratch, w, group, in, slice, level[top++], next_group);
     for (int done = slice + 1; done % 2 == 0; done /= 2) top--, add_to(level[top - 1], level[top], in.count * GROUP);
   }
+  for (; top > 1; top--) add_to(level[top - 2], level[top - 1], in.count * GROUP);  // of slices that are no power of two
 }
 
 }  // namespace
