@@ -14,7 +14,7 @@ from ipaddress import ip_address, ip_network
 from typing import Final, NamedTuple, Protocol
 from urllib.parse import unquote
 
-from holdfast.router.security.api_keys import BURST_S, TokenBucket
+from holdfast.router.token_bucket import BURST_S, TokenBucket
 
 PREMATURE_S: Final = 1.0
 """A call that its client resets sooner than this counts as reset. What runs longer has cost a model's work, which other
@@ -161,7 +161,7 @@ class ConnectionBudgets:
     def reset(self, connection: ClientConnection | None, now: float) -> Reason | None:
         """A call was reset within `PREMATURE_S`. None: nobody knows on which connection."""
         if connection is None:
-            self._unknown = self._unknown or TokenBucket(60 * self.limits.max_resets_per_s, now)
+            self._unknown = self._unknown or TokenBucket(self.limits.max_resets_per_s)
             if self._unknown.wait_s(now, 1.0):
                 self._suspects_until = now + SUSPICION_S
             else:
@@ -197,7 +197,7 @@ class ConnectionBudgets:
         if buckets is None:
             self._prune(now)
             rates = self.limits.max_resets_per_s, self.limits.max_unauthenticated_calls_per_s
-            resets, unauthenticated = (TokenBucket(60 * rate, now) for rate in rates)
+            resets, unauthenticated = map(TokenBucket, rates)
             buckets = self._buckets[address] = _Buckets(resets, unauthenticated, now)
         buckets.at = now
         return buckets
