@@ -3,17 +3,14 @@
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from holdfast.cluster.config.config import HoldfastConfig
-from holdfast.cluster.serve.local import LOOPBACK
+from holdfast.cluster.serve.kept_process import kept
 from holdfast.worker.errors import ConfigurationError
-
-AGAIN_AFTER_S: Final = 0.2
-"""A front that has ended is started again so much later."""
+from holdfast.worker.wire.loopback import LOOPBACK
 
 STOP_S: Final = 5.0
 
@@ -27,9 +24,10 @@ def front_process(config: HoldfastConfig, warn: Callable[[str], None]) -> Iterat
     if config.cluster.http_front_port is None:
         yield ""
         return
-    front = FrontProcess(command_of(config), warn)
+    front = FrontProcess(command_of(config))
     try:
-        yield front.address
+        with kept(front, warn):
+            yield front.address
     finally:
         front.end()
 
@@ -58,45 +56,32 @@ def command_of(config: HoldfastConfig) -> list[str]:
 
 
 class FrontProcess:
-    """A front that is watched by a thread."""
+    """A front that can be started again at the same address."""
 
-    def __init__(self, command: list[str], warn: Callable[[str], None]) -> None:
+    name: Final = "the front"
+    effect: Final = "clients are answered again then"
+
+    def __init__(self, command: list[str]) -> None:
         """Returns once it listens. Raises `ConfigurationError` for one that does not."""
         self._command = command
-        self._warn = warn
-        self._is_ending = threading.Event()
-        self.num_starts = 0
-        self.process, self.address = self._start()
+        self.process, self.address = self._started()
         port = self.address.rpartition(":")[2]
         self._command[command.index("--port") + 1] = port  # of a free one: the same when it is started again
-        self._watching = threading.Thread(target=self._watch, name="front", daemon=True)
-        self._watching.start()
+
+    def start_again(self) -> None:
+        """Raises `ConfigurationError` where it does not listen."""
+        self.process, _ = self._started()
 
     def end(self) -> None:
         """What it has open has a second."""
-        self._is_ending.set()
         self.process.terminate()
         try:
             self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-        self._watching.join()
 
-    def _watch(self) -> None:
-        while True:
-            code = self.process.wait()
-            if self._is_ending.wait(AGAIN_AFTER_S):
-                return
-            self._warn(f"the front has ended ({code}); it is started again")
-            try:
-                self.process, _ = self._start()
-            except ConfigurationError as error:
-                self._warn(str(error))
-                time.sleep(AGAIN_AFTER_S)
-
-    def _start(self) -> tuple["subprocess.Popen[str]", str]:
+    def _started(self) -> tuple["subprocess.Popen[str]", str]:
         """The process, and `host:port` of it."""
-        self.num_starts += 1
         process = subprocess.Popen(self._command, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None, "it is a pipe"
         line = process.stderr.readline()

@@ -12,12 +12,14 @@ from typing import Any, Final
 
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.serve.directory import DIRECTORY, Role, Snapshot
-from holdfast.cluster.serve.local import ANY_INTERFACE, LOOPBACK
 from holdfast.router.cluster_control import ClusterModel
 from holdfast.router.operator_state import Change, OperatorState
 from holdfast.worker.errors import ConfigurationError, UnknownModelError
+from holdfast.worker.wire.loopback import LOOPBACK
 
 logger = logging.getLogger(__name__)
+
+ANY_INTERFACE: Final = "0.0.0.0"
 
 _SEPARATOR: Final = ":"
 _GENERATION: Final = "#"

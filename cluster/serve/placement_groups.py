@@ -19,7 +19,8 @@ from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.rendezvous import Rendezvous
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.replica.processes import ProcessId
-from holdfast.worker.replica.rank import LOOPBACK, run_rank
+from holdfast.worker.replica.rank import run_rank
+from holdfast.worker.wire.loopback import LOOPBACK
 
 logger = logging.getLogger(__name__)
 

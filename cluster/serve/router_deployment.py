@@ -27,7 +27,6 @@ from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.serve.cluster_control import ServeControl
 from holdfast.cluster.serve.crash_journal import CrashJournals
 from holdfast.cluster.serve.directory import Member, Role
-from holdfast.cluster.serve.disk_guard import DiskGuard, session_folder
 from holdfast.cluster.serve.log_files import date_log_lines
 from holdfast.cluster.serve.membership import (
     Lease,
@@ -36,6 +35,7 @@ from holdfast.cluster.serve.membership import (
     has_other_routers,
     tell_demand,
 )
+from holdfast.cluster.serve.node_watch import DiskGuard, session_folder
 from holdfast.cluster.serve.placement_groups import reachable
 from holdfast.cluster.serve.process_end import end_on_sigterm, end_when_out_of_memory
 from holdfast.cluster.serve.router_update import of_router

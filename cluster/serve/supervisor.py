@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, Self
 
-from holdfast.cluster.serve.disk_guard import MemoryWatch
 from holdfast.cluster.serve.life_starter import READY, start_life
+from holdfast.cluster.serve.node_watch import MemoryWatch
 from holdfast.cluster.serve.reaper import adopt_orphans, kill_descendants
 from holdfast.cluster.serve.stop_signals import STOP_SIGNALS, stop_signals
 from holdfast.router.dispatch.circuit_breaker import Backoff

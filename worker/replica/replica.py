@@ -22,7 +22,6 @@ from holdfast.worker.replica.heartbeat_pipe import HeartbeatPipe
 from holdfast.worker.replica.known_answer import KnownAnswerCheck
 from holdfast.worker.replica.processes import CoreWait, ProcessId
 from holdfast.worker.replica.rank import (
-    LOOPBACK,
     LocalLauncher,
     RankLauncher,
     Ranks,
@@ -36,7 +35,7 @@ from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.scheduler.speculation import Speculation
 from holdfast.worker.scheduler.step_tuner import StepTuner
 from holdfast.worker.step_plan import StepRunner
-from holdfast.worker.wire.loopback import check_loopback
+from holdfast.worker.wire.loopback import LOOPBACK, check_loopback
 
 if TYPE_CHECKING:
     import torch

@@ -3,12 +3,12 @@ thread: it waits for nothing that the engine holds.
 """
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
 from holdfast.worker.progress import FrozenVerdict, ProgressCounter
+from holdfast.worker.replica.probe_loop import ProbeLoop
 from holdfast.worker.replica.processes import CoreWait
 
 logger = logging.getLogger(__name__)
@@ -40,15 +40,14 @@ class Watchdog:
         self._looked: tuple[int, float] | None = None
         """Count and time of the last look, if there was work."""
         self._clock = clock
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._loop = ProbeLoop("watchdog", LOOK_EVERY_S, self._report)
 
     def start(self) -> None:
-        self._thread.start()
+        self._loop.start()
 
     def stop(self) -> None:
         """`on_frozen` is not called any more, unless the call is just about to be made."""
-        self._stopped.set()
+        self._loop.stop()
 
     def look(self) -> bool:
         """One look: whether the engine is frozen now."""
@@ -72,9 +71,8 @@ class Watchdog:
                 self._core_wait.forget()
         self._looked = (count, now) if has_work else None
 
-    def _run(self) -> None:
-        while not self._stopped.wait(LOOK_EVERY_S):
-            if self.look():
-                logger.error("no progress for %.1f s while there is work", self._verdict.still_s)
-                self._on_frozen(self._verdict.still_s)
-                return
+    def _report(self) -> None:
+        if self.look():
+            self.stop()
+            logger.error("no progress for %.1f s while there is work", self._verdict.still_s)
+            self._on_frozen(self._verdict.still_s)
