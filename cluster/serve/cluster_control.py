@@ -132,7 +132,7 @@ class ServeControl:
                 return ModelChanged(model=change.model)
 
     def _updated(self, change: UpdateModel, report: Report) -> ModelChanged:
-        from holdfast.cluster.serve.model_settings import over_running, running_settings
+        from holdfast.cluster.serve.models import over_running, running_settings
         from holdfast.cluster.serve.serving import update_model
         from holdfast.cluster.serve.updates import UpdatePlan
 

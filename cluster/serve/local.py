@@ -17,8 +17,8 @@ from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.serve import agent_stand_in, reaper, worker_launcher
 from holdfast.cluster.serve.fork_server import started_server
 from holdfast.cluster.serve.kept_process import kept_gcs, tables_folder
+from holdfast.cluster.serve.member_process import read_on_one_thread
 from holdfast.cluster.serve.running import noted, running_cluster
-from holdfast.cluster.serve.serve_port import read_on_one_thread
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.wire.loopback import LOOPBACK
 

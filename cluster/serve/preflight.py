@@ -10,7 +10,7 @@ from typing import Final
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.config.machine import Machine, check_fits
 from holdfast.cluster.config.model_files import check_files as check_model_files
-from holdfast.cluster.serve.front_process import command_of
+from holdfast.cluster.serve.kept_process import command_of
 from holdfast.cluster.serve.log_files import RAY_VARIABLES, ray_folder
 from holdfast.cluster.serve.security import check_exposed, check_files
 from holdfast.worker.errors import ConfigurationError

@@ -19,16 +19,21 @@ from ray import serve
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.serve.directory import Member, Role
 from holdfast.cluster.serve.log_files import date_log_lines
+from holdfast.cluster.serve.member_process import (
+    SCOPE,
+    ProcessEnd,
+    end_on_sigterm,
+    end_when_out_of_memory,
+    listen_on_the_node_alone,
+    tracer_provider,
+)
 from holdfast.cluster.serve.membership import Lease, cluster_security, found
 from holdfast.cluster.serve.metrics_api import MetricsApi, MetricsSettings
 from holdfast.cluster.serve.node_watch import LOOK_EVERY_S, DiskGuard, MemoryWatch, session_folder
 from holdfast.cluster.serve.placement_groups import RayLauncher, Resources, reachable
-from holdfast.cluster.serve.process_end import ProcessEnd, end_on_sigterm, end_when_out_of_memory
 from holdfast.cluster.serve.rank_placement import domains_of
 from holdfast.cluster.serve.router_update import tokenizer_digest
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
-from holdfast.cluster.serve.serve_port import listen_on_the_node_alone
-from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import CallerError
 from holdfast.worker.models.gguf.folder import hf_folder

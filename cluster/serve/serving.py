@@ -16,8 +16,7 @@ from holdfast.cluster.progress_bars import Report
 from holdfast.cluster.serve import models
 from holdfast.cluster.serve.canary import KnownAnswer, Running
 from holdfast.cluster.serve.directory import Role, Snapshot
-from holdfast.cluster.serve.front_process import front_process
-from holdfast.cluster.serve.kept_process import watched_raylet
+from holdfast.cluster.serve.kept_process import front_process, watched_raylet
 from holdfast.cluster.serve.local import num_cpus_of_our_own, ray_connection, room_of_our_own, share_cores
 from holdfast.cluster.serve.node_drain import ServeSteps
 from holdfast.cluster.serve.node_watch import (

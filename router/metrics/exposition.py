@@ -16,7 +16,7 @@ from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_stats import ModelStats, RequestStats
 from holdfast.worker.request import EngineLoad, Priority
 from holdfast.worker.stats import TOKEN_TIMES_S, EngineStats, Histogram
-from holdfast.worker.wire.certificates import Certificates
+from holdfast.worker.wire.tls import Certificates
 
 
 class Sample(NamedTuple):

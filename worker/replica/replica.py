@@ -20,6 +20,7 @@ from holdfast.worker.process_memory import loading, take_back
 from holdfast.worker.replica.gpu_stats import gpu_watch
 from holdfast.worker.replica.heartbeat_pipe import HeartbeatPipe
 from holdfast.worker.replica.known_answer import KnownAnswerCheck
+from holdfast.worker.replica.probe_loop import Watchdog
 from holdfast.worker.replica.processes import CoreWait, ProcessId
 from holdfast.worker.replica.rank import (
     LocalLauncher,
@@ -30,7 +31,6 @@ from holdfast.worker.replica.rank import (
     prepare_process,
     with_device,
 )
-from holdfast.worker.replica.watchdog import Watchdog
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.scheduler.speculation import Speculation
 from holdfast.worker.scheduler.step_tuner import StepTuner

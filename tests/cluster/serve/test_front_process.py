@@ -8,8 +8,7 @@ import pytest
 
 from benchmarks.free_port import pick_port
 from holdfast.cluster.config.config import HoldfastConfig
-from holdfast.cluster.serve.front_process import FrontProcess, command_of, front_process
-from holdfast.cluster.serve.kept_process import kept
+from holdfast.cluster.serve.kept_process import FrontProcess, command_of, front_process, kept
 from holdfast.cluster.serve.preflight import check_ports
 from holdfast.worker.errors import ConfigurationError
 
