@@ -19,9 +19,8 @@ from holdfast.worker.engine.grammar_masks import GrammarMasks, WaitedMasks
 from holdfast.worker.engine.self_check import SelfCheck
 from holdfast.worker.engine.step_results import dead_ends, fitting, prompts_of, sampled_result, step_result
 from holdfast.worker.errors import CallerError, ConfigurationError, ReplicaError, UnsupportedModelError
-from holdfast.worker.executors.logprobs import ChosenLogprobs
 from holdfast.worker.executors.mapped_files import trim_heap
-from holdfast.worker.executors.step_sampler import HeadOutput, OverlappingSampler, StepSampler
+from holdfast.worker.executors.step_sampler import ChosenLogprobs, HeadOutput, OverlappingSampler, StepSampler
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.models.backend import BlockCache
 from holdfast.worker.models.checks import first_line

@@ -14,10 +14,9 @@ from typing import Any, Final, Protocol
 from holdfast.cluster.simulate.actors.costly_message import Decoder, Decoding, End, LoopCosts
 from holdfast.cluster.simulate.actors.journal_folder import JournalFolder
 from holdfast.cluster.simulate.actors.messages import Generate, Resets
-from holdfast.cluster.simulate.kernel.event_loop import ThreadPool
 from holdfast.cluster.simulate.kernel.network import Connection
 from holdfast.cluster.simulate.kernel.process import SimulatedHangSupervisor
-from holdfast.cluster.simulate.kernel.timeline import Timeline
+from holdfast.cluster.simulate.kernel.timeline import ThreadPool, Timeline
 from holdfast.router.config import LimitsConfig, OverloadConfig, RouterConfig
 from holdfast.router.dispatch.request_stream import RequestStream
 from holdfast.router.overload.byte_ledger import ByteLedger, KnownPeers, Lease

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol
 
-from holdfast.cluster.simulate.kernel.event_loop import EventLoop
 from holdfast.cluster.simulate.kernel.network import KEEPALIVE_S, Connection, Network
-from holdfast.cluster.simulate.kernel.timeline import Timeline
+from holdfast.cluster.simulate.kernel.timeline import EventLoop, Timeline
 from holdfast.worker.replica.hang_verdict import BEAT, HangVerdict, InputSigns, beat_every_s, look_every_s
 
 
