@@ -10,7 +10,6 @@ from typing import Any, Final
 from holdfast.cluster.config.chat_templates import SETTING, is_template
 from holdfast.cluster.config.config import HoldfastConfig, LoadedConfig, is_given, load_config
 from holdfast.cluster.config.sources import mapping_layer
-from holdfast.cluster.progress_bars import Report
 from holdfast.cluster.serve import models
 from holdfast.cluster.serve.log_files import LogFile, Tail, log_files, merged
 from holdfast.cluster.serve.node_watch import session_folder
@@ -27,6 +26,7 @@ from holdfast.router.cluster_control import (
     UpdateModel,
 )
 from holdfast.worker.errors import ConfigurationError, ReplicaError, RequestAbortedError
+from holdfast.worker.progress import Report
 
 SECTIONS: Final = ("model", "parallel", "cache", "scheduler", "health", "speculation", "scaling", "cluster")
 """Sections of settings that a model has of its own; the others are those of the cluster."""

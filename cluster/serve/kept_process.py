@@ -39,10 +39,15 @@ MAX_PAUSE_S: Final = 5.0
 class Kept(Protocol):
     """What is kept."""
 
-    name: str
-    """As messages call it."""
-    effect: str
-    """What its absence means, for messages."""
+    @property
+    def name(self) -> str:
+        """As messages call it."""
+        ...
+
+    @property
+    def effect(self) -> str:
+        """What its absence means, for messages."""
+        ...
 
     @property
     def process(self) -> "subprocess.Popen[bytes] | subprocess.Popen[str]":

@@ -16,11 +16,9 @@ from holdfast.cluster.serve.directory import DIRECTORY, Role, Snapshot
 from holdfast.router.cluster_control import ClusterModel
 from holdfast.router.operator_state import Change, OperatorState
 from holdfast.worker.errors import ConfigurationError, UnknownModelError
-from holdfast.worker.wire.loopback import LOOPBACK
+from holdfast.worker.wire.loopback import ANY_INTERFACE, LOOPBACK
 
 logger = logging.getLogger(__name__)
-
-ANY_INTERFACE: Final = "0.0.0.0"
 
 _SEPARATOR: Final = ":"
 _GENERATION: Final = "#"

@@ -12,7 +12,6 @@ from typing import Any
 from holdfast.cluster.config.chat_templates import with_template_texts
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.config.model_files import check_files, check_hub
-from holdfast.cluster.progress_bars import Report
 from holdfast.cluster.serve import models
 from holdfast.cluster.serve.canary import KnownAnswer, Running
 from holdfast.cluster.serve.directory import Role, Snapshot
@@ -33,6 +32,7 @@ from holdfast.cluster.serve.start_up import LINK_TIMEOUT_S, Serving, wait_until_
 from holdfast.cluster.serve.updates import Update, Updated, UpdatePlan
 from holdfast.router.operator_state import Canary, Change
 from holdfast.worker.errors import ConfigurationError, UnknownModelError
+from holdfast.worker.progress import Report
 from holdfast.worker.replica.probe_loop import ProbeLoop, probed
 
 logger = logging.getLogger(__name__)

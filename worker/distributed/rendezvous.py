@@ -117,8 +117,8 @@ def _follow(rank: int, size: int, rendezvous: Rendezvous, timeout_s: float, made
     with RankListener(host) as listener:
         _send(made.peers[0], [host, listener.port])
         told = _receive(made.peers[0])
-        for peer, address in enumerate(told["addresses"][: rank - 1], 1):
-            made.peers[peer] = call(*address, rank, secret, timeout_s)
+        for peer, (host, port) in enumerate(told["addresses"][: rank - 1], 1):
+            made.peers[peer] = call(host, port, rank, secret, timeout_s)
         made.peers.update(listener.accept(range(rank + 1, size), secret, timeout_s))
     made.notice = str(told["notice"])
 

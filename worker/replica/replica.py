@@ -17,6 +17,7 @@ from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.process_memory import loading, take_back
+from holdfast.worker.progress import Report
 from holdfast.worker.replica.gpu_stats import gpu_watch
 from holdfast.worker.replica.heartbeat_pipe import HeartbeatPipe
 from holdfast.worker.replica.known_answer import KnownAnswerCheck
@@ -46,9 +47,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-Progress = Callable[[str, int, int], None]
-"""Called as `progress(phase, done, total)` while a replica loads."""
 
 
 def _import_apart(module: str) -> None:
@@ -98,7 +96,7 @@ class Replica:
     @classmethod
     @loading()
     def start(
-        cls, config: WorkerConfig, launcher: RankLauncher | None = None, progress: Progress | None = None
+        cls, config: WorkerConfig, launcher: RankLauncher | None = None, progress: Report | None = None
     ) -> "Replica":
         """Starts the other ranks, loads this one's share of the model, checks it, and starts the engine. Blocking.
 

@@ -9,6 +9,7 @@ from typing import Final
 from holdfast.worker.errors import ConfigurationError
 
 LOOPBACK: Final = "127.0.0.1"
+ANY_INTERFACE: Final = "0.0.0.0"
 
 NO_PROXY: Final = ("grpc.enable_http_proxy", 0)
 """Option of a channel: it does not go by `http_proxy` and its like, which are for what lies outside of a cluster."""
