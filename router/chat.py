@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, Final, TypeAlias
 
 from holdfast.router.config import LimitsConfig
@@ -60,7 +59,7 @@ class Chat:
 
     def is_short(self, most_parts: int, most_bytes: int) -> bool:
         """Whether it has at most so many values, at any depth, and bytes of text in all. Stops at the limit."""
-        left = [self.template_kwargs, *self.tools[:most_parts], *self.messages[:most_parts]]
+        left: list[Any] = [self.template_kwargs, *self.tools[:most_parts], *self.messages[:most_parts]]
         num_parts, num_bytes = len(self.tools) + len(self.messages), 0
         while left and num_parts <= most_parts and num_bytes <= most_bytes:
             part = left.pop()
@@ -69,7 +68,7 @@ class Chat:
             elif isinstance(part, Mapping | list | tuple):
                 num_parts += len(part)
                 if num_parts <= most_parts:
-                    left.extend(chain(part, part.values()) if isinstance(part, Mapping) else part)
+                    left.extend([*part, *part.values()] if isinstance(part, Mapping) else part)
         return num_parts <= most_parts and num_bytes <= most_bytes
 
     @property
