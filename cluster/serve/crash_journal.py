@@ -61,13 +61,18 @@ class CrashJournals:
     def __init__(self, folder: Path, watch: PoisonWatch) -> None:
         """`watch` notes what it reads here from now on, and is told of what others were reading. Raises OSError."""
         self._folder = folder
-        self._watch = watch
         self.own = CrashJournal(folder)
-        watch.journal = self.own
         self._others: dict[Path, tuple[LeftJournal, int]] = {}
         """With the descriptor of each process."""
         self._read: set[Path] = set()
         """Of processes that have ended. They are left for routers that start later, until they say nothing any more."""
+        self.serve(watch)
+
+    def serve(self, watch: PoisonWatch) -> None:
+        """In the place of the watch before it, whose router found no free port."""
+        self._watch = watch
+        self._read.clear()
+        watch.journal = self.own
 
     async def follow(self) -> None:
         """Until it is cancelled."""

@@ -115,13 +115,13 @@ class RouterDeployment:
             options: RouterOptions = {"on_models": self._say_linked, "send_change": self._send_change, "tracer": tracer}
             options["control"] = ServeControl(config)
             options["load_tokenizer"] = load_tokenizer
+            options["before_opening"] = partial(self._begin_journal, namespace=config.cluster.namespace)
             start = partial(_start, config, host, watched, security, **options)
             self._router = await (_once_there_is_a_port(start, self._drain_timeout_s) if replaces else start())
         except ConfigurationError as error:
             self._lease.update(replace(self._lease.member, error=str(error)))
             await self._lease.flush()
             raise
-        self._begin_journal(self._router, config.cluster.namespace)
         address, http_address = reachable(self._router.address), reachable(self._router.http_address)
         self._router.advertised_http_address = http_address
         self._picks = config.router.endpoint_picker
@@ -143,6 +143,9 @@ class RouterDeployment:
     def _begin_journal(self, router: Router, namespace: str) -> None:
         """From here on it is known what this router was reading when it ended, and what others were."""
         router.poison_watch.on_change = partial(self._tell_losses, router)
+        if self._journals is not None:  # the router before it found no free port
+            self._journals.serve(router.poison_watch)
+            return
         try:
             self._journals = CrashJournals(
                 session_folder() / "holdfast" / quote(namespace, safe=""), router.poison_watch

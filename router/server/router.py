@@ -92,6 +92,8 @@ class RouterOptions(TypedDict, total=False):
     """What is logged of requests."""
     tracer: "Tracer | None"
     """Traces requests."""
+    before_opening: Callable[["Router"], None]
+    """Called before the first port is open."""
 
 
 class Router:
@@ -208,6 +210,7 @@ class Router:
         is taken.
         """
         router = cls(config, limits, **options)
+        options.get("before_opening", lambda router: None)(router)
         await router._ports.serve_grpc(host, port)
         if http_port is not None:
             origins = RequestOrigins(host, config.http_allowed_hosts, config.http_cors_origin)

@@ -146,3 +146,23 @@ def test_other_files_are_left_alone(tmp_path: Path):
     journals = CrashJournals(tmp_path, PoisonWatch())
     journals._look(None)
     assert path.exists()
+
+
+@on_each_loop
+async def test_the_watch_of_a_router_that_found_no_port_gives_way_to_the_next(tmp_path: Path):
+    first, second = (PoisonWatch(now=WallClock(time.time(), time.monotonic)) for _ in range(2))
+    event = await heard(first)
+    async with other_router(tmp_path, "killed"):
+        journals = CrashJournals(tmp_path, first)
+        following = asyncio.create_task(journals.follow())
+        await asyncio.sleep(0)
+    await asyncio.wait_for(event.wait(), 10)
+    told = await heard(second)
+    journals.serve(second)
+    await asyncio.wait_for(told.wait(), 10)
+    (loss,) = second.told()
+    assert loss.digest == DIGEST
+    assert second.journal is journals.own
+    following.cancel()
+    await asyncio.wait([following])
+    journals.own.close()

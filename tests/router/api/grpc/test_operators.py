@@ -204,3 +204,21 @@ async def test_a_client_that_pings_every_second_keeps_its_connection():
         replica.resume()
         chunks = [first, *await collected(stream)]
         assert "".join(chunk.text for chunk in chunks) == expected("hello", 4, 80)[1]
+
+
+# --- the start ---
+
+
+@on_a_loop
+async def test_what_is_done_before_a_router_opens_is_done_before_its_first_port():
+    seen: list[tuple[str, str, str]] = []
+
+    def before_opening(router: Router) -> None:
+        seen.append((router.address, router.http_address, router.admin_address))
+
+    router = await Router.start(
+        RouterConfig(), LimitsConfig(), StaticDirectory([]), http_port=0, admin_port=0, before_opening=before_opening
+    )
+    assert seen == [("", "", "")]
+    assert all((router.address, router.http_address, router.admin_address))
+    await router.stop()
