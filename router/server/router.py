@@ -210,7 +210,8 @@ class Router:
         is taken.
         """
         router = cls(config, limits, **options)
-        options.get("before_opening", lambda router: None)(router)
+        if (prepare := options.get("before_opening")) is not None:
+            prepare(router)
         await router._ports.serve_grpc(host, port)
         if http_port is not None:
             origins = RequestOrigins(host, config.http_allowed_hosts, config.http_cors_origin)
