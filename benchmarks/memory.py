@@ -18,7 +18,8 @@ from collections.abc import Sequence
 
 import psutil
 
-from holdfast.cluster.offline.inference_engine import InferenceEngine, RequestHandle
+from holdfast.cluster.offline.inference_engine import InferenceEngine
+from holdfast.cluster.offline.request_handle import RequestHandle
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
 

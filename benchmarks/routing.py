@@ -17,7 +17,7 @@ import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, get_args
+from typing import Final, cast, get_args
 
 from rich.console import Console
 from rich.progress import track
@@ -27,6 +27,8 @@ from holdfast.router.config import PolicyName, RouterConfig
 from holdfast.router.dispatch.prefix_index import PromptPrefix
 from holdfast.router.dispatch.replica_registry import ReplicaRegistry
 from holdfast.router.dispatch.replica_state import ReplicaState
+from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.events import TextState
 from holdfast.worker.model_info import ModelInfo, ReplicaFacts
 from holdfast.worker.request import EngineLoad, EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
@@ -96,8 +98,9 @@ def _pass_us(registry: ReplicaRegistry, num_decisions: int) -> list[float]:
     gc.disable()
     for number in range(num_decisions):
         request = prompt(rng.randrange(2 * NUM_PREFIXES), PROMPT_TOKENS, tail=number)
+        state = RequestState(request=request, model=MODEL, text=cast(TextState, None))
         started = time.perf_counter_ns()
-        chosen = registry.choose(MODEL, PromptPrefix(request), request.session_id)
+        chosen = registry.choose(state)
         assert chosen is not None
         chosen.note_sent(number, PROMPT_TOKENS)
         times.append((time.perf_counter_ns() - started) / 1000)

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
@@ -113,6 +113,8 @@ class GenerationRequest:
     """Number of this submission of the request, from 1; 0: the client does not submit again."""
     part: int = 0
     """Which of several prompts that came under one `request_id`, as an API counts them. Clients cannot set it."""
+    seed_key: str = ""
+    """What its seed is derived from, where it has none; empty: its id. Clients cannot set it."""
     names: Namer = field(default=own_names, compare=False, repr=False)
     """What its client calls its fields."""
 
@@ -125,16 +127,12 @@ class GenerationRequest:
             raise InvalidRequestError("sampling_params", self.sampling_params, "must be SamplingParams")
         object.__setattr__(self, "sampling_params", self.sampling_params.clone())  # the caller may change its own
         check_service(priority=self.priority, tenant=self.tenant, cache_salt=self.cache_salt)
-        object.__setattr__(self, "timeout_s", checked_seconds("timeout_s", self.timeout_s))
+        if self.timeout_s is not None:
+            object.__setattr__(self, "timeout_s", checked_seconds("timeout_s", self.timeout_s))
 
     def as_part(self, number: int, seed_key: str) -> "GenerationRequest":
-        """As number `number` of several prompts under one id. Without a seed it has that of `seed_key`: parts are to
-        differ.
-        """
-        params = self.sampling_params
-        if params.seed is None:
-            params = params.with_changes(seed=derived_seed(seed_key))
-        return replace(self, part=number, sampling_params=params)
+        """As number `number` of several prompts under one id: parts without a seed are to differ."""
+        return replace(self, part=number, seed_key=seed_key)
 
     def check(self, limits: LimitsConfig) -> None:
         """Raises `InvalidRequestError`, naming field and limit."""
@@ -174,12 +172,15 @@ class GenerationRequest:
 
     def _check_params(self, limits: LimitsConfig) -> None:
         params = self.sampling_params
-        _check_count("stop", params.stop_strings, limits.max_stop_strings, "max_stop_strings")
-        _check_count("bad_words", params.bad_words, limits.max_bad_words, "max_bad_words")
-        _check_count("logit_bias", params.logit_bias, limits.max_logit_bias, "max_logit_bias")
-        _check_count("stop_token_ids", params.stop_token_ids, limits.max_stop_token_ids, "max_stop_token_ids")
-        allowed = params.allowed_token_ids or ()
-        _check_count("allowed_token_ids", allowed, limits.max_allowed_token_ids, "max_allowed_token_ids")
+        for name, given, most in (
+            ("stop", params.stop_strings, limits.max_stop_strings),
+            ("bad_words", params.bad_words, limits.max_bad_words),
+            ("logit_bias", params.logit_bias, limits.max_logit_bias),
+            ("stop_token_ids", params.stop_token_ids, limits.max_stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids or (), limits.max_allowed_token_ids),
+        ):
+            if len(given) > most:
+                raise _too_many(name, most)
         for name, what, longest in (
             ("stop", "stop strings", limits.max_stop_string_length),
             ("bad_words", "bad words", limits.max_bad_word_length),
@@ -219,11 +220,11 @@ class GenerationRequest:
             raise InvalidRequestError("sampling_params.best_of", params.best_of, limit)
 
 
-def _check_count(name: str, given: Sized, most: int, setting: str) -> None:
-    """Raises `InvalidRequestError` in the words of the scan before a message is parsed, which counts no further."""
-    if len(given) > most:
-        limit = f"must have at most {most} elements (limits.{setting}), not {most + 1} or more"
-        raise InvalidRequestError(f"{FIELD}.{name}", most + 1, limit)
+def _too_many(name: str, most: int) -> InvalidRequestError:
+    """In the words of the scan before a message is parsed, which counts no further."""
+    setting = "max_stop_strings" if name == "stop" else f"max_{name}"
+    limit = f"must have at most {most} elements (limits.{setting}), not {most + 1} or more"
+    return InvalidRequestError(f"{FIELD}.{name}", most + 1, limit)
 
 
 def check_text(text: str, limits: LimitsConfig, field: str = "text") -> None:

@@ -5,9 +5,9 @@ text that the client does not have yet is sent first.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from holdfast.router.events import FRESH, CaughtUp, OutputDelta, TextState, Usage
+from holdfast.router.events import CaughtUp, OutputDelta, TextState, Usage
 from holdfast.router.resume_record import ResumeRecord
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import EngineRequest, FinishReason
@@ -27,24 +27,15 @@ def check_record(resume: ResumeRecord, request_id: str, params: SamplingParams) 
             raise InvalidRequestError(f"resume.sequences[{index}].token_ids", len(sequence.token_ids), limit)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewSequence:
-    """One sequence of a request, ready to open: its engine request, and its text state up to what the client has."""
-
-    request: EngineRequest
-    text: TextState
-    caught_up: CaughtUp = FRESH
-
-
-def new_sequence(
-    sibling: EngineRequest, text: TextState, resume: ResumeRecord | None, index: int, echo_length: int = 0
-) -> NewSequence:
-    """Sequence `index` of a request; `text` must be a new state. Raises what `catch_up` raises."""
-    if resume is None:
-        return NewSequence(request=sibling, text=text)
+def resumed(
+    sibling: EngineRequest, text: TextState, resume: ResumeRecord, echo_length: int = 0
+) -> tuple[EngineRequest, CaughtUp]:
+    """A sequence of a request, to go on after what its client has; `text` must be a new state. Raises what `catch_up`
+    raises.
+    """
+    index = sibling.sequence_index
     caught_up = catch_up(text, resume, index, echo_length)
-    continued = replace(sibling, output_token_ids=tuple(resume.sequence(index).token_ids))
-    return NewSequence(request=continued, text=text, caught_up=caught_up)
+    return replace(sibling, output_token_ids=tuple(resume.sequence(index).token_ids)), caught_up
 
 
 def catch_up(text: TextState, resume: ResumeRecord, index: int, echo_length: int = 0) -> CaughtUp:
@@ -83,18 +74,20 @@ def check_ends(field: str, token_ids: Sequence[int], request: EngineRequest, eos
             raise InvalidRequestError(field, token_id, f"must end with token {index}, which ends the output")
 
 
-def received_delivery(sequence: NewSequence, index: int, resume: ResumeRecord, echo: str = "") -> OutputDelta | None:
+def received_delivery(
+    request: EngineRequest, caught_up: CaughtUp, resume: ResumeRecord, echo: str = ""
+) -> OutputDelta | None:
     """All that the client has of a sequence, as one delivery; None if it has nothing of it."""
-    received = resume.sequence(index)
+    received = resume.sequence(request.sequence_index)
     if not received.token_ids and received.finish_reason is None:
         return None
     return OutputDelta(
-        request_id=sequence.request.request_id,
+        request_id=request.request_id,
         first_token_index=0,
-        token_ids=sequence.request.output_token_ids,
-        text=echo + sequence.caught_up.sent_text,
+        token_ids=request.output_token_ids,
+        text=echo + caught_up.sent_text,
         finish_reason=received.finish_reason,
-        sequence_index=index,
+        sequence_index=request.sequence_index,
         fingerprint=resume.fingerprint,
     )
 

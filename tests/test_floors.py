@@ -77,7 +77,7 @@ NEVER_LOADS = {  # by file or folder, for all below it
 }
 CORES = (  # files without IO in rooms that have some: the simulator runs them, or both ends of a wire read them
     "worker/engine/engine_core.py",
-    "worker/engine/output_queue.py",
+    "worker/engine/cache_feed.py",
     "worker/engine/request_guards.py",
     "worker/replica/hang_verdict.py",
     "worker/wire/link_requests.py",

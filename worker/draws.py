@@ -7,6 +7,7 @@
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from struct import calcsize
 from typing import Final
 
@@ -40,6 +41,7 @@ def words_of(types: Mapping[str, str]) -> dict[str, int]:
 
 
 _NO_PENALTIES: Final = tuple(PARAMETERS[name].default for name in PENALTIES)
+_penalties_of: Final = attrgetter(*PENALTIES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,7 @@ class LogitsSettings:
         """The settings of a request; None, at no cost later, for one that uses none."""
         params = request.sampling_params
         repeats = params.repetition_penalty != 1
-        penalizes = any(getattr(params, name) != PARAMETERS[name].default for name in PENALTIES)
+        penalizes = _penalties_of(params) != _NO_PENALTIES
         bans = request.bad_word_token_ids or params.min_tokens or params.allowed_token_ids is not None
         if not (penalizes or bans or request.grammar or params.logit_bias):
             return None

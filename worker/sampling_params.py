@@ -373,6 +373,13 @@ class SamplingParams(_Slots):
         _set(twin, "_output_kind", self._output_kind)
         return twin
 
+    def with_valid(self, **changes: object) -> Self:
+        """The same but for these, which are known to be valid: nothing is checked."""
+        changed = self.clone()
+        for name, value in changes.items():
+            _set(changed, name, value)
+        return changed
+
     def with_changes(self, **changes: object) -> Self:
         """The same but for these. What stays is valid already, and not checked again."""
         if unknown := changes.keys() - PARAMETERS.keys():

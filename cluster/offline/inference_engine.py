@@ -15,13 +15,12 @@ from holdfast.cluster.call_options import ServiceOptions, check_timeout
 from holdfast.cluster.config.chat_templates import with_template_text
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import mapping_layer
-from holdfast.cluster.offline.local_request import Callback, LocalRequest
 from holdfast.cluster.offline.local_router import LocalRouter
 from holdfast.cluster.offline.outputs import RequestOutput
+from holdfast.cluster.offline.request_handle import Callback, RequestHandle
 from holdfast.cluster.offline.weight_folder import WeightFolder
 from holdfast.router.config import LimitsConfig
-from holdfast.router.request import GenerationRequest, derived_seed
-from holdfast.router.requests.answer import CompletedSequence
+from holdfast.router.request import GenerationRequest
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import ModelConfig, WorkerConfig
 from holdfast.worker.errors import InvalidRequestError, ReplicaError, RequestAbortedError
@@ -43,29 +42,6 @@ ALONE_FROZEN_AFTER_S: Final = 60.0
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
-
-
-class RequestHandle:
-    """A request that was submitted."""
-
-    def __init__(self, router: LocalRouter, request: LocalRequest) -> None:
-        self._router = router
-        self._request = request
-        self.request_id = request.request_id
-        self.future = request.future
-
-    def result(self, timeout_s: float | None = None) -> RequestOutput:
-        """Waits for the end. Raises what ended the request if it did not finish, or `TimeoutError`."""
-        return self.future.result(timeout_s)
-
-    def cancel(self) -> None:
-        """Ends the request within one step. `result` then returns what there is, with finish reason `abort`."""
-        self._router.cancel(self._request)
-
-    @property
-    def beams(self) -> tuple[CompletedSequence, ...]:
-        """What a beam search that has finished has found, with what each token was chosen from."""
-        return self._request.beams
 
 
 class InferenceEngine:
@@ -181,7 +157,7 @@ class InferenceEngine:
             except BaseException:  # an interrupt as well: nobody has the handle
                 router.cancel(request)
                 raise
-        return RequestHandle(router, request)
+        return request
 
     def enqueue_request(
         self,
@@ -196,7 +172,7 @@ class InferenceEngine:
         router = self._running()[1]
         request = self._request(router, prompt, params, callback, request_id, service, is_awaited=False)
         router.submit(request)
-        return RequestHandle(router, request)
+        return request
 
     async def submit_request_async(
         self,
@@ -316,24 +292,24 @@ class InferenceEngine:
         service: ServiceOptions,
         *,
         is_awaited: bool,
-    ) -> LocalRequest:
+    ) -> RequestHandle:
         if callback is not None and not callable(callback):
             raise InvalidRequestError("callback", callback, "must be a function of one argument")
         number = next(self._numbers)
-        params = SamplingParams() if params is None else params
-        if isinstance(params, SamplingParams) and params.seed is None:
-            params = params.with_changes(seed=derived_seed(f"{self._seed}:{number}"))
         request = GenerationRequest(
             prompt=prompt,  # type: ignore[arg-type]  # it becomes a tuple there
+            model=router.model,
             request_id=request_id,
-            sampling_params=params,
+            sampling_params=SamplingParams() if params is None else params,
+            seed_key=f"{self._seed}:{number}",
             **service,
         )
-        check_timeout(request.timeout_s)
+        if request.timeout_s is not None:
+            check_timeout(request.timeout_s)
         if self._num_cache_resets:
             request = replace(request, cache_salt=f"{self._num_cache_resets}:{request.cache_salt}")
         name = request_id or f"request-{number}"
-        return LocalRequest(request, router.tokenizer, callback, name=name, is_awaited=is_awaited)
+        return RequestHandle(request, router.tokenizer, router.cancel, callback, name=name, is_awaited=is_awaited)
 
     def _running(self) -> tuple[Replica, LocalRouter]:
         if self._replica is None or self._router is None:

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from contextlib import nullcontext
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
@@ -18,9 +17,10 @@ from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import keyword_layer
 from holdfast.cluster.offline.chat_tokenizer import ChatTokenizer
 from holdfast.cluster.offline.engine_args import WHERE, EngineArgs, translated
-from holdfast.cluster.offline.inference_engine import InferenceEngine, RequestHandle
+from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.cluster.offline.outputs import BeamSearchOutput, BeamSearchParams, RequestOutput, beam_sequence
 from holdfast.cluster.offline.prompts import Given, PromptInput, chat_token_ids, prompt_list
+from holdfast.cluster.offline.request_handle import RequestHandle
 from holdfast.cluster.offline.vllm_methods import Metric, VllmMethods, default_params, metrics_of
 from holdfast.cluster.progress_bars import progress
 from holdfast.worker.errors import InvalidRequestError
@@ -117,11 +117,13 @@ class LLM(VllmMethods):
         `timeout_s` from when it is submitted: the first that runs out of time ends the call with a
         `DeadlineExceededError`. Raises `InvalidRequestError` for a prompt that can never fit.
         """
-        _check_unused(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        _check_unused(tokenization_kwargs=tokenization_kwargs)
-        given = prompt_list(_either(prompts, prompt_token_ids))
+        if lora_request or mm_processor_kwargs or tokenization_kwargs:
+            _check_unused(lora_request, mm_processor_kwargs, tokenization_kwargs)
+        if prompts is None or prompt_token_ids is not None:
+            prompts = _either(prompts, prompt_token_ids)
+        given = prompt_list(prompts)
         handles = self._run(given, self._params(sampling_params, len(given)), bool(use_tqdm), priority, service)
-        return [handle.result() for handle in handles]
+        return list(map(RequestHandle.result, handles))
 
     def enqueue(
         self,
@@ -135,8 +137,8 @@ class LLM(VllmMethods):
         **service: Unpack[_Service],
     ) -> list[str]:
         """Notes prompts for `wait_for_completion`, which runs them. Returns their request ids. As `generate` else."""
-        _check_unused(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        _check_unused(tokenization_kwargs=tokenization_kwargs)
+        if lora_request or mm_processor_kwargs or tokenization_kwargs:
+            _check_unused(lora_request, mm_processor_kwargs, tokenization_kwargs)
         given = prompt_list(prompts)
         params, services = self._params(sampling_params, len(given)), service_of_each(given, priority, service)
         first, self._num_enqueued = self._num_enqueued, self._num_enqueued + len(given)
@@ -151,7 +153,7 @@ class LLM(VllmMethods):
         if output_type not in (None, RequestOutput):
             raise InvalidRequestError("output_type", output_type, "must be RequestOutput, or None")
         enqueued, self._enqueued = self._enqueued, []
-        return [handle.result() for handle in self._run_enqueued(enqueued, bool(use_tqdm))]
+        return list(map(RequestHandle.result, self._run_enqueued(enqueued, bool(use_tqdm))))
 
     def chat(
         self,
@@ -173,7 +175,7 @@ class LLM(VllmMethods):
         The content of a message is text, or a list of texts in OpenAI's shape, which templates get as one text.
         `tools` are shown to the model; its calls are in the text as it writes them. Otherwise as `generate`.
         """
-        _check_unused(lora_request=lora_request)
+        _check_unused(lora_request)
         if chat_template_content_format not in ("auto", "string"):
             limit = "must be auto or string: templates get contents as text"
             raise InvalidRequestError("chat_template_content_format", chat_template_content_format, limit)
@@ -193,7 +195,7 @@ class LLM(VllmMethods):
             for conversation in ([messages] if is_one else messages)
         ]
         handles = self._run(given, self._params(sampling_params, len(given)), bool(use_tqdm), priority, service)
-        return [handle.result() for handle in handles]
+        return list(map(RequestHandle.result, handles))
 
     def beam_search(
         self,
@@ -276,8 +278,16 @@ class LLM(VllmMethods):
     def _params(
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
     ) -> list[SamplingParams]:
-        default = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        return _one_each(default, num_prompts)
+        """One for each prompt."""
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        if isinstance(given, SamplingParams):
+            return [given] * num_prompts
+        if not is_list(given) or not all(isinstance(one, SamplingParams) for one in given):
+            limit = "must be SamplingParams, or a list with one for each prompt"
+            raise InvalidRequestError("sampling_params", given, limit)
+        if len(given) != num_prompts:
+            raise InvalidRequestError("sampling_params", len(given), f"must be one, or {num_prompts} of them")
+        return list(given)  # type: ignore[arg-type]  # each of them was looked at
 
     def _run(
         self,
@@ -291,38 +301,47 @@ class LLM(VllmMethods):
         return self._run_enqueued(list(map(_Enqueued, [""] * len(given), given, params, services)), show)
 
     def _run_enqueued(self, requests: list[_Enqueued], show: bool) -> list[RequestHandle]:
-        """Requests that have finished. Keeps as many submitted as the engine's queue takes. If one fails, so does the
-        call, and none is left running.
+        """Requests that have finished. Keeps as many submitted as the engine's queue takes; one request by itself may
+        always try. If one fails, so does the call, and none is left running.
         """
         handles: list[RequestHandle] = []
-        num_done = 0
-        widths = (one.params.beam_width or one.params.num_sequences for one in requests)
-        num_ahead = list(accumulate(widths, initial=0))
-        bar = progress(sys.stderr) if show and sys.stderr.isatty() else nullcontext(_silent)
+        widths: list[int] = []
+        num_done = num_open = 0
+        bar = progress(sys.stderr) if show and sys.stderr.isatty() else nullcontext()
         try:
             with bar as report:
-                for index in range(len(requests)):
-                    while len(handles) < len(requests) and self._has_room(num_ahead, index, len(handles)):
+                while num_done < len(requests):
+                    while len(handles) < len(requests):
                         request_id, given, params, options = requests[len(handles)]
-                        handle = self._engine.enqueue_request(given.prompt, params, request_id=request_id, **options)
-                        handles.append(handle)
-                    handles[index].result()
+                        width = params.beam_width or params.num_sequences
+                        if num_open and num_open + width > self._window:
+                            break
+                        handles.append(
+                            self._engine.enqueue_request(given.prompt, params, request_id=request_id, **options)
+                        )
+                        widths.append(width)
+                        num_open += width
+                    handles[num_done].result()
+                    num_open -= widths[num_done]
                     num_done += 1
-                    report("generating", num_done, len(requests))
+                    if report is not None:
+                        report("generating", num_done, len(requests))
         finally:
-            for handle in handles[num_done:]:
-                handle.cancel()
-            futures.wait([handle.future for handle in handles[num_done:]])
+            if left := handles[num_done:]:
+                for handle in left:
+                    handle.cancel()
+                futures.wait([handle.future for handle in left])
         return handles
 
-    def _has_room(self, num_ahead: Sequence[int], first: int, last: int) -> bool:
-        """Whether the queue takes the sequences of requests `first` to `last`. One request by itself may always try."""
-        return first == last or num_ahead[last + 1] - num_ahead[first] <= self._window
 
-
-def _check_unused(**arguments: object) -> None:
+def _check_unused(lora_request: object, mm_processor_kwargs: object = None, tokenization_kwargs: object = None) -> None:
     """vLLM's arguments for what is not here: nothing may be asked for by them."""
-    for name, value in arguments.items():
+    named = {
+        "lora_request": lora_request,
+        "mm_processor_kwargs": mm_processor_kwargs,
+        "tokenization_kwargs": tokenization_kwargs,
+    }
+    for name, value in named.items():
         if value:
             raise InvalidRequestError(name, value, "must not be set: it is not supported")
 
@@ -340,16 +359,15 @@ def _either(prompts: Any, prompt_token_ids: Any) -> Any:
 def service_of_each(
     given: Sequence[Given], priority: Priority | int | Sequence[Priority | int] | None, service: _Service
 ) -> list[ServiceOptions]:
-    if not is_list(priority):
-        priorities = [_priority(priority)] * len(given)
-    elif len(priority) != len(given):
+    if is_list(priority) and len(priority) != len(given):
         raise InvalidRequestError("priority", len(priority), f"must be one, or {len(given)} of them")
-    else:
-        priorities = [_priority(one) for one in priority]
-    return [
-        {**service, "priority": one, "cache_salt": service.get("cache_salt", "") if salt is None else salt}
-        for one, salt in zip(priorities, (item.cache_salt for item in given), strict=True)
-    ]
+    services: list[ServiceOptions] = []
+    for item, one in zip(given, priority if is_list(priority) else [priority] * len(given), strict=True):
+        options: ServiceOptions = {**service, "priority": _priority(one)}
+        if item.cache_salt is not None:
+            options["cache_salt"] = item.cache_salt
+        services.append(options)
+    return services
 
 
 def _priority(priority: object) -> Priority:
@@ -359,18 +377,3 @@ def _priority(priority: object) -> Priority:
     if not is_whole(priority):
         raise InvalidRequestError("priority", priority, "must be a Priority, or a whole number")
     return Priority.NORMAL if priority == 0 else Priority.HIGH if priority < 0 else Priority.LOW
-
-
-def _one_each(sampling_params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
-    if isinstance(sampling_params, SamplingParams):
-        return [sampling_params] * num_prompts
-    if not is_list(sampling_params) or not all(isinstance(one, SamplingParams) for one in sampling_params):
-        limit = "must be SamplingParams, or a list with one for each prompt"
-        raise InvalidRequestError("sampling_params", sampling_params, limit)
-    if len(sampling_params) != num_prompts:
-        raise InvalidRequestError("sampling_params", len(sampling_params), f"must be one, or {num_prompts} of them")
-    return list(sampling_params)  # type: ignore[arg-type]  # each of them was looked at
-
-
-def _silent(phase: str, done: int, total: int) -> None:
-    pass

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from holdfast.cluster.loop_thread import LoopThread
-from holdfast.cluster.offline.local_request import LocalRequest
+from holdfast.cluster.offline.request_handle import RequestHandle
 from holdfast.cluster.tokenizers import load_tokenizer
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
@@ -122,7 +122,7 @@ class LocalRouter:
         self._loop = self._thread.loop
         self._gate = threading.Lock()
         self._is_closed = False
-        self._open: dict[LocalRequest, asyncio.Task[tuple[CompletedSequence, ...]]] = {}
+        self._open: dict[RequestHandle, asyncio.Task[tuple[CompletedSequence, ...]]] = {}
         self._processor: RequestProcessor
         self._replica: LocalReplica
         self._engine_replica: Replica
@@ -130,6 +130,7 @@ class LocalRouter:
         self._updating = asyncio.Lock()
         self._num_replaced = 0
         self.tokenizer: Tokenizer
+        self.model: str
 
     @classmethod
     def start(cls, replica: Replica, limits: LimitsConfig, *, max_waiting: int) -> "LocalRouter":
@@ -145,7 +146,7 @@ class LocalRouter:
             raise
         return router
 
-    def submit(self, request: LocalRequest) -> None:
+    def submit(self, request: RequestHandle) -> None:
         """Begins a request; its caller gets an answer whatever happens. Raises the error that has ended the router."""
         with self._gate:
             if self._is_closed:
@@ -154,7 +155,7 @@ class LocalRouter:
                 raise self._replica.failure
             self._loop.call_soon_threadsafe(self._begin, request)
 
-    def cancel(self, request: LocalRequest) -> None:
+    def cancel(self, request: RequestHandle) -> None:
         """Ends a request, if it is open, with its output so far."""
         with self._gate:
             if not self._is_closed:
@@ -199,8 +200,9 @@ class LocalRouter:
         dispatch = Dispatch(config, patient, random.Random(0).randrange)
         dispatch_host = DispatchHost(dispatch, self._loop, lambda: None)
         tokenizers = TokenizerRegistry(load_tokenizer, config.inline_tokenize_bytes)
-        await tokenizers.load(replica.info.model, replica.info.path, replica.info.chat_template)
-        self.tokenizer = tokenizers[replica.info.model]
+        self.model = replica.info.model
+        await tokenizers.load(self.model, replica.info.path, replica.info.chat_template)
+        self.tokenizer = tokenizers[self.model]
         self._processor = RequestProcessor(dispatch_host, tokenizers, patient)
         self._dispatch_host, self._engine_replica = dispatch_host, replica
         self._replica = LocalReplica(replica, dispatch_host, self._loop)
@@ -236,16 +238,16 @@ class LocalRouter:
             self._replica = new
             old.fail_over()
 
-    def _begin(self, request: LocalRequest) -> None:
+    def _begin(self, request: RequestHandle) -> None:
         task = self._loop.create_task(request.run(self._processor))
         self._open[request] = task
         task.add_done_callback(partial(self._end, request))
 
-    def _end(self, request: LocalRequest, task: asyncio.Task[tuple[CompletedSequence, ...]]) -> None:
+    def _end(self, request: RequestHandle, task: asyncio.Task[tuple[CompletedSequence, ...]]) -> None:
         del self._open[request]
         request.end(task, self._replica.failure)
 
-    def _cancel(self, request: LocalRequest) -> None:
+    def _cancel(self, request: RequestHandle) -> None:
         if request in self._open:
             self._open[request].cancel()
 

@@ -137,12 +137,10 @@ def completion_output(completion: CompletedSequence, params: SamplingParams, tok
     )
 
 
-def prompt_logprobs(
-    first: CompletedSequence, params: SamplingParams, tokenizer: Tokenizer
-) -> list[dict[int, Logprob] | None] | None:
-    """What is said of the prompt, which goes with the first completion. Of its first token no model says anything."""
-    if params.prompt_logprobs is None:
-        return None
+def prompt_logprobs(first: CompletedSequence, tokenizer: Tokenizer) -> list[dict[int, Logprob] | None]:
+    """Those of the prompt, where they are asked for: they come with the first completion. The prompt's first token has
+    none.
+    """
     return [None, *(by_token_id(item, tokenizer) for item in first.output.prompt_logprobs)]
 
 

@@ -50,7 +50,7 @@ def prompt_list(prompts: PromptInput | Sequence[PromptInput] | Sequence[int]) ->
         raise InvalidRequestError("prompts", prompts, "must be a prompt or a list of prompts")
     if prompts and is_whole(prompts[0]):
         return [_given({"prompt_token_ids": prompts})]
-    return [_given(item) for item in prompts]
+    return list(map(_given, prompts))
 
 
 def _given(item: object) -> Given:

@@ -8,10 +8,10 @@ from typing import Self
 
 from holdfast.cluster.offline.chat_tokenizer import ChatTokenizer
 from holdfast.cluster.offline.engine_args import EngineArgs
-from holdfast.cluster.offline.inference_engine import RequestHandle
 from holdfast.cluster.offline.llm import LLM, service_of_each
 from holdfast.cluster.offline.outputs import CompletionOutput, RequestOutput
 from holdfast.cluster.offline.prompts import PromptInput, prompt_list
+from holdfast.cluster.offline.request_handle import RequestHandle
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import RequestOutputKind, SamplingParams

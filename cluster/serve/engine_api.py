@@ -18,7 +18,7 @@ from holdfast.router.api.vllm import servicer as vllm_engine
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.dispatch.request_stream import stopping
+from holdfast.router.dispatch.endings import stopping
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.security.gate import Gate
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import Final, TypeVar
 from urllib.parse import unquote
 
-from holdfast.router.overload.byte_ledger import KnownPeers, Lease, current_lease, set_lease
+from holdfast.router.overload.byte_ledger import CURRENT_LEASE, KnownPeers, Lease
 from holdfast.router.overload.overload import Overload
 from holdfast.router.security.gate import Caller, Gate
 from holdfast.router.wire.bounds import INLINE_BYTES
@@ -53,7 +53,7 @@ def _host(peer: str) -> str:
 
 def charge(caller: Caller) -> None:
     """The caller of the running task's request is known: what it holds is that key's. Raises `ByteBudgetError`."""
-    if (lease := current_lease()) is not None:
+    if (lease := CURRENT_LEASE.get()) is not None:
         lease.belongs_to(f"key {caller.name}")
 
 
@@ -80,7 +80,7 @@ def arriving() -> Iterator[Callable[[int], None]]:
 
     Raises `ByteBudgetError`, also where the request is ended for what it holds.
     """
-    lease = current_lease()
+    lease = CURRENT_LEASE.get()
     if lease is None:
         yield lambda num_bytes: None
         return
@@ -99,7 +99,7 @@ def arriving() -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def _held(lease: Lease) -> Iterator[None]:
-    set_lease(lease)
+    CURRENT_LEASE.set(lease)
     try:
         yield
     finally:

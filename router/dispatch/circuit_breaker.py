@@ -21,25 +21,26 @@ class CircuitBreaker:
         """None: the breaker is closed, and the replica may get attempts."""
         self.on_change: Callable[[], None] | None = None
         """Called when the breaker may have opened or closed."""
-        self._num_failures = 0
+        self.num_failures = 0
+        """In a row. To be read only."""
         self._last_failure_at = 0.0
 
     def note_failure(self, now: float) -> None:
         """An attempt failed there by the replica's own fault."""
-        self._num_failures += 1
+        self.num_failures += 1
         self._last_failure_at = now
-        if self._num_failures >= NUM_FAILURES_TO_REST:
+        if self.num_failures >= NUM_FAILURES_TO_REST:
             self.rest_until(now + self._rest_s)
 
     def note_success(self) -> None:
         """An attempt brought its first output there."""
-        self._num_failures = 0
+        self.num_failures = 0
         if self.rests_until is not None:
             self._set(None)
 
     def note_sent(self, now: float) -> None:
         """After a rest one attempt probes the replica (half-open); others follow when it has brought output."""
-        if self._num_failures >= NUM_FAILURES_TO_REST:
+        if self.num_failures >= NUM_FAILURES_TO_REST:
             self.rest_until(now + self._rest_s)
 
     def rest_until(self, when: float) -> None:
@@ -53,7 +54,7 @@ class CircuitBreaker:
 
     def is_forgotten(self, now: float) -> bool:
         """Whether it may be replaced by a new breaker."""
-        if self._num_failures == 0:
+        if self.num_failures == 0:
             return self.rests_until is None or now >= self.rests_until
         return now - self._last_failure_at > MEMORY_S
 
@@ -64,7 +65,7 @@ class CircuitBreaker:
 
     @property
     def _rest_s(self) -> float:
-        num_rests = min(self._num_failures - NUM_FAILURES_TO_REST, 10)
+        num_rests = min(self.num_failures - NUM_FAILURES_TO_REST, 10)
         return min(FIRST_REST_S * 2.0**num_rests, MAX_REST_S)
 
 

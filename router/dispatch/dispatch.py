@@ -29,15 +29,11 @@ from holdfast.router.dispatch.replica_state import ReplicaState
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
 from holdfast.router.dispatch.request_table import RequestTable
-from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.dispatch.versions import VersionCounts
 from holdfast.router.events import (
-    FRESH,
     Action,
-    CaughtUp,
     ModelStatus,
     ReplicaLoad,
-    TextState,
 )
 from holdfast.router.operator_state import OperatorState
 from holdfast.worker.config import ServiceOrderConfig
@@ -49,7 +45,7 @@ from holdfast.worker.errors import (
     VersionGoneError,
 )
 from holdfast.worker.model_info import ReplicaFacts, without_version
-from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, RequestKey, SequenceKey
+from holdfast.worker.request import EngineLoad, FinishReason, RequestKey, SequenceKey
 from holdfast.worker.step_update import StepUpdate
 from holdfast.worker.waiting_queue import DUE_AFTER_S
 
@@ -80,46 +76,25 @@ class Dispatch:
 
     # --- events from clients ---
 
-    def submit(
-        self,
-        request: EngineRequest,
-        *,
-        model: str,
-        text: TextState,
-        deadline: float,
-        now: float,
-        caught_up: CaughtUp = FRESH,
-        client_attempt: int = 0,
-        timeline: Timeline | None = None,
-    ) -> list[Action]:
-        """Opens a request. From here on it ends exactly once: finished, failed or cancelled.
+    def submit(self, state: RequestState, now: float) -> list[Action]:
+        """Opens a sequence of a request. From here on it ends exactly once: finished, failed or cancelled.
 
-        A request with output continues after it: that output was pushed into `text`, and `caught_up` is the result.
-        It must not be open: see `supersede`. `client_attempt` is above 0 if the client submits again when told to;
-        `timeline` is to be filled, and begins now. Raises the following errors and then keeps no state:
+        One with output continues after it: that output was pushed into its `text`, and `caught_up` is the result. It
+        must not be open: see `supersede`. Its timeline begins now. Raises the following errors and then keeps no state:
         `UnknownModelError`, `QueueFullError`, `ReplicaError` (no replica for too long), `VersionGoneError`,
         `DeadlineExceededError`.
         """
-        self._outages.admit(model, now)
+        model, deadline = state.model, state.deadline
+        if self.registry.model(model).down_since is not None:
+            self._outages.admit(model, now)
         if now >= deadline:
             raise DeadlineExceededError("the request's time was up before it could be queued")
         self._num_submitted += 1
-        urgency = (min(deadline, now + DUE_AFTER_S), self._num_submitted)
-        timeline = timeline or Timeline()
-        timeline.opened_s = now
-        state = RequestState(
-            request=request,
-            model=model,
-            text=text,
-            caught_up=caught_up,
-            deadline=deadline,
-            client_attempt=client_attempt,
-            urgency=urgency,
-            timeline=timeline,
-        )
-        if state.version:
-            self.registry.want_version(model, state.version, now)
-            if self.registry.is_gone(model, state.version, now):
+        state.urgency = (min(deadline, now + DUE_AFTER_S), self._num_submitted)
+        state.timeline.opened_s = now
+        if version := state.version:
+            self.registry.want_version(model, version, now)
+            if self.registry.is_gone(model, version, now):
                 raise _version_gone(state)
         replica = self._placement.admit(state, now)
         self._requests.add(state)
@@ -136,9 +111,9 @@ class Dispatch:
         Newer is the one with the higher number; of equal numbers, the one that arrives later. Raises
         `RequestSupersededError` if the open request is the newer one.
         """
-        states = self._requests.of_request(key)
-        if not states:
+        if key not in self._requests.by_request:
             return []
+        states = self._requests.of_request(key)
         newest = max(state.client_attempt for state in states)
         if newest > client_attempt:
             stale = f"submission {client_attempt} of request {key.request_id} came after submission {newest}"
@@ -247,7 +222,7 @@ class Dispatch:
 
     def step(self, replica_id: str, update: StepUpdate, now: float) -> list[Action]:
         """Takes the result of one engine step. What comes from a lost replica or for an old attempt is dropped."""
-        replica = self.registry.get(replica_id)
+        replica = self.registry.replicas.get(replica_id)
         if replica is None:
             return []
         actions = self._progress.take(replica, update, now)

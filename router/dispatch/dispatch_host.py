@@ -10,7 +10,8 @@ from typing import Final, Protocol
 
 from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.dispatch import Dispatch
-from holdfast.router.dispatch.output_stream import OutputStream, Sink, UnreadLimit
+from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_stream import OutputStream, Sink, UnreadLimit
 from holdfast.router.events import (
     Action,
     ClusterEvent,
@@ -20,7 +21,6 @@ from holdfast.router.events import (
     SendSubmit,
 )
 from holdfast.router.operator_state import OperatorState
-from holdfast.router.resume import NewSequence
 from holdfast.worker.errors import HoldfastError, InternalError
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.request import EngineLoad, RequestKey, SequenceKey
@@ -96,32 +96,15 @@ class DispatchHost:
 
     def supersede(self, key: RequestKey, client_attempt: int = 0) -> None:
         """As `Dispatch.supersede`: most likely the client has lost the connection, and submits its request again."""
-        self.perform(self.dispatch.supersede(key, client_attempt, self.now()))
+        if actions := self.dispatch.supersede(key, client_attempt, self.now()):
+            self.perform(actions)
 
-    def open(
-        self,
-        sequence: NewSequence,
-        *,
-        model: str,
-        deadline: float,
-        sink: Sink,
-        client_attempt: int = 0,
-    ) -> OutputStream:
+    def open(self, state: RequestState, sink: Sink) -> OutputStream:
         """Opens one sequence of a request, which is not open: see `supersede`. Raises what `Dispatch.submit` raises.
         Whoever opens a stream closes it.
         """
-        request = sequence.request
-        stream = OutputStream(request.sequence_key, sink, self.now, self._unread_limit)
-        actions = self.dispatch.submit(
-            request,
-            model=model,
-            text=sequence.text,
-            deadline=deadline,
-            now=self.now(),
-            caught_up=sequence.caught_up,
-            client_attempt=client_attempt,
-            timeline=stream.timeline,
-        )
+        stream = OutputStream(state.key, sink, self.now, self._unread_limit, state.timeline)
+        actions = self.dispatch.submit(state, self.now())
         self._streams[stream.key] = stream
         self.perform(actions)
         return stream

@@ -25,8 +25,17 @@ logger = logging.getLogger(__name__)
 
 _OF_SERVERS: Final = {Fault.REPLICA, Fault.BUG}
 
+STOPPED_RETRY_S: Final = 1.0
+
 _LEAVING: Final = {RequestEvent.CANCEL, RequestEvent.HAND_OVER}
 """Ends by which a client asks for nothing more here."""
+
+
+def stopping() -> RequestAbortedError:
+    """The error for requests to a router that stops. Clients may retry: another router may have its address by then."""
+    error = RequestAbortedError("this router is stopping")
+    error.retry_after_s = STOPPED_RETRY_S
+    return error
 
 
 class Endings:

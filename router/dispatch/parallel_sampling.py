@@ -1,4 +1,4 @@
-"""Parallel sampling (`n`, `best_of`): the requests that one request becomes, the choice of the best, and their usage.
+"""Parallel sampling (`n`, `best_of`): the requests that one request becomes, and the choice of the best.
 
 Pure functions, for the router and for the offline engine.
 """
@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from holdfast.router.events import Usage
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import MAX_SEED, SamplingParams
 
@@ -32,11 +31,6 @@ def siblings(request: EngineRequest) -> tuple[EngineRequest, ...]:
     )
 
 
-def is_ranked(params: SamplingParams) -> bool:
-    """Whether more sequences are sampled than returned. Then nothing can be returned before all have ended."""
-    return params.num_sequences > params.n
-
-
 def best(logprobs: Sequence[Sequence[float]], n: int) -> list[int]:
     """Indices of the `n` sequences with the highest mean log-probability, best first; of equal ones the lower index.
 
@@ -46,21 +40,13 @@ def best(logprobs: Sequence[Sequence[float]], n: int) -> list[int]:
     return sorted(range(len(means)), key=lambda index: (-means[index], index))[:n]
 
 
-def merged_usage(usages: Sequence[Usage]) -> Usage:
-    """The usage of all siblings: the prompt counts once, and as cached only what was cached for each of them."""
-    return Usage(
-        num_prompt_tokens=usages[0].num_prompt_tokens,
-        num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),
-        num_cached_tokens=min(usage.num_cached_tokens for usage in usages),
-    )
-
-
 def _params_of(params: SamplingParams, index: int) -> SamplingParams:
     assert params.seed is not None, "the seed is chosen before there are siblings"
+    is_ranked = params.num_sequences > params.n
     return params.with_changes(
         n=1,
         best_of=None,
         seed=(params.seed + index) % (MAX_SEED + 1),
-        logprobs=0 if is_ranked(params) and params.logprobs is None else params.logprobs,
+        logprobs=0 if is_ranked and params.logprobs is None else params.logprobs,
         prompt_logprobs=params.prompt_logprobs if index == 0 else None,
     )

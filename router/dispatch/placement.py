@@ -17,7 +17,7 @@ from holdfast.router.events import Action, SendAbort, SendSubmit
 from holdfast.router.token_bucket import TokenBucket
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import CapacityError, Fault, HoldfastError
-from holdfast.worker.request import NUM_STEPS_TO_CLEAR
+from holdfast.worker.request import NUM_STEPS_TO_CLEAR, Suspicion
 
 MAX_FULL_S: Final = 1.0
 """Longest time that a replica gets no new requests after it refused one for lack of room."""
@@ -63,9 +63,10 @@ class Placement:
         """Begins an attempt: the request continues after its output so far."""
         self.stats.note_sent(state, replica.facts.replica_id, now)
         attempt = self._requests.begin_attempt(state, replica, event, now)
-        replica.breaker.note_sent(now)
-        time_left_s = max(0.0, state.deadline - now)
-        request = state.continuation(time_left_s, self.quarantine.suspicion(state))
+        if replica.breaker.num_failures:
+            replica.breaker.note_sent(now)
+        suspicion = self.quarantine.suspicion(state) if state.num_replicas_lost_in_a_row else Suspicion.NONE
+        request = state.continuation(max(0.0, state.deadline - now), suspicion)
         return SendSubmit(replica_id=replica.facts.replica_id, attempt=attempt.number, request=request)
 
     def drain(self, model: str, now: float) -> list[Action]:
@@ -109,7 +110,6 @@ class Placement:
         if state.num_steps == NUM_STEPS_TO_CLEAR and state.num_replicas_lost_in_a_row:
             self.quarantine.clear(state)
         if state.num_steps == 1:
-            state.attempt.replica.breaker.note_success()
             state.attempt.replica.note_first_output(state.attempt.number, now)
             self.stats.note_first_output(state, queued_s, now)
 
@@ -226,14 +226,7 @@ class Placement:
             version = self._version(state)
             if (home := self._beside(state, version)) is not None:
                 return home
-        return self._registry.choose(
-            state.model,
-            state.prefix,
-            state.request.session_id,
-            is_trial=state.is_suspect,
-            version=version,
-            key=state.request.request_id,
-        )
+        return self._registry.choose(state, version)
 
     def _version(self, state: RequestState) -> str:
         """The version that must run it: that of its output, or of its siblings', which are the same client's."""

@@ -10,7 +10,6 @@ from typing import Final, NamedTuple
 
 from holdfast.router.config import PolicyName
 from holdfast.router.dispatch.prefix_index import NO_MATCH, PrefixMatch
-from holdfast.worker.request import EngineLoad
 
 NUM_POINTS: Final = 64
 """Places of each replica on the ring: shares of the circle then differ by about 12 %."""
@@ -73,16 +72,6 @@ RandomIndex = Callable[[int], int]
 """`random_index(n)` is uniform in 0..n-1."""
 
 
-def load_score(load: EngineLoad, num_sent: int = 0, num_sent_tokens: int = 0, num_open: int = 0) -> float:
-    """The load of a replica: sequences, plus prompt tokens to compute in units of `TOKENS_PER_SEQUENCE`.
-
-    `num_sent` and `num_sent_tokens` count what this router has sent since the replica's last report. `num_open`, all
-    attempts of this router there, is a lower bound: a report may have been sent before a submission arrived.
-    """
-    num_sequences = max(load.num_running + load.num_waiting + num_sent, num_open)
-    return num_sequences + (load.num_waiting_tokens + num_sent_tokens) / TOKENS_PER_SEQUENCE
-
-
 class RoutingSnapshot(NamedTuple):
     """What a policy may look at: the replicas of one model as a router knows them now, and the request.
 
@@ -90,7 +79,7 @@ class RoutingSnapshot(NamedTuple):
     """
 
     scores: Sequence[float]
-    """Load by slot, in sequences (`load_score`); `CLOSED` where the request may not go."""
+    """Load by slot, in sequences (`ReplicaState.score`); `CLOSED` where the request may not go."""
     num_open: int
     """Slots that are not closed: at least one."""
     total_score: float

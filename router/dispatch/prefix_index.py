@@ -128,34 +128,35 @@ class PrefixHolders:
 class PrefixIndex:
     """The hashes of the blocks that one replica has cached, kept in its model's `PrefixHolders` as well."""
 
-    __slots__ = ("_bit", "_block_size", "_blocks", "_holders")
+    __slots__ = ("_bit", "_block_size", "_holders", "blocks")
 
     def __init__(self, block_size: int, holders: PrefixHolders, slot: int) -> None:
         self._block_size = block_size
-        self._blocks: set[int] = set()
+        self.blocks: set[int] = set()
+        """To be read only."""
         self._holders = holders
         self._bit = 1 << slot
         holders.add_replica(block_size)
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self.blocks)
 
     def apply(self, stored: Collection[int], evicted: Collection[int]) -> None:
         """Takes one batch of cache events. No block is in both lists."""
-        self._blocks.update(stored)
-        self._blocks.difference_update(evicted)
+        self.blocks.update(stored)
+        self.blocks.difference_update(evicted)
         self._holders.add(stored, self._bit)
         self._holders.discard(evicted, self._bit)
 
     def close(self) -> None:
         """The replica was lost, and its cache with it."""
-        self._holders.discard(self._blocks, self._bit)
-        self._blocks.clear()
+        self._holders.discard(self.blocks, self._bit)
+        self.blocks.clear()
         self._holders.remove_replica(self._block_size)
 
     def num_cached_tokens(self, prefix: PromptPrefix) -> int:
         """Leading tokens of a prompt that are cached here. Looks up one block more than are cached."""
-        if not self._blocks:
+        if not self.blocks:
             return 0
-        is_cached = (block in self._blocks for block in prefix.blocks(self._block_size))
+        is_cached = (block in self.blocks for block in prefix.blocks(self._block_size))
         return self._block_size * sum(takewhile(bool, is_cached))

@@ -9,8 +9,9 @@ from typing import Final
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.circuit_breaker import CircuitBreaker
 from holdfast.router.dispatch.policy import CLOSED, POLICIES, RandomIndex, RoutingSnapshot
-from holdfast.router.dispatch.prefix_index import NO_MATCH, PromptPrefix
+from holdfast.router.dispatch.prefix_index import NO_MATCH
 from holdfast.router.dispatch.replica_state import ModelState, ReplicaState
+from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.versions import position
 from holdfast.router.events import ModelStatus, ReplicaLoad
 from holdfast.router.operator_state import NO_OPERATOR_STATE, OperatorState
@@ -28,7 +29,8 @@ class ReplicaRegistry:
     def __init__(self, config: RouterConfig, random_index: RandomIndex) -> None:
         self._config = config
         self._random_index = random_index
-        self._replicas: dict[str, ReplicaState] = {}
+        self.replicas: dict[str, ReplicaState] = {}
+        """Those that are up, by id. To be read only."""
         self._models: dict[str, ModelState] = {}
         self._breakers: dict[str, CircuitBreaker] = {}
         """Of replicas that are up, and of lost ones with recent failures."""
@@ -43,7 +45,7 @@ class ReplicaRegistry:
 
     def add(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> None:
         """A replica came up. It must not be up already."""
-        assert facts.replica_id not in self._replicas, f"replica {facts.replica_id} is up already"
+        assert facts.replica_id not in self.replicas, f"replica {facts.replica_id} is up already"
         self._forget_breakers(now)
         breaker = self._breakers.setdefault(facts.replica_id, CircuitBreaker())
         breaker.end_rest(now)
@@ -52,14 +54,14 @@ class ReplicaRegistry:
             model = self._models[facts.model] = ModelState(facts, self._config.policy_of(facts.model))
         max_waiting, max_ttft_s = self._config.max_waiting_per_replica, self._config.max_ttft_s
         replica = ReplicaState(facts, load, breaker, model.table, max_waiting, max_ttft_s)
-        self._replicas[facts.replica_id] = model.by_slot[replica.slot] = replica
+        self.replicas[facts.replica_id] = model.by_slot[replica.slot] = replica
         model.replicas.append(replica)
         model.refresh(now)
         self._refresh_statuses()
 
     def remove(self, replica_id: str, now: float) -> ReplicaState | None:
         """A replica was lost. Returns its state, or None if it was not up."""
-        replica = self._replicas.pop(replica_id, None)
+        replica = self.replicas.pop(replica_id, None)
         self.retiring.pop(replica_id, None)
         if replica is not None:
             model = self._models[replica.facts.model]
@@ -71,44 +73,35 @@ class ReplicaRegistry:
         return replica
 
     def __iter__(self) -> Iterator[ReplicaState]:
-        return iter(self._replicas.values())
+        return iter(self.replicas.values())
 
     def get(self, replica_id: str) -> ReplicaState | None:
-        return self._replicas.get(replica_id)
+        return self.replicas.get(replica_id)
 
-    def choose(
-        self,
-        model: str,
-        prefix: PromptPrefix,
-        session_id: str = "",
-        *,
-        is_trial: bool = False,
-        version: str = "",
-        key: str = "",
-    ) -> ReplicaState | None:
+    def choose(self, state: RequestState, version: str = "") -> ReplicaState | None:
         """The replica for a request by its model's routing policy, or None if none is up and has room.
 
-        With a `version`, one of that version alone. A request that is bound to none has a `key`, by which a canary gets
-        its share; what finds no room there goes to the others, and the rest never goes to the canary unless it is all
-        that there is.
+        With a `version`, one of that version alone. A request that is bound to none goes to a canary by its id: the
+        canary gets its share; what finds no room there goes to the others, and the rest never goes to the canary unless
+        it is all that there is.
         """
-        state = self._models[model]
-        if len(state.replicas) == 1:  # as on one machine: there is nothing to choose
-            only = state.replicas[0]
+        model, is_trial = self._models[state.model], state.is_suspect
+        if len(model.replicas) == 1:  # as on one machine: there is nothing to choose
+            only = model.replicas[0]
             return only if version in ("", only.version) and only.takes_more(is_trial=is_trial) else None
-        table = state.table
-        match = table.holders.match(prefix) if state.policy == "prefix_aware" else NO_MATCH
-        snapshot = table.snapshot(self._random_index, prefix.num_prompt_tokens, match, session_id)
+        table, request = model.table, state.request
+        match = table.holders.match(state.prefix) if model.policy == "prefix_aware" else NO_MATCH
+        snapshot = table.snapshot(self._random_index, len(request.prompt_token_ids), match, request.session_id)
         if is_trial:
-            snapshot = snapshot.without([one.slot for one in state.replicas if not one.takes_more(is_trial=True)])
-        if version and state.versions != {version}:
-            snapshot = snapshot.without(state.others_than(version))
-        elif key and len(state.versions) > 1:
-            snapshot = self._shared(state, snapshot, key)
+            snapshot = snapshot.without([one.slot for one in model.replicas if not one.takes_more(is_trial=True)])
+        if version and model.versions != {version}:
+            snapshot = snapshot.without(model.others_than(version))
+        elif not version and len(model.versions) > 1:
+            snapshot = self._shared(model, snapshot, request.request_id)
         if not snapshot.num_open:
             return None
-        table.last = POLICIES[state.policy](snapshot)
-        return state.by_slot[table.last]
+        table.last = POLICIES[model.policy](snapshot)
+        return model.by_slot[table.last]
 
     def retire(self, replica: ReplicaState, is_retiring: bool) -> None:
         """Marks a replica as retiring, or no longer so."""
@@ -124,12 +117,12 @@ class ReplicaRegistry:
 
     def end_rests(self, now: float) -> None:
         """Closes the circuit breakers whose rest is over."""
-        for replica in self._replicas.values():
+        for replica in self.replicas.values():
             replica.breaker.end_rest(now)
 
     def rests(self) -> Iterator[float]:
         """The times at which the rests of replicas end."""
-        for replica in self._replicas.values():
+        for replica in self.replicas.values():
             if replica.breaker.rests_until is not None and not replica.is_retiring:
                 yield replica.breaker.rests_until
 
@@ -178,7 +171,7 @@ class ReplicaRegistry:
                 is_retiring=replica.is_retiring,
                 num_ranks=replica.facts.tensor_parallel_size,
             )
-            for replica_id, replica in self._replicas.items()
+            for replica_id, replica in self.replicas.items()
         )
 
     def _shared(self, state: ModelState, snapshot: RoutingSnapshot, key: str) -> RoutingSnapshot:
@@ -231,12 +224,12 @@ class ReplicaRegistry:
     def check_integrity(self) -> None:
         """Asserts that the tables by replica and by model agree."""
         by_model = [replica for model in self._models.values() for replica in model.replicas]
-        assert len(by_model) == len(self._replicas)
+        assert len(by_model) == len(self.replicas)
         for name, model in self._models.items():
             model.table.check_integrity()
             assert (model.down_since is None) == bool(model.replicas), f"{name}: down yet up"
             assert all(replica.facts.model == name for replica in model.replicas)
-        for replica_id, replica in self._replicas.items():
+        for replica_id, replica in self.replicas.items():
             assert replica.facts.replica_id == replica_id
             assert replica.is_retiring == (replica_id in self.retiring)
             assert replica.breaker is self._breakers[replica_id]
@@ -254,5 +247,5 @@ class ReplicaRegistry:
     def _forget_breakers(self, now: float) -> None:
         """Drops the breakers of lost replicas that no longer matter."""
         for replica_id, breaker in list(self._breakers.items()):
-            if replica_id not in self._replicas and breaker.is_forgotten(now):
+            if replica_id not in self.replicas and breaker.is_forgotten(now):
                 del self._breakers[replica_id]

@@ -8,12 +8,12 @@ from holdfast.router.config import PolicyName
 from holdfast.router.dispatch.circuit_breaker import CircuitBreaker
 from holdfast.router.dispatch.policy import (
     CLOSED,
+    TOKENS_PER_SEQUENCE,
     UNKNOWN_TOKEN_S,
     HashRing,
     RandomIndex,
     RoutingSnapshot,
     Slot,
-    load_score,
 )
 from holdfast.router.dispatch.prefix_index import NO_MATCH, PrefixHolders, PrefixIndex, PrefixMatch
 from holdfast.worker.model_info import ModelInfo, ReplicaFacts
@@ -182,8 +182,14 @@ class ReplicaState:
 
     @property
     def score(self) -> float:
-        """Its load, as `policy.py` compares it."""
-        return load_score(self.load, self._num_sent, self._num_sent_tokens, len(self.attempts))
+        """Its load, as `policy.py` compares it: sequences, plus prompt tokens to compute in units of
+        `TOKENS_PER_SEQUENCE`; both as last reported, and what was sent there since.
+
+        All attempts of this router there are a lower bound: a report may have been sent before a submission arrived.
+        """
+        load = self.load
+        num_sequences = max(load.num_running + load.num_waiting + self._num_sent, len(self.attempts))
+        return num_sequences + (load.num_waiting_tokens + self._num_sent_tokens) / TOKENS_PER_SEQUENCE
 
     @property
     def is_retiring(self) -> bool:
@@ -212,6 +218,8 @@ class ReplicaState:
 
     def note_first_output(self, attempt: int, now: float) -> None:
         """An attempt has brought its first output."""
+        if self.breaker.num_failures or self.breaker.rests_until is not None:
+            self.breaker.note_success()
         self._without_output.discard(attempt)
         self._starts.note(now, more_due=bool(self._without_output))
         self._refresh()

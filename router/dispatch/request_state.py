@@ -1,17 +1,25 @@
 """State of one open request, with all data that another replica needs to continue it."""
 
 import math
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from holdfast.router.dispatch.prefix_index import PromptPrefix
 from holdfast.router.dispatch.replica_state import ReplicaState
 from holdfast.router.dispatch.request_status import TRANSITIONS, RequestEvent, RequestStatus, Standing
 from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import FRESH, CaughtUp, OutputDelta, TextState, Usage
-from holdfast.router.text.stop_strings import shown_tokens
+from holdfast.router.text.text_stream import shown_tokens
 from holdfast.worker.errors import InternalError
 from holdfast.worker.model_info import version_of
-from holdfast.worker.request import EngineRequest, FinishReason, Priority, SequenceKey, Suspicion, TokenLogprob
+from holdfast.worker.request import (
+    EngineRequest,
+    FinishReason,
+    Priority,
+    RequestKey,
+    SequenceKey,
+    Suspicion,
+    TokenLogprob,
+)
 from holdfast.worker.waiting_queue import Tenant
 
 
@@ -27,12 +35,14 @@ class Attempt:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestState:
-    """One open request. Its text state is a function of its output tokens."""
+    """One sequence of a request: made by admission, open from `Dispatch.submit` on. Its text state is a function of its
+    output tokens.
+    """
 
     request: EngineRequest
     model: str
     text: TextState
-    caught_up: InitVar[CaughtUp] = FRESH
+    caught_up: CaughtUp = FRESH
     """What its client has of the output of a resumed request."""
     deadline: float = math.inf
     """By the clock of the core's caller, in seconds."""
@@ -56,15 +66,13 @@ class RequestState:
     """Whom its tokens are charged to; set by the queue."""
     service_class: Priority = field(init=False)
     """Better than that of the request after a long wait."""
-    class_name: str = field(init=False)
-    """Of the request's priority, in statistics."""
     timeline: Timeline = field(default_factory=Timeline)
     waits_since_s: float = 0.0
     waited_s: float = 0.0
     key: SequenceKey = field(init=False)
     """By which it is found; no client can write that of another's."""
-    prefix: PromptPrefix = field(init=False)
-    """Block hashes of the prompt, for prefix-aware routing."""
+    request_key: RequestKey = field(init=False)
+    _prefix: PromptPrefix | None = field(default=None, repr=False)
     fingerprint: str = field(init=False)
     """Model fingerprint of the last replica that it ran on; of a resumed request, perhaps behind another router."""
     identity_guaranteed: bool = True
@@ -85,20 +93,27 @@ class RequestState:
     is_suspect: bool = False
     """So many of them that it may only run on trial. Set by `failures.py`."""
 
-    def __post_init__(self, caught_up: CaughtUp) -> None:
-        self.key = self.request.sequence_key
-        self.prefix = PromptPrefix(self.request)
-        self.service_class = self.request.priority
-        self.class_name = self.request.priority.name.lower()
-        self.output_token_ids = list(self.request.output_token_ids)
-        self.has_first_token = bool(self.request.output_token_ids)
+    def __post_init__(self) -> None:
+        request, caught_up = self.request, self.caught_up
+        self.key = SequenceKey(request.tenant, request.request_id, request.part, request.sequence_index)
+        self.request_key = request.key
+        self.service_class = request.priority
+        self.output_token_ids = list(request.output_token_ids)
+        self.has_first_token = bool(request.output_token_ids)
         self.unsent_text = caught_up.unsent_text
         self.fingerprint = caught_up.fingerprint
-        self.bound_version = version_of(caught_up.fingerprint)
+        self.bound_version = version_of(caught_up.fingerprint) if caught_up.fingerprint else ""
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def prefix(self) -> PromptPrefix:
+        """Block hashes of the prompt, for prefix-aware routing: made when they are first asked for."""
+        if self._prefix is None:
+            self._prefix = PromptPrefix(self.request)
+        return self._prefix
 
     @property
     def standing(self) -> Standing:
@@ -146,7 +161,9 @@ class RequestState:
         that ends the output is no text, special or not.
         """
         first_token_index = len(self.output_token_ids)
-        shown = shown_tokens(token_ids, finish_reason, self.request.sampling_params)
+        shown = token_ids
+        if finish_reason is FinishReason.STOP:
+            shown = shown_tokens(token_ids, finish_reason, self.request.sampling_params)
         piece = self.text.push(shown)
         num_kept = piece.num_tokens if piece.stopped else len(token_ids)
         kept, text = token_ids[:num_kept], self.unsent_text + piece.text
@@ -158,6 +175,13 @@ class RequestState:
         if not kept and finish_reason is None:
             return None
         self.unsent_text = ""
+        usage = None
+        if finish_reason is not None:
+            usage = Usage(
+                num_prompt_tokens=len(self.request.prompt_token_ids),
+                num_completion_tokens=len(self.output_token_ids),
+                num_cached_tokens=self.num_cached_tokens,
+            )
         has_prompt_logprobs = first_token_index == 0 and self.request.sampling_params.prompt_logprobs is not None
         fields = (
             self.request.request_id,
@@ -165,7 +189,7 @@ class RequestState:
             kept,
             text,
             finish_reason,
-            None if finish_reason is None else self._usage(),
+            usage,
             logprobs[:num_kept],
             self._of_prompt(prompt_logprobs) if has_prompt_logprobs else (),
             0,  # the sequence's index is its request stream's to say
@@ -222,11 +246,3 @@ class RequestState:
         if len(logprobs) != len(self.request.prompt_token_ids) - 1:
             raise ValueError(f"{len(logprobs)} logprobs for a prompt of {len(self.request.prompt_token_ids)} tokens")
         return logprobs
-
-    def _usage(self) -> Usage:
-        num_prompt_tokens, num_completion_tokens = len(self.request.prompt_token_ids), len(self.output_token_ids)
-        return Usage(
-            num_prompt_tokens=num_prompt_tokens,
-            num_completion_tokens=num_completion_tokens,
-            num_cached_tokens=self.num_cached_tokens,
-        )

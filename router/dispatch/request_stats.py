@@ -10,6 +10,7 @@ from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_status import RequestEvent
 from holdfast.router.dispatch.timeline import AttemptTimes, Cause
 from holdfast.router.dispatch.versions import VersionCounts
+from holdfast.worker.request import Priority
 from holdfast.worker.stats import Histogram
 
 _CAUSES: Final = {
@@ -19,6 +20,7 @@ _CAUSES: Final = {
     RequestEvent.MOVE: Cause.MOVED,
     RequestEvent.SUSPEND: Cause.UNREAD,
 }
+_CLASSES: Final = {priority: priority.name.lower() for priority in Priority}
 IN_ROUTER: Final = "router"
 IN_REPLICA: Final = "replica"
 
@@ -93,7 +95,7 @@ class DispatchStats:
                 self.failovers[state.model, str(cause)] += 1
         else:
             waited_s = now - state.timeline.opened_s
-            self.queue_s[state.model, state.class_name, IN_ROUTER].note(waited_s)
+            self.queue_s[state.model, _CLASSES[state.request.priority], IN_ROUTER].note(waited_s)
         if num_tokens:
             self.replayed_tokens[state.model] += num_tokens
         attempts.append(AttemptTimes(replica_id, now, num_tokens))
@@ -109,7 +111,7 @@ class DispatchStats:
         counts.first_token_s += now - state.attempt.sent_at
         *earlier, attempt = state.timeline.attempts
         attempt.first_output_s, attempt.queued_s = now, queued_s
-        self.queue_s[state.model, state.class_name, IN_REPLICA].note(queued_s)
+        self.queue_s[state.model, _CLASSES[state.request.priority], IN_REPLICA].note(queued_s)
         if earlier:
             self._note_pause(state, earlier, now)
 

@@ -1,60 +1,299 @@
-"""The stream of one request: its sequences, opened together and read as one. A pure core."""
+"""Output of a request: one buffer for each of its sequences, between the dispatch host and the request's sink, and the
+stream that opens them together and reads them as one. A pure core.
+
+Output that the sink does not take waits for its reader, and is merged into one delivery: a slow reader delays nobody.
+A buffer is bounded by its sequence's output, and where there is a limit (`UnreadLimit`), its request is suspended soon
+after the buffer has exceeded that.
+"""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
 
-from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.dispatch.output_stream import OutputStream, Sink
-from holdfast.router.dispatch.parallel_sampling import merged_usage
+from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import OutputDelta, Usage
-from holdfast.router.resume import NewSequence, final_delivery
-from holdfast.worker.errors import HoldfastError, RequestAbortedError
+from holdfast.router.resume import final_delivery
+from holdfast.worker.errors import HoldfastError
+from holdfast.worker.request import EngineRequest, SequenceKey, TokenLogprob
 
-STOPPED_RETRY_S: Final = 1.0
+if TYPE_CHECKING:
+    from holdfast.router.dispatch.dispatch_host import DispatchHost
+
+BEHIND_AT_LEAST_S: Final = 1.0
+"""A reader that is behind for less may be held up by its own event loop, and is not called slow."""
+
+MERGED_AT: Final = 64
+"""This many unfetched deliveries are merged into one, because each costs more memory than its tokens."""
 
 
-class RequestStream:
-    """The output streams of a request's siblings as one, for one reader. Whoever opens it closes it."""
+class Sink(Protocol):
+    """Where the output of a request goes. Both methods run inside the dispatch host, and must not call back into it."""
+
+    def take(self, delta: OutputDelta, /) -> bool:
+        """Takes what comes before the end of a sequence of which nothing waits. False is back pressure: the delta
+        waits to be polled.
+        """
+
+    def notify(self) -> None:
+        """There is something to poll: output that was not taken, or an end. It must only wake the reader, not read."""
+
+
+class WakingSink:
+    """Takes nothing, and calls `on_output` when there is something to poll."""
+
+    def __init__(self, on_output: Callable[[], None]) -> None:
+        self.notify = on_output
+
+    def take(self, delta: OutputDelta, /) -> bool:
+        return False
+
+
+_NOBODY: Final = WakingSink(lambda: None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadLimit:
+    """When a stream's reader is too far behind for its request to keep a replica, and who is told."""
+
+    num_tokens: int
+    """That wait for a reader which has been behind for `BEHIND_AT_LEAST_S`."""
+    on_unread: Callable[["OutputStream"], None]
+    """Called at each delivery from there on. It runs inside the dispatch host, and must not call back into it."""
+    on_read: Callable[["OutputStream"], None]
+    """Called once a stream that `is_suspended` has been read to its last token. It runs in the reader."""
+
+
+class OutputStream:
+    """Output of one sequence. Filled by `push` and `fail`, emptied by the sink or by `poll`."""
+
+    __slots__ = (
+        "_behind_since",
+        "_limit",
+        "_now",
+        "_pending",
+        "_sink",
+        "behind_s",
+        "echo",
+        "error",
+        "index",
+        "is_suspended",
+        "key",
+        "notifies_each_step",
+        "num_tokens",
+        "num_unread",
+        "timeline",
+        "watch",
+    )
 
     def __init__(
         self,
-        request_id: str,
-        streams: Sequence[OutputStream],
-        close: Callable[[], None],
-        abort: Callable[[OutputStream], bool] = lambda stream: False,
-        fail: Callable[[OutputStream, HoldfastError], bool] = lambda stream, error: False,
+        key: SequenceKey,
+        sink: Sink,
+        now: Callable[[], float] = lambda: 0.0,
+        limit: UnreadLimit | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
-        self.request_id = request_id
-        self.num_completions = len(streams)
-        self.streams = tuple(streams)
-        """Of all its sequences, those that have ended too."""
-        self.close = close
-        """Cancels what has not ended. Nothing is read after it."""
-        self._abort = abort
-        self._fail = fail
-        self._streams = dict(enumerate(streams))
-        """Streams that have not ended. The one that was read last is at the end."""
-        self._usages: list[Usage] = []
-        self.is_over = not streams
-        """Every sequence has been read to its end."""
-        self.has_more = False
-        """After `poll` has returned output: whether there may be more to poll at once."""
+        """`now` is asked when the reader falls behind and when it has caught up, and not for each delivery."""
+        self.key = key
+        self._limit = limit
+        self.num_unread = 0
+        """Tokens that wait for the reader."""
+        self.is_suspended = False
+        """No replica runs its request, since they do; set by `on_unread`."""
+        self.timeline = timeline or Timeline()
+        """Of its sequence; the dispatcher fills it."""
+        self.behind_s = 0.0
+        """Seconds in which more waited for the reader than it was told of last, and in which the end waited for it."""
+        self._now = now
+        self._behind_since: float | None = None
+        self.notifies_each_step = True
+        """False: the sink is notified at the end only."""
+        self._sink = sink
+        self.index = 0
+        """The sequence's number in its request."""
+        self.echo = ""
+        """Comes before its text."""
+        self._pending: list[OutputDelta] = []
+        self.watch: Callable[[OutputDelta], None] | None = None
+        """Is told of what comes up to the first token, and of the last delivery."""
+        self.num_tokens = 0
+        """Delivered so far."""
+        self.error: HoldfastError | None = None
+        """What has ended it, and is raised after all earlier output."""
+
+    def push(self, delivery: OutputDelta) -> None:
+        is_last = delivery.finish_reason is not None
+        if self.watch is not None and (is_last or not self.num_tokens):
+            self.watch(delivery)
+        self.num_tokens += len(delivery.token_ids)
+        offered = self._of_request(delivery) if self.index or self.echo else delivery
+        if not (self._pending or is_last) and self._sink.take(offered):
+            return
+        if self._behind_since is None and (is_last or (self._pending and self.notifies_each_step)):
+            self._behind_since = self._now()
+        self._pending.append(delivery)
+        self.num_unread += len(delivery.token_ids)
+        if self._limit is not None and not is_last and self.num_unread >= self._limit.num_tokens:
+            self._check_reader(self._limit)
+        if self.notifies_each_step or is_last:
+            self._sink.notify()
+        elif len(self._pending) >= MERGED_AT:
+            self._pending = [merged(self._pending)]
+
+    def leave(self) -> None:
+        """Nothing comes any more. What has come stays to be polled, and the sink may be freed."""
+        self._sink = _NOBODY
+
+    def fail(self, error: HoldfastError) -> None:
+        """Ends the stream with an error, which is raised to the reader after all earlier output."""
+        self.error = error
+        self._sink.notify()
+
+    def poll(self) -> OutputDelta | None:
+        """All output since the last call, if any, as far as one replica has made it. After it, raises the error given
+        to `fail`.
+        """
+        pending = self._pending
+        if not pending:
+            if self.error is not None:
+                raise self.error.with_traceback(None)  # one error may end many streams
+            return None
+        count = len(pending)
+        if pending[0].replica_id != pending[-1].replica_id:
+            count = next(at for at, one in enumerate(pending) if one.replica_id != pending[0].replica_id)
+        self._pending = pending[count:]
+        delivery = merged(pending[:count])
+        if self.index or self.echo:
+            delivery = self._of_request(delivery)
+        if self._behind_since is not None:
+            self.behind_s += self._now() - self._behind_since
+            self._behind_since = None
+        self.num_unread -= len(delivery.token_ids)
+        if self.is_suspended and not self._pending and self._limit is not None:
+            self.is_suspended = False
+            self._limit.on_read(self)
+        return delivery
+
+    def _of_request(self, delivery: OutputDelta) -> OutputDelta:
+        if self.index:
+            delivery = delivery._replace(sequence_index=self.index)
+        if self.echo and delivery.first_token_index == 0:
+            delivery = delivery._replace(text=self.echo + delivery.text)
+        return delivery
+
+    def _check_reader(self, limit: UnreadLimit) -> None:
+        """A reader that waits for the end is never behind."""
+        since = self._behind_since
+        if since is not None and not self.is_suspended and self._now() - since >= BEHIND_AT_LEAST_S:
+            limit.on_unread(self)
 
     @property
-    def usage(self) -> Usage:
-        """The usage of all sequences that have ended."""
-        return merged_usage(self._usages)
+    def has_more(self) -> bool:
+        """Whether there is more to poll at once."""
+        return bool(self._pending) or self.error is not None
+
+
+def merged(deliveries: Sequence[OutputDelta]) -> OutputDelta:
+    """Consecutive deliveries as one, of the last one's replica."""
+    first, last = deliveries[0], deliveries[-1]
+    if len(deliveries) == 1:
+        return first
+    token_ids, texts, logprobs = list[int](), list[str](), list[TokenLogprob]()
+    for delivery in deliveries:
+        token_ids += delivery.token_ids
+        texts.append(delivery.text)
+        logprobs += delivery.logprobs
+    return last._replace(
+        first_token_index=first.first_token_index,
+        prompt_logprobs=first.prompt_logprobs,
+        token_ids=tuple(token_ids),
+        text="".join(texts),
+        logprobs=tuple(logprobs),
+    )
+
+
+class RequestStream:
+    """The output streams of a request's sequences as one, for one reader. Whoever opens it closes it."""
+
+    def __init__(self, request: EngineRequest, streams: Sequence[OutputStream] = ()) -> None:
+        self.request = request
+        self._host: DispatchHost | None = None
+        self._usages: list[Usage] = []
+        self.has_more = False
+        """After `poll` has returned output: whether there may be more to poll at once."""
+        self.read_from(streams)
+
+    def read_from(self, streams: Sequence[OutputStream]) -> None:
+        """From here on, the output of these, by the index of their sequence."""
+        self.streams = streams
+        """Of all its sequences, those that have ended too."""
+        self._unread = dict(enumerate(streams))
+        """Streams that were not read to their ends. The one that was read last is at the end."""
+        self.is_over = not streams
+        """Every sequence has been read to its end."""
+
+    def open(
+        self,
+        host: "DispatchHost",
+        sequences: Sequence[RequestState],
+        sink: Sink,
+        *,
+        echo: str = "",
+        watch: Callable[[OutputDelta], None] | None = None,
+        goes_on: bool = False,
+    ) -> None:
+        """Opens all sequences of the request (at least one), or none. An earlier submission of it ends. Raises what
+        `DispatchHost.supersede` and `open` raise.
+
+        With `goes_on` it is a further call of one submission, whose earlier calls are over: a later submission ends it.
+        The output of all sequences goes to `sink`. `echo` comes before the text of each. `watch` is told of every
+        delivery of all of them.
+        """
+        if goes_on:
+            host.dispatch.check_newest(self.request.key)
+        else:
+            host.supersede(self.request.key, sequences[0].client_attempt)
+        self._host = host
+        streams: list[OutputStream] = []
+        try:
+            for index, state in enumerate(sequences):
+                stream = _ended(state, sink) if state.caught_up.finish_reason is not None else host.open(state, sink)
+                stream.watch, stream.index, stream.echo = watch, index, echo
+                streams.append(stream)
+        finally:
+            self.read_from(streams)
+            if len(streams) < len(sequences):
+                self.close()
+
+    def close(self) -> None:
+        """Cancels what has not ended."""
+        if self._host is not None:
+            for stream in reversed(self.streams):
+                self._host.close(stream)
+                stream.leave()
 
     def abort(self) -> bool:
         """Ends what has not ended, with finish reason ABORT, for the reader to read. Returns whether there was any."""
-        were_open = [self._abort(stream) for stream in self._streams.values()]
+        host = self._host
+        if host is None:
+            return False
+        were_open = [host.abort(stream) for stream in self._unread.values()]
         return any(were_open)
 
     def fail(self, error: HoldfastError) -> None:
         """Ends what has not ended with an error, which the reader gets after what there is."""
-        for stream in list(self._streams.values()):
-            self._fail(stream, error)
+        if self._host is not None:
+            for stream in list(self._unread.values()):
+                self._host.fail(stream, error)
+
+    @property
+    def usage(self) -> Usage:
+        """The usage of all sequences that have ended: the prompt counts once, and as cached only what was cached for
+        each of them.
+        """
+        first, *others = self._usages
+        return merged_usage(self._usages) if others else first
 
     @property
     def num_unread(self) -> int:
@@ -63,7 +302,7 @@ class RequestStream:
 
     def await_ends(self) -> None:
         """From here on the sink is notified only when a sequence ends, so the reader is not woken by every step."""
-        for stream in self._streams.values():
+        for stream in self._unread.values():
             stream.notifies_each_step = False
 
     def poll(self) -> OutputDelta | None:
@@ -72,65 +311,34 @@ class RequestStream:
         `sequence_index` says whose output it is. The last delivery of all has the usage. Raises the error that ended
         one of the sequences: it ends the request.
         """
-        for index, stream in self._streams.items():
+        is_one = len(self.streams) == 1
+        for index, stream in self._unread.items():
             delivery = stream.poll()
             if delivery is not None:
                 if delivery.finish_reason is not None:
-                    del self._streams[index]
-                    self.is_over = not self._streams
-                elif self.num_completions > 1:
-                    self._streams[index] = self._streams.pop(index)
-                self.has_more = self.num_completions > 1 or stream.has_more
+                    del self._unread[index]
+                    self.is_over = not self._unread
+                elif not is_one:
+                    self._unread[index] = self._unread.pop(index)
+                self.has_more = not is_one or (not self.is_over and stream.has_more)
                 if delivery.usage is None:
                     return delivery
                 self._usages.append(delivery.usage)
-                return delivery._replace(usage=self.usage if self.is_over else None)
+                return delivery if is_one else delivery._replace(usage=self.usage if self.is_over else None)
         return None
 
 
-def open_request_stream(
-    dispatch_host: DispatchHost,
-    request_id: str,
-    sequences: Sequence[NewSequence],
-    *,
-    model: str,
-    deadline: float,
-    sink: Sink,
-    client_attempt: int = 0,
-    echo: str = "",
-    watch: Callable[[OutputDelta], None] | None = None,
-    goes_on: bool = False,
-) -> RequestStream:
-    """Opens all sequences of one request (at least one), or none. An earlier submission of it ends. Raises what
-    `DispatchHost.supersede` and `open` raise.
-
-    With `goes_on` it is a further call of one submission, whose earlier calls are over: a later submission ends it.
-    The output of all of them goes to `sink`. `echo` comes before the text of each sequence. `watch` is
-    told of every delivery of all of them.
-    """
-    key = sequences[0].request.key
-    if goes_on:
-        dispatch_host.dispatch.check_newest(key)
-    else:
-        dispatch_host.supersede(key, client_attempt)
-    streams = []
-    with ExitStack() as opened:
-        for index, sequence in enumerate(sequences):
-            if sequence.caught_up.finish_reason is not None:
-                stream = OutputStream(sequence.request.sequence_key, sink)
-                stream.push(final_delivery(sequence.request, sequence.caught_up))
-            else:
-                stream = dispatch_host.open(
-                    sequence, model=model, deadline=deadline, client_attempt=client_attempt, sink=sink
-                )
-                opened.callback(dispatch_host.close, stream)
-            stream.watch, stream.index, stream.echo = watch, index, echo
-            streams.append(stream)
-        return RequestStream(request_id, streams, opened.pop_all().close, dispatch_host.abort, dispatch_host.fail)
+def merged_usage(usages: Sequence[Usage]) -> Usage:
+    """The usage of all siblings."""
+    return Usage(
+        num_prompt_tokens=usages[0].num_prompt_tokens,
+        num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),
+        num_cached_tokens=min(usage.num_cached_tokens for usage in usages),
+    )
 
 
-def stopping() -> RequestAbortedError:
-    """The error for requests to a router that stops. Clients may retry: another router may have its address by then."""
-    error = RequestAbortedError("this router is stopping")
-    error.retry_after_s = STOPPED_RETRY_S
-    return error
+def _ended(state: RequestState, sink: Sink) -> OutputStream:
+    """The stream of a sequence whose end its client has, or all but its end."""
+    stream = OutputStream(state.key, sink)
+    stream.push(final_delivery(state.request, state.caught_up))
+    return stream

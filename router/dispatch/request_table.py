@@ -36,8 +36,8 @@ class RequestTable:
     def __init__(self) -> None:
         self.deadlines = Timers[SequenceKey]()
         self._states: dict[SequenceKey, RequestState] = {}
-        self._by_request: dict[RequestKey, dict[RequestState, None]] = {}
-        """The open sequences of each client's request."""
+        self.by_request: dict[RequestKey, dict[RequestState, None]] = {}
+        """The open sequences of each client's request. To be read only."""
         self.by_attempt: dict[Hashable, RequestState] = {}
         """Those that run. To be read; `running` says which of them run on a replica."""
         self._last_attempt = 0
@@ -62,12 +62,12 @@ class RequestTable:
 
     def of_request(self, key: RequestKey) -> list[RequestState]:
         """The open sequences of a client's request, in the order in which they were opened."""
-        return list(self._by_request.get(key, ()))
+        return list(self.by_request.get(key, ()))
 
     def add(self, state: RequestState) -> None:
         assert state.key not in self._states, f"{state.key} is open already"
         self._states[state.key] = state
-        self._by_request.setdefault(state.request.key, {})[state] = None
+        self.by_request.setdefault(state.request_key, {})[state] = None
         self.deadlines.set(state.key, state.deadline)
         if state.request.group_id:
             self._groups.setdefault(state.request.group_id, _Group()).open[state] = None
@@ -75,9 +75,9 @@ class RequestTable:
     def remove(self, state: RequestState) -> None:
         assert state.attempt is None, "an attempt ends before its request does"
         del self._states[state.key]
-        del self._by_request[state.request.key][state]
-        if not self._by_request[state.request.key]:
-            del self._by_request[state.request.key]
+        del self.by_request[state.request_key][state]
+        if not self.by_request[state.request_key]:
+            del self.by_request[state.request_key]
         self.deadlines.drop(state.key)
         if state.request.group_id:
             self._groups[state.request.group_id].remove(state)
@@ -134,7 +134,7 @@ class RequestTable:
             is_suspended = state.status is RequestStatus.SUSPENDED
             assert state.status.is_waiting or state.status.has_attempt or is_suspended, f"{state.request_id} is over"
             assert state.status.has_attempt == (state.attempt is not None), f"{state.request_id}: {state.status}"
-        assert sum(map(len, self._by_request.values())) == len(self._states)
+        assert sum(map(len, self.by_request.values())) == len(self._states)
         running = {key: state.attempt for key, state in self._states.items() if state.attempt is not None}
         assert len(running) == len(self.by_attempt)
         for sequence, attempt in running.items():
@@ -150,7 +150,9 @@ class RequestTable:
         """The tokens that a replica has to compute before the next one: siblings there share one computed prompt."""
         num_prompt_tokens = len(state.request.prompt_token_ids)
         has_sibling = (state.request.group_id, replica.facts.replica_id) in self._siblings
-        num_shared = num_prompt_tokens if has_sibling else replica.cached.num_cached_tokens(state.prefix)
+        num_shared = num_prompt_tokens if has_sibling else 0
+        if not has_sibling and replica.cached.blocks:
+            num_shared = replica.cached.num_cached_tokens(state.prefix)
         return num_prompt_tokens + len(state.output_token_ids) - num_shared
 
     def _count_sibling(self, state: RequestState, replica: ReplicaState, change: int) -> None:

@@ -175,17 +175,8 @@ class ByteLedger:
                 del counts[name]
 
 
-_current: ContextVar[Lease | None] = ContextVar("holdfast_lease", default=None)
-
-
-def set_lease(lease: Lease) -> None:
-    """The lease of the running task's request, from here on."""
-    _current.set(lease)
-
-
-def current_lease() -> Lease | None:
-    """The lease of the running task's request; None where no API has opened one."""
-    return _current.get()
+CURRENT_LEASE: Final[ContextVar[Lease | None]] = ContextVar("holdfast_lease", default=None)
+"""The lease of the running task's request; None where no API has opened one."""
 
 
 class KnownPeers:

@@ -2,20 +2,20 @@
 
 import asyncio
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from holdfast.router.dispatch.output_stream import merged
-from holdfast.router.dispatch.parallel_sampling import best, is_ranked
-from holdfast.router.dispatch.request_stream import RequestStream
-from holdfast.router.events import OutputDelta, TextState, Usage
-from holdfast.router.requests.request_stats import RequestWatch
-from holdfast.router.text.stop_strings import stop_reason
+from holdfast.router.dispatch.parallel_sampling import best
+from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_stream import RequestStream, merged
+from holdfast.router.events import OutputDelta, Usage
+from holdfast.router.requests.request_stats import AdmittedRequest
+from holdfast.router.text.text_stream import stop_reason
+from holdfast.worker.errors import HoldfastError
 from holdfast.worker.request import FinishReason, RequestKey, TokenLogprob
-from holdfast.worker.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,26 +41,44 @@ class CompletedRequest:
     usage: Usage
 
 
-class AnswerSink:
-    """The sink of an answer, which one task reads: what its `take` refuses wakes the task. On one event loop.
+class SampledAnswer(RequestStream):
+    """The response to a sampling request, for one task, which either iterates over it or awaits `whole`. It is the sink
+    of its own streams: what `take` refuses wakes the task. On one event loop.
 
-    It wakes as an `asyncio.Event`, which is for any number of tasks and takes several calls to set, to clear and to
-    wait for. An answer does all three for every token that was not taken.
+    Iterating gives what `poll` gives, and raises what it raises, as soon as there is output that was not taken. The
+    task is woken as by an `asyncio.Event`, which is for any number of tasks and takes several calls to set, to clear
+    and to wait for: an answer does all three for every token that was not taken.
     """
 
-    __slots__ = ("_loop", "is_set", "take", "waiter")
-
-    def __init__(self) -> None:
+    def __init__(self, admitted: AdmittedRequest) -> None:
+        super().__init__(admitted.request)
+        self.admitted = admitted
+        self.model = admitted.model
+        self.echo = admitted.echo
+        """The prompt's text, with which each completion begins."""
+        self.received: Sequence[OutputDelta] = ()
+        """What the client of a resumed request has already, one delivery for each sequence of which it has any."""
+        self.sequences: Sequence[RequestState] = ()
+        """By index."""
+        self._pieces = defaultdict[int, list[OutputDelta]](list)
+        """Of each sequence, what `outputs` has read."""
         self.is_set = False
         """There may be output that was not read."""
-        self.take: Callable[[OutputDelta], bool] = lambda delta: False
+        self.take: Callable[[OutputDelta], bool] = _not_taken
         """Sends a delta to the client, or returns False and leaves it to the task. It must return False where `waiter`
         is done: while the task waits, it has sent all before.
         """
+        params = admitted.request.sampling_params
+        self._is_ranked = params.num_sequences > params.n
+        """Nothing can be returned before all have ended: the best are chosen then."""
         self._loop = asyncio.get_running_loop()
         self.waiter = self._loop.create_future()
         """What the task waits for; done where it does not wait."""
         self.waiter.cancel()
+
+    def close(self) -> None:
+        super().close()
+        self.take = _not_taken  # who writes may hold the answer in turn
 
     def notify(self) -> None:
         self.is_set = True
@@ -72,99 +90,66 @@ class AnswerSink:
         self.waiter = self._loop.create_future()
         return self.waiter
 
-
-class SampledAnswer:
-    """The response to a sampling request, for one task, which either iterates over it or awaits `whole`.
-
-    Iterating gives what `RequestStream.poll` gives, and raises what it raises, as soon as there is output that
-    `sink` has not taken.
-    """
-
-    def __init__(
-        self,
-        call: RequestStream,
-        sink: AnswerSink,
-        model: str,
-        params: SamplingParams,
-        prompt_token_ids: tuple[int, ...] = (),
-        received: tuple[OutputDelta, ...] = (),
-        watch: RequestWatch | None = None,
-        texts: Sequence[TextState] = (),
-        echo: str = "",
-    ) -> None:
-        self.echo = echo
-        """The prompt's text, with which each completion begins."""
-        self.request_id = call.request_id
-        self.model = model
-        self.prompt_token_ids = prompt_token_ids
-        """The tokens of the prompt that truncation has left."""
-        self.received = received
-        """What the client of a resumed request has already, one delivery for each sequence of which it has any."""
-        self._call = call
-        self.sink = sink
-        self.params = params
-        self._watch = watch
-        self._texts = texts
-
-    @property
-    def is_over(self) -> bool:
-        """Every sequence has been read to its end."""
-        return self._call.is_over
-
     def read(self) -> OutputDelta | None:
-        """Output that is there, if any, without waiting: for a reader that waits for `sink` itself, and for no
-        iterator. Raises as iterating does.
+        """Output that is there, if any, without waiting: for a reader that waits by `next` itself, and for no iterator.
+        Raises as iterating does.
         """
-        call, sink = self._call, self.sink
-        sink.is_set = False
-        delivery = call.poll()
+        self.is_set = False
+        delivery = self.poll()
         if delivery is not None:
-            sink.is_set = call.has_more
+            self.is_set = self.has_more
         return delivery
 
     def __aiter__(self) -> "SampledAnswer":
         return self
 
     async def __anext__(self) -> OutputDelta:
-        if self._call.is_over:
+        if self.is_over:
             raise StopAsyncIteration
         while True:
-            if not self.sink.is_set:
-                await self.sink.next()
+            if not self.is_set:
+                await self.next()
             if (delivery := self.read()) is not None:
                 return delivery
 
-    def abort(self) -> bool:
-        """As `RequestStream.abort`."""
-        return self._call.abort()
-
-    def await_ends(self, on_first_token: Callable[[], None] | None = None) -> None:
-        """From here on iterating gives the output of a sequence when it has ended, not at every step.
-
-        `on_first_token` is called when the first token of all comes, if it has not come yet.
+    async def outputs(self, on_delta: Callable[[], None] | None = None) -> list[OutputDelta]:
+        """The output of every sequence as one delivery, by sequence index, when all have ended. `on_delta` is called
+        whenever there is more of it before that; without it the task is woken by ends alone.
         """
-        self._call.await_ends()
-        if on_first_token is not None and self._watch is not None:
-            self._watch.on_first_token = on_first_token
+        if on_delta is None:
+            self.await_ends()
+        pieces = self._pieces
+        while not self.is_over:
+            if not self.is_set:
+                await self.next()
+            if (delivery := self.read()) is not None:
+                pieces[delivery.sequence_index].append(delivery)
+                if on_delta is not None and not self.is_over:
+                    on_delta()
+        return self.so_far()
 
-    def unread(self) -> Iterator[OutputDelta]:
-        """The output that has arrived and was not returned yet, without waiting. Raises as iterating does."""
-        while (delivery := self._call.poll()) is not None:
-            yield delivery
+    def so_far(self) -> list[OutputDelta]:
+        """What `outputs` has read of every sequence, as one delivery."""
+        found = []
+        for index in range(len(self.streams)):
+            if not (pieces := self._pieces[index]):
+                pieces.append(OutputDelta(self.request.request_id, 0, (), "", sequence_index=index))
+            found.append(merged(pieces))
+            pieces[:] = found[-1:]
+        return found
 
-    async def outputs(self) -> list[OutputDelta]:
-        """The output of every sequence as one delivery, by sequence index."""
-        self.await_ends()
-        pieces: list[list[OutputDelta]] = [[] for _ in range(self._call.num_completions)]
-        async for delivery in self:
-            pieces[delivery.sequence_index].append(delivery)
-        return [merged(deliveries) for deliveries in pieces]
+    def read_rest(self) -> list[OutputDelta]:
+        """As `so_far`, with the output that has arrived and was not read yet. Raises nothing, whatever has ended it."""
+        with suppress(HoldfastError):
+            while (delivery := self.poll()) is not None:
+                self._pieces[delivery.sequence_index].append(delivery)
+        return self.so_far()
 
     async def whole(self) -> CompletedRequest:
         """All completions; with `best_of`, the best ones, best first."""
         completions = self.completions(await self.outputs())
         return CompletedRequest(
-            request_id=self.request_id, model=self.model, completions=completions, usage=self._call.usage
+            request_id=self.request.request_id, model=self.model, completions=completions, usage=self.usage
         )
 
     def stop_reason(self, index: int, delivery: OutputDelta) -> str | int | None:
@@ -177,29 +162,38 @@ class SampledAnswer:
         for one in () if token_ids else self.received:
             if one.sequence_index == index:
                 token_ids = one.token_ids
-        matched = self._texts[index].matched if index < len(self._texts) else None
-        return stop_reason(self.params, delivery.finish_reason, token_ids, matched)
+        matched = self.sequences[index].text.matched if index < len(self.sequences) else None
+        return stop_reason(self.request.sampling_params, delivery.finish_reason, token_ids, matched)
 
     def completions(self, outputs: Sequence[OutputDelta]) -> tuple[CompletedSequence, ...]:
         """The completions to return, from the whole output of every sequence. Each output is one delivery."""
         completions = tuple(map(self._completion, outputs))
-        return self._chosen(outputs, completions) if is_ranked(self.params) else completions
+        return self._chosen(outputs, completions) if self._is_ranked else completions
 
     def _chosen(
         self, outputs: Sequence[OutputDelta], completions: Sequence[CompletedSequence]
     ) -> tuple[CompletedSequence, ...]:
         """The best ones, with new indices. The prompt's log-probabilities, which sequence 0 has, go to the first."""
-        ranking = best([[item.logprob for item in output.logprobs] for output in outputs], self.params.n)
+        ranking = best(
+            [[item.logprob for item in output.logprobs] for output in outputs], self.request.sampling_params.n
+        )
         prompt_logprobs = outputs[0].prompt_logprobs
         return tuple(_as_number(number, completions[index], prompt_logprobs) for number, index in enumerate(ranking))
 
     def _completion(self, output: OutputDelta) -> CompletedSequence:
         """Log-probabilities that only the ranking needed are left out; their sum is kept."""
-        is_known = self.params.logprobs is not None or is_ranked(self.params)
-        total = math.fsum(item.logprob for item in output.logprobs) if is_known else None
-        kept = output if self.params.logprobs is not None else output._replace(logprobs=())
-        reason = self.stop_reason(output.sequence_index, output)
-        return CompletedSequence(output=kept, cumulative_logprob=total, stop_reason=reason)
+        are_told, total, stopped = self.request.sampling_params.logprobs is not None, None, None
+        if are_told or self._is_ranked:
+            total = math.fsum([item.logprob for item in output.logprobs])
+        if output.logprobs and not are_told:
+            output = output._replace(logprobs=())
+        if output.finish_reason is FinishReason.STOP:
+            stopped = self.stop_reason(output.sequence_index, output)
+        return CompletedSequence(output=output, cumulative_logprob=total, stop_reason=stopped)
+
+
+def _not_taken(delta: OutputDelta) -> bool:
+    return False
 
 
 def _as_number(
@@ -225,18 +219,21 @@ class OpenAnswers:
         """By request id, then by the rest of the key."""
         self._num_of_tenant: Counter[str] = Counter()
 
-    @contextmanager
-    def holding(self, answer: Abortable, key: RequestKey) -> Iterator[None]:
-        """The answer can be aborted while the context is open."""
+    def add(self, answer: Abortable, key: RequestKey) -> None:
+        """From here on the answer can be aborted, until `drop`."""
         self._answers.setdefault(key.request_id, {})[key] = answer
         self._num_of_tenant[key.tenant] += 1
-        try:
-            yield
-        finally:
-            self._drop(answer, key)
-            self._num_of_tenant[key.tenant] -= 1
-            if not self._num_of_tenant[key.tenant]:
-                del self._num_of_tenant[key.tenant]
+
+    def drop(self, answer: Abortable, key: RequestKey) -> None:
+        """It is over."""
+        answers = self._answers.get(key.request_id, {})
+        if answers.get(key) is answer:
+            del answers[key]
+            if not answers:
+                del self._answers[key.request_id]
+        self._num_of_tenant[key.tenant] -= 1
+        if not self._num_of_tenant[key.tenant]:
+            del self._num_of_tenant[key.tenant]
 
     def num_of(self, tenant: str) -> int:
         """Open answers of a tenant."""
@@ -256,10 +253,3 @@ class OpenAnswers:
 
     def _named(self, request_id: str, tenant: str | None) -> list[RequestKey]:
         return [key for key in self._answers.get(request_id, ()) if tenant in (None, key.tenant)]
-
-    def _drop(self, answer: Abortable, key: RequestKey) -> None:
-        answers = self._answers.get(key.request_id, {})
-        if answers.get(key) is answer:
-            del answers[key]
-            if not answers:
-                del self._answers[key.request_id]

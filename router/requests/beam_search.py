@@ -11,19 +11,18 @@ with `early_stopping=False`:
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.dispatch.request_stream import RequestStream, open_request_stream
+from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.timeline import Timeline
-from holdfast.router.events import CaughtUp, OutputDelta, Usage
-from holdfast.router.requests.answer import AnswerSink, CompletedRequest, CompletedSequence, SampledAnswer
-from holdfast.router.resume import NewSequence
-from holdfast.router.text.stop_strings import shown_tokens, stop_reason
-from holdfast.router.text.text_stream import TextStream
+from holdfast.router.events import FRESH, CaughtUp, OutputDelta, Usage
+from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
+from holdfast.router.requests.request_stats import AdmittedRequest
+from holdfast.router.text.text_stream import TextStream, shown_tokens, stop_reason
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
@@ -155,40 +154,25 @@ _AS_IT_IS: Final = SamplingParams()
 class BeamAnswer:
     """One beam search on a router. `whole` opens its requests step by step and leaves none open."""
 
-    def __init__(
-        self,
-        request: EngineRequest,
-        search: BeamSearch,
-        dispatch_host: DispatchHost,
-        *,
-        model: str,
-        tokenizer: Tokenizer,
-        deadline: float,
-        echo: str = "",
-        client_attempt: int = 0,
-        watch: Callable[[OutputDelta], None] | None = None,
-    ) -> None:
-        """`client_attempt` is above 0 if the client submits again when told to. `watch` is told of every delivery of
-        the requests for candidates, and last of the completions.
-        """
-        self.request_id = request.request_id
-        self.model = model
-        self.prompt_token_ids = request.prompt_token_ids
-        """The tokens of the prompt that truncation has left."""
-        self.params = request.sampling_params
-        self._request = request
-        self._search = search
+    def __init__(self, admitted: AdmittedRequest, dispatch_host: DispatchHost, tokenizer: Tokenizer) -> None:
+        """The admitted request is told of all deliveries of requests for candidates, and last of the completions."""
+        self.request = request = admitted.request
+        self.model = admitted.model
+        self.echo = admitted.echo
+        self._admitted = admitted
+        self._search = BeamSearch.of(
+            request.sampling_params,
+            len(request.prompt_token_ids),
+            admitted.facts.max_sequence_len,
+            admitted.facts.eos_token_ids,
+        )
         self._dispatch_host = dispatch_host
         self._tokenizer = tokenizer
-        self._deadline = deadline
-        self.echo = echo
-        self._client_attempt = client_attempt
-        self._watch = watch
         self._num_extensions = 0
         self._is_over = False
         self.timelines: list[Timeline] = []
         """Of the first request for candidates, which computes the prompt."""
-        self._call: RequestStream | None = None
+        self._call: SampledAnswer | None = None
         self._is_aborted = False
         self._num_cached_tokens = 0
         self._fingerprints: list[str] = []
@@ -205,14 +189,14 @@ class BeamAnswer:
             outputs = await self._extend(self._search.live)
             if not any(output.finish_reason is FinishReason.ABORT for output in outputs):
                 self._search.advance([output.logprobs[0].top for output in outputs])
-        n = self._request.sampling_params.n
+        n = self.request.sampling_params.n
         beams = self._search.best_so_far(n) if self._search.live else self._search.best(n)
         completions = tuple(self._completion(index, beam) for index, beam in enumerate(beams))
         self._is_over = True
-        if self._watch is not None and completions:
-            self._watch(completions[0].output)
+        if completions:
+            self._admitted.note(completions[0].output)
         return CompletedRequest(
-            request_id=self.request_id, model=self.model, completions=completions, usage=self._usage()
+            request_id=self.request.request_id, model=self.model, completions=completions, usage=self._usage()
         )
 
     @property
@@ -229,43 +213,39 @@ class BeamAnswer:
 
     async def _extend(self, beams: Sequence[Beam]) -> list[OutputDelta]:
         """Generates one token after each beam, in one call."""
-        sequences, sink = [self._extension(beam) for beam in beams], AnswerSink()
-        self._call = call = open_request_stream(
-            self._dispatch_host,
-            self.request_id,
-            sequences,
-            model=self.model,
-            deadline=self._deadline,
-            sink=sink,
-            client_attempt=self._client_attempt,
-            watch=self._watch,
-            goes_on=self._call is not None,
-        )
+        goes_on, self._call = self._call is not None, SampledAnswer(self._admitted)
+        call, sequences = self._call, [self._extension(beam) for beam in beams]
+        call.open(self._dispatch_host, sequences, call, watch=self._admitted.note, goes_on=goes_on)
         self.timelines = self.timelines or [stream.timeline for stream in call.streams]
         with closing(call):
-            outputs = await SampledAnswer(call, sink, self.model, _AS_IT_IS).outputs()
+            outputs = await call.outputs()
         seen = dict.fromkeys([*self._fingerprints, *(output.fingerprint for output in outputs)])
         self._fingerprints = list(seen)
         if not beams[0].token_ids:
             self._num_cached_tokens = call.usage.num_cached_tokens
         return outputs
 
-    def _extension(self, beam: Beam) -> NewSequence:
-        request = extension(self._request, beam, self._num_extensions, self._search.num_candidates)
+    def _extension(self, beam: Beam) -> RequestState:
+        request = extension(self.request, beam, self._num_extensions, self._search.num_candidates)
         self._num_extensions += 1
-        text = TextStream(self._tokenizer, _AS_IT_IS)
-        if not self._fingerprints:
-            return NewSequence(request=request, text=text)
-        caught_up = CaughtUp(fingerprint=self._fingerprints[-1])  # which binds it to the version of what it extends
-        return NewSequence(request=request, text=text, caught_up=caught_up)
+        # The fingerprint binds it to the version of what it extends.
+        caught_up = CaughtUp(fingerprint=self._fingerprints[-1]) if self._fingerprints else FRESH
+        return RequestState(
+            request=request,
+            model=self.model,
+            text=TextStream(self._tokenizer, _AS_IT_IS),
+            caught_up=caught_up,
+            deadline=self._admitted.deadline,
+            client_attempt=self._admitted.client_attempt,
+        )
 
     def _completion(self, index: int, beam: Beam) -> CompletedSequence:
-        params = self._request.sampling_params
-        text = TextStream(self._tokenizer, params, self._request.prompt_token_ids)
+        params = self.request.sampling_params
+        text = TextStream(self._tokenizer, params, self.request.prompt_token_ids)
         finish_reason = self._finish_reason(beam)
         shown = shown_tokens(beam.token_ids, finish_reason, params)
         output = OutputDelta(
-            request_id=self.request_id,
+            request_id=self.request.request_id,
             sequence_index=index,
             first_token_index=0,
             token_ids=beam.token_ids,
@@ -288,7 +268,7 @@ class BeamAnswer:
     def _usage(self) -> Usage:
         """Every generated token counts, whether its beam was kept or not."""
         return Usage(
-            num_prompt_tokens=len(self._request.prompt_token_ids),
+            num_prompt_tokens=len(self.request.prompt_token_ids),
             num_completion_tokens=self._num_extensions,
             num_cached_tokens=self._num_cached_tokens,
         )

@@ -304,7 +304,8 @@ class Reading:
                 watch.end_trial(self.digest, is_cleared=is_cleared)
 
 
-_reading: ContextVar[Reading | None] = ContextVar("holdfast_reading", default=None)
+CURRENT_READING: Final[ContextVar[Reading | None]] = ContextVar("holdfast_reading", default=None)
+"""What the running task reads, if it reads a request."""
 
 
 def begin_reading(watch: PoisonWatch, kind: str, *content: Part) -> Reading:
@@ -313,20 +314,15 @@ def begin_reading(watch: PoisonWatch, kind: str, *content: Part) -> Reading:
     `content` are the bytes by which it is recognized when it is sent again.
     """
     reading = watch.begin(request_digest(kind, *content) if watch.is_on else "")
-    _reading.set(reading)
+    CURRENT_READING.set(reading)
     return reading
-
-
-def current_reading() -> Reading | None:
-    """That of the running task, if it reads a request."""
-    return _reading.get()
 
 
 def end_reading(error: BaseException | None = None) -> None:
     """What the running task reads has been read, or has ended with this."""
-    if (reading := _reading.get()) is not None:
+    if (reading := CURRENT_READING.get()) is not None:
         reading.end(is_cleared=error is None or isinstance(error, Exception))
-        _reading.set(None)
+        CURRENT_READING.set(None)
 
 
 def _convicted(num_lost: int) -> str:

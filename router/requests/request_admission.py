@@ -1,34 +1,25 @@
-"""Request admission: the checks of a client's request, and the engine request that it becomes."""
+"""Request admission: the checks of a client's request, and the sequences that it becomes."""
 
 import asyncio
-import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.dispatch.request_stream import stopping
-from holdfast.router.events import ModelStatus
+from holdfast.router.dispatch.endings import stopping
+from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.events import FRESH, CaughtUp, ModelStatus
 from holdfast.router.operator_state import Pause
-from holdfast.router.overload.byte_ledger import current_lease
+from holdfast.router.overload.byte_ledger import CURRENT_LEASE
 from holdfast.router.overload.overload import Overload
-from holdfast.router.request import GenerationRequest, check_text
+from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import OpenAnswers
-from holdfast.router.resume import NewSequence, check_ends, new_sequence
+from holdfast.router.requests.request_stats import AdmittedRequest, RequestStats
+from holdfast.router.resume import check_ends, resumed
 from holdfast.router.resume_record import ResumeRecord
-from holdfast.router.security.gate import Caller, Gate
-from holdfast.router.text.prompt import (
-    check_encoded,
-    check_length,
-    check_prompt_logprobs,
-    check_vocabulary,
-    kept_tokens,
-    resolved,
-    with_counted_logprobs,
-)
+from holdfast.router.security.gate import ANYONE, Caller, Gate
+from holdfast.router.text.prompt import check_vocabulary
 from holdfast.router.text.text_stream import TextStream
-from holdfast.router.text.tokenizer import TooManyTokensError
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.errors import (
     DeadlineExceededError,
@@ -90,19 +81,6 @@ OPEN_RETRY_S: Final = 1.0
 """When to come again where a tenant has as many open requests as it may have."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmittedRequest:
-    """A request that has passed all checks."""
-
-    engine_request: EngineRequest
-    model: ModelStatus
-    deadline: float
-    echo: str
-    """The prompt's text if the request asks for `echo`; else empty."""
-    attempt: int
-    caller: Caller
-
-
 class RequestAdmission:
     """Admits requests to a router. Raises the `HoldfastError` of the first check that fails."""
 
@@ -113,6 +91,7 @@ class RequestAdmission:
         limits: LimitsConfig,
         gate: Gate,
         open_answers: OpenAnswers,
+        stats: RequestStats,
         overload: Overload | None = None,
     ) -> None:
         self._dispatch_host = dispatch_host
@@ -120,6 +99,7 @@ class RequestAdmission:
         self._limits = limits
         self._gate = gate
         self._open_answers = open_answers
+        self._stats = stats
         self._overload = overload
         self.is_closed = False
         """New requests are refused."""
@@ -162,27 +142,37 @@ class RequestAdmission:
 
     async def admit(self, request: GenerationRequest, time_remaining_s: float | None) -> AdmittedRequest:
         self.check_open()
-        self.check_overload(request.priority, is_resumed=request.resume is not None)
-        await self._tokenizers.check(request.chat, request.check, self._limits)
-        caller, now = self._gate.caller(), self._dispatch_host.now()
-        request = caller.charged(request, now)
+        if self._overload is not None:
+            self.check_overload(request.priority, is_resumed=request.resume is not None)
+        if request.chat is None:
+            request.check(self._limits)
+        else:
+            await self._tokenizers.check(request.chat, request.check, self._limits)
+        caller, clock = self._gate.caller(), self._dispatch_host.now
+        now = clock()
+        if caller is not ANYONE:
+            request = caller.charged(request, now)
         self.check_tenant(request.tenant)
         timeout_s = self._limits.default_timeout_s if request.timeout_s is None else request.timeout_s
         deadline = now + (timeout_s if time_remaining_s is None else min(timeout_s, time_remaining_s))
-        model = self._model(request.model, caller)
+        model = self._dispatch_host.dispatch.registry.statuses.get(request.model) or self._model(request.model, caller)
         if request.resume is None and model.name in self.pauses.models:  # what has begun goes on
             await self.pauses.wait_over(model.name, deadline - now)
-        engine_request = await self._engine_request(request, model)
-        caller.took_tokens(len(engine_request.prompt_token_ids), now)
-        echo = await self._echo(request, model.name, engine_request) if engine_request.sampling_params.echo else ""
+        engine_request = await self._tokenizers.engine_request(request, model, self._limits)
+        if caller.rates is not None:
+            caller.took_tokens(len(engine_request.prompt_token_ids), now)
+        has_echo = engine_request.sampling_params.echo
+        echo = await self._tokenizers.echo(model.name, request, engine_request) if has_echo else ""
         self.check_open()
         return AdmittedRequest(
-            engine_request=engine_request,
-            model=model,
-            deadline=deadline,
-            echo=echo,
-            attempt=request.attempt,
+            engine_request,
+            model,
+            self._stats,
+            clock,
             caller=caller,
+            deadline=deadline,
+            client_attempt=request.attempt,
+            echo=echo,
         )
 
     def check_tenant(self, tenant: str) -> None:
@@ -192,89 +182,45 @@ class RequestAdmission:
             told = f"its tenant has {most} open requests, which is the most (limits.max_open_per_tenant)"
             raise RateLimitError(told, OPEN_RETRY_S)
 
-    async def new_sequence(
-        self, sibling: EngineRequest, index: int, resume: ResumeRecord | None, admitted: AdmittedRequest
-    ) -> NewSequence:
+    async def sequence(
+        self, admitted: AdmittedRequest, sibling: EngineRequest, resume: ResumeRecord | None
+    ) -> RequestState:
         """One sequence of a request, ready to open. A resumed one continues after what the client has."""
-        text = TextStream(self._tokenizers[admitted.model.name], sibling.sampling_params, sibling.prompt_token_ids)
-        if resume is None:
-            return NewSequence(request=sibling, text=text)
-        received, facts = resume.sequence(index).token_ids, admitted.model.facts
+        text = TextStream(self._tokenizers[admitted.model], sibling.sampling_params, sibling.prompt_token_ids)
+        caught_up = FRESH
+        if resume is not None:
+            sibling, caught_up = await self._resumed(admitted, sibling, text, resume)
+        return RequestState(
+            request=sibling,
+            model=admitted.model,
+            text=text,
+            caught_up=caught_up,
+            deadline=admitted.deadline,
+            client_attempt=admitted.client_attempt,
+        )
+
+    async def _resumed(
+        self, admitted: AdmittedRequest, sibling: EngineRequest, text: TextStream, resume: ResumeRecord
+    ) -> tuple[EngineRequest, CaughtUp]:
+        index, facts = sibling.sequence_index, admitted.facts
+        received = resume.sequence(index).token_ids
         field, num_prompt_tokens = f"resume.sequences[{index}].token_ids", len(sibling.prompt_token_ids)
         _check_room(field, len(received), num_prompt_tokens, facts.max_model_len)
         check_vocabulary(field, received, facts.vocab_size)
         check_ends(field, received, sibling, facts.eos_token_ids)
-        await self._tokenizers.check_output(admitted.model.name, field, sibling.grammar, received, facts.eos_token_ids)
-        return await asyncio.to_thread(new_sequence, sibling, text, resume, index, len(admitted.echo))
+        await self._tokenizers.check_output(admitted.model, field, sibling.grammar, received, facts.eos_token_ids)
+        return await asyncio.to_thread(resumed, sibling, text, resume, len(admitted.echo))
 
     def check_overload(self, priority: Priority = Priority.NORMAL, *, is_resumed: bool = False) -> None:
         """Raises `OverloadedError` where the router protects itself from what the running task asks for."""
         if self._overload is not None:
-            lease, now = current_lease(), self._dispatch_host.now()
+            lease, now = CURRENT_LEASE.get(), self._dispatch_host.now()
             is_guest = lease is not None and lease.is_guest
             self._overload.check_new(priority, is_resumed=is_resumed, now=now, is_guest=is_guest)
 
     def check_open(self) -> None:
         if self.is_closed:
             raise stopping()
-
-    async def _engine_request(self, request: GenerationRequest, model: ModelStatus) -> EngineRequest:
-        request_id, vocab_size = request.request_id or uuid.uuid4().hex, model.facts.vocab_size
-        params = with_counted_logprobs(request.sampling_params, vocab_size, self._limits.max_logprobs)
-        max_sequence_len, max_model_len = model.facts.max_sequence_len, model.facts.max_model_len
-        token_ids = await self._prompt_token_ids(request, model)
-        if params.truncate_prompt_tokens is not None:
-            token_ids = kept_tokens(token_ids, params, max_sequence_len)
-        self._check_length(request, model, len(token_ids))
-        if params.prompt_logprobs is not None:
-            check_prompt_logprobs(params, len(token_ids))
-        if request.chat is None and not isinstance(request.prompt, str):
-            check_vocabulary("token_ids", token_ids, vocab_size)  # not of more than a model takes
-        else:
-            check_encoded(request.prompt_field, token_ids, self._tokenizers[model.name], vocab_size)
-        return EngineRequest(
-            request_id=request_id,
-            part=request.part,
-            prompt_token_ids=token_ids,
-            sampling_params=resolved(params, request_id, vocab_size=vocab_size, max_model_len=max_model_len),
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            tenant=request.tenant,
-            session_id=request.session_id,
-            bad_word_token_ids=await self._bad_words(params.bad_words, model) if params.bad_words else (),
-            grammar="" if (shape := params.structure) is None else await self._tokenizers.grammar(model.name, shape),
-        )
-
-    def _check_length(self, request: GenerationRequest, model: ModelStatus, num_tokens: int) -> None:
-        shown = request.prompt if request.chat is None else request.chat.messages
-        longest, context = model.facts.max_sequence_len, model.facts.max_model_len
-        check_length(request.prompt_field, shown, num_tokens, max_sequence_len=longest, max_model_len=context)
-
-    async def _prompt_token_ids(self, request: GenerationRequest, model: ModelStatus) -> tuple[int, ...]:
-        """The token ids of the whole prompt, before truncation."""
-        text = request.prompt
-        if request.chat is not None:
-            text = await self._tokenizers.render(model.name, request.chat)
-            check_text(text, self._limits, "chat")  # a template adds to each message
-        if not isinstance(text, str):
-            return text
-        most = model.facts.max_sequence_len if request.sampling_params.truncate_prompt_tokens is None else None
-        try:
-            return await self._tokenizers.encode(model.name, text, request.chat is None, most)
-        except TooManyTokensError as error:
-            num_tokens = error.num_tokens
-        self._check_length(request, model, num_tokens)
-        raise AssertionError("a prompt beyond the model's length has passed")
-
-    async def _bad_words(self, given: Sequence[str], model: ModelStatus) -> tuple[tuple[int, ...], ...]:
-        """Those that the model can write: of a token beyond its vocabulary it has no logit."""
-        words = await self._tokenizers.bad_words(model.name, given)
-        return tuple(word for word in words if max(word) < model.facts.vocab_size)
-
-    async def _echo(self, request: GenerationRequest, model: str, engine_request: EngineRequest) -> str:
-        """The text that `echo` puts before the output; of a chat, the rendered prompt."""
-        prompt = request.prompt if request.chat is None else engine_request.prompt_token_ids
-        return await self._tokenizers.echo(model, prompt, engine_request)
 
 
 def _check_room(field: str, num_received: int, num_prompt_tokens: int, max_model_len: int) -> None:

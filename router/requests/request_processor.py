@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -10,18 +10,18 @@ from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.parallel_sampling import siblings
-from holdfast.router.dispatch.request_stream import RequestStream, open_request_stream
+from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.events import ModelStatus, OutputDelta
-from holdfast.router.overload.byte_ledger import current_lease
+from holdfast.router.overload.byte_ledger import CURRENT_LEASE
 from holdfast.router.overload.overload import Overload
 from holdfast.router.request import GenerationRequest, check_text, naming
-from holdfast.router.requests.answer import AnswerSink, OpenAnswers, SampledAnswer
-from holdfast.router.requests.beam_search import BeamAnswer, BeamSearch
-from holdfast.router.requests.poison_watch import current_reading
-from holdfast.router.requests.request_admission import AdmittedRequest, Pauses, RequestAdmission
-from holdfast.router.requests.request_stats import RequestStats, RequestWatch
+from holdfast.router.requests.answer import OpenAnswers, SampledAnswer
+from holdfast.router.requests.beam_search import BeamAnswer
+from holdfast.router.requests.poison_watch import CURRENT_READING
+from holdfast.router.requests.request_admission import Pauses, RequestAdmission
+from holdfast.router.requests.request_stats import AdmittedRequest, RequestStats
 from holdfast.router.requests.tracing import RequestTracer
-from holdfast.router.resume import NewSequence, received_delivery
+from holdfast.router.resume import received_delivery
 from holdfast.router.resume_record import ResumeRecord
 from holdfast.router.security.gate import Gate
 from holdfast.router.text.prompt import check_vocabulary
@@ -65,8 +65,10 @@ class RequestProcessor:
         self._chat_styles: dict[str, tuple[Tokenizer, dict[str | None, ChatStyle]]] = {}
         """By model: its tokenizer, and the style of each of its chat templates that was asked for."""
         self._open_answers = OpenAnswers()
-        self._admission = RequestAdmission(dispatch_host, tokenizers, limits, self._gate, self._open_answers, overload)
         self.stats = RequestStats()
+        self._admission = RequestAdmission(
+            dispatch_host, tokenizers, limits, self._gate, self._open_answers, self.stats, overload
+        )
         self._tracer = None if tracer is None else RequestTracer(tracer, dispatch_host.now)
 
     @property
@@ -105,38 +107,29 @@ class RequestProcessor:
         in the words of the request's client.
         """
         with naming(request.names):
-            admitted, watch = await self._admit(request, time_remaining_s)
-            async with self._accounted(admitted, watch):
-                answer, call = await self._begin(request, admitted, watch)
-                lease = current_lease()
-                if lease is not None:  # its input is decoded; what the lease holds from here on is unread output
-                    lease.give_back()
-                    lease.endings.append(call)
-                with closing(call), self._open_answers.holding(answer, admitted.engine_request.key):
-                    try:
-                        yield answer
-                    finally:
-                        watch.is_over = call.is_over
-                        watch.note_read(call.streams)
-                        if lease is not None:
-                            lease.endings.remove(call)
+            admitted = await self._admit(request, time_remaining_s)
+            answer = SampledAnswer(admitted)
+            async with self._serving(admitted, answer):
+                await self._begin(request, answer)
+                yield answer
 
-    async def _admit(
-        self, request: GenerationRequest, time_remaining_s: float | None
-    ) -> tuple[AdmittedRequest, RequestWatch]:
+    async def _admit(self, request: GenerationRequest, time_remaining_s: float | None) -> AdmittedRequest:
         try:
             admitted = await self._admission.admit(request, time_remaining_s)
         except BaseException as error:
             self.stats.refused(error)
             raise
-        now = self._dispatch_host.now
-        watch = RequestWatch(self.stats, admitted.engine_request, admitted.model.name, now, now())
-        return (admitted if self._tracer is None else self._traced(self._tracer, admitted, watch)), watch
+        if self._tracer is not None:
+            admitted.on_end = trace = self._tracer.begin(admitted.request.request_id, admitted.model)
+            if trace is not None:  # it is sampled: its replicas get the context of its trace
+                admitted.request = replace(admitted.request, traceparent=trace.traceparent)
+        return admitted
 
     @asynccontextmanager
-    async def _accounted(self, admitted: AdmittedRequest, watch: RequestWatch) -> AsyncIterator[None]:
-        """From admission to the end, in whichever way it ends: the caller is charged for the output, and the figures
-        are kept. Ends the task of a reader that does not even take the error of its deadline.
+    async def _serving(self, admitted: AdmittedRequest, answer: SampledAnswer | BeamAnswer) -> AsyncIterator[None]:
+        """From admission to the end, in whichever way it ends: what has not ended is cancelled, the caller is charged
+        for the output, and the figures are kept. Ends the task of a reader that does not even take the error of its
+        deadline.
         """
         time_left_s = admitted.deadline - self._dispatch_host.now() + self._limits.slow_reader_s
         cause: BaseException | None = None
@@ -150,46 +143,43 @@ class RequestProcessor:
                 raise cause from None
             raise
         finally:
-            admitted.caller.took_tokens(watch.num_tokens, self._dispatch_host.now())
-            watch.end(cause)
+            if admitted.is_open:
+                self._open_answers.drop(answer, admitted.request.key)
+            admitted.is_over = answer.is_over
+            if isinstance(answer, SampledAnswer):
+                admitted.note_read(answer.streams)
+                if admitted.lease is not None:
+                    admitted.lease.endings.remove(answer)
+                answer.close()
+            else:
+                admitted.num_tokens, admitted.timelines = answer.num_tokens, answer.timelines
+            admitted.end(cause)
 
-    async def _begin(
-        self, request: GenerationRequest, admitted: AdmittedRequest, watch: RequestWatch
-    ) -> tuple[SampledAnswer, RequestStream]:
+    async def _begin(self, request: GenerationRequest, answer: SampledAnswer) -> None:
         """Opens all sequences of a request."""
-        engine_request, model = admitted.engine_request, admitted.model.name
-        sequences: list[NewSequence] = []
-        for index, one in enumerate(siblings(engine_request)):
-            sequences.append(await self._admission.new_sequence(one, index, request.resume, admitted))
-        self._admission.check_open()
+        admitted, admission = answer.admitted, self._admission
+        sequences: list[RequestState] = []
+        has_siblings = admitted.request.sampling_params.num_sequences > 1
+        for one in siblings(admitted.request) if has_siblings else (admitted.request,):
+            sequences.append(await admission.sequence(admitted, one, request.resume))
+        admission.check_open()
         # Once more: others may have come meanwhile.
-        self._admission.check_tenant(engine_request.tenant)
-        sink = AnswerSink()
-        call = open_request_stream(
-            self._dispatch_host,
-            engine_request.request_id,
-            sequences,
-            model=model,
-            deadline=admitted.deadline,
-            sink=sink,
-            client_attempt=admitted.attempt,
-            echo=admitted.echo,
-            watch=watch.note,
-        )
-        answer = SampledAnswer(
-            call,
-            sink,
-            model,
-            engine_request.sampling_params,
-            engine_request.prompt_token_ids,
-            received=() if request.resume is None else _received(sequences, request.resume, admitted.echo),
-            watch=watch,
-            texts=[sequence.text for sequence in sequences],
-            echo=admitted.echo,
-        )
-        if (reading := current_reading()) is not None:
+        admission.check_tenant(admitted.request.tenant)
+        answer.open(self._dispatch_host, sequences, answer, echo=admitted.echo, watch=admitted.note)
+        answer.sequences = sequences
+        if request.resume is not None:
+            answer.received = _received(sequences, request.resume, admitted.echo)
+        if (lease := CURRENT_LEASE.get()) is not None:  # its input is decoded; from here on it holds unread output
+            lease.give_back()
+            lease.endings.append(answer)
+            admitted.lease = lease
+        self._note_open(admitted, answer)
+
+    def _note_open(self, admitted: AdmittedRequest, answer: SampledAnswer | BeamAnswer) -> None:
+        self._open_answers.add(answer, admitted.request.key)
+        admitted.is_open = True
+        if (reading := CURRENT_READING.get()) is not None:
             reading.admitted()
-        return answer, call
 
     @asynccontextmanager
     async def search(
@@ -197,45 +187,12 @@ class RequestProcessor:
     ) -> AsyncIterator[BeamAnswer]:
         """As `open`, for a request with a `beam_width`. The search begins with `whole`."""
         with naming(request.names):
-            admitted, watch = await self._admit(request, time_remaining_s)
-            self._admission.check_tenant(admitted.engine_request.tenant)
-            answer = self._beam_answer(admitted, watch)
-            if (reading := current_reading()) is not None:
-                reading.admitted()
-            async with self._accounted(admitted, watch):
-                with self._open_answers.holding(answer, admitted.engine_request.key):
-                    try:
-                        yield answer
-                    finally:
-                        watch.is_over = answer.is_over
-                        watch.num_tokens, watch.timelines = answer.num_tokens, answer.timelines
-
-    def _beam_answer(self, admitted: AdmittedRequest, watch: RequestWatch) -> BeamAnswer:
-        engine_request, model = admitted.engine_request, admitted.model
-        search = BeamSearch.of(
-            engine_request.sampling_params,
-            len(engine_request.prompt_token_ids),
-            model.facts.max_sequence_len,
-            model.facts.eos_token_ids,
-        )
-        return BeamAnswer(
-            engine_request,
-            search,
-            self._dispatch_host,
-            model=model.name,
-            tokenizer=self._tokenizers[model.name],
-            deadline=admitted.deadline,
-            echo=admitted.echo,
-            client_attempt=admitted.attempt,
-            watch=watch.note,
-        )
-
-    def _traced(self, tracer: RequestTracer, admitted: AdmittedRequest, watch: RequestWatch) -> AdmittedRequest:
-        """The request as its replicas get it, with the context of its trace, if it is sampled."""
-        watch.on_end = trace = tracer.begin(admitted.engine_request.request_id, admitted.model.name)
-        if trace is None:
-            return admitted
-        return replace(admitted, engine_request=replace(admitted.engine_request, traceparent=trace.traceparent))
+            admitted = await self._admit(request, time_remaining_s)
+            self._admission.check_tenant(admitted.request.tenant)
+            answer = BeamAnswer(admitted, self._dispatch_host, self._tokenizers[admitted.model])
+            async with self._serving(admitted, answer):
+                self._note_open(admitted, answer)
+                yield answer
 
     def abort(self, request_id: str) -> bool:
         """Ends a request, whoever has sent it, after the output that it has. Returns whether it was open.
@@ -311,8 +268,8 @@ class RequestProcessor:
         return await self._tokenizers.decode(status.name, tuple(token_ids))
 
 
-def _received(sequences: Sequence[NewSequence], resume: ResumeRecord, echo: str) -> tuple[OutputDelta, ...]:
+def _received(sequences: Sequence[RequestState], resume: ResumeRecord, echo: str) -> list[OutputDelta]:
     """What the client of a resumed request has already, of each sequence of which it has any."""
-    resumed = sequences[: len(resume.sequences)]
-    received = (received_delivery(one, index, resume, echo) for index, one in enumerate(resumed))
-    return tuple(one for one in received if one is not None)
+    has_some = sequences[: len(resume.sequences)]
+    received = (received_delivery(one.request, one.caught_up, resume, echo) for one in has_some)
+    return [one for one in received if one is not None]

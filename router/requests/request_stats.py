@@ -1,16 +1,17 @@
-"""Statistics of a router's requests: how they ended, their tokens,
-and how long they took. Plain counts of one router.
-"""
+"""Admitted requests of a router, and their statistics: how they ended, their tokens, and how long they took."""
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from holdfast.router.dispatch.output_stream import OutputStream
+from holdfast.router.dispatch.request_stream import OutputStream
 from holdfast.router.dispatch.timeline import Phases, Timeline, longest
-from holdfast.router.events import OutputDelta
+from holdfast.router.events import ModelStatus, OutputDelta
+from holdfast.router.overload.byte_ledger import Lease
+from holdfast.router.security.gate import ANYONE, Caller
 from holdfast.worker.errors import (
     AuthenticationError,
     CallerError,
@@ -117,17 +118,39 @@ class RequestStats:
         return self.models[model]
 
 
-class RequestWatch:
-    """One open request. It hears of each stream's first tokens and its end, and is told the number of tokens."""
+class AdmittedRequest:
+    """One request of this router, from its admission to its end: the engine request itself, and beside it what the
+    router knows of its client and counts. It hears of each stream's first tokens and its end.
+    """
 
     def __init__(
-        self, stats: RequestStats, request: EngineRequest, model: str, now: Callable[[], float], began_at: float
+        self,
+        request: EngineRequest,
+        model: ModelStatus,
+        stats: RequestStats,
+        now: Callable[[], float],
+        *,
+        caller: Caller = ANYONE,
+        deadline: float = math.inf,
+        client_attempt: int = 0,
+        echo: str = "",
     ) -> None:
+        """It begins now, by a clock in seconds. `client_attempt`: above 0 if the client submits again when told to."""
+        self.request = request
+        self.model = model.name
+        self.facts = model.facts
+        self._caller = caller
+        self.deadline = deadline
+        self.client_attempt = client_attempt
+        self.echo = echo
+        """The prompt's text if the request asks for `echo`; else empty."""
+        self.lease: Lease | None = None
+        """Holds its unread output."""
+        self.is_open = False
+        """It can be aborted from outside."""
         self._stats = stats
-        self._request = request
-        self._model = model
         self._now = now
-        self._began_at = began_at
+        self._began_at = now()
         self._first_at: float | None = None
         self._last_at: float | None = None
         self._num_first = 0
@@ -140,7 +163,7 @@ class RequestWatch:
         self.is_over = False
         """Its output was read to the end; to be set before the end."""
         self._reason = "stop"
-        self.on_first_token: Callable[[], None] = _nothing
+        self.on_first_token: Callable[[], None] | None = None
         """Called once, when the first token comes."""
         self.on_end: EndListener | None = None
         """Hears of this request's end, before all others do."""
@@ -149,7 +172,8 @@ class RequestWatch:
         """The first tokens of one of its sequences, or its end."""
         if self._first_at is None and delivery.token_ids:
             self._first_at, self._num_first = self._now(), len(delivery.token_ids)
-            self.on_first_token()
+            if self.on_first_token is not None:
+                self.on_first_token()
         if delivery.finish_reason is not None:
             self._reason, self._last_at = str(delivery.finish_reason), self._now()
 
@@ -164,10 +188,12 @@ class RequestWatch:
     def end(self, error: BaseException | None = None) -> None:
         """The request has ended, by an error or not; where it is not over, because its client has left."""
         is_complete = error is None and self.is_over
-        stats, now = self._stats.of(self._model), self._now()
+        stats, now = self._stats.of(self.model), self._now()
+        if self._caller.rates is not None:
+            self._caller.took_tokens(self.num_tokens, now)
         outcome = outcome_of(error) if error is not None else self._reason if self.is_over else CANCELLED
         stats.outcomes[outcome] += 1
-        stats.num_prompt_tokens += len(self._request.prompt_token_ids)
+        stats.num_prompt_tokens += len(self.request.prompt_token_ids)
         stats.num_output_tokens += self.num_tokens
         if self._first_at is not None:
             stats.first_token_s.note(self._first_at - self._began_at)
@@ -183,11 +209,11 @@ class RequestWatch:
         listeners = [one for one in (self.on_end, *self._stats.on_end) if one is not None]
         timeline = longest(self.timelines) or Timeline(self._began_at)
         ended = EndedRequest(
-            request_id=self._request.request_id,
-            model=self._model,
-            priority=self._request.priority.name.lower(),
+            request_id=self.request.request_id,
+            model=self.model,
+            priority=self.request.priority.name.lower(),
             outcome=outcome,
-            num_prompt_tokens=len(self._request.prompt_token_ids),
+            num_prompt_tokens=len(self.request.prompt_token_ids),
             num_output_tokens=self.num_tokens,
             began_s=self._began_at,
             first_token_s=self._first_at,
@@ -198,10 +224,6 @@ class RequestWatch:
         )
         for listener in listeners:
             listener(ended)
-
-
-def _nothing() -> None:
-    pass
 
 
 logger = logging.getLogger(__name__)

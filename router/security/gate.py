@@ -50,7 +50,8 @@ class Caller:
 
         Raises `PermissionDeniedError`, `RateLimitError`.
         """
-        self.check_model(request.model)
+        if self.models is not None:
+            self.check_model(request.model)
         if request.priority < self.max_priority:
             most = self.max_priority.name.lower()
             told = f"the key {self.name!r} may ask for {most} at most, not for {request.priority.name.lower()}"

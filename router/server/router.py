@@ -25,7 +25,7 @@ from holdfast.router.config import LimitsConfig, OverloadConfig, RouterConfig
 from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.dispatch.request_stream import stopping
+from holdfast.router.dispatch.endings import stopping
 from holdfast.router.dispatch.versions import VersionCounts
 from holdfast.router.events import ModelStatus
 from holdfast.router.links.link_pool import LinkPool

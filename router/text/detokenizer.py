@@ -5,14 +5,14 @@ the first. So a short window is decoded again with each token. It begins with to
 
     window:  [ context: its text was released | pending: its text was not, or not all of it ]
 
-A run of byte tokens is decoded as a whole (`token_table.py`), so it joins the window only when it ends. What may not
-live here: stop strings (`stop_strings.py`).
+A run of byte tokens is decoded as a whole, so it joins the window only when it ends.
 """
 
+import codecs
 from collections.abc import Sequence
 from typing import Final
 
-from holdfast.router.text.token_table import REPLACEMENT, ByteRun, is_nothing
+from holdfast.router.text.token_table import REPLACEMENT, is_nothing
 from holdfast.router.text.tokenizer import Tokenizer
 
 _MAX_CONTEXT: Final = 6
@@ -21,6 +21,32 @@ _MAX_WINDOW: Final = 24
 
 _MAX_CHARACTER: Final = 4
 """Bytes of a character, and so the most tokens it can be spread over."""
+
+
+class ByteRun:
+    """The run of byte tokens at the end of the tokens so far. It may be empty."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.is_broken = False
+        """Whether it is invalid UTF-8, whatever follows."""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is valid and does not end within a character."""
+        return not self.is_broken and not self._decoder.getstate()[0]
+
+    def push(self, token_id: int, byte: int) -> str:
+        """The characters completed by this byte. They change if the run turns invalid later."""
+        if self.is_broken:
+            return ""
+        self.token_ids.append(token_id)
+        try:
+            return self._decoder.decode(bytes((byte,)))
+        except UnicodeDecodeError:
+            self.is_broken = True
+            return ""
 
 
 class IncrementalDetokenizer:

@@ -3,13 +3,14 @@
 Pure functions, for the router and for the offline engine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
-from holdfast.router.request import EMPTY_PROMPT, derived_seed
+from holdfast.router.request import EMPTY_PROMPT, GenerationRequest, derived_seed
 from holdfast.router.text.detokenizer import IncrementalDetokenizer
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError, shortened
+from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.sampling_params import ALL_LOGPROBS, SamplingParams
 
 MAX_PROMPT_LOGPROBS_BYTES: Final = 16 * 2**20
@@ -31,17 +32,16 @@ def kept_tokens(token_ids: tuple[int, ...], params: SamplingParams, max_sequence
     return token_ids[:num_kept] if params.truncate_right else token_ids[-num_kept:]
 
 
-def check_length(
-    field: str, prompt: Sequence[object], num_tokens: int, *, max_sequence_len: int, max_model_len: int
-) -> None:
-    """Raises `InvalidRequestError` for `field` unless the prompt has tokens and leaves room for one more.
-
-    `max_sequence_len` is the model's context length, or the capacity of the KV cache if that is smaller.
+def check_length(request: GenerationRequest, num_tokens: int, facts: ModelInfo) -> None:
+    """Raises `InvalidRequestError` unless a request's prompt has tokens and leaves room for one more, in the model's
+    context and in the KV cache.
     """
+    max_sequence_len, max_model_len = facts.max_sequence_len, facts.max_model_len
+    if 0 < num_tokens < max_sequence_len:
+        return
+    field, prompt = request.prompt_field, request.prompt if request.chat is None else request.chat.messages
     if num_tokens == 0:
         raise InvalidRequestError(field, prompt, "the prompt has no tokens" if prompt else EMPTY_PROMPT)
-    if num_tokens < max_sequence_len:
-        return
     length = f"the prompt has {num_tokens} tokens, and at least one more must fit"
     if max_sequence_len == max_model_len:
         limit = f"this model's maximum context length is {max_model_len} tokens; {length}"
@@ -85,7 +85,7 @@ def echoed_text(
     return text.removesuffix(IncrementalDetokenizer(tokenizer, params.skip_special_tokens, context=kept).finish())
 
 
-def check_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+def check_vocabulary(field: str, token_ids: Collection[int], vocab_size: int) -> None:
     """Raises `InvalidRequestError` for `field` if a token id is not in the vocabulary."""
     if (smallest := min(token_ids, default=0)) < 0:
         raise InvalidRequestError(field, smallest, f"token ids must not be negative, unlike {shortened(smallest)}")
@@ -94,37 +94,41 @@ def check_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> N
         raise InvalidRequestError(field, largest, limit)
 
 
-def check_encoded(field: str, token_ids: Sequence[int], tokenizer: Tokenizer, vocab_size: int) -> None:
-    """As `check_vocabulary`, of a text's tokens: a tokenizer may have added some that the model lacks."""
+def check_encoded(request: GenerationRequest, token_ids: Sequence[int], tokenizer: Tokenizer, vocab_size: int) -> None:
+    """As `check_vocabulary`, of the tokens of a request's text: its tokenizer may have some that the model lacks."""
     if (largest := max(token_ids, default=0)) >= vocab_size:
         token = tokenizer.decode((largest,), skip_special_tokens=False)
         limit = f"its text has this token, of id {largest}, and the model's vocabulary ends at {vocab_size - 1}"
-        raise InvalidRequestError(field, token, limit)
+        raise InvalidRequestError(request.prompt_field, token, limit)
 
 
 def check_logits_settings(params: SamplingParams, vocab_size: int) -> None:
     """Raises `InvalidRequestError`, naming the parameter, if one has a token id outside the vocabulary."""
-    check_vocabulary("sampling_params.stop_token_ids", params.stop_token_ids, vocab_size)
-    check_vocabulary("sampling_params.logprob_token_ids", params.logprob_token_ids, vocab_size)
-    check_vocabulary("sampling_params.logit_bias", tuple(params.logit_bias), vocab_size)
     allowed = params.allowed_token_ids or ()
     if len(allowed) > vocab_size:
         limit = f"must have at most as many token ids as the vocabulary, {vocab_size}"
         raise InvalidRequestError("sampling_params.allowed_token_ids", len(allowed), limit)
-    check_vocabulary("sampling_params.allowed_token_ids", allowed, vocab_size)
+    for name, token_ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logprob_token_ids", params.logprob_token_ids),
+        ("logit_bias", params.logit_bias),
+        ("allowed_token_ids", allowed),
+    ):
+        if token_ids:
+            check_vocabulary(f"sampling_params.{name}", token_ids, vocab_size)
 
 
-def resolved(params: SamplingParams, seed_key: str, *, vocab_size: int, max_model_len: int) -> SamplingParams:
+def resolved(params: SamplingParams, seed_key: str, facts: ModelInfo) -> SamplingParams:
     """The parameters with a seed, and with `max_tokens` and `top_k` limited to what the model has, so that they fit
     the engine's integers. Raises what `check_logits_settings` raises.
     """
-    check_logits_settings(params, vocab_size)
+    check_logits_settings(params, facts.vocab_size)
     seed = derived_seed(seed_key) if params.seed is None else params.seed
-    max_tokens = None if params.max_tokens is None else min(params.max_tokens, max_model_len)
-    top_k = min(params.top_k, vocab_size)
+    max_tokens = None if params.max_tokens is None else min(params.max_tokens, facts.max_model_len)
+    top_k = min(params.top_k, facts.vocab_size)
     if (seed, max_tokens, top_k) == (params.seed, params.max_tokens, params.top_k):
         return params
-    return params.with_changes(seed=seed, max_tokens=max_tokens, top_k=top_k)
+    return params.with_valid(seed=seed, max_tokens=max_tokens, top_k=top_k)
 
 
 def bad_word_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -1,19 +1,100 @@
 """Text state of one sequence: the incremental detokenizer followed by the stop string matcher.
 
-A pure function of the tokens so far: a router that resumes a request pushes them again and continues. What may not live
-here: IO, and other reasons to end a sequence.
+A pure function of the tokens so far: a router that resumes a request pushes them again and continues. The matcher finds
+matches across pieces, and holds back no more text than needed: its result depends on the text alone, not on how it is
+split into pieces.
 """
 
-import codecs
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from holdfast.router.text.detokenizer import IncrementalDetokenizer
-from holdfast.router.text.stop_strings import StopStringMatcher
-from holdfast.router.text.token_table import REPLACEMENT, is_nothing
 from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.worker.request import FinishReason
 from holdfast.worker.sampling_params import SamplingParams
+
+
+class StopStringMatcher:
+    """Releases text up to the first stop string, and with `include_match` the stop string too.
+
+    The first is the one that ends first; of several that end at the same character, the longest. Text is held back only
+    while it may be the beginning of a stop string.
+    """
+
+    def __init__(self, stop: Sequence[str], *, include_match: bool = False) -> None:
+        self._stop = tuple(stop)
+        self._include_match = include_match
+        self._held = ""
+        self._matched: str | None = None
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text; None so far."""
+        return self._matched
+
+    def push(self, text: str, *, may_match: bool = True) -> str:
+        """The text that is now certain to be part of the output; empty after a match.
+
+        Without `may_match`, a stop string that ends in `text` is ignored; one that begins in it may still match later.
+        """
+        if not self._stop:
+            return text
+        if self._matched is not None:
+            return ""
+        num_old = len(self._held)
+        text = self._held + text
+        end, length = self._first_match(text, num_old) if may_match else (0, 0)
+        if length:
+            self._matched, self._held = text[end - length : end], ""
+            return text[: end if self._include_match else end - length]
+        num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        released = text[: len(text) - num_held]
+        self._held = text[len(released) :]
+        return released
+
+    def finish(self) -> str:
+        """The text that was held back for a stop string that did not complete."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str, num_old: int) -> tuple[int, int]:
+        """End and length of the first match that ends beyond `num_old` characters; length 0 without one."""
+        found = ((text.find(stop, max(0, num_old + 1 - len(stop))), len(stop)) for stop in self._stop)
+        ends = ((start + length, -length) for start, length in found if start >= 0)
+        end, negative_length = min(ends, default=(0, 0))
+        return end, -negative_length
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
+
+
+def stop_reason(
+    params: SamplingParams, finish_reason: FinishReason | None, token_ids: Sequence[int], matched: str | None
+) -> str | int | None:
+    """`token_ids` are the last ones of the output, and `matched` is the stop string that its text state has found.
+
+    None where the model's own end or a limit has ended it.
+    """
+    if finish_reason is not FinishReason.STOP:
+        return None
+    if matched is not None:
+        return matched
+    last = token_ids[-1] if token_ids else None
+    return last if last in params.stop_token_ids else None
+
+
+def shown_tokens(
+    token_ids: tuple[int, ...], finish_reason: FinishReason | None, params: SamplingParams
+) -> tuple[int, ...]:
+    """Those of the last tokens of an output that its text is of. `finish_reason` is the engine's: an output that it
+    ends with `STOP` has an end of sequence or a stop token as its last token, which is no text.
+    """
+    is_shown = finish_reason is not FinishReason.STOP or params.include_stop_str_in_output
+    return token_ids if is_shown else token_ids[:-1]
 
 
 class TextPiece(NamedTuple):
@@ -126,147 +207,3 @@ class _Guess:
     def push(self, text: str, *, may_match: bool) -> None:
         self.seen.append(text)
         self.released.append(self.matcher.push(text, may_match=may_match))
-
-
-_MAX_CONTEXT: Final = 6
-
-
-class TextOffsets:
-    """Of one sequence, whose text goes on after that of `prompt_token_ids`. The offsets do not depend on how tokens
-    are cut into deliveries.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        params: SamplingParams,
-        prompt_token_ids: Sequence[int] = (),
-        *,
-        start: int = 0,
-        text: str = "",
-    ) -> None:
-        """`start`: the offset of the first token. `text` is the whole one where it is known, as of a prompt: special
-        tokens that it writes out have a length.
-        """
-        self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_token_ids if params.skip_special_tokens else frozenset[int]()
-        self._has_text = params.detokenize
-        self._text = text
-        self._at = start
-        """Characters before the last run of byte tokens, and before what is not a whole character yet."""
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._run = _Run()
-        self._context: list[int] | None = None
-        """What stands before the first token; None behind that."""
-        self._start_after(prompt_token_ids)
-
-    def push(self, token_id: int) -> int:
-        """The offset of the next token."""
-        if not self._is_shown(token_id):
-            return self._pass_by(token_id)
-        data = self._new_bytes(token_id)
-        if token_id in self._tokenizer.fallback_bytes:
-            at = self._at + self._run.num_chars
-            self._run.push(self._tokenizer.tokens.bytes_of(token_id), is_dropped=not data)
-            return at
-        if self._run.num_bytes:
-            if not data and is_nothing(self._tokenizer, self._tokenizer.fallback_bytes, token_id):
-                return self._at + self._run.num_chars
-            self._at += self._run.final_num_chars
-            self._run = _Run()
-        at = self._at + self._ends_character(data)
-        self._at += len(self._utf8.decode(data))
-        return at
-
-    def _is_shown(self, token_id: int) -> bool:
-        return self._has_text and token_id not in self._skipped and token_id < self._tokenizer.vocab_size
-
-    def _pass_by(self, token_id: int) -> int:
-        """The offset of a token that is not shown: unless the text that is known says otherwise, it has no length."""
-        at = self._at + self._run.num_chars
-        written = self._tokenizer.tokens.text_of(token_id)
-        if written and self._text.startswith(written, at):
-            self._at += len(written)
-        return at
-
-    def _new_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token; the first has what its decoder writes at the beginning of a text, such as no space."""
-        data, context = self._tokenizer.tokens.bytes_of(token_id), self._context
-        if context is None:
-            return data
-        self._context = None
-        before = self._tokenizer.decode_known(context)
-        shown = self._tokenizer.decode_known([*context, token_id])[len(before) :]
-        return data if REPLACEMENT in shown or self._utf8.getstate()[0] or not before.isascii() else shown.encode()
-
-    def _ends_character(self, data: bytes) -> bool:
-        """Whether bytes that were waiting for the rest of their character do not get it from `data`."""
-        waiting, _ = self._utf8.getstate()
-        if not waiting or not data:
-            return False
-        strict = codecs.getincrementaldecoder("utf-8")()
-        try:
-            strict.decode(waiting + data[:1])
-        except UnicodeDecodeError:
-            return True
-        return False
-
-    def _start_after(self, prompt: Sequence[int]) -> None:
-        """What the prompt ends with may be part of the output's first character, as `IncrementalDetokenizer` has it."""
-        first, fallback = len(prompt), self._tokenizer.fallback_bytes
-        while fallback and first > 0 and self._may_be_in_run(prompt[first - 1]):
-            first -= 1
-        context = [token_id for token_id in prompt[:first][-_MAX_CONTEXT:] if self._is_shown(token_id)]
-        while self._tokenizer.decode_known(context).startswith(REPLACEMENT):
-            context = context[1:]
-        text = self._utf8.decode(b"".join(map(self._tokenizer.tokens.bytes_of, context)))
-        self._at += len(text) - len(text.rstrip(REPLACEMENT))
-        run = [token_id for token_id in prompt[first:] if token_id in fallback]
-        for token_id in run:
-            self._run.push(bytes((fallback[token_id],)))
-        self._run.give()
-        self._context = context + run
-
-    def _may_be_in_run(self, token_id: int) -> bool:
-        fallback = self._tokenizer.fallback_bytes
-        return token_id in fallback or not self._is_shown(token_id) or is_nothing(self._tokenizer, fallback, token_id)
-
-
-class _Run:
-    """A run of byte-fallback tokens: valid as a whole, or each of its bytes is one U+FFFD."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._num_whole = 0
-        self._given_bytes = self._given_chars = 0
-        self._num_dropped = 0
-        """Spaces at the beginning of a text that its decoder drops, unless the run is broken."""
-        self._is_broken = False
-        self._utf8 = codecs.getincrementaldecoder("utf-8")()
-
-    @property
-    def num_chars(self) -> int:
-        """Those so far that are whole, without the prompt's."""
-        return self.num_bytes - self._given_bytes if self._is_broken else self._num_shown
-
-    @property
-    def _num_shown(self) -> int:
-        return self._num_whole - self._given_chars - self._num_dropped
-
-    @property
-    def final_num_chars(self) -> int:
-        """Those of the run if it ends here."""
-        return self.num_bytes - self._given_bytes if self._utf8.getstate()[0] else self.num_chars
-
-    def give(self) -> None:
-        """What has come belongs to the prompt, unless it ends within a character."""
-        if self._is_broken or not self._utf8.getstate()[0]:
-            self._given_bytes, self._given_chars = self.num_bytes, self._num_whole
-
-    def push(self, data: bytes, *, is_dropped: bool = False) -> None:
-        self.num_bytes += len(data)
-        self._num_dropped += is_dropped
-        try:
-            self._num_whole += len(self._utf8.decode(data))
-        except UnicodeDecodeError:
-            self._is_broken = True

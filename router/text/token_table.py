@@ -4,7 +4,6 @@ A token's bytes are what it adds to the middle of a text: the space before a wor
 character has its own bytes.
 """
 
-import codecs
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
@@ -157,29 +156,3 @@ def is_nothing(decoder: _Decoder, fallback: Mapping[int, int], token_id: int) ->
 
 def _token_ids(fallback: Mapping[int, int]) -> dict[int, int]:
     return {byte: token_id for token_id, byte in fallback.items()}
-
-
-class ByteRun:
-    """The run of byte tokens at the end of the tokens so far. It may be empty."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.is_broken = False
-        """Whether it is invalid UTF-8, whatever follows."""
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is valid and does not end within a character."""
-        return not self.is_broken and not self._decoder.getstate()[0]
-
-    def push(self, token_id: int, byte: int) -> str:
-        """The characters completed by this byte. They change if the run turns invalid later."""
-        if self.is_broken:
-            return ""
-        self.token_ids.append(token_id)
-        try:
-            return self._decoder.decode(bytes((byte,)))
-        except UnicodeDecodeError:
-            self.is_broken = True
-            return ""

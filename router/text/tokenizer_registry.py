@@ -1,6 +1,7 @@
 """Tokenizer registry: one tokenizer for each served model, loaded once, run on a thread for large inputs."""
 
 import asyncio
+import uuid
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -10,13 +11,26 @@ from typing import Final, ParamSpec, TypeVar
 
 from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
+from holdfast.router.events import ModelStatus
+from holdfast.router.request import GenerationRequest, check_text
 from holdfast.router.text.chat import FEW_STEPS, TemplateBudgetError, chat_text, template_traits
 from holdfast.router.text.grammar import GrammarCompiler
-from holdfast.router.text.prompt import bad_word_token_ids, echoed_text
-from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.router.text.prompt import (
+    bad_word_token_ids,
+    check_encoded,
+    check_length,
+    check_prompt_logprobs,
+    check_vocabulary,
+    echoed_text,
+    kept_tokens,
+    resolved,
+    with_counted_logprobs,
+)
+from holdfast.router.text.tokenizer import Tokenizer, TooManyTokensError
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.process_memory import give_back
 from holdfast.worker.request import EngineRequest
+from holdfast.worker.sampling_params import ALL_LOGPROBS
 from holdfast.worker.structured_outputs import StructuredOutputs
 
 P = ParamSpec("P")
@@ -140,8 +154,65 @@ class TokenizerRegistry:
             check = self._compilers[model].check_output
             await asyncio.to_thread(check, field, grammar, token_ids, eos_token_ids)
 
-    async def echo(self, model: str, prompt: str | tuple[int, ...], request: EngineRequest) -> str:
-        """As `echoed_text`, for the engine request of `prompt`."""
+    async def engine_request(
+        self, request: GenerationRequest, model: ModelStatus, limits: LimitsConfig
+    ) -> EngineRequest:
+        """A client's request in tokens, as engines take it, with an id and a seed. Raises `InvalidRequestError` for
+        what the model does not take.
+        """
+        name, facts, params = model.name, model.facts, request.sampling_params
+        if ALL_LOGPROBS in (params.logprobs, params.prompt_logprobs):
+            params = with_counted_logprobs(params, facts.vocab_size, limits.max_logprobs)
+        token_ids = await self._prompt_token_ids(request, model, limits)
+        if params.truncate_prompt_tokens is not None:
+            token_ids = kept_tokens(token_ids, params, facts.max_sequence_len)
+        check_length(request, len(token_ids), facts)
+        if params.prompt_logprobs is not None:
+            check_prompt_logprobs(params, len(token_ids))
+        if request.chat is None and not isinstance(request.prompt, str):
+            check_vocabulary("token_ids", token_ids, facts.vocab_size)  # not of more than a model takes
+        else:
+            check_encoded(request, token_ids, self._tokenizers[name], facts.vocab_size)
+        request_id, shape = request.request_id or uuid.uuid4().hex, params.structure
+        params = resolved(params, request.seed_key or request_id, facts)
+        bad_words = await self.bad_words(name, params.bad_words) if params.bad_words else ()
+        return EngineRequest(
+            request_id=request_id,
+            part=request.part,
+            prompt_token_ids=token_ids,
+            sampling_params=params,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            tenant=request.tenant,
+            session_id=request.session_id,
+            # Of a token beyond the model's vocabulary there is no logit.
+            bad_word_token_ids=tuple([word for word in bad_words if max(word) < facts.vocab_size]) if bad_words else (),
+            grammar="" if shape is None else await self.grammar(name, shape),
+        )
+
+    async def _prompt_token_ids(
+        self, request: GenerationRequest, model: ModelStatus, limits: LimitsConfig
+    ) -> tuple[int, ...]:
+        """The token ids of the whole prompt, before truncation."""
+        text = request.prompt
+        if request.chat is not None:
+            text = await self.render(model.name, request.chat)
+            check_text(text, limits, "chat")  # a template adds to each message
+        if not isinstance(text, str):
+            return text
+        most = model.facts.max_sequence_len if request.sampling_params.truncate_prompt_tokens is None else None
+        try:
+            return await self.encode(model.name, text, request.chat is None, most)
+        except TooManyTokensError as error:
+            num_tokens = error.num_tokens
+        check_length(request, num_tokens, model.facts)
+        raise AssertionError("a prompt beyond the model's length has passed")
+
+    async def echo(self, model: str, asked: GenerationRequest, request: EngineRequest) -> str:
+        """The text that `echo` puts before the output of what was asked, which has become `request`; of a chat, the
+        rendered prompt.
+        """
+        prompt = asked.prompt if asked.chat is None else request.prompt_token_ids
         arguments = self._tokenizers[model], prompt, request.prompt_token_ids, request.sampling_params
         if 4 * len(request.prompt_token_ids) <= self._inline_bytes:
             return echoed_text(*arguments)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
+from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.events import Action, Fail, OutputDelta, SendAbort, SendSubmit
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.model_info import ReplicaFacts
@@ -111,15 +112,14 @@ class Core:
             tenant=tenant,
             output_token_ids=tuple(output),
         )
-        actions = self.dispatch.submit(
-            request,
+        state = RequestState(
+            request=request,
             model=model,
             text=LetterText(stop_at),
             deadline=self.now + timeout_s,
-            now=self.now,
             client_attempt=client_attempt,
         )
-        return self._checked(actions)
+        return self._checked(self.dispatch.submit(state, self.now))
 
     def supersede(self, request_id: str, client_attempt: int = 0, *, tenant: str = "") -> list[Action]:
         return self._checked(self.dispatch.supersede(RequestKey(tenant, request_id), client_attempt, self.now))

@@ -322,11 +322,11 @@ class Engine:
         scheduler = self._core.scheduler
         if not self._steps.plans and (plan := scheduler.plan(now, self._run_length.max_steps)) is not None:
             self._launch(plan)
-        if self._steps.can_go_ahead() and (plan := scheduler.plan_ahead(now)) is not None:
+        if self._steps.overlaps and self._steps.can_go_ahead() and (plan := scheduler.plan_ahead(now)) is not None:
             self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> None:
-        if self._core.has_urgent_news:
+        if self._core.suspects.has_news:
             self._deliver()
         self._steps.launch(plan)
 

@@ -10,14 +10,14 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from typing import Final
 
-from holdfast.worker.engine.output_queue import CacheFeed, OutputQueue
+from holdfast.worker.engine.cache_feed import CacheFeed
 from holdfast.worker.engine.request_guards import NonFiniteGuard, NumbersCheck, Suspects, no_numbers
 from holdfast.worker.errors import DeadlineExceededError, HoldfastError
 from holdfast.worker.request import EngineLoad, EngineRequest, TokenDelta
 from holdfast.worker.scheduler.scheduler import DropReason, Scheduler
-from holdfast.worker.stats import NO_STEPS, TOKEN_TIMES_S
+from holdfast.worker.stats import NO_STEPS, TOKEN_TIMES_S, EngineStats
 from holdfast.worker.step_plan import StepPlan, StepResult
-from holdfast.worker.step_update import Rejection, StepListener, StepUpdate
+from holdfast.worker.step_update import NO_CHANGES, Rejection, StepListener, StepUpdate
 from holdfast.worker.structured_outputs import dead_end
 
 STATS_EVERY_STEPS: Final = 32
@@ -33,6 +33,32 @@ PREFILL_SPEED_LOSS: Final = 0.01
 """The share of a speed that is forgotten with each such step that does not reach it."""
 
 
+class OutputQueue:
+    """The deltas, rejections and prefix-cache changes that one listener has not been sent yet."""
+
+    def __init__(self) -> None:
+        self.is_new = True
+        self.deltas: list[TokenDelta] = []
+        self.rejections: list[Rejection] = []
+        self.cache: CacheFeed | None = None
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.is_new or self.deltas or self.rejections or (self.cache and self.cache.has_news))
+
+    def take(self, step_id: int, load: EngineLoad, stats: EngineStats | None) -> StepUpdate:
+        update = StepUpdate(
+            step_id=step_id,
+            deltas=tuple(self.deltas),
+            rejections=tuple(self.rejections),
+            load=load,
+            cache=self.cache.take() if self.cache else NO_CHANGES,
+            stats=stats,
+        )
+        self.is_new, self.deltas, self.rejections = False, [], []
+        return update
+
+
 class EngineCore:
     """A scheduler and its listeners' output queues. Not thread-safe, but for `load`, `told_stats`, `listeners` and the
     scheduler's `has_work`.
@@ -42,8 +68,10 @@ class EngineCore:
         self.scheduler = scheduler
         """To be asked for plans and statistics. Requests come and go, and results are committed, by way of the core."""
         self._output_queues: dict[StepListener, OutputQueue] = {}  # in order of attaching
+        self._feeds: dict[StepListener, CacheFeed] = {}  # of those that follow the cache
         self._owners: dict[Hashable, StepListener] = {}  # by the keys of requests that have not ended
-        self._suspects: Suspects[StepListener] = Suspects()
+        self.suspects: Suspects[StepListener] = Suspects()
+        """While it `has_news`, listeners must be told them before a plan is run: it may be the last that they hear."""
         self._lost_numbers = NonFiniteGuard()
         self.numbers_check: NumbersCheck | None = None
         """Without one, several requests without finite logits are proof against the replica."""
@@ -56,7 +84,8 @@ class EngineCore:
         self._step_id = 0
         self._told_step_id = 0  # of the step that listeners were last told of
         self._stats_step_id = 0  # of the step that statistics were last told of
-        self._load = scheduler.load()
+        self.load = scheduler.load()
+        """As last told, for a listener that has nothing here. To be read only."""
         self.told_stats = scheduler.stats()
         """As of the last time that they were worked out for listeners."""
 
@@ -75,6 +104,7 @@ class EngineCore:
         """`listener` gets no more updates, and its requests are aborted."""
         self._reject_dropped()
         self._output_queues.pop(listener, None)
+        self._feeds.pop(listener, None)
         for attempt in [attempt for attempt, owner in self._owners.items() if owner is listener]:
             self.abort(attempt)
 
@@ -83,7 +113,7 @@ class EngineCore:
         output_queue = self._output_queues.get(listener)
         if output_queue is not None:
             # Earlier events that have not been taken follow, and agree with this on each block.
-            output_queue.cache = CacheFeed(self.scheduler.prefix_cache.block_hashes)
+            output_queue.cache = self._feeds[listener] = CacheFeed(self.scheduler.prefix_cache.block_hashes)
 
     # --- requests ---
 
@@ -96,14 +126,17 @@ class EngineCore:
         self._counts.num_requests += 1
         if listener not in self._output_queues:
             return  # detached meanwhile: no one waits for an answer
+        suspicion, suspects = request.suspicion, self.suspects
         try:
-            self._suspects.check(request.suspicion, listener)
+            if suspicion or suspects.requests:
+                suspects.check(suspicion, listener)
             finished = self.scheduler.add(request, now, attempt)
         except HoldfastError as error:
             self._refuse(attempt, error, listener)
             return
         self._owners[attempt] = listener
-        self._suspects.add(attempt, request.suspicion, listener)
+        if suspicion:
+            suspects.add(attempt, suspicion, listener)
         if finished is not None:
             self._keep([finished])
 
@@ -135,7 +168,7 @@ class EngineCore:
         deltas = self.scheduler.commit(plan, result)
         if self.scheduler.dropped:
             self._reject_dropped(has_others=bool(deltas))
-        if deltas:
+        if deltas and self._lost_numbers.in_a_row:
             self._lost_numbers.settle()
         return self._keep(deltas)
 
@@ -172,7 +205,7 @@ class EngineCore:
 
     def _reject(self, attempt: Hashable, error: HoldfastError) -> None:
         """Keeps a rejection for the owner of a request, which ends it."""
-        self._suspects.drop(attempt)
+        self.suspects.drop(attempt)
         self._refuse(attempt, error, self._owners.pop(attempt))
 
     def _refuse(self, attempt: Hashable, error: HoldfastError, listener: StepListener) -> None:
@@ -188,41 +221,32 @@ class EngineCore:
         step_s = (plan_s + run_s + commit_s) / num_steps
         self._step_counts[bisect_left(TOKEN_TIMES_S, step_s)] += num_steps  # of each step, so no call more
 
-    @property
-    def has_urgent_news(self) -> bool:
-        """Whether listeners must be told something before a plan is run: it may be the last that they hear."""
-        return self._suspects.has_news
-
     def take_updates(self) -> list[tuple[StepListener, StepUpdate]]:
         """What has to be told now, and to whom: to all after a step or a change of load, else where there is news."""
         if self.scheduler.dropped:
             self._reject_dropped()
-        before, self._load = self._load, self.scheduler.load()
-        if self._suspects.requests:
-            self._load = self._suspects.load_for(None, self._load)
-        concerns_all = self._step_id != self._told_step_id or self._load != before or self._suspects.has_news
-        self._told_step_id, self._suspects.has_news = self._step_id, False
+        before, self.load = self.load, self.scheduler.load()
+        if self.suspects.requests:
+            self.load = self.suspects.load_for(None, self.load)
+        concerns_all = self._step_id != self._told_step_id or self.load != before or self.suspects.has_news
+        self._told_step_id, self.suspects.has_news = self._step_id, False
         stats = None
         if concerns_all:
             is_busy = self.scheduler.has_work
             if not is_busy or self._step_id >= self._stats_step_id + STATS_EVERY_STEPS:
                 self._stats_step_id = self._step_id
                 stats = self.told_stats = self.scheduler.stats()
-        self._note_cache_events()
+        if self._feeds:
+            self._note_cache_events()
         updates = []
         for listener, output_queue in self._output_queues.items():
             if concerns_all or output_queue.has_news:
                 of_new = self.scheduler.stats() if stats is None and output_queue.is_new else stats
-                load = self._suspects.load_for(listener, self._load) if self._suspects.requests else self._load
+                load = self.suspects.load_for(listener, self.load) if self.suspects.requests else self.load
                 updates.append((listener, output_queue.take(self._step_id, load, of_new)))
         return updates
 
     # --- state ---
-
-    @property
-    def load(self) -> EngineLoad:
-        """As last told, for a listener that has nothing here."""
-        return self._load
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless scheduler, blocks and output queues agree. For idle times, as the scheduler's."""
@@ -237,8 +261,8 @@ class EngineCore:
 
     def _keep(self, deltas: Sequence[TokenDelta]) -> int:
         """Keeps each delta for the owner of its request; returns how many tokens they have."""
-        if self._suspects.requests:
-            self._suspects.note(deltas)
+        if self.suspects.requests:
+            self.suspects.note(deltas)
         owners, output_queues = self._owners, self._output_queues
         num_tokens = 0
         for delta in deltas:
@@ -253,11 +277,9 @@ class EngineCore:
 
     def _note_cache_events(self) -> None:
         """Keeps the prefix cache's events for the listeners that follow it; while none does, they are not asked for."""
-        feeds = [output_queue.cache for output_queue in self._output_queues.values() if output_queue.cache is not None]
-        if feeds:
-            events = self.scheduler.prefix_cache.take_events()
-            for feed in feeds:
-                feed.note(events)
+        events = self.scheduler.prefix_cache.take_events()
+        for feed in self._feeds.values():
+            feed.note(events)
 
     def _note_speed(self, plan: StepPlan, step_s: float) -> None:
         """What a request can hope for is the best speed of all full steps. Others say less than the machine can do, and

@@ -56,6 +56,8 @@ class StepsInFlight:
         """Their plans, the oldest first. To be read only."""
         self._runner = runner
         self._overlapping = runner if isinstance(runner, OverlappingRunner) else None
+        self.overlaps = self._overlapping is not None
+        """Whether the runner may have two of them."""
         self._progress = progress
         self._clock = clock
         self._began_s = 0.0

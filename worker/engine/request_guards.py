@@ -30,29 +30,30 @@ class NonFiniteGuard:
     """Counts the requests of a replica whose logits were NaN or infinite, step by step."""
 
     def __init__(self) -> None:
-        self._in_a_row: list[Hashable] = []
+        self.in_a_row: list[Hashable] = []
+        """To be read only."""
 
     def note_step(self, broken: Sequence[DroppedRequest], *, has_others: bool) -> ReplicaError | None:
         """The `broken` requests got no token in this step; `has_others`: other requests did. What is wrong where the
         replica may be at fault: several requests ran and none had finite logits.
         """
         if has_others:
-            self._in_a_row.clear()
+            self.in_a_row.clear()
             return None
         names: dict[Hashable, None] = {}
         for one in broken:
             names[one.request.group_id or one.request.key] = None
         for name in names:
-            if name not in self._in_a_row:
-                self._in_a_row.append(name)
-        if len(names) <= 1 and len(self._in_a_row) < NUM_ALONE_TO_DOUBT:
+            if name not in self.in_a_row:
+                self.in_a_row.append(name)
+        if len(names) <= 1 and len(self.in_a_row) < NUM_ALONE_TO_DOUBT:
             return None
-        count = max(len(names), len(self._in_a_row))
+        count = max(len(names), len(self.in_a_row))
         return ReplicaError(f"the model's logits are not finite (NaN or infinite) for any of {count} requests")
 
     def settle(self) -> None:
         """The replica is well: what came before proves nothing any more."""
-        self._in_a_row.clear()
+        self.in_a_row.clear()
 
 
 def no_numbers() -> InternalError:

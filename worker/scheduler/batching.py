@@ -102,7 +102,7 @@ class ContinuousBatching:
 
     def schedule(self, queues: SequenceQueues) -> list[Share]:
         siblings = Siblings(queues)
-        if queues.waiting.num_waiting:
+        if queues.waiting.num_waiting and queues.running:
             self._make_way(queues, siblings)
         decodes, prefills, grown_out = self._split_running(queues)
         if grown_out and not _grow(queues, grown_out):
@@ -180,7 +180,8 @@ class ContinuousBatching:
             if sequence.service_class is not service_class or not self._has_memory(queues, sequence, prefix):
                 break
             queues.admit(sequence, queues.allocator.num_blocks_for(len(sequence.token_ids)), prefix)
-            siblings.add(sequence)
+            if sequence.request.group_id:
+                siblings.add(sequence)
             num_tokens = min(num_step_tokens(sequence), budget)
             shares.append((sequence, num_tokens))
             budget -= num_tokens

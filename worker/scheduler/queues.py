@@ -86,7 +86,8 @@ class SequenceQueues:
         self.waiting.remove(sequence)
         self.num_moves += 1
         self.num_uncomputed_tokens -= prefix.num_tokens
-        self.allocator.share(prefix.block_ids)
+        if prefix.block_ids:
+            self.allocator.share(prefix.block_ids)
         own = self.allocator.allocate(num_blocks - len(prefix.block_ids))
         sequence.block_ids = (*prefix.block_ids, *own)
         sequence.num_computed_tokens = prefix.num_tokens
@@ -270,7 +271,7 @@ class SequenceQueues:
 
 def check_can_end(request: EngineRequest, eos_token_ids: frozenset[int]) -> None:
     """Raises `InvalidRequestError` for an output with a grammar, of a model that has no token to end it with."""
-    if request.grammar and not eos_token_ids:
+    if not eos_token_ids:
         limit = "is not possible: the model has no end-of-sequence token to end the output with"
         raise InvalidRequestError("sampling_params.structured_outputs", request.sampling_params.structure, limit)
 
@@ -287,7 +288,7 @@ def check_fits(sequence: Sequence, *, num_slots: int, max_model_len: int) -> Non
         raise InvalidRequestError(
             "prompt", f"{num_prompt_tokens} tokens", f"{limit}, and the KV cache {num_slots} in all"
         )
-    if sequence.max_num_slots > num_slots:
+    if sequence.max_len - 1 > num_slots:  # the last token is sampled and never computed
         limit = f"must be at most {num_slots + 1 - num_prompt_tokens} after a prompt of {num_prompt_tokens} tokens"
         max_tokens = sequence.request.sampling_params.max_tokens
         raise InvalidRequestError(
@@ -308,9 +309,8 @@ class DeadlineWatch:
         """
 
     def watch(self, sequence: Sequence) -> None:
-        """Watches a sequence until it is forgotten. One without a deadline is never returned by `pop`."""
-        if sequence.deadline_s < math.inf:
-            self._timers.set(sequence, self._latest_start_s(sequence))
+        """Watches a sequence with a deadline until it is forgotten."""
+        self._timers.set(sequence, self._latest_start_s(sequence))
 
     def forget(self, sequence: Sequence) -> None:
         self._timers.drop(sequence)

@@ -5,6 +5,7 @@ safe at any point of it. Where the device runs a step while the host plans the n
 `commit`, and two plans are in flight.
 """
 
+import math
 from collections.abc import Hashable
 from dataclasses import replace
 from enum import Enum
@@ -99,7 +100,8 @@ class Scheduler:
         attempt = request.request_id if attempt is None else attempt
         if attempt in self._sequences:
             raise InvalidRequestError("request_id", attempt, "is in use by a request that has not ended")
-        check_can_end(request, self._eos_token_ids)
+        if request.grammar:
+            check_can_end(request, self._eos_token_ids)
         sequence = Sequence(
             self._num_added,
             request,
@@ -119,7 +121,8 @@ class Scheduler:
         self._sequences[attempt] = sequence
         self._queues.waiting.advance(now)
         self._queues.add(sequence)
-        self.deadlines.watch(sequence)
+        if sequence.deadline_s < math.inf:
+            self.deadlines.watch(sequence)
         return None
 
     def abort(self, attempt: Hashable) -> TokenDelta | None:
@@ -339,7 +342,8 @@ class Scheduler:
     def _finish(self, attempt: Hashable) -> None:
         sequence = self._sequences.pop(attempt)
         self._queues.finish(sequence)
-        self.deadlines.forget(sequence)
+        if sequence.deadline_s < math.inf:
+            self.deadlines.forget(sequence)
         if self._drafter is not None:
             self._drafter.forget(sequence)
         self.counts.num_finished += 1

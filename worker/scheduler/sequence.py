@@ -236,8 +236,8 @@ class Sequence:
         computed for them count as not computed. A draw without a token (`NO_TOKEN`, `DEAD_END`) breaks the sequence.
         """
         old_len = len(self.token_ids)
-        for token_id in _confirmed(scheduled.token_ids, drawn):
-            if self._breaks(token_id):
+        for token_id in drawn if len(drawn) <= 1 else _confirmed(scheduled.token_ids, drawn):
+            if token_id < 0 and self._breaks(token_id):
                 break
             self.token_ids.append(token_id)
             if self.finish_reason is not None:
@@ -255,7 +255,7 @@ class Sequence:
         """
         if self.num_computed_tokens > scheduled.first_position:  # it was foreseen
             return self._fill_in(drawn, logprobs) if drawn else None
-        first_token_index = self.num_output_tokens
+        first_token_index = len(self.token_ids) - self.num_prompt_tokens
         token_ids = self.advance(scheduled, drawn)
         if not token_ids:
             return None
@@ -266,7 +266,7 @@ class Sequence:
             finish_reason=self.finish_reason,
             num_cached_tokens=self.num_cached_tokens if first_token_index == 0 else 0,
             logprobs=logprobs[: len(token_ids)],
-            prompt_logprobs=self.take_prompt_logprobs() if first_token_index == 0 else (),
+            prompt_logprobs=() if self.prompt_logprobs is None else self.take_prompt_logprobs(),
             queued_s=self._take_queued_s(),
         )
 
@@ -304,7 +304,7 @@ class Sequence:
 
     def _decode_several(self, drawn: tuple[int, ...]) -> TokenDelta | None:
         """As `decode`, for several steps: takes the tokens up to its last, or to one that could not be drawn."""
-        if self._breaks(drawn[0]):
+        if drawn[0] < 0 and self._breaks(drawn[0]):
             return None
         token_ids, num_before = self.token_ids, len(self.token_ids)
         reason = None
@@ -325,7 +325,7 @@ class Sequence:
     def _fill_in(self, drawn: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> TokenDelta | None:
         """As `commit`, for a step that was foreseen: the pending token is known now."""
         (token_id,) = drawn
-        if self._breaks(token_id):
+        if token_id < 0 and self._breaks(token_id):
             return None
         self.token_ids[-1] = token_id
         self.is_pending = False
@@ -351,8 +351,6 @@ def _confirmed(token_ids: tuple[int, ...], drawn: tuple[int, ...]) -> tuple[int,
     Draw i is made from the i-th of the last `len(drawn)` rows. The first of these rows is a token of the sequence, the
     others are drafts: draw i is what the model says only if draft i equals draw i - 1, and so on back to the first.
     """
-    if len(drawn) <= 1:
-        return drawn
     drafts = token_ids[len(token_ids) - len(drawn) + 1 :]
     num_right = next((i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts))
     return drawn[: num_right + 1]

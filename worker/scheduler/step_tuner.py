@@ -12,6 +12,9 @@ from holdfast.worker.step_plan import StepPlan
 DEFAULT_TARGET_TPOT_MS: Final = 50.0
 """What advice aims at where no target is set: text as fast as people read."""
 
+ADVISE_EVERY: Final = 16
+"""Steps that are learned from together where that changes no step."""
+
 
 class StepTuner:
     """One engine's model of its steps, and what follows from it.
@@ -36,6 +39,8 @@ class StepTuner:
         self._acts = config.auto_tune or self._limits_prefills
         self._target_s = target_tpot_ms / 1000
         self._block_size = block_size
+        self._unread: list[tuple[StepPlan, float, int, int]] = []
+        """Steps that nothing was learned from yet, as `observe` is given them."""
         self._next = _NextStep(decodes=StepShape(num_decodes=0, num_tokens=0, num_context_tokens=0), prefill_position=0)
         self._optimizer = BatchingOptimizer(
             StepLimits.of(config, num_speculative_tokens),
@@ -48,13 +53,22 @@ class StepTuner:
     def observe(
         self, plan: StepPlan, *, step_s: float, num_gained: int, num_waiting: int
     ) -> tuple[Recommendation, ...]:
-        """Take in a step that is over; returns what it newly recommends.
+        """Take in a step that is over; returns what is newly recommended.
 
-        `num_gained` tokens came out of it, and `num_waiting` requests are left without a place.
+        `num_gained` tokens came out of it, and `num_waiting` requests are left without a place. Where nothing is done
+        by what is learned, several steps are learned from together: no step waits for it.
         """
-        report, self._next = _read(plan, step_s, num_gained, num_waiting)
-        self.model.observe(report.sample)
-        return self._optimizer.observe(report)
+        self._unread.append((plan, step_s, num_gained, num_waiting))
+        return self._learn() if self._acts or len(self._unread) >= ADVISE_EVERY else ()
+
+    def _learn(self) -> tuple[Recommendation, ...]:
+        news: tuple[Recommendation, ...] = ()
+        for plan, step_s, num_gained, num_waiting in self._unread:
+            report, self._next = _read(plan, step_s, num_gained, num_waiting)
+            self.model.observe(report.sample)
+            news += self._optimizer.observe(report)
+        self._unread.clear()
+        return news
 
     def next_limits(self) -> StepLimits | None:
         """Limits for the step after the last one observed; None: it is not for this tuner to set any."""
@@ -67,6 +81,7 @@ class StepTuner:
 
     def get_recommendations(self) -> list[Recommendation]:
         """Settings that should not be as they are configured, and why."""
+        self._learn()
         return self._optimizer.get_recommendations()
 
     def _num_prefill_tokens(self, most: int) -> int:

@@ -181,7 +181,7 @@ class SimulatedReplica(Process):
             command()
 
     def _launch(self, plan: StepPlan) -> None:
-        if self.core.has_urgent_news:
+        if self.core.suspects.has_news:
             self._deliver()
         step_s = self.shape.step_costs.predict(shape_of(plan)) * self.slowness
         self._in_flight.append((plan, step_s * plan.num_steps))

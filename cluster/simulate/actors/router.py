@@ -24,12 +24,13 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.admission import OVERFLOW
 from holdfast.router.dispatch.circuit_breaker import Backoff
 from holdfast.router.dispatch.dispatch import Dispatch
-from holdfast.router.dispatch.output_stream import WakingSink
+from holdfast.router.dispatch.endings import stopping
 from holdfast.router.dispatch.parallel_sampling import siblings
-from holdfast.router.dispatch.request_stream import RequestStream, open_request_stream, stopping
-from holdfast.router.events import Fail, SendAbort, SendSubmit, TextState
+from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_stream import RequestStream, WakingSink
+from holdfast.router.events import FRESH, Fail, SendAbort, SendSubmit, TextState
 from holdfast.router.operator_state import NO_OPERATOR_STATE, OperatorState
-from holdfast.router.resume import new_sequence
+from holdfast.router.resume import resumed
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import HoldfastError, QueueFullError, ReplicaError
 from holdfast.worker.request import EngineRequest, SequenceKey
@@ -261,28 +262,32 @@ class SimulatedRouter(Process):
         request, num_before = message.request, self.dispatch_host.dispatch.num_queued
         if self.is_stopping:
             raise stopping()
-        sequences = [
-            new_sequence(sibling, self._make_text(sibling), message.resume, index)
-            for index, sibling in enumerate(siblings(request))
-        ]
+        sequences = [self._sequence(sibling, message) for sibling in siblings(request)]
+        call = RequestStream(request)
         try:
-            call = self._calls[connection] = open_request_stream(
-                self.dispatch_host,
-                request.request_id,
-                sequences,
-                model=MODEL,
-                deadline=self.clock + message.timeout_s,
-                sink=WakingSink(partial(self._note_output, connection)),
-                client_attempt=message.attempt,
-            )
+            call.open(self.dispatch_host, sequences, WakingSink(partial(self._note_output, connection)))
         except QueueFullError as error:
             require(self.num_open > 0, f"{self}: {request.request_id} is alone, and was refused: {error}")
             raise
+        self._calls[connection] = call
         connection.send(self, Admitted())
         is_new, most = not any(one.request.output_token_ids for one in sequences), OVERFLOW * self._limits.max_queued
         if is_new and self.dispatch_host.dispatch.num_queued > max(num_before, most):
             raise Violation(f"{self}: {request.request_id} is queued beyond {most}")
         return call
+
+    def _sequence(self, sibling: EngineRequest, message: Generate) -> RequestState:
+        text, caught_up = self._make_text(sibling), FRESH
+        if message.resume is not None:
+            sibling, caught_up = resumed(sibling, text, message.resume)
+        return RequestState(
+            request=sibling,
+            model=MODEL,
+            text=text,
+            caught_up=caught_up,
+            deadline=self.clock + message.timeout_s,
+            client_attempt=message.attempt,
+        )
 
     def refuse(self, connection: Connection, message: Generate, error: HoldfastError) -> None:
         connection.send(self, Fail(key=message.request.sequence_key, error=error))
@@ -315,7 +320,7 @@ class SimulatedRouter(Process):
             if not call.is_over:
                 return
         except HoldfastError as error:
-            connection.send(self, Fail(key=SequenceKey("", call.request_id), error=error))
+            connection.send(self, Fail(key=SequenceKey("", call.request.request_id), error=error))
         del self._calls[connection]
         call.close()
         if self._apis is not None:
@@ -348,5 +353,5 @@ class SimulatedRouter(Process):
         self.dispatch_host.check_integrity()
         if self._apis is not None:
             self._apis.check_integrity()
-        num_wanted = sum(call.num_completions for call in self._calls.values())
+        num_wanted = sum(len(call.streams) for call in self._calls.values())
         assert self.dispatch_host.dispatch.num_open <= num_wanted, "a call has ended, and its requests go on"

@@ -13,7 +13,7 @@ from typing import Any, Final
 from holdfast.router.api.chat_answer import ChatDeltas
 from holdfast.router.api.public_answer import public_chunk
 from holdfast.router.events import OutputDelta
-from holdfast.router.requests.answer import AnswerSink
+from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.wire.response_codec import chunk_message
 from holdfast.v1.inference_pb2 import GenerateStreamResponse
 
@@ -27,7 +27,7 @@ class ChunkWriter:
         self,
         write: Callable[[bytes], Coroutine[Any, Any, None]],
         encode: Callable[[OutputDelta], bytes],
-        sink: AnswerSink,
+        sink: SampledAnswer,
     ) -> None:
         """From here on it takes the sink's output. `write` may wait for futures of the running event loop alone, as
         gRPC's does.
@@ -72,6 +72,7 @@ class ChunkWriter:
             self._waits_for.cancel()
             self._writing.close()
             self._writing = None
+        self._waits_for = self._error = None  # whose traceback holds this writer
 
     def _go_on(self, _: "asyncio.Future[Any] | None" = None) -> None:
         """As a task does with its coroutine."""
@@ -84,7 +85,7 @@ class ChunkWriter:
             self._writing = None
         except BaseException as error:
             self._writing = None
-            self._fail(error)
+            self._fail(error.with_traceback(None))  # which holds this frame, and that the future that has the error
         else:
             waits_for._asyncio_future_blocking = False  # it may be waited for once more
             waits_for.add_done_callback(self._go_on)

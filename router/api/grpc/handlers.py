@@ -21,7 +21,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from holdfast.router.api.grpc.decoding import Decode, MessageDecoder, StagedReads
 from holdfast.router.api.intake import Intake
-from holdfast.router.overload.byte_ledger import Lease, current_lease
+from holdfast.router.overload.byte_ledger import CURRENT_LEASE, Lease
 from holdfast.router.requests.poison_watch import PoisonWatch, begin_reading, end_reading, lasting_parts
 from holdfast.router.wire.statuses import call_status
 from holdfast.worker.errors import HoldfastError, InternalError, InvalidRequestError
@@ -101,7 +101,7 @@ def _taken(decode: Decode) -> Decode:
     """Takes the bytes of a message into the call's lease before anything is made of them."""
 
     async def taken(data: bytes) -> Message:
-        if (lease := current_lease()) is not None:
+        if (lease := CURRENT_LEASE.get()) is not None:
             lease.take(len(data))
         return await decode(data)
 

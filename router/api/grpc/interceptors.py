@@ -7,7 +7,7 @@ from typing import Any, Final
 import grpc
 
 from holdfast.router.api.grpc.handlers import Begun, Context
-from holdfast.router.requests.poison_watch import current_reading
+from holdfast.router.requests.poison_watch import CURRENT_READING
 from holdfast.router.requests.tracing import TRACEPARENT, note_incoming
 from holdfast.router.router_losses import ROUTERS_LOST, routers_lost
 from holdfast.router.security.gate import Gate, bearer
@@ -83,7 +83,7 @@ def given_request_id(context: Context) -> str:
     routers its client has lost with it: raises `ReplicaError` if it is to come again.
     """
     given = dict(context.invocation_metadata() or ())
-    if ROUTERS_LOST in given and (reading := current_reading()) is not None:
+    if ROUTERS_LOST in given and (reading := CURRENT_READING.get()) is not None:
         reading.suspect(routers_lost(str(given[ROUTERS_LOST])))
     note_incoming(str(given.get(TRACEPARENT, "")))
     return str(given.get(REQUEST_ID_HEADER, ""))

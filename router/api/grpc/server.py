@@ -75,7 +75,7 @@ class InferenceServicer:
             else self._request_processor.search
         )
         async with opening(plan.request, context.time_remaining()) as answer:
-            await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
+            await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request.request_id),))
             return generation_message(plan.read(public_generation(await answer.whole())))
 
     async def GenerateStream(self, message: inference_pb2.GenerateRequest, context: Context) -> None:
@@ -84,13 +84,12 @@ class InferenceServicer:
         request.check_streamable()
         plan = await ChatPlan.of(request, self._request_processor)
         async with self._request_processor.open(plan.request, context.time_remaining()) as answer:
-            await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
+            await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request.request_id),))
             encode = ChunkEncoder(ChatDeltas(plan, answer.received) if plan.style is not None else None).encode
-            sink = answer.sink
-            with closing(ChunkWriter(context.write, encode, sink)) as writer:
+            with closing(ChunkWriter(context.write, encode, answer)) as writer:
                 while not answer.is_over:
-                    if not sink.is_set:
-                        await sink.next()
+                    if not answer.is_set:
+                        await answer.next()
                     await writer.settle()
                     if (delivery := answer.read()) is not None:
                         await context.write(encode(delivery))

@@ -21,7 +21,7 @@ from holdfast.router.api.http.choices import (
 from holdfast.router.api.http.event_stream import PLACE, Frame, frame_of, json_text
 from holdfast.router.api.http.sampling import chat_params, service_of
 from holdfast.router.chat import Chat, plain_message
-from holdfast.router.dispatch.output_stream import merged
+from holdfast.router.dispatch.request_stream import merged
 from holdfast.router.events import OutputDelta, Usage
 from holdfast.router.request import GenerationRequest, naming
 from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
@@ -158,9 +158,9 @@ class ChatChunks:
         self._names = view.names
         self._body = body = view.body
         self._answer = answer
-        self._num_prompt_tokens = len(answer.prompt_token_ids)
+        self._num_prompt_tokens = len(answer.request.prompt_token_ids)
         self._head = {
-            "id": chat_id(answer.request_id),
+            "id": chat_id(answer.request.request_id),
             "object": "chat.completion.chunk",
             "created": view.created,
             "model": answer.model,
@@ -246,7 +246,7 @@ class ChatChunks:
     def _beginning(self, index: int, delivery: OutputDelta) -> bytes:
         """The first chunks of a choice: its role, with what is asked for of the prompt, and the echo."""
         self._begun.add(index)
-        of_prompt = self._view.of_prompt(self._answer.prompt_token_ids)
+        of_prompt = self._view.of_prompt(self._answer.request.prompt_token_ids)
         if delivery.prompt_logprobs:
             of_prompt["prompt_logprobs"] = prompt_logprobs_of(delivery.prompt_logprobs, self._names.tokens)
         events = self._event(index, {"role": "assistant", "content": ""}, None, None, of_prompt=of_prompt)

@@ -19,12 +19,11 @@ from holdfast.router.api.http.choices import (
 )
 from holdfast.router.api.http.event_stream import PLACE, Frame, frame_of, json_text
 from holdfast.router.api.http.sampling import completion_params, scores_only, service_of
-from holdfast.router.api.http.tokens_with_text import TokensWithText
+from holdfast.router.api.http.tokens_with_text import TextOffsets, TokensWithText
 from holdfast.router.events import OutputDelta, Usage
 from holdfast.router.request import GenerationRequest, naming
 from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
 from holdfast.router.requests.beam_search import BeamAnswer
-from holdfast.router.text.text_stream import TextOffsets
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import TokenLogprob
@@ -96,7 +95,7 @@ class Completions:
         self._plain: dict[tuple[int, str], Frame] = {}
         """By choice and fingerprint."""
         self._head: dict[str, Any] = {
-            "id": completion_id(answers[0].request_id),
+            "id": completion_id(answers[0].request.request_id),
             "object": "text_completion",
             "created": created,
             "model": answers[0].model,
@@ -165,15 +164,16 @@ class Completions:
         """As `TokensWithText`, where text may be held back behind its tokens."""
         index = delivery.sequence_index
         answer = self._answers[index // self._per_prompt]
-        if not self._tells_logprobs or not answer.params.stop_strings or not answer.params.detokenize:
+        params = answer.request.sampling_params
+        if not self._tells_logprobs or not params.stop_strings or not params.detokenize:
             return delivery
         if index not in self._waiting:
             self._waiting[index] = TokensWithText(self._new_offsets(answer))
         return self._waiting[index].of(delivery)
 
     def _new_offsets(self, answer: SampledAnswer | BeamAnswer) -> TextOffsets:
-        start = len(answer.echo)
-        return TextOffsets(self._tokenizer, answer.params, answer.prompt_token_ids, start=start)
+        start, request = len(answer.echo), answer.request
+        return TextOffsets(self._tokenizer, request.sampling_params, request.prompt_token_ids, start=start)
 
     def received(self) -> Iterator[OutputDelta]:
         """What the client of a resumed request has already, numbered as choices are."""
@@ -189,7 +189,7 @@ class Completions:
         chunk = {**self._head, "choices": [choice], "system_fingerprint": delivery.fingerprint or None}
         self._num_tokens += len(delivery.token_ids)
         if self._body.tells_usage_always:
-            num_prompt_tokens = sum(len(answer.prompt_token_ids) for answer in self._answers)
+            num_prompt_tokens = sum(len(answer.request.prompt_token_ids) for answer in self._answers)
             so_far = Usage(num_prompt_tokens=num_prompt_tokens, num_completion_tokens=self._num_tokens)
             chunk["usage"] = usage_of(so_far)
         elif self._body.tells_usage:
@@ -225,7 +225,7 @@ class Completions:
         if self._body.return_token_ids:
             choice["token_ids"] = list(output.token_ids)
             if is_first:
-                choice["prompt_token_ids"] = list(answer.prompt_token_ids)
+                choice["prompt_token_ids"] = list(answer.request.prompt_token_ids)
         if self._body.given("prompt_logprobs") is not None and is_first:
             choice["prompt_logprobs"] = prompt_logprobs_of(output.prompt_logprobs, self._names.tokens)
         return choice
@@ -237,7 +237,7 @@ class Completions:
         index, said, places = output.sequence_index, list[TokenLogprob | None](), list[int]()
         if index not in self._offsets:
             self._offsets[index] = self._new_offsets(answer)
-        has_prompt = bool(output.prompt_logprobs) or len(answer.prompt_token_ids) == 1
+        has_prompt = bool(output.prompt_logprobs) or len(answer.request.prompt_token_ids) == 1
         if self._body.given("echo") and index not in self._lengths and has_prompt:
             said, places = [None, *output.prompt_logprobs], self._prompt_offsets(answer)
         offsets = [self._offsets[index].push(token_id) for token_id in output.token_ids]
@@ -247,12 +247,12 @@ class Completions:
         if not scores_only(self._body) and output.logprobs:
             said += output.logprobs
             places += offsets
-        first = answer.prompt_token_ids[0] if answer.prompt_token_ids else 0
+        first = answer.request.prompt_token_ids[0] if answer.request.prompt_token_ids else 0
         return completion_logprobs(said, self._names, text_offsets=places, first_token_id=first)
 
     def _prompt_offsets(self, answer: SampledAnswer | BeamAnswer) -> list[int]:
-        offsets = TextOffsets(self._tokenizer, answer.params, text=answer.echo)
-        return [min(offsets.push(token_id), len(answer.echo)) for token_id in answer.prompt_token_ids]
+        offsets = TextOffsets(self._tokenizer, answer.request.sampling_params, text=answer.echo)
+        return [min(offsets.push(token_id), len(answer.echo)) for token_id in answer.request.prompt_token_ids]
 
 
 class _PromptsFirst:

@@ -34,7 +34,7 @@ from holdfast.router.api.http.submission import (
 from holdfast.router.request import GenerationRequest, naming
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_search import BeamAnswer
-from holdfast.router.requests.poison_watch import current_reading
+from holdfast.router.requests.poison_watch import CURRENT_READING
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.text.token_table import TokenTable
 
@@ -74,7 +74,7 @@ class GenerationEndpoints:
             async with AsyncExitStack() as stack:
                 (answer,) = await self._open(stack, [generation])
                 completed = await unless_gone(request, answer.whole())
-            return json_response(whole_chat(view, completed, answer.prompt_token_ids))
+            return json_response(whole_chat(view, completed, answer.request.prompt_token_ids))
         generation.check_streamable()
         return await self._streamed(request, submission, generation, lambda answer: ChatChunks(view, answer))
 
@@ -105,7 +105,7 @@ class GenerationEndpoints:
         generations = [
             submission.of(one, number=number, num_prompts=len(bare), choices=choices) for number, one in enumerate(bare)
         ]
-        if (reading := current_reading()) is not None:
+        if (reading := CURRENT_READING.get()) is not None:
             reading.expect(len(generations))
         if not body.streams:
             async with AsyncExitStack() as stack:
@@ -134,7 +134,7 @@ class GenerationEndpoints:
             tokenizer = self._requests.tokenizer(answers[0].model)
             encoder = Completions(body, answers, submission.identity.created, tokenizer)
             catch_up(encoder, encoder.received(), submission)
-            sinks = [answer.sink for answer in answers if isinstance(answer, SampledAnswer)]
+            sinks = [answer for answer in answers if isinstance(answer, SampledAnswer)]
             async for event in encoded(encoder.numbered(), encoder, submission, sinks, connection):
                 yield event
 
@@ -152,7 +152,7 @@ class GenerationEndpoints:
         if not body.stream:
             async with self._requests.open(generation) as answer:
                 completed = await unless_gone(request, answer.whole())
-            raw = None if prompt_text is None else RawMessages(prompt_text, answer.prompt_token_ids)
+            raw = None if prompt_text is None else RawMessages(prompt_text, answer.request.prompt_token_ids)
             return json_response(whole_response(body, completed, created, plan.new_reader(), tokens, raw))
         return await self._streamed(
             request,

@@ -57,13 +57,13 @@ class MessageEvents:
 
     def _beginning(self, delivery: OutputDelta) -> bytes:
         self._has_begun = True
-        head = _message(self._answer.request_id, self._answer.model)
+        head = _message(self._answer.request.request_id, self._answer.model)
         self._num_cached_tokens = delivery.num_cached_tokens
         return _event("message_start", {"message": {**head, "content": [], "usage": _usage(self._usage(0))}})
 
     def _usage(self, num_completion_tokens: int) -> Usage:
         return Usage(
-            num_prompt_tokens=len(self._answer.prompt_token_ids),
+            num_prompt_tokens=len(self._answer.request.prompt_token_ids),
             num_completion_tokens=num_completion_tokens,
             num_cached_tokens=self._num_cached_tokens,
         )
@@ -71,7 +71,7 @@ class MessageEvents:
     def _block_event(self, event: BlockEvent) -> bytes:
         block, at = event.block, {"index": event.block.index}
         if event.what == "begin":
-            begun = _begun_block(self._answer.request_id, block)
+            begun = _begun_block(self._answer.request.request_id, block)
             return _event("content_block_start", {**at, "content_block": begun})
         if event.what == "more":
             return _event("content_block_delta", {**at, "delta": _delta(block, event.piece)})

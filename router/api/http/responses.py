@@ -51,8 +51,8 @@ class ResponseEvents:
     ) -> None:
         """`prompt_text`: the prompt, where the response tells it and the output as the model has them."""
         self.num_events = 0
-        self._raw = None if prompt_text is None else RawMessages(prompt_text, answer.prompt_token_ids)
-        self._made = _Response(body, answer.request_id, answer.model, created, TokenNames(tokens), self._raw)
+        self._raw = None if prompt_text is None else RawMessages(prompt_text, answer.request.prompt_token_ids)
+        self._made = _Response(body, answer.request.request_id, answer.model, created, TokenNames(tokens), self._raw)
         self._blocks = Blocks(reader)
         self._has_begun = False
         self._holds = False

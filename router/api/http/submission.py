@@ -10,10 +10,10 @@ from typing import Protocol, Self
 from holdfast.router.api.http.event_ids import EVENT_IDS, LAST_EVENT_ID, EventIds
 from holdfast.router.api.http.protocol import Connection
 from holdfast.router.config import LimitsConfig
-from holdfast.router.dispatch.output_stream import merged
+from holdfast.router.dispatch.request_stream import merged
 from holdfast.router.events import OutputDelta
 from holdfast.router.request import GenerationRequest, check_request_id
-from holdfast.router.requests.answer import AnswerSink, SampledAnswer
+from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.poison_watch import PoisonWatch, begin_reading
 from holdfast.router.resume_record import Identity, ResumeRecord, SequenceDelta
 from holdfast.router.router_losses import ROUTERS_LOST, routers_lost
@@ -202,7 +202,7 @@ async def answer_events(
     async with opening as answer:
         encoder = encoder_of(answer)
         catch_up(encoder, answer.received, submission)
-        async for events in encoded(answer, encoder, submission, [answer.sink], connection):
+        async for events in encoded(answer, encoder, submission, [answer], connection):
             yield events
 
 
@@ -210,7 +210,7 @@ async def encoded(
     deliveries: AsyncIterator[OutputDelta],
     encoder: Encoder,
     submission: Submission,
-    sinks: Sequence[AnswerSink],
+    sinks: Sequence[SampledAnswer],
     connection: Connection | None,
 ) -> AsyncGenerator[bytes, None]:
     """The events of one or several answers, whose deliveries come with the numbers of their choices. Those of one
@@ -232,7 +232,7 @@ async def encoded(
 
 
 def taking(
-    sink: AnswerSink, encoder: Encoder, submission: Submission, connection: Connection
+    sink: SampledAnswer, encoder: Encoder, submission: Submission, connection: Connection
 ) -> Callable[[OutputDelta], bool]:
     """Writes events of plain deliveries as chunks of a response that has begun, while the client keeps up."""
     plain, marks, marked = encoder.plain, submission.marks, submission.marked

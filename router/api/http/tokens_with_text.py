@@ -4,9 +4,158 @@ Text that may become a stop string is held back, and its tokens with it: so ever
 sent, also where a stop string removes the text of several tokens.
 """
 
+import codecs
+from collections.abc import Sequence
+from typing import Final
+
 from holdfast.router.events import OutputDelta
-from holdfast.router.text.text_stream import TextOffsets
+from holdfast.router.text.token_table import REPLACEMENT, is_nothing
+from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.request import TokenLogprob
+from holdfast.worker.sampling_params import SamplingParams
+
+_MAX_CONTEXT: Final = 6
+
+
+class TextOffsets:
+    """Offsets of a sequence's tokens in its text, which goes on after that of `prompt_token_ids`. They do not depend on
+    how tokens are cut into deliveries.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        start: int = 0,
+        text: str = "",
+    ) -> None:
+        """`start`: the offset of the first token. `text` is the whole one where it is known, as of a prompt: special
+        tokens that it writes out have a length.
+        """
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if params.skip_special_tokens else frozenset[int]()
+        self._has_text = params.detokenize
+        self._text = text
+        self._at = start
+        """Characters before the last run of byte tokens, and before what is not a whole character yet."""
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._run = _Run()
+        self._context: list[int] | None = None
+        """What stands before the first token; None behind that."""
+        self._start_after(prompt_token_ids)
+
+    def push(self, token_id: int) -> int:
+        """The offset of the next token."""
+        if not self._is_shown(token_id):
+            return self._pass_by(token_id)
+        data = self._new_bytes(token_id)
+        if token_id in self._tokenizer.fallback_bytes:
+            at = self._at + self._run.num_chars
+            self._run.push(self._tokenizer.tokens.bytes_of(token_id), is_dropped=not data)
+            return at
+        if self._run.num_bytes:
+            if not data and is_nothing(self._tokenizer, self._tokenizer.fallback_bytes, token_id):
+                return self._at + self._run.num_chars
+            self._at += self._run.final_num_chars
+            self._run = _Run()
+        at = self._at + self._ends_character(data)
+        self._at += len(self._utf8.decode(data))
+        return at
+
+    def _is_shown(self, token_id: int) -> bool:
+        return self._has_text and token_id not in self._skipped and token_id < self._tokenizer.vocab_size
+
+    def _pass_by(self, token_id: int) -> int:
+        """The offset of a token that is not shown: unless the text that is known says otherwise, it has no length."""
+        at = self._at + self._run.num_chars
+        written = self._tokenizer.tokens.text_of(token_id)
+        if written and self._text.startswith(written, at):
+            self._at += len(written)
+        return at
+
+    def _new_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token; the first has what its decoder writes at the beginning of a text, such as no space."""
+        data, context = self._tokenizer.tokens.bytes_of(token_id), self._context
+        if context is None:
+            return data
+        self._context = None
+        before = self._tokenizer.decode_known(context)
+        shown = self._tokenizer.decode_known([*context, token_id])[len(before) :]
+        return data if REPLACEMENT in shown or self._utf8.getstate()[0] or not before.isascii() else shown.encode()
+
+    def _ends_character(self, data: bytes) -> bool:
+        """Whether bytes that were waiting for the rest of their character do not get it from `data`."""
+        waiting, _ = self._utf8.getstate()
+        if not waiting or not data:
+            return False
+        strict = codecs.getincrementaldecoder("utf-8")()
+        try:
+            strict.decode(waiting + data[:1])
+        except UnicodeDecodeError:
+            return True
+        return False
+
+    def _start_after(self, prompt: Sequence[int]) -> None:
+        """What the prompt ends with may be part of the output's first character, as `IncrementalDetokenizer` has it."""
+        first, fallback = len(prompt), self._tokenizer.fallback_bytes
+        while fallback and first > 0 and self._may_be_in_run(prompt[first - 1]):
+            first -= 1
+        context = [token_id for token_id in prompt[:first][-_MAX_CONTEXT:] if self._is_shown(token_id)]
+        while self._tokenizer.decode_known(context).startswith(REPLACEMENT):
+            context = context[1:]
+        text = self._utf8.decode(b"".join(map(self._tokenizer.tokens.bytes_of, context)))
+        self._at += len(text) - len(text.rstrip(REPLACEMENT))
+        run = [token_id for token_id in prompt[first:] if token_id in fallback]
+        for token_id in run:
+            self._run.push(bytes((fallback[token_id],)))
+        self._run.give()
+        self._context = context + run
+
+    def _may_be_in_run(self, token_id: int) -> bool:
+        fallback = self._tokenizer.fallback_bytes
+        return token_id in fallback or not self._is_shown(token_id) or is_nothing(self._tokenizer, fallback, token_id)
+
+
+class _Run:
+    """A run of byte-fallback tokens: valid as a whole, or each of its bytes is one U+FFFD."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._num_whole = 0
+        self._given_bytes = self._given_chars = 0
+        self._num_dropped = 0
+        """Spaces at the beginning of a text that its decoder drops, unless the run is broken."""
+        self._is_broken = False
+        self._utf8 = codecs.getincrementaldecoder("utf-8")()
+
+    @property
+    def num_chars(self) -> int:
+        """Those so far that are whole, without the prompt's."""
+        return self.num_bytes - self._given_bytes if self._is_broken else self._num_shown
+
+    @property
+    def _num_shown(self) -> int:
+        return self._num_whole - self._given_chars - self._num_dropped
+
+    @property
+    def final_num_chars(self) -> int:
+        """Those of the run if it ends here."""
+        return self.num_bytes - self._given_bytes if self._utf8.getstate()[0] else self.num_chars
+
+    def give(self) -> None:
+        """What has come belongs to the prompt, unless it ends within a character."""
+        if self._is_broken or not self._utf8.getstate()[0]:
+            self._given_bytes, self._given_chars = self.num_bytes, self._num_whole
+
+    def push(self, data: bytes, *, is_dropped: bool = False) -> None:
+        self.num_bytes += len(data)
+        self._num_dropped += is_dropped
+        try:
+            self._num_whole += len(self._utf8.decode(data))
+        except UnicodeDecodeError:
+            self._is_broken = True
 
 
 class TokensWithText:

@@ -236,12 +236,12 @@ class InferenceProtocolServicer:
         with self._counts.counting(self._model(generation.model).name):
             async with opening(generation, context.time_remaining()) as answer:
                 if is_unary:
-                    await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
+                    await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request.request_id),))
                 return self._responses(request, answer).whole(public_generation(await answer.whole()))
 
     def _responses(self, request: InferRequest, answer: SampledAnswer | BeamAnswer) -> InferResponses:
         tokens = self._request_processor.tokenizer(answer.model).tokens
-        return InferResponses(request, answer.model, len(answer.prompt_token_ids), tokens)
+        return InferResponses(request, answer.model, len(answer.request.prompt_token_ids), tokens)
 
     def _model(self, name: str, version: str = "") -> ModelStatus:
         check_version(name, version)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.cluster.offline.local_request import Callback, LocalRequest
 from holdfast.cluster.offline.local_router import LocalRouter
+from holdfast.cluster.offline.request_handle import Callback, RequestHandle
 from holdfast.router.config import LimitsConfig
 from holdfast.router.request import GenerationRequest
 from holdfast.router.text.tokenizer import Tokenizer
@@ -74,13 +74,15 @@ class Place:
     engine: FakeEngine
     router: LocalRouter
 
-    def submitted(self, name: str, callback: Callback | None = None, **params) -> LocalRequest:
+    def submitted(self, name: str, callback: Callback | None = None, **params) -> RequestHandle:
         wish = GenerationRequest(prompt="hi", request_id=name, sampling_params=SamplingParams(**{"seed": 1, **params}))
-        request = LocalRequest(wish, byte_tokenizer(), callback, name=wish.request_id, is_awaited=True)
+        request = RequestHandle(
+            wish, byte_tokenizer(), self.router.cancel, callback, name=wish.request_id, is_awaited=True
+        )
         self.router.submit(request)
         return request
 
-    def opened(self, name: str, callback: Callback | None = None, **params) -> LocalRequest:
+    def opened(self, name: str, callback: Callback | None = None, **params) -> RequestHandle:
         request = self.submitted(name, callback, **params)
         request.admitted.result(30)
         return request
@@ -175,7 +177,7 @@ def test_the_end_answers_those_who_have_just_come(place):
 
 def test_a_fault_of_ours_ends_one_request_and_no_other(place, caplog, monkeypatch):
     broken, other = place.opened("a"), place.opened("b")
-    monkeypatch.setattr(broken, "_take", lambda delivery: 1 // 0)
+    monkeypatch.setattr(broken._answer, "read", lambda: 1 // 0)
     for number in (0, 1):
         place.engine.say(number, 0, "x", FinishReason.LENGTH)
     with pytest.raises(InternalError, match="ZeroDivisionError"):
@@ -186,7 +188,7 @@ def test_a_fault_of_ours_ends_one_request_and_no_other(place, caplog, monkeypatc
 def test_the_text_goes_on_from_the_prompt(place):
     """The prompt ends within a character that the output ends."""
     wish = GenerationRequest(prompt=(ord("h"), 0xC3), request_id="a", sampling_params=SamplingParams(seed=1))
-    request = LocalRequest(wish, byte_tokenizer(), name=wish.request_id, is_awaited=True)
+    request = RequestHandle(wish, byte_tokenizer(), place.router.cancel, name=wish.request_id, is_awaited=True)
     place.router.submit(request)
     request.admitted.result(30)
     with place.busy_loop():

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Hashable
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -10,20 +9,19 @@ import pytest
 
 from holdfast.cluster.simulate.actors.client import SimulatedClient
 from holdfast.cluster.simulate.oracle.pseudo_model import PseudoMatcher
-from holdfast.router.dispatch import output_stream as stream_module
 from holdfast.router.dispatch import request_stream as request_stream_module
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.replica_state import ReplicaState
 from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_stream import RequestStream
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.events import Action
 from holdfast.router.resume_record import ResumeRecord, SequenceDelta
 from holdfast.router.text.text_stream import TextStream
 from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.draws import DrawParams
-from holdfast.worker.engine.engine_core import EngineCore
-from holdfast.worker.engine.output_queue import OutputQueue
+from holdfast.worker.engine.engine_core import EngineCore, OutputQueue
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.grammar_matchers import GrammarMatchers, Matcher
 from holdfast.worker.request import TokenDelta
@@ -210,11 +208,14 @@ def forget_what_a_sibling_cost(monkeypatch: pytest.MonkeyPatch) -> None:
 def leave_siblings_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a request's last completion finds no room, those that were opened before it go on for nobody."""
 
-    class ForgetfulStack(ExitStack):
-        def __exit__(self, *error: object) -> None:
-            """Closes nothing."""
+    open_all = RequestStream.open
 
-    monkeypatch.setattr(request_stream_module, "ExitStack", ForgetfulStack)
+    def forgetful(self: RequestStream, *args: Any, **named: Any) -> None:
+        close, self.close = self.close, lambda: None
+        open_all(self, *args, **named)
+        self.close = close
+
+    monkeypatch.setattr(RequestStream, "open", forgetful)
 
 
 def leave_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +256,7 @@ def break_under_a_storm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lose_what_a_slow_reader_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what came since a reader last looked, it gets the newest."""
-    monkeypatch.setattr(stream_module, "merged", lambda deliveries: deliveries[-1])
+    monkeypatch.setattr(request_stream_module, "merged", lambda deliveries: deliveries[-1])
 
 
 def forget_tokens_beside_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ import pytest
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import FINEST_S, DispatchHost
-from holdfast.router.dispatch.output_stream import OutputStream, WakingSink
+from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_stream import OutputStream, WakingSink
 from holdfast.router.events import SendAbort, SendSubmit
-from holdfast.router.resume import NewSequence
 from holdfast.worker.errors import DeadlineExceededError, InternalError, ReplicaError, RequestSupersededError
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
@@ -83,10 +83,10 @@ class Board:
 
     def open(self, request_id: str, timeout_s: float = 60) -> OutputStream:
         request = EngineRequest(request_id=request_id, prompt_token_ids=(1,), sampling_params=SamplingParams(seed=0))
-        part = NewSequence(request=request, text=LetterText())
         deadline = self.dispatch_host.now() + timeout_s
+        state = RequestState(request=request, model="m", text=LetterText(), deadline=deadline)
         self.dispatch_host.supersede(request.key)
-        return self.dispatch_host.open(part, model="m", deadline=deadline, sink=WakingSink(lambda: None))
+        return self.dispatch_host.open(state, WakingSink(lambda: None))
 
     def news(self, *deltas) -> None:
         self.dispatch_host.replica_update("r", StepUpdate(load=NO_LOAD, deltas=deltas))
@@ -243,8 +243,8 @@ async def test_an_event_loop_is_a_clock():
     dispatch_host = DispatchHost(dispatch, asyncio.get_running_loop(), lambda: None)
     dispatch_host.replica_up(Port(), facts("r"), NO_LOAD)
     request = EngineRequest(request_id="x", prompt_token_ids=(1,), sampling_params=SamplingParams(seed=0))
-    part, deadline = NewSequence(request=request, text=LetterText()), dispatch_host.now() + 0.2
-    stream = dispatch_host.open(part, model="m", deadline=deadline, sink=WakingSink(news.set))
+    state = RequestState(request=request, model="m", text=LetterText(), deadline=dispatch_host.now() + 0.2)
+    stream = dispatch_host.open(state, WakingSink(news.set))
     await news.wait()
     with pytest.raises(DeadlineExceededError):
         stream.poll()

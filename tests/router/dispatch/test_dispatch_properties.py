@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
+from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.events import Action, Fail, OutputDelta, SendAbort, SendSubmit
 from holdfast.worker.errors import HoldfastError, QueueFullError, ReplicaError, RequestAbortedError
 from holdfast.worker.request import EngineRequest, FinishReason, Priority, SequenceKey, TokenDelta
@@ -116,9 +117,9 @@ class DispatchMachine(RuleBasedStateMachine):
         )
         deadline = self.now + max(timeout_s, self.least_timeout_s)
         try:
-            actions = self.dispatch.submit(
-                request, model=model, text=LetterText(client.stop_at), deadline=deadline, now=self.now
-            )
+            text = LetterText(client.stop_at)
+            state = RequestState(request=request, model=model, text=text, deadline=deadline)
+            actions = self.dispatch.submit(state, self.now)
         except HoldfastError:
             client.num_last_words += 1
         else:
@@ -196,7 +197,7 @@ class DispatchMachine(RuleBasedStateMachine):
     def nobody_waits_while_there_is_room(self):
         for model in set(REPLICAS.values()) if hasattr(self, "dispatch") else ():
             if (waiting := self.dispatch._placement._next(model, self.now)) is not None:
-                assert self.dispatch.registry.choose(model, waiting.prefix) is None
+                assert self.dispatch.registry.choose(waiting) is None
 
     @invariant()
     def whoever_waits_for_time_alone_is_woken(self):

@@ -4,6 +4,7 @@ import pytest
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.placement import MAX_REFUSALS
+from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.events import OutputDelta, Usage
 from holdfast.router.text.text_stream import TextStream
 from holdfast.worker.errors import (
@@ -62,7 +63,8 @@ def test_wherever_it_is_lost_the_text_is_the_same(core, num_seen):
     params = SamplingParams(seed=0, max_tokens=100, stop=["ENDE ", "Köln!"])
     request = EngineRequest(request_id="x", prompt_token_ids=(1,), sampling_params=params)
     text = TextStream(byte_tokenizer(), params)
-    actions = core.dispatch.submit(request, model="m", text=text, deadline=core.now + 60, now=core.now)
+    state = RequestState(request=request, model="m", text=text, deadline=core.now + 60)
+    actions = core.dispatch.submit(state, core.now)
     tokens = OUTPUT.encode()
     said = core.step(delta(sent(actions).attempt, 0, *tokens[:num_seen]), replica_id="a")
     again = core.down("a")

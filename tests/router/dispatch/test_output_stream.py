@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.router.dispatch.output_stream import MERGED_AT, OutputStream, WakingSink
+from holdfast.router.dispatch.request_stream import MERGED_AT, OutputStream, WakingSink
 from holdfast.router.events import OutputDelta, Usage
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob

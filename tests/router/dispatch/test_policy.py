@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.router.dispatch.circuit_breaker import CircuitBreaker
 from holdfast.router.dispatch.policy import (
     CLOSED,
     COPY_COST,
@@ -18,7 +19,6 @@ from holdfast.router.dispatch.policy import (
     HashRing,
     RoutingSnapshot,
     least_loaded,
-    load_score,
     next_bit,
     power_of_two,
     prefix_aware,
@@ -27,7 +27,9 @@ from holdfast.router.dispatch.policy import (
     session_affinity,
 )
 from holdfast.router.dispatch.prefix_index import PrefixMatch
+from holdfast.router.dispatch.replica_state import LoadTable, ReplicaState
 from holdfast.worker.request import EngineLoad
+from tests.router.core import facts
 
 
 def snapshot(*scores: float, draws=None, ring: HashRing | None = None, token_s=None, **fields) -> RoutingSnapshot:
@@ -150,17 +152,29 @@ def test_the_least_loaded_of_all_and_of_equal_ones_the_next_after_a_random_place
     assert [least_loaded(snapshot(1, 0, CLOSED, 0, draws=[start])) for start in range(4)] == [1, 1, 3, 3]
 
 
+def replica_with(told: EngineLoad) -> ReplicaState:
+    return ReplicaState(facts("r"), told, CircuitBreaker(), LoadTable(has_ring=False), max_waiting=99)
+
+
 def test_score_counts_what_was_sent_since_the_report():
-    assert load_score(load(num_running=2, num_waiting=1), num_sent=3) == 6
+    replica = replica_with(load(num_running=2, num_waiting=1))
+    for attempt in (1, 2, 3):
+        replica.note_sent(attempt, 0)
+    assert replica.score == 6
 
 
 def test_score_counts_prompt_tokens_as_sequences():
-    waiting = load(num_waiting=1, num_waiting_tokens=TOKENS_PER_SEQUENCE)
-    assert load_score(waiting, num_sent_tokens=TOKENS_PER_SEQUENCE) == 3
+    replica = replica_with(load(num_waiting=1, num_waiting_tokens=TOKENS_PER_SEQUENCE))
+    replica.note_sent(1, TOKENS_PER_SEQUENCE)
+    assert replica.score == 4
 
 
 def test_a_report_that_crossed_a_submission_does_not_hide_it():
-    assert load_score(load(), num_open=4) == 4
+    replica = replica_with(load())
+    for attempt in (1, 2, 3, 4):
+        replica.note_sent(attempt, 0)
+    replica.note_report(load())
+    assert replica.score == 4
 
 
 # --- prefix-aware ---

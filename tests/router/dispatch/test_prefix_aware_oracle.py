@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.policy import COPY_COST, MAX_COPY_TOKENS, TOKENS_PER_SEQUENCE, UNKNOWN_TOKEN_S
-from holdfast.router.dispatch.prefix_index import PromptPrefix
 from holdfast.router.dispatch.replica_registry import ReplicaRegistry
+from holdfast.router.dispatch.request_state import RequestState
 from holdfast.worker.block_hash import HashChain, short_hash
 from holdfast.worker.request import EngineLoad, EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
-from tests.router.core import facts
+from tests.router.core import LetterText, facts
 
 MODEL = facts("a").model
 PROMPT = tuple(range(25))
@@ -99,7 +99,7 @@ def test_every_decision_is_one_of_brute_force(replicas, seed):
     request = EngineRequest(request_id="r", prompt_token_ids=PROMPT, sampling_params=SamplingParams(seed=1))
 
     def chosen() -> str | None:
-        found = registry.choose(MODEL, PromptPrefix(request))
+        found = registry.choose(RequestState(request=request, model=MODEL, text=LetterText()))
         return found and found.facts.replica_id
 
     if not brute.open:

@@ -7,9 +7,10 @@ import pytest
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.prefix_index import PromptPrefix
+from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.events import SendSubmit
 from holdfast.worker.config import SchedulerConfig
-from holdfast.worker.engine.output_queue import CacheFeed
+from holdfast.worker.engine.cache_feed import CacheFeed
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.scheduler import Scheduler
@@ -56,7 +57,8 @@ def num_hit_tokens(routing_policy: str, num_requests: int = 40) -> int:
         prompt = (1 + number % 2,) * PREFIX_LEN + (number,) * 8
         params = SamplingParams(seed=1, max_tokens=2)
         request = EngineRequest(request_id=f"{number}", prompt_token_ids=prompt, sampling_params=params)
-        submission = sent(dispatch.submit(request, model="m", text=LetterText(), deadline=9.0, now=0.0))
+        state = RequestState(request=request, model="m", text=LetterText(), deadline=9.0)
+        submission = sent(dispatch.submit(state, 0.0))
         for news in replicas[submission.replica_id].run(submission):
             dispatch.step(submission.replica_id, news, 0.0)
     assert dispatch.num_open == 0

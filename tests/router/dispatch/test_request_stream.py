@@ -4,10 +4,9 @@ import pytest
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.dispatch.output_stream import OutputStream, WakingSink
-from holdfast.router.dispatch.request_stream import RequestStream, open_request_stream
+from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_stream import OutputStream, RequestStream, WakingSink
 from holdfast.router.events import CaughtUp, OutputDelta, Usage
-from holdfast.router.resume import NewSequence
 from holdfast.worker.errors import QueueFullError, ReplicaError
 from holdfast.worker.request import EngineRequest, FinishReason, SequenceKey
 from holdfast.worker.sampling_params import SamplingParams
@@ -15,23 +14,22 @@ from tests.router.core import LetterText, delta
 from tests.router.dispatch.test_dispatch_host import Board
 
 
-def parts(*indices: int, **fields) -> list[NewSequence]:
+def asked(index: int = 0) -> EngineRequest:
+    return EngineRequest(
+        request_id="r", sequence_index=index, prompt_token_ids=(1, 2), sampling_params=SamplingParams(seed=0)
+    )
+
+
+def parts(*indices: int, **fields) -> list[RequestState]:
     return [
-        NewSequence(
-            request=EngineRequest(
-                request_id="r", sequence_index=index, prompt_token_ids=(1, 2), sampling_params=SamplingParams(seed=0)
-            ),
-            text=LetterText(),
-            **fields,
-        )
-        for index in indices
+        RequestState(request=asked(index), model="m", text=LetterText(), deadline=200.0, **fields) for index in indices
     ]
 
 
-def opened(dispatch_host: DispatchHost, *siblings: NewSequence, echo: str = "") -> RequestStream:
-    return open_request_stream(
-        dispatch_host, "r", siblings, model="m", deadline=200.0, sink=WakingSink(lambda: None), echo=echo
-    )
+def opened(dispatch_host: DispatchHost, *siblings: RequestState, echo: str = "") -> RequestStream:
+    call = RequestStream(siblings[0].request)
+    call.open(dispatch_host, siblings, WakingSink(lambda: None), echo=echo)
+    return call
 
 
 def test_siblings_speak_as_their_request_and_the_last_one_tells_what_all_cost():
@@ -54,7 +52,7 @@ def test_a_completion_that_says_much_does_not_keep_the_others_waiting():
     streams = [OutputStream(SequenceKey("", "r", 0, index), WakingSink(lambda: None)) for index in range(3)]
     for index, stream in enumerate(streams):
         stream.index = index
-    call, order = RequestStream("r", streams, close=lambda: None), []
+    call, order = RequestStream(asked(), streams), []
     for step in range(6):
         for stream in streams:
             stream.push(OutputDelta(request_id="r", first_token_index=step, token_ids=(5,), text=""))

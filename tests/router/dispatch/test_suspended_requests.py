@@ -7,11 +7,11 @@ import pytest
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.dispatch.output_stream import BEHIND_AT_LEAST_S, OutputStream, WakingSink
+from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_status import RequestStatus
+from holdfast.router.dispatch.request_stream import BEHIND_AT_LEAST_S, OutputStream, WakingSink
 from holdfast.router.dispatch.timeline import Cause
 from holdfast.router.events import SendAbort, SendSubmit
-from holdfast.router.resume import NewSequence
 from holdfast.worker.errors import ByteBudgetError, DeadlineExceededError, ReplicaError
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
@@ -189,9 +189,9 @@ class Site:
     def open(self, request_id: str, num_tokens: int, tenant: str = "", timeout_s: float = 10**6) -> OutputStream:
         params = SamplingParams(seed=0, max_tokens=num_tokens)
         request = EngineRequest(request_id=request_id, prompt_token_ids=(1,), sampling_params=params, tenant=tenant)
-        sequence = NewSequence(request=request, text=LetterText())
         deadline = self.host.now() + timeout_s
-        return self.host.open(sequence, model="m", deadline=deadline, sink=WakingSink(lambda: None))
+        state = RequestState(request=request, model="m", text=LetterText(), deadline=deadline)
+        return self.host.open(state, WakingSink(lambda: None))
 
     def step(self, *readers: OutputStream) -> None:
         """One step of the replica; then these read what they have."""

@@ -103,6 +103,7 @@ def test_a_draining_replica_hands_over_to_its_own_version_alone():
 
 
 def resumed(core: Core, request_id: str, fingerprint: str) -> list:
+    from holdfast.router.dispatch.request_state import RequestState
     from holdfast.router.events import CaughtUp
     from holdfast.worker.request import EngineRequest
     from holdfast.worker.sampling_params import SamplingParams
@@ -112,14 +113,14 @@ def resumed(core: Core, request_id: str, fingerprint: str) -> list:
     request = EngineRequest(
         request_id=request_id, prompt_token_ids=(7,), sampling_params=params, output_token_ids=(1, 2)
     )
-    return core.dispatch.submit(
-        request,
+    state = RequestState(
+        request=request,
         model="m",
         text=LetterText(),
-        deadline=core.now + 60,
-        now=core.now,
         caught_up=CaughtUp(fingerprint=fingerprint),
+        deadline=core.now + 60,
     )
+    return core.dispatch.submit(state, core.now)
 
 
 def test_a_resumed_stream_goes_on_at_the_version_it_came_from():

@@ -7,16 +7,16 @@ import pytest
 
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.dispatch.output_stream import OutputStream
-from holdfast.router.dispatch.request_stream import RequestStream
+from holdfast.router.dispatch.request_stream import OutputStream
 from holdfast.router.events import OutputDelta, Usage
-from holdfast.router.requests.answer import AnswerSink, SampledAnswer
+from holdfast.router.requests.answer import SampledAnswer
 from holdfast.v1 import engine_pb2, inference_pb2
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import FakeReplica, fake_tokens
 from tests.loops import on_each_loop
+from tests.router.answers import new_answer
 from tests.router.links.test_real_link import RealReplica
 from tests.router.site import collected, eventually, num_open_is, refusal, request, site
 from tests.worker.scheduler.test_logits_settings import LogitsRunner
@@ -152,12 +152,12 @@ async def test_a_truncated_prompt_is_its_end():
 
 
 def answer_of(num_streams: int, **given) -> tuple[list[OutputStream], SampledAnswer]:
-    sink = AnswerSink()
-    streams = [OutputStream(SequenceKey("", "r", 0, index), sink) for index in range(num_streams)]
+    answer = new_answer("r", **given)
+    streams = [OutputStream(SequenceKey("", "r", 0, index), answer) for index in range(num_streams)]
     for index, stream in enumerate(streams):
         stream.index = index
-    call = RequestStream("r", streams, close=lambda: None)
-    return streams, SampledAnswer(call, sink, "m", SamplingParams(seed=0, **given))
+    answer.read_from(streams)
+    return streams, answer
 
 
 def told(*deltas: OutputDelta, **given) -> SampledAnswer:

@@ -18,19 +18,19 @@ class Answer:
 
 def test_the_newest_of_an_id_counts_and_an_older_one_that_leaves_does_not_take_it_along():
     answers, older, newer = OpenAnswers(), Answer(), Answer()
-    with answers.holding(newer, X):
-        pass
+    answers.add(newer, X)
+    answers.drop(newer, X)
     assert not answers.abort("x")
-    outer = answers.holding(older, X)
-    outer.__enter__()
-    with answers.holding(newer, X):
-        outer.__exit__(None, None, None)
-        assert answers.abort("x")
-        assert (older.num_aborts, newer.num_aborts) == (0, 1)
+    answers.add(older, X)
+    answers.add(newer, X)
+    answers.drop(older, X)
+    assert answers.abort("x")
+    assert (older.num_aborts, newer.num_aborts) == (0, 1)
+    answers.drop(newer, X)
     assert not answers.abort("x")
 
 
 def test_an_answer_that_is_over_was_not_open():
     answers = OpenAnswers()
-    with answers.holding(Answer(was_open=False), X):
-        assert not answers.abort("x")
+    answers.add(Answer(was_open=False), X)
+    assert not answers.abort("x")

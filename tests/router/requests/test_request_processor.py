@@ -17,7 +17,7 @@ async def test_everything_left_open_is_resolved():
     async with request_processor.open(GenerationRequest(prompt="hi")) as stream:
         (request,) = port.requests
     assert request.prompt_token_ids == (104, 105)
-    assert request.request_id == stream.request_id
+    assert request.request_id == stream.request.request_id
     assert request.sampling_params.seed == derived_seed(request.request_id)
 
 

@@ -4,12 +4,13 @@ import logging
 
 import pytest
 
-from holdfast.router.dispatch.output_stream import OutputStream, WakingSink
+from holdfast.router.dispatch.request_stream import OutputStream, WakingSink
 from holdfast.router.dispatch.timeline import AttemptTimes, Cause, Phases, Timeline
-from holdfast.router.events import OutputDelta
-from holdfast.router.requests.request_stats import EndedRequest, RequestStats, RequestWatch, SlowRequests
+from holdfast.router.events import ModelStatus, OutputDelta
+from holdfast.router.requests.request_stats import AdmittedRequest, EndedRequest, RequestStats, SlowRequests
 from holdfast.worker.request import EngineRequest, FinishReason, SequenceKey
 from holdfast.worker.sampling_params import SamplingParams
+from tests.router.core import facts
 
 
 def lost_once() -> Timeline:
@@ -64,8 +65,11 @@ def delivery(index: int, reason: FinishReason | None = None) -> OutputDelta:
     return OutputDelta("r1", index, (7,), "x", reason)
 
 
-def watched(clock: Clock, stats: RequestStats) -> RequestWatch:
-    return RequestWatch(stats, a_request(), "m", clock, 100.0)
+def watched(clock: Clock, stats: RequestStats) -> AdmittedRequest:
+    now, clock.now = clock.now, 100.0
+    admitted = AdmittedRequest(a_request(), ModelStatus(name="m", facts=facts(), num_replicas=1), stats, clock)
+    clock.now = now
+    return admitted
 
 
 def ended_after(seconds: float, stats: RequestStats, *, reader_wait_s: float = 0.0) -> None:

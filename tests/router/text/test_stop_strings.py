@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.router.text.stop_strings import StopStringMatcher
+from holdfast.router.text.text_stream import StopStringMatcher
 
 
 def run(stop: list[str], *pieces: str) -> tuple[list[str], str | None]:

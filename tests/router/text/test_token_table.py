@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.router.text.text_stream import TextOffsets
+from holdfast.router.api.http.tokens_with_text import TextOffsets
 from holdfast.router.text.token_table import bytes_of_piece
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.sampling_params import SamplingParams

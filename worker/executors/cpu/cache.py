@@ -76,6 +76,8 @@ class KvPrefault:
         self._ahead_bytes = AHEAD_BYTES
         self._more = threading.Event()
         self._closed = threading.Event()
+        self.is_on = bool(self._layers)
+        """Steps are told to it. To be read only."""
         if self._layers:
             self._more.set()
             threading.Thread(target=self._work, name="holdfast-memory-ahead", daemon=True).start()

@@ -187,7 +187,8 @@ class CpuExecutor:
         if batch.block_copies.size:
             self._cache.copy(*torch.from_numpy(batch.block_copies))
         ahead = self._cache.ahead
-        ahead.begin_step()
+        if ahead.is_on:
+            ahead.begin_step()
         try:
             step = self._begin(batch, with_logits)
             if self._in_one_call:
@@ -196,7 +197,8 @@ class CpuExecutor:
                 self._go_together(len(batch.token_ids), 0, self._num_segments)
             return self._output(step)
         finally:
-            ahead.end_step(int(batch.block_ids.max(initial=-1)))
+            if ahead.is_on:
+                ahead.end_step(int(batch.block_ids.max(initial=-1)))
 
     @property
     def runs_several_steps(self) -> bool:
@@ -212,7 +214,8 @@ class CpuExecutor:
             self._cache.copy(*torch.from_numpy(batch.block_copies))
         drawn = []
         ahead = self._cache.ahead
-        ahead.begin_step()
+        if ahead.is_on:
+            ahead.begin_step()
         try:
             step = self._begin(batch, with_logits=False)
             self._go(0, self._num_segments)
@@ -224,7 +227,8 @@ class CpuExecutor:
                 self._go(0, self._num_segments)
                 drawn.append(step.best.tolist())
         finally:
-            ahead.end_step(int(batch.block_ids.max(initial=-1)))
+            if ahead.is_on:
+                ahead.end_step(int(batch.block_ids.max(initial=-1)))
         return HeadOutput(None, None, steps=drawn)
 
     def _begin(self, batch: StepBatch, with_logits: bool, first_layer: int = 0) -> "_Step":

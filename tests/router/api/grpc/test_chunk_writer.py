@@ -7,8 +7,8 @@ import pytest
 
 from holdfast.router.api.grpc.chunk_writer import ChunkWriter
 from holdfast.router.events import OutputDelta
-from holdfast.router.requests.answer import AnswerSink
 from tests.loops import on_each_loop
+from tests.router.answers import new_answer
 
 
 class Call:
@@ -36,7 +36,7 @@ class Stream:
     """A writer and the signal of its task, which waits if `waits`."""
 
     def __init__(self, *, waits: bool = True) -> None:
-        self.call, self.sink = Call(), AnswerSink()
+        self.call, self.sink = Call(), new_answer()
         self.writer = ChunkWriter(self.call.write, lambda delivery: delivery.text.encode(), self.sink)
         if waits:
             self.sink.next()

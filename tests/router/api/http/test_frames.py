@@ -11,25 +11,24 @@ from holdfast.router.api.http.bodies import ChatBody, CompletionBody
 from holdfast.router.api.http.chat_completions import DONE, ChatChunks, ChatView
 from holdfast.router.api.http.completions import Completions
 from holdfast.router.api.http.submission import Encoder, Submission, encoded
-from holdfast.router.dispatch.output_stream import OutputStream
-from holdfast.router.dispatch.request_stream import RequestStream
+from holdfast.router.dispatch.request_stream import OutputStream
 from holdfast.router.events import OutputDelta, Usage
-from holdfast.router.requests.answer import AnswerSink, SampledAnswer
+from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.resume_record import Identity
 from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob
-from holdfast.worker.sampling_params import SamplingParams
 from tests import loops
 from tests.examples import examples
 from tests.fakes import byte_tokenizer
+from tests.router.answers import new_answer
 
 OPTIONS = [{}, {"stream_options": {"include_usage": True}}, {"n": 2}]
 SAID = TokenLogprob(token_id=7, logprob=-1.5, rank=3, top=())
 
 
 def answer(stream: OutputStream | None = None) -> SampledAnswer:
-    sink = AnswerSink()
-    streams = [OutputStream(SequenceKey("", "x"), sink)] if stream is None else [stream]
-    return SampledAnswer(RequestStream("x", streams, lambda: None), sink, 'm "quoted"', SamplingParams(seed=0))
+    made = new_answer("x", 'm "quoted"')
+    made.read_from([OutputStream(SequenceKey("", "x"), made) if stream is None else stream])
+    return made
 
 
 def chat(fields: dict, one: SampledAnswer) -> Encoder:
@@ -106,9 +105,9 @@ async def turns() -> None:
 
 def test_what_the_socket_does_not_take_waits_and_nothing_overtakes_it():
     async def run() -> None:
-        sink = AnswerSink()
-        stream = OutputStream(SequenceKey("", "x"), sink)
-        one = SampledAnswer(RequestStream("x", [stream], lambda: None), sink, "m", SamplingParams(seed=0))
+        one = new_answer("x")
+        stream = OutputStream(SequenceKey("", "x"), one)
+        one.read_from([stream])
         encoder = chat({}, one)
         written, takes = [], [True]
 
@@ -122,7 +121,7 @@ def test_what_the_socket_does_not_take_waits_and_nothing_overtakes_it():
         gate.set()
 
         async def read() -> None:
-            async for events in encoded(one, encoder, Submission(identity=Identity("x", 0)), [one.sink], Socket()):
+            async for events in encoded(one, encoder, Submission(identity=Identity("x", 0)), [one], Socket()):
                 written.append(events)
                 await gate.wait()  # as a `send` that waits for the client
 

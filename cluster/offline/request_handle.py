@@ -1,15 +1,14 @@
-"""Offline request: its way through the router, its output so far, and the caller who waits for it."""
+"""Handle of an offline request: its way through the router, its output so far, and the caller who waits for it."""
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from operator import attrgetter
+from typing import Final
 
 from holdfast.cluster.offline.outputs import RequestMetrics, RequestOutput, completion_output, prompt_logprobs
-from holdfast.router.dispatch.output_stream import merged
-from holdfast.router.dispatch.parallel_sampling import is_ranked
 from holdfast.router.events import OutputDelta
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import CompletedSequence, SampledAnswer
@@ -23,21 +22,29 @@ logger = logging.getLogger(__name__)
 
 Callback = Callable[[RequestOutput], None]
 
+_num_cached_tokens: Final = attrgetter("num_cached_tokens")
+_num_tokens: Final = attrgetter("num_tokens")
 
-class LocalRequest:
-    """One request, on the router's event loop: a task runs `run`; `end` answers the caller, however that has ended."""
+
+class RequestHandle:
+    """A request that was submitted. On the router's event loop a task runs `run`; `end` answers the caller, however
+    that has ended.
+    """
 
     def __init__(
         self,
         request: GenerationRequest,
         tokenizer: Tokenizer,
+        cancel: Callable[["RequestHandle"], None],
         callback: Callback | None = None,
         *,
         name: str,
         is_awaited: bool,
     ) -> None:
         """`name` is what outputs call it; without an id of its own the router chooses one that nobody can write.
-        `is_awaited`: the caller waits for `admitted`, which alone then reports what is wrong with the request."""
+        `cancel` ends it from any thread. `is_awaited`: the caller waits for `admitted`, which alone then reports what
+        is wrong with the request.
+        """
         self.request_id = name
         self.has_own_id = bool(request.request_id)
         """Its caller has given the id."""
@@ -49,100 +56,85 @@ class LocalRequest:
         """What a beam search that has finished has found."""
         self._request = request
         self._tokenizer = tokenizer
+        self._cancel = cancel
         self._callback = callback
         self._is_awaited = is_awaited
         self._answer: SampledAnswer | BeamAnswer | None = None
-        self._pieces: list[list[OutputDelta]] = [[] for _ in range(request.sampling_params.num_sequences)]
-        self._num_unfinished = len(self._pieces)
-        self._is_streamed = callback is not None and not is_ranked(request.sampling_params)
         self._arrived_s, self._arrived_ts = time.time(), time.monotonic()
         self._first_token_ts: float | None = None
 
+    def result(self, timeout_s: float | None = None) -> RequestOutput:
+        """Waits for the end. Raises what ended the request if it did not finish, or `TimeoutError`."""
+        return self.future.result(timeout_s)
+
+    def cancel(self) -> None:
+        """Ends the request within one step. `result` then returns what there is, with finish reason `abort`."""
+        self._cancel(self)
+
+    # --- on the router's event loop ---
+
     async def run(self, processor: RequestProcessor) -> tuple[CompletedSequence, ...]:
         """From admission to the end. Raises `HoldfastError`; cancelling it cancels the request."""
-        if self._request.sampling_params.beam_width is not None:
+        params = self._request.sampling_params
+        if params.beam_width is not None:
             async with processor.search(self._request) as search:
-                self._begin(search)
+                self._answer = search
+                self.admitted.set_result(None)
                 self.beams = (await search.whole()).completions
             return self.beams
         async with processor.open(self._request) as answer:
-            self._begin(answer)
-            if not self._is_streamed:
-                answer.await_ends(self._note_output)
-            try:
-                async for delivery in answer:
-                    self._take(delivery)
-            except asyncio.CancelledError:
-                self._take_unread(answer)
-                raise
-            return answer.completions(self._outputs())
+            self._answer = answer
+            answer.admitted.on_first_token = self._note_output
+            self.admitted.set_result(None)
+            # A ranked request has no output before its ranking is known.
+            is_streamed = self._callback is not None and params.num_sequences == params.n
+            return answer.completions(await answer.outputs(self._show if is_streamed else None))
 
     def end(self, task: asyncio.Task[tuple[CompletedSequence, ...]], failure: HoldfastError | None) -> None:
         """Answers the caller for good. `failure` is why the engine has ended, if it has."""
         try:
-            if task.cancelled():
-                self._finish(self._aborted())
-            elif (error := task.exception()) is None:
-                self._finish(task.result())
-            else:
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
                 self._fail(self._reported(error, failure))
+            else:
+                output = self._output(self._aborted() if task.cancelled() else task.result(), finished=True)
+                if self._callback is not None:
+                    self._call_back(output)
+                self.future.set_result(output)
         finally:
             if not self.future.done():
                 self.future.set_exception(InternalError("the output could not be delivered"))
             if not self.admitted.done():
                 self.admitted.set_result(None)
-            self._pieces, self._answer = [], None  # whoever keeps the handle keeps the output alone
-
-    # --- on the way ---
-
-    def _begin(self, answer: SampledAnswer | BeamAnswer) -> None:
-        self._answer = answer
-        self.admitted.set_result(None)
-
-    def _take(self, delivery: OutputDelta) -> None:
-        """A ranked request has no output before its ranking is known; the final output comes from `end`."""
-        self._note_output()
-        self._pieces[delivery.sequence_index].append(delivery)
-        self._num_unfinished -= delivery.finish_reason is not None
-        if self._is_streamed and self._num_unfinished:
-            self._call_back(self._output(self._so_far()))
+            self._answer = None  # whoever keeps the handle keeps the output alone
 
     def _note_output(self) -> None:
-        if self._first_token_ts is None:
-            self._first_token_ts = time.monotonic()
+        self._first_token_ts = time.monotonic()
 
-    def _take_unread(self, answer: SampledAnswer) -> None:
-        with suppress(HoldfastError):
-            for delivery in answer.unread():
-                self._pieces[delivery.sequence_index].append(delivery)
+    def _show(self) -> None:
+        """Calls back with what there is before the end."""
+        self._call_back(self._output(self._so_far()))
 
-    def _outputs(self) -> list[OutputDelta]:
-        """What has come of each sequence, in one delivery."""
-        for index, pieces in enumerate(self._pieces):
-            nothing = OutputDelta(
-                request_id=self.request_id, sequence_index=index, first_token_index=0, token_ids=(), text=""
-            )
-            pieces[:] = [merged(pieces) if pieces else nothing]
-        return [pieces[0] for pieces in self._pieces]
-
-    def _so_far(self, outputs: Sequence[OutputDelta] | None = None) -> tuple[CompletedSequence, ...]:
-        outputs = self._outputs() if outputs is None else outputs
+    def _so_far(self) -> tuple[CompletedSequence, ...]:
         if isinstance(self._answer, SampledAnswer):
-            return self._answer.completions(outputs)
-        return tuple(CompletedSequence(output=output) for output in outputs[: self._request.sampling_params.n])
+            return self._answer.completions(self._answer.so_far())
+        return tuple([CompletedSequence(output=output) for output in self._nothing()])
+
+    def _nothing(self) -> list[OutputDelta]:
+        """The outputs of a request that has no answer, or of a search that has not finished."""
+        n = self._request.sampling_params.n
+        return [OutputDelta(self.request_id, 0, (), "", sequence_index=index) for index in range(n)]
 
     # --- the end ---
 
     def _aborted(self) -> tuple[CompletedSequence, ...]:
         """What there is, where the caller has cancelled."""
-        return self._so_far(
-            [output._replace(finish_reason=output.finish_reason or FinishReason.ABORT) for output in self._outputs()]
-        )
-
-    def _finish(self, completions: Sequence[CompletedSequence]) -> None:
-        output = self._output(completions, finished=True)
-        self._call_back(output)
-        self.future.set_result(output)
+        answer = self._answer
+        outputs = answer.read_rest() if isinstance(answer, SampledAnswer) else self._nothing()
+        ended = [output._replace(finish_reason=output.finish_reason or FinishReason.ABORT) for output in outputs]
+        if isinstance(answer, SampledAnswer):
+            return answer.completions(ended)
+        return tuple([CompletedSequence(output=output) for output in ended])
 
     def _fail(self, error: HoldfastError) -> None:
         if isinstance(error, CallerError) and self._is_awaited and not self.admitted.done():
@@ -165,32 +157,34 @@ class LocalRequest:
         self, completions: Sequence[CompletedSequence], *, finished: bool = False, error: HoldfastError | None = None
     ) -> RequestOutput:
         prompt, params = self._request.prompt, self._request.sampling_params
+        answer, tokenizer = self._answer, self._tokenizer
+        num_cached_tokens, metrics, outputs = 0, None, []
+        asks = params.prompt_logprobs is not None
+        if isinstance(answer, SampledAnswer):
+            num_cached_tokens = min(map(_num_cached_tokens, answer.sequences))
+            if finished and self._first_token_ts is not None:
+                metrics = RequestMetrics(
+                    arrival_time=self._arrived_s,
+                    first_token_ts=self._first_token_ts,
+                    last_token_ts=time.monotonic(),
+                    first_token_latency=self._first_token_ts - self._arrived_ts,
+                    num_generation_tokens=sum(map(_num_tokens, answer.streams)),
+                )
+        for completion in completions:
+            outputs.append(completion_output(completion, params, tokenizer))
+            if params.beam_width is not None:
+                num_cached_tokens = completion.output.num_cached_tokens
         given = () if isinstance(prompt, str) else prompt
-        cached = [pieces[0].num_cached_tokens if pieces else 0 for pieces in self._pieces]
-        if params.beam_width is not None:
-            cached = [completion.output.num_cached_tokens for completion in completions]
-        prompt_ids = given if self._answer is None else self._answer.prompt_token_ids
         return RequestOutput(
             request_id=self.request_id,
             prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=list(prompt_ids),
-            outputs=[completion_output(completion, params, self._tokenizer) for completion in completions],
+            prompt_token_ids=list(given if answer is None else answer.request.prompt_token_ids),
+            outputs=outputs,
             finished=finished,
-            num_cached_tokens=min(cached),
-            prompt_logprobs=prompt_logprobs(completions[0], params, self._tokenizer),
-            metrics=self._metrics() if finished else None,
+            num_cached_tokens=num_cached_tokens,
+            prompt_logprobs=prompt_logprobs(completions[0], tokenizer) if asks else None,
+            metrics=metrics,
             error=error,
-        )
-
-    def _metrics(self) -> RequestMetrics | None:
-        if self._first_token_ts is None:
-            return None
-        return RequestMetrics(
-            arrival_time=self._arrived_s,
-            first_token_ts=self._first_token_ts,
-            last_token_ts=time.monotonic(),
-            first_token_latency=self._first_token_ts - self._arrived_ts,
-            num_generation_tokens=sum(len(delivery.token_ids) for pieces in self._pieces for delivery in pieces),
         )
 
     def _call_back(self, output: RequestOutput) -> None:

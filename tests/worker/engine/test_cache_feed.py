@@ -2,7 +2,7 @@
 
 from holdfast.worker.block_hash import short_hash
 from holdfast.worker.cache.block_pool import BlockEvicted, BlockStored
-from holdfast.worker.engine.output_queue import CacheFeed
+from holdfast.worker.engine.cache_feed import CacheFeed
 from holdfast.worker.step_update import CacheChanges
 
 

@@ -1,38 +1,10 @@
-"""Output queue: the deltas, rejections and prefix-cache changes that one listener has not been sent yet."""
+"""Cache feed: the prefix-cache changes that one listener has not been sent yet."""
 
 from collections.abc import Iterable
 
 from holdfast.worker.block_hash import short_hash
 from holdfast.worker.cache.block_pool import BlockStored, CacheEvent
-from holdfast.worker.request import EngineLoad, TokenDelta
-from holdfast.worker.stats import EngineStats
-from holdfast.worker.step_update import NO_CHANGES, CacheChanges, Rejection, StepUpdate
-
-
-class OutputQueue:
-    """What one listener has not been sent yet."""
-
-    def __init__(self) -> None:
-        self.is_new = True
-        self.deltas: list[TokenDelta] = []
-        self.rejections: list[Rejection] = []
-        self.cache: CacheFeed | None = None
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self.is_new or self.deltas or self.rejections or (self.cache and self.cache.has_news))
-
-    def take(self, step_id: int, load: EngineLoad, stats: EngineStats | None) -> StepUpdate:
-        update = StepUpdate(
-            step_id=step_id,
-            deltas=tuple(self.deltas),
-            rejections=tuple(self.rejections),
-            load=load,
-            cache=self.cache.take() if self.cache else NO_CHANGES,
-            stats=stats,
-        )
-        self.is_new, self.deltas, self.rejections = False, [], []
-        return update
+from holdfast.worker.step_update import CacheChanges
 
 
 class CacheFeed:

@@ -1,0 +1,17 @@
+"""Answers without a dispatch host behind them."""
+
+from holdfast.router.events import ModelStatus
+from holdfast.router.requests.answer import SampledAnswer
+from holdfast.router.requests.request_stats import AdmittedRequest, RequestStats
+from holdfast.worker.request import EngineRequest
+from holdfast.worker.sampling_params import SamplingParams
+from tests.router.core import facts
+
+
+def new_answer(request_id: str = "r", model: str = "m", **params) -> SampledAnswer:
+    """Needs a running event loop; `read_from` gives it streams."""
+    request = EngineRequest(
+        request_id=request_id, prompt_token_ids=(), sampling_params=SamplingParams(seed=0, **params)
+    )
+    status = ModelStatus(name=model, facts=facts(model=model), num_replicas=1)
+    return SampledAnswer(AdmittedRequest(request, status, RequestStats(), lambda: 0.0))
