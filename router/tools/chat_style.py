@@ -17,8 +17,11 @@ from holdfast.router.tools.call_parser import ToolCallParser
 from holdfast.router.tools.json_calls import DeepSeekCallParser, HermesCallParser, LlamaCallParser, MistralCallParser
 from holdfast.router.tools.pythonic_calls import Lfm2CallParser, Llama4CallParser, PythonicCallParser
 from holdfast.router.tools.reasoning import (
+    REASONING_TAGS,
     ReasoningSplitter,
     SpecialTextFilter,
+    Tags,
+    ThoughtCounter,
     detect_reasoning,
     splitter_for,
     starts_in_reasoning,
@@ -122,6 +125,12 @@ class ChatStyle:
         """Whether an output after this prompt begins within the reasoning."""
         return self.reasoning is not None and starts_in_reasoning(self.reasoning, prompt)
 
+    def thought_counter(self, begins_inside: bool) -> ThoughtCounter | None:
+        """None where a tag is several tokens."""
+        tags = REASONING_TAGS[self.reasoning] if self.reasoning else ()
+        ids = [self.token_ids[tag] for tag in tags if tag in self.token_ids]
+        return ThoughtCounter(ids[0], ids[1], starts_inside=begins_inside) if len(ids) == len(Tags._fields) else None
+
     def grammar(self, tools: Sequence[Tool], choice: ToolChoice, prompt: str, *, is_parallel: bool) -> str:
         """As `tool_grammar`."""
         if self.call_format is None:
@@ -158,9 +167,11 @@ class ChatReader:
         self._is_over = False
         self._filter = SpecialTextFilter(style.unwanted) if is_filtered and style.unwanted is not None else None
         self._splitter: ReasoningSplitter | None = None
+        self._thoughts: ThoughtCounter | None = None
         self._parser: ToolCallParser | None = None
         if splits and style.reasoning is not None:
             self._splitter = splitter_for(style.reasoning, starts_inside=begins_inside)
+            self._thoughts = style.thought_counter(begins_inside)
         if tools and style.call_format is not None:
             self._parser = parser_for(style.call_format, tools)
 
@@ -170,8 +181,15 @@ class ChatReader:
         num_calls = 0 if self._parser is None else self._parser.num_calls
         return num_calls if self._is_parallel else min(num_calls, 1)
 
-    def push(self, text: str) -> list[Reasoning | CallEvent]:
-        """What is certain now."""
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Those within the reasoning so far; None where its tags are no tokens of their own, or it is not split."""
+        return None if self._thoughts is None else self._thoughts.num_tokens
+
+    def push(self, text: str, token_ids: Sequence[int] = ()) -> list[Reasoning | CallEvent]:
+        """What is certain now. The token ids are those that came with the text; they are only counted."""
+        if self._thoughts is not None:
+            self._thoughts.push(token_ids)
         return self._split(text if self._filter is None else self._filter.push(text))
 
     def finish(self) -> list[Reasoning | CallEvent]:

@@ -5,7 +5,7 @@ White space around the reasoning belongs to the tags and is dropped.
 
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
@@ -102,6 +102,29 @@ class TaggedReasoning:
             self._has_begun = bool(self._held)
         content, self._held = self._held, ""
         return content
+
+
+class ThoughtCounter:
+    """Counts the tokens between the tags, which are tokens of their own; what comes after the first closing tag is
+    content, whatever it has.
+    """
+
+    def __init__(self, opening: int, closing: int, *, starts_inside: bool) -> None:
+        self._opening, self._closing = opening, closing
+        self._is_inside, self._is_over = starts_inside, False
+        self.num_tokens = 0
+
+    def push(self, token_ids: Sequence[int]) -> None:
+        if self._is_over:
+            return
+        begin = 0
+        if not self._is_inside:
+            if self._opening not in token_ids:
+                return
+            self._is_inside, begin = True, token_ids.index(self._opening) + 1
+        self._is_over = self._closing in token_ids[begin:]
+        end = token_ids.index(self._closing, begin) if self._is_over else len(token_ids)
+        self.num_tokens += end - begin
 
 
 def splitter_for(name: str, *, starts_inside: bool = False) -> ReasoningSplitter:

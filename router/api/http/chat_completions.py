@@ -14,6 +14,7 @@ from holdfast.router.api.http.choices import (
     chat_logprobs,
     delta_of,
     finish_after_calls,
+    num_reasoning_tokens,
     prompt_logprobs_of,
     usage_of,
     whole_message,
@@ -112,13 +113,14 @@ def whole_chat(view: ChatView, completed: CompletedRequest, prompt_token_ids: Se
     """The whole response."""
     body = view.body
     first = completed.completions[0].output
+    readers = [view.new_reader() for _ in completed.completions]
     response: dict[str, Any] = {
         "id": chat_id(completed.request_id),
         "object": "chat.completion",
         "created": view.created,
         "model": completed.model,
-        "choices": [_whole_choice(view, item, view.new_reader()) for item in completed.completions],
-        "usage": usage_of(completed.usage),
+        "choices": [_whole_choice(view, *one) for one in zip(completed.completions, readers, strict=True)],
+        "usage": usage_of(completed.usage, num_reasoning_tokens(readers)),
         "system_fingerprint": first.fingerprint or None,
         "service_tier": None,
         "prompt_logprobs": None,
@@ -134,7 +136,7 @@ def _whole_choice(view: ChatView, completion: CompletedSequence, reader: ChatRea
     output = completion.output
     message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None, "reasoning": None}
     if reader is not None:
-        read = view.read([*reader.push(output.text), *reader.finish()])
+        read = view.read([*reader.push(output.text, output.token_ids), *reader.finish()])
         message |= whole_message(call_prefix(output.request_id, output.sequence_index), read)
     if echo := _echo(view.body):
         message["content"] = echo + (message["content"] or "")
@@ -186,7 +188,7 @@ class ChatChunks:
         index = delivery.sequence_index
         events = b"" if index in self._over else self._choice(index, delivery)
         if delivery.usage is not None and self._body.tells_usage:
-            events += event_of({**self._head, "choices": [], "usage": usage_of(delivery.usage)})
+            events += event_of({**self._head, "choices": [], "usage": usage_of(delivery.usage, self._num_thoughts())})
         return events
 
     def plain(self, delivery: OutputDelta) -> bytes | None:
@@ -266,12 +268,15 @@ class ChatChunks:
         reader = self._readers[delivery.sequence_index]
         if reader is None:
             return [{"content": delivery.text}] if delivery.text else []
-        read = reader.push(delivery.text)
+        read = reader.push(delivery.text, delivery.token_ids)
         if delivery.finish_reason is not None:
             read += reader.finish()
         read = self._view.read(read)
         prefix = call_prefix(delivery.request_id, delivery.sequence_index)
         return [delta for event in read if (delta := delta_of(prefix, event))]
+
+    def _num_thoughts(self) -> int | None:
+        return num_reasoning_tokens(self._readers.values())
 
     def _event(
         self,
@@ -286,7 +291,8 @@ class ChatChunks:
         chunk: dict[str, Any] = {**self._head, "choices": [choice], **(of_prompt or {})}
         if self._body.tells_usage_always:
             chunk["usage"] = usage_of(
-                Usage(num_prompt_tokens=self._num_prompt_tokens, num_completion_tokens=self._num_completion_tokens)
+                Usage(num_prompt_tokens=self._num_prompt_tokens, num_completion_tokens=self._num_completion_tokens),
+                self._num_thoughts(),
             )
         elif self._body.tells_usage:
             chunk["usage"] = None

@@ -35,14 +35,25 @@ class TokenNames:
         return self.tokens.distinct_names(token_ids)
 
 
-def usage_of(usage: Usage) -> dict[str, Any]:
-    """The usage object. Details of the prompt are null where nothing of it was cached, as clients of vLLM expect."""
+def num_reasoning_tokens(readers: Iterable[ChatReader | None]) -> int | None:
+    """Of all choices; None where none can tell."""
+    told = [reader.num_reasoning_tokens for reader in readers if reader is not None]
+    numbers = [number for number in told if number is not None]
+    return sum(numbers) if numbers else None
+
+
+def usage_of(usage: Usage, num_thoughts: int | None = None) -> dict[str, Any]:
+    """The usage object. Details of the prompt are null where nothing of it was cached, as clients of vLLM expect.
+    `num_thoughts`: tokens of the reasoning, where they are counted.
+    """
     cached = usage.num_cached_tokens
+    details = {} if num_thoughts is None else {"completion_tokens_details": {"reasoning_tokens": num_thoughts}}
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_completion_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached} if cached else None,
+        **details,
     }
 
 
@@ -156,6 +167,10 @@ class Blocks:
     def num_calls(self) -> int:
         return 0 if self._reader is None else self._reader.num_calls
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return num_reasoning_tokens([self._reader]) or 0
+
     def push(self, delivery: OutputDelta) -> Iterator[BlockEvent]:
         """What a delivery comes to. At the end all blocks are closed, and there is one at least."""
         self._logprobs += delivery.logprobs
@@ -180,7 +195,7 @@ class Blocks:
     def _read(self, delivery: OutputDelta) -> Iterable[Reasoning | CallEvent]:
         if self._reader is None:
             return [Content(delivery.text)] if delivery.text else []
-        read = self._reader.push(delivery.text)
+        read = self._reader.push(delivery.text, delivery.token_ids)
         return read + self._reader.finish() if delivery.finish_reason is not None else read
 
     def _of_text(self) -> Sequence[TokenLogprob]:

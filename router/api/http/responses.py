@@ -34,7 +34,7 @@ def whole_response(
     if raw is not None:
         raw.push(output)
     made = _Response(body, completed.request_id, completed.model, created, TokenNames(tokens), raw)
-    return made.ended(blocks.blocks, output.finish_reason, completed.usage)
+    return made.ended(blocks, output.finish_reason, completed.usage)
 
 
 class ResponseEvents:
@@ -67,7 +67,7 @@ class ResponseEvents:
         events = b"" if self._has_begun else self._opening()
         events += b"".join(self._block_event(event, reason) for event in block_events)
         if reason is not None and delivery.usage is not None:
-            ended = self._made.ended(self._blocks.blocks, reason, delivery.usage)
+            ended = self._made.ended(self._blocks, reason, delivery.usage)
             events += self._event(f"response.{ended['status']}", {"response": ended})
         return events
 
@@ -170,9 +170,10 @@ class _Response:
     def begun(self) -> dict[str, Any]:
         return {**self._head, "status": "in_progress"}
 
-    def ended(self, blocks: list[Block], reason: FinishReason | None, usage: Usage) -> dict[str, Any]:
+    def ended(self, made: Blocks, reason: FinishReason | None, usage: Usage) -> dict[str, Any]:
         """The object at its end."""
         is_cut = reason is FinishReason.LENGTH
+        blocks = made.blocks
         last = len(blocks) - 1
         return {
             **self._head,
@@ -185,7 +186,7 @@ class _Response:
                 "input_tokens": usage.num_prompt_tokens,
                 "input_tokens_details": {"cached_tokens": usage.num_cached_tokens},
                 "output_tokens": usage.num_completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": made.num_reasoning_tokens},
                 "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
             },
             **({} if self._raw is None else self._raw.fields()),

@@ -1,12 +1,20 @@
 """Reasoning splitter: what is reasoning and what content, cut anywhere, and how a template tells."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.router.tools.reasoning import Split, detect_reasoning, splitter_for, starts_in_reasoning
+from holdfast.router.tools.chat_style import ChatStyle
+from holdfast.router.tools.reasoning import (
+    Split,
+    ThoughtCounter,
+    detect_reasoning,
+    splitter_for,
+    starts_in_reasoning,
+)
 from holdfast.worker.errors import InvalidRequestError
 
 
@@ -73,3 +81,28 @@ def test_the_template_and_the_prompt_tell():
 def test_an_unknown_kind_is_refused_by_name():
     with pytest.raises(InvalidRequestError, match="reasoning_parser = 'nobody': must be one of qwen3"):
         splitter_for("nobody")
+
+
+@given(
+    before=st.lists(st.integers(2, 9), max_size=4),
+    thoughts=st.lists(st.integers(2, 9), max_size=6),
+    after=st.lists(st.integers(0, 9), max_size=4),
+    is_closed=st.booleans(),
+    starts_inside=st.booleans(),
+    cuts=st.sets(st.integers(0, 16)),
+)
+def test_tokens_between_the_tags_are_counted_however_the_output_is_cut(
+    before, thoughts, after, is_closed, starts_inside, cuts
+):
+    output = [*([] if starts_inside else [*before, 0]), *thoughts, *([1, *after] if is_closed else [])]
+    counter = ThoughtCounter(0, 1, starts_inside=starts_inside)
+    places = [0, *sorted(cut for cut in cuts if cut < len(output)), len(output)]
+    for begin, end in pairwise(places):
+        counter.push(tuple(output[begin:end]))
+    assert counter.num_tokens == len(thoughts)
+
+
+def test_tags_of_several_tokens_are_not_counted():
+    assert ChatStyle(reasoning="qwen3", token_ids={"<think>": 5}).thought_counter(False) is None
+    assert ChatStyle(token_ids={"<think>": 5, "</think>": 6}).thought_counter(False) is None
+    assert ChatStyle(reasoning="qwen3", token_ids={"<think>": 5, "</think>": 6}).thought_counter(True) is not None

@@ -8,6 +8,8 @@ import openai
 import pytest
 
 from holdfast import HoldingTransport
+from holdfast.router.tools.chat_style import ChatStyle
+from holdfast.router.tools.reasoning import ThoughtCounter
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.loops import on_a_loop
 from tests.router.api.http.test_tools import ASKED, CALL, TEMPLATE, script  # noqa: F401  # a fixture
@@ -157,3 +159,32 @@ async def test_responses_that_are_wrong_are_refused_by_name(fields, param, scrip
     with pytest.raises(openai.BadRequestError) as refused:
         await response(**fields)
     assert refused.value.param == param
+
+
+async def chat(*, stream: bool):
+    replica = await FakeReplica.start()
+    asked = {"model": "fake", "messages": ASKED, "max_tokens": 60, "stop": ["!"], "n": 2}
+    async with site(replica, load_tokenizer=lambda path: byte_tokenizer(path, TEMPLATE), http=True) as place:
+        base_url = f"http://{place.router.http_address}/v1"
+        plain = openai.DefaultAsyncHttpxClient(verify=False)
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, http_client=plain) as client:
+            if not stream:
+                return await client.chat.completions.create(**asked)
+            chunks = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+            return [chunk async for chunk in chunks][-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@on_a_loop
+async def test_tokens_of_thoughts_are_told_in_the_usage(stream, script, monkeypatch):  # noqa: F811
+    """Tokens of the fake are bytes: the tags end with one and begin with the other that stand for them here."""
+
+    def counter(self: ChatStyle, begins_inside: bool) -> ThoughtCounter:
+        return ThoughtCounter(ord(">"), ord("/"), starts_inside=begins_inside)
+
+    monkeypatch.setattr(ChatStyle, "thought_counter", counter)
+    script(SAID)
+    answer = await response(stream=stream, tools=FOR_RESPONSES)
+    assert answer.usage.output_tokens_details.reasoning_tokens == len("hm, so<")
+    script("<think>hm, so</think>\n\nIt rains. > ( / )")
+    assert (await chat(stream=stream)).usage.completion_tokens_details.reasoning_tokens == 2 * len("hm, so<")
