@@ -12,7 +12,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,12 +29,15 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
-from holdfast.worker.executors.kv_cache import LayerCache
-from holdfast.worker.models import backend as backend
-from holdfast.worker.models import model as hf_model
-from holdfast.worker.models.hf_backend import HfBackend
-from holdfast.worker.models.paged import AttentionBackend
-from holdfast.worker.models.row_tiles import RowRule, RowTiles
+from holdfast.worker.executors.kv_cache import KVCache, LayerCache
+from holdfast.worker.models import hf_backend
+from holdfast.worker.models.gpu_attention import attach
+from holdfast.worker.models.gpu_gather import slots_of
+from holdfast.worker.models.hf_cpu_backend import HfCpuBackend
+from holdfast.worker.models.hf_gather_backend import GatherSteps, HfGatherBackend
+from holdfast.worker.models.hf_steps import HfSteps
+from holdfast.worker.models.linear import Kernel
+from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.replica.rank import default_device, prepare_process
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan
@@ -55,23 +58,16 @@ HALF_BILLION: dict[str, Any] = {
 }
 
 
-class PlainTiles(RowTiles):
-    """No trial and no rule: every kernel is called as it comes."""
-
-    def choose(self, name: str, candidates: Sequence[RowRule], holds: Callable[[RowRule], bool]) -> RowRule:
-        return RowRule()
-
-
 class PlainAttention:
-    """An `AttentionBackend` without the position rule: each sequence by itself, on its exact length."""
+    """Each sequence by itself, on its exact length."""
 
-    def __init__(self, writer: AttentionBackend) -> None:
-        """`writer` puts keys and values into the pages."""
-        self._writer = writer
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._slots = torch.zeros(0, dtype=torch.int64)
         self._sequences: list[tuple[int, int, Tensor, int, Tensor]] = []
 
     def begin(self, batch: StepBatch) -> None:
-        self._writer.begin(batch)
+        self._slots = torch.from_numpy(slots_of(batch, self._block_size))
         self._sequences, row, block = [], 0, 0
         for first, count, blocks in zip(batch.first_positions, batch.num_tokens, batch.num_blocks, strict=True):
             end = int(first + count)
@@ -81,7 +77,8 @@ class PlainAttention:
             row, block = row + int(count), block + int(blocks)
 
     def write(self, layer: LayerCache, key: Tensor, value: Tensor) -> None:
-        self._writer.write(layer, key, value)
+        for pool, new in ((layer.keys, key), (layer.values, value)):
+            pool.flatten(0, 1).index_copy_(0, self._slots, new.transpose(0, 1))
 
     def attend(self, layer: LayerCache, query: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
         outputs = []
@@ -96,20 +93,24 @@ class PlainAttention:
         return torch.cat(outputs)
 
 
+class PlainBackend(HfGatherBackend):
+    """torch's kernels as they come."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Kernel:
+        return partial(F.linear, weight=weight, bias=bias)
+
+    def _make_steps(self, cache: KVCache, progress: ProgressCounter) -> HfSteps:
+        attention = PlainAttention(cache.block_size)
+        attach(self._model, cache, attention, progress)
+        return GatherSteps(self._model, cache, attention)
+
+
 def load(config: WorkerConfig, *, plain: bool) -> LeaderRunner:
     """A replica of one rank, with our kernels or with plain ones."""
     group, device = SingleRank(), default_device(config, rank=0)
     prepare_process(config, device)
-    if not plain:
+    with patch.object(hf_backend, "HfCpuBackend", PlainBackend if plain else HfCpuBackend):
         return LeaderRunner(ModelRunner.load(config, group, device=device), group)
-    plain_linears = patch.object(hf_model, "settle", lambda module, tiles, progress: None)
-    with patch.object(backend, "RowTiles", PlainTiles), plain_linears:
-        runner = ModelRunner.load(config, group, device=device)
-    assert isinstance(runner.backend, HfBackend)
-    assert runner.backend.context is not None
-    context = runner.backend.context
-    context.backend = PlainAttention(context.backend)
-    return LeaderRunner(runner, group)
 
 
 def step(num_sequences: int, num_tokens: int, first_position: int) -> StepPlan:
@@ -169,7 +170,9 @@ def main() -> None:
         elif arguments.model == "0.5b":
             (Path(scratch) / "config.json").write_text(json.dumps(HALF_BILLION))
             folder, load_format = scratch, "dummy"
-        model = ModelConfig(model=folder, dtype=arguments.dtype, load_format=load_format, max_model_len=MAX_LEN)
+        model = ModelConfig(
+            model=folder, executor="hf", dtype=arguments.dtype, load_format=load_format, max_model_len=MAX_LEN
+        )
         config = WorkerConfig(model=model, cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=16 * 32))
         ours, plain = load(config, plain=False), load(config, plain=True)
         info = ours._runner.info

@@ -24,7 +24,8 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.errors import HoldfastError, ReplicaError
-from holdfast.worker.executors.cpu.products import PackedProduct, Products
+from holdfast.worker.executors.cpu.pool import NativePool
+from holdfast.worker.executors.cpu.products import PackedProduct
 from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.models.linear import Linear
 from holdfast.worker.replica.known_answer import KnownAnswerCheck
@@ -49,7 +50,7 @@ class Suspect:
         self._checkpoint = load_file(f"{model}/model.safetensors")
         program = self._runner.backend
         assert isinstance(program, HfBackend)
-        self._products = Products(torch.get_num_threads())
+        self._pool = NativePool(torch.get_num_threads())
         modules: Any = program.model.module
         self._layers = [
             (f"{name}.weight", module)
@@ -81,7 +82,7 @@ class Suspect:
         index = rng.randrange(weight.numel())
         weight.view(-1)[index : index + 1].view(torch.int16).bitwise_xor_(mask)
         kernel = layer._kernel
-        layer._kernel = PackedProduct(self._products, weight, None)
+        layer._kernel = PackedProduct(self._pool, weight, None)
         yield
         layer._kernel = kernel
 

@@ -128,7 +128,9 @@ class CacheConfig(Settings):
         description="data type of keys and values; auto: the model's; fp8_e4m3: half the memory, on GPUs, with other "
         "outputs",
     )
-    block_size: int | None = Field(None, ge=1, description="tokens per KV block; default: 16 on a CPU, 64 on a GPU")
+    block_size: int | None = Field(
+        None, ge=1, description="tokens per KV block; default: 16 on a CPU (a multiple of 16), 64 on a GPU"
+    )
     kv_cache_memory: Bytes | None = Field(
         None, ge=1, description="size of the KV cache of each rank, e.g. 2GiB; on a CPU all of it is taken while idle"
     )

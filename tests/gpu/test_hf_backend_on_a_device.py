@@ -13,8 +13,8 @@ if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "0":
 
 from holdfast.worker.executors.gpu.paged_kernels import PagedKernels
 from holdfast.worker.executors.kv_cache import KVSpec
-from holdfast.worker.models.attention_proof import MAX_POSITIONS, disagreement
-from holdfast.worker.models.row_tiles import fix_gpu_kernels
+from holdfast.worker.models.gpu_attention_proof import MAX_POSITIONS, disagreement
+from holdfast.worker.models.gpu_row_rules import fix_gpu_kernels
 from tests.parity.families import NOT_RECOGNIZED
 from tests.worker.executors.cpu.runs import tokens
 from tests.worker.executors.gpu.runs import Part

@@ -43,7 +43,7 @@ SHAPES_OF_8B = ((6144, 4096, 1), (4096, 4096, 8), (28672, 4096, 1), (4096, 14336
 
 def cancelling(num_rows: int, num_outputs: int, num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Products that cancel to pure rounding error, so that another order of adding shows in nearly every value."""
-    from holdfast.worker.models.row_tiles import cancelling_product
+    from holdfast.worker.models.gpu_row_rules import cancelling_product
 
     return cancelling_product(num_outputs, num_inputs, num_rows, BF16, CUDA)
 

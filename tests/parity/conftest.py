@@ -1,6 +1,6 @@
 """Tiny models, each made once a session, and what Hugging Face computes with them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,27 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.worker.models import backend as backend
-from holdfast.worker.models.row_tiles import RowTiles
 from tests.parity.families import BASE, save_tiny_model
 from tests.parity.harness import hugging_face, reference_logits
 
 PROMPT_LENGTHS = (70, 5, 18)
 """More than 64, less than a block's multiple, and over block borders; windows of 4 are crossed by all."""
-
-
-@pytest.fixture(scope="session")
-def _trials() -> RowTiles:
-    """The same kernels come up in every model: which rows they may be called with is tried once a session."""
-    return RowTiles("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _shared_trials(_trials: RowTiles) -> Iterator[None]:
-    """For the files of this folder alone: a kernel for which no rule was found counts against every later model."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "RowTiles", lambda device: _trials)
-        yield
 
 
 @pytest.fixture(scope="module", params=["native", "hf"])

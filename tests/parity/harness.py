@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from benchmarks.free_port import pick_port
 from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
 from holdfast.worker.distributed.rendezvous import Rendezvous
-from holdfast.worker.distributed.tensor_parallel import DistributedGroup, SingleRank
+from holdfast.worker.distributed.tensor_parallel import DistributedGroup, SingleRank, pick_port
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner, follow
 from holdfast.worker.replica.rank import run_rank
 from holdfast.worker.request import EngineRequest, TokenLogprob
@@ -23,8 +22,8 @@ from tests.fake_group import run_ranks
 
 T = TypeVar("T")
 
-BLOCK_SIZES = {"hf": 4, "native": 16, "auto": 16}
-"""By executor: the smallest that it can have, since mistakes are made at the borders of blocks."""
+BLOCK_SIZE = 16
+"""The smallest that a CPU's cache can have, since mistakes are made at the borders of blocks."""
 NUM_BLOCKS = 64
 GREEDY = draw_params(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0)
 
@@ -34,7 +33,7 @@ def worker_config(folder: Path, size: int = 1, *, executor: str = "auto", **mode
     return WorkerConfig(
         model=ModelConfig(model=str(folder), device="cpu", executor=executor, **model),
         parallel=ParallelConfig(tensor_parallel_size=size),
-        cache=CacheConfig(block_size=BLOCK_SIZES[executor], num_blocks=NUM_BLOCKS),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS),
     )
 
 

@@ -38,7 +38,7 @@ from holdfast.worker.step_update import StepUpdate
 NUM_REQUESTS = 40
 TIMEOUT_S = 240
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
-BLOCK_SIZES = {"native": 16, "hf": 4}
+BLOCK_SIZE = 16
 NUM_TOKENS = 6400
 """What the cache holds, where a variant does not say less."""
 
@@ -120,8 +120,7 @@ def run(replica: Replica, requests: list[EngineRequest]) -> dict[str, Outcome]:
 
 
 def start(tensor_parallel_size: int, executor: str, variant: dict[str, Any]) -> Replica:
-    block_size = BLOCK_SIZES[executor]
-    num_blocks = variant.get("num_tokens", NUM_TOKENS) // block_size
+    num_blocks = variant.get("num_tokens", NUM_TOKENS) // BLOCK_SIZE
     cache = {"enable_prefix_caching": False, **variant.get("cache", {})}
     scheduler = {"max_num_batched_tokens": 2048, "max_num_seqs": 32, **variant.get("scheduler", {})}
     parallel = ParallelConfig(tensor_parallel_size=tensor_parallel_size, num_threads=1)
@@ -129,7 +128,7 @@ def start(tensor_parallel_size: int, executor: str, variant: dict[str, Any]) -> 
     config = WorkerConfig(
         model=ModelConfig(executor=executor),
         parallel=parallel,
-        cache=CacheConfig(block_size=block_size, num_blocks=num_blocks, **cache),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, **cache),
         scheduler=SchedulerConfig(**scheduler),
         speculation=speculation,
     )

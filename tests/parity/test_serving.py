@@ -17,7 +17,7 @@ from tests.parity.harness import hugging_face
 
 NUM_NEW = 32
 TIMEOUT_S = 120
-BLOCK_SIZES = {"native": 16, "hf": 4}
+BLOCK_SIZE = 16
 
 
 class Collector:
@@ -83,7 +83,7 @@ MODELS = [
         marks=[] if (size, executor) in ((1, "hf"), (2, "native")) else pytest.mark.slow,
     )
     for size in (1, 2)
-    for executor in BLOCK_SIZES
+    for executor in ("native", "hf")
 ]
 """Ranks, and what runs the model: each of both every time."""
 
@@ -92,11 +92,10 @@ MODELS = [
 def replica(request, tiny_model):
     """A llama whose cache holds about four of the longest sequences, for 16 that would run at once."""
     size, executor = request.param
-    block_size = BLOCK_SIZES[executor]
     config = WorkerConfig(
         model=ModelConfig(model=str(tiny_model("llama")), dtype="float32", device="cpu", executor=executor),
         parallel=ParallelConfig(tensor_parallel_size=size, num_threads=1),
-        cache=CacheConfig(block_size=block_size, num_blocks=400 // block_size),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=400 // BLOCK_SIZE),
         scheduler=SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=16),
     )
     replica = Replica.start(config)
@@ -163,14 +162,13 @@ def test_nothing_is_left_behind(replica):
 def caching(tiny_model, executor):
     """Starts a llama of one rank, with or without a prefix cache. One of 240 tokens evicts and preempts."""
     replicas = []
-    block_size = BLOCK_SIZES[executor]
 
     def start(enabled: bool, num_tokens: int = 1600) -> Replica:
         config = WorkerConfig(
             model=ModelConfig(model=str(tiny_model("llama")), dtype="float32", device="cpu", executor=executor),
             parallel=ParallelConfig(num_threads=1),
             cache=CacheConfig(
-                block_size=block_size, num_blocks=num_tokens // block_size, enable_prefix_caching=enabled
+                block_size=BLOCK_SIZE, num_blocks=num_tokens // BLOCK_SIZE, enable_prefix_caching=enabled
             ),
             scheduler=SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=16),
         )

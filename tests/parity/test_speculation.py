@@ -28,11 +28,7 @@ from holdfast.worker.scheduler.speculation import Speculation
 from tests.parity.test_serving import Collector
 
 NUM_NEW = 24
-SCARCE = {
-    "native": CacheConfig(block_size=16, num_blocks=6),
-    "hf": CacheConfig(block_size=4, num_blocks=34),
-}
-"""By executor."""
+SCARCE = CacheConfig(block_size=16, num_blocks=6)
 CROWDED = SchedulerConfig(max_num_batched_tokens=40, max_num_seqs=8)
 
 
@@ -76,7 +72,7 @@ def config_of(folder, speculation=None, size=1, executor="native") -> WorkerConf
     return WorkerConfig(
         model=ModelConfig(model=str(folder), dtype="float32", device="cpu", executor=executor),
         parallel=ParallelConfig(tensor_parallel_size=size, num_threads=1),
-        cache=SCARCE[executor],
+        cache=SCARCE,
         scheduler=CROWDED,
         speculation=speculation or SpeculationConfig(),
     )

@@ -13,8 +13,8 @@ from holdfast.worker.distributed.tensor_parallel import DistributedGroup
 from holdfast.worker.engine.model_runner import ModelRunner
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.kv_cache import KVSpec
-from holdfast.worker.models.query_tiles import MAX_GPU_CALL_VALUES, cut_into_tiles
-from holdfast.worker.models.row_tiles import ANY, RowRule, RowTiles, fix_gpu_kernels, linear_candidates
+from holdfast.worker.models.gpu_query_tiles import cut_into_tiles
+from holdfast.worker.models.gpu_row_rules import RowRule, fix_gpu_kernels
 from holdfast.worker.replica.rank import with_device
 from holdfast.worker.replica.replica import Replica
 
@@ -31,16 +31,6 @@ def test_attention_of_cudnn_is_off(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "matmul", type("Matmul", (), {})())
     fix_gpu_kernels()
     assert calls == ["cublaslt", False]
-
-
-@pytest.mark.parametrize("holds", [lambda rule: False, lambda rule: rule.max_rows < ANY])
-def test_rows_that_depend_on_their_neighbours_are_reported_and_not_cut_into_tiles(holds):
-    tiles = RowTiles(CUDA)
-    rule = tiles.choose("linear", linear_candidates(), holds)
-    assert rule == RowRule(min_rows=1)
-    assert tiles.report.failures == ("linear",)
-    padded = RowRule(multiple_of=4)
-    assert tiles.choose("attention", (padded, RowRule(multiple_of=32, max_rows=32)), holds) == padded
 
 
 def decode_batch(count, context):
@@ -62,8 +52,7 @@ def test_sequences_of_equal_length_share_one_attention_call():
     """64 of 1,024 tokens in a model with 8 KV heads of 128."""
     spec = KVSpec(num_heads=32, num_kv_heads=8, key_dim=128, value_dim=128)
     batch, rule = decode_batch(64, 1024), RowRule(multiple_of=4)
-    assert len(cut_into_tiles(batch, spec, rule, 64, MAX_GPU_CALL_VALUES).calls) == 1
-    assert len(cut_into_tiles(batch, spec, rule, 64).calls) == 64
+    assert len(cut_into_tiles(batch, spec, rule, 64).calls) == 1
 
 
 class Lost(Exception):

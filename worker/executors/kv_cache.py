@@ -1,10 +1,7 @@
-"""Paged KV cache of one rank: for each attention layer a pool of keys and one of values, cut into blocks.
-
-Here is only the memory.
+"""KV cache on a GPU: for each attention layer of a rank a pool of keys and one of values, cut into blocks. Here is only
+the memory; a CPU's is `cpu/cache.py`.
 """
 
-import math
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -96,12 +93,12 @@ class KVCache:
         shapes = [(spec.num_kv_heads, dim) for spec in specs for dim in (spec.key_dim, spec.value_dim)]
         kept = torch.uint8 if in_fp8 else dtype
         pools = {
-            shape: _zeros((shapes.count(shape), num_blocks, block_size, *shape), kept, torch.device(device))
+            shape: torch.zeros((shapes.count(shape), num_blocks, block_size, *shape), dtype=kept, device=device)
             for shape in dict.fromkeys(shapes)
         }
         counts = [spec.num_kv_heads for spec in specs for _ in range(2)] if in_fp8 else []
         scale_pools = {
-            count: _zeros((counts.count(count), num_blocks, count, block_size), kept, torch.device(device))
+            count: torch.zeros((counts.count(count), num_blocks, count, block_size), dtype=kept, device=device)
             for count in dict.fromkeys(counts)
         }
         unused = {shape: iter(pool) for shape, pool in pools.items()}
@@ -119,7 +116,7 @@ class KVCache:
         return cls(layers, list(pools.values()), num_blocks, block_size, list(scale_pools.values()))
 
     def want_all(self) -> None:
-        """All of this memory is meant to be used. Nothing is done: the system gives it when it is first written."""
+        """All of this memory is meant to be used. Nothing is done: it is there."""
 
     def copy(self, sources: Tensor, destinations: Tensor, num_tokens: Tensor) -> None:
         """Copies the first `num_tokens` [C] slots of blocks to other ones in all layers, and clears their other slots.
@@ -138,17 +135,6 @@ class KVCache:
         """Writes zeros over these blocks in all layers."""
         for pool in (*self._pools, *self._scale_pools):
             pool.index_fill_(1, block_ids.to(pool.device), 0)
-
-
-def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU, fresh pages of the system: they are zero, and take time and memory only once they are written to.
-
-    `torch.zeros` would write to all of them, which takes seconds for a cache of a gigabyte.
-    """
-    if device.type != "cpu" or not math.prod(shape):
-        return torch.zeros(*shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(*shape)
 
 
 LARGEST: Final = 448.0

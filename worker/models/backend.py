@@ -34,7 +34,6 @@ from holdfast.worker.models.native_backend import (
 )
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.proof import Recognized
-from holdfast.worker.models.row_tiles import RowTiles
 from holdfast.worker.models.stated_layout import read_stated
 from holdfast.worker.models.weight_files import weight_files
 from holdfast.worker.models.weights import read_config
@@ -178,7 +177,7 @@ def _stated(
         return None
     assert facts is not None
     progress("load", 1, 1)
-    target = Target(group=group, tiles=RowTiles(device), device=device, dtype=recognized.layout.dtype)
+    target = Target(group=group, device=device, dtype=recognized.layout.dtype)
     backend = _made(recognized, config, target, facts)
     if isinstance(backend, str):
         logger.info("read with Hugging Face's modules, because the executor differs from the reference: %s", backend)
@@ -203,7 +202,7 @@ def _recalled(
     assert recalled is not None
     recognized, facts = recalled
     progress("load", 1, 1)
-    target = Target(group=group, tiles=RowTiles(device), device=device, dtype=recognized.layout.dtype)
+    target = Target(group=group, device=device, dtype=recognized.layout.dtype)
     backend = _made(recognized, config, target, facts)
     if isinstance(backend, str):
         logger.info("the layout that was kept is not used: %s", backend)
@@ -225,7 +224,7 @@ def _loaded(
     facts = facts_of(hf_config, folder, config.model.max_model_len)
     if getattr(hf_config, "kv_lora_rank", None):
         logger.warning("latent attention is cached expanded, which takes many times the memory of the latents")
-    target = Target(group=group, tiles=RowTiles(device), device=device, dtype=serving_dtype(config.model, hf_config))
+    target = Target(group=group, device=device, dtype=serving_dtype(config.model, hf_config))
 
     reads = config.model.executor != "hf" and (device.type == "cpu" or facts.model_type in FAMILIES)
     with _few_threads(folder, device):
@@ -246,8 +245,9 @@ def _loaded(
             model = _built(config, folder, hf_config, target, progress)
     else:
         _check_hf_backend_will_do(config, facts, "it is no family of these")
-    model.settle(lambda *done: progress("pack", *done))
-    hf_backend = HfBackend(model, target, max_positions=facts.max_model_len)
+    hf_backend = HfBackend.settled(
+        model, target, max_positions=facts.max_model_len, progress=lambda *done: progress("pack", *done)
+    )
     return LoadedBackend(backend=hf_backend, facts=facts, target=target)
 
 
@@ -308,4 +308,4 @@ def _made(recognized: Recognized, config: WorkerConfig, target: Target, facts: M
 def _in_main_memory(target: Target) -> Target:
     """Where a model is read: Hugging Face's modules are asked on the CPU, and the executor's answers compared there."""
     cpu = torch.device("cpu")
-    return target if target.device == cpu else replace(target, device=cpu, tiles=RowTiles(cpu))
+    return target if target.device == cpu else replace(target, device=cpu)

@@ -27,13 +27,15 @@ from holdfast.worker.executors.gpu.launches import Launch, triton_launch
 from holdfast.worker.executors.gpu.paged_kernels import NUMERICS, PagedKernels, unfit
 from holdfast.worker.executors.gpu.sampler import DeviceSampler
 from holdfast.worker.executors.kv_cache import KVCache, KVSpec
-from holdfast.worker.models.attention_proof import MAX_POSITIONS, RowsAgree, disagreement
 from holdfast.worker.models.checks import first_line
+from holdfast.worker.models.gpu_attention import attach, copy_blocks
+from holdfast.worker.models.gpu_attention_proof import MAX_POSITIONS, RowsAgree, disagreement
+from holdfast.worker.models.gpu_attention_trial import rows_agree
+from holdfast.worker.models.hf_gather_backend import HfGatherBackend
+from holdfast.worker.models.hf_steps import HfSteps
 from holdfast.worker.models.model import RankModel
 from holdfast.worker.models.native_backend import all_ranks
-from holdfast.worker.models.paged import AttentionContext, PagedAttention
 from holdfast.worker.models.parallelize import Target
-from holdfast.worker.models.trial import rows_agree
 from holdfast.worker.progress import ProgressCounter
 
 logger = logging.getLogger(__name__)
@@ -43,19 +45,25 @@ Logits = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class DeviceSteps:
-    """Runs the steps of one rank's HF backend, whose attention modules are attached to `context`."""
+    """Runs the steps of one rank's HF backend on paged kernels."""
 
     numerics: Final = NUMERICS
 
     def __init__(
-        self, logits: Logits, context: AttentionContext, kernels: PagedKernels, capture: Capture | None
+        self,
+        logits: Logits,
+        cache: KVCache,
+        kernels: PagedKernels,
+        progress: ProgressCounter,
+        capture: Capture | None,
     ) -> None:
-        """`kernels` are the context's backend. Without `capture` all steps are eager."""
+        """`kernels` are what the model's attention modules call over `cache`. Without `capture` all steps are eager."""
         self._logits = logits
-        self._context = context
+        self._cache = cache
         self._kernels = kernels
+        self._progress = progress
         self._graphs = DecodeGraphs(capture)
-        self._buffers = Buffers(context.cache.layers[0].keys.device)
+        self._buffers = Buffers(cache.layers[0].keys.device)
         self._vocab_size = 0
 
     @property
@@ -64,13 +72,13 @@ class DeviceSteps:
 
     def run(self, batch: StepBatch) -> Tensor:
         """The logits [rows wanted, vocab] of one step, float32, in a buffer that the next step overwrites."""
-        self._context.copy_blocks(batch)
+        copy_blocks(self._cache, batch)
         num_wanted = len(batch.logits_rows)
         key = self._kernels.begin_padded(batch) if self._graphs.are_used and batch.is_decode else None
         if key is None:
             self._kernels.begin(batch)
             return self._run_step()[:num_wanted]
-        self._context.progress.tick()  # a replay runs no layer on the host
+        self._progress.tick()  # a replay runs no layer on the host
         self._graphs.run(key, self._buffers, lambda: self._keep(self._run_step()))
         return self._kept(key[0])[:num_wanted]
 
@@ -80,7 +88,7 @@ class DeviceSteps:
         Without graphs, runs one step of each power of two: kernels are compiled and chosen at their first use.
         Overwrites the first block of the cache.
         """
-        cache = self._context.cache
+        cache = self._cache
         if self._graphs.are_used:
             try:
                 self._capture_all(max_rows)
@@ -100,7 +108,7 @@ class DeviceSteps:
         last = bucket_of(max_rows) or BUCKETS[-1]
         for num_rows in (bucket for bucket in reversed(BUCKETS) if bucket <= last):
             for context in self._kernels.contexts(num_rows):
-                self.run(StepBatch.decoding(num_rows, context, self._context.cache.block_size))
+                self.run(StepBatch.decoding(num_rows, context, self._cache.block_size))
 
     def _run_step(self) -> Tensor:
         """The step that was begun. Token ids, positions and rows are read on the device."""
@@ -174,8 +182,8 @@ def reason_against_capture(
 _PROBED_ROWS = 8
 
 
-class HfDeviceBackend:
-    """Makes the steps of one rank's HF backend on a GPU, and its draws."""
+class HfDeviceBackend(HfGatherBackend):
+    """The kernels of one rank's HF backend on a GPU: paged attention, CUDA graphs and draws where the logits are."""
 
     def __init__(
         self,
@@ -187,11 +195,10 @@ class HfDeviceBackend:
         capture: Capture | None = None,
         agree: RowsAgree = rows_agree,
     ) -> None:
-        """`model` is settled. `capture` makes a CUDA graph of work, and is torch's on a CUDA device; ranks that add
-        over a group run without. `agree` is the trial of the kernels' bits.
+        """`model` is settled before steps are made. `capture` makes a CUDA graph of work, and is torch's on a CUDA
+        device; ranks that add over a group run without. `agree` is the trial of the kernels' bits.
         """
-        self._model = model
-        self._target = target
+        super().__init__(model, target)
         self._max_positions = max_positions
         self._launch = launch
         self._agree = agree
@@ -206,12 +213,16 @@ class HfDeviceBackend:
         """Draws where the logits are. It is what waits for a step, so it has the group's limit."""
         group = self._target.group
         wait = StepWait(group.data_timeout_s, lambda: "the replica has failed" if group.is_aborted else None)
-        return DeviceSampler(Buffers(self._target.device), launch=self._launch, wait=wait)
+        self._sampler = DeviceSampler(Buffers(self._target.device), launch=self._launch, wait=wait)
+        return self._sampler
 
-    def make_steps(self, cache: KVCache, progress: ProgressCounter) -> DeviceSteps | None:
-        """The model's steps over a cache, with its attention attached; None: the paged kernels may not serve it."""
+    def warm_up_sampler(self, max_rows: int) -> None:
+        vocab_size = self._model.module.config.vocab_size
+        self._sampler.warm_up(torch.zeros((max_rows, vocab_size), device=self._target.device))
+
+    def _make_steps(self, cache: KVCache, progress: ProgressCounter) -> HfSteps:
         if self._against_kernels(cache.block_size) is not None:
-            return None
+            return super()._make_steps(cache, progress)
         self._probe()
         kernels = PagedKernels(
             self._model.specs,
@@ -221,9 +232,8 @@ class HfDeviceBackend:
             launch=self._launch,
             step_limit_s=self._target.group.data_timeout_s,
         )
-        context = AttentionContext(cache, kernels, progress)
-        self._model.attach(lambda layer: PagedAttention(context, layer))
-        return DeviceSteps(self._model.logits, context, kernels, self._capture)
+        attach(self._model, cache, kernels, progress)
+        return DeviceSteps(self._model.logits, cache, kernels, progress, self._capture)
 
     def _against_kernels(self, block_size: int) -> str | None:
         """Why the paged kernels may not serve this model, after a comparison with gather and SDPA; once. All ranks come

@@ -1,12 +1,11 @@
-"""Row-invariant linear layers over one rank's slice of a weight, column- and row-parallel.
+"""Linear layers over one rank's slice of a weight, column- and row-parallel.
 
-A linear starts plain, with the weight as it came; `settle` packs it for the native library's product on a CPU, where
-rows are apart by construction, and tries out row rules of torch's on a GPU. A weight is kept once.
+A linear starts plain, with the weight as it came; `settle` gives each a kernel of its device, whose rows do not depend
+on their neighbours. A weight is kept once.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NoReturn, Self
 
 import torch
@@ -14,16 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
-from holdfast.worker.executors.cpu.products import PackedProduct, Products
-from holdfast.worker.models.row_tiles import (
-    LARGEST_TRIAL,
-    Kernel,
-    RowRule,
-    RowTiles,
-    cancelling_product,
-    linear_candidates,
-    rows_agree,
-)
+
+Kernel = Callable[[Tensor], Tensor]
+"""Rows [..., in] to rows [..., out]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +69,13 @@ class Linear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
-def settle(module: nn.Module, tiles: RowTiles, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+def settle(
+    module: nn.Module,
+    kernel_of: Callable[[Tensor, Tensor | None], Kernel],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
     """Settles every linear inside `module`. `progress` gets linears done and in all."""
     linears = [part for part in module.modules() if isinstance(part, Linear)]
-    kernel_of = _kernels_for(tiles)
     for done, linear in enumerate(linears, start=1):
         linear.settle(kernel_of)
         progress(done, len(linears))
@@ -138,37 +133,6 @@ class RowParallelLinear(nn.Module):
             x = x.narrow(-1, self._first_input, self.linear.in_features)
         y = self._group.all_reduce(self.linear(x))
         return y if self.bias is None else y + self.bias
-
-
-def _kernels_for(tiles: RowTiles) -> Callable[[Tensor, Tensor | None], Kernel]:
-    if tiles.device.type == "cpu":
-        return partial(PackedProduct, Products(torch.get_num_threads()))
-    return partial(_tiled_product, tiles)
-
-
-def _tiled_product(tiles: RowTiles, weight: Tensor, bias: Tensor | None) -> Kernel:
-    """torch's product, called with numbers of rows that the rule of this shape and type allows."""
-    weight = weight.contiguous()
-    rule = _choose_rule(tiles, weight, bias is not None)
-
-    def product(x: Tensor) -> Tensor:
-        return F.linear(x, weight, bias)
-
-    return lambda x: product(x) if rule.allows(x.numel() // x.shape[-1]) else rule.run(product, x)
-
-
-def _choose_rule(tiles: RowTiles, weight: Tensor, has_bias: bool) -> RowRule:
-    """The rule for weights of this shape and type; their values play no part."""
-    out_features, in_features = weight.shape
-
-    def holds(rule: RowRule) -> bool:
-        rows, trial_weight = cancelling_product(out_features, in_features, LARGEST_TRIAL, weight.dtype, weight.device)
-        bias = torch.zeros_like(trial_weight[:, 0]) if has_bias else None
-        return rows_agree(lambda x: F.linear(x, trial_weight, bias), rule, rows)
-
-    dtype = str(weight.dtype).removeprefix("torch.")
-    name = f"linear {out_features}x{in_features} {dtype}{' + bias' * has_bias}"
-    return tiles.choose(name, linear_candidates(), holds)
 
 
 class VocabParallelEmbedding(nn.Module):

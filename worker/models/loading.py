@@ -20,6 +20,7 @@ from holdfast.worker.models.checks import check_kv_cache_dtype
 from holdfast.worker.models.draft_model import DraftModel
 from holdfast.worker.models.gguf.folder import source_of
 from holdfast.worker.models.memory import (
+    check_block_size,
     check_memory,
     check_num_blocks,
     check_weights,
@@ -62,6 +63,7 @@ def load_model(
     Raises `ConfigurationError` or `UnsupportedModelError` where the model cannot be served so.
     """
     check_kv_cache_dtype(config, device.type)
+    check_block_size(config.cache.block_size or default_block_size(device), device)
     has_weights = config.model.load_format != "dummy"
     folder = model_folder(config.model, with_weights=has_weights)
     if has_weights:

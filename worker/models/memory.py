@@ -11,11 +11,10 @@ import torch
 from holdfast.worker.config import CacheConfig, WorkerConfig
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.cpu.packing import elements_per_head
+from holdfast.worker.executors.cpu.cache import SUB_PAGE, elements_per_token
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.models.checks import check_kv_cache_dtype, choose_max_model_len
 from holdfast.worker.models.model import choose_device, register_attention, serving_dtype
-from holdfast.worker.models.native_backend import is_candidate
 from holdfast.worker.models.parallel_plan import ParallelPlan, is_transposed_linear
 from holdfast.worker.models.stated_config import STATED
 from holdfast.worker.models.weights import build_hf_model, model_folder, read_config
@@ -28,7 +27,7 @@ CPU_CACHE_SHARE: Final = 0.1
 
 PREFIX_CACHE_FACTOR: Final = 4
 """With prefix caching, a CPU's cache has room for this many times what running sequences can use: three quarters for
-prefixes of earlier ones. A larger cache costs no time at the start (`worker/executors/kv_cache.py`); its memory
+prefixes of earlier ones. A larger cache costs no time at the start (`worker/executors/cpu/cache.py`); its memory
 is bounded as above."""
 
 MIN_BLOCKS: Final = 2
@@ -60,9 +59,9 @@ class MemoryEstimator:
         self.max_model_len = choose_max_model_len(hf_config, config.model.max_model_len)
         self.block_size = config.cache.block_size or default_block_size(device)
         self.weight_bytes = _weight_bytes(model, plan, dtype)
-        is_native = config.model.executor != "hf" and is_candidate(hf_config.model_type, self.block_size)
         check_kv_cache_dtype(config, device.type, hf_config)
-        in_tiles = is_native and device.type == "cpu"
+        check_block_size(self.block_size, device)
+        in_tiles = device.type == "cpu"
         self.kv_bytes_per_token = _kv_bytes_per_token(config, hf_config, plan, dtype, in_tiles=in_tiles)
 
     def default_cache_bytes(self, config: WorkerConfig, default_bytes: int, *, is_gpu: bool) -> int:
@@ -83,6 +82,14 @@ class MemoryEstimator:
 def default_block_size(device: torch.device) -> int:
     """Tokens of a block where the settings name none."""
     return 64 if device.type == "cuda" else 16
+
+
+def check_block_size(block_size: int, device: torch.device) -> None:
+    """Refuses blocks that a device's cache does not have. Raises `ConfigurationError`."""
+    if device.type == "cpu" and block_size % SUB_PAGE:
+        raise ConfigurationError(
+            f"cache.block_size = {block_size}: on a CPU it must be a multiple of {SUB_PAGE}; leave --block-size unset"
+        )
 
 
 def kv_bytes_per_token(specs: Sequence[KVSpec], dtype: torch.dtype) -> int:
@@ -192,7 +199,7 @@ def _weight_bytes(model: Any, plan: ParallelPlan, dtype: torch.dtype) -> int:
 def _kv_bytes_per_token(
     config: WorkerConfig, hf_config: Any, plan: ParallelPlan, dtype: torch.dtype, *, in_tiles: bool
 ) -> int:
-    """`in_tiles`: the native executor keeps them, which fills up heads to whole tiles."""
+    """`in_tiles`: of a cache that fills up heads to whole tiles."""
     num_heads = hf_config.num_attention_heads
     if getattr(hf_config, "qk_nope_head_dim", None):  # latent attention is cached expanded
         num_kv_heads = num_heads
@@ -205,7 +212,7 @@ def _kv_bytes_per_token(
         local = num_kv_heads // sum(plan.shares) * max(plan.shares)
     else:
         local = max(1, num_kv_heads // plan.size) if plan.splits_attention else num_kv_heads
-    values = elements_per_head(key_dim) if in_tiles else key_dim + value_dim
     spec = KVSpec(num_heads=local, num_kv_heads=local, key_dim=key_dim, value_dim=value_dim)
-    of_layer = local * values * dtype.itemsize if config.cache.kv_cache_dtype == "auto" else spec.fp8_bytes_per_token
+    values = elements_per_token(spec) if in_tiles else spec.values_per_token
+    of_layer = values * dtype.itemsize if config.cache.kv_cache_dtype == "auto" else spec.fp8_bytes_per_token
     return int(hf_config.num_hidden_layers) * of_layer

@@ -16,7 +16,7 @@ from holdfast.worker.models.checks import OTHER_ENGINE
 from holdfast.worker.models.dry_run import find_attention
 from holdfast.worker.models.gguf.folder import is_made_of_gguf
 from holdfast.worker.models.hf_layers import in_own_dtype
-from holdfast.worker.models.linear import settle
+from holdfast.worker.models.linear import Kernel, settle
 from holdfast.worker.models.parallel_plan import ParallelPlan
 from holdfast.worker.models.parallelize import Target, parallelize
 from holdfast.worker.models.weights import (
@@ -58,12 +58,16 @@ class RankModel:
         self.specs = tuple(spec for _, spec in calls)
         self._attentions = tuple(caller for caller, _ in calls)
 
-    def settle(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Makes the linears row-invariant and packs them, once and before the first step; until then they are plain.
+    def settle(
+        self,
+        kernel_of: Callable[[Tensor, Tensor | None], Kernel],
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Gives the linears their kernels, once and before the first step; until then they are plain.
 
-        `progress` gets linears done and in all.
+        `kernel_of` makes one of a weight and a bias. `progress` gets linears done and in all.
         """
-        settle(self.module, self._target.tiles, progress)
+        settle(self.module, kernel_of, progress)
 
     def attach(self, attention: Callable[[int], Callable[..., Tensor]]) -> None:
         """Gives every attention layer its `PagedAttention`: `attention(i)` is called for layer i."""

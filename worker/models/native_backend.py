@@ -11,13 +11,12 @@ from torch import Tensor
 from holdfast.worker.config import KVCacheDtype
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
-from holdfast.worker.executors.cpu.cache import SUB_PAGE, TiledCache
+from holdfast.worker.executors.cpu.cache import MAX_HEAD_DIM, TiledCache
 from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.gpu import weights
 from holdfast.worker.executors.kv_cache import KVCache
 from holdfast.worker.executors.layout import DecoderLayout, Experts
 from holdfast.worker.executors.step_sampler import HeadOutput, OverlappingSampler, StepSampler
-from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.proof import NUM_TOKENS, Recognized, ask, ask_reference, check
 from holdfast.worker.models.recognize import Unrecognized, recognize
 from holdfast.worker.progress import ProgressCounter
@@ -31,10 +30,6 @@ _CPU: Final = torch.device("cpu")
 
 _FP8_TOKENS: Final = 70
 """Over a tile of keys, and more than a narrow tile of queries."""
-
-MAX_HEAD_DIM: Final = 256
-MAX_GROUP: Final = 64
-"""Query heads of one KV head."""
 
 
 class Executor(Protocol):
@@ -184,11 +179,6 @@ class NativeBackend:
         self.executor.close()
 
 
-def is_candidate(model_type: str, block_size: int) -> bool:
-    """Whether most models of this type have a native backend: all that a config can show."""
-    return model_type in FAMILIES and block_size % SUB_PAGE == 0
-
-
 def read_module(
     module: Any, group: TensorParallelGroup, *, max_model_len: int, block_size: int, device: torch.device = _CPU
 ) -> Recognized | str:
@@ -301,20 +291,16 @@ def _executor(
 
 def _unfit_for(layout: DecoderLayout, device: torch.device, tensor_parallel_size: int, block_size: int) -> str | None:
     if device.type == "cpu":
-        return _unfit(layout, block_size)
+        return _unfit(layout)
     return weights.unfit(layout, tensor_parallel_size, block_size)
 
 
-def _unfit(layout: DecoderLayout, block_size: int) -> str | None:
+def _unfit(layout: DecoderLayout) -> str | None:
     """What of a layout the executor for CPUs does not run."""
-    if block_size % SUB_PAGE:
-        return f"blocks of {block_size} tokens are no multiple of {SUB_PAGE}"
     for layer in layout.layers:
         attention = layer.attention
         if attention.head_dim > MAX_HEAD_DIM:
             return f"heads have {attention.head_dim} dimensions, and {MAX_HEAD_DIM} are the most"
-        if attention.num_heads // attention.num_kv_heads > MAX_GROUP:
-            return f"more than {MAX_GROUP} query heads share one KV head"
         if isinstance(layer.mlp, Experts) and _is_uneven(layer.mlp):
             return "the expert that all tokens share is cut into other slices than the others"
     return None

@@ -30,16 +30,14 @@ from holdfast.worker.models.parallel_plan import (
     is_transposed_linear,
     vocabulary_rows,
 )
-from holdfast.worker.models.row_tiles import RowTiles
 from holdfast.worker.models.weights import WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a rank's share goes, and what it is computed with."""
+    """Where a rank's share goes, and what it is computed in."""
 
     group: TensorParallelGroup
-    tiles: RowTiles
     device: torch.device
     dtype: torch.dtype
 

@@ -14,7 +14,6 @@ from typing import Final
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, InternalError, InvalidRequestError, ReplicaError
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.replica.probe_loop import ProbeLoop
 from holdfast.worker.request import EngineRequest, FinishReason, Priority, TokenDelta, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_update import StepUpdate
@@ -113,6 +112,7 @@ class KnownAnswerCheck:
         """`on_wrong` is called on the engine's thread, with what was wrong."""
         self._engine = engine
         self._on_wrong = on_wrong
+        self._every_s = every_s
         self._info = info
         self._salt = secrets.token_hex(8)
         self.num_asked = 0
@@ -128,7 +128,8 @@ class KnownAnswerCheck:
         self._open: KnownAnswer | None = None
         """Set by whoever asks, when it is None; cleared by the engine's thread, when the question has been answered."""
         self._first: Future[KnownAnswer | None] = Future()
-        self._loop = ProbeLoop("known_answer_check", every_s, self._ask_now_and_then, at_once=False)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="known_answer_check", daemon=True)
 
     def begin(self) -> bytes:
         """Asks for the first time and waits for the answer, which is the right one from now on. Returns its digest;
@@ -158,11 +159,11 @@ class KnownAnswerCheck:
             self._engine.attach(self)
 
     def start(self) -> None:
-        self._loop.start()
+        self._thread.start()
 
     def stop(self) -> None:
         """It will not ask any more, unless it is just about to."""
-        self._loop.stop()
+        self._stopped.set()
 
     def ask(self, priority: Priority | None = None) -> bool:
         """Asks once, without waiting; False if the last question is still open. Raises if the engine has ended."""
@@ -213,7 +214,7 @@ class KnownAnswerCheck:
             self._note_rejection(rejection.error)
 
     def on_failure(self, error: HoldfastError) -> None:
-        self.stop()
+        self._stopped.set()
         if not self._first.done():
             self._first.set_exception(error)
 
@@ -247,9 +248,10 @@ class KnownAnswerCheck:
 
     # --- on its own ---
 
-    def _ask_now_and_then(self) -> None:
-        try:
-            self.ask()
-        except HoldfastError as error:
-            logger.debug("no self-check any more, the engine has ended: %s", error)
-            self.stop()
+    def _run(self) -> None:
+        while not self._stopped.wait(self._every_s):
+            try:
+                self.ask()
+            except HoldfastError as error:
+                logger.debug("no self-check any more, the engine has ended: %s", error)
+                return

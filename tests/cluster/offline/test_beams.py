@@ -18,7 +18,7 @@ Beams = Callable[[list[int], int, float, int], list[list[int]]]
 
 @pytest.fixture(scope="module")
 def llm(tiny_model: Path) -> Iterator[LLM]:
-    with LLM(str(tiny_model), dtype="float32", num_threads=1, num_blocks=64, block_size=4, max_num_waiting=12) as llm:
+    with LLM(str(tiny_model), dtype="float32", num_threads=1, num_blocks=16, block_size=16, max_num_waiting=12) as llm:
         yield llm
 
 

@@ -19,7 +19,7 @@ from tests.draw_params import changed, draw_params
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
 from tests.parity.harness import (
-    BLOCK_SIZES,
+    BLOCK_SIZE,
     NUM_BLOCKS,
     Sequences,
     greedy_tokens,
@@ -30,8 +30,8 @@ from tests.parity.harness import (
 CPU = torch.device("cpu")
 ANSWER = Sampled([7, 8], [], [])
 PROMPTS = [[5, 9, 77, 31, 8, 64, 3], [100, 4, 4, 90]]
-BYTES_PER_TOKEN = {"native": 2 * 2 * (32 + 16) * 4, "hf": 2 * 2 * (8 + 8) * 4}
-"""Layers, KV heads, numbers of a head (the native backend fills up keys to 32 and values to 16), bytes of a number."""
+BYTES_PER_TOKEN = 2 * 2 * (32 + 16) * 4
+"""Layers, KV heads, numbers of a head of 8 (keys are filled up to 32 and values to 16), bytes of a number."""
 
 
 @pytest.fixture(scope="module", params=["native", "hf"])
@@ -60,8 +60,8 @@ def test_the_facts_of_a_model_are_known_once_it_is_loaded(leader, folder, execut
     info = leader._runner.info
     assert (info.model, info.path, info.model_type) == ("tiny-llama", str(folder), "llama")
     assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (128, 126, {2})
-    assert (info.block_size, info.num_blocks) == (BLOCK_SIZES[executor], NUM_BLOCKS)
-    assert info.kv_bytes_per_token == BYTES_PER_TOKEN[executor]
+    assert (info.block_size, info.num_blocks) == (BLOCK_SIZE, NUM_BLOCKS)
+    assert info.kv_bytes_per_token == BYTES_PER_TOKEN
     assert info.executor.startswith(executor)
     assert info.executor in info.numerics.split("/")
     assert (info.dtype, info.tensor_parallel_size) == ("float32", 1)
@@ -86,10 +86,7 @@ def test_the_check_leaves_a_clean_cache(folder, executor):
     group, config = SingleRank(), worker_config(folder, executor=executor)
     loaded = load_model(config, group, CPU, lambda *progress: None)
     cache = loaded.cache
-    if executor == "hf":
-        parts = [part for layer in cache.layers for part in (layer.keys, layer.values)]
-    else:
-        parts = [layer.pages for layer in cache._layers]
+    parts = [layer.pages for layer in cache._layers]
     written = []
     clear = cache.clear
     cache.clear = lambda blocks: (written.append([bool(part.any()) for part in parts]), clear(blocks))
@@ -238,7 +235,7 @@ def test_control_messages_are_no_steps(leader):
 
 
 def test_the_cache_has_the_size_that_is_set(folder, executor):
-    cache = CacheConfig(kv_cache_memory=BYTES_PER_TOKEN[executor] * 16 * 5 + 100)
+    cache = CacheConfig(kv_cache_memory=BYTES_PER_TOKEN * 16 * 5 + 100)
     config = worker_config(folder, executor=executor).model_copy(update={"cache": cache})
     assert ModelRunner.load(config, SingleRank(), device=CPU).info.num_blocks == 5
 
@@ -253,7 +250,7 @@ def test_on_a_cpu_the_cache_has_what_can_be_in_use_and_some_times_as_much_for_pr
     assert num_blocks == num_in_use * (PREFIX_CACHE_FACTOR if keeps_prefixes else 1)
 
 
-def test_a_block_size_that_tiles_do_not_fit_is_a_wrong_setting(folder):
+def test_blocks_that_are_no_whole_tiles_are_a_wrong_setting(folder):
     config = worker_config(folder, executor="hf").model_copy(update={"cache": CacheConfig(block_size=10, num_blocks=8)})
-    with pytest.raises(ConfigurationError, match="block_size = 10"):
+    with pytest.raises(ConfigurationError, match=r"cache.block_size = 10: on a CPU it must be a multiple of 16"):
         ModelRunner.load(config, SingleRank(), device=CPU)

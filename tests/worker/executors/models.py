@@ -11,7 +11,6 @@ from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.model import register_attention
 from holdfast.worker.models.parallel_plan import ParallelPlan
 from holdfast.worker.models.parallelize import Target, parallelize
-from holdfast.worker.models.row_tiles import RowTiles
 from holdfast.worker.models.weights import ATTENTION, loaded_weights
 from tests.fake_group import run_ranks
 from tests.parity.families import VARIANTS, YARN, randomize, settings_of
@@ -76,7 +75,7 @@ def share_of(model: Any, group: TensorParallelGroup) -> Any:
     """One rank's tree of a loaded model."""
     cpu = torch.device("cpu")
     plan = ParallelPlan(model.config, model.tp_plan or {}, group.size)
-    parallelize(model, plan, loaded_weights, Target(group=group, tiles=RowTiles(cpu), device=cpu, dtype=model.dtype))
+    parallelize(model, plan, loaded_weights, Target(group=group, device=cpu, dtype=model.dtype))
     return model
 
 

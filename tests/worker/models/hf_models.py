@@ -12,10 +12,10 @@ from holdfast.worker.executors.gpu.graphs import Capture
 from holdfast.worker.executors.gpu.launches import Launch, triton_launch
 from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.models.hf_device_backend import HfDeviceBackend
+from holdfast.worker.models.hf_gather_backend import HfGatherBackend
 from holdfast.worker.models.model import RankModel
 from holdfast.worker.models.parallel_plan import ParallelPlan
 from holdfast.worker.models.parallelize import Target, parallelize
-from holdfast.worker.models.row_tiles import RowTiles
 from holdfast.worker.models.weights import ATTENTION, loaded_weights
 from tests.worker.executors.cpu.runs import tokens
 from tests.worker.executors.gpu.runs import Part, batch_of
@@ -46,15 +46,15 @@ class Served:
     free: list[int] = field(default_factory=lambda: [*range(0, 40, 2), *range(1, 40, 2)])
 
     def __post_init__(self) -> None:
-        target = Target(group=SingleRank(), tiles=RowTiles(self.device), device=self.device, dtype=torch.float32)
+        target = Target(group=SingleRank(), device=self.device, dtype=torch.float32)
         model = RankModel(module_of(self.family, target), target)
-        model.settle()
-        side = HfDeviceBackend(model, target, max_positions=LENGTH, launch=self.launch, capture=self.capture)
-        if not self.graphs:
-            side._capture = None
-        self.backend = HfBackend(model, target, max_positions=LENGTH, device=side)
-        if not self.paged:
-            self.backend._device = None
+        device = HfGatherBackend(model, target)
+        if self.paged:
+            device = HfDeviceBackend(model, target, max_positions=LENGTH, launch=self.launch, capture=self.capture)
+            if not self.graphs:
+                device._capture = None
+        model.settle(device.linear)
+        self.backend = HfBackend(model, target, device)
         self.cache = self.backend.allocate_cache(40, BLOCK)
         for layer in self.cache.layers if self.paged else ():
             layer.keys.fill_(torch.nan)
@@ -85,8 +85,8 @@ def check_family(alone: Served, together: Served, plain: Served, *, same_bits: b
     Greedy tokens are those of Hugging Face; a row's bits are its own, if the linears' are (`same_bits`). `plain`
     gathers and calls SDPA.
     """
-    assert alone.backend.numerics == together.backend.numerics == "hf-2-paged-1"
-    assert plain.backend.numerics == "hf-2"
+    assert alone.backend.numerics == together.backend.numerics == "hf-3-paged-1"
+    assert plain.backend.numerics == "hf-3-gather-1"
     together.backend.warm_up(4)
     prompts = [tokens(count, seed) for seed, count in enumerate((9, 17, 4))]
     blocks = [together.blocks(len(ids) + 4) for ids in prompts]

@@ -15,13 +15,12 @@ from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.gpu.paged_kernels import PagedKernels, unfit
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.executors.step_sampler import HeadOutput
-from holdfast.worker.models import hf_device_backend, linear
-from holdfast.worker.models.attention_proof import disagreement
+from holdfast.worker.models import hf_device_backend
+from holdfast.worker.models.gpu_attention_proof import disagreement
+from holdfast.worker.models.gpu_attention_trial import rows_agree
 from holdfast.worker.models.hf_device_backend import HfDeviceBackend, reason_against_capture
 from holdfast.worker.models.model import RankModel
 from holdfast.worker.models.parallelize import Target
-from holdfast.worker.models.row_tiles import RowTiles
-from holdfast.worker.models.trial import rows_agree
 from tests.draw_params import changed
 from tests.parity.families import NOT_RECOGNIZED, SERVED
 from tests.worker.executors.cpu.native import library_or_skip
@@ -43,8 +42,7 @@ def some_every_time(names, few):
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch):
-    """As on a GPU: linears are torch's, which a tape records. Kernels are not compared at each load."""
-    monkeypatch.setattr(linear, "_kernels_for", lambda tiles: partial(linear._tiled_product, tiles))
+    """Kernels are not compared at each load."""
     monkeypatch.setattr(hf_device_backend, "disagreement", lambda *comparison: None)
 
 
@@ -114,7 +112,7 @@ def test_a_capture_that_fails_leaves_all_steps_eager(caplog):
 
 
 def reason_against(family, device):
-    target = Target(group=SingleRank(), tiles=RowTiles(device), device=device, dtype=torch.bfloat16)
+    target = Target(group=SingleRank(), device=device, dtype=torch.bfloat16)
     module = module_of(family, target)
     for part in module.modules():
         part.paged_attention = hf_device_backend._attend_alone
@@ -195,7 +193,7 @@ def test_gather_and_sdpa_serve_where_the_kernels_do_not(monkeypatch, caplog):
     assert [record.message for record in caplog.records] == [
         "attention runs on gather and SDPA in place of paged kernels: a reason"
     ]
-    assert served.backend.numerics == "hf-2"
+    assert served.backend.numerics == "hf-3-gather-1"
 
 
 def test_kernels_that_do_not_run_on_a_device_leave_it_to_gather_and_sdpa(monkeypatch, caplog):
@@ -206,14 +204,14 @@ def test_kernels_that_do_not_run_on_a_device_leave_it_to_gather_and_sdpa(monkeyp
     with caplog.at_level(logging.WARNING, logger="holdfast"):
         served = Served("gpt2")
     assert "they do not run here (out of resource: shared memory)" in caplog.text
-    assert served.backend.numerics == "hf-2"
+    assert served.backend.numerics == "hf-3-gather-1"
 
 
 def test_all_ranks_attend_by_the_same_kernels(monkeypatch):
     """One that may not use the paged ones keeps the others from them."""
 
     def run(group):
-        target = Target(group=group, tiles=RowTiles(CPU), device=CPU, dtype=torch.float32)
+        target = Target(group=group, device=CPU, dtype=torch.float32)
         model = RankModel(module_of("apertus", target), target)
         side = HfDeviceBackend(model, target, max_positions=128, launch=launch)
         monkeypatch.setattr(side, "_compare", lambda block_size: "a reason" if group.rank else None)

@@ -1,10 +1,13 @@
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
+from holdfast.worker.executors.cpu.pool import NativePool
+from holdfast.worker.executors.cpu.products import PackedProduct
 from holdfast.worker.models.experts import ExpertRouter, Experts
 from holdfast.worker.models.linear import RowActivation, settle
-from holdfast.worker.models.row_tiles import RowTiles
 
 E, H, INNER = 4, 16, 24
 
@@ -45,7 +48,7 @@ class StoredExperts(nn.Module):
 
 
 def settled(experts):
-    settle(experts, RowTiles("cpu"))
+    settle(experts, partial(PackedProduct, NativePool(1)))
     return experts
 
 

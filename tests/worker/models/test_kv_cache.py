@@ -1,14 +1,10 @@
-"""The memory of the paged cache: shaped by its layers, zero at first and when cleared; in fp8 with scales."""
-
-import os
+"""The memory of a GPU's cache: shaped by its layers, zero at first and when cleared; in fp8 with scales."""
 
 import numpy as np
 import pytest
 import torch
 
 from holdfast.worker.executors.kv_cache import KVCache, KVSpec
-from holdfast.worker.executors.mapped_files import span
-from tests.counting import mapped_rss
 
 PLAIN = KVSpec(num_heads=4, num_kv_heads=2, key_dim=32, value_dim=32)
 LATENT = KVSpec(num_heads=4, num_kv_heads=2, key_dim=48, value_dim=32)
@@ -69,21 +65,3 @@ def test_in_fp8_each_row_has_a_scale_which_goes_where_it_goes():
 def test_a_block_holds_whole_tiles_or_a_tile_whole_blocks(block_size):
     with pytest.raises(ValueError, match="block_size"):
         KVCache.allocate([PLAIN], 4, block_size, torch.float32, "cpu")
-
-
-def test_a_large_pool_takes_memory_only_where_it_is_written_to():
-    cache = KVCache.allocate([PLAIN], 2**14, 16, torch.float32, "cpu")
-    layer = cache.layers[0]
-    assert layer.keys.nbytes + layer.values.nbytes == 2**27
-    assert not layer.keys[:4].any()
-    layer.values[7] = 1
-    assert 0 < mapped_rss({span(layer.keys), span(layer.values)}) < 2**25
-
-
-def test_a_process_that_is_forked_has_a_cache_of_its_own():
-    cache = KVCache.allocate([PLAIN], 4, 4, torch.float32, "cpu")
-    if (child := os.fork()) == 0:
-        cache.layers[0].keys.numpy()[:] = 1.0
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert not cache.layers[0].keys.any()

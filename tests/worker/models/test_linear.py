@@ -1,6 +1,7 @@
 """Linears: the same numbers as torch's, the same bits in any company, and the same result split over ranks."""
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.executors.cpu.pool import NativePool
+from holdfast.worker.executors.cpu.products import PackedProduct
 from holdfast.worker.models.linear import (
     ColumnParallelLinear,
     Linear,
@@ -16,7 +19,6 @@ from holdfast.worker.models.linear import (
     VocabParallelHead,
     settle,
 )
-from holdfast.worker.models.row_tiles import RowTiles
 from tests.fake_group import run_ranks
 
 SHAPES = [(192, 64), (64, 192), (33, 100), (128, 2048)]
@@ -27,9 +29,9 @@ def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def settled(linear: Linear) -> Linear:
-    settle(linear, RowTiles())
-    return linear
+def settled(module):
+    settle(module, partial(PackedProduct, NativePool(2)))
+    return module
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -72,7 +74,7 @@ def test_a_linear_keeps_the_weight_that_it_was_given_until_it_is_settled():
     linear = Linear(whole[:, 96:], None)
     assert linear.weight.data_ptr() == whole[:, 96:].data_ptr()
     before = linear(x)
-    settle(linear, RowTiles())
+    settled(linear)
     assert (linear.weight.shape, linear.weight.dtype, linear.weight.device) == ((64, 96), whole.dtype, whole.device)
     with pytest.raises(AttributeError, match="used past the linear"):
         _ = linear.weight.T
@@ -125,7 +127,7 @@ def test_a_row_has_the_same_bits_in_any_company_after_the_sum(size, dtype):
 
     def on_rank(group):
         linear = RowParallelLinear(weight.chunk(size, 1)[group.rank], bias, group, split_input=True)
-        settle(linear, RowTiles())
+        settled(linear)
         return linear(rows), torch.cat([linear(rows[i : i + 1]) for i in range(len(rows))])
 
     for together, alone in run_ranks(size, on_rank):

@@ -18,7 +18,6 @@ from holdfast.worker.models.memory import (
 )
 from holdfast.worker.models.model import build_rank_model
 from holdfast.worker.models.parallelize import Target, _Share
-from holdfast.worker.models.row_tiles import RowTiles
 from holdfast.worker.models.weights import load_checkpoint, read_config
 from holdfast.worker.scheduler.prompt_sharing import MAX_PROMPT_LOGPROBS
 from tests.fake_group import run_ranks
@@ -63,9 +62,8 @@ def test_estimates_are_what_loading_finds(family, size, folder_of, monkeypatch):
 def test_an_estimate_reads_no_weights(folder_of, tmp_path):
     (tmp_path / "config.json").write_text((folder_of("llama") / "config.json").read_text())
     estimator = MemoryEstimator(worker_config(tmp_path, executor="hf"))
-    # 2 layers x 2 KV heads x (8 + 8) numbers of 4 bytes; a native backend fills up heads to 32 and 16
-    assert estimator.kv_bytes_per_token == 256
-    assert MemoryEstimator(worker_config(tmp_path)).kv_bytes_per_token == 2 * 2 * (32 + 16) * 4
+    # 2 layers x 2 KV heads x (32 + 16) numbers of 4 bytes: heads of 8 dimensions are filled up to whole tiles
+    assert estimator.kv_bytes_per_token == MemoryEstimator(worker_config(tmp_path)).kv_bytes_per_token == 768
     parameters = load_checkpoint(folder_of("llama"), read_config(folder_of("llama"))).parameters()
     assert estimator.weight_bytes == sum(parameter.nbytes for parameter in parameters)
     assert estimator.max_model_len == 128
@@ -73,10 +71,10 @@ def test_an_estimate_reads_no_weights(folder_of, tmp_path):
 
 def test_blocks_and_sequences_that_fit_are_counted_whole(folder_of):
     estimator = MemoryEstimator(worker_config(folder_of("llama"), executor="hf"))
-    block_bytes = 256 * 4
+    block_bytes = 768 * 16
     assert estimator.num_blocks(10 * block_bytes + 1) == 10
-    assert estimator.num_sequences(10 * block_bytes, num_tokens=9) == 3
-    assert estimator.num_sequences(10 * block_bytes, num_tokens=8) == 5
+    assert estimator.num_sequences(10 * block_bytes, num_tokens=33) == 3
+    assert estimator.num_sequences(10 * block_bytes, num_tokens=32) == 5
 
 
 def test_memory_settings_go_from_the_most_to_the_least_exact():
@@ -101,10 +99,10 @@ def test_a_cpus_cache_has_room_for_prefixes_of_earlier_sequences(folder_of, monk
 
 def test_a_cache_without_room_for_two_blocks_is_a_wrong_setting_on_every_rank(folder_of):
     def load(group):
-        memory = 128 * 4 * (1 + group.rank)  # one block on the leader, two on the other
+        memory = 384 * 16 * (1 + group.rank)  # one block on the leader, two on the other
         config = worker_config(folder_of("llama"), 2, executor="hf")
-        config = config.model_copy(update={"cache": CacheConfig(block_size=4, kv_cache_memory=memory)})
-        with pytest.raises(ConfigurationError, match="would have 1 blocks of 512 bytes, and needs 2"):
+        config = config.model_copy(update={"cache": CacheConfig(block_size=16, kv_cache_memory=memory)})
+        with pytest.raises(ConfigurationError, match="would have 1 blocks of 6144 bytes, and needs 2"):
             load_model(config, group, CPU, lambda *progress: None)
         return True
 
@@ -129,14 +127,12 @@ def test_a_full_step_is_measured_on_a_cache_of_its_own(folder_of, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 350)
     config = worker_config(folder_of("llama"))
-    target = Target(group=SingleRank(), tiles=RowTiles("cpu"), device=CPU, dtype=torch.float32)
+    target = Target(group=SingleRank(), device=CPU, dtype=torch.float32)
     hf_config = read_config(folder_of("llama"))
     model = build_rank_model(config.model, folder_of("llama"), hf_config, target, lambda *progress: None)
-    model.settle()
-    program = HfBackend(model, target, max_positions=128)
+    backend = HfBackend.settled(model, target, max_positions=128)
     config = WorkerConfig(scheduler=SchedulerConfig(max_num_batched_tokens=300))
-    assert _activation_bytes(config, program, target, 16, 128) == 250
-    assert program.context is None
+    assert _activation_bytes(config, backend, target, 16, 128) == 250
     with pytest.raises(AttributeError):
         model.detach()  # nothing of that cache is still attached
 

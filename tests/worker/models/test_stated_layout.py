@@ -20,7 +20,6 @@ from holdfast.worker.models.model import build_tree
 from holdfast.worker.models.parallel_plan import Cut
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.recognize import recognize
-from holdfast.worker.models.row_tiles import RowTiles
 from holdfast.worker.models.stated_config import STATED, NotStated, read_stated_config
 from holdfast.worker.models.weights import read_config
 from tests.fake_group import run_ranks
@@ -77,7 +76,7 @@ def recognized(folder: Path, group: TensorParallelGroup, dtype: str = "auto") ->
     """What Hugging Face's modules are read as."""
     config = read_config(folder)
     served = config.dtype if dtype == "auto" else getattr(torch, dtype)
-    target = Target(group=group, tiles=RowTiles(CPU), device=CPU, dtype=served)
+    target = Target(group=group, device=CPU, dtype=served)
     settings = ModelConfig(model=str(folder), dtype=dtype)
     layout = recognize(build_tree(settings, folder, config, target, lambda *_: None), group.size)
     assert isinstance(layout, DecoderLayout), layout

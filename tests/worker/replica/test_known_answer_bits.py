@@ -40,7 +40,6 @@ from tests.worker.replica.test_known_answer_check import TIMEOUT_S, Listener
 SELDOM = HealthConfig(self_check_every_s=3600)
 """The test asks, and nobody else."""
 
-BLOCK_SIZES = {"native": 16, "hf": 4}
 
 VARIANTS = {
     "strangers": {},
@@ -65,7 +64,7 @@ def executor(request) -> str:
 def config_of(
     folder, executor: str, size: int = 1, health: HealthConfig = SELDOM, num_tokens: int = 1600, **variant: Any
 ) -> WorkerConfig:
-    cache = {"block_size": BLOCK_SIZES[executor], **variant.get("cache", {})}
+    cache = {"block_size": 16, **variant.get("cache", {})}
     scheduler = {"max_num_batched_tokens": 256, "max_num_seqs": 12, "aging_s": 0.05, **variant.get("scheduler", {})}
     return WorkerConfig(
         model=ModelConfig(model=str(folder), device="cpu", executor=executor),
@@ -180,7 +179,7 @@ def assert_found(replica: Replica, spoil: Callable[[], None]) -> None:
     assert heard.wait(TIMEOUT_S)
     assert "answered its self-check wrongly: " in str(listener.error)
     assert replica.engine.failure is listener.error
-    assert replica._known_answer_check._loop._stopped.is_set()
+    assert replica._known_answer_check._stopped.is_set()
     replica.stop()
 
 

@@ -1,23 +1,23 @@
-"""KV cache of the native executor: pages of tiles, as its attention multiplies them.
-
-Here is only the memory, as in `worker/executors/kv_cache.py`.
-"""
+"""KV cache on CPUs: pages of tiles, as the native library's attention multiplies them. Here is only the memory."""
 
 import ctypes
 import errno
 import mmap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import CDLL
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.cpu.packing import elements_per_token
-from holdfast.worker.executors.cpu.structures import NativeLayer
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.executors.cpu.packing import DTYPES
 from holdfast.worker.executors.cpu.tile_memory import address_of, mapped_memory
+from holdfast.worker.executors.kv_cache import KVSpec
 
 LARGE_PAGE: Final = 2 << 20
 AHEAD_BYTES: Final = 4 * LARGE_PAGE
@@ -144,15 +144,33 @@ class KvPrefault:
 
 SUB_PAGE: Final = 16
 """Keys of a tile: a block holds a whole number of them."""
+MAX_HEAD_DIM: Final = 512
+"""Dimensions of a key or a value (`native/pages.h`)."""
+
+
+def elements_per_token(spec: KVSpec) -> int:
+    """Numbers that the cache keeps of one token in one layer: keys are filled up to 32 dimensions, values to 16."""
+    return spec.num_kv_heads * (_whole(spec.key_dim, 32) + _whole(spec.value_dim, 16))
+
+
+def _whole(count: int, of: int) -> int:
+    return -(-count // of) * of
+
+
+def _tile_places(library: CDLL, dtype: torch.dtype) -> Tensor:
+    """[32 inputs, 16 outputs]: where each number lies in a tile of packed weights, keys or values."""
+    places = torch.empty(32, 16, dtype=torch.int16)
+    library.native_places(DTYPES[dtype], places.data_ptr())
+    return places.long()
 
 
 class TiledCache:
     """All layers' pages. They hold zeros until written; a block's memory is finite numbers at any time."""
 
     def __init__(
-        self, layers: "list[NativeLayer]", num_blocks: int, block_size: int, dtype: torch.dtype, places: Tensor
+        self, specs: Sequence[KVSpec], num_blocks: int, block_size: int, dtype: torch.dtype, library: CDLL
     ) -> None:
-        """`places` [32 inputs, 16 outputs]: where each number lies in a tile (`tile_places`).
+        """Pages for layers of these specs, in this order, as `library` reads them.
 
         Raises ValueError unless `block_size` is a multiple of 16.
         """
@@ -160,7 +178,8 @@ class TiledCache:
             raise ValueError(f"block_size = {block_size}: must be a multiple of {SUB_PAGE}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._layers = [_LayerPages(layer, num_blocks, block_size, dtype, places) for layer in layers]
+        places = _tile_places(library, dtype)
+        self._layers = [_LayerPages(spec, num_blocks, block_size, dtype, places) for spec in specs]
         self.ahead = KvPrefault([layer.memory for layer in self._layers])
         """Is told of each step."""
 
@@ -168,6 +187,17 @@ class TiledCache:
     def addresses(self) -> list[int]:
         """Where each layer's pages begin."""
         return [layer.address for layer in self._layers]
+
+    @contextmanager
+    def step(self, batch: StepBatch) -> Iterator[None]:
+        """Inside it, a step runs: its blocks are copied before, and no memory is taken ahead meanwhile."""
+        if batch.block_copies.size:
+            self.copy(*torch.from_numpy(batch.block_copies))
+        self.ahead.begin_step()
+        try:
+            yield
+        finally:
+            self.ahead.end_step(int(batch.block_ids.max(initial=-1)))
 
     def want_all(self) -> None:
         """All of this memory is meant to be used: it is taken from the system while no step runs."""
@@ -194,18 +224,16 @@ class TiledCache:
 class _LayerPages:
     """[num_blocks, num_kv_heads, page]."""
 
-    def __init__(
-        self, layer: NativeLayer, num_blocks: int, block_size: int, dtype: torch.dtype, places: Tensor
-    ) -> None:
-        elements = elements_per_token(layer) // layer.num_kv_heads * block_size
-        shape = (num_blocks, layer.num_kv_heads, elements)
-        block_bytes = layer.num_kv_heads * elements * dtype.itemsize
+    def __init__(self, spec: KVSpec, num_blocks: int, block_size: int, dtype: torch.dtype, places: Tensor) -> None:
+        elements = elements_per_token(spec) // spec.num_kv_heads * block_size
+        shape = (num_blocks, spec.num_kv_heads, elements)
+        block_bytes = spec.num_kv_heads * elements * dtype.itemsize
         memory = mapped_memory(num_blocks * block_bytes)
         self.memory = Pages(memory, num_blocks, block_bytes)
         self.address = address_of(memory)
-        count = num_blocks * layer.num_kv_heads * elements
+        count = num_blocks * spec.num_kv_heads * elements
         self.pages = torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
-        self._num_keys = block_size * -(-layer.head_dim // 32) * 32
+        self._num_keys = block_size * _whole(spec.key_dim, 32)
         self._block_size = block_size
         self._span = 16 if block_size % 32 else 32
         at = torch.argsort(places.flatten())  # of each number of a tile: input * 16 + output

@@ -13,14 +13,15 @@ from torch import Tensor
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.executors.cpu.cache import TiledCache
+from holdfast.worker.executors.cpu.cache import TiledCache, elements_per_token
 from holdfast.worker.executors.cpu.exchange import Exchange, attach
 from holdfast.worker.executors.cpu.library import class_of, load_library
-from holdfast.worker.executors.cpu.packing import PackedModel, elements_per_token, tile_places
+from holdfast.worker.executors.cpu.packing import PackedModel
 from holdfast.worker.executors.cpu.sampler import OUT_OF_MEMORY, NativeSampler
 from holdfast.worker.executors.cpu.shared_weights import arena_for
-from holdfast.worker.executors.cpu.structures import NativeStep
+from holdfast.worker.executors.cpu.structures import NativeStep, array_address
 from holdfast.worker.executors.cpu.tile_memory import COMPACT_CLASSES, Arena
+from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.step_sampler import HeadOutput
 
@@ -115,7 +116,7 @@ class CpuExecutor:
     @property
     def kv_bytes_per_token(self) -> int:
         """Of this rank's cache, all layers together."""
-        return sum(elements_per_token(layer) for layer in self.packed.layers) * self._dtype.itemsize
+        return sum(map(elements_per_token, self._kv_specs())) * self._dtype.itemsize
 
     @property
     def shares_memory(self) -> bool:
@@ -129,12 +130,23 @@ class CpuExecutor:
     def allocate_cache(self, num_blocks: int, block_size: int) -> TiledCache:
         """The cache that steps use from now on. Raises ValueError (see `TiledCache`)."""
         self.drop_cache()
-        places = tile_places(self._library, self._dtype)
-        self._cache = TiledCache(list(self.packed.layers), num_blocks, block_size, self._dtype, places)
+        self._cache = TiledCache(self._kv_specs(), num_blocks, block_size, self._dtype, self._library)
         for layer, address in zip(self.packed.layers, self._cache.addresses, strict=True):
             layer.pages = address
         self.packed.model.block_size = block_size
         return self._cache
+
+    def _kv_specs(self) -> list[KVSpec]:
+        """What each layer keeps."""
+        return [
+            KVSpec(
+                num_heads=layer.num_heads,
+                num_kv_heads=layer.num_kv_heads,
+                key_dim=layer.head_dim,
+                value_dim=layer.head_dim,
+            )
+            for layer in self.packed.layers
+        ]
 
     def warm_up(self, max_rows: int) -> None:
         """Nothing: no step does what the next need not."""
@@ -313,17 +325,17 @@ class _Step:
         self.best = np.empty(num_wanted, dtype=np.int32)
         self._batch = batch
         self.native = NativeStep(
-            _address(batch.token_ids),
-            _address(batch.first_positions),
-            _address(batch.num_tokens),
-            _address(batch.num_blocks),
-            _address(batch.block_ids),
-            _address(batch.logits_rows),
+            array_address(batch.token_ids),
+            array_address(batch.first_positions),
+            array_address(batch.num_tokens),
+            array_address(batch.num_blocks),
+            array_address(batch.block_ids),
+            array_address(batch.logits_rows),
             None,
             None,
             None,
             None,
-            _address(self.best),
+            array_address(self.best),
             layers_done,
             len(batch.token_ids),
             len(batch.num_tokens),
@@ -362,12 +374,6 @@ class _Room:
         if num_rows * length > len(self._memory):
             self._memory = torch.empty(num_rows * length)
         return self._memory[: num_rows * length].view(num_rows, length)
-
-
-def _address(array: np.ndarray) -> int:
-    assert array.flags.c_contiguous, "the parts of a step lie in one piece"
-    address: int = array.__array_interface__["data"][0]
-    return address
 
 
 def tree_sum(group: TensorParallelGroup, partial: Tensor) -> Tensor:

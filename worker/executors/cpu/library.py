@@ -12,6 +12,8 @@ from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.build import CLASSES, NoCompilerError, compile_libraries, digest, is_current
 from holdfast.worker.executors.cpu.structures import (
     SIZES,
+    NativeAttention,
+    NativeAttentionRows,
     NativeDrawn,
     NativeEdits,
     NativeLinear,
@@ -156,6 +158,10 @@ def _declared(library: CDLL) -> CDLL:
     _declare(
         library, "native_multiply", c_int, c_void_p, POINTER(NativeLinear), c_int, c_void_p, c_long, c_int, c_void_p
     )
+    _declare(library, "native_attention_create", c_void_p, POINTER(NativeAttention), c_int, c_int, c_int, c_void_p)
+    _declare(library, "native_attention_destroy", c_int, c_void_p)
+    _declare(library, "native_attention_begin", c_int, c_void_p, POINTER(NativeStep))
+    _declare(library, "native_attention_run", c_int, c_void_p, c_int, POINTER(NativeAttentionRows))
     _declare(library, "native_function", None, c_int, c_void_p, c_void_p, c_long)
     return library
 

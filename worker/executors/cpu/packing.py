@@ -3,7 +3,6 @@ The layout's linears are used up: what they held is given back as it is packed, 
 """
 
 import ctypes
-import math
 from collections.abc import Sequence
 from ctypes import CDLL
 from typing import Any, Final
@@ -252,13 +251,6 @@ class PackedModel:
         return tensor.data_ptr()
 
 
-def tile_places(library: CDLL, dtype: torch.dtype) -> Tensor:
-    """[32 inputs, 16 outputs]: where each number lies in a tile of packed weights, keys or values."""
-    places = torch.empty(32, 16, dtype=torch.int16)
-    library.native_places(DTYPES[dtype], places.data_ptr())
-    return places.long()
-
-
 def _head_norms(norm: Norm | None, head_dim: int, num_heads: int) -> int:
     if norm is None or norm.weight.numel() == head_dim:
         return _EACH_HEAD
@@ -308,13 +300,3 @@ def _placed(bias: Tensor, rows: IntArray) -> Tensor:
     """The bias of each packed output."""
     index = torch.from_numpy(np.maximum(rows, 0))
     return bias.detach().float()[index].masked_fill(torch.from_numpy(rows == _NO_ROW), 0.0)
-
-
-def elements_per_token(layer: NativeLayer) -> int:
-    """Numbers that the cache keeps of one token in one layer."""
-    return int(layer.num_kv_heads * elements_per_head(layer.head_dim))
-
-
-def elements_per_head(head_dim: int) -> int:
-    """Numbers that the cache keeps of one token and KV head: keys are filled up to 32 dimensions, values to 16."""
-    return math.ceil(head_dim / 32) * 32 + math.ceil(head_dim / 16) * 16

@@ -3,6 +3,8 @@
 from ctypes import POINTER, Structure, c_double, c_float, c_int, c_long, c_void_p
 from typing import Any
 
+import numpy as np
+
 from holdfast.worker.draws import DRAW_TYPES, PENALTIES
 
 
@@ -75,6 +77,35 @@ class NativeLayer(Structure):
         ("rotary", c_int),
         ("head_norms", c_int),
         ("parallel", c_int),
+    )
+
+
+class NativeAttention(Structure):
+    _fields_ = (
+        ("pages", c_void_p),
+        ("softcap", c_float),
+        ("num_heads", c_int),
+        ("num_kv_heads", c_int),
+        ("key_dim", c_int),
+        ("value_dim", c_int),
+        ("window", c_int),
+    )
+
+
+class NativeAttentionRows(Structure):
+    _fields_ = (
+        ("queries", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("query_token_stride", c_long),
+        ("query_head_stride", c_long),
+        ("key_token_stride", c_long),
+        ("key_head_stride", c_long),
+        ("value_token_stride", c_long),
+        ("value_head_stride", c_long),
+        ("sinks", c_void_p),
+        ("out", c_void_p),
+        ("scaling", c_float),
     )
 
 
@@ -177,7 +208,14 @@ SIZES = {
             NativeModel,
             NativeStep,
         ),
-        *(NativeEdits, NativeDraw, NativeDrawn),
+        *(NativeEdits, NativeDraw, NativeDrawn, NativeAttention, NativeAttentionRows),
     )
 }
 """What the library says of its own structures must be equal: a field that is missing here would shift all others."""
+
+
+def array_address(array: np.ndarray) -> int:
+    """Where an array's numbers lie, one after the other."""
+    assert array.flags.c_contiguous, "the parts of a step lie in one piece"
+    address: int = array.__array_interface__["data"][0]
+    return address

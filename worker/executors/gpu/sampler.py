@@ -11,6 +11,14 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.draws import PENALTIES, DrawParams, LogitsSettings
+from holdfast.worker.executors.draw_records import (
+    NONE,
+    NUMERICS,
+    SamplerOutput,
+    draw_record,
+    given_records,
+    most_logprobs,
+)
 from holdfast.worker.executors.gpu.draw_launches import (
     ABSENT,
     EDIT_WORDS,
@@ -21,10 +29,9 @@ from holdfast.worker.executors.gpu.draw_launches import (
     DrawLaunches,
     DrawnTokens,
     Edits,
-    EditTable,
-    Int32Array,
     Rows,
 )
+from holdfast.worker.executors.gpu.edit_table import EditTable, Int32Array
 from holdfast.worker.executors.gpu.graphs import (
     Buffers,
     Capture,
@@ -36,16 +43,7 @@ from holdfast.worker.executors.gpu.graphs import (
     bucket_of,
 )
 from holdfast.worker.executors.gpu.launches import Launch, triton_launch
-from holdfast.worker.executors.step_sampler import (
-    NONE,
-    NUMERICS,
-    HeadOutput,
-    Sampled,
-    SamplerOutput,
-    draw_record,
-    given_records,
-    most_logprobs,
-)
+from holdfast.worker.executors.step_sampler import HeadOutput, Sampled
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_plan import PromptLogprobParams
 

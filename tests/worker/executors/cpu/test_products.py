@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.cpu.products import PackedProduct, Products
+from holdfast.worker.executors.cpu.pool import NativePool
+from holdfast.worker.executors.cpu.products import PackedProduct
 from tests.worker.executors.cpu.native import ALL, BF16, F16, F32, Product, library_or_skip, other_classes, same_bits
 
 DTYPES = (BF16, F16, F32)
@@ -195,9 +196,9 @@ def test_the_threads_of_a_pool_give_the_bits_of_one(dtype, shape):
     bias = random((outputs,), dtype, 7)
     expected = (Product(library_or_skip(), weight)(x) + bias.float()).to(dtype)
     for num_threads in (1, 3):
-        assert same_bits(PackedProduct(Products(num_threads), weight, bias)(x), expected)
+        assert same_bits(PackedProduct(NativePool(num_threads), weight, bias)(x), expected)
 
 
 def test_a_weight_of_another_dtype_is_refused():
     with pytest.raises(ConfigurationError, match=r"a weight is torch.float64: .* bfloat16, float16, float32"):
-        PackedProduct(Products(1), torch.zeros(2, 2, dtype=torch.float64), None)
+        PackedProduct(NativePool(1), torch.zeros(2, 2, dtype=torch.float64), None)

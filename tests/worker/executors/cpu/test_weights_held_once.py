@@ -16,7 +16,6 @@ from holdfast.worker.models.model import build_rank_model
 from holdfast.worker.models.native_backend import make_backend, read_module
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.recognize import recognize
-from holdfast.worker.models.row_tiles import RowTiles
 from holdfast.worker.models.weights import read_config
 from tests.counting import mapped_rss
 from tests.fake_group import run_ranks
@@ -33,7 +32,7 @@ def folder(request, tmp_path_factory) -> Path:
 
 
 def built(folder: Path, group, dtype: torch.dtype):
-    target = Target(group=group, tiles=RowTiles(CPU), device=CPU, dtype=dtype)
+    target = Target(group=group, device=CPU, dtype=dtype)
     config = ModelConfig(model=str(folder))
     return build_rank_model(config, folder, read_config(folder), target, lambda *_: None).module
 

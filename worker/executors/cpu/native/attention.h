@@ -147,28 +147,68 @@ HF_INLINE void add_sink(float* largest, float* sums, float* values, float sink, 
   merge_row(largest, sums, values, sink * LOG2_E, one, nothing, dims);
 }
 
-// The rows of one task: tokens [.., ..) of a sequence times the query heads of one KV head, in order of position.
-template <class W> struct QueryRows {
+// The sums of further keys, for `count` rows.
+HF_INLINE void merge_all(const HeadShape& s, Softmax& total, const Softmax& part, int count) {
+  int dims = s.value_dims();
+  for (int r = 0; r < count; r++)
+    merge_row(total.largest + r, total.sums + r * 16, total.values + r * dims, part.largest[r], part.sums + r * 16,
+              part.values + r * dims, dims);
+}
+
+// The rows of one task: heads of one KV head, token by token, in order of position.
+struct QueryRows {
   int count;
   int positions[QUERY_ROWS], tokens[QUERY_ROWS], heads[QUERY_ROWS];
 };
 
+// Of one layer and step: queries [token][head][dims] and the place of the results; `dims`: that are there, up to padded().
+template <class W> struct LayerRows {
+  typedef typename InputOf<W>::Type Input;
+  const Input* queries;
+  long token_stride, head_stride;
+  int dims;
+  Input* out;  // [token], each with slices of `slice_length`, in which `heads_per_slice` heads follow one another
+  long out_stride, slice_length;
+  int heads_per_slice;
+  const float* sinks;  // [head], or null
+};
+
 template <class W>
 HF_INLINE void gather_queries(AttentionScratch<W>& a, const HeadShape& s, const SequenceView& seq, int kv_head,
-                              int first, int count, const typename InputOf<W>::Type* queries, long stride,
-                              QueryRows<W>& rows) {
+                              int first, int count, const LayerRows<W>& layer, QueryRows& rows) {
+  typedef typename InputOf<W>::Type Input;
   rows.count = count;
   for (int r = 0; r < count; r++) {
     int row = first + r, token = row / s.group(), head = kv_head * s.group() + row % s.group();
     rows.positions[r] = seq.first_position + token;
     rows.tokens[r] = seq.first_row + token, rows.heads[r] = head;
-    const typename InputOf<W>::Type* from = queries + rows.tokens[r] * stride + head * s.padded();
-    memcpy((void*)(a.queries + r * s.padded()), from, s.padded() * sizeof *from);
+    Input* to = a.queries + r * s.padded();
+    memcpy((void*)to, layer.queries + rows.tokens[r] * layer.token_stride + head * layer.head_stride,
+           layer.dims * sizeof(Input));
+    memset((void*)(to + layer.dims), 0, (s.padded() - layer.dims) * sizeof(Input));
 #ifdef HF_TILES
-    if constexpr (sizeof(typename InputOf<W>::Type) == 4)
+    if constexpr (sizeof(Input) == 4)
 #endif
       for (int j = 0; j < s.padded(); j += 16)
-        store_factors(a.query_factors + factors_in<typename FactorOf<W>::Type>(r * s.padded() + j), from + j);
+        store_factors(a.query_factors + factors_in<typename FactorOf<W>::Type>(r * s.padded() + j), to + j);
+  }
+}
+
+// The results of rows: what they have summed over all keys, and their sinks.
+template <class W>
+HF_INLINE void write_results(const HeadShape& s, const QueryRows& rows, Softmax& sum, const LayerRows<W>& layer) {
+  int dims = s.value_dims();
+  for (int r = 0; r < rows.count; r++) {
+    int head = rows.heads[r];
+    float *largest = sum.largest + r, *sums = sum.sums + r * 16, *values = sum.values + (long)r * dims;
+    if (layer.sinks) add_sink(largest, sums, values, layer.sinks[head], dims);
+    Lanes inverse = all(1.0f / sum_of(load(sums)));
+    typename InputOf<W>::Type rounded[MAX_HEAD];
+    for (int j = 0; j < dims; j += 16) store(rounded + j, load(values + j) * inverse);
+    typename InputOf<W>::Type* out = layer.out + rows.tokens[r] * layer.out_stride +
+                                     head / layer.heads_per_slice * layer.slice_length +
+                                     head % layer.heads_per_slice * s.value_dim;
+    memcpy((void*)out, rounded, s.value_dim * sizeof *out);
   }
 }
 

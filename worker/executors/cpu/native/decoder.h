@@ -58,6 +58,23 @@ struct NativeLayer {
       parallel;  // head_norms: see `HeadNorms`
 };
 
+// Attention of one layer of modules that are not a decoder's.
+struct NativeAttention {
+  void* pages;
+  float softcap;  // 0: none
+  int num_heads, num_kv_heads, key_dim, value_dim, window;
+};
+
+// The rows of a step for such a layer: [token][head][dimension], the last without gaps.
+struct NativeAttentionRows {
+  const void *queries, *keys, *values;  // queries: as a linear's inputs (bfloat16, else float32); keys, values: as kept
+  long query_token_stride, query_head_stride, key_token_stride, key_head_stride, value_token_stride,
+      value_head_stride;  // in numbers
+  const float* sinks;     // [heads], or null
+  void* out;              // [tokens][heads][value_dim], as queries
+  float scaling;
+};
+
 // Memory that all ranks of a replica have mapped, zeros at first, and what each of them knows of the others.
 struct NativeExchange {
   void* memory;          // `native_exchange_bytes` of it

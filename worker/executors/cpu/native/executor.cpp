@@ -10,9 +10,11 @@
 
 #ifdef HF_BF16_ALONE
 holdfast::AnyDecoder* holdfast::plain_decoder(const NativeModel&, int, Pool*) { return nullptr; }
+holdfast::AnyAttention* holdfast::plain_attention(const NativeAttention*, int, int, int, Pool*) { return nullptr; }
 int holdfast::plain_product(Pool*, const NativeLinear&, int, const void*, long, int, float*) { return 0; }
 #endif
 
+using holdfast::AnyAttention;
 using holdfast::AnyDecoder;
 
 namespace {
@@ -57,6 +59,26 @@ int native_multiply(holdfast::Pool* pool, const NativeLinear* linear, int dtype,
                     float* out) {
   if (dtype == holdfast::BFLOAT16) return multiply<Bf16>(pool, *linear, rows, stride, count, out);
   return holdfast::plain_product(pool, *linear, dtype, rows, stride, count, out);
+}
+
+// Attention over pages for modules that are not a decoder's. Null: there is no memory for it.
+void* native_attention_create(const NativeAttention* layers, int num_layers, int block_size, int dtype,
+                              holdfast::Pool* pool) {
+  try {
+    if (dtype == holdfast::BFLOAT16)
+      return static_cast<AnyAttention*>(new PagedAttention<Bf16>(layers, num_layers, block_size, pool));
+    return holdfast::plain_attention(layers, num_layers, block_size, dtype, pool);
+  } catch (const std::bad_alloc&) { return nullptr; }
+}
+// kBusy: as of a decoder.
+int native_attention_destroy(void* attention) {
+  if (((AnyAttention*)attention)->drain() == holdfast::kBusy) return holdfast::kBusy;
+  delete (AnyAttention*)attention;
+  return holdfast::kDone;
+}
+int native_attention_begin(void* attention, const NativeStep* step) { return ((AnyAttention*)attention)->begin(*step); }
+int native_attention_run(void* attention, int layer, const NativeAttentionRows* rows) {
+  return ((AnyAttention*)attention)->run(layer, *rows);
 }
 
 // Whether this machine's instruction for pairs of bf16 rounds as two FMAs do, on numbers of all sizes. 1 where none is used.

@@ -99,6 +99,7 @@ extern "C" const char* native_digest() { return HF_DIGEST; }
 extern "C" void native_sizes(int* out) {
   const int sizes[] = {sizeof(NativeLinear), sizeof(NativeNorm),  sizeof(NativeMlp),      sizeof(NativeExperts),
                        sizeof(NativeRotary), sizeof(NativeLayer), sizeof(NativeExchange), sizeof(NativeModel),
-                       sizeof(NativeStep),   sizeof(NativeEdits), sizeof(NativeDraw),     sizeof(NativeDrawn)};
+                       sizeof(NativeStep),   sizeof(NativeEdits), sizeof(NativeDraw),     sizeof(NativeDrawn),
+                       sizeof(NativeAttention), sizeof(NativeAttentionRows)};
   memcpy(out, sizes, sizeof sizes);
 }

@@ -9,22 +9,40 @@
 
 namespace {
 
-enum { MAX_HEAD = 256, SUB_PAGE = 16 };
+enum { MAX_HEAD = 512, SUB_PAGE = 16 };  // dimensions of a key or a value; keys of a tile
 
 struct HeadShape {
-  int num_heads, num_kv_heads, head_dim;
+  int num_heads, num_kv_heads, key_dim, value_dim;
   int key_tiles, value_tiles;  // tiles of 32 and of 16 dimensions
   int block_size, span;        // keys of a page, and of a tile of its values
   int window;                  // keys that a query sees; 0: all
-  float scale, softcap;  // scale of scores in units of log2; softcap 0: none (then scores are tanh'ed at `cap_scale`)
-  float cap_scale;
-  const float* sinks;
+  float scale = 0, softcap = 0;  // see `scale_scores`
+  float cap_scale = 0;
   int group() const { return num_heads / num_kv_heads; }
   int padded() const { return key_tiles * 32; }
   int value_dims() const { return value_tiles * 16; }
   long key_elements() const { return (long)block_size * padded(); }
   long page_elements() const { return key_elements() + (long)block_size * value_dims(); }
+  bool operator==(const HeadShape& o) const {
+    return num_heads == o.num_heads && num_kv_heads == o.num_kv_heads && key_dim == o.key_dim &&
+           value_dim == o.value_dim && block_size == o.block_size && window == o.window && scale == o.scale &&
+           softcap == o.softcap;
+  }
 };
+
+HF_INLINE HeadShape shape_of_heads(int num_heads, int num_kv_heads, int key_dim, int value_dim, int block_size,
+                                   int window) {
+  HeadShape s;
+  s.num_heads = num_heads, s.num_kv_heads = num_kv_heads, s.key_dim = key_dim, s.value_dim = value_dim;
+  s.key_tiles = (key_dim + 31) / 32, s.value_tiles = (value_dim + 15) / 16;
+  s.block_size = block_size, s.span = block_size % 32 ? 16 : 32, s.window = window;
+  return s;
+}
+// Scores are scaled in units of log2. `softcap` 0: none; otherwise they are capped to it by tanh, at `cap_scale`.
+HF_INLINE void scale_scores(HeadShape& s, float scaling, float softcap) {
+  s.scale = scaling * LOG2_E;
+  s.softcap = softcap > 0 ? softcap * LOG2_E : 0, s.cap_scale = softcap > 0 ? scaling / softcap : 0;
+}
 
 // One sequence of a step, as attention sees it.
 struct SequenceView {
@@ -96,25 +114,37 @@ template <class W> void clear_begun(const Pages<W>& pages, const SequenceView& s
 // One input of 16 outputs of a tile: two apart, or side by side in float32.
 template <class W> HF_INLINE void store_outputs(W* at, const W* numbers) { store_apart(at, numbers); }
 HF_INLINE void store_outputs(float* at, const float* numbers) { store(at, load(numbers)); }
+// A key [padded], zeros behind its dimensions.
 template <class W>
-void write_key(const Pages<W>& pages, const SequenceView& seq, int kv_head, int position, const float* k) {
+void put_key(const Pages<W>& pages, const SequenceView& seq, int kv_head, int position, const W* numbers) {
   const HeadShape& s = pages.shape;
-  W rounded[MAX_HEAD];
-  for (int j = 0; j < s.padded(); j += 16) store(rounded + j, load(k + j));
   W* tiles = pages.at(seq, position, kv_head) + position % s.block_size / SUB_PAGE * s.key_tiles * TILE;
   int key = position % SUB_PAGE;
-  for (int d = 0; d < s.padded(); d++) tiles[d / 32 * TILE + place<W>(d % 32, key)] = rounded[d];
+  for (int d = 0; d < s.padded(); d++) tiles[d / 32 * TILE + place<W>(d % 32, key)] = numbers[d];
+}
+// A value [value_dims()], zeros behind its dimensions.
+template <class W>
+void put_value(const Pages<W>& pages, const SequenceView& seq, int kv_head, int position, const W* numbers) {
+  const HeadShape& s = pages.shape;
+  W* span = pages.at(seq, position, kv_head) + s.key_elements() +
+            (long)(position % s.block_size / s.span) * s.span * s.value_dims();
+  int key = position % s.span;
+  for (int d = 0; d < s.value_dims(); d += 16, span += (long)s.span * 16)
+    store_outputs(span + place<W>(key, 0), numbers + d);
+}
+// The same of float32 numbers, which are rounded.
+template <class W>
+void write_key(const Pages<W>& pages, const SequenceView& seq, int kv_head, int position, const float* k) {
+  W rounded[MAX_HEAD];
+  for (int j = 0; j < pages.shape.padded(); j += 16) store(rounded + j, load(k + j));
+  put_key(pages, seq, kv_head, position, rounded);
 }
 template <class W>
 void write_value(const Pages<W>& pages, const SequenceView& seq, int kv_head, int position, const float* from) {
   const HeadShape& s = pages.shape;
   W rounded[MAX_HEAD];
-  for (int j = 0; j < s.value_dims(); j += 16) store(rounded + j, tail_of(from + j, s.head_dim - j));
-  W* span = pages.at(seq, position, kv_head) + s.key_elements() +
-            (long)(position % s.block_size / s.span) * s.span * s.value_dims();
-  int key = position % s.span;
-  for (int d = 0; d < s.value_dims(); d += 16, span += (long)s.span * 16)
-    store_outputs(span + place<W>(key, 0), rounded + d);
+  for (int j = 0; j < s.value_dims(); j += 16) store(rounded + j, tail_of(from + j, s.value_dim - j));
+  put_value(pages, seq, kv_head, position, rounded);
 }
 
 }  // namespace

@@ -6,6 +6,12 @@ holdfast::AnyDecoder* holdfast::plain_decoder(const NativeModel& model, int dtyp
   return new TypedDecoder<float>(model, pool);
 }
 
+holdfast::AnyAttention* holdfast::plain_attention(const NativeAttention* layers, int num_layers, int block_size, int dtype,
+                                                  Pool* pool) {
+  if (dtype == FLOAT16) return new PagedAttention<Half>(layers, num_layers, block_size, pool);
+  return new PagedAttention<float>(layers, num_layers, block_size, pool);
+}
+
 int holdfast::plain_product(Pool* pool, const NativeLinear& linear, int dtype, const void* rows, long stride, int count,
                             float* out) {
   if (dtype == FLOAT16) return multiply<Half>(pool, linear, rows, stride, count, out);

@@ -7,13 +7,8 @@
 #pragma once
 #include <math.h>
 
-#include <algorithm>
-#include <memory>
-#include <vector>
-
-#include "attention.h"
+#include "attention_tasks.h"
 #include "exchange.h"
-#include "pool.h"
 #include "product_tasks.h"
 #include "rows.h"
 
@@ -27,12 +22,13 @@ template <class W> class Decoder {
   typedef holdfast::Exchange Exchange;
 
  public:
-  Decoder(const NativeModel& model, int num_threads) : m(model), threads(num_threads) {
+  Decoder(const NativeModel& model, int num_threads) : m(model), threads(num_threads), attention(num_threads) {
     int qkv = 0, heads = 0, attended = 0, inner = 0, moe_rows = 1, experts = 0, shared = 0;
     for (int i = 0; i < m.num_layers; i++) {
       const NativeLayer& l = m.layers[i];
-      HeadShape s = head_shape(l);
-      kind_of.push_back(kind_like(s));
+      HeadShape s = shape_of_heads(l.num_heads, l.num_kv_heads, l.head_dim, l.head_dim, m.block_size, l.window);
+      scale_scores(s, l.scaling, l.softcap);
+      kind_of.push_back(attention.kind_like(s));
       qkv = std::max(qkv, l.qkv.groups * GROUP), heads = std::max(heads, l.num_heads * s.padded());
       attended = std::max(attended, l.output.slices * l.output.slice_tiles * K_TILE);
       auto widest = [&](const NativeMlp& mlp) { inner = std::max(inner, inner_length(mlp)); };
@@ -62,28 +58,8 @@ template <class W> class Decoder {
   // Takes the step; the arrays behind it stay valid until its last segment has run.
   void begin(const NativeStep& next) {
     step = next;
-    sequences.clear(), units.clear();
-    int row = 0, last = 0;
-    long num_blocks = 0;
-    for (int i = 0; i < step.num_sequences; i++) num_blocks += step.num_blocks[i];
-    block_ids.assign(step.blocks, step.blocks + num_blocks);
-    const int* blocks = block_ids.data();
-    decodes_alone = true;
-    for (int i = 0; i < step.num_sequences; i++) {
-      SequenceView seq = {row, (int)step.first_positions[i], (int)step.num_tokens[i], blocks};
-      sequences.push_back(seq);
-      blocks += step.num_blocks[i];
-      for (int t = 0; t < seq.num_tokens;) {  // runs of tokens that share 32 positions
-        int end = std::min(seq.num_tokens, t + 32 - (seq.first_position + t) % 32);
-        units.push_back({i, t, end});
-        t = end;
-      }
-      row += seq.num_tokens, last = std::max(last, seq.first_position + seq.num_tokens);
-      if (seq.num_tokens != 1) decodes_alone = false;
-    }
-    for (int i = 0; i < m.num_rotaries; i++) fill_rotary(m.rotaries[i], last);
-    for (Kind& kind : kinds) list_tasks(kind, 0, step.num_sequences, step.num_rows);
-    num_units = (int)units.size();
+    const int end = attention.begin(step);
+    for (int i = 0; i < m.num_rotaries; i++) fill_rotary(m.rotaries[i], end);
     narrows = can_narrow() && step.num_wanted < step.num_rows;
     if (narrows) list_wanted();
     make_room(step.num_wanted);
@@ -151,8 +127,7 @@ template <class W> class Decoder {
 
   struct Local {
     Scratch scratch;
-    AttentionScratch<W> attention;
-    QueryRows<W> rows;
+    AttentionRoom<W> attention;
     Buffer<Input> normed;
     Buffer<float> head;
     long calls = 0;
@@ -164,41 +139,6 @@ template <class W> class Decoder {
     }
     explicit Local(int hidden) : normed(OWN_NORM_ROWS, hidden), head(2, MAX_HEAD) {}
   };
-  struct Unit {
-    int sequence, first, end;
-  };
-  struct AttentionTask {
-    int sequence, kv_head, first, count, part, parts, slot;
-  };
-  // Layers whose attention has the same tasks.
-  struct Kind {
-    HeadShape shape;
-    std::vector<AttentionTask> tasks;
-    int num_tasks = 0;
-    bool splits = false;
-  };
-
-  HeadShape head_shape(const NativeLayer& l) const {
-    HeadShape s;
-    s.num_heads = l.num_heads, s.num_kv_heads = l.num_kv_heads, s.head_dim = l.head_dim;
-    s.key_tiles = (l.head_dim + 31) / 32, s.value_tiles = (l.head_dim + 15) / 16;
-    s.block_size = m.block_size, s.span = m.block_size % 32 ? 16 : 32;
-    s.window = l.window, s.scale = l.scaling * LOG2_E;
-    s.softcap = l.softcap > 0 ? l.softcap * LOG2_E : 0, s.cap_scale = l.softcap > 0 ? l.scaling / l.softcap : 0;
-    return s;
-  }
-
-  int kind_like(const HeadShape& s) {
-    for (int k = 0; k < (int)kinds.size(); k++) {
-      const HeadShape& o = kinds[k].shape;
-      if (o.num_heads == s.num_heads && o.num_kv_heads == s.num_kv_heads && o.head_dim == s.head_dim &&
-          o.window == s.window && o.scale == s.scale && o.softcap == s.softcap)
-        return k;
-    }
-    kinds.push_back({s, {}, 0, false});
-    return (int)kinds.size() - 1;
-  }
-
   void make_room(int num_wanted) {
     if (num_wanted <= room) return;
     room = num_wanted;
@@ -350,23 +290,13 @@ template <class W> class Decoder {
   bool attention_half(int index, Thread& t);
   bool norm_inputs(Thread& t, const NativeLayer& l, Rows& rows);
   bool project(Thread& t, const NativeLinear& qkv, int begin, int end, Rows rows);
-  bool attend(const NativeLayer& l, const Kind& kind, Thread& t);
-  bool attend_together(const NativeLayer& l, const Kind& kind, Thread& t, bool inlined);
-  void list_tasks(Kind& kind, int begin, int end, int num_rows);
+  bool attend(const NativeLayer& l, const AttentionKind& kind, Thread& t);
+  LayerRows<W> rows_of(const NativeLayer& l, const HeadShape& s) const;
   void prepare(const Pages<W>& pages, const NativeLayer& l, Local& own, Unit unit, int kv_head);
   void prepare_queries(const HeadShape& s, const NativeLayer& l, Local& own, Unit unit, int kv_head);
   void prepare_keys(const Pages<W>& pages, const NativeLayer& l, Local& own, Unit unit, int kv_head);
-  float* rotated(const NativeLayer& l, const HeadShape& s, Local& own, const float* from, int head, const NativeNorm& norm,
-                 int norm_head, int position, int num_heads);
-  void attend_task(const Pages<W>& pages, Local& own, const AttentionTask& task, const NativeLayer& l, SomeKeys after);
-  SomeKeys keys_of(const Kind& kind, const AttentionTask& task) const;
-  static int begin_of(const HeadShape& s, int position, int from);
-  static void merge_all(const HeadShape& s, Softmax& total, const Softmax& part, int count);
-  void keep_part(const HeadShape& s, const AttentionTask& task, const Softmax& sum);
-  void merge_task(const Pages<W>& pages, Local& own, const std::vector<AttentionTask>& list, int first,
-                  const NativeLayer& l);
-  Softmax* parts_of(int slot);
-  void write_out(const HeadShape& s, Local& own, const AttentionTask& task, Softmax& sum, const NativeLayer& l);
+  float* rotated(const NativeLayer& l, Local& own, const float* from, int head, const NativeNorm& norm, int norm_head,
+                 int position, int num_heads);
 
   // --- wanted_rows.h ---
 
@@ -411,21 +341,17 @@ template <class W> class Decoder {
   int next_segment = 0, num_tokens = 0;  // tokens of the vocabulary whose logits are this rank's
   Exchange::Sum last_sum = 0;
   std::unique_ptr<Exchange> exchange;  // or none
-  bool decodes_alone = false, narrows = false;
-  std::vector<int> block_ids;
-  std::vector<SequenceView> sequences;
-  std::vector<Unit> units;
+  bool narrows = false;
+  Attention<W> attention;
   std::vector<std::unique_ptr<Local>> local;
   Buffer<float> x, y, wanted_x, projected, group_best, router_logits;
   Buffer<Input> h, h2, queries, attention_out, inner_rows, expert_input, shared_rows;
   Buffer<int> group_at;
   std::vector<int> choices, first_of, order;
   std::vector<float> weights, shared_weights;
-  std::vector<std::unique_ptr<Softmax>> parts;
-  std::vector<Kind> kinds;  // their number is fixed once the decoder is made
   std::vector<int> kind_of;
-  Kind wanted_kind;  // of the last layer, for the rows that are wanted
-  int num_units = 0, num_wanted_units = 0, room = 0;
+  AttentionKind wanted_kind;  // of the last layer, for the rows that are wanted
+  int num_wanted_units = 0, room = 0;
 };
 
 }  // namespace

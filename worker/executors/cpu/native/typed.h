@@ -4,6 +4,7 @@
 #include "attention_half.h"
 #include "head.h"
 #include "mlp_half.h"
+#include "paged_attention.h"
 #include "wanted_rows.h"
 #include "step.h"
 
@@ -21,6 +22,7 @@ struct AnyDecoder {
 
 // Of FLOAT16 and FLOAT32 (`plain.cpp`). A class with tiles and one without share them: only bf16 has tiles.
 AnyDecoder* plain_decoder(const NativeModel& model, int dtype, Pool* pool);
+AnyAttention* plain_attention(const NativeAttention* layers, int num_layers, int block_size, int dtype, Pool* pool);
 int plain_product(Pool* pool, const NativeLinear& linear, int dtype, const void* rows, long stride, int count, float* out);
 
 }  // namespace holdfast

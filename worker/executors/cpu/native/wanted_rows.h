@@ -10,6 +10,8 @@ namespace {
 
 // The wanted rows as sequences of their own, behind those of the step: runs of tokens that follow one another.
 template <class W> void Decoder<W>::list_wanted() {
+  std::vector<SequenceView>& sequences = attention.sequences;
+  std::vector<Unit>& units = attention.units;
   int begin = (int)sequences.size();
   for (int i = 0, s = 0; i < step.num_wanted; i++) {
     int row = (int)step.wanted[i];
@@ -23,20 +25,20 @@ template <class W> void Decoder<W>::list_wanted() {
       sequences.push_back({i, of.first_position + row - of.first_row, 1, of.blocks});
     }
   }
-  num_wanted_units = (int)units.size() - num_units;
-  wanted_kind.shape = kinds[kind_of.back()].shape;
-  list_tasks(wanted_kind, begin, (int)sequences.size(), step.num_wanted);
+  num_wanted_units = (int)units.size() - attention.num_units;
+  wanted_kind.shape = attention.kinds[kind_of.back()].shape;
+  attention.list_tasks(wanted_kind, begin, (int)sequences.size(), step.num_wanted);
 }
 
 template <class W> bool Decoder<W>::narrowing_half(const NativeLayer& l, Thread& t) {
   int kv_heads = l.num_kv_heads, queries_end = l.num_heads * l.head_dim;
-  const Kind& kind = kinds[kind_of.back()];
-  Pages<W> pages = {(W*)l.pages, kind.shape};
+  const HeadShape& shape = attention.kinds[kind_of.back()].shape;
+  Pages<W> pages = {(W*)l.pages, shape};
   Rows rows;
   if (!normed(t, l.attention_norm, rows)) return false;
   if (!project(t, l.qkv, queries_end / GROUP, l.qkv.groups, rows)) return false;
-  if (!holdfast::tasks(t.run, num_units * kv_heads, [&](int i) {
-        prepare_keys(pages, l, t.own, units[i / kv_heads], i % kv_heads);
+  if (!holdfast::tasks(t.run, attention.num_units * kv_heads, [&](int i) {
+        prepare_keys(pages, l, t.own, attention.units[i / kv_heads], i % kv_heads);
       }))
     return false;
   if (!narrow(t)) return false;
@@ -44,10 +46,12 @@ template <class W> bool Decoder<W>::narrowing_half(const NativeLayer& l, Thread&
   if (!norm_inputs(t, l, rows)) return false;
   if (!project(t, l.qkv, 0, (queries_end + GROUP - 1) / GROUP, rows)) return false;
   if (!holdfast::tasks(t.run, num_wanted_units * kv_heads, [&](int i) {
-        prepare_queries(kind.shape, l, t.own, units[num_units + i / kv_heads], i % kv_heads);
+        prepare_queries(shape, l, t.own, attention.units[attention.num_units + i / kv_heads], i % kv_heads);
       }))
     return false;
-  if (!attend_together(l, wanted_kind, t, false)) return false;
+  if (!attention.attend(t.run, pages, wanted_kind, rows_of(l, shape), t.own.scratch.tiles, t.own.attention,
+                        [](const AttentionTask&) {}))
+    return false;
   return row_parallel(t, l.output, {attention_out.data, attention_out.stride}, l, false);
 }
 

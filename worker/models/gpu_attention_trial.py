@@ -1,6 +1,6 @@
 """Row trials of attention kernels: how many rows a kernel may be called with, found by trial on this machine.
 
-`worker/models/row_tiles.py` does the same for linears. A tile of 64 queries is computed whole, and again in chunks and
+`gpu_linears.py` does the same for linears. A tile of 64 queries is computed whole, and again in chunks and
 beside other sequences. Two kinds of data make a difference show in nearly every value, where with ordinary numbers the
 rounding to bfloat16 would hide most of them: scores that are nothing but magnified rounding errors; and equal weights
 over values that cancel.
@@ -16,14 +16,11 @@ from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.executors.kv_cache import TILE_TOKENS, KVCache, KVSpec, LayerCache
-from holdfast.worker.models.row_tiles import RowRule, RowTiles, cancelling_product
+from holdfast.worker.models.gpu_row_rules import RowRule, RowRules, cancelling_product
 
 TRIAL_BLOCK_SIZE: Final = TILE_TOKENS
 
-_CANDIDATES: Final = (
-    *(RowRule(multiple_of=rows) for rows in (4, 8, 16, 32)),
-    RowRule(multiple_of=32, max_rows=32),
-)
+_CANDIDATES: Final = tuple(RowRule(multiple_of=rows) for rows in (4, 8, 16, 32))
 
 _NUM_KEYS: Final = (64, 320, 576, 1088)
 """Torch walks keys in steps of 512, so a trial goes to both sides of one and two of them."""
@@ -57,7 +54,7 @@ class Kernel(Protocol):
 
 
 def choose_rule(
-    spec: KVSpec, tiles: RowTiles, dtype: torch.dtype, kernel_under: Callable[[KVSpec, RowRule], Kernel]
+    spec: KVSpec, rules: RowRules, dtype: torch.dtype, kernel_under: Callable[[KVSpec, RowRule], Kernel]
 ) -> RowRule:
     """The rule for layers of this kind. `kernel_under` makes a kernel for blocks of `TRIAL_BLOCK_SIZE`.
 
@@ -69,9 +66,9 @@ def choose_rule(
     name = f"attention{kind} {heads} {str(dtype).removeprefix('torch.')}"
 
     def holds(rule: RowRule) -> bool:
-        return rows_agree(kernel_under(spec, rule), spec, dtype, tiles.device)
+        return rows_agree(kernel_under(spec, rule), spec, dtype, rules.device)
 
-    return tiles.choose(name, _CANDIDATES, holds)
+    return rules.choose(name, _CANDIDATES, holds)
 
 
 def rows_agree(

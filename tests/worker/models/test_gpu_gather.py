@@ -1,4 +1,4 @@
-"""Attention over the paged cache: right by a float64 reference, and the same bits whatever the batch and the chunks."""
+"""Gathering attention: right by a float64 reference, and the same bits whatever the batch and the chunks."""
 
 import random
 from collections.abc import Callable
@@ -10,10 +10,9 @@ from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.executors.kv_cache import KVCache, KVSpec
-from holdfast.worker.models.paged import AttentionContext, PagedAttention
-from holdfast.worker.models.query_tiles import cut_into_tiles, tile_tokens
-from holdfast.worker.models.row_tiles import RowRule, RowTiles
-from holdfast.worker.models.sdpa import SdpaBackend, begun_blocks, slots_of
+from holdfast.worker.models.gpu_gather import GatherAttention, begun_blocks, slots_of
+from holdfast.worker.models.gpu_query_tiles import cut_into_tiles
+from holdfast.worker.models.gpu_row_rules import RowRule, RowRules
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 
 PLAIN = KVSpec(num_heads=4, num_kv_heads=2, key_dim=32, value_dim=32)
@@ -29,6 +28,7 @@ SPECS = {
     "softcap and sinks": KVSpec(num_heads=6, num_kv_heads=2, key_dim=32, value_dim=16, softcap=5.0, has_sinks=True),
 }
 SCALING = 0.3
+RULES = RowRules(torch.device("cpu"))
 LENGTH = 210
 
 
@@ -57,37 +57,27 @@ class Text:
 class Layer:
     """One attention layer over a cache of its own, with room for several sequences."""
 
-    def __init__(
-        self, spec: KVSpec, *, block_size: int = 16, dtype: torch.dtype = torch.float32, tiles: RowTiles | None = None
-    ) -> None:
+    def __init__(self, spec: KVSpec, *, block_size: int = 16, dtype: torch.dtype = torch.float32) -> None:
         self.spec = spec
         self.block_size = block_size
         self.blocks_each = -(-2 * LENGTH // block_size)
         self.cache = KVCache.allocate([spec], 12 * self.blocks_each, block_size, dtype, "cpu")
-        self.context = AttentionContext(self.cache, SdpaBackend(self.cache, tiles or RowTiles()))
-        self.attention = PagedAttention(self.context, 0)
+        self.attention = GatherAttention(self.cache, RULES)
 
     def step(self, shares: list[tuple[Text, int, int, int]]) -> list[Tensor]:
         """One step of (text, place, first position, number of tokens) each; the outputs of each.
 
         A sequence's blocks are those of its place, from last to first: block ids say nothing of order.
         """
-        self.context.begin(self.batch([(place, first, count) for _, place, first, count in shares]))
+        self.attention.begin(self.batch([(place, first, count) for _, place, first, count in shares]))
 
         def packed(name: str) -> Tensor:
-            parts = [getattr(text, name)[first : first + count] for text, _, first, count in shares]
-            return torch.cat(parts).transpose(0, 1).unsqueeze(0)
+            return torch.cat([getattr(text, name)[first : first + count] for text, _, first, count in shares])
 
-        output = self.attention(
-            packed("query"),
-            packed("key"),
-            packed("value"),
-            scaling=SCALING,
-            sliding_window=self.spec.sliding_window,
-            softcap=self.spec.softcap,
-            s_aux=shares[0][0].sinks,
-        )
-        return list(output[0].split([count for *_, count in shares]))
+        (layer,) = self.cache.layers
+        self.attention.write(layer, packed("key").transpose(0, 1), packed("value").transpose(0, 1))
+        output = self.attention.attend(layer, packed("query"), SCALING, shares[0][0].sinks)
+        return list(output.split([count for *_, count in shares]))
 
     def batch(self, shares: list[tuple[int, int, int]]) -> StepBatch:
         return batch_of(shares, self.block_size, self.blocks_each)
@@ -170,27 +160,6 @@ def test_bits_are_the_same_in_bfloat16(spec):
         assert torch.equal(run_in_chunks(layer, text, chunk, strangers=lambda: rng.randrange(5)), whole)
 
 
-class FixedTiles(RowTiles):
-    """A machine on which only one fixed number of rows is found to agree."""
-
-    def choose(self, name, candidates, holds):
-        return candidates[-1]
-
-
-@pytest.mark.parametrize("spec", [PLAIN, SPECS["odd group"], SPECS["sinks and window"]])
-def test_tiles_of_one_fixed_size_serve_machines_without_any_better_rule(spec):
-    layer, text = Layer(spec, tiles=FixedTiles()), Text.made(spec)
-    whole = run_in_chunks(layer, text, lambda: LENGTH)
-    torch.testing.assert_close(whole.double(), reference(spec, text), rtol=1e-5, atol=1e-5)
-    assert torch.equal(run_in_chunks(layer, text, lambda: 7, strangers=lambda: 3), whole)
-
-
-@pytest.mark.parametrize(("group", "max_rows", "tokens"), [(1, 2**31, 64), (2, 32, 16), (7, 32, 4), (40, 32, 1)])
-def test_a_tile_has_as_many_tokens_as_fit(group, max_rows, tokens):
-    spec = replace(PLAIN, num_heads=group, num_kv_heads=1)
-    assert tile_tokens(RowRule(multiple_of=4, max_rows=max_rows), spec) == tokens
-
-
 @pytest.mark.parametrize("spec", [PLAIN, SPECS["window"], SPECS["softcap and sinks"]])
 @pytest.mark.parametrize("garbage", [torch.nan, *(pytest.param(x, marks=pytest.mark.slow) for x in (1e30, torch.inf))])
 def test_what_strangers_left_in_the_blocks_is_never_felt(spec, garbage):
@@ -233,9 +202,9 @@ def test_a_window_bounds_the_keys_that_are_read():
         assert call.num_keys == num_keys
 
 
-def test_no_call_gathers_more_than_a_few_megabytes():
+def test_no_call_gathers_more_than_is_allowed():
     places = [(place, 4000, 1) for place in range(40)]
-    tiles = cut_into_tiles(batch_of(places, 16, 260), PLAIN, RowRule(), 16)
+    tiles = cut_into_tiles(batch_of(places, 16, 260), PLAIN, RowRule(), 16, max_call_values=2**20)
     assert sum(call.num_tiles for call in tiles.calls) == 40
     assert max(call.num_tiles * call.num_keys * PLAIN.values_per_token for call in tiles.calls) <= 2**20
     assert len(tiles.calls) > 1
@@ -245,16 +214,17 @@ def test_layers_of_different_kinds_share_a_step():
     """As in a model whose layers alternate between a window and full attention."""
     specs = [PLAIN, SPECS["window"], SPECS["latent"], PLAIN]
     cache = KVCache.allocate(specs, 64, 16, torch.float32, "cpu")
-    context = AttentionContext(cache, SdpaBackend(cache, RowTiles()))
+    attention = GatherAttention(cache, RULES)
     for first, count in ((0, 150), (150, 1)):
-        context.begin(batch_of([(0, first, count)], 16, 64))
+        attention.begin(batch_of([(0, first, count)], 16, 64))
         for index, spec in enumerate(specs):
             text = Text.made(spec, seed=index)
             part = slice(first, first + count)
-            heads_first = [t[part].transpose(0, 1).unsqueeze(0) for t in (text.query, text.key, text.value)]
-            output = PagedAttention(context, index)(*heads_first, scaling=SCALING, sliding_window=spec.sliding_window)
+            layer = cache.layers[index]
+            attention.write(layer, text.key[part].transpose(0, 1), text.value[part].transpose(0, 1))
+            output = attention.attend(layer, text.query[part], SCALING, None)
             expected = reference(spec, Text.made(spec, seed=index))[part]
-            torch.testing.assert_close(output[0].double(), expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_slots_and_begun_blocks_follow_the_block_tables():

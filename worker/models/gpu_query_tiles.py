@@ -22,13 +22,10 @@ import numpy as np
 
 from holdfast.worker.distributed.step_batch import IntArray, StepBatch, counts_up
 from holdfast.worker.executors.kv_cache import TILE_TOKENS, KVSpec
-from holdfast.worker.models.row_tiles import RowRule
+from holdfast.worker.models.gpu_row_rules import RowRule
 
-_MAX_CALL_VALUES: Final = 2**20
-"""About how many numbers of keys and values one call may gather: a few MB, which stay in cache and are cheap to get."""
-
-MAX_GPU_CALL_VALUES: Final = 2**28
-"""On a GPU, where a call costs more than its memory."""
+_MAX_CALL_VALUES: Final = 2**28
+"""About how many numbers of keys and values one call may gather: a call costs more than its memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +80,6 @@ def cut_into_tiles(
     )
 
 
-def tile_tokens(rule: RowRule, spec: KVSpec) -> int:
-    """Tokens of a full tile: 64, or the largest power of two whose rows one call may take."""
-    group = spec.num_heads // spec.num_kv_heads
-    fitting = max(1, rule.max_rows // group)
-    return min(TILE_TOKENS, 1 << (fitting.bit_length() - 1))
-
-
 @dataclass(frozen=True, slots=True)
 class _Cut:
     """The tiles of a step: of each kind one number for each tile."""
@@ -120,7 +110,7 @@ def _cut(batch: StepBatch, spec: KVSpec, rule: RowRule, block_size: int) -> _Cut
     """Cuts every sequence's tokens at absolute multiples of the tile."""
     positions = batch.positions
     sequence_of_token = np.repeat(np.arange(len(batch.num_tokens)), batch.num_tokens)
-    tile_of_token = positions // tile_tokens(rule, spec)
+    tile_of_token = positions // TILE_TOKENS
     begins = np.ones(len(positions), dtype=bool)
     begins[1:] = (tile_of_token[1:] != tile_of_token[:-1]) | (sequence_of_token[1:] != sequence_of_token[:-1])
     first_tokens = np.flatnonzero(begins)

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.worker.models.row_tiles import (
+from holdfast.worker.models.gpu_linears import tried_product
+from holdfast.worker.models.gpu_row_rules import (
     RowRule,
-    RowTiles,
+    RowRules,
     cancelling_product,
     rows_agree,
 )
@@ -32,9 +33,6 @@ class RecordingKernel:
         (RowRule(min_rows=2), 1, [2]),
         (RowRule(min_rows=2), 3, [3]),
         (RowRule(multiple_of=4), 9, [12]),
-        (RowRule(max_rows=32), 70, [32, 32, 6]),
-        (RowRule(min_rows=16, max_rows=32), 33, [32, 16]),
-        (RowRule(multiple_of=32, max_rows=32), 33, [32, 32]),
     ],
 )
 def test_kernels_are_called_with_allowed_sizes_only(rule, num_rows, calls):
@@ -42,7 +40,6 @@ def test_kernels_are_called_with_allowed_sizes_only(rule, num_rows, calls):
     x = torch.randn(num_rows, 3)
     assert torch.equal(rule.run(kernel, x), x * 2)
     assert kernel.calls == calls
-    assert rule.allows(num_rows) == (calls == [num_rows])
 
 
 def test_leading_dimensions_are_kept():
@@ -92,7 +89,7 @@ def test_a_trial_notices_neighbours_and_places():
 
 
 def test_the_first_rule_that_holds_is_taken_and_tried_once():
-    tiles = RowTiles()
+    rules = RowRules(CPU)
     tried = []
 
     def holds(rule: RowRule) -> bool:
@@ -100,29 +97,29 @@ def test_the_first_rule_that_holds_is_taken_and_tried_once():
         return rule.min_rows >= 4
 
     candidates = [RowRule(min_rows=rows) for rows in (1, 2, 4, 8)]
-    assert tiles.choose("a", candidates, holds).min_rows == 4
-    assert tiles.choose("a", candidates, holds).min_rows == 4
+    assert rules.choose("a", candidates, holds).min_rows == 4
+    assert rules.choose("a", candidates, holds).min_rows == 4
     assert tried == [1, 2, 4]
-    assert tiles.report.row_invariant
-    assert list(tiles.report.rules.values()) == [RowRule(min_rows=4)]
+    assert rules.report.row_invariant
+    assert list(rules.report.rules.values()) == [RowRule(min_rows=4)]
 
 
-def test_a_kind_without_any_rule_is_reported_and_gets_the_last_one():
-    tiles = RowTiles()
-    assert tiles.choose("hopeless", [RowRule(), RowRule(max_rows=32)], lambda rule: False) == RowRule(max_rows=32)
-    assert not tiles.report.row_invariant
-    assert tiles.report.failures[0].startswith("hopeless")
+def test_a_kind_without_any_rule_is_reported_and_gets_the_first_one():
+    rules = RowRules(CPU)
+    assert rules.choose("hopeless", [RowRule(), RowRule(multiple_of=4)], lambda rule: False) == RowRule()
+    assert not rules.report.row_invariant
+    assert rules.report.failures == ("hopeless",)
 
 
-def test_rules_depend_on_the_number_of_threads():
-    tiles = RowTiles()
-    assert tiles.choose("a", [RowRule()], lambda rule: True) == RowRule()
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    try:
-        assert tiles.choose("a", [RowRule(min_rows=2)], lambda rule: True) == RowRule(min_rows=2)
-    finally:
-        torch.set_num_threads(before)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_linear_computes_what_torch_computes_under_the_rule_of_its_shape(dtype, has_bias, monkeypatch):
+    monkeypatch.setattr(RowRules, "choose", lambda rules, name, candidates, holds: RowRule(multiple_of=4))
+    generator = torch.Generator().manual_seed(0)
+    weight, x, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((64, 48), (2, 5, 48), (64,)))
+    bias = bias if has_bias else None
+    product = tried_product(RowRules(CPU), weight, bias)
+    torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight, bias))
 
 
 def _summed_in_order(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,12 +1,10 @@
-"""Row tiling for batch invariance: how many rows a matmul is called with, so that no row's bits depend on the others.
+"""Row rules on a GPU: with how many rows torch's kernels are called, so that no row's bits depend on the others.
 
-Matrix kernels pick their order of summing by the number of rows, so a token computed alone and the same token in a
+torch's kernels pick their order of summing by the number of rows, so a token computed alone and the same token in a
 batch may differ in the last bit, and then the text differs. Which numbers of rows agree is a property of the kernel,
-the shape and the machine, so it is tried and not assumed: `RowTiles` walks a list of rules, cheapest first, and takes
-the first one under which rows come out equal bit for bit at many sizes, places and among other rows.
-
-The list is fixed and nothing is timed: equal machines decide equally, so a request may move between them. What may not
-live here: the kernels themselves (`linear.py`, `worker/models/`).
+the shape and the machine, so it is tried and not assumed: `RowRules` walks a list of rules, cheapest first, and takes
+the first one under which rows come out equal bit for bit at many sizes, places and among other rows. The list is fixed
+and nothing is timed: equal machines decide equally, so a request may move between them.
 """
 
 import logging
@@ -23,9 +21,6 @@ _log = logging.getLogger(__name__)
 
 Kernel = Callable[[Tensor], Tensor]
 """Rows [M, in] to rows [M, out]."""
-
-ANY: Final = 2**31
-"""As `max_rows`: calls of any size."""
 
 TRIED_COUNTS: Final = (
     1,
@@ -62,31 +57,23 @@ LARGEST_TRIAL: Final = TRIED_COUNTS[-1]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRule:
-    """How to call a kernel: rows are cut into tiles of `max_rows`, and a tile is padded up to a size allowed."""
+    """How to call a kernel: rows are padded up to a number that is allowed."""
 
     min_rows: int = 1
     multiple_of: int = 1
-    max_rows: int = ANY
 
     def padded(self, num_rows: int) -> int:
-        """The smallest allowed size that holds `num_rows` rows."""
+        """The smallest allowed number that holds `num_rows` rows."""
         return max(self.min_rows, -(-num_rows // self.multiple_of) * self.multiple_of)
 
-    def allows(self, num_rows: int) -> bool:
-        """A call with `num_rows` rows needs neither padding nor cutting."""
-        return self.min_rows <= num_rows <= self.max_rows and num_rows % self.multiple_of == 0
-
     def run(self, kernel: Kernel, x: Tensor) -> Tensor:
-        """`kernel` over the rows of `x` [..., in], called with allowed sizes only."""
-        rows = x.reshape(-1, x.shape[-1])
-        tiles = [self._run_tile(kernel, tile) for tile in torch.split(rows, self.max_rows)]
-        y = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
-        return y.view(*x.shape[:-1], y.shape[-1])
-
-    def _run_tile(self, kernel: Kernel, tile: Tensor) -> Tensor:
-        num_rows = tile.shape[0]
+        """`kernel` over the rows of `x` [..., in], called with an allowed number of them."""
+        num_rows = x.numel() // x.shape[-1]
         missing = self.padded(num_rows) - num_rows
-        return kernel(F.pad(tile, (0, 0, 0, missing)))[:num_rows] if missing else kernel(tile)
+        if not missing:
+            return kernel(x)
+        y = kernel(F.pad(x.reshape(num_rows, -1), (0, 0, 0, missing)))[:num_rows]
+        return y.view(*x.shape[:-1], y.shape[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +90,11 @@ class InvarianceReport:
         return not self.failures
 
 
-class RowTiles:
+class RowRules:
     """The rules found so far, one for each kind of call. A rank owns one and passes it to all its kernels."""
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._rules: dict[str, RowRule] = {}
         self._failures: list[str] = []
 
@@ -116,26 +103,21 @@ class RowTiles:
         return InvarianceReport(rules=dict(self._rules), failures=tuple(self._failures))
 
     def choose(self, name: str, candidates: Sequence[RowRule], holds: Callable[[RowRule], bool]) -> RowRule:
-        """The first of `candidates` that `holds`. When none does, that is noted as a failure, and it is the last one;
-        on a GPU the first.
+        """The first of `candidates` that `holds`. When none does, that is noted as a failure, and it is the first one.
 
-        `name` says all that the outcome depends on besides the machine and its number of threads.
+        `name` says all that the outcome depends on besides the machine.
         """
-        key = f"{name}, {torch.get_num_threads()} threads" if self.device.type == "cpu" else name
-        if key not in self._rules:
-            self._rules[key] = self._first_that_holds(key, candidates, holds)
-        return self._rules[key]
+        if name not in self._rules:
+            self._rules[name] = self._first_that_holds(name, candidates, holds)
+        return self._rules[name]
 
-    def _first_that_holds(self, key: str, candidates: Sequence[RowRule], holds: Callable[[RowRule], bool]) -> RowRule:
-        """On a GPU, rows are padded but never cut into tiles: many small calls would cost more than they keep."""
-        is_gpu = self.device.type != "cpu"
-        tried = [rule for rule in candidates if rule.max_rows == ANY] if is_gpu else candidates
-        for rule in tried:
+    def _first_that_holds(self, name: str, candidates: Sequence[RowRule], holds: Callable[[RowRule], bool]) -> RowRule:
+        for rule in candidates:
             if holds(rule):
                 return rule
-        _log.warning("%s: rows depend on their neighbours at every size tried on this machine", key)
-        self._failures.append(key)
-        return candidates[0] if is_gpu else candidates[-1]
+        _log.warning("%s: rows depend on their neighbours at every size tried on this machine", name)
+        self._failures.append(name)
+        return candidates[0]
 
 
 def fix_gpu_kernels() -> None:
@@ -151,11 +133,6 @@ def fix_gpu_kernels() -> None:
     matmul.allow_fp16_reduced_precision_reduction = (False, False)
     matmul.fp32_precision = "ieee"
     torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan of tens of ms for each new number of rows and keys
-
-
-def linear_candidates() -> list[RowRule]:
-    """Rules for a linear on a GPU, cheapest first: any size, a floor, multiples."""
-    return [RowRule(min_rows=rows) for rows in (1, 2, 4, 8, 16)] + [RowRule(multiple_of=rows) for rows in (4, 16)]
 
 
 def rows_agree(kernel: Kernel, rule: RowRule, rows: Tensor) -> bool:

@@ -1,7 +1,7 @@
-"""Attention backend on torch's own kernels: gather the blocks, then attend tile by tile.
+"""Attention on a GPU by torch's kernels, where the paged kernels do not serve: gather the blocks, attend tile by tile.
 
-It serves CPUs and GPUs, and every kind of layer. Layers with a softcap or sinks, which torch's fused kernel does not
-support, use an explicit softmax; both follow the position rule of `query_tiles.py`.
+Layers with a softcap or sinks, which torch's fused kernel does not
+support, use an explicit softmax; both follow the position rule of `gpu_query_tiles.py`.
 """
 
 from dataclasses import dataclass
@@ -14,22 +14,22 @@ from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import IntArray, StepBatch
 from holdfast.worker.executors.kv_cache import TILE_TOKENS, KVCache, KVSpec, LayerCache
-from holdfast.worker.models.query_tiles import MAX_GPU_CALL_VALUES, TileCall, cut_into_tiles
-from holdfast.worker.models.row_tiles import RowRule, RowTiles
-from holdfast.worker.models.trial import TRIAL_BLOCK_SIZE, choose_rule
+from holdfast.worker.models.gpu_attention_trial import TRIAL_BLOCK_SIZE, choose_rule
+from holdfast.worker.models.gpu_query_tiles import TileCall, cut_into_tiles
+from holdfast.worker.models.gpu_row_rules import RowRule, RowRules
 
 
-class SdpaBackend:
+class GatherAttention:
     """The attention kernels of one rank, one for each kind of layer in its cache."""
 
-    def __init__(self, cache: KVCache, tiles: RowTiles) -> None:
+    def __init__(self, cache: KVCache, rules: RowRules) -> None:
         """Tries out, on this machine, how many rows each kind of layer in the cache may be called with."""
         keys = cache.layers[0].keys
-        kernel = partial(TiledAttention, dtype=keys.dtype, device=tiles.device)
+        kernel = partial(TiledAttention, dtype=keys.dtype, device=rules.device)
         self._cache = cache
         self._kernels: dict[KVSpec, TiledAttention] = {}
         for spec in dict.fromkeys(layer.spec for layer in cache.layers):
-            rule = choose_rule(spec, tiles, keys.dtype, partial(kernel, block_size=TRIAL_BLOCK_SIZE))
+            rule = choose_rule(spec, rules, keys.dtype, partial(kernel, block_size=TRIAL_BLOCK_SIZE))
             self._kernels[spec] = kernel(spec, rule, block_size=cache.block_size)
         self._slots = torch.zeros(0, dtype=torch.int64, device=keys.device)
         """[T]: where each token of the step is written, as block * block_size + offset."""
@@ -123,8 +123,7 @@ class TiledAttention:
 
     def _prepare(self) -> _PreparedStep:
         assert self._batch is not None, "a step begins before its layers run"
-        limit = {} if self._device.type == "cpu" else {"max_call_values": MAX_GPU_CALL_VALUES}
-        tiles = cut_into_tiles(self._batch, self._spec, self._rule, self._block_size, **limit)
+        tiles = cut_into_tiles(self._batch, self._spec, self._rule, self._block_size)
         offsets, block_ids = self._tensor(tiles.offsets), self._tensor(tiles.block_ids)
         self._step = _PreparedStep(
             query_rows=self._tensor(tiles.query_rows).view(-1),

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.executors.kv_cache import KVCache, KVSpec
-from holdfast.worker.models.paged import AttentionBackend
-from holdfast.worker.models.row_tiles import RowRule, RowTiles
-from holdfast.worker.models.sdpa import SdpaBackend
-from holdfast.worker.models.trial import TRIAL_BLOCK_SIZE, rows_agree
+from holdfast.worker.models.gpu_attention import GpuAttention
+from holdfast.worker.models.gpu_attention_trial import TRIAL_BLOCK_SIZE, rows_agree
+from holdfast.worker.models.gpu_gather import GatherAttention
+from holdfast.worker.models.gpu_row_rules import RowRule, RowRules
 
-RowsAgree = Callable[[AttentionBackend, KVSpec, torch.dtype, torch.device], bool]
+RowsAgree = Callable[[GpuAttention, KVSpec, torch.dtype, torch.device], bool]
 
 _SEQUENCES: Final = ((0, 5), (63, 2), (130, 1), (1022, 3))
 """First position and tokens of each, on both sides of a tile, and of a split of keys."""
@@ -25,7 +25,7 @@ MAX_POSITIONS: Final = 1088
 """Of a trial's longest sequence."""
 
 
-class _Untried(RowTiles):
+class _Untried(RowRules):
     """Takes kernels as they come: an oracle's rows may differ in their last bits."""
 
     def choose(self, name: str, candidates: object, holds: object) -> RowRule:
@@ -33,7 +33,7 @@ class _Untried(RowTiles):
 
 
 def disagreement(
-    kernels_for: Callable[[KVSpec, int], AttentionBackend],
+    kernels_for: Callable[[KVSpec, int], GpuAttention],
     spec: KVSpec,
     block_size: int,
     dtype: torch.dtype,
@@ -46,7 +46,7 @@ def disagreement(
     Their error against float64 may be twice that of gather and SDPA, and one rounding more.
     """
     ours, oracle = (_Pages(spec, block_size, dtype, device) for _ in range(2))
-    sdpa = SdpaBackend(oracle.cache, _Untried(device))
+    sdpa = GatherAttention(oracle.cache, _Untried(device))
     error = _error(ours.attend(kernels_for(spec, block_size)), ours)
     theirs = _error(oracle.attend(sdpa), oracle)
     if not ours.same_pages(oracle):
@@ -94,7 +94,7 @@ class _Pages:
     def largest_value(self) -> float:
         return float(self._layer.values.abs().max())
 
-    def attend(self, kernels: AttentionBackend) -> Tensor:
+    def attend(self, kernels: GpuAttention) -> Tensor:
         """The step's output [T, num_heads, value_dim]; its keys and values are in the pages after it."""
         kernels.begin(self._batch)
         kernels.write(self._layer, self._key, self._value)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.executors.kv_cache import KVSpec, LayerCache
-from holdfast.worker.models.trial import rows_agree
+from holdfast.worker.models.gpu_attention_trial import rows_agree
 
 SPEC = KVSpec(num_heads=1, num_kv_heads=1, key_dim=64, value_dim=64)
 

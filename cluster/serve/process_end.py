@@ -1,0 +1,109 @@
+"""Self-termination of a router's or replica's process: when memory has run out, and when its replica has failed.
+
+After a failed allocation a process is in an unknown state, and even reporting may fail. Routers and replicas hold
+nothing that others cannot rebuild, so the whole process ends.
+"""
+
+import asyncio
+import errno
+import faulthandler
+import logging
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+from holdfast.worker.errors import HoldfastError
+
+logger = logging.getLogger(__name__)
+
+EXIT_CODE: Final = 1
+
+_NO_THREAD: Final = "can't start new thread"
+"""What Python says where there is no memory for another stack."""
+
+
+class ProcessEnd:
+    """Ends this process on request. Its thread is started in advance: a process without memory cannot start one."""
+
+    def __init__(self, last_words: Callable[[], object]) -> None:
+        """`last_words` is called once, on that thread, before the process ends; it must not take long."""
+        self._last_words = last_words
+        self._reasons: queue.SimpleQueue[HoldfastError] = queue.SimpleQueue()
+        threading.Thread(target=self._wait, name="process-end", daemon=True).start()
+
+    def because(self, error: HoldfastError) -> None:
+        """From any thread. Returns at once; of several reasons the first one counts."""
+        self._reasons.put(error)
+
+    def _wait(self) -> None:
+        error = self._reasons.get()
+        try:
+            logger.error("this process ends: %s", error)
+            self._last_words()
+        finally:
+            os._exit(EXIT_CODE)
+
+
+def end_when_out_of_memory(last_words: Callable[[], object] = lambda: None) -> None:
+    """From now on an out-of-memory error that is logged, or ends a thread, ends this process, as if it were killed.
+    `last_words` is called before; it must need no memory.
+
+    Unforeseen errors are always logged, here as in gRPC and asyncio: the log is the one place that sees them all,
+    whatever its level. Not for libraries: they must not end their caller's process.
+    """
+    make, hook = logging.getLogRecordFactory(), threading.excepthook
+
+    def end_or_make(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        if record.exc_info:
+            _end_if_out_of_memory(record.exc_info[1], last_words)
+        return record
+
+    def end_or_pass_on(told: threading.ExceptHookArgs) -> None:
+        _end_if_out_of_memory(told.exc_value, last_words)
+        hook(told)
+
+    logging.setLogRecordFactory(end_or_make)
+    threading.excepthook = end_or_pass_on
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation of Python's or the system's failed. What torch cannot allocate fails its engine anyway."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_THREAD in str(error))
+
+
+def _end_if_out_of_memory(error: BaseException | None, last_words: Callable[[], object]) -> None:
+    if error is None or not is_out_of_memory(error):
+        return
+    try:
+        last_words()
+        os.write(2, b"out of memory: this process ends\n")
+    finally:  # the disk of the log may be full
+        os._exit(EXIT_CODE)
+
+
+def end_on_sigterm(end: Callable[[], Coroutine[object, object, None]], limit_s: float) -> None:
+    """At the first SIGTERM, awaits `end` on the running event loop for so long at most, and exits.
+
+    Ray keeps the main thread of an actor on asyncio inside of compiled code, where no handler written in Python ever
+    runs. `faulthandler` has one in C, which can be put in place from any thread: the trace that it writes is the news.
+    """
+    loop = asyncio.get_running_loop()
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)  # a handler must not wait, however many signals come
+    faulthandler.register(signal.SIGTERM, file=write_end, all_threads=False)
+
+    def wait() -> None:
+        os.read(read_end, 1)
+        logger.warning("SIGTERM: this process ends")
+        try:
+            asyncio.run_coroutine_threadsafe(end(), loop).result(limit_s)
+        finally:
+            os._exit(0)
+
+    threading.Thread(target=wait, name="sigterm", daemon=True).start()
