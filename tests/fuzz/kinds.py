@@ -22,10 +22,11 @@ KINDS: Final = (
     "key_files",
     "configuration",
     "weight_files",
+    "gguf_files",
     "native",
 )
 
-MAX_BYTES: Final[dict[str, int]] = {"native": 512}
+MAX_BYTES: Final[dict[str, int]] = {"native": 512, "gguf_files": 8192}
 """Of an input of this kind; of others `DEFAULT_MAX_BYTES`."""
 DEFAULT_MAX_BYTES: Final = 4096
 

@@ -1,7 +1,4 @@
-"""Weight files: safetensors and their index, as the memory estimate, the digest, the loader and layout files read them.
-
-GGUF is no format that Holdfast reads.
-"""
+"""Weight files: safetensors and their index, as the memory estimate, digest, loader and layout files read them."""
 
 import tempfile
 from collections.abc import Callable, Iterator

@@ -137,14 +137,7 @@ def _digest(files: tuple[Path, ...]) -> str:
 
 def _make(folder: Path, path: Path, given: str) -> None:
     """Makes the folder, which appears as a whole."""
-    from holdfast.worker.models.gguf.header import read_header, refused
-    from holdfast.worker.models.gguf.understanding import NotUnderstood
-
-    header = read_header(path, given)
-    try:
-        files = _contents(header)
-    except NotUnderstood as reason:
-        raise refused(given, header.files[0], str(reason)) from reason
+    sources, files = contents_of(path, given)
     try:
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as temporary:
@@ -152,12 +145,27 @@ def _make(folder: Path, path: Path, given: str) -> None:
             made.mkdir()
             for name, content in files.items():
                 (made / name).write_text(content, encoding="utf-8")
-            for file in header.files:
+            for file in sources:
                 (made / file.name).symlink_to(file.resolve())
             with suppress(OSError):  # another process was first
                 made.rename(folder)
     except OSError as error:
         raise ConfigurationError(f"{given}: {folder.parent} cannot be written to ({error.strerror})") from error
+
+
+def contents_of(path: Path, given: str) -> tuple[tuple[Path, ...], Mapping[str, str]]:
+    """The files that are read, and those of the folder that is made of them, by name.
+
+    Raises `ConfigurationError` for a file that cannot be served.
+    """
+    from holdfast.worker.models.gguf.header import read_header, refused
+    from holdfast.worker.models.gguf.understanding import NotUnderstood
+
+    header = read_header(path, given)
+    try:
+        return header.files, _contents(header)
+    except NotUnderstood as reason:
+        raise refused(given, header.files[0], str(reason)) from reason
 
 
 def _contents(header: "Header") -> Mapping[str, str]:

@@ -26,6 +26,9 @@ _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.
 _ALIGNED: Final = 4
 """Bytes that tensors begin at a multiple of: floats are read where they lie."""
 
+_LONGEST: Final = 500
+"""Characters that are told of what is wrong."""
+
 _LENGTH: Final = struct.Struct("<Q")
 
 
@@ -97,7 +100,8 @@ def parts_of(path: Path, given: str) -> tuple[Path, ...]:
 
 
 def refused(given: str, path: Path, what: str) -> ConfigurationError:
-    return ConfigurationError(f"{given}: {path.name} {what}; {FETCH}")
+    shown = what if len(what) <= _LONGEST else f"{what[:_LONGEST]}..."  # names are as long as a file has them
+    return ConfigurationError(f"{given}: {path.name} {shown}; {FETCH}")
 
 
 def _read(path: Path, number: int, given: str) -> tuple[dict[str, Any], list[StoredTensor]]:
@@ -157,10 +161,10 @@ def _stored(
 def _check_kinds(tensors: Mapping[str, StoredTensor], given: str, path: Path) -> None:
     others = [tensor for tensor in tensors.values() if tensor.kind not in READ_KINDS]
     if others:
-        kinds = ", ".join(sorted({tensor.kind for tensor in others}))
+        kinds = ", ".join(sorted({tensor.kind for tensor in others})[:8])
         raise ConfigurationError(
-            f"{given}: {path.name} has {len(others)} tensors of type {kinds}, such as {others[0].name}; the types that "
-            f"are read are {', '.join(READ_KINDS)}: give a file of the model in one of these, such as Q4_K_M or Q8_0"
+            f"{given}: {path.name} has {len(others)} tensors of type {kinds}, such as {others[0].name[:64]}; the types "
+            f"that are read are {', '.join(READ_KINDS)}: give a file of the model in one of these, as Q4_K_M or Q8_0"
         )
 
 

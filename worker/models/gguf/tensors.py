@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.mapped_files import storage_of_file, tensor_in_file
+from holdfast.worker.executors.mapped_files import discard_contents, storage_of_file, tensor_in_file
 from holdfast.worker.models.gguf.block_names import BLOCKS
 from holdfast.worker.models.gguf.block_types import dequantized
 from holdfast.worker.models.gguf.folder import IndexedTensor, read_index
@@ -71,6 +71,7 @@ class GgufWeight:
             out[start - first : end - first] = numbers + self.plus if self.plus else numbers
 
         _for_all(write, range(first, last, step))
+        discard_contents(self.stored)  # pages of the file, which can be read again
         return out[:, 0] if self.is_vector else out
 
     def _numbers(self, stored: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class GgufTokenizer:
 
     def files(self) -> dict[str, Any]:
         """By name, what is written as JSON but for tokenizer.json, which `tokenizer` is."""
-        template = self._metadata.get("tokenizer.chat_template")
+        template = self._chat_template()
         named = {name: self._named(key) for name, key in _NAMED.items()}
         config: dict[str, Any] = {name: text for name, text in named.items() if text is not None}
         config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -83,6 +83,16 @@ class GgufTokenizer:
             config["chat_template"] = template
         generation = {"eos_token_id": self._end_ids()} if self._end_ids() else {}
         return {"tokenizer_config.json": config, "generation_config.json": generation}
+
+    def _chat_template(self) -> str | list[dict[str, str]] | None:
+        """One, or several by their names, as a tokenizer_config.json has them."""
+        template = self._metadata.get("tokenizer.chat_template")
+        names = self._metadata.get("tokenizer.chat_templates") or ()
+        others = {name: self._metadata.get(f"tokenizer.chat_template.{name}") for name in names}
+        if not any(others.values()):
+            return None if template is None else str(template)
+        found = {"default": template, **others}
+        return [{"name": name, "template": str(text)} for name, text in found.items() if text is not None]
 
     def _get(self, key: str, default: Any = None) -> Any:
         return self._metadata.get(f"tokenizer.ggml.{key}", default)
@@ -158,12 +168,14 @@ class GgufTokenizer:
         return {text for text, i in vocabulary.items() if self._types[i] in (_NORMAL, _USER_DEFINED)}
 
     def _add_tokens(self) -> None:
-        for text, i in self._vocabulary().items():
-            kind = self._types[i]
-            if kind in (_CONTROL, _UNKNOWN) and self.tokenizer.token_to_id(text) == i:
-                self.tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True)])
-            elif kind == _USER_DEFINED and self.tokenizer.token_to_id(text) == i:
-                self.tokenizer.add_tokens([AddedToken(text, normalized=False)])
+        """All at once: each call makes the search for them anew."""
+        known = [
+            (text, self._types[i]) for text, i in self._vocabulary().items() if self.tokenizer.token_to_id(text) == i
+        ]
+        special = [text for text, kind in known if kind in (_CONTROL, _UNKNOWN)]
+        plain = [text for text, kind in known if kind == _USER_DEFINED]
+        self.tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
+        self.tokenizer.add_tokens([AddedToken(text, normalized=False) for text in plain])
 
     def _add_ends(self) -> None:
         """The tokens that a text begins and ends with."""

@@ -164,6 +164,13 @@ def test_the_tokens_that_end_an_answer(fields, expected):
     assert found == [ids[text] for text in expected or ["</s>", "<|im_start|>", "<|im_end|>"]]
 
 
+def test_several_chat_templates_have_names(tmp_path):
+    fields = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "{{ tools }}"}
+    tokenizer = Loaded.load(str(hf_folder(write_model("qwen2", tmp_path, fields=fields).file, "model")))
+    assert tokenizer.template_of(has_tools=True) == "{{ tools }}"
+    assert tokenizer.template_of() == tokenizer.chat_template != "{{ tools }}"
+
+
 def test_a_file_s_tokenizer_and_chat_template_are_loaded(tmp_path):
     written = write_model("llama", tmp_path, "Q8_0")
     tokenizer = Loaded.load(str(hf_folder(written.file, "model")))
