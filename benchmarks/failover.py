@@ -27,7 +27,7 @@ from rich.table import Table
 
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
-from holdfast.cluster.demo.loss import busiest_replica, pids_of
+from holdfast.cluster.demo.run import busiest_replica, pids_of
 from holdfast.cluster.demo.streams import Stream, are_under_way, stream_all
 from holdfast.cluster.progress_bars import progress
 from holdfast.cluster.serve.app import REPLICA, ROUTER

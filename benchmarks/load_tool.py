@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.router_parts.part import Part
-from holdfast.cluster.bench.driver import Driver, Pace
+from holdfast.cluster.bench.driver import Driver, LoadLimits
 from holdfast.cluster.bench.report import Load
 from holdfast.cluster.bench.runs import Target
 from holdfast.cluster.bench.summary import summary
@@ -35,7 +35,7 @@ async def measured(target: Target, options: argparse.Namespace) -> Figures:
     """The tool's own CPU and readings. A prepared answer over gRPC has no usage: its end counts as cut off."""
     sender, _ = await target.sender("demo", {})
     work = Workload(prompt_tokens=Lengths("fixed", 128), output_tokens=Lengths("fixed", options.tokens))
-    driver = Driver(sender, PromptTexts(0, Calibration()), Pace(concurrency=options.streams))
+    driver = Driver(sender, PromptTexts(0, Calibration()), LoadLimits(concurrency=options.streams))
     before_s, began_s = time.process_time(), time.perf_counter()
     await driver.run(islice(work.sessions(), options.requests))
     cpu_s, wall_s = time.process_time() - before_s, time.perf_counter() - began_s

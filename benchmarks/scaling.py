@@ -18,13 +18,13 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.elastic_load import ElasticResult, Policy, arrivals, burst, day, ramp, serve_elastic, spells
 from benchmarks.serve_default import ServeDefault, ServeSettings
 from holdfast.cluster.load_trace import Arrival, read_trace
 from holdfast.cluster.scaling.autoscaler import Autoscaler
 from holdfast.cluster.scaling.demand_book import ScalingConfig
 from holdfast.cluster.simulate.capacity.capacity import ClusterShape
-from holdfast.cluster.simulate.capacity.capacity_report import arrivals, burst, day, percentile, ramp, spells
-from holdfast.cluster.simulate.capacity.elastic import ElasticResult, Policy, serve_elastic
+from holdfast.cluster.simulate.capacity.capacity_report import percentile
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.scheduler.step_time import StepCosts
 

@@ -9,15 +9,16 @@ each, and fits the costs of `worker/scheduler/step_time.py` to them. With the fi
 
 import argparse
 import itertools
+import json
 import platform
 import statistics
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.batching import load_model
-from holdfast.cluster.simulate.capacity.capacity_report import write_step_costs
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.sampling_params import SamplingParams
@@ -98,7 +99,7 @@ def main() -> None:
     seconds = [measure(runner, plan, options.rounds) for plan in plans]
     steps = [shape_of(plan) for plan in plans]
     costs = fit(steps, seconds)
-    write_step_costs(options.out, costs)
+    options.out.write_text(json.dumps(asdict(costs), indent=2) + "\n", encoding="utf-8")
     errors = [abs(costs.predict(step) / took - 1) for step, took in zip(steps, seconds, strict=True)]
     print(f"{info.model} on {platform.processor() or platform.machine()}: {len(plans)} shapes of step")
     print(f"{costs}")

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-Report = Callable[[str, int, int], None]
-"""`report(phase, done, total)`. A phase ends when `done` reaches `total`; a total of 1 is a phase without steps."""
+from holdfast.worker.progress import Report
 
 
 @contextmanager

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.static_directory import StaticDirectory
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.links.replica_directory import ReplicaEndpoint, StaticDirectory
+from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.router.server.router import Router
 from holdfast.worker.config import ParallelConfig, WorkerConfig
 from holdfast.worker.replica.link import LinkServer

@@ -22,10 +22,11 @@ from typing import Any
 
 import grpc
 
+from benchmarks.static_directory import StaticDirectory
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.offline.llm import LLM
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.links.replica_directory import ReplicaEndpoint, StaticDirectory
+from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.router.server.router import Router
 from holdfast.v1 import inference_pb2, inference_pb2_grpc
 from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.worker.wall_clock import WallClock
+from holdfast.worker.timers import WallClock
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("worker", "router", "cluster")

@@ -1,7 +1,14 @@
-"""Liveness by progress: a counter that moves inside a step, and the rule that calls an engine frozen."""
+"""Progress: the reports of what takes long; a counter that moves inside a step, and the rule that calls an engine
+frozen by it.
+"""
 
 from collections.abc import Callable
 from typing import Final
+
+Report = Callable[[str, int, int], None]
+"""`report(phase, done, total)`: through it reports whatever takes long. A phase ends when `done` reaches `total`; a
+total of 1 is a phase without steps.
+"""
 
 AT_LEAST_S: Final = 1.0
 NUM_EXPECTED_GAPS: Final = 20.0

@@ -1,10 +1,11 @@
-"""Timers: at most one due time for each key, as a heap with lazy deletion.
+"""Timers, at most one due time for each key, as a heap with lazy deletion; and a wall clock that does not jump.
 
-Entries of dropped keys are swept before they pile up. No clock here: times are passed in, in seconds of the caller's
-clock.
+Entries of dropped keys are swept before they pile up. No clock of the system's is read here: times are passed in, in
+seconds of the caller's clock.
 """
 
 import heapq
+from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
 Key = TypeVar("Key")
@@ -61,3 +62,17 @@ class Timers(Generic[Key]):
                 del self._entries[key]
                 return key
         return None
+
+
+class WallClock:
+    """Called, it says the seconds since 1970."""
+
+    __slots__ = ("_offset_s", "_steady")
+
+    def __init__(self, now_s: float, steady: Callable[[], float]) -> None:
+        """`now_s`: since 1970, as the system has it now. `steady` goes on from any moment, without jumps."""
+        self._steady = steady
+        self._offset_s = now_s - steady()
+
+    def __call__(self) -> float:
+        return self._offset_s + self._steady()

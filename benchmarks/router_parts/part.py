@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection
 from typing import Any, Final
 
-from holdfast.cluster.serve.serve_port import read_on_one_thread
+from holdfast.cluster.serve.member_process import read_on_one_thread
 
 _CPU_CLOCK = 2
 

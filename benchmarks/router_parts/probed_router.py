@@ -12,10 +12,11 @@ from benchmarks.router_parts.load import info, model_path
 from benchmarks.router_parts.loop_probe import LoopProbe
 from benchmarks.router_parts.orders import obey, run, say
 from benchmarks.router_parts.served_router import until_up
+from benchmarks.static_directory import StaticDirectory
 from holdfast.router.api.grpc import server
 from holdfast.router.api.vllm.servicer import SERVICE, VllmEngineServicer
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.links.replica_directory import ReplicaEndpoint, StaticDirectory
+from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.router.server.router import SWITCH_INTERVAL_S, Router
 from holdfast.worker.process_memory import set_aside
 from holdfast.worker.request import EngineLoad

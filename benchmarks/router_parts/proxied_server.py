@@ -10,13 +10,13 @@ from typing import Any, Final
 
 import psutil
 
+from benchmarks.free_port import pick_port
 from benchmarks.router_parts.bare_server import Steps
 from benchmarks.router_parts.load import prepared
 from benchmarks.router_parts.orders import obey, run, say
 from holdfast.cluster.config.config import ClusterConfig
 from holdfast.cluster.serve.local import ray_connection
 from holdfast.v1 import inference_pb2
-from holdfast.worker.distributed.tensor_parallel import pick_port
 
 SERVICER: Final = "holdfast.v1.inference_pb2_grpc.add_InferenceServicer_to_server"
 _CPU_CLOCK: Final = 2

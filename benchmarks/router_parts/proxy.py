@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import psutil
 
+from benchmarks.free_port import pick_port
 from benchmarks.router_parts.orders import obey, run, say
-from holdfast.worker.distributed.tensor_parallel import pick_port
 
 _CPU_CLOCK: Final = 2
 START_S: Final = 10.0

@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 
 from benchmarks.router_parts.load import PREFIX_TOKENS, info, prefixed_prompt, token_at
 from benchmarks.router_parts.orders import run, say, until_the_end
-from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
+from holdfast.cluster.serve.member_process import SCOPE, tracer_provider
 from holdfast.router.dispatch.prefix_index import PromptPrefix
 from holdfast.worker.config import HealthConfig, TelemetryConfig
 from holdfast.worker.engine.engine import Engine

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from benchmarks.router_parts.load import info, model_path
 from benchmarks.router_parts.orders import run, say, until_the_end
-from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
+from benchmarks.static_directory import StaticDirectory
+from holdfast.cluster.serve.member_process import SCOPE, tracer_provider
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.links.replica_directory import ReplicaEndpoint, StaticDirectory
+from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.router.server.router import Router
 from holdfast.worker.config import TelemetryConfig
 

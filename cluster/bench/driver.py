@@ -18,7 +18,7 @@ from holdfast.worker.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class LoadLimits:
     """How sessions are sent."""
 
     concurrency: int | None = None
@@ -40,14 +40,14 @@ class Driver:
         self,
         sender: Sender,
         texts: PromptTexts,
-        pace: Pace,
+        limits: LoadLimits,
         on_change: Callable[[int, int], None] = lambda due, ended: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`clock` is in seconds; an event loop's own time is too coarse, which uvloop counts in milliseconds."""
         self._sender = sender
         self._texts = texts
-        self._pace = pace
+        self._limits = limits
         self._on_change = on_change
         self._clock = clock
         self._num_ended = 0
@@ -57,12 +57,12 @@ class Driver:
         """The records of all requests, in the order in which they were due."""
         self._began_s = self._clock()
         async with asyncio.TaskGroup() as tasks:
-            if self._pace.concurrency is not None:
+            if self._limits.concurrency is not None:
                 shared = iter(sessions)
-                for _ in range(self._pace.concurrency):
+                for _ in range(self._limits.concurrency):
                     tasks.create_task(self._user(shared))
             else:
-                places = asyncio.Semaphore(self._pace.max_in_flight)
+                places = asyncio.Semaphore(self._limits.max_in_flight)
                 for session in sessions:
                     await self._sleep_until(session.start_s)
                     tasks.create_task(self._session(session, session.start_s, places))
@@ -85,7 +85,7 @@ class Driver:
 
     async def _user(self, sessions: Iterator[Session]) -> None:
         """A user of a closed loop: the next session begins when the one before is over."""
-        limit_s = self._pace.duration_s
+        limit_s = self._limits.duration_s
         while limit_s is None or self._now() < limit_s:
             session = next(sessions, None)
             if session is None:
@@ -109,7 +109,7 @@ class Driver:
             if text is None or index == len(session.turns) - 1:
                 return
             spoken.append(text)
-            due_s = self._now() + self._pace.think_s
+            due_s = self._now() + self._limits.think_s
             await self._sleep_until(due_s)
 
     async def _request(self, record: RequestRecord, ask: Ask) -> str | None:
@@ -124,10 +124,10 @@ class Driver:
 
         record.sent_s = self._now()
         try:
-            async with asyncio.timeout(self._pace.timeout_s):
+            async with asyncio.timeout(self._limits.timeout_s):
                 reply = await self._sender.send(ask, on_piece)
         except TimeoutError:
-            record.error, record.message = "timeout", f"no end within {self._pace.timeout_s:g} s"
+            record.error, record.message = "timeout", f"no end within {self._limits.timeout_s:g} s"
         except asyncio.CancelledError:
             record.is_cut = True
             raise

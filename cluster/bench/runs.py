@@ -9,7 +9,7 @@ from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-from holdfast.cluster.bench.driver import Driver, Pace, calibrate
+from holdfast.cluster.bench.driver import Driver, LoadLimits, calibrate
 from holdfast.cluster.bench.report import Load, Run, Search, Try
 from holdfast.cluster.bench.sender import Sender
 from holdfast.cluster.bench.summary import Slo, summary
@@ -127,15 +127,15 @@ class Bench:
         self.calibration = await calibrate(self._sender, self._plan.text_seed)
         self._texts = PromptTexts(self._plan.text_seed, self.calibration)
         if self._plan.warmup:
-            pace = self._pace(concurrency=min(self._plan.warmup, _WARMUP_AT_A_TIME), is_timed=False)
+            limits = self._limits(concurrency=min(self._plan.warmup, _WARMUP_AT_A_TIME), is_timed=False)
             sessions = islice(self._sessions(), self._plan.warmup)
-            await self._warm_up(sessions, pace)
+            await self._warm_up(sessions, limits)
 
-    async def _warm_up(self, sessions: Iterator[Session], pace: Pace) -> None:
+    async def _warm_up(self, sessions: Iterator[Session], limits: LoadLimits) -> None:
         self._num_runs += 1
         total = self._plan.warmup * self._plan.workload.num_turns
-        with self._watch("warm-up", total, pace.duration_s) as on_change:
-            await Driver(self._sender, self._texts, pace, on_change, self._clock).run(sessions)
+        with self._watch("warm-up", total, limits.duration_s) as on_change:
+            await Driver(self._sender, self._texts, limits, on_change, self._clock).run(sessions)
 
     async def run(self) -> None:
         """All runs, or the search. What is done is in `runs` from then on, whatever comes later.
@@ -158,7 +158,7 @@ class Bench:
     async def _closed(self, concurrency: int) -> Run:
         load = Load(kind="closed", concurrency=concurrency)
         sessions = islice(self._sessions(), self._plan.num_sessions)
-        return await self._measured(load, sessions, self._pace(concurrency=concurrency), self._plan.num_sessions)
+        return await self._measured(load, sessions, self._limits(concurrency=concurrency), self._plan.num_sessions)
 
     async def _open(self, arrivals: Arrivals) -> Run:
         load = Load(
@@ -180,7 +180,9 @@ class Bench:
         pairs = zip(self._sessions(), due, strict=False)
         sessions = (Session(session.number, session.turns, due_s) for session, due_s in pairs)
         is_cut_by_time = plan.num_sessions is None or len(due) < plan.num_sessions
-        return await self._measured(load, sessions, self._pace(), len(due), plan.duration_s if is_cut_by_time else None)
+        return await self._measured(
+            load, sessions, self._limits(), len(due), plan.duration_s if is_cut_by_time else None
+        )
 
     async def _traced(self, trace: Sequence[Arrival]) -> Run:
         plan = self._plan
@@ -189,17 +191,22 @@ class Bench:
         sessions = sessions[: plan.num_sessions]
         span_s = sessions[-1].start_s
         load = Load(kind="trace", rate=len(sessions) / span_s if span_s else None)
-        return await self._measured(load, iter(sessions), self._pace(), len(sessions))
+        return await self._measured(load, iter(sessions), self._limits(), len(sessions))
 
     async def _measured(
-        self, load: Load, sessions: Iterator[Session], pace: Pace, total: int | None, sending_s: float | None = None
+        self,
+        load: Load,
+        sessions: Iterator[Session],
+        limits: LoadLimits,
+        total: int | None,
+        sending_s: float | None = None,
     ) -> Run:
         """Cancelled, it leaves a run of the requests that are over by then, if there are any."""
         self._num_runs += 1
         if total is not None:
             total *= self._plan.workload.num_turns
-        with self._watch(str(load), total, pace.duration_s) as on_change:
-            driver = Driver(self._sender, self._texts, pace, on_change, self._clock)
+        with self._watch(str(load), total, limits.duration_s) as on_change:
+            driver = Driver(self._sender, self._texts, limits, on_change, self._clock)
             try:
                 records = await driver.run(sessions)
             except asyncio.CancelledError:
@@ -237,12 +244,12 @@ class Bench:
     def _sessions(self) -> Iterator[Session]:
         return self._plan.workload.sessions(self._first_number())
 
-    def _pace(self, concurrency: int | None = None, *, is_timed: bool = True) -> Pace:
+    def _limits(self, concurrency: int | None = None, *, is_timed: bool = True) -> LoadLimits:
         plan = self._plan
         given: dict[str, Any] = {"think_s": plan.think_s, "timeout_s": plan.timeout_s}
         if concurrency is not None and is_timed:
             given["duration_s"] = plan.duration_s
-        return Pace(concurrency=concurrency, max_in_flight=plan.max_in_flight, **given)
+        return LoadLimits(concurrency=concurrency, max_in_flight=plan.max_in_flight, **given)
 
 
 PROTOCOLS: Final = ("chat", "completions", "holdfast", "holdfast-chat", "oip")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from holdfast.cluster.client.held_call import HeldCall, error_event
 from holdfast.cluster.client.http_packages import AsyncIo, BlockingIo, Io, Package, at_once, package_of
+from holdfast.cluster.client.resumable_call import HeldCall, error_event
 from holdfast.cluster.client.retry_policy import RECONNECT_S, RetryPolicy
 from holdfast.router.wire.resume_codec import HOLD
 from holdfast.worker.wire.tls import Tls

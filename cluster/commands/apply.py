@@ -12,12 +12,13 @@ from holdfast.cluster.commands.models import NOT_WHICH, OF_REPLICA, Pid, Server,
 from holdfast.cluster.commands.remote_models import change_model, check_remote, list_models, settings_text
 from holdfast.cluster.config.flags import takes_settings
 from holdfast.cluster.config.layers import Layer
-from holdfast.cluster.progress_bars import Report, progress
+from holdfast.cluster.progress_bars import progress
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.progress import Report
 
 if TYPE_CHECKING:
     from holdfast.cluster.config.config import HoldfastConfig, LoadedConfig
-    from holdfast.cluster.serve.canary import Changed, Running, Step
+    from holdfast.cluster.serve.canary import Changed, PlannedChange, Running
 
 
 @takes_settings("cluster", "client", without=NOT_WHICH)
@@ -55,7 +56,9 @@ def apply(
         return _apply(steps, lambda step, report: _do(step, wanted, routers, report), yes=yes, dry_run=dry_run)
 
 
-def _apply(steps: "Sequence[Step]", do: "Callable[[Step, Report], None]", *, yes: bool, dry_run: bool) -> int:
+def _apply(
+    steps: "Sequence[PlannedChange]", do: "Callable[[PlannedChange, Report], None]", *, yes: bool, dry_run: bool
+) -> int:
     """Shows the steps, asks, and takes them. Returns the exit code."""
     if not steps:
         print("nothing differs")
@@ -84,19 +87,19 @@ def _running_at(server: str, loaded: "LoadedConfig") -> "dict[str, Running]":
     }
 
 
-def _do_at(server: str, loaded: "LoadedConfig", step: "Step") -> None:
+def _do_at(server: str, loaded: "LoadedConfig", step: "PlannedChange") -> None:
     """Has a router take a step. Raises `HoldfastError`."""
-    from holdfast.cluster.serve.canary import Kind
+    from holdfast.cluster.serve.canary import ChangeKind
 
     config = step.config
-    if step.kind is Kind.REMOVE or config is None:
+    if step.kind is ChangeKind.REMOVE or config is None:
         timeout_s = loaded.config.cluster.drain_timeout_s
         change_model(server, loaded, remove={"model": step.model, "drain_timeout_seconds": timeout_s})
         return
     settings = settings_text(config, (*OF_REPLICA, "cluster"))
-    if step.kind is Kind.ADD:
+    if step.kind is ChangeKind.ADD:
         change_model(server, loaded, add={"settings": settings})
-    elif step.kind is Kind.UPDATE:
+    elif step.kind is ChangeKind.UPDATE:
         change_model(server, loaded, update={"model": step.model, "settings": settings})
     else:
         change_model(server, loaded, scale={"model": step.model, "num_replicas": config.cluster.replicas})
@@ -108,7 +111,7 @@ def _warn_of(fixed: "Sequence[Changed]") -> None:
         print(f"{change.name}: {now} now, {then} there: it needs a restart, and stays", file=sys.stderr)
 
 
-def _show(steps: "Sequence[Step]") -> None:
+def _show(steps: "Sequence[PlannedChange]") -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -131,22 +134,22 @@ def _agrees() -> bool:
     return input("do it? [y/N] ").strip().lower() in ("y", "yes")
 
 
-def _do(step: "Step", wanted: "HoldfastConfig", routers: "HoldfastConfig | None", report: Report) -> None:
+def _do(step: "PlannedChange", wanted: "HoldfastConfig", routers: "HoldfastConfig | None", report: Report) -> None:
     """Returns once it serves. Raises what says that it does not."""
     from holdfast.cluster.serve import models, serving
-    from holdfast.cluster.serve.canary import Kind
+    from holdfast.cluster.serve.canary import ChangeKind
     from holdfast.cluster.serve.router_update import replace_routers
     from holdfast.cluster.serve.updates import UpdatePlan
 
     namespace, config = wanted.cluster.namespace, step.config
-    if step.kind is Kind.REMOVE or config is None:
+    if step.kind is ChangeKind.REMOVE or config is None:
         models.remove(namespace, step.model, wanted.cluster.drain_timeout_s)
-    elif step.kind is Kind.REPLACE:
+    elif step.kind is ChangeKind.REPLACE:
         assert routers is not None, "they differ from something"
         replace_routers(routers, config, report)
-    elif step.kind is Kind.ADD:
+    elif step.kind is ChangeKind.ADD:
         serving.add_model(config, report)
-    elif step.kind is Kind.UPDATE:
+    elif step.kind is ChangeKind.UPDATE:
         serving.update_model(config, UpdatePlan(model=step.model, num_replicas=config.cluster.replicas), report)
     else:
         serving.scale_model(config, report)

@@ -17,7 +17,7 @@ def demo(
     """Start a local cluster, stream four prompts at once over gRPC, print the figures, and stop it."""
     if page:
         return _serve_page()
-    from holdfast.cluster.demo import loss as dark
+    from holdfast.cluster.demo import run as dark
     from holdfast.cluster.demo.run import PARAMS, PROMPTS, main
 
     return dark.run(PROMPTS, PARAMS) if blackout else main()

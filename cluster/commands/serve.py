@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from holdfast.cluster.config.flags import ESSENTIALS, SECTIONS, takes_settings
 from holdfast.cluster.config.layers import Layer, Setting
 from holdfast.cluster.progress_bars import progress
-from holdfast.cluster.serve.stop_signals import STOP_SIGNALS, stop_signals
+from holdfast.cluster.serve.reaper import STOP_SIGNALS, stop_signals
 
 if TYPE_CHECKING:
     from holdfast.cluster.config.config import HoldfastConfig
@@ -61,7 +61,7 @@ def run(config: "HoldfastConfig") -> int:
     from holdfast.cluster.config.machine import Machine, crowding
     from holdfast.cluster.config.model_files import uneven_heads
     from holdfast.cluster.serve import life_starter
-    from holdfast.cluster.serve.forkable_imports import IMPORTED
+    from holdfast.cluster.serve.life_starter import IMPORTED
     from holdfast.cluster.serve.preflight import check_here
     from holdfast.cluster.serve.supervisor import STOP_SLACK_S, supervise
 

@@ -58,7 +58,7 @@ def update(
         }
         return _say_updated(name, change_model(server, loaded, update=change))
     with connected(loaded.config, pid), progress(sys.stderr) as report:
-        from holdfast.cluster.serve.model_settings import over_running, running_settings
+        from holdfast.cluster.serve.models import over_running, running_settings
         from holdfast.cluster.serve.serving import update_model
         from holdfast.cluster.serve.updates import UpdatePlan
 

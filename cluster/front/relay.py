@@ -11,7 +11,7 @@ from typing import Final
 
 from starlette.types import Scope, Send
 
-from holdfast.cluster.client.held_call import Failed, HeldCall, error_event
+from holdfast.cluster.client.resumable_call import Failed, HeldCall, error_event
 from holdfast.cluster.client.retry_policy import RetryPolicy
 from holdfast.cluster.front.asked import OF_A_HOP, OURS, Asked, FrontStats, RelaySettings, Routers
 from holdfast.cluster.front.upstream import Connection, Head, RouterLostError, Upstream

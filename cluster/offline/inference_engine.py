@@ -25,9 +25,10 @@ from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import ModelConfig, WorkerConfig
 from holdfast.worker.errors import InvalidRequestError, ReplicaError, RequestAbortedError
 from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.progress import Report
 from holdfast.worker.replica.processes import is_forked
 from holdfast.worker.replica.rank import RankLauncher
-from holdfast.worker.replica.replica import Progress, Replica
+from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.batching_optimizer import Recommendation
@@ -62,7 +63,7 @@ class InferenceEngine:
         limits: LimitsConfig | None = None,
         seed: int = 0,
         launcher: RankLauncher | None = None,
-        progress: Progress | None = None,
+        progress: Report | None = None,
     ) -> None:
         worker_config, default_limits = _settings(model, config)
         self._config = _patient(located(worker_config))

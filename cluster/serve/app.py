@@ -22,7 +22,6 @@ from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig, load_c
 from holdfast.cluster.config.sources import mapping_layer
 from holdfast.cluster.serve.directory import DIRECTORY, DirectoryDeployment
 from holdfast.cluster.serve.engine_api import ApiSettings
-from holdfast.cluster.serve.local import ANY_INTERFACE
 from holdfast.cluster.serve.metrics_api import MetricsSettings
 from holdfast.cluster.serve.placement_groups import (
     check_labels,
@@ -35,6 +34,7 @@ from holdfast.cluster.serve.router_update import of_replica
 from holdfast.cluster.serve.scaling_policy import ScalingPolicy
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed, cluster_token
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.wire.loopback import ANY_INTERFACE
 
 logger = logging.getLogger(__name__)
 

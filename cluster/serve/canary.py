@@ -153,7 +153,7 @@ _FIXED: Final = ("host", "port", "http_port", "admin_port")
 """Those that clients know routers by."""
 
 
-class Kind(StrEnum):
+class ChangeKind(StrEnum):
     """What is done to a model or the routers, in the order in which it is done: nothing goes before what takes its
     place is there.
     """
@@ -184,17 +184,17 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class PlannedChange:
     """One model, or the routers, and what is to be done."""
 
-    kind: Kind
+    kind: ChangeKind
     model: str
     changes: tuple[Changed, ...] = ()
     config: HoldfastConfig | None = None
     """Its settings afterwards; None where it is removed."""
 
 
-def difference(running: Mapping[str, Running], wanted: HoldfastConfig) -> list[Step]:
+def difference(running: Mapping[str, Running], wanted: HoldfastConfig) -> list[PlannedChange]:
     """What makes the models that run those of `wanted`, whose files have been read (`with_template_texts`)."""
     by_name = {one.model.name: one for one in wanted.each_model}
     steps = [_step_of(running.get(name), name, config) for name, config in by_name.items()]
@@ -202,14 +202,14 @@ def difference(running: Mapping[str, Running], wanted: HoldfastConfig) -> list[S
     return in_order(step for step in steps if step is not None)
 
 
-def in_order(steps: Iterable[Step]) -> list[Step]:
-    order = list(Kind)
+def in_order(steps: Iterable[PlannedChange]) -> list[PlannedChange]:
+    order = list(ChangeKind)
     return sorted(steps, key=lambda step: order.index(step.kind))
 
 
 def router_difference(
     before: HoldfastConfig, wanted: HoldfastConfig, is_given: Callable[[str], bool]
-) -> tuple[list[Step], Sequence[Changed]]:
+) -> tuple[list[PlannedChange], Sequence[Changed]]:
     """What makes the routers that run with `before` those of `wanted`; and what of `wanted` needs a restart.
 
     `is_given` says of a setting whether the configuration names it: of the cluster's own, only such count.
@@ -224,7 +224,9 @@ def router_difference(
     for change in changes:
         section, _, key = change.name.partition(".")
         tree[section][key] = getattr(getattr(wanted, section), key)
-    step = Step(kind=Kind.REPLACE, model=ROUTERS, changes=tuple(changes), config=HoldfastConfig.model_validate(tree))
+    step = PlannedChange(
+        kind=ChangeKind.REPLACE, model=ROUTERS, changes=tuple(changes), config=HoldfastConfig.model_validate(tree)
+    )
     return [step], [change for change in fixed if is_given(change.name)]
 
 
@@ -242,26 +244,28 @@ def _at_start(config: HoldfastConfig) -> Mapping[str, Any]:
     }
 
 
-def _step_of(before: Running | None, name: str, config: HoldfastConfig) -> Step | None:
+def _step_of(before: Running | None, name: str, config: HoldfastConfig) -> PlannedChange | None:
     if before is None:
         added = Changed(name="cluster.replicas", before=None, after=config.cluster.replicas)
         folder = Changed(name="model.model", before=None, after=config.model.model)
-        return Step(kind=Kind.ADD, model=name, changes=(folder, added), config=config)
+        return PlannedChange(kind=ChangeKind.ADD, model=name, changes=(folder, added), config=config)
     changes = changed_settings(before.settings, _compared(config))
     count = Changed(name="cluster.replicas", before=before.num_replicas, after=config.cluster.replicas)
     is_scaled = count.before != count.after and not config.scaling.is_on  # else the load decides
     if changes:
-        return Step(kind=Kind.UPDATE, model=name, changes=(*changes, *([count] * is_scaled)), config=config)
-    return Step(kind=Kind.SCALE, model=name, changes=(count,), config=config) if is_scaled else None
+        return PlannedChange(
+            kind=ChangeKind.UPDATE, model=name, changes=(*changes, *([count] * is_scaled)), config=config
+        )
+    return PlannedChange(kind=ChangeKind.SCALE, model=name, changes=(count,), config=config) if is_scaled else None
 
 
 def _compared(config: HoldfastConfig) -> Mapping[str, Any]:
     return config.worker.model_dump(mode="json") | {"scaling": config.scaling.model_dump(mode="json")}
 
 
-def _removal(name: str, before: Running) -> Step:
+def _removal(name: str, before: Running) -> PlannedChange:
     gone = Changed(name="cluster.replicas", before=before.num_replicas, after=None)
-    return Step(kind=Kind.REMOVE, model=name, changes=(gone,))
+    return PlannedChange(kind=ChangeKind.REMOVE, model=name, changes=(gone,))
 
 
 def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> Sequence[Changed]:

@@ -10,10 +10,9 @@ from typing import Any, Final
 from holdfast.cluster.config.chat_templates import SETTING, is_template
 from holdfast.cluster.config.config import HoldfastConfig, LoadedConfig, is_given, load_config
 from holdfast.cluster.config.sources import mapping_layer
-from holdfast.cluster.progress_bars import Report
 from holdfast.cluster.serve import models
-from holdfast.cluster.serve.disk_guard import session_folder
 from holdfast.cluster.serve.log_files import LogFile, Tail, log_files, merged
+from holdfast.cluster.serve.node_watch import session_folder
 from holdfast.router.cluster_control import (
     AddModel,
     ClusterModel,
@@ -27,6 +26,7 @@ from holdfast.router.cluster_control import (
     UpdateModel,
 )
 from holdfast.worker.errors import ConfigurationError, ReplicaError, RequestAbortedError
+from holdfast.worker.progress import Report
 
 SECTIONS: Final = ("model", "parallel", "cache", "scheduler", "health", "speculation", "scaling", "cluster")
 """Sections of settings that a model has of its own; the others are those of the cluster."""
@@ -132,7 +132,7 @@ class ServeControl:
                 return ModelChanged(model=change.model)
 
     def _updated(self, change: UpdateModel, report: Report) -> ModelChanged:
-        from holdfast.cluster.serve.model_settings import over_running, running_settings
+        from holdfast.cluster.serve.models import over_running, running_settings
         from holdfast.cluster.serve.serving import update_model
         from holdfast.cluster.serve.updates import UpdatePlan
 

@@ -16,8 +16,8 @@ from enum import StrEnum
 from typing import Final
 
 from holdfast.cluster.scaling.demand_book import DemandBook, Followed
+from holdfast.cluster.serve.member_process import listen_on_the_node_alone
 from holdfast.cluster.serve.security import ClusterSecurity
-from holdfast.cluster.serve.serve_port import listen_on_the_node_alone
 from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.versions import VersionCounts
 from holdfast.router.operator_state import NO_OPERATOR_STATE, Change, OperatorState

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from holdfast.cluster.serve.forkable_imports import IMPORTED, import_for_forks
-from holdfast.cluster.serve.gcs_keeper import tables_folder
+from holdfast.cluster.serve.kept_process import tables_folder
+from holdfast.cluster.serve.life_starter import IMPORTED, import_for_forks
 
 READ_LIMIT_S: Final = 10.0
 """How long a launcher may take to send its request. The fork server serves nobody meanwhile."""

@@ -16,10 +16,11 @@ from typing import Any, Final
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.serve import agent_stand_in, reaper, worker_launcher
 from holdfast.cluster.serve.fork_server import started_server
-from holdfast.cluster.serve.gcs_keeper import kept_gcs, tables_folder
+from holdfast.cluster.serve.kept_process import kept_gcs, tables_folder
+from holdfast.cluster.serve.member_process import read_on_one_thread
 from holdfast.cluster.serve.running import noted, running_cluster
-from holdfast.cluster.serve.serve_port import read_on_one_thread
 from holdfast.worker.errors import ReplicaError
+from holdfast.worker.wire.loopback import LOOPBACK
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +40,16 @@ AGENT_SERVICES: Final = {
 
 
 class PrivateRay:
-    """A running one. `gcs` is the current process of its GCS."""
+    """A running one. `process` is the current process of its GCS."""
+
+    name: Final = "Ray's GCS"
+    effect: Final = "streams continue"
 
     def __init__(self, node: Any) -> None:
         self._node = node
         self.address: str = node.gcs_address
         """`host:port` of the GCS, which stays the same."""
-        self.gcs: subprocess.Popen[bytes] = self._processes[0].process
+        self.process: subprocess.Popen[bytes] = self._processes[0].process
 
     @property
     def _processes(self) -> list[Any]:
@@ -61,22 +65,21 @@ class PrivateRay:
             return False
         return True
 
-    def start_gcs(self) -> subprocess.Popen[bytes]:
+    def start_again(self) -> None:
         """Starts the GCS that has ended once more, with the same tables, at the same address.
 
         It ends with the calling thread.
         """
-        words = [_with_port(str(word), self.address) for word in self.gcs.args]  # type: ignore[union-attr]
-        self.gcs = subprocess.Popen(
+        words = [_with_port(str(word), self.address) for word in self.process.args]  # type: ignore[union-attr]
+        self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", reaper.__file__, reaper.TIED_TO, str(os.getpid()), *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             process_group=0,  # Ctrl-C is for this process alone
         )
-        self.gcs.args = words
-        self._processes[0] = self._processes[0]._replace(process=self.gcs)
-        return self.gcs
+        self.process.args = words
+        self._processes[0] = self._processes[0]._replace(process=self.process)
 
 
 @contextmanager
@@ -142,8 +145,6 @@ def _with_port(word: str, address: str) -> str:
     return option + address.rpartition(":")[2] if word.startswith(option) else word
 
 
-LOOPBACK: Final = "127.0.0.1"
-ANY_INTERFACE: Final = "0.0.0.0"
 REACH_S: Final = 10.0
 
 

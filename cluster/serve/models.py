@@ -4,18 +4,19 @@ So one can come or go without touching the others: its replicas find the cluster
 there. What may not: what an application consists of (`app.py`), and connecting (`local.py`, `running.py`).
 """
 
+import json
 import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
+from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig, LoadedConfig, is_given
 from holdfast.cluster.serve.directory import DIRECTORY, Role, Snapshot
-from holdfast.cluster.serve.local import ANY_INTERFACE, LOOPBACK
 from holdfast.router.cluster_control import ClusterModel
 from holdfast.router.operator_state import Change, OperatorState
 from holdfast.worker.errors import ConfigurationError, UnknownModelError
+from holdfast.worker.wire.loopback import ANY_INTERFACE, LOOPBACK
 
 logger = logging.getLogger(__name__)
 
@@ -212,3 +213,21 @@ def _applications(namespace: str) -> Mapping[str, Any]:
 
     found = serve.status().applications
     return {name: one.status.value for name, one in found.items() if name.startswith(application_name(namespace, ""))}
+
+
+def running_settings(namespace: str, name: str) -> Mapping[str, Any]:
+    """The settings of a replica that serves the model, as nested mappings. Raises `UnknownModelError`."""
+    found = settings_of(namespace)
+    if name not in found:
+        raise UnknownModelError(name, tuple(found))
+    settings: Mapping[str, Any] = json.loads(found[name])
+    return settings
+
+
+def over_running(running: Mapping[str, Any], loaded: LoadedConfig) -> HoldfastConfig:
+    """The running settings, with those of `loaded` that are given instead."""
+    tree = loaded.config.model_dump()
+    for section, values in running.items():
+        given = {key: value for key, value in tree[section].items() if is_given(loaded, f"{section}.{key}")}
+        tree[section] = {**tree[section], **values, **given}
+    return HoldfastConfig.model_validate(tree)

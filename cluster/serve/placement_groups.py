@@ -14,12 +14,12 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from holdfast.cluster.config.config import ClusterConfig
-from holdfast.cluster.serve.local import ANY_INTERFACE
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.rendezvous import Rendezvous
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.replica.processes import ProcessId
-from holdfast.worker.replica.rank import LOOPBACK, run_rank
+from holdfast.worker.replica.rank import run_rank
+from holdfast.worker.wire.loopback import ANY_INTERFACE, LOOPBACK
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,11 @@ from typing import Final
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.config.machine import Machine, check_fits
 from holdfast.cluster.config.model_files import check_files as check_model_files
-from holdfast.cluster.serve.front_process import command_of
-from holdfast.cluster.serve.local import LOOPBACK
+from holdfast.cluster.serve.kept_process import command_of
 from holdfast.cluster.serve.log_files import RAY_VARIABLES, ray_folder
 from holdfast.cluster.serve.security import check_exposed, check_files
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.wire.loopback import check_loopback
+from holdfast.worker.wire.loopback import LOOPBACK, check_loopback
 
 _LONGEST_PATH: Final = 107
 """Of a Unix socket: unix(7)."""

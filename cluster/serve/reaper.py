@@ -6,6 +6,9 @@ Ray's processes outlive a driver that is killed, for up to a minute, and keep it
 (prctl(2)): whatever loses its parent becomes its child. It ends all of them with SIGKILL once the life has ended, or
 once its own standard input is at its end, which means that the supervisor is gone. The first line of standard input is
 the life's. SIGINT and SIGTERM are passed on to the life.
+
+`stop_signals` gives signals as bytes of a pipe to whoever waits for other things as well: an exception out of a handler
+could strike inside of a lock and leave it broken.
 """
 
 import ctypes
@@ -15,8 +18,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 PR_SET_PDEATHSIG: Final = 1
@@ -156,6 +159,32 @@ def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""SIGHUP: the terminal has gone. Where it is ignored, as below `nohup`, it stays so."""
+
+
+@contextmanager
+def stop_signals() -> Iterator[int]:
+    """The end to read of a pipe that gets a byte, the signal's number, for each signal that comes in the block."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    earlier_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    taken = [number for number in STOP_SIGNALS if not _is_ignored(number)]
+    earlier = {number: signal.signal(number, lambda *_: None) for number in taken}
+    try:
+        yield read_end
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(earlier_fd)
+        os.close(read_end)
+        os.close(write_end)
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 if __name__ == "__main__":

@@ -18,21 +18,27 @@ from ray import serve
 
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.serve.directory import Member, Role
-from holdfast.cluster.serve.disk_guard import LOOK_EVERY_S, DiskGuard, MemoryWatch, session_folder
 from holdfast.cluster.serve.log_files import date_log_lines
+from holdfast.cluster.serve.member_process import (
+    SCOPE,
+    ProcessEnd,
+    end_on_sigterm,
+    end_when_out_of_memory,
+    listen_on_the_node_alone,
+    tracer_provider,
+)
 from holdfast.cluster.serve.membership import Lease, cluster_security, found
 from holdfast.cluster.serve.metrics_api import MetricsApi, MetricsSettings
+from holdfast.cluster.serve.node_watch import LOOK_EVERY_S, DiskGuard, MemoryWatch, session_folder
 from holdfast.cluster.serve.placement_groups import RayLauncher, Resources, reachable
-from holdfast.cluster.serve.process_end import ProcessEnd, end_on_sigterm, end_when_out_of_memory
 from holdfast.cluster.serve.rank_placement import domains_of
 from holdfast.cluster.serve.router_update import tokenizer_digest
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
-from holdfast.cluster.serve.serve_port import listen_on_the_node_alone
-from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import CallerError
 from holdfast.worker.models.gguf.folder import hf_folder
 from holdfast.worker.replica.link import LinkServer
+from holdfast.worker.replica.probe_loop import ProbeLoop
 from holdfast.worker.replica.processes import OomScore, lower_oom_score
 from holdfast.worker.replica.replica import Replica
 
@@ -82,7 +88,7 @@ class ReplicaDeployment:
         self._api: EngineApi | None = None
         self._metrics: MetricsApi | None = None
         self._tracing: TracerProvider | None = None
-        self._looking: asyncio.Task[None] | None = None
+        self._probes: tuple[ProbeLoop, ...] = ()
         end_on_sigterm(self.__del__, limit_s=drain_timeout_s + STOP_S)
         try:
             security = await cluster_security(handle)
@@ -120,7 +126,13 @@ class ReplicaDeployment:
         lower_oom_score(OomScore.SERVING_REPLICA, self._replica.processes_here())  # the hang supervisor inherits it
         heartbeat_pipe = await asyncio.to_thread(self._replica.guard)
         self._beating = None if heartbeat_pipe is None else self._loop.create_task(heartbeat_pipe.keep_beating())
-        self._looking = self._loop.create_task(self._keep_looking())
+        guard, memory = DiskGuard(session_folder(), logger.error), MemoryWatch(logger.error)
+        self._probes = (
+            ProbeLoop("disk-guard", LOOK_EVERY_S, lambda: self._note_disk(guard.look())),
+            ProbeLoop("memory-watch", LOOK_EVERY_S, memory.look),
+        )
+        for probe in self._probes:
+            probe.start()
 
     async def _announce(self, address: str) -> None:
         """Tells the directory what is served, and where."""
@@ -138,15 +150,10 @@ class ReplicaDeployment:
             tokenizer_digest=await asyncio.to_thread(tokenizer_digest, hf_folder(Path(info.path), info.model)),
         )
 
-    async def _keep_looking(self) -> None:
-        """Says when there is little room on this node, and when a process was ended for want of memory."""
-        guard, memory = DiskGuard(session_folder(), logger.error), MemoryWatch(logger.error)
-        while True:
-            is_full = await asyncio.to_thread(guard.look)
-            await asyncio.to_thread(memory.look)
-            if is_full != self._lease.member.is_disk_full:
-                self._say(is_disk_full=is_full)
-            await asyncio.sleep(LOOK_EVERY_S)
+    def _note_disk(self, is_full: bool) -> None:
+        """From a probe's thread."""
+        if is_full != self._lease.member.is_disk_full:
+            self._loop.call_soon_threadsafe(lambda: self._say(is_disk_full=is_full))
 
     async def check_health(self) -> None:
         """Raises once the engine has failed. Serve then replaces this replica."""
@@ -155,8 +162,8 @@ class ReplicaDeployment:
 
     async def __del__(self) -> None:
         """Serve awaits this when the replica is to end gracefully: takes nothing new, lets what runs finish, stops."""
-        if self._looking is not None:
-            self._looking.cancel()
+        for probe in self._probes:
+            probe.stop()
         await self._lease.end()
         if self._server is None:  # SIGTERM has come before it was up
             return

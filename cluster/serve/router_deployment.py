@@ -27,8 +27,14 @@ from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.serve.cluster_control import ServeControl
 from holdfast.cluster.serve.crash_journal import CrashJournals
 from holdfast.cluster.serve.directory import Member, Role
-from holdfast.cluster.serve.disk_guard import DiskGuard, session_folder
 from holdfast.cluster.serve.log_files import date_log_lines
+from holdfast.cluster.serve.member_process import (
+    SCOPE,
+    end_on_sigterm,
+    end_when_out_of_memory,
+    listen_on_the_node_alone,
+    tracer_provider,
+)
 from holdfast.cluster.serve.membership import (
     Lease,
     WatchedDirectory,
@@ -36,12 +42,10 @@ from holdfast.cluster.serve.membership import (
     has_other_routers,
     tell_demand,
 )
+from holdfast.cluster.serve.node_watch import DiskGuard, session_folder
 from holdfast.cluster.serve.placement_groups import reachable
-from holdfast.cluster.serve.process_end import end_on_sigterm, end_when_out_of_memory
 from holdfast.cluster.serve.router_update import of_router
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
-from holdfast.cluster.serve.serve_port import listen_on_the_node_alone
-from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
 from holdfast.cluster.tokenizers import load_tokenizer
 from holdfast.router.chat import Message
 from holdfast.router.events import ModelStatus

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.cluster.config.config import HoldfastConfig
-from holdfast.cluster.progress_bars import Report
 from holdfast.cluster.serve import models
 from holdfast.cluster.serve.directory import Member, Role, Snapshot
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import ConfigurationError, HoldfastError, ReplicaError, UpdateRolledBackError
+from holdfast.worker.progress import Report
 
 OF_REPLICAS: Final = (
     "cpus_per_rank",

@@ -12,29 +12,28 @@ from typing import Any
 from holdfast.cluster.config.chat_templates import with_template_texts
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.config.model_files import check_files, check_hub
-from holdfast.cluster.progress_bars import Report
 from holdfast.cluster.serve import models
 from holdfast.cluster.serve.canary import KnownAnswer, Running
 from holdfast.cluster.serve.directory import Role, Snapshot
-from holdfast.cluster.serve.disk_guard import (
+from holdfast.cluster.serve.kept_process import front_process, watched_raylet
+from holdfast.cluster.serve.local import num_cpus_of_our_own, ray_connection, room_of_our_own, share_cores
+from holdfast.cluster.serve.node_drain import ServeSteps
+from holdfast.cluster.serve.node_watch import (
+    LOOK_EVERY_S,
     RESERVE_BYTES,
     DiskGuard,
     MemoryWatch,
     ended_by_ray,
-    guarded_disk,
     session_folder,
-    watched_memory,
-    watched_raylet,
 )
-from holdfast.cluster.serve.front_process import front_process
-from holdfast.cluster.serve.local import num_cpus_of_our_own, ray_connection, room_of_our_own, share_cores
-from holdfast.cluster.serve.node_drain import ServeSteps
 from holdfast.cluster.serve.preflight import check_here
 from holdfast.cluster.serve.security import check_exposed
 from holdfast.cluster.serve.start_up import LINK_TIMEOUT_S, Serving, wait_until_up
 from holdfast.cluster.serve.updates import Update, Updated, UpdatePlan
 from holdfast.router.operator_state import Canary, Change
 from holdfast.worker.errors import ConfigurationError, UnknownModelError
+from holdfast.worker.progress import Report
+from holdfast.worker.replica.probe_loop import ProbeLoop, probed
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +62,10 @@ def serving(
     report("starting Ray", 0, 1)
     with ray_connection(config.cluster, num_cpus_of_our_own(config), _warn, forks), ExitStack() as stack:
         report("starting Ray", 1, 1)
-        if on_ray_lost is not None and config.cluster.address is None:
-            stack.enter_context(watched_raylet(on_ray_lost))
         if config.cluster.address is None:
-            guard = DiskGuard(session_folder(), _warn, reserve_bytes=RESERVE_BYTES)
-            stack.enter_context(guarded_disk(guard))
-            stack.enter_context(watched_memory(MemoryWatch(_warn, by_ray=ended_by_ray)))
+            if on_ray_lost is not None:
+                stack.enter_context(watched_raylet(on_ray_lost))
+            stack.enter_context(_watched_node())
         check_resources(config.cluster)
         directory = _deploy(config, report)
         try:
@@ -79,6 +76,20 @@ def serving(
         finally:
             models.delete([config.cluster.namespace], config.cluster.drain_timeout_s)
             models.remove_all(config.cluster.namespace, config.cluster.drain_timeout_s)
+
+
+@contextmanager
+def _watched_node() -> Iterator[None]:
+    """Says for as long as the block lasts what of this machine runs out."""
+    guard = DiskGuard(session_folder(), _warn, reserve_bytes=RESERVE_BYTES)
+    memory = MemoryWatch(_warn, by_ray=ended_by_ray)
+    try:
+        with probed(
+            ProbeLoop("disk-guard", LOOK_EVERY_S, guard.look), ProbeLoop("memory-watch", LOOK_EVERY_S, memory.look)
+        ):
+            yield
+    finally:
+        guard.close()
 
 
 def _warn(text: str) -> None:

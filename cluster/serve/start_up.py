@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from holdfast.cluster.config.config import HoldfastConfig
-from holdfast.cluster.progress_bars import Report
 from holdfast.cluster.serve import models
 from holdfast.cluster.serve.directory import Member, Role, Snapshot
 from holdfast.worker.errors import ConfigurationError, ReplicaError
+from holdfast.worker.progress import Report
 
 STARTING: Final = "starting processes"
 

@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, Self
 
-from holdfast.cluster.serve.disk_guard import MemoryWatch
 from holdfast.cluster.serve.life_starter import READY, start_life
-from holdfast.cluster.serve.reaper import adopt_orphans, kill_descendants
-from holdfast.cluster.serve.stop_signals import STOP_SIGNALS, stop_signals
+from holdfast.cluster.serve.node_watch import MemoryWatch
+from holdfast.cluster.serve.reaper import STOP_SIGNALS, adopt_orphans, kill_descendants, stop_signals
 from holdfast.router.dispatch.circuit_breaker import Backoff
 
 EXIT_LOST: Final = 75

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from holdfast.cluster.progress_bars import Report
 from holdfast.cluster.serve.canary import Observed, since, summed, verdict
 from holdfast.cluster.serve.directory import Member, Role, Snapshot
 from holdfast.router.dispatch.versions import VersionCounts
 from holdfast.router.operator_state import Canary, Change
 from holdfast.worker.errors import ConfigurationError, HoldfastError, ReplicaError, UpdateRolledBackError
+from holdfast.worker.progress import Report
 
 logger = logging.getLogger(__name__)
 

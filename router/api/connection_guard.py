@@ -11,8 +11,14 @@ from functools import partial
 from time import monotonic
 from typing import Final
 
-from holdfast.router.security.connection_budgets import BudgetLimits, ClientConnection, Peer, Reason, peer
-from holdfast.router.security.guarded_connections import GuardedConnections
+from holdfast.router.security.connection_budgets import (
+    BudgetLimits,
+    ClientConnection,
+    GuardedConnections,
+    Peer,
+    Reason,
+    peer,
+)
 
 DESCRIPTORS: Final = "/proc/self/fd"
 

@@ -10,8 +10,7 @@ from typing import Final
 
 from holdfast.router.config import OverloadConfig
 from holdfast.router.overload.byte_ledger import Lease
-from holdfast.router.overload.overload import Overload
-from holdfast.router.overload.overload_watch import OverloadWatch
+from holdfast.router.overload.overload import Overload, OverloadWatch
 from holdfast.worker.process_memory import give_back, readable_bytes, total_memory
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from typing import Final
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.admission import AdmissionQueue
-from holdfast.router.dispatch.failures import Quarantine, RetryBudget
+from holdfast.router.dispatch.failures import Quarantine
 from holdfast.router.dispatch.replica_registry import ReplicaRegistry
 from holdfast.router.dispatch.replica_state import ReplicaState
 from holdfast.router.dispatch.request_state import RequestState
@@ -14,6 +14,7 @@ from holdfast.router.dispatch.request_stats import DispatchStats
 from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.events import Action, SendAbort, SendSubmit
+from holdfast.router.token_bucket import TokenBucket
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import CapacityError, Fault, HoldfastError
 from holdfast.worker.request import NUM_STEPS_TO_CLEAR, Suspicion
@@ -39,7 +40,8 @@ class Placement:
         self.queue = AdmissionQueue(limits.max_queued, order, config.max_ttft_s)
         self.quarantine = Quarantine(config.max_replicas_lost)
         self.stats = DispatchStats()
-        self._budget = RetryBudget(burst=config.retry_burst, per_s=config.retries_per_s, share=config.retry_share)
+        self._retries = TokenBucket(config.retries_per_s, config.retry_burst)
+        self._retry_share = config.retry_share
         self._registry = registry
         self._requests = requests
 
@@ -52,7 +54,7 @@ class Placement:
             self.queue.push(state, now)
         else:
             self.queue.charge_at_once(state)
-        self._budget.note_submission()
+        self._retries.give(self._retry_share)
         return replica
 
     def send(
@@ -79,7 +81,7 @@ class Placement:
             if state.status is RequestStatus.HELD:
                 self.quarantine.begin_trial(state)
             if state.status.is_retry:
-                self._budget.spend()
+                self._retries.take(1.0, now)
             actions.append(self.send(state, replica, now))
         return actions
 
@@ -173,14 +175,14 @@ class Placement:
     def refresh(self, now: float) -> None:
         """Ends rests that are over and fills the retry budget. To be called at the times of `wake_ups`."""
         self._registry.end_rests(now)
-        self._budget.has_token(now)
+        self._retries.wait_s(now, 1.0)
 
     def wake_ups(self) -> Iterator[float]:
         """The times at which waiting requests may be sent although no other event occurs."""
         if not self.queue.num_waiting:
             return
-        if self._budget.ready_at is not None:
-            yield self._budget.ready_at
+        if (ready_at := self._retries.ready_at(1.0)) is not None:
+            yield ready_at
         yield from self._registry.rests()
 
     def bound_in_vain(self, now: float) -> list[RequestState]:
@@ -249,7 +251,7 @@ class Placement:
         for state in waiting:
             if state is None or (state.parked_for and self._choose(state) is None):
                 continue
-            if state.status.is_retry and not self._budget.has_token(now):
+            if state.status.is_retry and self._retries.wait_s(now, 1.0):
                 return None
             replica = self._choose(state)
             if replica is not None:

@@ -4,8 +4,7 @@ A directory names the replicas that should run and their addresses, and the mode
 replica is up, a router finds out over the link.
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,36 +64,3 @@ class ReplicaDirectory(Protocol):
 
         A replica that is missing from a view gets no new requests; those that run there continue until its link ends.
         """
-
-
-class StaticDirectory:
-    """A fixed set of replicas, which may be replaced with `set`."""
-
-    def __init__(self, endpoints: Iterable[ReplicaEndpoint] = ()) -> None:
-        self._view = DirectoryView(endpoints=frozenset(endpoints))
-        self._changed = asyncio.Event()
-
-    def set(
-        self,
-        endpoints: Iterable[ReplicaEndpoint],
-        removed_models: Iterable[str] = (),
-        orders: OperatorState | None = None,
-        routers: Iterable[RouterEndpoint] = (),
-        num_on_full_disks: int = 0,
-    ) -> None:
-        """Replaces the view. To be called on the event loop of the watchers."""
-        self._view = DirectoryView(
-            endpoints=frozenset(endpoints),
-            removed_models=frozenset(removed_models),
-            orders=orders or NO_OPERATOR_STATE,
-            routers=frozenset(routers),
-            num_on_full_disks=num_on_full_disks,
-        )
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def watch(self) -> AsyncIterator[DirectoryView]:
-        while True:
-            changed = self._changed
-            yield self._view
-            await changed.wait()

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Final
 
 
-class Kind(StrEnum):
+class MetricType(StrEnum):
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
@@ -21,20 +21,20 @@ class Metric:
 
     name: str
     """As it is queried; of a histogram without `_bucket`, `_sum` and `_count`."""
-    kind: Kind
+    kind: MetricType
     labels: tuple[str, ...]
     help: str
 
     @property
     def series(self) -> tuple[str, ...]:
         """The names of its samples."""
-        if self.kind is not Kind.HISTOGRAM:
+        if self.kind is not MetricType.HISTOGRAM:
             return (self.name,)
         return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))
 
 
 _MODEL, _REPLICA = ("model",), ("model", "replica")
-C, G, H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+C, G, H = MetricType.COUNTER, MetricType.GAUGE, MetricType.HISTOGRAM
 
 OF_REQUESTS: Final = (
     Metric(

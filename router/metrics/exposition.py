@@ -10,13 +10,13 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.request_stats import DispatchStats
-from holdfast.router.metrics.catalogue import METRICS, Kind, Metric
+from holdfast.router.metrics.catalogue import METRICS, Metric, MetricType
 from holdfast.router.overload.overload import Overload, OverloadAction
 from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_stats import ModelStats, RequestStats
 from holdfast.worker.request import EngineLoad, Priority
 from holdfast.worker.stats import TOKEN_TIMES_S, EngineStats, Histogram
-from holdfast.worker.wire.certificates import Certificates
+from holdfast.worker.wire.tls import Certificates
 
 
 class Sample(NamedTuple):
@@ -62,7 +62,11 @@ def _families(samples: Iterable[Sample]) -> Iterator[Any]:
 def _family(metric: Metric, samples: list[Sample]) -> Any:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-    made = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily, Kind.HISTOGRAM: HistogramMetricFamily}
+    made = {
+        MetricType.COUNTER: CounterMetricFamily,
+        MetricType.GAUGE: GaugeMetricFamily,
+        MetricType.HISTOGRAM: HistogramMetricFamily,
+    }
     family: Any = made[metric.kind](metric.name, metric.help, labels=metric.labels)
     for sample in samples:
         assert len(sample.labels) == len(metric.labels), f"{metric.name} has the labels {metric.labels}"

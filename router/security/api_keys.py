@@ -17,6 +17,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from holdfast.router.token_bucket import A_HAIR, TokenBucket
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.request import Priority
 
@@ -195,45 +196,13 @@ def _parsed(content: bytes, path: Path) -> KeyRing:
         raise ConfigurationError(f"security.api_keys = {str(path)!r}: cannot be read ({error})") from None
 
 
-BURST_S: Final = 10.0
-"""Seconds of its rate that a bucket holds: so much may come at once after a pause."""
-
-
-A_HAIR: Final = 1e-6
-"""Times are sums of floats: a wait that has been kept is over."""
-
-
-class TokenBucket:
-    """Fills steadily up to its capacity. Full at first."""
-
-    def __init__(self, per_minute: float, now: float) -> None:
-        self.per_s = per_minute / 60
-        self._capacity = max(1.0, self.per_s * BURST_S)
-        self._level = self._capacity
-        self._at = now
-
-    def wait_s(self, now: float, least: float) -> float:
-        """Seconds until it holds `least`; 0 if it does."""
-        missing = least - self._filled(now)
-        return missing / self.per_s if missing > A_HAIR else 0.0
-
-    def take(self, amount: float, now: float) -> None:
-        """Takes so much out, whether it holds so much or not."""
-        self._level = self._filled(now) - amount
-
-    def _filled(self, now: float) -> float:
-        self._level = min(self._capacity, self._level + max(0.0, now - self._at) * self.per_s)
-        self._at = max(now, self._at)
-        return self._level
-
-
 class Rates:
     """The buckets of one key."""
 
-    def __init__(self, requests_per_minute: float | None, tokens_per_minute: float | None, now: float) -> None:
+    def __init__(self, requests_per_minute: float | None, tokens_per_minute: float | None) -> None:
         self.limits = requests_per_minute, tokens_per_minute
-        self._requests = None if requests_per_minute is None else TokenBucket(requests_per_minute, now)
-        self._tokens = None if tokens_per_minute is None else TokenBucket(tokens_per_minute, now)
+        self._requests = None if requests_per_minute is None else TokenBucket(requests_per_minute / 60)
+        self._tokens = None if tokens_per_minute is None else TokenBucket(tokens_per_minute / 60)
 
     def wait_s(self, now: float) -> tuple[float, str]:
         """Seconds until one more request may come, and the name of the rate that is used up; 0 if it may come now."""

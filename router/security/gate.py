@@ -155,7 +155,7 @@ class Gate:
         limits = key.requests_per_minute, key.tokens_per_minute
         rates = self._rates.get(key.name)
         if rates is None or rates.limits != limits:
-            rates = self._rates[key.name] = Rates(*limits, self._clock())
+            rates = self._rates[key.name] = Rates(*limits)
         return Caller(
             name=key.name,
             tenant=key.charged_tenant,

@@ -11,15 +11,13 @@ from holdfast.router.api.grpc import standard_services as health
 from holdfast.router.api.http.server import HttpServer
 from holdfast.router.config import LimitsConfig
 from holdfast.router.overload.overload import Overload
-from holdfast.worker.wire.loopback import host_port
+from holdfast.worker.wire.loopback import LOOPBACK, host_port
 from holdfast.worker.wire.tls import ServerTls, add_port
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 logger = logging.getLogger(__name__)
-
-LOOPBACK = "127.0.0.1"
 
 
 class Ports:

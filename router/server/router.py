@@ -37,15 +37,15 @@ from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.requests.request_stats import SlowRequests
 from holdfast.router.security.gate import Gate
-from holdfast.router.server.ports import LOOPBACK, Ports
+from holdfast.router.server.ports import Ports
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.config import ServiceOrderConfig, TelemetryConfig
 from holdfast.worker.log_level import PACKAGE, set_log_level
-from holdfast.worker.wall_clock import WallClock
-from holdfast.worker.wire.certificates import Certificates
+from holdfast.worker.timers import WallClock
 from holdfast.worker.wire.link_security import UNSECURED, LinkSecurity
-from holdfast.worker.wire.tls import ServerTls
+from holdfast.worker.wire.loopback import LOOPBACK
+from holdfast.worker.wire.tls import Certificates, ServerTls
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer

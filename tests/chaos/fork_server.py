@@ -27,7 +27,7 @@ import torch
 
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.serve.crash_journal import CrashJournals
-from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
+from holdfast.cluster.serve.member_process import ProcessEnd, end_when_out_of_memory
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.links.replica_directory import DirectoryView, ReplicaEndpoint
 from holdfast.router.requests.reading_journal import HUNG_S, TURN_S

@@ -10,9 +10,10 @@ from contextlib import suppress
 
 import torch
 
+from benchmarks.free_port import pick_port
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.rendezvous import Rendezvous
-from holdfast.worker.distributed.tensor_parallel import DistributedGroup, Message, SingleRank, pick_port
+from holdfast.worker.distributed.tensor_parallel import DistributedGroup, Message, SingleRank
 from holdfast.worker.engine.model_runner import ModelRunner, follow
 
 logger = logging.getLogger(__name__)

@@ -17,11 +17,12 @@ import pytest
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.progress_bars import progress
-from holdfast.cluster.serve.local import LOOPBACK, share_cores
+from holdfast.cluster.serve.local import share_cores
 from holdfast.cluster.serve.serving import serving
 from holdfast.cluster.serve.start_up import Serving
 from holdfast.worker.config import CacheConfig, ParallelConfig
 from holdfast.worker.errors import ReplicaError
+from holdfast.worker.wire.loopback import LOOPBACK
 from tests import loops
 from tests.chaos.kinds import KINDS
 from tests.chaos.load import Load, steady_load

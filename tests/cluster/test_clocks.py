@@ -7,9 +7,8 @@ from time import monotonic, sleep
 
 import pytest
 
-from holdfast.cluster.simulate.kernel.clock import SettableClock
 from holdfast.cluster.simulate.kernel.network import Network
-from holdfast.cluster.simulate.kernel.process import Process
+from holdfast.cluster.simulate.kernel.process import Process, SettableClock
 from holdfast.cluster.simulate.kernel.timeline import Timeline
 from holdfast.router.dispatch.dispatch_host import Clock
 from tests.loops import LOOPS, runner

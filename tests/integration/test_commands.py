@@ -13,8 +13,8 @@ from contextlib import suppress
 import psutil
 import pytest
 
+from benchmarks.free_port import pick_port
 from holdfast.cluster.client.async_client import AsyncClient
-from holdfast.worker.distributed.tensor_parallel import pick_port
 from holdfast.worker.request import FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cluster.serve.serve_port import ON_ONE_THREAD, VARIABLE
+from holdfast.cluster.serve.member_process import ON_ONE_THREAD, VARIABLE
 from tests.k8s.rendering import ROOT
 
 HADOLINT = Path(sys.executable).parent / "hadolint"

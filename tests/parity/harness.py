@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from benchmarks.free_port import pick_port
 from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
 from holdfast.worker.distributed.rendezvous import Rendezvous
-from holdfast.worker.distributed.tensor_parallel import DistributedGroup, SingleRank, pick_port
+from holdfast.worker.distributed.tensor_parallel import DistributedGroup, SingleRank
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner, follow
 from holdfast.worker.replica.rank import run_rank
 from holdfast.worker.request import EngineRequest, TokenLogprob

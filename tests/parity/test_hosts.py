@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import pytest
 
+from benchmarks.static_directory import StaticDirectory
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.offline.inference_engine import InferenceEngine
@@ -22,7 +23,7 @@ from holdfast.cluster.offline.local_router import REPLICA_ID
 from holdfast.cluster.offline.outputs import RequestOutput, by_token_id
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.generation import Generation
-from holdfast.router.links.replica_directory import ReplicaEndpoint, StaticDirectory
+from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.router.server.router import Router
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import CacheConfig, HealthConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.draws import DrawParams
-from holdfast.worker.executors.logprobs import log_softmax
+from holdfast.worker.executors.step_sampler import log_softmax
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.step_plan import PromptLogprobParams
 

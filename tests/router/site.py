@@ -10,8 +10,9 @@ import grpc
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
+from benchmarks.static_directory import StaticDirectory
 from holdfast.router.config import LimitsConfig, OverloadConfig, RouterConfig
-from holdfast.router.links.replica_directory import ReplicaEndpoint, StaticDirectory
+from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.router.server.router import Router
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.v1 import inference_pb2, inference_pb2_grpc

@@ -1,9 +1,9 @@
-"""Direct TCP connections between the ranks of one replica, for activations on CPUs.
+"""Direct TCP connections between the ranks of one replica, for the leader's orders and for activations on CPUs.
 
 The all-reduce of one decoded token is a few hundred bytes, and there are two in every layer. A library with threads of
 its own would have to wake them on both sides for each; a blocking send and receive on the calling thread needs none.
-Each message begins with the exchange's number and size: ranks that are out of step fail, and never add what does not
-belong together.
+Each message begins with the kind, number and size of its collective: ranks that are out of step fail, and never add
+what does not belong together, nor obey what is no order.
 """
 
 import os
@@ -11,7 +11,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -24,21 +24,27 @@ LARGEST_BYTES: Final = 2**16
 """Fits the kernel's buffers on both sides, so that all ranks may send before any receives."""
 
 _BUFFER_BYTES: Final = 2 * LARGEST_BYTES
-_HEAD: Final = struct.Struct("=qq")
-"""The number of an exchange, counted from 1, and its bytes."""
+_HEAD: Final = struct.Struct("=cqq")
+"""The kind of a collective, its number, counted from 1, and its bytes."""
+
+_KINDS: Final = {b"x": "exchange", b"o": "order"}
+_EXCHANGE, _ORDER = _KINDS
+_SPIN_S: Final = 500e-6
 
 
 class PeerSockets:
-    """One connection to every other rank."""
+    """One connection to every other rank. All ranks make the same calls, in the same order."""
 
     def __init__(self, connections: Mapping[int, socket.socket], timeout_s: float) -> None:
-        """`connections` by rank. An exchange gives up when nothing has moved for `timeout_s`."""
+        """`connections` by rank. An exchange gives up when nothing has moved for `timeout_s`, and so does the leader's
+        end of an order.
+        """
         self._peers = dict(connections)
         self._timeout_s = timeout_s
         self._number = 0
         self._their_head = memoryview(bytearray(_HEAD.size))
         for connection in self._peers.values():
-            tune(connection, timeout_s)
+            _tune(connection, timeout_s)
 
     def exchange(self, x: Tensor) -> list[Tensor]:
         """Every rank's `x`, in rank order. `x` is contiguous, on the CPU, and of the same shape on all ranks.
@@ -46,8 +52,7 @@ class PeerSockets:
         Raises OSError when a peer is gone, silent for longer than the timeout, or at another exchange.
         """
         mine = _bytes_of(x)
-        self._number += 1
-        head = _HEAD.pack(self._number, len(mine))
+        head = self._next_head(_EXCHANGE, len(mine))
         if len(mine) > LARGEST_BYTES:
             return self._exchange_large(x, head, mine)
         for connection in self._peers.values():
@@ -87,9 +92,33 @@ class PeerSockets:
                     del transfers[descriptor]
         return parts
 
+    def send(self, order: NDArray[np.int64]) -> None:
+        """The leader's. Returns once the order is on its way to every rank. Raises OSError when one is gone, or takes
+        none for longer than the timeout.
+        """
+        message = self._next_head(_ORDER, order.nbytes) + order.tobytes()
+        for connection in self._peers.values():
+            connection.sendall(message)
+
+    def receive(self) -> NDArray[np.int64]:
+        """The leader's next order; blocks for however long it takes. Raises OSError when the leader is gone, or at
+        something else.
+        """
+        leader, head = self._peers[0], self._their_head
+        _fill(leader, head[_begun(leader, head) :])
+        num_bytes: int = _HEAD.unpack(head)[2]
+        _check_head(0, head, self._next_head(_ORDER, num_bytes))
+        order = np.empty(num_bytes // 8, dtype=np.int64)
+        _fill(leader, order.view(np.uint8).data)
+        return order
+
     def close(self) -> None:
         for connection in self._peers.values():
             connection.close()
+
+    def _next_head(self, kind: bytes, num_bytes: int) -> bytes:
+        self._number += 1
+        return _HEAD.pack(kind, self._number, num_bytes)
 
 
 def _bytes_of(x: Tensor) -> memoryview:
@@ -135,19 +164,21 @@ def _after(parts: list[memoryview], count: int) -> list[memoryview]:
 
 def _check_head(peer: int, theirs: memoryview, mine: bytes) -> None:
     if theirs != mine:
-        their_number, their_bytes = _HEAD.unpack(theirs)
-        number, num_bytes = _HEAD.unpack(mine)
         raise ConnectionAbortedError(
-            f"ranks are out of step: rank {peer} is at exchange {their_number} of {their_bytes} bytes, "
-            f"this rank at {number} of {num_bytes}"
+            f"ranks are out of step: rank {peer} is at {_described(theirs)}, this rank at {_described(mine)}"
         )
+
+
+def _described(head: memoryview | bytes) -> str:
+    kind, number, num_bytes = _HEAD.unpack(head)
+    return f"{_KINDS.get(kind, 'no collective')} {number} of {num_bytes} bytes"
 
 
 def _gone(peer: int) -> ConnectionResetError:
     return ConnectionResetError(f"rank {peer} has closed its connection")
 
 
-def tune(connection: socket.socket, timeout_s: float) -> None:
+def _tune(connection: socket.socket, timeout_s: float) -> None:
     """Blocking calls that the kernel ends: Python's own timeouts would cost a poll before each."""
     connection.settimeout(None)
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
@@ -158,61 +189,26 @@ def tune(connection: socket.socket, timeout_s: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-_SPIN_S: Final = 500e-6
-_LENGTH: Final = struct.Struct("=q")
-
-
-class OrderSockets:
-    """The leader's connections, or another rank's one to the leader."""
-
-    def __init__(self, connections: Collection[socket.socket], timeout_s: float) -> None:
-        """A send gives up after `timeout_s`."""
-        self._peers = list(connections)
-        for connection in self._peers:
-            tune(connection, timeout_s)
-
-    def send(self, order: NDArray[np.int64]) -> None:
-        """Returns once the order is on its way to every rank. Raises OSError when one is gone, or takes none for longer
-        than the timeout.
-        """
-        message = _LENGTH.pack(order.nbytes) + order.tobytes()
-        for connection in self._peers:
-            connection.sendall(message)
-
-    def receive(self) -> NDArray[np.int64]:
-        """The next order; blocks for however long it takes. Raises OSError when the leader is gone."""
-        connection = self._peers[0]
-        head = memoryview(bytearray(_LENGTH.size))
-        _fill(connection, head[_begun(connection, head) :])
-        order = np.empty(_LENGTH.unpack(head)[0] // 8, dtype=np.int64)
-        _fill(connection, order.view(np.uint8).data)
-        return order
-
-    def close(self) -> None:
-        for connection in self._peers:
-            connection.close()
-
-
-def _begun(connection: socket.socket, head: memoryview) -> int:
+def _begun(leader: socket.socket, head: memoryview) -> int:
     """Looks for the next order without sleeping, but not for long; ranks that share a core take turns. Its bytes."""
     end = time.perf_counter() + _SPIN_S
     while time.perf_counter() < end:
         try:
-            return _checked(connection.recv_into(head, 0, socket.MSG_DONTWAIT))
+            return _checked(leader.recv_into(head, 0, socket.MSG_DONTWAIT))
         except BlockingIOError:
             os.sched_yield()
     return 0
 
 
-def _fill(connection: socket.socket, left: memoryview) -> None:
+def _fill(leader: socket.socket, left: memoryview) -> None:
     while left:
         try:
-            left = left[_checked(connection.recv_into(left)) :]
+            left = left[_checked(leader.recv_into(left)) :]
         except BlockingIOError:  # the connection's timeout is that of sums: an order may take longer
             continue
 
 
 def _checked(count: int) -> int:
     if not count:
-        raise ConnectionResetError("the leader has closed its connection")
+        raise _gone(0)
     return count

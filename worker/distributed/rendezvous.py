@@ -1,20 +1,21 @@
-"""Rendezvous of a replica's ranks: where the leader listens, and the handshake that shows who knows the secret.
+"""Rendezvous of a replica's ranks: who calls whom until each rank has a connection to every other one.
 
-Both ends of each connection between ranks prove by HMAC that they know the replica's secret, which itself is never
-sent.
+Ranks call the leader and say where they listen themselves; when all have come, the leader tells everyone where the
+others are. Nothing listens any more after that. Both ends of each connection prove by HMAC that they know the replica's
+secret, which itself is never sent.
 """
 
 import hashlib
 import hmac
+import json
 import secrets
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, Self
 
 HELLO_TIMEOUT_S: Final = 5.0
 """A caller that has not sent its hello after so long is no rank, or calls again."""
@@ -24,8 +25,11 @@ MAX_CALLERS: Final = 64
 
 _RETRY_S: Final = 0.05
 _NONCE_BYTES: Final = 32
-_HELLO: Final = struct.Struct(f"!8si{_NONCE_BYTES}s32s")
-"""Purpose, rank, nonce and proof of a caller."""
+_HELLO: Final = struct.Struct(f"!i{_NONCE_BYTES}s32s")
+"""Rank, nonce and proof of a caller."""
+
+_LENGTH: Final = struct.Struct("!I")
+_MAX_MESSAGE_BYTES: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +50,89 @@ class Rendezvous:
         return f"{self.host}:{self.port}"
 
 
-class Caller(NamedTuple):
-    """What a connection is for, and the rank at its other end."""
+@dataclass(slots=True)
+class Connections:
+    """Of one rank to the others."""
 
-    purpose: str
-    """At most 8 ASCII characters."""
-    rank: int
+    peers: dict[int, socket.socket] = field(default_factory=dict)
+    """By rank, in order."""
+    notice: str = ""
+    """What the leader had to tell."""
+
+    def close(self) -> None:
+        for connection in self.peers.values():
+            connection.close()
+
+
+def meet(
+    rank: int,
+    size: int,
+    rendezvous: Rendezvous,
+    timeout_s: float,
+    *,
+    listener: "RankListener | None" = None,
+    notice: Callable[[], str] = str,
+) -> Connections:
+    """Connects this rank to the others of its replica. Blocking; all ranks call it.
+
+    The leader may bring a `listener` that is open already, which is closed then, and a `notice` for the others, which
+    is asked for when all have come. Raises OSError or TimeoutError when not all are connected after `timeout_s`.
+    """
+    made = Connections()
+    try:
+        if rank == 0:
+            with listener or RankListener(rendezvous.host, rendezvous.port) as listening:
+                _lead(size, rendezvous, listening, timeout_s, made, notice)
+        else:
+            _follow(rank, size, rendezvous, timeout_s, made)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _lead(
+    size: int,
+    rendezvous: Rendezvous,
+    listener: "RankListener",
+    timeout_s: float,
+    made: Connections,
+    notice: Callable[[], str],
+) -> None:
+    made.peers.update(listener.accept(range(1, size), rendezvous.secret, timeout_s))
+    addresses = []
+    for connection in made.peers.values():
+        connection.settimeout(timeout_s)
+        addresses.append(_receive(connection))
+    made.notice = notice()
+    for connection in made.peers.values():
+        _send(connection, {"addresses": addresses, "notice": made.notice})
+
+
+def _follow(rank: int, size: int, rendezvous: Rendezvous, timeout_s: float, made: Connections) -> None:
+    secret, leader = rendezvous.secret, (rendezvous.host, rendezvous.port)
+    made.peers[0] = call(*leader, rank, secret, timeout_s)
+    made.peers[0].settimeout(timeout_s)
+    host = own_address(*leader)
+    with RankListener(host) as listener:
+        _send(made.peers[0], [host, listener.port])
+        told = _receive(made.peers[0])
+        for peer, (host, port) in enumerate(told["addresses"][: rank - 1], 1):
+            made.peers[peer] = call(host, port, rank, secret, timeout_s)
+        made.peers.update(listener.accept(range(rank + 1, size), secret, timeout_s))
+    made.notice = str(told["notice"])
+
+
+def _send(connection: socket.socket, message: object) -> None:
+    text = json.dumps(message).encode()
+    connection.sendall(_LENGTH.pack(len(text)) + text)
+
+
+def _receive(connection: socket.socket) -> Any:
+    (length,) = _LENGTH.unpack(_received(connection, _LENGTH.size))
+    if length > _MAX_MESSAGE_BYTES:
+        raise ConnectionError(f"a rank's message of {length} bytes is longer than {_MAX_MESSAGE_BYTES}")
+    return json.loads(_received(connection, length))
 
 
 class RankListener:
@@ -67,10 +148,10 @@ class RankListener:
     def port(self) -> int:
         return int(self._socket.getsockname()[1])
 
-    def accept(self, wanted: Collection[Caller], secret: str, timeout_s: float) -> dict[Caller, socket.socket]:
-        """A connection from each caller that is `wanted`. Others are closed, whatever they send or do not send.
+    def accept(self, wanted: Collection[int], secret: str, timeout_s: float) -> dict[int, socket.socket]:
+        """A connection from each `wanted` rank, in their order. Others are closed, whatever they send or do not send.
 
-        Raises TimeoutError when a caller has not come after `timeout_s`.
+        Raises TimeoutError when a rank has not come after `timeout_s`.
         """
         with selectors.DefaultSelector() as selector:
             arrivals = _Arrivals(self._socket, selector, wanted, secret)
@@ -82,7 +163,7 @@ class RankListener:
                 raise
             finally:
                 arrivals.close()
-            return arrivals.found
+            return {rank: arrivals.found[rank] for rank in wanted}
 
     def close(self) -> None:
         self._socket.close()
@@ -107,9 +188,9 @@ class _Arrivals:
     """Callers of one listener, read side by side: one that is silent, slow or gone holds up no other."""
 
     def __init__(
-        self, listener: socket.socket, selector: selectors.BaseSelector, wanted: Collection[Caller], secret: str
+        self, listener: socket.socket, selector: selectors.BaseSelector, wanted: Collection[int], secret: str
     ) -> None:
-        self.found: dict[Caller, socket.socket] = {}
+        self.found: dict[int, socket.socket] = {}
         self._listener, self._selector, self._wanted, self._secret = listener, selector, wanted, secret
         self._open: dict[socket.socket, _Arrival] = {}
         selector.register(listener, selectors.EVENT_READ)
@@ -118,7 +199,7 @@ class _Arrivals:
         while len(self.found) < len(self._wanted):
             now_s = time.monotonic()
             if now_s >= end_s:
-                missing = sorted({caller.rank for caller in self._wanted if caller not in self.found})
+                missing = [rank for rank in self._wanted if rank not in self.found]
                 raise TimeoutError(f"rank {', '.join(map(str, missing))} did not come in time")
             self._expire(now_s)
             until_s = min([end_s, *(arrival.until_s for arrival in self._open.values())])
@@ -163,11 +244,10 @@ class _Arrivals:
             self._judge(connection, arrival)
 
     def _judge(self, connection: socket.socket, arrival: _Arrival) -> None:
-        purpose, rank, nonce, proof = _HELLO.unpack(arrival.received)
-        claimed = _claim(purpose, rank, arrival.challenge, nonce)
-        caller = Caller(purpose.rstrip(b"\0").decode("ascii", "replace"), rank)
+        rank, nonce, proof = _HELLO.unpack(arrival.received)
+        claimed = _claim(rank, arrival.challenge, nonce)
         is_known = hmac.compare_digest(proof, _proof(self._secret, b"call", claimed))
-        if not is_known or caller not in self._wanted or caller in self.found:
+        if not is_known or rank not in self._wanted or rank in self.found:
             self._drop(connection)
             return
         try:
@@ -178,7 +258,7 @@ class _Arrivals:
         self._selector.unregister(connection)
         del self._open[connection]
         connection.setblocking(True)
-        self.found[caller] = connection
+        self.found[rank] = connection
 
     def _expire(self, now_s: float) -> None:
         for connection, arrival in list(self._open.items()):
@@ -191,8 +271,8 @@ class _Arrivals:
         connection.close()
 
 
-def call(host: str, port: int, caller: Caller, secret: str, timeout_s: float) -> socket.socket:
-    """A connection to a listener of another rank, which has shown that it knows the secret too.
+def call(host: str, port: int, rank: int, secret: str, timeout_s: float) -> socket.socket:
+    """This rank's connection to the listener of another one, which has shown that it knows the secret too.
 
     Calls again where nobody listens yet, or the connection is lost in the handshake. Raises TimeoutError after
     `timeout_s`, PermissionError where the other end does not know the secret.
@@ -200,7 +280,7 @@ def call(host: str, port: int, caller: Caller, secret: str, timeout_s: float) ->
     end_s = time.monotonic() + timeout_s
     while True:
         try:
-            return _call_once(host, port, caller, secret, end_s - time.monotonic())
+            return _call_once(host, port, rank, secret, end_s - time.monotonic())
         except PermissionError:
             raise
         except OSError as error:
@@ -209,15 +289,14 @@ def call(host: str, port: int, caller: Caller, secret: str, timeout_s: float) ->
             time.sleep(_RETRY_S)
 
 
-def _call_once(host: str, port: int, caller: Caller, secret: str, timeout_s: float) -> socket.socket:
+def _call_once(host: str, port: int, rank: int, secret: str, timeout_s: float) -> socket.socket:
     connection = socket.create_connection((host, port), max(_RETRY_S, timeout_s))
     try:
-        challenge, nonce = received(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
-        purpose = caller.purpose.encode().ljust(8, b"\0")
-        claimed = _claim(purpose, caller.rank, challenge, nonce)
-        connection.sendall(_HELLO.pack(purpose, caller.rank, nonce, _proof(secret, b"call", claimed)))
+        challenge, nonce = _received(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+        claimed = _claim(rank, challenge, nonce)
+        connection.sendall(_HELLO.pack(rank, nonce, _proof(secret, b"call", claimed)))
         expected = _proof(secret, b"answer", claimed)
-        if not hmac.compare_digest(received(connection, len(expected)), expected):
+        if not hmac.compare_digest(_received(connection, len(expected)), expected):
             raise PermissionError(f"what listens at {host}:{port} does not know the replica's secret")
         connection.settimeout(None)
     except BaseException:
@@ -234,7 +313,7 @@ def own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def received(connection: socket.socket, count: int) -> bytes:
+def _received(connection: socket.socket, count: int) -> bytes:
     """The next `count` bytes. Raises OSError where the other end closes before."""
     parts = bytearray()
     while len(parts) < count:
@@ -245,15 +324,9 @@ def received(connection: socket.socket, count: int) -> bytes:
     return bytes(parts)
 
 
-def _claim(purpose: bytes, rank: int, challenge: bytes, nonce: bytes) -> bytes:
-    return purpose + struct.pack("!i", rank) + challenge + nonce
+def _claim(rank: int, challenge: bytes, nonce: bytes) -> bytes:
+    return struct.pack("!i", rank) + challenge + nonce
 
 
 def _proof(secret: str, side: bytes, claim: bytes) -> bytes:
     return hmac.digest(secret.encode(), side + b"\0" + claim, hashlib.sha256)
-
-
-def close_all(connections: Collection[socket.socket]) -> None:
-    for connection in connections:
-        with suppress(OSError):
-            connection.close()

@@ -5,7 +5,7 @@ message nor on its place in it. Half types are added in float32 and rounded once
 """
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Literal, Protocol
@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore  # torch.distributed has it from there, in PyTorch 2.13
 
-from holdfast.worker.distributed.peer_sockets import OrderSockets, PeerSockets
-from holdfast.worker.distributed.rank_meeting import meet
-from holdfast.worker.distributed.rendezvous import RankListener, Rendezvous
+from holdfast.worker.distributed.peer_sockets import PeerSockets
+from holdfast.worker.distributed.rendezvous import RankListener, Rendezvous, meet
 from holdfast.worker.errors import ReplicaError
 
 Message = NDArray[np.int64]
@@ -106,9 +105,9 @@ _LOST = _RankLoss("a rank of the replica was lost")
 class DistributedGroup(TensorParallelGroup):
     """Ranks in processes of their own. All of them prove to each other that they know the secret of the rendezvous.
 
-    Orders travel over sockets of their own (`peer_sockets.py`), and so do activations in main memory
-    (`peer_sockets.py`). On GPUs activations go over NCCL; then there is one group per process at a time, since
-    torch.distributed's default group belongs to the process.
+    Orders and activations in main memory go over one connection to each rank (`peer_sockets.py`), and activations on
+    GPUs over NCCL; then there is one group per process at a time, since torch.distributed's default group belongs to
+    the process.
     """
 
     def __init__(
@@ -132,7 +131,6 @@ class DistributedGroup(TensorParallelGroup):
         self.size = size
         self.data_timeout_s = data_timeout_s
         self._has_nccl = backend == "nccl"
-        self._gather: Callable[[Tensor], list[Tensor]] = self._collect if self._has_nccl else self._exchange
         with _RankLoss(f"rank {rank} of {size} could not join its replica at {rendezvous}"):
             self._join(rendezvous, torch.device(device), listener, start_timeout_s)
 
@@ -147,7 +145,6 @@ class DistributedGroup(TensorParallelGroup):
             return "" if store is None else str(store.port)
 
         met = meet(self.rank, self.size, rendezvous, start_timeout_s, listener=listener, notice=notice)
-        self._orders = OrderSockets(met.orders.values(), self.data_timeout_s)
         self._sockets = PeerSockets(met.peers, self.data_timeout_s)
         if self._has_nccl:
             limit = timedelta(seconds=start_timeout_s)
@@ -182,9 +179,9 @@ class DistributedGroup(TensorParallelGroup):
     def broadcast(self, message: Message | None) -> Message:
         with _LOST:
             if self.rank > 0:
-                return self._orders.receive()
+                return self._sockets.receive()
             assert message is not None, "a leader broadcasts a message"
-            self._orders.send(message)
+            self._sockets.send(message)
             return message
 
     def abort(self) -> None:
@@ -194,19 +191,14 @@ class DistributedGroup(TensorParallelGroup):
                 dist.distributed_c10d._abort_process_group()
 
     def close(self) -> None:
-        self._orders.close()
         self._sockets.close()
         if self._has_nccl:
             dist.destroy_process_group()
 
-    def _exchange(self, x: Tensor) -> list[Tensor]:
-        """Every rank's `x`, each sent straight to each."""
-        return self._sockets.exchange(x)
-
-    def _collect(self, x: Tensor) -> list[Tensor]:
-        """Every rank's `x`, by NCCL into one tensor, without copies; what lies in main memory goes over sockets."""
+    def _gather(self, x: Tensor) -> list[Tensor]:
+        """Every rank's `x`: sent straight to each from main memory; on GPUs by NCCL into one tensor, without copies."""
         if x.device.type == "cpu":
-            return self._exchange(x)
+            return self._sockets.exchange(x)
         together = x.new_empty((self.size, *x.shape))
         dist.all_gather_into_tensor(together, x)
         return list(together.unbind(0))
@@ -239,10 +231,3 @@ def ordered_sum(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         total += part
     return total.to(parts[0].dtype)
-
-
-def pick_port(host: str = "127.0.0.1") -> int:
-    """A TCP port of this host that is free at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

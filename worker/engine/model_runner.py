@@ -19,9 +19,8 @@ from holdfast.worker.engine.grammar_masks import GrammarMasks, WaitedMasks
 from holdfast.worker.engine.self_check import SelfCheck
 from holdfast.worker.engine.step_results import dead_ends, fitting, prompts_of, sampled_result, step_result
 from holdfast.worker.errors import CallerError, ConfigurationError, ReplicaError, UnsupportedModelError
-from holdfast.worker.executors.logprobs import ChosenLogprobs
 from holdfast.worker.executors.mapped_files import trim_heap
-from holdfast.worker.executors.step_sampler import HeadOutput, OverlappingSampler, StepSampler
+from holdfast.worker.executors.step_sampler import ChosenLogprobs, HeadOutput, OverlappingSampler, StepSampler
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.models.backend import BlockCache
 from holdfast.worker.models.checks import first_line
@@ -30,7 +29,7 @@ from holdfast.worker.models.memory import WAYS_OUT, is_failed_allocation, memory
 from holdfast.worker.models.model import choose_device
 from holdfast.worker.models.native_backend import OverlappingExecutor
 from holdfast.worker.process_memory import readable_bytes
-from holdfast.worker.progress import ProgressCounter
+from holdfast.worker.progress import ProgressCounter, Report
 from holdfast.worker.step_plan import StepPlan, StepResult, draws_of, plain_draws_of
 
 
@@ -60,9 +59,6 @@ def read_reload(message: Message) -> tuple[str, str]:
 
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[str, int, int], None]
-"""Called as `progress(phase, done, total)`; phases are `load`, `pack` and `check`."""
 
 _T = TypeVar("_T")
 
@@ -97,7 +93,7 @@ class ModelRunner:
         cls,
         config: WorkerConfig,
         group: TensorParallelGroup,
-        progress: Progress | None = None,
+        progress: Report | None = None,
         device: torch.device | None = None,
     ) -> "ModelRunner":
         """Loads this rank's share of the model and checks it. All ranks of the group call this together; blocking.

@@ -4,8 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
-from holdfast.worker.executors.logprobs import ChosenLogprobs
-from holdfast.worker.executors.step_sampler import HeadOutput, Sampled, StepSampler
+from holdfast.worker.executors.step_sampler import ChosenLogprobs, HeadOutput, Sampled, StepSampler
 from holdfast.worker.grammar_matchers import NONE_FITS
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.step_plan import DEAD_END, PromptLogprobParams, StepPlan, StepResult, draws_of

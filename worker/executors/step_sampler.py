@@ -1,13 +1,24 @@
-"""Step sampler: all that a step reads off its logits, as one interface."""
+"""Step sampler: all that a step reads off its logits, as one interface; draws as records of plain numbers, in which
+samplers that are no Python take them; and log-probabilities of tokens that requests name.
+
+The latter are taken from the logits as the model gave them, and do not affect a draw. The softmax is taken in float64
+and rounded once, so a row does not depend on the others.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from struct import Struct
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.worker.draws import DrawParams
+from holdfast.worker.draws import DRAW_PARAMETERS, DRAW_TYPES, DrawParams
 from holdfast.worker.request import TokenLogprob
+from holdfast.worker.sampling_params import GREEDY_TEMPERATURE, PARAMETERS
 from holdfast.worker.step_plan import PromptLogprobParams
 
 
@@ -85,3 +96,117 @@ class OverlappingSampler(Protocol):
     def collect(self, drawing: Any) -> Sampled:
         """What the oldest draws that were launched and not collected come to. Waits for no step after them."""
         ...
+
+
+RECORD: Final = Struct(f"@{''.join(DRAW_TYPES.values())}0q")
+"""A draw, as `DRAW_TYPES` says; at its end padding to whole 64 bits."""
+
+_parameters: Final = attrgetter(*DRAW_PARAMETERS)
+_NEUTRAL: Final = tuple(PARAMETERS[name].default or 0 for name in DRAW_PARAMETERS)
+
+NONE: Final = -1
+NUMERICS: Final = "draws-3"
+"""The arithmetic that a record is drawn by: the same tokens and log-probabilities from equal logits, to the bit."""
+
+
+def draw_record(params: DrawParams, edits: int = NONE) -> bytes:
+    sampling = params.sampling
+    is_greedy = sampling.temperature < GREEDY_TEMPERATURE
+    return RECORD.pack(
+        *_parameters(sampling),
+        *(0.0 if is_greedy else 1 / sampling.temperature, params.first_output_index, edits),
+        *(NONE if sampling.logprobs is None else params.num_logprobs, NONE),
+    )
+
+
+def given_records(prompts: Sequence[PromptLogprobParams]) -> list[bytes]:
+    """Of rows that are not drawn from, but tell the log-probability of a token."""
+    return [
+        RECORD.pack(*_NEUTRAL, 0.0, 0, NONE, wanted.num_logprobs, token)
+        for wanted in prompts
+        for token in wanted.token_ids
+    ]
+
+
+def most_logprobs(draws: Sequence[DrawParams], prompts: Sequence[PromptLogprobParams]) -> int:
+    """The largest number of best tokens that any row tells; `NONE` where no row tells anything."""
+    asked = [params.num_logprobs or 0 for params in draws if params.sampling.logprobs is not None]
+    return max([*asked, *(wanted.num_logprobs for wanted in prompts)], default=NONE)
+
+
+class SamplerOutput:
+    """What a sampler has said of the rows of a step, with and without a draw."""
+
+    def __init__(self, rows: NDArray[np.int32], top_ids: NDArray[np.int32], top_logprobs: NDArray[np.float32]) -> None:
+        """`rows` [N, 4]: token, rank, log-probability as float32, and how many of [N, most] best tokens count."""
+        self._rows = rows
+        self._logprobs = rows.view(np.float32)
+        self._top_ids = top_ids
+        self._top_logprobs = top_logprobs
+
+    def sampled(self, draws: Sequence[DrawParams]) -> Sampled:
+        """As the engine takes it."""
+        token_ids: list[int] = self._rows[:, 0].tolist()
+        num_draws = len(draws)
+        logprobs: list[TokenLogprob | None] = []
+        if any(params.sampling.logprobs is not None for params in draws):
+            logprobs = [
+                self._logprob(row) if params.sampling.logprobs is not None else None for row, params in enumerate(draws)
+            ]
+        return Sampled(
+            token_ids[:num_draws], logprobs, [self._logprob(row) for row in range(num_draws, len(token_ids))]
+        )
+
+    def _logprob(self, row: int) -> TokenLogprob:
+        token_id, rank, _, num_top = self._rows[row].tolist()
+        top = zip(self._top_ids[row, :num_top].tolist(), self._top_logprobs[row, :num_top].tolist(), strict=True)
+        return TokenLogprob(token_id=token_id, logprob=float(self._logprobs[row, 2]), rank=rank, top=tuple(top))
+
+
+_CHUNK_VALUES: Final = 2**22
+"""Logits that are worked on at a time; each takes a few words of 64 bits."""
+
+
+class ChosenLogprobs:
+    """Log-probabilities of tokens that draws name, of all rows together: taken where the logits are, read later.
+
+    They are PyTorch's on every device: a native sampler's own may differ in the last bit.
+    """
+
+    def __init__(self, rows: Sequence[int], token_ids: Sequence[Sequence[int]], values: Tensor) -> None:
+        """`values`: those of all `token_ids` in turn, float32."""
+        self._token_ids = dict(zip(rows, token_ids, strict=True))
+        self._values = values
+
+    @classmethod
+    def of(cls, logits: Tensor, draws: Sequence[DrawParams]) -> "ChosenLogprobs | None":
+        """Of the rows of `logits` [N, vocab], float32, one for each draw; None where no draw names any."""
+        rows = [row for row, params in enumerate(draws) if params.sampling.logprob_token_ids]
+        if not rows:
+            return None
+        rows_at_once, values = max(1, _CHUNK_VALUES // logits.shape[1]), list[Tensor]()
+        for start in range(0, len(rows), rows_at_once):
+            chunk = rows[start : start + rows_at_once]
+            ids = [draws[row].sampling.logprob_token_ids for row in chunk]
+            places = [(at, token_id) for at, own in enumerate(ids) for token_id in own]
+            at, columns = torch.tensor(places, device=logits.device).T
+            values.append(log_softmax(logits[chunk])[at, columns])
+        return cls(rows, [draws[row].sampling.logprob_token_ids for row in rows], torch.cat(values))
+
+    def put_into(self, logprobs: Sequence[TokenLogprob | None]) -> list[TokenLogprob | None]:
+        """What was told of each row, with the named tokens in place of the best ones."""
+        said, values = list(logprobs), iter(self._values.tolist())
+        for row, token_ids in self._token_ids.items():
+            top = tuple(zip(token_ids, values, strict=False))
+            told = said[row]
+            said[row] = None if told is None else replace(told, top=top)
+        return said
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """The log-softmax of each row, taken in float64; a row of odd length gets one more column, of no mass.
+
+    Accelerators read float64 in aligned pairs, and may sum a row that begins within a pair in another order.
+    """
+    even = torch.nn.functional.pad(logits, (0, logits.shape[1] % 2), value=float("-inf"))
+    return torch.log_softmax(even, -1, dtype=torch.float64).float()

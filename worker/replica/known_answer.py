@@ -14,6 +14,7 @@ from typing import Final
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, InternalError, InvalidRequestError, ReplicaError
 from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.replica.probe_loop import ProbeLoop
 from holdfast.worker.request import EngineRequest, FinishReason, Priority, TokenDelta, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_update import StepUpdate
@@ -112,7 +113,6 @@ class KnownAnswerCheck:
         """`on_wrong` is called on the engine's thread, with what was wrong."""
         self._engine = engine
         self._on_wrong = on_wrong
-        self._every_s = every_s
         self._info = info
         self._salt = secrets.token_hex(8)
         self.num_asked = 0
@@ -128,8 +128,7 @@ class KnownAnswerCheck:
         self._open: KnownAnswer | None = None
         """Set by whoever asks, when it is None; cleared by the engine's thread, when the question has been answered."""
         self._first: Future[KnownAnswer | None] = Future()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="known_answer_check", daemon=True)
+        self._loop = ProbeLoop("known_answer_check", every_s, self._ask_now_and_then, at_once=False)
 
     def begin(self) -> bytes:
         """Asks for the first time and waits for the answer, which is the right one from now on. Returns its digest;
@@ -159,11 +158,11 @@ class KnownAnswerCheck:
             self._engine.attach(self)
 
     def start(self) -> None:
-        self._thread.start()
+        self._loop.start()
 
     def stop(self) -> None:
         """It will not ask any more, unless it is just about to."""
-        self._stopped.set()
+        self._loop.stop()
 
     def ask(self, priority: Priority | None = None) -> bool:
         """Asks once, without waiting; False if the last question is still open. Raises if the engine has ended."""
@@ -214,7 +213,7 @@ class KnownAnswerCheck:
             self._note_rejection(rejection.error)
 
     def on_failure(self, error: HoldfastError) -> None:
-        self._stopped.set()
+        self.stop()
         if not self._first.done():
             self._first.set_exception(error)
 
@@ -248,10 +247,9 @@ class KnownAnswerCheck:
 
     # --- on its own ---
 
-    def _run(self) -> None:
-        while not self._stopped.wait(self._every_s):
-            try:
-                self.ask()
-            except HoldfastError as error:
-                logger.debug("no self-check any more, the engine has ended: %s", error)
-                return
+    def _ask_now_and_then(self) -> None:
+        try:
+            self.ask()
+        except HoldfastError as error:
+            logger.debug("no self-check any more, the engine has ended: %s", error)
+            self.stop()

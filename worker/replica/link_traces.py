@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.worker.request import EngineRequest, TokenDelta
 from holdfast.worker.step_update import StepUpdate
-from holdfast.worker.wall_clock import WallClock
+from holdfast.worker.timers import WallClock
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer

@@ -16,12 +16,13 @@ import threading
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.rendezvous import RankListener, Rendezvous
 from holdfast.worker.process_memory import loading, oom_kills, set_aside
 from holdfast.worker.replica.processes import ProcessId
+from holdfast.worker.wire.loopback import LOOPBACK
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from holdfast.worker.distributed.tensor_parallel import DistributedGroup
 
 logger = logging.getLogger(__name__)
-
-LOOPBACK: Final = "127.0.0.1"
 
 STOP_GRACE_S = 5.0
 """A rank that was told to stop and has not ended after this long is killed."""

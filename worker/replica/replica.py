@@ -17,12 +17,13 @@ from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.process_memory import loading, take_back
+from holdfast.worker.progress import Report
 from holdfast.worker.replica.gpu_stats import gpu_watch
 from holdfast.worker.replica.heartbeat_pipe import HeartbeatPipe
 from holdfast.worker.replica.known_answer import KnownAnswerCheck
+from holdfast.worker.replica.probe_loop import Watchdog
 from holdfast.worker.replica.processes import CoreWait, ProcessId
 from holdfast.worker.replica.rank import (
-    LOOPBACK,
     LocalLauncher,
     RankLauncher,
     Ranks,
@@ -31,12 +32,11 @@ from holdfast.worker.replica.rank import (
     prepare_process,
     with_device,
 )
-from holdfast.worker.replica.watchdog import Watchdog
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.scheduler.speculation import Speculation
 from holdfast.worker.scheduler.step_tuner import StepTuner
 from holdfast.worker.step_plan import StepRunner
-from holdfast.worker.wire.loopback import check_loopback
+from holdfast.worker.wire.loopback import LOOPBACK, check_loopback
 
 if TYPE_CHECKING:
     import torch
@@ -47,9 +47,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-Progress = Callable[[str, int, int], None]
-"""Called as `progress(phase, done, total)` while a replica loads."""
 
 
 def _import_apart(module: str) -> None:
@@ -99,7 +96,7 @@ class Replica:
     @classmethod
     @loading()
     def start(
-        cls, config: WorkerConfig, launcher: RankLauncher | None = None, progress: Progress | None = None
+        cls, config: WorkerConfig, launcher: RankLauncher | None = None, progress: Report | None = None
     ) -> "Replica":
         """Starts the other ranks, loads this one's share of the model, checks it, and starts the engine. Blocking.
 

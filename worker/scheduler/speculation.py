@@ -122,13 +122,13 @@ class Speculation:
         longest = min(limits.num_speculative_tokens, longest_for(num_decoding * (1 if self._model is None else 2)))
         if longest == 0 and self._model is None:  # a draft model has to note how far each sequence is
             return []
-        room = _Room(
+        budget = _DraftBudget(
             longest=longest,
             num_tokens=limits.max_num_batched_tokens - sum(num_tokens for _, num_tokens in shares),
             num_draws=self._max_num_draws - sum(num_tokens == s.num_uncomputed_tokens for s, num_tokens in shares),
             num_to_read=limits.max_num_batched_tokens,
         )
-        return [self._drafts(sequence, num_tokens, room, queues) for sequence, num_tokens in shares]
+        return [self._drafts(sequence, num_tokens, budget, queues) for sequence, num_tokens in shares]
 
     def settle(
         self, sequence: Sequence, scheduled: ScheduledSequence, gained: tuple[int, ...], queues: SequenceQueues
@@ -154,37 +154,39 @@ class Speculation:
         if self._model is not None:
             self._model.forget(sequence)
 
-    def _drafts(self, sequence: Sequence, num_tokens: int, room: "_Room", queues: SequenceQueues) -> Drafts:
-        wanted = self._num_wanted(sequence, room) if _decodes(sequence) else 0
+    def _drafts(self, sequence: Sequence, num_tokens: int, budget: "_DraftBudget", queues: SequenceQueues) -> Drafts:
+        wanted = self._num_wanted(sequence, budget) if _decodes(sequence) else 0
         if self._model is not None:
             return self._model_drafts(
-                self._model, sequence, num_tokens, self._with_slots(sequence, wanted, queues), room
+                self._model, sequence, num_tokens, self._with_slots(sequence, wanted, queues), budget
             )
         if wanted == 0 or self._proposer is None:
             return NO_DRAFTS
         guesses = self._proposer.propose(sequence, wanted)
         drafts = Drafts(token_ids=guesses[: self._with_slots(sequence, len(guesses), queues)])
-        room.take(drafts.num_tokens)
+        budget.take(drafts.num_tokens)
         return drafts
 
     def _model_drafts(
-        self, model: DraftModelProgress, sequence: Sequence, num_tokens: int, wanted: int, room: "_Room"
+        self, model: DraftModelProgress, sequence: Sequence, num_tokens: int, wanted: int, budget: "_DraftBudget"
     ) -> Drafts:
         """As `_drafts`, by the draft model. It keeps up with prompts; with outputs only when it is to guess."""
-        if room.longest == 0 or (wanted == 0 and _decodes(sequence)):
+        if budget.longest == 0 or (wanted == 0 and _decodes(sequence)):
             model.settle(sequence)
             return NO_DRAFTS
         end = sequence.num_computed_tokens + num_tokens
-        drafting = model.drafting(sequence, end, wanted, room.num_to_read)
+        drafting = model.drafting(sequence, end, wanted, budget.num_to_read)
         if drafting is None:
             return NO_DRAFTS
-        room.num_to_read -= len(drafting.token_ids)
-        room.take(drafting.num_drafts)
+        budget.num_to_read -= len(drafting.token_ids)
+        budget.take(drafting.num_drafts)
         return Drafts(drafting=drafting)
 
-    def _num_wanted(self, sequence: Sequence, room: "_Room") -> int:
+    def _num_wanted(self, sequence: Sequence, budget: "_DraftBudget") -> int:
         """How many tokens to guess: never more than could be kept, since each verification also draws one itself."""
-        longest = min(room.longest, room.num_tokens, room.num_draws, sequence.max_len - len(sequence.token_ids) - 1)
+        longest = min(
+            budget.longest, budget.num_tokens, budget.num_draws, sequence.max_len - len(sequence.token_ids) - 1
+        )
         if longest <= 0:
             return 0
         length = self._lengths.get(sequence.sequence_id)
@@ -208,7 +210,7 @@ class Speculation:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Room:
+class _DraftBudget:
     """What is left of a step for drafts."""
 
     longest: int

@@ -8,6 +8,9 @@ from typing import Final
 
 from holdfast.worker.errors import ConfigurationError
 
+LOOPBACK: Final = "127.0.0.1"
+ANY_INTERFACE: Final = "0.0.0.0"
+
 NO_PROXY: Final = ("grpc.enable_http_proxy", 0)
 """Option of a channel: it does not go by `http_proxy` and its like, which are for what lies outside of a cluster."""
 
@@ -37,7 +40,7 @@ def reaching(address: str, options: ChannelOptions) -> list[tuple[str, int]]:
     return [*options, NO_PROXY] if is_loopback(host) else list(options)
 
 
-def check_loopback(host: str = "127.0.0.1") -> None:
+def check_loopback(host: str = LOOPBACK) -> None:
     """Raises `ConfigurationError` on a machine whose loopback has no IPv4: ranks and Ray meet there, whatever address
     clients are served at.
     """

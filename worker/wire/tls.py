@@ -1,7 +1,7 @@
 """TLS from PEM files: credentials for both ends of gRPC, and contexts of the standard library. Files may be replaced.
 
 A server reads its files again when they have changed, at the next handshake; connections that there are go on. Files
-that do not fit together leave what was there before.
+that do not fit together leave what was there before. `Certificates` says when they expire.
 """
 
 import logging
@@ -9,7 +9,8 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -276,3 +277,30 @@ def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
         return f"it is no PEM, or certificate and key do not fit together ({error.reason or 'unknown'})"
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+class Certificates:
+    """As they are now: their files may be replaced."""
+
+    def __init__(self, clients: ServerTls | None, links: Tls | None) -> None:
+        """What the ports of clients show, and what this end of the links shows; None: nothing."""
+        self._clients = clients
+        self._links = links
+
+    def expiries(self) -> Mapping[str, float]:
+        """By use, in seconds since 1970."""
+        return {use: expires_s for use, (_, expires_s) in self._found().items()}
+
+    def warnings(self, now_s: float) -> tuple[str, ...]:
+        """For people: which have expired, or are about to."""
+        said = (expiry_warning(path, expires_s, now_s) for path, expires_s in self._found().values())
+        return tuple(filter(None, said))
+
+    def _found(self) -> dict[str, tuple[str, float]]:
+        found = {}
+        if self._clients is not None:
+            found["clients"] = self._clients.cert, self._clients.expires_s
+        if self._links is not None and self._links.cert is not None:
+            with suppress(OSError, ValueError):  # while it is being replaced
+                found["links"] = str(self._links.cert), first_expiry(Path(self._links.cert).read_bytes())
+        return found

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Hashable, Iterable
 
-from holdfast.cluster.simulate.kernel.clock import SettableClock
+from holdfast.cluster.simulate.kernel.process import SettableClock
 from holdfast.cluster.simulate.kernel.timeline import Violation, require
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from holdfast.cluster.client.retry_policy import RetryPolicy
-from holdfast.cluster.simulate.actors.messages import Admitted, Generate
+from holdfast.cluster.simulate.actors.messages import Admitted, Generate, Straggler
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
-from holdfast.cluster.simulate.actors.stragglers import Straggler
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.timeline import Violation, require
 from holdfast.cluster.simulate.oracle.oracle import ExpectedCompletion, expected_completion

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from holdfast.cluster.simulate.actors.loop_costs import FREE, LoopCosts
+from holdfast.cluster.simulate.actors.costly_message import FREE, LoopCosts
 from holdfast.cluster.simulate.actors.messages import DialReplica, Retiring
 from holdfast.cluster.simulate.actors.replica_link import ReplicaShape, SimulatedReplicaLink
 from holdfast.cluster.simulate.kernel.network import Connection, Network

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from holdfast.cluster.simulate.actors.loop_costs import LoopCosts
+from holdfast.cluster.simulate.actors.costly_message import LoopCosts
 from holdfast.cluster.simulate.kernel.network import Connection
 from holdfast.cluster.simulate.kernel.process import Process
 from holdfast.cluster.simulate.kernel.timeline import Violation

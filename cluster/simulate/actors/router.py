@@ -17,9 +17,8 @@ from holdfast.cluster.simulate.actors.costly_message import End
 from holdfast.cluster.simulate.actors.messages import Admitted, DialReplica, Generate, Resets, Retiring
 from holdfast.cluster.simulate.actors.replica import MODEL, SimulatedReplica
 from holdfast.cluster.simulate.actors.router_apis import ApiSettings, RouterApis
-from holdfast.cluster.simulate.kernel.clock import SettableClock
 from holdfast.cluster.simulate.kernel.network import Connection, Network
-from holdfast.cluster.simulate.kernel.process import Process
+from holdfast.cluster.simulate.kernel.process import Process, SettableClock
 from holdfast.cluster.simulate.kernel.timeline import Violation, require
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.admission import OVERFLOW

@@ -11,23 +11,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
 
-from holdfast.cluster.simulate.actors.costly_message import Decoder, Decoding, End
+from holdfast.cluster.simulate.actors.costly_message import Decoder, Decoding, End, LoopCosts
 from holdfast.cluster.simulate.actors.journal_folder import JournalFolder
-from holdfast.cluster.simulate.actors.loop_costs import LoopCosts
 from holdfast.cluster.simulate.actors.messages import Generate, Resets
-from holdfast.cluster.simulate.kernel.event_loop import ThreadPool
 from holdfast.cluster.simulate.kernel.network import Connection
 from holdfast.cluster.simulate.kernel.process import SimulatedHangSupervisor
-from holdfast.cluster.simulate.kernel.timeline import Timeline
+from holdfast.cluster.simulate.kernel.timeline import ThreadPool, Timeline
 from holdfast.router.config import LimitsConfig, OverloadConfig, RouterConfig
 from holdfast.router.dispatch.request_stream import RequestStream
 from holdfast.router.overload.byte_ledger import ByteLedger, KnownPeers, Lease
-from holdfast.router.overload.overload import Overload
-from holdfast.router.overload.overload_watch import OverloadWatch
+from holdfast.router.overload.overload import Overload, OverloadWatch
 from holdfast.router.requests.poison_watch import PoisonWatch, Reading, request_digest
 from holdfast.router.requests.reading_journal import TURN_S, LeftJournal, ReadingJournal
-from holdfast.router.security.connection_budgets import ENDING_STREAMS
-from holdfast.router.security.guarded_connections import GuardedConnections
+from holdfast.router.security.connection_budgets import ENDING_STREAMS, GuardedConnections
 from holdfast.router.wire.bounds import INLINE_BYTES
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.step_update import StepUpdate

@@ -2,7 +2,8 @@
 
 The keys and values are the tokens themselves, in real blocks, and the whole prefix is read back from them before each
 draw. So a block that is used twice, freed too early or listed in the wrong order changes the output. Everything else
-comes from the plan, as in `worker/engine/model_runner.py`.
+comes from the plan, as in `worker/engine/model_runner.py`. `PROPOSERS` are draft proposers of such a replica: the real
+n-gram lookup, one that is nearly always right, one that never is.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,10 +11,12 @@ from dataclasses import replace
 from itertools import islice
 from typing import Final
 
+from holdfast.cluster.simulate.oracle.oracle import right_token
 from holdfast.cluster.simulate.oracle.pseudo_model import (
     EOS_TOKEN_ID,
     NUM_POISON_STEPS,
     POISON_TOKEN_ID,
+    VOCAB_SIZE,
     PoisonedError,
     PseudoMatcher,
     drawn_token,
@@ -22,6 +25,9 @@ from holdfast.cluster.simulate.oracle.pseudo_model import (
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.grammar_matchers import GrammarMatchers
 from holdfast.worker.request import TokenLogprob
+from holdfast.worker.scheduler import sequence as scheduled
+from holdfast.worker.scheduler.drafters import NgramProposer
+from holdfast.worker.scheduler.speculation import Proposer
 from holdfast.worker.step_plan import BlockCopy, DecodeRows, ScheduledSequence, StepPlan, StepResult, draws_of
 
 _EMPTY: Final = b"\xff"
@@ -131,3 +137,35 @@ def run_each(plan: StepPlan, run: Callable[[StepPlan], StepResult]) -> StepResul
         token_ids = [token_id for (token_id,) in result.token_ids]
         drawn.append(token_ids)
     return StepResult(step_id=plan.step_id, token_ids=tuple(zip(*drawn, strict=True)))
+
+
+class InformedProposer:
+    """Proposes what the model will draw. Every `errs_every`th guess is wrong, by one."""
+
+    def __init__(self, errs_every: int) -> None:
+        self._errs_every = errs_every
+        self._num_guesses = 0
+
+    def propose(self, sequence: scheduled.Sequence, num_tokens: int) -> tuple[int, ...]:
+        """What the model draws next, were it not for the errors."""
+        output = bytes(sequence.token_ids[sequence.num_prompt_tokens :])
+        guesses: list[int] = []
+        for _ in range(num_tokens):
+            token_id = right_token(sequence.request, output)
+            self._num_guesses += 1
+            if self._num_guesses % self._errs_every == 0:
+                token_id = (token_id + 1) % VOCAB_SIZE
+            guesses.append(token_id)
+            output += bytes((token_id,))
+        return tuple(guesses)
+
+    def forget(self, sequence: scheduled.Sequence) -> None:
+        """It remembers nothing of a sequence."""
+
+
+PROPOSERS: Final[dict[str, Callable[[], Proposer]]] = {
+    "lookup": lambda: NgramProposer(1, 3),
+    "right": lambda: InformedProposer(errs_every=7),
+    "wrong": lambda: InformedProposer(errs_every=1),
+}
+"""By name; each call makes one that remembers nothing yet."""

@@ -20,7 +20,7 @@ from holdfast.cluster.simulate.kernel.network import Network
 from holdfast.cluster.simulate.kernel.timeline import require
 from holdfast.cluster.simulate.oracle.pseudo_model import WHOLE_TOKEN_IDS
 from holdfast.router.config import LimitsConfig
-from holdfast.router.security.api_keys import BURST_S
+from holdfast.router.token_bucket import BURST_S
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.wire.message_bounds import MAX_FIELDS

@@ -14,9 +14,8 @@ from holdfast.cluster.simulate.actors.replica import SimulatedReplica
 from holdfast.cluster.simulate.actors.replica_link import ReplicaShape
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.kernel.timeline import Violation, require
-from holdfast.cluster.simulate.oracle.proposers import PROPOSERS
 from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE
-from holdfast.cluster.simulate.oracle.pseudo_runner import PseudoRunner
+from holdfast.cluster.simulate.oracle.pseudo_runner import PROPOSERS, PseudoRunner
 from holdfast.cluster.simulate.world.attacks import Attack, draw_attack
 from holdfast.cluster.simulate.world.faults import SimulatedFault, draw_faults, draw_updates
 from holdfast.cluster.simulate.world.traffic import draw_requests, draw_storm
@@ -39,7 +38,7 @@ class Scenario:
     replica: ReplicaShape
     """What all replicas have in common."""
     proposers: list[str | None]
-    """The draft proposer of each replica (`cluster/simulate/oracle/proposers.py`); None: no drafts."""
+    """The draft proposer of each replica (`cluster/simulate/oracle/pseudo_runner.py`); None: no drafts."""
     requests: list[PlannedRequest]
     faults: list[SimulatedFault]
     attack: Attack | None

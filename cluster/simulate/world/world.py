@@ -11,16 +11,15 @@ from typing import Final
 
 from holdfast.cluster.simulate.actors.attacker import Attacker
 from holdfast.cluster.simulate.actors.client import PATIENCE_S, SimulatedClient
-from holdfast.cluster.simulate.actors.costly_message import Decoder
+from holdfast.cluster.simulate.actors.costly_message import Decoder, LoopCosts
 from holdfast.cluster.simulate.actors.journal_folder import JournalFolder
-from holdfast.cluster.simulate.actors.loop_costs import LoopCosts
 from holdfast.cluster.simulate.actors.replica import MODEL, SimulatedReplica
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.actors.router_apis import ApiSettings
 from holdfast.cluster.simulate.kernel.network import KEEPALIVE_S, Network
 from holdfast.cluster.simulate.kernel.timeline import Event, Timeline, Violation, require
-from holdfast.cluster.simulate.oracle.proposers import PROPOSERS
 from holdfast.cluster.simulate.oracle.pseudo_model import pseudo_tokenizer
+from holdfast.cluster.simulate.oracle.pseudo_runner import PROPOSERS
 from holdfast.cluster.simulate.world.attacks import (
     ENDS,
     SPREAD_S,

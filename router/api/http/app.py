@@ -28,7 +28,7 @@ from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.requests.poison_watch import PoisonWatch, end_reading
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.security.gate import Gate
-from holdfast.worker.wire.certificates import Certificates
+from holdfast.worker.wire.tls import Certificates
 
 
 class Api(Starlette):

@@ -27,7 +27,7 @@ from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.worker.errors import InvalidRequestError, ReplicaError
-from holdfast.worker.wire.certificates import Certificates
+from holdfast.worker.wire.tls import Certificates
 
 
 class StateEndpoints:

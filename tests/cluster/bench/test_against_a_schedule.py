@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import httpx
 import pytest
 
-from holdfast.cluster.bench.driver import Driver, Pace, calibrate
+from holdfast.cluster.bench.driver import Driver, LoadLimits, calibrate
 from holdfast.cluster.bench.runs import Target
 from holdfast.cluster.bench.summary import RequestRecord
 from holdfast.cluster.bench.workload import Calibration, PromptTexts, Session, Turn
@@ -106,7 +106,7 @@ async def served(serve: Callable) -> AsyncIterator[str]:
 async def by_bench(url: str, protocol: str, clock: Clock, model: str = "any", num_tokens: int = 99) -> RequestRecord:
     sender, _ = await Target.parsed(url, protocol).sender(model, {})
     session = Session(number=0, turns=(Turn(num_prompt_tokens=3, num_output_tokens=num_tokens),))
-    driver = Driver(sender, PromptTexts(0, Calibration()), Pace(concurrency=1), clock=clock)
+    driver = Driver(sender, PromptTexts(0, Calibration()), LoadLimits(concurrency=1), clock=clock)
     try:
         (record,) = await driver.run([session])
     finally:

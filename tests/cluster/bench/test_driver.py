@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from holdfast.cluster.bench.driver import Driver, Pace
+from holdfast.cluster.bench.driver import Driver, LoadLimits
 from holdfast.cluster.bench.runs import Bench, Plan
 from holdfast.cluster.bench.sender import Ask, Reply, SendFailed
 from holdfast.cluster.bench.summary import RequestRecord
@@ -45,7 +45,7 @@ def driven(make_server, sessions, **pace) -> tuple[Server, list[RequestRecord]]:
     async def main():
         server = make_server()
         loop = asyncio.get_running_loop()
-        driver = Driver(server, PromptTexts(0, Calibration()), Pace(**pace), clock=loop.time)
+        driver = Driver(server, PromptTexts(0, Calibration()), LoadLimits(**pace), clock=loop.time)
         return server, await driver.run(sessions)
 
     return run(main())

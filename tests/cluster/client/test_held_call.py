@@ -1,6 +1,6 @@
 """What a held call makes of the bytes of a stream, without any IO."""
 
-from holdfast.cluster.client.held_call import HeldCall, error_event
+from holdfast.cluster.client.resumable_call import HeldCall, error_event
 from holdfast.cluster.client.retry_policy import NEWS_S, RetryPolicy
 from holdfast.router.router_losses import ROUTERS_LOST
 

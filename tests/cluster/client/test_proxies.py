@@ -2,10 +2,10 @@
 
 import pytest
 
+from benchmarks.static_directory import StaticDirectory
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.client.transport import call_admin
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.links.replica_directory import StaticDirectory
 from holdfast.router.server.router import Router
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.wire.loopback import NO_PROXY, reaching

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from benchmarks.static_directory import StaticDirectory
 from holdfast import AsyncClient, Client, HoldingTransport
 from holdfast.cluster.commands.cli import run
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.links.replica_directory import StaticDirectory
 from holdfast.router.security.gate import UNKNOWN, Gate
 from holdfast.router.server.router import Router
 from holdfast.worker.errors import AuthenticationError, PermissionDeniedError, RateLimitError

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import httpx2
 import openai
 
+from benchmarks.static_directory import StaticDirectory
 from holdfast import HoldingTransport
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.links.replica_directory import StaticDirectory
 from holdfast.router.server.router import Router
 from holdfast.router.wire.resume_codec import MARK
 from tests.fakes import FakeReplica, byte_tokenizer

@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import Setting
-from holdfast.cluster.serve.model_settings import over_running
+from holdfast.cluster.serve.models import over_running
 from holdfast.cluster.serve.router_update import of_replica
 
 TOLD = {

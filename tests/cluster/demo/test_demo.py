@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from holdfast.cluster.demo.loss import Loss
+from holdfast.cluster.demo.run import Loss
 from holdfast.cluster.demo.streams import LinePrinter, Stream
 from holdfast.router.generation import Chunk
 from holdfast.worker.request import FinishReason

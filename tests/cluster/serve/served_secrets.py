@@ -12,10 +12,10 @@ import grpc
 import httpx
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 
+from benchmarks.static_directory import StaticDirectory
 from holdfast.cluster.serve.log_files import date_log_lines
 from holdfast.cluster.serve.security import ClusterSecurity
 from holdfast.router.config import LimitsConfig, RouterConfig, SecurityConfig
-from holdfast.router.links.replica_directory import StaticDirectory
 from holdfast.router.server.router import Router
 from holdfast.v1 import inference_pb2, inference_pb2_grpc
 from holdfast.worker.wire.tls import Tls

@@ -15,7 +15,7 @@ from holdfast.cluster.serve.crash_journal import SUFFIX, CrashJournal, CrashJour
 from holdfast.router.requests.poison_watch import FORGET_S, HUNG_S, Entry, PoisonWatch
 from holdfast.router.requests.reading_journal import NUM_PLACES
 from holdfast.worker.request import Suspicion
-from holdfast.worker.wall_clock import WallClock
+from holdfast.worker.timers import WallClock
 from tests.loops import on_each_loop
 
 DIGEST = "ab" * 16
@@ -25,7 +25,7 @@ import os, sys
 from pathlib import Path
 from holdfast.cluster.serve.crash_journal import CrashJournal
 from holdfast.worker.request import Suspicion
-from holdfast.worker.wall_clock import WallClock
+from holdfast.worker.timers import WallClock
 journal = CrashJournal(Path(sys.argv[1]))
 place = journal.enter(sys.argv[2], Suspicion[sys.argv[3]], is_known_good=False)
 journal.clear(journal.enter("00" * 16, Suspicion.NONE, is_known_good=False))

@@ -3,7 +3,7 @@
 import json
 
 from holdfast.cluster.config.config import HoldfastConfig
-from holdfast.cluster.serve.canary import Changed, Kind, Running, difference, in_order, router_difference
+from holdfast.cluster.serve.canary import Changed, ChangeKind, Running, difference, in_order, router_difference
 from holdfast.cluster.serve.router_update import of_replica, of_router, router_config
 
 
@@ -35,10 +35,10 @@ def test_each_kind_of_difference_is_one_step_and_nothing_goes_before_the_rest_is
     wanted = config(entry("a"), entry("b", max_model_len=128), entry("c", 3), entry("new", 2))
     steps = difference(now, wanted)
     assert [(step.kind, step.model) for step in steps] == [
-        (Kind.ADD, "new"),
-        (Kind.UPDATE, "b"),
-        (Kind.SCALE, "c"),
-        (Kind.REMOVE, "gone"),
+        (ChangeKind.ADD, "new"),
+        (ChangeKind.UPDATE, "b"),
+        (ChangeKind.SCALE, "c"),
+        (ChangeKind.REMOVE, "gone"),
     ]
     assert steps[1].changes == (Changed(name="model.max_model_len", before=None, after=128),)
     assert steps[2].changes == (Changed(name="cluster.replicas", before=1, after=3),)
@@ -64,7 +64,7 @@ def test_other_limits_of_scaling_are_an_update():
     now = {**entry("a"), "scaling": {"max_replicas": 4}}
     wanted = {**entry("a"), "scaling": {"max_replicas": 6}}
     (step,) = difference(running(now), config(wanted))
-    assert (step.kind, step.changes) == (Kind.UPDATE, (Changed(name="scaling.max_replicas", before=4, after=6),))
+    assert (step.kind, step.changes) == (ChangeKind.UPDATE, (Changed(name="scaling.max_replicas", before=4, after=6),))
 
 
 def test_what_an_older_release_does_not_tell_is_not_compared():
@@ -92,13 +92,13 @@ def test_routers_are_replaced_for_what_concerns_them_between_additions_and_remov
         {"limits": {"max_queued": 7}, "scheduler": {"tenant_shares": "a=2"}, "model": {"max_model_len": 64}}
     )
     (step,), fixed = router_difference(now, wanted, lambda path: False)
-    assert (step.kind, step.model, fixed) == (Kind.REPLACE, "routers", [])
+    assert (step.kind, step.model, fixed) == (ChangeKind.REPLACE, "routers", [])
     assert [change.name for change in step.changes] == ["limits.max_queued", "scheduler.tenant_shares"]
     assert step.config is not None
     assert (step.config.limits.max_queued, step.config.cluster.port) == (7, 6000)
     assert step.config.cluster.drain_timeout_s == 20.0, "what the file does not say of the cluster stays"
     steps = in_order([*difference(running(entry("a")), config(entry("b"))), step])
-    assert [one.kind for one in steps] == [Kind.ADD, Kind.REPLACE, Kind.REMOVE]
+    assert [one.kind for one in steps] == [ChangeKind.ADD, ChangeKind.REPLACE, ChangeKind.REMOVE]
 
 
 def test_of_the_cluster_only_what_is_given_counts_and_addresses_need_a_restart():

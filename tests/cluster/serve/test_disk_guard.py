@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-import pytest
-
-from holdfast.cluster.serve.disk_guard import ENOUGH_BYTES, LOW_BYTES, DiskGuard, guarded_disk
+from holdfast.cluster.serve.node_watch import ENOUGH_BYTES, LOW_BYTES, DiskGuard
 
 RESERVE = 2**20
 PLENTY = 10 * ENOUGH_BYTES
@@ -71,12 +69,3 @@ def test_a_folder_that_is_gone_is_told_and_ends_nothing(tmp_path: Path):
     said: list[str] = []
     assert not DiskGuard(tmp_path / "gone", said.append).look()
     assert "cannot be read" in said[0]
-
-
-@pytest.mark.parametrize("free", [PLENTY, 0])
-def test_nothing_is_left_behind(tmp_path: Path, free: int):
-    disk = Disk(free)
-    with guarded_disk(disk.guard(tmp_path)):
-        pass
-    assert reserve(tmp_path) == 0
-    assert len(disk.said) == (free == 0)

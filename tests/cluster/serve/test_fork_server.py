@@ -167,7 +167,7 @@ def test_without_a_fork_server_a_launcher_becomes_what_ray_starts(tmp_path: Path
 
 IDS = """
 import os, sys
-from holdfast.cluster.serve.forkable_imports import IMPORTED, import_for_forks
+from holdfast.cluster.serve.life_starter import IMPORTED, import_for_forks
 import_for_forks(IMPORTED)
 print(len(os.listdir("/proc/self/task")))
 from ray import NodeID

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.free_port import pick_port
 from holdfast.cluster.config.config import HoldfastConfig
-from holdfast.cluster.serve.front_process import FrontProcess, command_of, front_process
+from holdfast.cluster.serve.kept_process import FrontProcess, command_of, front_process, kept
 from holdfast.cluster.serve.preflight import check_ports
-from holdfast.worker.distributed.tensor_parallel import pick_port
 from holdfast.worker.errors import ConfigurationError
 
 
@@ -42,23 +42,25 @@ def test_what_cannot_work_is_refused_before_anything_starts():
 def test_a_front_that_is_killed_is_started_again_where_it_was():
     router = f"127.0.0.1:{pick_port()}"
     said: list[str] = []
-    command = [*command_of(config())[:3], "front", "--routers", router, "--port", "0"]
-    front = FrontProcess(command, said.append)
+    front = FrontProcess([*command_of(config())[:3], "front", "--routers", router, "--port", "0"])
     address, first = front.address, front.process
-    first.kill()
-    deadline_s = time.monotonic() + 60
-    while front.num_starts < 2 or front.process is first:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
-    with urllib.request.urlopen(f"http://{address}/front/metrics", timeout=10) as answer:
-        assert b"holdfast_front_open 0" in answer.read()
+    with kept(front, said.append):
+        first.kill()
+        deadline_s = time.monotonic() + 60
+        while front.process is first:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        with urllib.request.urlopen(f"http://{address}/front/metrics", timeout=10) as answer:
+            assert b"holdfast_front_open 0" in answer.read()
     front.end()
-    assert said == ["the front has ended (-9); it is started again"]
+    (line,) = said
+    assert line.startswith("the front has ended (signal 9 after ")
+    assert line.endswith(" s; clients are answered again then")
     assert front.process.poll() is not None
 
 
 def test_one_that_cannot_be_started_says_why():
     with pytest.raises(ConfigurationError, match="cannot be started"):
-        FrontProcess([*command_of(config())[:3], "front", "--routers", "ftp://x", "--port", "0"], print)
+        FrontProcess([*command_of(config())[:3], "front", "--routers", "ftp://x", "--port", "0"])
     with front_process(config(http_front_port=None), print) as address:
         assert address == ""

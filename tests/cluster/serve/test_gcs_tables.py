@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cluster.serve import gcs_keeper as gcs_tables
-from holdfast.cluster.serve.gcs_keeper import ROOM_BYTES, tables_folder
+from holdfast.cluster.serve import kept_process as gcs_tables
+from holdfast.cluster.serve.kept_process import ROOM_BYTES, tables_folder
 from holdfast.worker.replica.processes import ProcessId
 
 Usage = namedtuple("Usage", "free")

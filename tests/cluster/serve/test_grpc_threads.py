@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from holdfast.cluster.serve.serve_port import ON_ONE_THREAD, VARIABLE, read_on_one_thread
+from holdfast.cluster.serve.member_process import ON_ONE_THREAD, VARIABLE, read_on_one_thread
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from holdfast.cluster.serve.disk_guard import MemoryWatch, watched_memory
+from holdfast.cluster.serve.node_watch import MemoryWatch
 from holdfast.worker.process_memory import available_memory
 
 HELD_BYTES = 2**30
 STARVED = """
 import ray
-from holdfast.cluster.serve.disk_guard import MemoryWatch, ended_by_ray
+from holdfast.cluster.serve.node_watch import MemoryWatch, ended_by_ray
 
 ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
 watch = MemoryWatch(print, by_ray=ended_by_ray)
@@ -64,13 +64,6 @@ def test_a_count_that_cannot_be_read_for_a_while_is_not_taken_for_more():
     counts.kernel = 3
     watch.look()
     assert not counts.said
-
-
-def test_the_last_look_is_when_the_block_ends():
-    counts = Counts()
-    with watched_memory(counts.watch()):
-        counts.kernel += 1
-    assert len(counts.said) == 1
 
 
 @pytest.mark.slow

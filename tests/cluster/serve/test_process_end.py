@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from holdfast.cluster.serve.process_end import EXIT_CODE, is_out_of_memory
+from holdfast.cluster.serve.member_process import EXIT_CODE, is_out_of_memory
 
 PREPARED = """
 import logging, sys, threading
-from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
+from holdfast.cluster.serve.member_process import ProcessEnd, end_when_out_of_memory
 from holdfast.worker.errors import ReplicaError
 """
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from holdfast.cluster.serve.serve_port import on_host
+from holdfast.cluster.serve.member_process import on_host
 
 
 @pytest.mark.parametrize(

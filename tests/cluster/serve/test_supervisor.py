@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from holdfast.cluster.serve import supervisor
-from holdfast.cluster.serve.reaper import descendants
-from holdfast.cluster.serve.stop_signals import stop_signals
+from holdfast.cluster.serve.reaper import descendants, stop_signals
 from holdfast.cluster.serve.supervisor import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST
 from holdfast.router.dispatch.circuit_breaker import FORGIVEN_S, Backoff
 

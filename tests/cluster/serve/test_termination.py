@@ -6,7 +6,7 @@ import pytest
 
 PROGRAM = """
     import asyncio, ctypes, os, signal, threading
-    from holdfast.cluster.serve.process_end import end_on_sigterm
+    from holdfast.cluster.serve.member_process import end_on_sigterm
 
     async def end():
         print("ended gracefully", flush=True)

@@ -1,13 +1,14 @@
 """Capacity questions: loads are read and made up, served to the end, and the figures are those of arithmetic."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
 from holdfast.cluster.commands.cli import run
 from holdfast.cluster.load_trace import Arrival, made_up_trace, read_trace
 from holdfast.cluster.simulate.capacity.capacity import CapacityResult, ClusterShape, Service, serve
-from holdfast.cluster.simulate.capacity.capacity_report import percentile, read_step_costs, write_step_costs
+from holdfast.cluster.simulate.capacity.capacity_report import percentile, read_step_costs
 from holdfast.router.dispatch.policy import POLICIES
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import ConfigurationError
@@ -145,7 +146,7 @@ def test_a_step_model_that_makes_no_sense_is_refused(tmp_path, text):
 
 
 def test_the_command_prints_a_row_for_each_policy(tmp_path, capsys):
-    write_step_costs(tmp_path / "step.json", STEP)
+    (tmp_path / "step.json").write_text(json.dumps(asdict(STEP)))
     entry = {"arrival_s": 0.0, "num_prompt_tokens": 8, "num_output_tokens": 4}
     (tmp_path / "load.jsonl").write_text(json.dumps(entry))
     files = ["--trace", str(tmp_path / "load.jsonl"), "--step-model", str(tmp_path / "step.json")]
@@ -168,6 +169,6 @@ def test_the_command_prints_a_row_for_each_policy(tmp_path, capsys):
     ],
 )
 def test_a_load_that_cannot_be_made_up_is_refused_by_its_flag(tmp_path, capsys, flags):
-    write_step_costs(tmp_path / "step.json", STEP)
+    (tmp_path / "step.json").write_text(json.dumps(asdict(STEP)))
     assert run(["simulate", "--replicas", "2", "--step-model", str(tmp_path / "step.json"), *flags]) == 2
     assert flags[0] in capsys.readouterr().err or "--prefix-len" in flags

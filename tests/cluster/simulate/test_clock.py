@@ -2,9 +2,8 @@
 
 import random
 
-from holdfast.cluster.simulate.kernel.clock import EARLY_S, SettableClock
 from holdfast.cluster.simulate.kernel.network import Network
-from holdfast.cluster.simulate.kernel.process import Process
+from holdfast.cluster.simulate.kernel.process import EARLY_S, Process, SettableClock
 from holdfast.cluster.simulate.kernel.timeline import Timeline
 
 

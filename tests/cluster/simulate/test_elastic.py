@@ -4,12 +4,11 @@ import json
 
 import pytest
 
+from benchmarks.elastic_load import arrivals, burst, day, ramp, serve_elastic, spells
 from benchmarks.scaling import LOADS, SHAPE, SLO_TTFT_S, compared, load
 from holdfast.cluster.load_trace import Arrival, read_trace
 from holdfast.cluster.scaling.autoscaler import Autoscaler
 from holdfast.cluster.scaling.demand_book import ScalingConfig
-from holdfast.cluster.simulate.capacity.capacity_report import arrivals, burst, day, ramp, spells
-from holdfast.cluster.simulate.capacity.elastic import serve_elastic
 
 
 def test_a_burst_misses_less_at_no_more_replica_hours():

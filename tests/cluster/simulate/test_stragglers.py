@@ -3,8 +3,7 @@
 import random
 from typing import Any
 
-from holdfast.cluster.simulate.actors.messages import Generate
-from holdfast.cluster.simulate.actors.stragglers import Straggler
+from holdfast.cluster.simulate.actors.messages import Generate, Straggler
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.process import Process
 from holdfast.cluster.simulate.kernel.timeline import Timeline

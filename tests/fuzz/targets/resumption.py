@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from holdfast.cluster.client.held_call import HeldCall, error_event
+from holdfast.cluster.client.resumable_call import HeldCall, error_event
 from holdfast.cluster.client.retry_policy import RetryPolicy
 from holdfast.router.config import LimitsConfig
 from holdfast.router.resume_record import Identity

@@ -12,11 +12,12 @@ import grpc
 import httpx
 import pytest
 
+from benchmarks.static_directory import StaticDirectory
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.front.asked import RelaySettings
 from holdfast.cluster.front.front import FrontOptions, start
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.links.replica_directory import ReplicaEndpoint, StaticDirectory
+from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.router.server.router import Router
 from holdfast.v1 import inference_pb2_grpc
 from holdfast.worker.config import HealthConfig

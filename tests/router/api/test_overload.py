@@ -13,7 +13,7 @@ import pytest
 from holdfast.foreign import health_pb2, health_pb2_grpc
 from holdfast.router.api import overload_probe
 from holdfast.router.config import LimitsConfig, OverloadConfig
-from holdfast.router.overload import overload_watch
+from holdfast.router.overload import overload as overload_module
 from holdfast.router.overload.overload import OverloadAction
 from holdfast.v1 import inference_pb2, inference_pb2_grpc
 from tests.fakes import FakeReplica
@@ -60,8 +60,8 @@ async def pressed(
 ) -> AsyncIterator[Pressed]:
     resident = {"is": CALM}
     monkeypatch.setattr(overload_probe, "resident_memory", lambda: round(resident["is"] * MEMORY))
-    monkeypatch.setattr(overload_watch, "IDLE_S", 0.02)
-    monkeypatch.setattr(overload_watch, "BUSY_S", 0.02)
+    monkeypatch.setattr(overload_module, "IDLE_S", 0.02)
+    monkeypatch.setattr(overload_module, "BUSY_S", 0.02)
     # A busy machine's loop is late: these tests are of memory alone.
     config = OverloadConfig(**{"max_memory": MEMORY, "max_loop_delay_s": 1000.0} | overload)
     async with (

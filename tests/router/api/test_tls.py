@@ -12,9 +12,9 @@ import grpc
 import httpx
 import pytest
 
+from benchmarks.static_directory import StaticDirectory
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.links.replica_directory import StaticDirectory
 from holdfast.router.server.router import Router
 from holdfast.v1 import inference_pb2, inference_pb2_grpc
 from holdfast.worker.errors import ConfigurationError, ReplicaError

@@ -9,32 +9,6 @@ from holdfast.router.dispatch.circuit_breaker import (
     NUM_FAILURES_TO_REST,
     CircuitBreaker,
 )
-from holdfast.router.dispatch.failures import RetryBudget
-
-
-def test_a_budget_is_filled_by_time_and_by_submissions():
-    budget = RetryBudget(burst=2, per_s=4, share=0.5)
-    for _ in range(2):
-        assert budget.has_token(10.0)
-        budget.spend()
-    assert not budget.has_token(10.0)
-    assert budget.ready_at == 10.25
-    budget.note_submission()
-    assert budget.ready_at == 10.125
-    assert not budget.has_token(10.1)
-    assert budget.has_token(10.125)
-    assert budget.ready_at is None
-
-
-def test_a_budget_does_not_grow_beyond_its_burst():
-    budget = RetryBudget(burst=2, per_s=4, share=0.5)
-    budget.has_token(0.0)
-    for _ in range(10):
-        budget.note_submission()
-    assert budget.has_token(1000.0)
-    budget.spend()
-    budget.spend()
-    assert not budget.has_token(1000.0)
 
 
 def failed(num_failures: int) -> CircuitBreaker:

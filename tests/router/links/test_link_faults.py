@@ -6,10 +6,11 @@ import math
 import grpc
 import pytest
 
+from benchmarks.static_directory import StaticDirectory
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.links.link import ReplicaLink
-from holdfast.router.links.replica_directory import DirectoryView, StaticDirectory
+from holdfast.router.links.replica_directory import DirectoryView
 from holdfast.router.server.router import Router
 from holdfast.v1 import engine_pb2, inference_pb2, inference_pb2_grpc
 from tests.fakes import FakeReplica, byte_tokenizer

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
+from benchmarks.static_directory import StaticDirectory
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.links.replica_directory import ReplicaEndpoint, StaticDirectory
+from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.router.server.router import Router
 from holdfast.v1 import engine_pb2, engine_pb2_grpc
 from holdfast.worker.config import HealthConfig

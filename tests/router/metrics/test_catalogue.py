@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from holdfast.router.metrics.catalogue import METRICS, OF_GATEWAYS, OF_REPLICAS, SERIES, Kind
+from holdfast.router.metrics.catalogue import METRICS, OF_GATEWAYS, OF_REPLICAS, SERIES, MetricType
 from holdfast.router.metrics.exposition import Sample, exposed, gateway_samples, process_samples, replica_samples
 from holdfast.worker.request import EngineLoad
 from holdfast.worker.stats import NO_STEPS, TOKEN_TIMES_S, EngineStats, Histogram
@@ -147,7 +147,7 @@ def test_a_name_that_is_not_catalogued_is_not_published():
 
 def test_names_follow_the_conventions():
     for one in METRICS.values():
-        assert one.kind is not Kind.COUNTER or one.name.endswith("_total"), one.name
-        assert one.kind is Kind.COUNTER or not one.name.endswith("_total"), one.name
+        assert one.kind is not MetricType.COUNTER or one.name.endswith("_total"), one.name
+        assert one.kind is MetricType.COUNTER or not one.name.endswith("_total"), one.name
         assert one.help[0].isupper(), one.name
         assert not one.help.endswith("."), one.name

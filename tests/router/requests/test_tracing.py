@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 
 from holdfast.cluster.client.async_client import AsyncClient
-from holdfast.cluster.serve.tracing import tracer_provider
+from holdfast.cluster.serve.member_process import tracer_provider
 from holdfast.worker.config import TelemetryConfig
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.replica.link_traces import LinkTraces

@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 from holdfast.router.request import GenerationRequest
 from holdfast.router.security import api_keys
 from holdfast.router.security.api_keys import (
-    BURST_S,
     ApiKey,
     KeyFile,
     KeyRing,
-    TokenBucket,
     digest_of,
     read_keys,
     write_keys,
 )
 from holdfast.router.security.gate import TRUSTED, UNKNOWN, Gate, bearer
+from holdfast.router.token_bucket import BURST_S
 from holdfast.worker.errors import AuthenticationError, ConfigurationError, PermissionDeniedError, RateLimitError
 from holdfast.worker.request import Priority
 from tests.examples import examples
@@ -264,10 +263,3 @@ def test_a_change_of_the_file_keeps_what_a_key_has_used_up_unless_its_rate_is_an
         gate.enter(secret_of("a")).charged(request, clock.now)
     keys.now = KeyRing([key_of("a", requests_per_minute=12)])
     gate.enter(secret_of("a")).charged(request, clock.now)
-
-
-def test_time_that_goes_backwards_fills_no_bucket():
-    bucket = TokenBucket(60, 100.0)
-    bucket.take(10, 100.0)
-    assert bucket.wait_s(50.0, 1.0) == pytest.approx(1.0)
-    assert bucket.wait_s(101.0, 1.0) == 0.0

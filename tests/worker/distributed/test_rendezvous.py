@@ -14,8 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from holdfast.worker.distributed import rendezvous as rendezvous_module
-from holdfast.worker.distributed.rank_meeting import Connections, meet
-from holdfast.worker.distributed.rendezvous import MAX_CALLERS, Caller, RankListener, Rendezvous, call
+from holdfast.worker.distributed.rendezvous import MAX_CALLERS, Connections, RankListener, Rendezvous, call, meet
 from holdfast.worker.distributed.tensor_parallel import _served_store
 
 HOST = "127.0.0.1"
@@ -52,7 +51,6 @@ def test_each_rank_has_a_connection_to_each_other_one(size):
     ranks: list[Connections] = [future.result(LIMIT_S) for future in met(size, RankListener(HOST))]
     for rank, one in enumerate(ranks):
         assert list(one.peers) == [peer for peer in range(size) if peer != rank]
-        assert list(one.orders) == (list(range(1, size)) if rank == 0 else [0])
         assert one.notice == "news"
         for peer, connection in one.peers.items():
             connection.sendall(bytes([rank, peer]))
@@ -69,8 +67,8 @@ def test_strangers_at_the_meeting_hold_up_no_rank(monkeypatch):
     silent = [socket.create_connection(place) for _ in range(MAX_CALLERS + 10)]
     reset(socket.create_connection(place))
     half, wrong, page = (socket.create_connection(place) for _ in range(3))
-    half.sendall(b"order")
-    wrong.sendall(struct.pack("!8si32s32s", b"order", 1, bytes(32), bytes(32)))
+    half.sendall(bytes(5))
+    wrong.sendall(struct.pack("!i32s32s", 1, bytes(32), bytes(32)))
     page.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n" + b"x: y\r\n" * 50)
     ranks = [future.result(LIMIT_S) for future in met(2, listener)]
     assert [list(one.peers) for one in ranks] == [[1], [0]]
@@ -84,7 +82,7 @@ def test_strangers_at_the_meeting_hold_up_no_rank(monkeypatch):
 def test_a_silent_caller_is_closed_after_its_time(monkeypatch):
     monkeypatch.setattr(rendezvous_module, "HELLO_TIMEOUT_S", 0.05)
     with RankListener(HOST) as listener, socket.create_connection((HOST, listener.port)) as silent:
-        waiting = in_thread(lambda: listener.accept([Caller("order", 1)], "secret", 0.5))
+        waiting = in_thread(lambda: listener.accept([1], "secret", 0.5))
         assert select.select([silent], [], [], LIMIT_S)[0]
         silent.settimeout(LIMIT_S)
         assert len(silent.recv(100)) == 32
@@ -95,17 +93,17 @@ def test_a_silent_caller_is_closed_after_its_time(monkeypatch):
 
 def test_a_rank_without_the_secret_does_not_get_in_and_one_with_it_trusts_no_stranger():
     with RankListener(HOST) as listener:
-        waiting = in_thread(lambda: listener.accept([Caller("order", 1)], "ours", 1.0))
+        waiting = in_thread(lambda: listener.accept([1], "ours", 1.0))
         with pytest.raises(TimeoutError, match="no peer answered"):
-            call(HOST, listener.port, Caller("order", 1), "theirs", 0.3)
+            call(HOST, listener.port, 1, "theirs", 0.3)
         with pytest.raises(TimeoutError):
             waiting.result(LIMIT_S)
     with socket.create_server((HOST, 0)) as stranger:
-        calling = in_thread(lambda: call(HOST, stranger.getsockname()[1], Caller("order", 1), "ours", LIMIT_S))
+        calling = in_thread(lambda: call(HOST, stranger.getsockname()[1], 1, "ours", LIMIT_S))
         connection, _ = stranger.accept()
         with connection:
             connection.sendall(bytes(32))
-            hello = connection.recv(76, socket.MSG_WAITALL)
+            hello = connection.recv(68, socket.MSG_WAITALL)
             assert b"ours" not in hello
             connection.sendall(hello[-32:])  # its own proof is no answer to it
             with pytest.raises(PermissionError):
@@ -114,13 +112,13 @@ def test_a_rank_without_the_secret_does_not_get_in_and_one_with_it_trusts_no_str
 
 def test_a_recorded_hello_does_not_work_again():
     with RankListener(HOST) as listener:
-        wanted = [Caller("order", 1), Caller("order", 2)]
+        wanted = [1, 2]
         waiting = in_thread(lambda: listener.accept(wanted, "ours", 1.0))
         challenge = bytes(32)
         with socket.create_connection((HOST, listener.port)) as again:
-            claim = rendezvous_module._claim(b"order\0\0\0", 2, challenge, bytes(32))
+            claim = rendezvous_module._claim(2, challenge, bytes(32))
             proof = rendezvous_module._proof("ours", b"call", claim)
-            again.sendall(rendezvous_module._HELLO.pack(b"order\0\0\0", 2, bytes(32), proof))
+            again.sendall(rendezvous_module._HELLO.pack(2, bytes(32), proof))
             again.settimeout(LIMIT_S)
             received = again.recv(100)
             assert len(received) <= 32

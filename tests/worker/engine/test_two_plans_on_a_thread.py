@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, ReplicaError
-from holdfast.worker.replica.watchdog import Watchdog
+from holdfast.worker.replica.probe_loop import Watchdog
 from holdfast.worker.request import FinishReason
 from holdfast.worker.step_plan import StepResult
 from holdfast.worker.step_update import StepUpdate

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from holdfast.worker.draws import DrawParams
-from holdfast.worker.executors import logprobs
-from holdfast.worker.executors.logprobs import ChosenLogprobs
+from holdfast.worker.executors import step_sampler
+from holdfast.worker.executors.step_sampler import ChosenLogprobs
 from holdfast.worker.request import EngineRequest, TokenLogprob
 from holdfast.worker.step_plan import NO_ROWS, StepResult
 from tests.draw_params import changed, draw_params
@@ -86,7 +86,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(vocab_size):
 
 
 def test_tokens_that_draws_name_are_told_in_place_of_the_best(monkeypatch):
-    monkeypatch.setattr(logprobs, "_CHUNK_VALUES", 100)  # two rows at a time
+    monkeypatch.setattr(step_sampler, "_CHUNK_VALUES", 100)  # two rows at a time
     logits = torch.randn(6, 33, generator=torch.Generator().manual_seed(1))
     named = [(3, 1), (), (32, 3, 0), (5,), (2, 2), (0,)]
     draws = [changed(PLAIN, num_logprobs=0 if ids else 2, logprob_token_ids=ids) for ids in named]

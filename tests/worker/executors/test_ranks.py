@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.free_port import pick_port
 from holdfast.worker.distributed.rendezvous import Rendezvous
-from holdfast.worker.distributed.tensor_parallel import DistributedGroup, SingleRank, pick_port
+from holdfast.worker.distributed.tensor_parallel import DistributedGroup, SingleRank
 from holdfast.worker.executors.cpu.library import runnable_classes
 from holdfast.worker.models import native_backend as program
 from holdfast.worker.models.proof import Proof

@@ -179,7 +179,7 @@ def assert_found(replica: Replica, spoil: Callable[[], None]) -> None:
     assert heard.wait(TIMEOUT_S)
     assert "answered its self-check wrongly: " in str(listener.error)
     assert replica.engine.failure is listener.error
-    assert replica._known_answer_check._stopped.is_set()
+    assert replica._known_answer_check._loop._stopped.is_set()
     replica.stop()
 
 

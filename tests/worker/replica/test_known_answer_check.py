@@ -218,9 +218,9 @@ def test_once_started_it_asks_by_itself_until_it_is_stopped():
     asked.known_answer_check.start()
     asked.until(lambda: asked.known_answer_check.num_right >= 3)
     asked.known_answer_check.stop()
-    asked.known_answer_check._thread.join(TIMEOUT_S)
-    assert asked.known_answer_check._thread.daemon
-    assert not asked.known_answer_check._thread.is_alive()
+    asked.known_answer_check._loop._thread.join(TIMEOUT_S)
+    assert asked.known_answer_check._loop._thread.daemon
+    assert not asked.known_answer_check._loop._thread.is_alive()
     asked.engine.stop()
 
 
@@ -229,8 +229,8 @@ def test_it_stops_asking_an_engine_that_has_ended():
     asked.known_answer_check.begin()
     asked.known_answer_check.start()
     asked.engine.stop()
-    asked.known_answer_check._thread.join(TIMEOUT_S)
-    assert not asked.known_answer_check._thread.is_alive()
+    asked.known_answer_check._loop._thread.join(TIMEOUT_S)
+    assert not asked.known_answer_check._loop._thread.is_alive()
 
 
 # --- in doubt ---

@@ -5,7 +5,7 @@ import threading
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.progress import ProgressCounter
-from holdfast.worker.replica.watchdog import Watchdog
+from holdfast.worker.replica.probe_loop import Watchdog
 from holdfast.worker.step_plan import StepPlan, StepResult
 from holdfast.worker.step_update import StepUpdate
 from tests.pseudo_model import PseudoRunner

@@ -15,16 +15,17 @@ from holdfast.worker.draws import DrawParams, LogitsSettings, banned_token_ids
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.library import load_library
 from holdfast.worker.executors.cpu.structures import NativeDraw, NativeDrawn, NativeEdits
-from holdfast.worker.executors.draw_records import (
+from holdfast.worker.executors.step_sampler import (
     NONE,
     NUMERICS,
     RECORD,
+    HeadOutput,
+    Sampled,
     SamplerOutput,
     draw_record,
     given_records,
     most_logprobs,
 )
-from holdfast.worker.executors.step_sampler import HeadOutput, Sampled
 from holdfast.worker.step_plan import PromptLogprobParams
 
 OUT_OF_MEMORY: Final = -4

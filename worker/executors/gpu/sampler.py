@@ -11,14 +11,6 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.draws import PENALTIES, DrawParams, LogitsSettings
-from holdfast.worker.executors.draw_records import (
-    NONE,
-    NUMERICS,
-    SamplerOutput,
-    draw_record,
-    given_records,
-    most_logprobs,
-)
 from holdfast.worker.executors.gpu.draw_launches import (
     ABSENT,
     EDIT_WORDS,
@@ -29,9 +21,10 @@ from holdfast.worker.executors.gpu.draw_launches import (
     DrawLaunches,
     DrawnTokens,
     Edits,
+    EditTable,
+    Int32Array,
     Rows,
 )
-from holdfast.worker.executors.gpu.edit_table import EditTable, Int32Array
 from holdfast.worker.executors.gpu.graphs import (
     Buffers,
     Capture,
@@ -43,7 +36,16 @@ from holdfast.worker.executors.gpu.graphs import (
     bucket_of,
 )
 from holdfast.worker.executors.gpu.launches import Launch, triton_launch
-from holdfast.worker.executors.step_sampler import HeadOutput, Sampled
+from holdfast.worker.executors.step_sampler import (
+    NONE,
+    NUMERICS,
+    HeadOutput,
+    Sampled,
+    SamplerOutput,
+    draw_record,
+    given_records,
+    most_logprobs,
+)
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_plan import PromptLogprobParams
 

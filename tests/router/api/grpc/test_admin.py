@@ -7,6 +7,7 @@ import logging
 import grpc
 import pytest
 
+from benchmarks.static_directory import StaticDirectory
 from holdfast.router.api.grpc.admin import SERVICE, AdminServicer
 from holdfast.router.api.operators import Operators
 from holdfast.router.cluster_control import (
@@ -21,7 +22,6 @@ from holdfast.router.cluster_control import (
     UpdateModel,
 )
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.links.replica_directory import StaticDirectory
 from holdfast.router.security.api_keys import ApiKey, KeyRing, digest_of
 from holdfast.router.security.gate import Gate
 from holdfast.router.server.router import Router

@@ -11,8 +11,9 @@ import envoy
 import httpx
 import yaml
 
+from benchmarks.static_directory import StaticDirectory
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.links.replica_directory import RouterEndpoint, StaticDirectory
+from holdfast.router.links.replica_directory import RouterEndpoint
 from holdfast.router.server.router import Router
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.loops import on_a_loop

@@ -11,11 +11,11 @@ from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpclib.client import Channel, ServiceMethod, StreamStreamMethod, UnaryStreamMethod, UnaryUnaryMethod
 from grpclib.exceptions import GRPCError
 
+from benchmarks.static_directory import StaticDirectory
 from holdfast.foreign import grpc_service_pb2, health_pb2, health_pb2_grpc, orca_load_report_pb2
 from holdfast.router.api.grpc.channelz import ChannelzServicer
 from holdfast.router.api.load_reports import LoadReports
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.links.replica_directory import StaticDirectory
 from holdfast.router.server.router import Router
 from holdfast.v1 import inference_pb2
 from tests.fakes import FakeReplica, byte_tokenizer

@@ -11,8 +11,8 @@ import threading
 
 import pytest
 
-from holdfast.cluster.serve import gcs_keeper, reaper
-from holdfast.cluster.serve.gcs_keeper import SILENT_S, Silence, kept_gcs
+from holdfast.cluster.serve import kept_process, reaper
+from holdfast.cluster.serve.kept_process import SILENT_S, Silence, kept_gcs
 
 LIMIT_S = 60
 
@@ -20,26 +20,28 @@ LIMIT_S = 60
 class FakeRay:
     """Its GCS is a process that waits. `started` gets each one, the first as well."""
 
+    name, effect = "Ray's GCS", "streams continue"
+    process: subprocess.Popen[bytes]
+
     def __init__(self) -> None:
         self.num_refused = 0
         self.started: queue.Queue[subprocess.Popen[bytes]] = queue.Queue()
-        self.gcs = self.start_gcs()
+        self.start_again()
 
-    def start_gcs(self) -> subprocess.Popen[bytes]:
+    def start_again(self) -> None:
         if self.num_refused:
             self.num_refused -= 1
             raise OSError("no memory")
-        self.gcs = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"])
-        self.started.put(self.gcs)
-        return self.gcs
+        self.process = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"])
+        self.started.put(self.process)
 
 
 @pytest.fixture
 def ray():
     fake = FakeRay()
     yield fake
-    fake.gcs.kill()
-    fake.gcs.wait()
+    fake.process.kill()
+    fake.process.wait()
 
 
 def test_a_gcs_that_ends_starts_again_as_often_as_it_ends(ray: FakeRay):
@@ -51,7 +53,7 @@ def test_a_gcs_that_ends_starts_again_as_often_as_it_ends(ray: FakeRay):
         ray.started.get(timeout=LIMIT_S)
     assert len(said) == 4
     assert all("Ray's GCS has ended (signal 9 after" in line for line in said)
-    assert ray.gcs.poll() is None, "the keeper's end is not that of the GCS"
+    assert ray.process.poll() is None, "the keeper's end is not that of the GCS"
 
 
 def test_a_start_that_fails_is_tried_again(ray: FakeRay):
@@ -66,32 +68,31 @@ def test_a_start_that_fails_is_tried_again(ray: FakeRay):
 class TiedRay(FakeRay):
     """Its GCS ends with the thread that has started it, as a private Ray's does from its second start on."""
 
-    def start_gcs(self) -> subprocess.Popen[bytes]:
+    def start_again(self) -> None:
         tied = [sys.executable, "-I", "-S", reaper.__file__, reaper.TIED_TO, str(os.getpid())]
         tell = "import sys, time; print(flush=True); time.sleep(600)"
-        self.gcs = subprocess.Popen([*tied, sys.executable, "-I", "-S", "-c", tell], stdout=subprocess.PIPE)
-        assert self.gcs.stdout is not None
-        assert self.gcs.stdout.readline() == b"\n", "it has not become the command"
-        self.started.put(self.gcs)
-        return self.gcs
+        self.process = subprocess.Popen([*tied, sys.executable, "-I", "-S", "-c", tell], stdout=subprocess.PIPE)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"\n", "it has not become the command"
+        self.started.put(self.process)
 
 
 @pytest.fixture
 def tied_ray():
     fake = TiedRay()
     yield fake
-    fake.gcs.kill()
-    fake.gcs.wait()
+    fake.process.kill()
+    fake.process.wait()
     while not fake.started.empty():
         fake.started.get().stdout.close()
 
 
 def test_what_is_tied_ends_with_its_thread_though_the_process_goes_on(tied_ray: TiedRay):
     """Which is why the keeper's thread may not end before its time."""
-    first, thread = tied_ray.gcs, threading.Thread(target=tied_ray.start_gcs)
+    first, thread = tied_ray.process, threading.Thread(target=tied_ray.start_again)
     thread.start()
     thread.join()
-    assert tied_ray.gcs.wait(LIMIT_S) == -signal.SIGKILL
+    assert tied_ray.process.wait(LIMIT_S) == -signal.SIGKILL
     assert first.poll() is None
     first.kill()
     first.wait()
@@ -99,7 +100,7 @@ def test_what_is_tied_ends_with_its_thread_though_the_process_goes_on(tied_ray: 
 
 def test_the_keeper_outlives_what_fails_on_its_thread(tied_ray: TiedRay, monkeypatch):
     """Who hears of losses has gone, and there are no descriptors: a started GCS goes on, and so does the next."""
-    monkeypatch.setattr(gcs_keeper, "MAX_PAUSE_S", 0.01)
+    monkeypatch.setattr(kept_process, "MAX_PAUSE_S", 0.01)
     failed: queue.Queue[None] = queue.Queue()
     pidfd_open = os.pidfd_open
 
@@ -131,7 +132,7 @@ def test_a_gcs_that_hangs_is_ended_and_starts_again(ray: FakeRay):
     answered: queue.Queue[None] = queue.Queue()
 
     def answers() -> bool:
-        if ray.gcs is first:
+        if ray.process is first:
             return False
         answered.put(None)
         return True

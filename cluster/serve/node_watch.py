@@ -1,81 +1,19 @@
-"""Disk guard: says when the disk under Ray's session folder is nearly full, and keeps a file there to give up then.
+"""Node watch: probes of the disk under Ray's session folder, and of processes that were ended for want of memory.
 
-On a full disk Ray starts no process: streams go on, but what dies is not replaced.
+On a full disk Ray starts no process: streams go on, but what dies is not replaced. A reserve file is given up then.
 """
 
 import logging
 import os
-import select
 import shutil
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from holdfast.cluster.serve.reaper import descendants
 from holdfast.worker.process_memory import oom_kills
 
-RAYLET: Final = "raylet"
-
-
-@contextmanager
-def watched_raylet(on_loss: Callable[[str], None]) -> Iterator[None]:
-    """Calls back once, from a thread of its own, with the name of the raylet if it ends in the block."""
-    (raylet,) = [pid for pid in descendants(os.getpid()) if _name(pid) == RAYLET]
-    end = os.pidfd_open(raylet)
-    is_over, over = os.pipe()
-
-    def wait() -> None:
-        ended, _, _ = select.select([is_over, end], [], [])
-        if is_over not in ended:
-            on_loss(RAYLET)
-
-    thread = threading.Thread(target=wait, name="ray-watch", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        os.close(over)
-        thread.join()
-        for descriptor in (is_over, end):
-            os.close(descriptor)
-
-
-def _name(pid: int) -> str:
-    with suppress(OSError), open(f"/proc/{pid}/comm") as file:
-        return file.read().strip()
-    return ""
-
-
 logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def regular_looks(look: Callable[[], object], every_s: float, name: str) -> Iterator[None]:
-    """Calls `look` at once, every `every_s` seconds, and once more in the end. A failed look is logged."""
-    is_over = threading.Event()
-
-    def look_once() -> None:
-        try:
-            look()
-        except Exception:
-            logger.warning("%s: a look has failed", name, exc_info=True)
-
-    def keep_looking() -> None:
-        look_once()
-        while not is_over.wait(every_s):
-            look_once()
-        look_once()
-
-    thread = threading.Thread(target=keep_looking, name=name, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
-
 
 LOW_BYTES: Final = 128 * 2**20
 """With less than this, a process that Ray starts may find no room for its logs and sockets."""
@@ -87,6 +25,7 @@ RESERVE_BYTES: Final = 64 * 2**20
 """What is given up: room for the logs of many processes that are started again."""
 
 LOOK_EVERY_S: Final = 5.0
+"""At the disk, and at what was ended for want of memory."""
 
 _NAME: Final = "holdfast.reserve"
 
@@ -154,16 +93,6 @@ class DiskGuard:
             self.close()
 
 
-@contextmanager
-def guarded_disk(guard: DiskGuard) -> Iterator[None]:
-    """Looks from a thread of its own for as long as the block lasts."""
-    try:
-        with regular_looks(guard.look, LOOK_EVERY_S, "disk-guard"):
-            yield
-    finally:
-        guard.close()
-
-
 def session_folder() -> Path:
     """Where Ray keeps the logs and sockets of this node's session. This process is connected to Ray."""
     import ray
@@ -206,13 +135,6 @@ class MemoryWatch:
                     f"out of memory: {name} has ended {processes} on this machine. Streams go on where there is "
                     f"another replica, and what has ended starts again; {ADVICE}"
                 )
-
-
-@contextmanager
-def watched_memory(watch: MemoryWatch) -> Iterator[None]:
-    """Looks from a thread of its own for as long as the block lasts, and once more in the end."""
-    with regular_looks(watch.look, LOOK_EVERY_S, "memory-watch"):
-        yield
 
 
 def ended_by_ray() -> int:

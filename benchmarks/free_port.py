@@ -1,0 +1,10 @@
+"""A free TCP port, for what must be told a port before it listens."""
+
+import socket
+
+
+def pick_port(host: str = "127.0.0.1") -> int:
+    """One that is free at this moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
