@@ -120,9 +120,12 @@ def check_logits_settings(params: SamplingParams, vocab_size: int) -> None:
 
 def resolved(params: SamplingParams, seed_key: str, facts: ModelInfo) -> SamplingParams:
     """The parameters with a seed, and with `max_tokens` and `top_k` limited to what the model has, so that they fit
-    the engine's integers. Raises what `check_logits_settings` raises.
+    the engine's integers. Raises what `check_logits_settings` raises, and for more `min_tokens` than the model has.
     """
     check_logits_settings(params, facts.vocab_size)
+    if params.min_tokens > facts.max_model_len:
+        limit = f"must be at most {facts.max_model_len}, the model's maximum context length"
+        raise InvalidRequestError("sampling_params.min_tokens", params.min_tokens, limit)
     seed = derived_seed(seed_key) if params.seed is None else params.seed
     max_tokens = None if params.max_tokens is None else min(params.max_tokens, facts.max_model_len)
     top_k = min(params.top_k, facts.vocab_size)
