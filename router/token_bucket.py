@@ -14,8 +14,9 @@ class TokenBucket:
 
     def __init__(self, per_s: float, capacity: float | None = None) -> None:
         self.per_s = per_s
-        self._capacity = max(1.0, per_s * BURST_S) if capacity is None else capacity
-        self._level = self._capacity
+        self.capacity = max(1.0, per_s * BURST_S) if capacity is None else capacity
+        self.level = self.capacity
+        """At the last call. To be read only."""
         self._at = 0.0
 
     def wait_s(self, now: float, least: float) -> float:
@@ -31,14 +32,14 @@ class TokenBucket:
     def take(self, amount: float, now: float) -> None:
         """Takes so much out, whether it holds so much or not."""
         self._fill(now)
-        self._level -= amount
+        self.level -= amount
 
     def give(self, amount: float) -> None:
         """Puts so much in, up to the capacity."""
-        self._level = min(self._capacity, self._level + amount)
+        self.level = min(self.capacity, self.level + amount)
 
     def _missing(self, least: float) -> float:
-        missing = least - self._level
+        missing = least - self.level
         return missing if missing > A_HAIR else 0.0
 
     def _fill(self, now: float) -> None:

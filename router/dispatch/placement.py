@@ -54,7 +54,8 @@ class Placement:
             self.queue.push(state, now)
         else:
             self.queue.charge_at_once(state)
-        self._retries.give(self._retry_share)
+        if self._retries.level < self._retries.capacity:
+            self._retries.give(self._retry_share)
         return replica
 
     def send(

@@ -11,7 +11,7 @@ from holdfast.router.request import GenerationRequest
 from holdfast.router.wire.resume_codec import in_pieces
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import TokenLogprob
-from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
 from holdfast.worker.structured_outputs import StructuredOutputs
 
 _UNSUPPORTED: Final = {
@@ -21,13 +21,19 @@ _UNSUPPORTED: Final = {
     "media_refs": "models read text alone",
 }
 
-_ONE_IF_ZERO: Final = ("top_p", "repetition_penalty", "n")
-"""A client that leaves them out sends 0."""
+_SHARED: Final = {
+    name: field
+    for name, field in vllm_engine_pb2.SamplingParams.DESCRIPTOR.fields_by_name.items()
+    if name in PARAMETERS and not field.is_repeated and name != "include_stop_str_in_output"
+}
+"""Fields of the message that are parameters of the same name, of one value."""
 
-_AS_THEY_ARE: Final = (
-    "top_k", "min_p", "frequency_penalty", "presence_penalty", "min_tokens", "ignore_eos", "skip_special_tokens"
-)  # fmt: skip
-_IF_SET: Final = ("temperature", "logprobs", "prompt_logprobs", "seed", "truncate_prompt_tokens")
+_IF_SET: Final = tuple(name for name, field in _SHARED.items() if field.has_presence)
+_AS_THEY_ARE: Final = tuple(
+    name for name, field in _SHARED.items() if not field.has_presence and PARAMETERS[name].allows(field.default_value)
+)
+_ONE_IF_ZERO: Final = tuple(name for name in _SHARED if name not in (*_IF_SET, *_AS_THEY_ARE))
+"""Zero is no value of theirs: a client that leaves them out sends it."""
 
 _KINDS: Final = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
 
@@ -44,12 +50,12 @@ def generation_request(message: vllm_engine_pb2.GenerateRequest, request_id: str
 
 def sampling_params(message: vllm_engine_pb2.SamplingParams) -> SamplingParams:
     """Stop strings are kept in the text, which this protocol does not tell: so they can be told apart at the end."""
-    fields: dict[str, Any] = {name: getattr(message, name) or 1 for name in _ONE_IF_ZERO}
+    fields: dict[str, Any] = {"max_tokens": None}
+    fields |= {name: getattr(message, name) or 1 for name in _ONE_IF_ZERO}
     fields |= {name: getattr(message, name) for name in _AS_THEY_ARE}
     fields |= {name: getattr(message, name) for name in _IF_SET if message.HasField(name)}
     return SamplingParams(
         **fields,
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
         stop=list(message.stop),
         stop_token_ids=list(message.stop_token_ids),
         logit_bias=dict(message.logit_bias),

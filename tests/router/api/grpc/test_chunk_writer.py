@@ -1,6 +1,8 @@
 """Chunks that are written where they are made: in order, one at a time, and with errors for the task."""
 
 import asyncio
+import gc
+import weakref
 
 import grpc
 import pytest
@@ -102,6 +104,25 @@ async def test_errors_wake_the_task_and_are_raised_to_it():
     settling.call.open[0].set_exception(grpc.aio.UsageError("gone meanwhile"))
     with pytest.raises(grpc.aio.UsageError):
         await settled
+
+
+@on_each_loop
+async def test_a_write_that_failed_holds_no_answer():
+    """Without the garbage collector: an answer has its request, whose prompt may be long."""
+    stream = Stream()
+    stream.take("a")
+    stream.call.open[0].set_exception(grpc.aio.UsageError("gone meanwhile"))
+    await turns()
+    stream.writer.close()
+    stream.sink.close()
+    answer, gone = weakref.ref(stream.sink), stream.call.open[0]
+    gc.disable()
+    try:
+        del stream
+        assert answer() is None
+    finally:
+        gc.enable()
+    assert gone.exception() is not None, "gRPC may keep the future that has the error"
 
 
 @on_each_loop
