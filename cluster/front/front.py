@@ -15,9 +15,8 @@ from typing import Final
 from starlette.types import Receive, Scope, Send
 
 from holdfast.cluster.client.holding_transport import Origin
-from holdfast.cluster.front.asked import Asked, FrontStats, RelaySettings, Routers
 from holdfast.cluster.front.relay import CutOffError, Relay
-from holdfast.cluster.front.upstream import Upstream
+from holdfast.cluster.front.upstream import Asked, FrontStats, RelaySettings, Routers, Upstream
 from holdfast.router.api.http.protocol import CONNECTION
 from holdfast.router.api.http.server import HttpServer
 from holdfast.router.config import LimitsConfig

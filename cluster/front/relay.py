@@ -13,8 +13,18 @@ from starlette.types import Scope, Send
 
 from holdfast.cluster.client.resumable_call import Failed, HeldCall, error_event
 from holdfast.cluster.client.retry_policy import RetryPolicy
-from holdfast.cluster.front.asked import OF_A_HOP, OURS, Asked, FrontStats, RelaySettings, Routers
-from holdfast.cluster.front.upstream import Connection, Head, RouterLostError, Upstream
+from holdfast.cluster.front.upstream import (
+    OF_A_HOP,
+    OURS,
+    Asked,
+    Connection,
+    FrontStats,
+    Head,
+    RelaySettings,
+    RouterLostError,
+    Routers,
+    Upstream,
+)
 from holdfast.router.api.http.protocol import CONNECTION
 from holdfast.router.api.http.protocol import Connection as ClientConnection
 from holdfast.router.wire.resume_codec import HOLD

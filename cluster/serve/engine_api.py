@@ -8,6 +8,7 @@ from typing import Final
 import grpc
 
 from holdfast.cluster.offline.local_router import LocalReplica
+from holdfast.cluster.serve.member_process import on_first_free
 from holdfast.cluster.serve.security import ClusterSecurity
 from holdfast.cluster.tokenizers import load_tokenizer
 from holdfast.router.api.connection_guard import ConnectionGuard
@@ -23,13 +24,9 @@ from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.security.gate import Gate
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.config import SchedulerConfig
-from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.wire.loopback import host_port
 from holdfast.worker.wire.tls import add_port
-
-NUM_PORTS: Final = 64
-"""Ports that are tried in turn: several replicas may share a machine."""
 
 CLOSE_GRACE_S: Final = 1.0
 
@@ -86,9 +83,16 @@ class EngineApi:
         api = cls(replica, settings.router, settings.limits, order, security)
         await api._tokenizers.load(replica.info.model, replica.info.path, replica.info.chat_template)
         api._local.connect()
-        api.address = host_port(settings.host, api._bind(settings.host, settings.port))
+        host = settings.host
+        bound = on_first_free(
+            lambda port: add_port(api._server, host_port(host, port), api._tls),
+            host,
+            settings.port,
+            "cluster.engine_port",
+        )
+        api.address = host_port(host, bound)
         await api._server.start()
-        api._guard.start(int(api.address.rpartition(":")[2]))
+        api._guard.start(bound)
         return api
 
     def wind_down(self) -> None:
@@ -102,15 +106,6 @@ class EngineApi:
         await self._server.stop(CLOSE_GRACE_S)
         self._decode_worker.close()
         await self._guard.stop()
-
-    def _bind(self, host: str, port: int) -> int:
-        error: RuntimeError | None = None
-        for candidate in range(port, port + NUM_PORTS) if port else (0,):
-            try:
-                return add_port(self._server, host_port(host, candidate), self._tls)
-            except RuntimeError as taken:
-                error = taken
-        raise ConfigurationError(f"cluster.engine_port = {port}: none of {NUM_PORTS} ports on {host} is free ({error})")
 
     def _publish_health(self) -> None:
         self._health.publish(self._dispatch_host.dispatch.models())

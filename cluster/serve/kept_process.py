@@ -224,15 +224,8 @@ def _clear(base: Path) -> None:
     for folder in base.glob(f"{_PREFIX}*"):
         pid, ticks, *_ = folder.name.removeprefix(_PREFIX).split("-")
         with suppress(OSError, ValueError):  # not of this user, or gone meanwhile
-            if folder.stat().st_uid == os.getuid() and not _lives(ProcessId(int(pid), int(ticks))):
+            if folder.stat().st_uid == os.getuid() and not ProcessId(int(pid), int(ticks)).is_alive:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _lives(process: ProcessId) -> bool:
-    try:
-        return ProcessId.of(process.pid) == process
-    except ProcessLookupError:
-        return False
 
 
 STOP_S: Final = 5.0

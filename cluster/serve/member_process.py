@@ -19,7 +19,7 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine, MutableMapping
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from holdfast.worker.config import TelemetryConfig
 from holdfast.worker.errors import ConfigurationError, HoldfastError
@@ -137,6 +137,25 @@ def listen_on_the_node_alone() -> None:
 
     narrow.is_narrow = True  # type: ignore[attr-defined]
     replica.add_port_to_grpc_server = narrow
+
+
+NUM_PORTS: Final = 64
+"""Ports that are tried in turn: several replicas may share a machine."""
+
+Bound = TypeVar("Bound")
+
+
+def on_first_free(bind: Callable[[int], Bound], host: str, port: int, setting: str) -> Bound:
+    """What `bind` gives for the first port from `port` on that it does not refuse, by `OSError` or `RuntimeError`; 0 is
+    any free port. Raises `ConfigurationError`, which names the setting.
+    """
+    error: OSError | RuntimeError | None = None
+    for candidate in range(port, port + NUM_PORTS) if port else (0,):
+        try:
+            return bind(candidate)
+        except (OSError, RuntimeError) as taken:
+            error = taken
+    raise ConfigurationError(f"{setting} = {port}: none of {NUM_PORTS} ports on {host} is free ({error})")
 
 
 def on_host(address: str, host: str) -> str:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from holdfast.cluster.serve.member_process import on_first_free
 from holdfast.cluster.serve.security import ClusterSecurity
 from holdfast.router.api.http.answering import answering, not_found
 from holdfast.router.api.http.event_stream import OPENAI
@@ -18,12 +19,9 @@ from holdfast.router.api.http.request_origin import RequestOrigins, guarded
 from holdfast.router.api.http.server import HttpServer
 from holdfast.router.metrics.exposition import Sample, exposed, gateway_samples, process_samples, replica_samples
 from holdfast.router.security.gate import Gate
-from holdfast.worker.errors import ConfigurationError, ReplicaError
+from holdfast.worker.errors import ReplicaError
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.wire.loopback import host_port
-
-NUM_PORTS: Final = 64
-"""Ports that are tried in turn: several replicas may share a machine."""
 
 METRICS: Final = "/metrics"
 HEALTH: Final = "/health"
@@ -45,8 +43,15 @@ class MetricsApi:
         """Raises `ConfigurationError` where no port is free."""
         self._replica = replica
         self._replica_id = replica_id
-        self._server = _bound(self._app(security.gate, RequestOrigins(settings.host)), settings, security)
-        self.address = host_port(settings.host, self._server.port)
+        host, tls = settings.host, security.server_tls
+        app = self._app(security.gate, RequestOrigins(host))
+        self._server = on_first_free(
+            lambda port: HttpServer(app, host, port, None if tls is None else tls.context()),
+            host,
+            settings.port,
+            "cluster.metrics_port",
+        )
+        self.address = host_port(host, self._server.port)
         """`host:port`."""
 
     @classmethod
@@ -94,14 +99,3 @@ class MetricsApi:
             num_blocks=info.num_blocks,
         )
         yield from process_samples(version("holdfast"))
-
-
-def _bound(app: Starlette, settings: MetricsSettings, security: ClusterSecurity) -> HttpServer:
-    host, port, tls = settings.host, settings.port, security.server_tls
-    error: OSError | None = None
-    for candidate in range(port, port + NUM_PORTS) if port else (0,):
-        try:
-            return HttpServer(app, host, candidate, None if tls is None else tls.context())
-        except OSError as taken:
-            error = taken
-    raise ConfigurationError(f"cluster.metrics_port = {port}: none of {NUM_PORTS} ports on {host} is free ({error})")

@@ -87,11 +87,7 @@ def living() -> Iterator[RunningCluster]:
         with suppress(OSError, ValueError, TypeError):  # another process's, which may go at any time
             read = json.loads(path.read_text())
             note = RunningCluster(**{**read, "ports": tuple(read.get("ports", ()))})
-            try:
-                is_alive = str(ProcessId.of(note.pid)) == note.process
-            except ProcessLookupError:
-                is_alive = False
-            if is_alive:
+            if ProcessId.parse(note.process).is_alive:
                 yield note
             else:
                 path.unlink(missing_ok=True)

@@ -41,6 +41,13 @@ class ProcessId(NamedTuple):
     def __str__(self) -> str:
         return f"{self.pid}:{self.start_ticks}"
 
+    @property
+    def is_alive(self) -> bool:
+        try:
+            return ProcessId.of(self.pid) == self
+        except ProcessLookupError:
+            return False
+
     def open(self) -> int:
         """A descriptor of it that becomes readable when it ends. Raises `ProcessLookupError` if it is gone."""
         descriptor = os.pidfd_open(self.pid)

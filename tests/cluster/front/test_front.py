@@ -12,9 +12,9 @@ import openai
 import pytest
 
 from holdfast.cluster.front import front as fronts
-from holdfast.cluster.front.asked import RelaySettings
 from holdfast.cluster.front.front import METRICS, Front, FrontOptions, start
 from holdfast.cluster.front.relay import MAX_WHOLE_BYTES
+from holdfast.cluster.front.upstream import RelaySettings
 from holdfast.router.config import LimitsConfig
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.wire.tls import Tls

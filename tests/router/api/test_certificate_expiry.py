@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.static_directory import StaticDirectory
 from holdfast.cluster.client.async_client import AsyncClient
-from holdfast.cluster.front.asked import RelaySettings
 from holdfast.cluster.front.front import FrontOptions, start
+from holdfast.cluster.front.upstream import RelaySettings
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.router.server.router import Router
