@@ -88,7 +88,7 @@ def _pytest(root: Path, tools: Path, server: Server, arguments: Sequence[str]) -
     outcomes.unlink(missing_ok=True)
     options = [
         "-q",
-        "--tb=short",
+        "--tb=native",  # the others parse the source of each frame, which ends pytest where the stack is deep
         "--continue-on-collection-errors",
         "-c",
         os.devnull,
