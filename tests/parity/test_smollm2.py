@@ -70,18 +70,21 @@ def test_it_is_hugging_face_in_float32(file):
     """The same file read by transformers' own reader, tokenizer and modules."""
     from transformers import AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaForCausalLM, LlamaRotaryEmbedding
 
     with LLM("smollm2", max_model_len=1024, dtype="float32") as llm:
         outputs = llm.chat(CHATS, GREEDY)
     with torch.device("meta"):
         names = LlamaForCausalLM(LlamaConfig(num_hidden_layers=30))
     read = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=names)
-    model = LlamaForCausalLM(LlamaConfig(**read["config"])).float().eval()
-    missing = model.load_state_dict(read["tensors"], strict=False)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**read["config"])).eval()
+    missing = model.load_state_dict(read["tensors"], strict=False, assign=True)
     assert set(missing.missing_keys) <= {"lm_head.weight"}
     assert not missing.unexpected_keys
     model.tie_weights()
+    model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
+    assert model.dtype == torch.float32
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     for chat, output in zip(CHATS, outputs, strict=True):
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
