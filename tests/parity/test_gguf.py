@@ -1,4 +1,4 @@
-"""Served GGUF files: the tokens and log-probabilities of the dequantized folder, and Hugging Face's logits in float32."""
+"""Served GGUF files: tokens and log-probabilities of the dequantized folder, and Hugging Face's logits in float32."""
 
 import pytest
 
