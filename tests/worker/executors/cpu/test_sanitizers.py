@@ -28,7 +28,10 @@ CHOSEN = (
     " or sixteen_exponents or of_those_with_whole or answers_the_same or kept_whole"
     " or among_all or parted"
 )
-BF16_ALONE = " and not equal_logits and not dtype1 and not dtype2 and not plain_dtypes and not a_long_context_is_near"
+BF16_ALONE = (
+    " and not equal_logits and not dtype1 and not dtype2 and not plain_dtypes and not a_long_context_is_near"
+    " and not same_in_any_chunks"
+)
 
 
 @pytest.mark.slow
@@ -46,6 +49,7 @@ def test_no_sanitizer_complains(name, tmp_path):
         for each in (
             "functions",
             "products",
+            "attention",
             "bits",
             "compact_weights",
             "sequences",
