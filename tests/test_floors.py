@@ -15,7 +15,13 @@ FLOORS = {  # from the ground up
     "worker": (
         ("worker",),
         ("worker/cache", "worker/distributed", "worker/executors", "worker/executors/gpu/kernels", "worker/wire"),
-        ("worker/scheduler", "worker/executors/cpu", "worker/executors/gpu", "worker/models/gguf"),
+        (
+            "worker/scheduler",
+            "worker/executors/cpu",
+            "worker/executors/gpu",
+            "worker/models/gguf",
+            "worker/models/quantization",
+        ),
         ("worker/models",),
         ("worker/engine",),
         ("worker/replica",),

@@ -17,6 +17,7 @@ from holdfast.worker.executors.slices import told_of_uneven, uneven_shares
 from holdfast.worker.models import weight_files
 from holdfast.worker.models.checks import check_heads, check_kv_cache_dtype
 from holdfast.worker.models.gguf.folder import hf_folder, is_gguf, tokenizer_reason
+from holdfast.worker.models.quantization.scheme import read_scheme
 from holdfast.worker.models.weight_files import check_folder
 
 _HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -145,6 +146,8 @@ def _read_config(folder: Path, given: str) -> dict[str, Any]:
 
 def _check_config(config: HoldfastConfig, hf_config: Mapping[str, Any]) -> None:
     found = SimpleNamespace(**{"model_type": "?", **hf_config})
+    if config.model.load_format != "dummy":
+        read_scheme(hf_config)
     if isinstance(hf_config.get("num_attention_heads"), int):
         may_be_uneven = config.model.executor != "hf" and config.model.device != "cuda"  # loading sees the rest
         check_heads(found, config.parallel.tensor_parallel_size, may_be_uneven=may_be_uneven)

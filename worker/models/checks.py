@@ -7,6 +7,7 @@ from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.executors.slices import shares_evenly, uneven_shares
 from holdfast.worker.models.families import FAMILIES
+from holdfast.worker.models.quantization.scheme import read_scheme
 
 CAUSAL_SUFFIXES: Final = ("ForCausalLM", "LMHeadModel")
 LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
@@ -44,16 +45,16 @@ def fp8_refused(reason: str, way_out: str = "") -> ConfigurationError:
 
 
 def check_config(config: Any) -> None:
-    """Refuses what the config alone shows: no causal LM, other layers than attention, alibi, quantized weights.
+    """Refuses what the config alone shows: no causal LM, other layers than attention, alibi, weights that are quantized
+    in a way that is not read.
 
     `config` is a Hugging Face config. Raises `UnsupportedModelError`.
     """
     _check_architecture(config)
     _check_layers(config)
     _check_positions(config)
-    if getattr(config, "quantization_config", None):
-        reason = "its weights are quantized, which the loader does not read"
-        raise UnsupportedModelError(config.model_type, reason, "Serve the unquantized checkpoint")
+    quantization = getattr(config, "quantization_config", None)
+    read_scheme({"model_type": config.model_type, "quantization_config": quantization})
 
 
 def _check_architecture(config: Any) -> None:

@@ -13,8 +13,8 @@ from holdfast.worker.config import ModelConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.models.checks import OTHER_ENGINE
+from holdfast.worker.models.compact import CompactSource, compact_tensors
 from holdfast.worker.models.dry_run import find_attention
-from holdfast.worker.models.gguf.folder import is_made_of_gguf
 from holdfast.worker.models.hf_layers import in_own_dtype
 from holdfast.worker.models.linear import Kernel, settle
 from holdfast.worker.models.parallel_plan import ParallelPlan
@@ -22,7 +22,6 @@ from holdfast.worker.models.parallelize import Target, parallelize
 from holdfast.worker.models.weights import (
     ATTENTION,
     DummyWeights,
-    GgufSource,
     build_hf_model,
     load_checkpoint,
     loaded_weights,
@@ -132,8 +131,9 @@ def build_tree(
     if config.load_format == "dummy":
         module: Any = build_hf_model(hf_config)
         source: Any = DummyWeights(config.seed, target.device)
-    elif is_made_of_gguf(folder):
-        module, source = build_hf_model(hf_config), GgufSource(folder, hf_config.model_type, target.dtype)
+    elif (tensors := compact_tensors(folder)) is not None:
+        module = build_hf_model(hf_config)
+        source = CompactSource(tensors, module, target.dtype)
     else:
         module, source = load_checkpoint(folder, hf_config), loaded_weights
     if module.get_input_embeddings() is None or module.get_output_embeddings() is None:
@@ -141,7 +141,7 @@ def build_tree(
         raise UnsupportedModelError(hf_config.model_type, reason, OTHER_ENGINE)
     plan = ParallelPlan(hf_config, module.tp_plan or {}, target.group.size)
     parallelize(module, plan, source, target, progress)
-    if isinstance(source, GgufSource):
+    if isinstance(source, CompactSource):
         source.check_all_taken()
     if not module.is_backend_compatible():
         logger.warning(

@@ -30,7 +30,7 @@ from holdfast.worker.models.parallel_plan import (
     is_transposed_linear,
     vocabulary_rows,
 )
-from holdfast.worker.models.weights import WeightSource
+from holdfast.worker.models.weights import WeightSource, loaded_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +173,8 @@ class _Share:
         attention = self._model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
         cut = self._plan.cut(name, tuple(whole.shape), getattr(attention, "head_dim", None))
         local = whole if cut is None else cut.take(whole, rank, size)
+        if cut is not None and self._source is not loaded_weights:
+            local = local.clone()  # a view would keep the whole in memory
         if rank > 0 and self._plan.parameter_style(name).split is Split.ONCE:
             local = torch.zeros_like(local)
         return self._place(local, strided)

@@ -19,7 +19,7 @@ _IGNORED: Final = frozenset(
     {"model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
     | {"attention_dropout", "initializer_range", "use_cache", "pretraining_tp", "bos_token_id", "pad_token_id"}
     | {"rope_theta", "rope_scaling", "rope_parameters", "is_llama_config", "transformers.js_config"}
-    | {"_model_name_or_path", "unk_token_id", "unsloth_fixed", "unsloth_version"}
+    | {"_model_name_or_path", "unk_token_id", "unsloth_fixed", "unsloth_version", "quantization_config"}
 )
 """Keys that change nothing of a model's logits, or that are read by themselves."""
 

@@ -5,7 +5,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -14,81 +14,64 @@ from holdfast.worker.config import ModelConfig
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.executors.layout import Activation, Attention, DecoderLayout, Layer, Linear, Mlp, Norm
-from holdfast.worker.executors.mapped_files import storage_of_file, tensor_in_file
 from holdfast.worker.executors.slices import slices_of_rank
+from holdfast.worker.executors.stored_matrix import StoredMatrix
 from holdfast.worker.models.checks import check_heads
+from holdfast.worker.models.compact import compact_tensors
 from holdfast.worker.models.families import FAMILIES
-from holdfast.worker.models.gguf.folder import is_made_of_gguf
-from holdfast.worker.models.gguf.tensors import GgufTensors, GgufWeight
 from holdfast.worker.models.model import serving_dtype
 from holdfast.worker.models.model_facts import ModelFacts, facts_of
 from holdfast.worker.models.parallel_plan import ATTENTION_AND_MLP, ParallelPlan, vocabulary_rows
 from holdfast.worker.models.read import OFFSETS
 from holdfast.worker.models.rotary import make_rotary
+from holdfast.worker.models.safetensors_files import mapped_tensors
 from holdfast.worker.models.stated_config import STATED, NotStated, read_stated_config
-from holdfast.worker.models.weight_files import INDEX, read_header, weight_files
+from holdfast.worker.models.weight_files import INDEX
 from holdfast.worker.models.weights import read_json
 
 _CPU: Final = torch.device("cpu")
 _ONE_FILE: Final = "model.safetensors"
-_STORED: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""By their names in a header."""
-
 _ACTIVATIONS: Final = {
     "silu": Activation.SILU,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "gelu": Activation.GELU_TANH,  # of gemma alone, whose first configs mean the approximation
 }
 
-
-Weight = Tensor | GgufWeight
+Weight = Tensor | StoredMatrix
 """A checkpoint's tensor, a view of a mapped file: its numbers, or what they are made of."""
 
 
 class StoredTensors:
-    """The tensors of a checkpoint. Each is taken once."""
+    """The tensors of a checkpoint: numbers, or codes that are numbers once they are asked for. Each is taken once."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        """Raises `NotStated` unless all are of this dtype, in the files that Hugging Face would read; those of a GGUF
-        file are of any.
+        """Raises `NotStated` unless all are of this dtype, in the files that Hugging Face would read; those of a
+        compact checkpoint are of any.
         """
-        self._gguf = GgufTensors(folder) if is_made_of_gguf(folder) else None
-        if self._gguf is None:
-            self._read(folder, dtype)
-
-    def _read(self, folder: Path, dtype: torch.dtype) -> None:
-        if (folder / INDEX).is_file() == (folder / _ONE_FILE).is_file():
-            raise NotStated(f"its folder has not just one of {_ONE_FILE} and {INDEX}")
-        self._tensors: dict[str, Tensor] = {}
-        self._dtype = dtype
-        for path in weight_files(folder):
-            self._add(path)
-
-    def _add(self, path: Path) -> None:
-        header, header_bytes = read_header(path)
-        storage = storage_of_file(path)
-        for name, entry in header.items():
-            shape = tuple(entry["shape"])
-            if name in self._tensors or _STORED.get(entry["dtype"]) != self._dtype:
-                raise NotStated(f"{name} is stored twice, or of another type than config.json says: {entry['dtype']}")
-            strides = torch.empty(shape, device="meta").stride()
-            try:
-                offset = header_bytes + entry["data_offsets"][0]
-                self._tensors[name] = tensor_in_file(storage, self._dtype, offset, shape, strides)
-            except ValueError as error:
-                raise NotStated(str(error)) from error
+        self._compact = compact_tensors(folder)
+        self._tensors = {} if self._compact is not None else _tensors_of(folder, dtype)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Weight:
-        tensor = self._tensors.pop(name, None) if self._gguf is None else self._gguf.take(name)
+        tensor = self._tensors.pop(name, None) if self._compact is None else self._compact.take(name, shape)
         if tensor is None or tuple(tensor.shape) != shape:
             found = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}, not {shape}"
             raise NotStated(f"the tensor {name} {found}")
-        return tensor
+        return cast(Weight, tensor)
 
     def check_all_taken(self) -> None:
-        left = set(self._tensors) if self._gguf is None else self._gguf.left
+        left = set(self._tensors) if self._compact is None else self._compact.left
         if left:
             raise NotStated(f"the checkpoint has {len(left)} more tensors, such as {min(left)}")
+
+
+def _tensors_of(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    if (folder / INDEX).is_file() == (folder / _ONE_FILE).is_file():
+        raise NotStated(f"its folder has not just one of {_ONE_FILE} and {INDEX}")
+    tensors = {name: tensor.values for name, tensor in mapped_tensors(folder).items()}
+    other = next((name for name, values in tensors.items() if values.dtype != dtype), None)
+    if other is not None:
+        raise NotStated(f"{other} is stored in another type than config.json says: {tensors[other].dtype}")
+    return tensors
 
 
 def read_stated(

@@ -11,8 +11,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.models.gguf.folder import gguf_files, is_made_of_gguf, read_index
+from holdfast.worker.models.quantization.scheme import QuantizationScheme, num_weights, read_scheme
 
 INDEX: Final = "model.safetensors.index.json"
 _DUPLICATES: Final = "consolidated"
@@ -45,7 +46,16 @@ def weight_bytes(folder: Path, dtype: str = "auto") -> int:
     served = _checkpoint_dtype(folder) if dtype == "auto" else dtype
     if is_made_of_gguf(folder):
         return sum(math.prod(tensor.shape) for tensor in read_index(folder)) * _SERVED[served]
-    return sum(_bytes_of(path, served) for path in weight_files(folder))
+    scheme = _scheme(folder)
+    return sum(_bytes_of(path, served, scheme) for path in weight_files(folder))
+
+
+def _scheme(folder: Path) -> QuantizationScheme | None:
+    """None also for one that is not read: a gate refuses it."""
+    try:
+        return read_scheme(_read_object(folder / "config.json"))
+    except UnsupportedModelError:
+        return None
 
 
 def _checkpoint_dtype(folder: Path) -> str:
@@ -57,9 +67,13 @@ def _checkpoint_dtype(folder: Path) -> str:
         return ""
 
 
-def _bytes_of(path: Path, dtype: str) -> int:
+def _bytes_of(path: Path, dtype: str, scheme: QuantizationScheme | None) -> int:
     """By the header; of a file whose header cannot be read, its size."""
     try:
+        if scheme is not None:
+            header, _ = read_header(path)
+            weights = (num_weights(scheme, name, one["dtype"], one["shape"]) for name, one in header.items())
+            return int(sum(weights)) * _SERVED.get(dtype, _SERVED["float32"])
         return sum(_served_bytes(stored, num_bytes, dtype) for stored, num_bytes in _tensors(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
         return path.stat().st_size
@@ -130,7 +144,7 @@ def check_folder(folder: Path, given: str, *, with_weights: bool = True) -> None
     if not with_weights:
         return
     _check_shards(folder, given)
-    is_quantized = "quantization_config" in _read_object(folder / "config.json")  # a gate refuses those by that name
+    is_quantized = "quantization_config" in _read_object(folder / "config.json")  # whose tensors are checked when read
     for path in [] if is_made_of_gguf(folder) else weight_files(folder):  # which was made of what was checked
         _check_weights(path, given, check_dtypes=not is_quantized)
 

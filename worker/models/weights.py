@@ -19,7 +19,6 @@ from holdfast.worker.config import ModelConfig
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.models.checks import OTHER_ENGINE, check_config, check_loaded, first_line
 from holdfast.worker.models.gguf.folder import hf_folder, is_gguf, tokenizer_reason
-from holdfast.worker.models.gguf.tensors import GgufTensors
 from holdfast.worker.models.weight_files import check_folder
 
 ATTENTION: Final = "holdfast_paged"
@@ -214,27 +213,6 @@ def build_hf_model(config: Any) -> Any:
             raise UnsupportedModelError(config.model_type, reason, "Serve a causal language model") from error
         model.tie_weights()
     return _ready(model)
-
-
-class GgufSource:
-    """The source of a model that lies in a GGUF file: parameters in the dtype that is served."""
-
-    def __init__(self, folder: Path, model_type: str, dtype: torch.dtype) -> None:
-        self._tensors = GgufTensors(folder)
-        self._model_type = model_type
-        self._dtype = dtype
-
-    def __call__(self, name: str, parameter: Tensor) -> Tensor:
-        """Raises `UnsupportedModelError` for one that the file does not have."""
-        weight = self._tensors.take(name)
-        if weight is None or weight.shape != tuple(parameter.shape):
-            check_loaded(self._model_type, {name}, ())
-        assert weight is not None
-        return weight.to(self._dtype)
-
-    def check_all_taken(self) -> None:
-        """Raises `UnsupportedModelError` where the file has more."""
-        check_loaded(self._model_type, (), self._tensors.left)
 
 
 def loaded_weights(name: str, parameter: Tensor) -> Tensor:

@@ -271,7 +271,6 @@ REFUSED: dict[str, dict[str, object]] = {
     "another architecture": {"architectures": ["LlamaForSequenceClassification"]},
     "a key that is not known": {"use_new_thing": True},
     "code of its own": {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}},
-    "quantized weights": {"quantization_config": {"quant_method": "fp8"}},
     "another activation": {"hidden_act": "gelu"},
     "another kind of angles": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
     "a key of the angles": {

@@ -1,0 +1,91 @@
+"""Matrices that lie in a file as codes, and are numbers once they are asked for: a range of rows and columns of one is
+dequantized piece by piece, so that no more is held than what is asked for.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Final, Self
+
+import torch
+from torch import Tensor
+
+from holdfast.worker.executors.mapped_files import discard_contents
+
+_AT_ONCE: Final = 2**18
+"""Numbers that are dequantized together: few enough to stay in a core's cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredMatrix(ABC):
+    """A range of the rows and columns of a matrix."""
+
+    rows: tuple[int, int]
+    """The first one, and the one past the last."""
+    columns: tuple[int, int]
+
+    @property
+    @abstractmethod
+    def mapped(self) -> Tensor:
+        """The view of a file that its codes are read of."""
+
+    @abstractmethod
+    def numbers(self, first: int, last: int) -> Tensor:
+        """Of these rows of the matrix, the numbers of the range's columns, float32."""
+
+    @property
+    def num_rows_columns(self) -> tuple[int, int]:
+        """Of the range, rows and columns."""
+        return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As a tensor of the model has it."""
+        return self.num_rows_columns
+
+    def __len__(self) -> int:
+        return self.num_rows_columns[0]
+
+    def narrow(self, dim: int, start: int, length: int) -> Self:
+        """As torch's."""
+        assert 0 <= start <= start + length <= self.num_rows_columns[dim], "a share lies within its tensor"
+        if dim == 0:
+            return replace(self, rows=(self.rows[0] + start, self.rows[0] + start + length))
+        return replace(self, columns=(self.columns[0] + start, self.columns[0] + start + length))
+
+    def __getitem__(self, rows: slice) -> Self:
+        start, stop, _ = rows.indices(len(self))
+        return self.narrow(0, start, max(0, stop - start))
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """Its numbers, each rounded once, in memory of their own."""
+        first, last = self.rows
+        out = torch.empty(last - first, self.columns[1] - self.columns[0], dtype=dtype)
+        step = max(1, _AT_ONCE // max(1, out.shape[1]))
+
+        def write(start: int) -> None:
+            end = min(last, start + step)
+            out[start - first : end - first] = self.numbers(start, end)
+
+        _for_all(write, range(first, last, step))
+        discard_contents(self.mapped)  # pages of the file, which can be read again
+        return out
+
+
+def _for_all(write: Callable[[int], None], starts: range) -> None:
+    """Calls it with each, on as many threads as torch has; each call computes on one, for torch's own threads wait for
+    each other, busily, after every operation.
+    """
+    usual = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads that begin from here on take this over
+    try:
+        if usual == 1 or len(starts) == 1:
+            for start in starts:
+                write(start)
+            return
+        with ThreadPoolExecutor(usual) as pool:
+            for _ in pool.map(write, starts):
+                pass
+    finally:
+        torch.set_num_threads(usual)

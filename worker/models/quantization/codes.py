@@ -1,0 +1,92 @@
+"""Codes of quantized weights: how they are packed into words, and what number each stands for before it is scaled."""
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+IN_ORDER: Final = tuple(range(8))
+AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+"""In which four bits of a word each of eight neighbours lies."""
+
+_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class Codes(Protocol):
+    """The codes of a weight [out, in]."""
+
+    @property
+    def stored(self) -> Tensor:
+        """As they lie in a file."""
+        ...
+
+    def read(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """[rows, columns], float32: those of a range, by the first one and the one past the last."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainCodes:
+    """Numbers of eight bits [out, in], int8 or fp8."""
+
+    stored: Tensor
+
+    def read(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """See `Codes`."""
+        return self.stored[slice(*rows), slice(*columns)].float()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedCodes:
+    """Unsigned codes in words of 32 bits, the first in the lowest bits."""
+
+    stored: Tensor
+    """[out, in] or, `is_transposed`, [in, out], but for the dimension that is packed; int32."""
+    bits: int
+    packed_dim: int
+    is_transposed: bool = False
+    order: tuple[int, ...] = IN_ORDER
+    """In which place of a word each of the neighbours lies."""
+    middle: int = 0
+    """Is taken from each code."""
+
+    def read(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """See `Codes`."""
+        ranges = (columns, rows) if self.is_transposed else (rows, columns)
+        codes = unpacked(self.stored, self.bits, self.packed_dim, ranges, self.order)
+        codes = codes.T if self.is_transposed else codes
+        return codes.float().sub_(self.middle) if self.middle else codes.float()
+
+
+def unpacked(
+    words: Tensor,
+    bits: int,
+    packed_dim: int,
+    ranges: tuple[tuple[int, int], tuple[int, int]],
+    order: tuple[int, ...] = IN_ORDER,
+) -> Tensor:
+    """Of int32 words [a, b] that are packed along a dimension, the codes of a range of both dimensions, int32."""
+    per_word = 32 // bits
+    (start, stop), (other_start, other_stop) = ranges[packed_dim], ranges[1 - packed_dim]
+    first, last = start // per_word, -(-stop // per_word)
+    words = words.narrow(packed_dim, first, last - first).narrow(1 - packed_dim, other_start, other_stop - other_start)
+    shifts = torch.tensor(order[:per_word], dtype=torch.int32) * bits
+    shifts = shifts if packed_dim == 1 else shifts[:, None]
+    codes = ((words.unsqueeze(packed_dim + 1) >> shifts) & ((1 << bits) - 1)).flatten(packed_dim, packed_dim + 1)
+    return codes.narrow(packed_dim, start - first * per_word, stop - start)
+
+
+@dataclass(frozen=True, slots=True)
+class Float4Codes:
+    """Numbers E2M1 [rows, columns / 2], two in a byte, the first in the low bits, uint8."""
+
+    stored: Tensor
+
+    def read(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """See `Codes`."""
+        first, last = columns[0] // 2, -(-columns[1] // 2)
+        packed = self.stored[slice(*rows), first:last]
+        codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+        table = torch.tensor([*_E2M1, *(-number for number in _E2M1)])
+        return table[codes[:, columns[0] - 2 * first : columns[1] - 2 * first].int()]
