@@ -15,6 +15,8 @@ from holdfast.worker.models.safetensors_files import MappedTensor, mapped_tensor
 _FLOATS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _CODES: Final = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv", "scales", "qzeros")
 """Parts of a module whose weight is quantized; the first two have the codes."""
+_TABLE: Final = "embed_tokens.weight"
+_HEAD: Final = "lm_head.weight"
 
 
 class QuantizedTensors:
@@ -26,6 +28,7 @@ class QuantizedTensors:
         self._scheme = scheme
         self._tensors = mapped_tensors(folder)
         self._quantized: set[str] = set()
+        self._table: Tensor | None = None
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedWeight | TransposedExperts | None:
         """The tensor of a parameter of this shape; None: there is none of this name.
@@ -35,7 +38,9 @@ class QuantizedTensors:
         parts = _Parts(self._tensors, self._folder, name, self._scheme)
         plain = self._tensors.get(name)
         if plain is not None and plain.values.dtype in _FLOATS:
-            return parts.take_plain(name, shape)
+            values = parts.take_plain(name, shape)
+            self._table = values if name.endswith(_TABLE) else self._table
+            return values
         if not parts.are_there():
             return None
         scheme = self._scheme.of(parts.module)
@@ -46,12 +51,16 @@ class QuantizedTensors:
 
     @property
     def left(self) -> set[str]:
-        """The names of those that were not taken, but for what is not used, and biases of zeros."""
+        """The names of those that were not taken and are of use: a bias of zeros and a head that is the embedding once
+        more are of none.
+        """
         return {name for name, tensor in self._tensors.items() if not self._is_unused(name, tensor.values)}
 
     def _is_unused(self, name: str, values: Tensor) -> bool:
-        """AutoGPTQ gives every quantized module a bias, whether or not the model has it."""
+        """AutoGPTQ writes a bias for every quantized module, and the head of a tied model."""
         module, _, part = name.rpartition(".")
+        if name == _HEAD and self._table is not None:
+            return values.dtype == self._table.dtype and values.equal(self._table)
         return part in UNUSED or (part == "bias" and module in self._quantized and not bool(values.any()))
 
 

@@ -9,24 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.engine.model_runner import LeaderRunner
-from holdfast.worker.models.stated_config import STATED
-from tests.fake_group import run_ranks
+from holdfast.worker.models.quantization import codes, formats
+from holdfast.worker.models.quantization.weight import QuantizedWeight
 from tests.parity.harness import greedy_tokens, is_run_by, logits_in_chunks, on_ranks, worker_config
+from tests.worker.models.quantization.comparison import differences_on
 from tests.worker.models.quantization.folders import LAYOUTS, Tensors, Written, write, write_gpt_oss
-from tests.worker.models.test_stated_layout import differences, recognized, stated
-
-
-def differences_on(written: Written, size: int, dtype: str = "auto") -> list[str]:
-    """Between what is read of the quantized folder and of the folder of its numbers."""
-    is_stated = json.loads((written.folder / "config.json").read_text())["model_type"] in STATED
-    read = stated if is_stated else recognized
-
-    def compared(group: TensorParallelGroup) -> list[str]:
-        return differences(read(written.folder, group, dtype), recognized(written.dequantized, group, dtype))
-
-    return [found for rank in run_ranks(size, compared) for found in rank]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -40,8 +28,10 @@ def test_linears_with_biases_and_tied_tables(tmp_path, layout):
     assert differences_on(write("qwen2", tmp_path, layout), 2) == []
 
 
-@pytest.mark.parametrize("layout", ["gptq act-order", "awq", "ct w4a16 asym", "fp8 block"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("mixtral", "gptq act-order"), ("mixtral", "awq"), ("qwen3_moe", "ct w4a16 asym"), ("qwen3_moe", "fp8 block")],
+)
 def test_experts(tmp_path, family, layout):
     written = write(family, tmp_path, layout, moe_intermediate_size=64, intermediate_size=64)
     assert [differences_on(written, size) for size in (1, 2)] == [[], []]
@@ -70,11 +60,12 @@ def answers(folder: Path, size: int, executor: str = "auto") -> tuple[list[list[
         ("llama", "gptq act-order", 2, "auto"),
         ("qwen2", "awq", 2, "auto"),
         ("qwen3_moe", "ct w4a16 asym", 2, "auto"),
-        ("llama", "fp8 block", 1, "hf"),
+        ("deepseek_v3", "fp8 block", 1, "hf"),
     ],
 )
 def test_a_model_answers_with_the_bits_of_its_dequantized_folder(tmp_path, family, layout, size, executor):
-    written = write(family, tmp_path, layout, moe_intermediate_size=64)
+    more = {"head_dim": 8, "num_hidden_layers": 2} if family == "deepseek_v3" else {}  # dense, and with experts
+    written = write(family, tmp_path, layout, moe_intermediate_size=64, **more)
     expected, theirs = answers(written.dequantized, 1 if executor == "auto" else size, executor)
     found, ours = answers(written.folder, size, executor)
     assert found == expected
@@ -141,3 +132,60 @@ class TestMistakes:
 
         found = self.found(write("llama", tmp_path, "gptq act-order"), drop)
         assert found == ["layout.layers[0].mlp.down.weights[0]"]
+
+
+class TestPlanted:
+    """What a wrong importer would read is seen."""
+
+    DOWN = "layout.layers[0].mlp.down.weights[0]"
+
+    @staticmethod
+    def places(tmp_path: Path, layout: str, size: int = 1) -> set[str]:
+        return set(differences_on(write("llama", tmp_path, layout), size))
+
+    @pytest.mark.parametrize("layout", ["gptq", "awq", "ct w4a16 asym"])
+    def test_zero_points_off_by_one(self, tmp_path, monkeypatch, layout):
+        made = formats._weight
+
+        def shifted(scheme, shape, codes, scales, zeros=None, groups=None):
+            return made(scheme, shape, codes, scales, zeros + 1, groups)
+
+        monkeypatch.setattr(formats, "_weight", shifted)
+        assert self.DOWN in self.places(tmp_path, layout)
+
+    @pytest.mark.parametrize("layout", ["gptq act-order", "ct w4a16 act-order"])
+    def test_order_of_activations_ignored(self, tmp_path, monkeypatch, layout):
+        made = formats._weight
+        monkeypatch.setattr(formats, "_weight", lambda *parts: made(*parts[:5]))
+        assert self.DOWN in self.places(tmp_path, layout)
+
+    @pytest.mark.parametrize("layout", ["gptq", "awq", "ct w4a16", "fp8 block"])
+    def test_groups_counted_from_where_a_share_is_cut(self, tmp_path, monkeypatch, layout):
+        def spread(self, grid, blocks):
+            of_rows = grid[blocks].float()
+            length = self.columns[1] - self.columns[0]
+            return of_rows if grid.shape[1] == 1 else of_rows[:, self.groups[:length]]
+
+        monkeypatch.setattr(QuantizedWeight, "_spread", spread)
+        assert self.places(tmp_path, layout, 1) == set()
+        assert self.DOWN in self.places(tmp_path / "again", layout, 2)
+
+    def test_places_of_a_word_in_order(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(formats, "AWQ_ORDER", codes.IN_ORDER)
+        assert self.DOWN in self.places(tmp_path, "awq")
+
+    @pytest.mark.parametrize("layout", ["gptq", "ct w4a16"])
+    def test_places_of_a_word_from_the_highest(self, tmp_path, monkeypatch, layout):
+        read = codes.unpacked
+
+        def turned(words, bits, packed_dim, ranges, order=codes.IN_ORDER):
+            return read(words, bits, packed_dim, ranges, tuple(reversed(order[: 32 // bits])))
+
+        monkeypatch.setattr(codes, "unpacked", turned)
+        assert self.DOWN in self.places(tmp_path, layout)
+
+    @pytest.mark.parametrize("layout", ["gptq", "awq", "ct w4a16", "fp8 block"])
+    def test_scales_of_the_group_beside(self, tmp_path, monkeypatch, layout):
+        spread = QuantizedWeight._spread
+        monkeypatch.setattr(QuantizedWeight, "_spread", lambda self, grid, rows: spread(self, grid.roll(1, 1), rows))
+        assert self.DOWN in self.places(tmp_path, layout)

@@ -19,6 +19,7 @@ from holdfast.worker.models.quantization.scheme import read_scheme
 from holdfast.worker.models.weight_files import weight_bytes
 from holdfast.worker.models.weights import read_config
 from tests.fake_group import run_ranks
+from tests.worker.models.quantization.comparison import differences_on
 from tests.worker.models.quantization.folders import (
     AWQ,
     FP8,
@@ -174,6 +175,18 @@ def test_a_tensor_too_many_but_a_bias_of_zeros(tmp_path):
 
     message = loading_fails(write("llama", tmp_path, "gptq").change(add).folder)
     assert "unexpected 1 weights (model.layers.0.mlp.more)" in message
+
+
+def test_a_head_that_is_the_table_once_more(tmp_path):
+    def add(tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    def change(tensors: Tensors) -> None:
+        tensors["lm_head.weight"][3, 4] += 1
+
+    written = write("qwen2", tmp_path, "gptq", tie_word_embeddings=True).change(add)
+    assert differences_on(written, 1) == []
+    assert "unexpected 1 weights (lm_head.weight)" in loading_fails(written.change(change).folder)
 
 
 def test_experts_without_scales(tmp_path):
