@@ -16,7 +16,7 @@ READ_BY = {
     "cluster/client/async_client.py": "a chat's template may write the date into its prompt; it is fixed once",
     "cluster/commands/bench.py": "the date of a report",
     "cluster/commands/bench_flags.py": "a seed",
-    "cluster/offline/local_request.py": "arrival_time of vLLM's metrics; what is measured is monotonic",
+    "cluster/offline/request_handle.py": "arrival_time of vLLM's metrics; what is measured is monotonic",
     "cluster/serve/directory.py": "the first version of a directory; versions are compared by whether they differ",
     "cluster/serve/examination.py": "whether a certificate has expired",
     "cluster/serve/node_drain.py": "Ray takes a node's deadline since 1970",

@@ -9,7 +9,8 @@ from typing import Final
 from holdfast.router.config import LimitsConfig
 from holdfast.v1 import inference_pb2
 from holdfast.worker.sampling_params import MAX_LOGPROB_TOKEN_IDS
-from holdfast.worker.wire.message_bounds import Bound, Bounds, MessageBounds
+from holdfast.worker.wire.bound import Bound
+from holdfast.worker.wire.message_bounds import Bounds, MessageBounds
 
 MAX_NAME_BYTES: Final = 1024
 """Of a model, a service, a version, a level: names that somebody has chosen once."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, TypeAlias
 
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.wire.message_bounds import Bound
+from holdfast.worker.wire.bound import Bound
 
 MAX_STRINGS: Final = 2**16
 """Most strings of one text, keys included."""

@@ -16,7 +16,7 @@ from holdfast.router.wire.json_bounds import JsonBounds, token_ids
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import FinishReason
-from holdfast.worker.wire.message_bounds import Bound
+from holdfast.worker.wire.bound import Bound
 
 HOLD: Final = "x-holdfast-hold"
 """Of a request: the number of the submission, from 1. Of a response to it: which stream it is, as `Identity` writes."""

@@ -20,7 +20,8 @@ from holdfast.worker.request import (
     Suspicion,
 )
 from holdfast.worker.sampling_params import MAX_LOGPROB_TOKEN_IDS
-from holdfast.worker.wire.message_bounds import Bound, Bounds, MessageBounds
+from holdfast.worker.wire.bound import Bound
+from holdfast.worker.wire.message_bounds import Bounds, MessageBounds
 from holdfast.worker.wire.sampling_fields import TOKEN_SCOPE, fields_of, params_of
 
 Kind = TypeVar("Kind", bound=IntEnum)

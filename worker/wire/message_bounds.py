@@ -12,23 +12,7 @@ from typing import Any, Final, NoReturn
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from holdfast.worker.errors import InvalidRequestError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
-    """The most that one message may hold of a field, in all places together."""
-
-    count: int | None = None
-    """Elements of a repeated field, entries of a map."""
-    size: int | None = None
-    """Bytes of texts, of maps with texts, and of what they are in."""
-    setting: str = ""
-    """The setting that it follows from, where there is one."""
-
-    @property
-    def source(self) -> str:
-        return f" ({self.setting})" if self.setting else ""
-
+from holdfast.worker.wire.bound import Bound
 
 MAX_FIELDS: Final = 2**17
 """Most fields of one message on the wire, those of messages in it included."""

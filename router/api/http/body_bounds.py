@@ -7,7 +7,7 @@ from typing import Final
 
 from holdfast.router.config import LimitsConfig
 from holdfast.router.wire.json_bounds import JsonBounds
-from holdfast.worker.wire.message_bounds import Bound
+from holdfast.worker.wire.bound import Bound
 
 _OTHER_COUNT, _OTHER_SIZE = 4096, 256 * 2**10
 OTHER: Final = Bound(count=_OTHER_COUNT, size=_OTHER_SIZE)

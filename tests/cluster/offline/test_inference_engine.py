@@ -216,9 +216,13 @@ def test_stats_count_what_was_done(engine):
 
 
 def test_settings_may_be_given_as_in_a_file(tiny_model):
-    tree = {"model": {"dtype": "float32"}, "parallel": {"num_threads": 1}, "cache": {"num_blocks": 20, "block_size": 8}}
+    tree = {
+        "model": {"dtype": "float32"},
+        "parallel": {"num_threads": 1},
+        "cache": {"num_blocks": 20, "block_size": 16},
+    }
     with InferenceEngine(str(tiny_model), tree) as engine:
-        assert (engine.info.num_blocks, engine.info.block_size) == (20, 8)
+        assert (engine.info.num_blocks, engine.info.block_size) == (20, 16)
     with pytest.raises(ConfigurationError, match=r"cache.blocks \(from InferenceEngine"):
         InferenceEngine(str(tiny_model), {"cache": {"blocks": 20}})
 

@@ -28,10 +28,9 @@ def test_a_token_comes_once_with_its_rank_and_its_text():
 
 def test_what_is_said_of_the_prompt_begins_with_nothing():
     first = CompletedSequence(output=DELIVERY)
-    nothing, said = prompt_logprobs(first, SamplingParams(prompt_logprobs=1), byte_tokenizer())
+    nothing, said = prompt_logprobs(first, byte_tokenizer())
     assert nothing is None
     assert [(item.decoded_token, item.rank) for item in said.values()] == [("p", 9), ("q", 1)]
-    assert prompt_logprobs(first, SamplingParams(), byte_tokenizer()) is None
 
 
 def test_what_was_not_asked_for_is_none():

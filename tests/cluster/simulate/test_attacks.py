@@ -26,7 +26,8 @@ from holdfast.router.wire import bounds
 from holdfast.worker.replica.hang_verdict import HangVerdict
 from holdfast.worker.request import Suspicion
 from holdfast.worker.wire import message_bounds
-from holdfast.worker.wire.message_bounds import Bound, Bounds
+from holdfast.worker.wire.bound import Bound
+from holdfast.worker.wire.message_bounds import Bounds
 
 UNBOUNDED = Bound(count=2**40)
 SEEDS = {

@@ -38,8 +38,9 @@ def test_attempts_of_a_group_share_their_prompt_and_those_of_another_router_do_n
         other = Router(server.address)
         await other.hello()
         prompt = range(1, 15)
-        gate = threading.Event()
-        engine._inbox.put(gate.wait)
+        entered, gate = threading.Event(), threading.Event()
+        engine._inbox.put(lambda: entered.set() or gate.wait())
+        await asyncio.to_thread(entered.wait)
         for attempt in (1, 2, 3):
             await router.submit(attempt, prompt=prompt, max_tokens=50, group_id="g")
         while engine._inbox._commands.qsize() < 3:

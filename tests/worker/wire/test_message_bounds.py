@@ -9,11 +9,11 @@ from holdfast.foreign import external_processor_pb2 as ext_proc
 from holdfast.foreign import grpc_service_pb2 as oip
 from holdfast.v1 import inference_pb2 as pb
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.wire.bound import Bound
 from holdfast.worker.wire.message_bounds import (
     MAX_DEPTH,
     MAX_FIELDS,
     MAX_UNKNOWN,
-    Bound,
     MalformedMessageError,
     MessageBounds,
     UnboundedFieldError,

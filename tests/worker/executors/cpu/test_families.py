@@ -46,7 +46,7 @@ def errors(layout: DecoderLayout, count: int = 90) -> tuple[float, float, float]
 @pytest.mark.parametrize("model", SLOW)
 def test_a_family_is_computed_as_the_reference_does(model, dtype):
     layout = layout_of(model, dtype)
-    if reason := _unfit(layout, block_size=16):
+    if reason := _unfit(layout):
         pytest.skip(reason)
     check(layout, dtype)
 
