@@ -55,6 +55,7 @@ def test_a_case_is_told_where_the_server_is_and_one_that_hangs_is_ended(cases):
     assert asked.run("core/02", "", "").verdict == WRONG
 
 
+@pytest.mark.slow  # it runs tests
 def test_where_a_name_is_gone_the_test_of_the_same_is_run(cases, monkeypatch, tmp_path):
     asked = cases(case_01="from holdfast.worker.errors import Gone")
     for body, verdict in (("assert True", RIGHT), ("assert False", WRONG)):

@@ -144,6 +144,7 @@ def test_that_fails():
 """
 
 
+@pytest.mark.slow  # it runs a pytest of its own
 def test_of_vllms_tests_those_of_a_server_are_run(tmp_path):
     root = tmp_path / "vllm-0"
     below = root / "tests" / "entrypoints" / "openai"

@@ -20,6 +20,7 @@ def check_load(findings, name):
     assert sustained["output tokens/s"] > 0
 
 
+@pytest.mark.slow  # a benchmark by the interpreter
 def test_steps_beside_the_rates_of_the_same_run():
     pytest.importorskip("triton")
     from tests.worker.executors.gpu import interpreter  # noqa: F401  # makes Triton's rounding that of a device

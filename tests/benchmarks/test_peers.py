@@ -76,6 +76,7 @@ def run_session(folders, peers, said):
     return result, stored
 
 
+@pytest.mark.slow  # a benchmark, with servers of its own
 def test_a_session_measures_every_peer_and_leaves_none_out_in_silence(folders):
     said = []
     absent = Peer(name="absent", environment="vllm", driver="vllm_driver.py")
@@ -125,6 +126,7 @@ def state_of(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+@pytest.mark.slow  # a benchmark, with servers of its own
 def test_a_server_is_paused_but_while_it_answers_and_gone_when_closed(open_server):
     server = open_server(fake("p"))
     server.await_ready()

@@ -145,6 +145,7 @@ def test_a_planted_bug_breaks_a_promise(kind: str, plant: Plant, broken: str, mo
     assert broken in str(failure.error), failure
 
 
+@pytest.mark.slow  # a planted fault
 def test_a_router_that_builds_whatever_comes_is_slow_and_is_not_taken_for_one_that_hangs(monkeypatch):
     """Its streams pause, and it sheds what comes new; its supervisor knows that it computes on input."""
     build_whatever_comes_on_the_loop(monkeypatch)

@@ -14,7 +14,7 @@ from holdfast.cluster.simulate.world.scenario import draw_scenario
 from holdfast.cluster.simulate.world.world import Failure, simulate
 from tests.cluster.simulate import planted
 
-FEW_SEEDS, NUM_SEEDS = 24, 200
+FEW_SEEDS, NUM_SEEDS = 12, 200
 
 
 FOUND_LATE = (

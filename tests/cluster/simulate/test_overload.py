@@ -67,6 +67,7 @@ def p90_s(result: CapacityResult) -> float:
     return percentile(sorted(service.ttft_s or 0.0 for service in result.services), 0.9)
 
 
+@pytest.mark.slow  # twenty seconds of one core; each policy has tests of its own
 def test_policies_keep_their_promises_among_a_thousand_replicas():
     by_chance, by_load, by_prefix = (in_a_crowd(routing) for routing in ("random", "power_of_two", "prefix_aware"))
     for result in (by_chance, by_load, by_prefix):

@@ -139,6 +139,7 @@ def test_three_tenants_get_their_shares_and_the_lowest_class_is_served():
         assert AGING_S <= waited_s < 3 * AGING_S, waited_s
 
 
+@pytest.mark.slow  # a planted fault
 def test_a_router_that_knows_no_shares_would_not_give_them():
     load = Overload(ServiceOrderConfig(aging_s=AGING_S))
     load.run()
