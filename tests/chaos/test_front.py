@@ -107,8 +107,20 @@ CLIENTS: list[Ask] = [by_openai_chat, by_openai_whole, by_anthropic, by_httpx, b
 EIGHT = [*CLIENTS, by_openai_chat, by_httpx, by_curl]
 
 
+def asking_by_all(address: str) -> list[asyncio.Task[str]]:
+    return [asyncio.create_task(ask(address, seed)) for seed, ask in enumerate(EIGHT)]
+
+
 async def asked_by_all(address: str) -> list[str]:
-    return await asyncio.gather(*(ask(address, seed) for seed, ask in enumerate(EIGHT)))
+    return await asyncio.gather(*asking_by_all(address))
+
+
+async def all_are_read(cluster: ForkedCluster, asking: list[asyncio.Task[str]]) -> None:
+    """Routers come up within a tenth of a second here: two that are killed while they read the same request would have
+    it refused, as docs/failover.md says.
+    """
+    while sum(await num_open(cluster)) < sum(not one.done() for one in asking):
+        await asyncio.sleep(POLL_S)
 
 
 async def num_open(cluster: ForkedCluster) -> list[int]:
@@ -123,15 +135,18 @@ def test_stock_clients_lose_nothing_when_a_router_is_killed(kills: int, tmp_path
         async with forked_cluster(tmp_path, step_s=0.02) as cluster, front_before(cluster) as address:
             whole = await asked_by_all(address)
             assert len(set(whole)) == len(EIGHT)
-            asking = asyncio.create_task(asked_by_all(address))
+            asking = asking_by_all(address)
             while min(await num_open(cluster)) < 2:
                 await asyncio.sleep(POLL_S)
             for number in range(kills):
+                await all_are_read(cluster, asking)
                 lost = cluster.routers[number % 2]
-                assert not asking.done(), "the fault comes too late"
+                if all(one.done() for one in asking):
+                    assert number >= 3, "the faults come too late"
+                    break
                 lost.send(signal.SIGKILL)
                 await cluster.replace_router(lost)
-            assert await asking == whole
+            assert await asyncio.gather(*asking) == whole
 
     loops.run(run(), timeout_s=LIMIT_S)
 
