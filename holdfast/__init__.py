@@ -9,7 +9,7 @@ with LLM("demo") as llm:
 import importlib
 from typing import TYPE_CHECKING
 
-from holdfast.worker.process_memory import importing
+from holdfast.worker.process_memory import uncollected
 
 if TYPE_CHECKING:
     from holdfast.cluster.client.async_client import AsyncClient
@@ -103,7 +103,7 @@ def __getattr__(name: str) -> object:
     name = NAMES_IN_VLLM.get(name, name)
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with importing():
+    with uncollected():
         return getattr(importlib.import_module(HOMES[name]), name)
 
 

@@ -134,9 +134,9 @@ def _trim() -> Callable[[int], int]:
 
 
 @contextmanager
-def importing() -> Iterator[None]:
-    """Inside it nothing is collected: what modules make stays. Looking at it again and again takes a fifth of the CPU
-    time of an import of torch.
+def uncollected() -> Iterator[None]:
+    """Inside it nothing is collected. What is made by an import stays, and looking at it again and again takes a fifth
+    of the CPU time of an import of torch; collections among the values of a large body hold Python's lock.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -150,7 +150,7 @@ def importing() -> Iterator[None]:
 @contextmanager
 def loading() -> Iterator[None]:
     """Inside it nothing is collected. What is there at its end is set aside, except garbage, which is freed."""
-    with importing():
+    with uncollected():
         yield
         gc.collect()
         set_aside()

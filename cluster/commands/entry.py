@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Final
 
-from holdfast.worker.process_memory import importing
+from holdfast.worker.process_memory import uncollected
 
 EXIT_INTERRUPTED: Final = 130
 
@@ -23,7 +23,7 @@ def main() -> None:
     is_ignored = signal.getsignal(signal.SIGINT) is not signal.default_int_handler  # as below `nohup`: it stays so
     if not is_ignored:
         signal.signal(signal.SIGINT, _end)
-    with importing():
+    with uncollected():
         from holdfast.cluster.commands import cli
 
     run = cli.command if is_ignored else _interruptible(cli.command)

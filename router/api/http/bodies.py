@@ -18,7 +18,7 @@ from holdfast.router.wire.bounds import INLINE_BYTES
 from holdfast.router.wire.json_bounds import JsonBounds, TokenIds
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import FIELD
-from holdfast.worker.process_memory import importing
+from holdfast.worker.process_memory import uncollected
 from holdfast.worker.sampling_params import PARAMETERS
 from holdfast.worker.value_types import SAMPLING_FIELDS, Neutral, check_neutral
 
@@ -153,7 +153,7 @@ class Reads(BaseModel):
         if bounds is not None:
             content, apart = bounds.take_apart(content, cls.lists_of_ids)
         try:
-            with importing() if len(content) > INLINE_BYTES else nullcontext():
+            with uncollected() if len(content) > INLINE_BYTES else nullcontext():
                 body = cls.model_validate_json(content)
         except ValidationError as error:
             raise invalid_body(error) from None
