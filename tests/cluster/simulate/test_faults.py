@@ -14,7 +14,7 @@ from holdfast.cluster.simulate.world.scenario import draw_scenario
 from holdfast.cluster.simulate.world.world import Failure, simulate
 from tests.cluster.simulate import planted
 
-FEW_SEEDS, NUM_SEEDS = 12, 200
+FEW_SEEDS, NUM_SEEDS = 24, 200
 
 
 FOUND_LATE = (
@@ -48,7 +48,7 @@ def test_simulations_keep_every_promise(num_seeds):
     tally, num_in_storms = campaign.tally, sum(len(storm(seed)) for seed in range(num_seeds))
     assert tally.num_simulations == num_seeds
     assert tally.num_requests > 75 * num_seeds
-    assert tally.outcomes["completed"] > 0.8 * (tally.num_requests - num_in_storms)
+    assert tally.outcomes["completed"] > 0.8 * (tally.num_requests - num_in_storms - tally.outcomes["quarantined"])
     assert tally.outcomes["expired"] > 0.5 * num_in_storms > 2.5 * num_seeds
     assert tally.faults.keys() == KINDS.keys()
     assert min(tally.num_reconnects, tally.num_condemned, tally.num_turned_away) > 0
