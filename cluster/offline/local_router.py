@@ -5,6 +5,7 @@ import math
 import random
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Final
@@ -13,13 +14,14 @@ from holdfast.cluster.loop_thread import LoopThread
 from holdfast.cluster.offline.request_handle import RequestHandle
 from holdfast.cluster.tokenizers import load_tokenizer
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.events import SendAbort, SendSubmit
 from holdfast.router.requests.answer import CompletedSequence
+from holdfast.router.requests.pipeline import Pipeline
 from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.security.gate import Gate
 from holdfast.router.text.tokenizer import Tokenizer
-from holdfast.router.text.tokenizer_registry import TokenizerRegistry
+from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import HoldfastError, ReplicaError, RequestAbortedError
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.replica.replica import Replica
@@ -114,6 +116,37 @@ class LocalReplica:
             self._loop.call_soon(self._handle_next)  # after those whom this wakes
 
 
+def local_pipeline(
+    config: RouterConfig,
+    limits: LimitsConfig,
+    on_models_changed: Callable[[], None] = lambda: None,
+    *,
+    order: ServiceOrderConfig | None = None,
+    gate: Gate | None = None,
+) -> Pipeline:
+    """For a replica of this process: there is no choice among replicas, and no other one to wait for."""
+    alone = config.model_copy(update={"routing_policy": "power_of_two", "replica_wait_s": 0.0})
+    return Pipeline.build(
+        alone,
+        limits,
+        load_tokenizer,
+        on_models_changed,
+        order=order,
+        gate=gate,
+        random_index=random.Random(0).randrange,
+    )
+
+
+async def connected(replica: Replica, pipeline: Pipeline) -> LocalReplica:
+    """Connects a replica of this process, on the running loop. Raises what `load_tokenizer` raises, and `ReplicaError`
+    if the engine has ended.
+    """
+    await pipeline.tokenizers.load(replica.info.model, replica.info.path, replica.info.chat_template)
+    local = LocalReplica(replica, pipeline.dispatch_host, asyncio.get_running_loop())
+    local.connect()
+    return local
+
+
 class LocalRouter:
     """The router of one replica. Made by `start`; its public methods may be called from any thread."""
 
@@ -191,22 +224,15 @@ class LocalRouter:
 
     async def _set_up(self, replica: Replica, limits: LimitsConfig, max_waiting: int) -> None:
         config = RouterConfig(
-            routing_policy="power_of_two",
             max_waiting_per_replica=max_waiting,
-            replica_wait_s=0.0,
             retry_burst=limits.max_queued + max_waiting,  # all of them may move to other weights
         )
         patient = limits.model_copy(update={"default_timeout_s": math.inf})  # no other callers need the room
-        dispatch = Dispatch(config, patient, random.Random(0).randrange)
-        dispatch_host = DispatchHost(dispatch, self._loop, lambda: None)
-        tokenizers = TokenizerRegistry(load_tokenizer, config.inline_tokenize_bytes)
-        self.model = replica.info.model
-        await tokenizers.load(self.model, replica.info.path, replica.info.chat_template)
-        self.tokenizer = tokenizers[self.model]
-        self._processor = RequestProcessor(dispatch_host, tokenizers, patient)
-        self._dispatch_host, self._engine_replica = dispatch_host, replica
-        self._replica = LocalReplica(replica, dispatch_host, self._loop)
-        self._replica.connect()
+        pipeline = local_pipeline(config, patient)
+        self._replica = await connected(replica, pipeline)
+        self.model, self._engine_replica = replica.info.model, replica
+        self.tokenizer = pipeline.tokenizers[self.model]
+        self._processor, self._dispatch_host = pipeline.processor, pipeline.dispatch_host
 
     async def _update_weights(self, folder: str, version: str, *, replay: bool) -> None:
         """What is served with other weights is another replica: the router moves what is open as from any other."""

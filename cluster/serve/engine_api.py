@@ -1,28 +1,21 @@
 """vLLM's engine protocol on a replica: the router's pipeline over the engine of this process, and a port for it."""
 
-import asyncio
-import random
 from dataclasses import dataclass, field
 from typing import Final
 
 import grpc
 
-from holdfast.cluster.offline.local_router import LocalReplica
+from holdfast.cluster.offline.local_router import connected, local_pipeline
 from holdfast.cluster.serve.member_process import on_first_free
 from holdfast.cluster.serve.security import ClusterSecurity
-from holdfast.cluster.tokenizers import load_tokenizer
 from holdfast.router.api.connection_guard import ConnectionGuard
 from holdfast.router.api.grpc import server
 from holdfast.router.api.grpc import standard_services as health
 from holdfast.router.api.intake import DecodeWorker
 from holdfast.router.api.vllm import servicer as vllm_engine
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.dispatch.dispatch import Dispatch
-from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.endings import stopping
-from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.security.gate import Gate
-from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.wire.loopback import host_port
@@ -53,19 +46,13 @@ class EngineApi:
         order: SchedulerConfig,
         security: ClusterSecurity | None = None,
     ) -> None:
-        loop = asyncio.get_running_loop()
         gate = Gate() if security is None else security.gate
         self._tls = None if security is None else security.server_tls
-        alone = config.model_copy(update={"routing_policy": "power_of_two", "replica_wait_s": 0.0})
-        dispatch = Dispatch(alone, limits, random.Random(0).randrange, order=order)
-        self._dispatch_host = DispatchHost(dispatch, loop, self._publish_health)
-        self._tokenizers = TokenizerRegistry(load_tokenizer, config.inline_tokenize_bytes)
-        self._request_processor = RequestProcessor(self._dispatch_host, self._tokenizers, limits, gate)
+        self._pipeline = local_pipeline(config, limits, self._publish_health, order=order, gate=gate)
         self._health = health.HealthServicer(("", vllm_engine.SERVICE.full_name))
-        self._local = LocalReplica(replica, self._dispatch_host, loop)
         worker = self._decode_worker = DecodeWorker()
         engine = vllm_engine.VllmEngineServicer(
-            self._request_processor, replica.engine, replica.info, order.max_num_seqs, worker
+            self._pipeline.processor, replica.engine, replica.info, order.max_num_seqs, worker
         )
         servicers = {vllm_engine.SERVICE: engine, health.SERVICE: self._health}
         self._guard = ConnectionGuard(limits, asks_for_keys=gate.is_locked)
@@ -81,8 +68,7 @@ class EngineApi:
     ) -> "EngineApi":
         """Without `security` all may come, in the clear. Raises `ConfigurationError` where no port is free."""
         api = cls(replica, settings.router, settings.limits, order, security)
-        await api._tokenizers.load(replica.info.model, replica.info.path, replica.info.chat_template)
-        api._local.connect()
+        await connected(replica, api._pipeline)
         host = settings.host
         bound = on_first_free(
             lambda port: add_port(api._server, host_port(host, port), api._tls),
@@ -98,14 +84,14 @@ class EngineApi:
     def wind_down(self) -> None:
         """From here on new requests are refused; open ones go on."""
         self._health.stop()
-        self._request_processor.close()
+        self._pipeline.processor.close()
 
     async def stop(self) -> None:
         """Ends what is open. The engine may have ended before."""
-        self._dispatch_host.close_all(stopping())
+        self._pipeline.dispatch_host.close_all(stopping())
         await self._server.stop(CLOSE_GRACE_S)
         self._decode_worker.close()
         await self._guard.stop()
 
     def _publish_health(self) -> None:
-        self._health.publish(self._dispatch_host.dispatch.models())
+        self._health.publish(self._pipeline.dispatch_host.dispatch.models())

@@ -73,11 +73,9 @@ class ModelStats:
 class EndedRequest:
     """What is known of one request when it is over. Times are in seconds of the router's clock."""
 
-    request_id: str
+    request: EngineRequest
     model: str
-    priority: str
     outcome: str
-    num_prompt_tokens: int
     num_output_tokens: int
     began_s: float
     first_token_s: float | None
@@ -92,6 +90,15 @@ class EndedRequest:
     @property
     def duration_s(self) -> float:
         return self.ended_s - self.began_s
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def priority(self) -> str:
+        """Its class, as logs and traces name it."""
+        return self.request.priority.name.lower()
 
 
 class EndListener(Protocol):
@@ -209,11 +216,9 @@ class AdmittedRequest:
         listeners = [one for one in (self.on_end, *self._stats.on_end) if one is not None]
         timeline = longest(self.timelines) or Timeline(self._began_at)
         ended = EndedRequest(
-            request_id=self.request.request_id,
+            request=self.request,
             model=self.model,
-            priority=self.request.priority.name.lower(),
             outcome=outcome,
-            num_prompt_tokens=len(self.request.prompt_token_ids),
             num_output_tokens=self.num_tokens,
             began_s=self._began_at,
             first_token_s=self._first_at,
@@ -247,7 +252,7 @@ class SlowRequests:
         )
         logger.warning(
             "request %s of model %s was slow (%s after %.2f s): %s; %d prompt and %d output tokens, replicas %s",
-            ended.request_id,
+            ended.request.request_id,
             ended.model,
             ended.outcome,
             ended.duration_s,
@@ -276,7 +281,7 @@ def where_its_time_went(ended: EndedRequest) -> dict[str, float]:
 def details(ended: EndedRequest) -> dict[str, str | float | list[str]]:
     """Of a log line in JSON."""
     return {
-        "request_id": ended.request_id,
+        "request_id": ended.request.request_id,
         "model": ended.model,
         "priority": ended.priority,
         "outcome": ended.outcome,

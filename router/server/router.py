@@ -23,8 +23,6 @@ from holdfast.router.api.public_answer import InProcessApi
 from holdfast.router.cluster_control import ClusterControl
 from holdfast.router.config import LimitsConfig, OverloadConfig, RouterConfig
 from holdfast.router.demand import ModelDemand
-from holdfast.router.dispatch.dispatch import Dispatch
-from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.endings import stopping
 from holdfast.router.dispatch.versions import VersionCounts
 from holdfast.router.events import ModelStatus
@@ -33,13 +31,12 @@ from holdfast.router.links.replica_directory import DirectoryView, ReplicaDirect
 from holdfast.router.operator_state import NO_OPERATOR_STATE, Change, OperatorState
 from holdfast.router.overload.byte_ledger import ByteLedger
 from holdfast.router.overload.overload import Overload
+from holdfast.router.requests.pipeline import Pipeline
 from holdfast.router.requests.poison_watch import PoisonWatch
-from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.requests.request_stats import SlowRequests
 from holdfast.router.security.gate import Gate
 from holdfast.router.server.ports import Ports
 from holdfast.router.text.tokenizer import Tokenizer
-from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.config import ServiceOrderConfig, TelemetryConfig
 from holdfast.worker.log_level import PACKAGE, set_log_level
 from holdfast.worker.timers import WallClock
@@ -114,24 +111,28 @@ class Router:
         )
         self._picker = endpoint_picker.EndpointPicker(self._as_endpoint, random.Random().randrange) if picks else None
         gate = options.get("gate") or Gate()
-        dispatch = Dispatch(config, limits, random.Random().randrange, order=options.get("order"))
-        self._dispatch_host = DispatchHost(
-            dispatch, asyncio.get_running_loop(), self._publish_health, limits.max_unread_tokens
-        )
-        tokenizers = TokenizerRegistry(options.get("load_tokenizer", Tokenizer.load), config.inline_tokenize_bytes)
         self.poison_watch = PoisonWatch(now=WallClock(time.time(), time.monotonic))
         """Requests that routers were lost with."""
         self._protection = options.get("overload") or OverloadConfig()
         self.overload = Overload(self._protection, ByteLedger(self._protection), max_memory(self._protection))
-        self._request_processor = RequestProcessor(
-            self._dispatch_host, tokenizers, limits, gate, options.get("tracer"), self.overload
+        pipeline = Pipeline.build(
+            config,
+            limits,
+            options.get("load_tokenizer", Tokenizer.load),
+            self._publish_health,
+            order=options.get("order"),
+            gate=gate,
+            tracer=options.get("tracer"),
+            overload=self.overload,
+            suspends_unread=True,
         )
+        self._dispatch_host, self._request_processor = pipeline.dispatch_host, pipeline.processor
         telemetry, stats = options.get("telemetry") or TelemetryConfig(), self._request_processor.stats
         if telemetry.slow_request_s is not None:
             stats.on_end.append(SlowRequests(telemetry.slow_request_s, stats))
         links = options.get("links", UNSECURED)
         self._certificates = Certificates(options.get("tls"), links.tls)
-        self._link_pool = LinkPool(self._dispatch_host, tokenizers, config, links, self._obey, self._see)
+        self._link_pool = LinkPool(self._dispatch_host, pipeline.tokenizers, config, links, self._obey, self._see)
         self._recent_errors = RecentErrors()
         logging.getLogger(PACKAGE).addHandler(self._recent_errors)
         self._tasks: list[asyncio.Task[None]] = []
