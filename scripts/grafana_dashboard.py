@@ -16,6 +16,7 @@ PAGE = Path(__file__).resolve().parent.parent / "k8s" / "monitoring" / "dashboar
 WIDTH, HEIGHT = 8, 8
 COLUMNS = 24 // WIDTH
 MODEL = '{model=~"$model"}'
+WEIGHTS = "holdfast_model_weight_bytes"
 QUANTILES = (0.5, 0.95, 0.99)
 
 
@@ -113,6 +114,16 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ),
             ),
             Panel("Tokens replayed", "short", (("{{model}}", rate("holdfast_replayed_tokens_total", "model")),)),
+            Panel(
+                "Weights of a replica",
+                "bytes",
+                (
+                    (
+                        "{{model}}, {{quantization}}",
+                        f"max by (model, quantization) ({WEIGHTS}{MODEL})",
+                    ),
+                ),
+            ),
         ),
     ),
     (

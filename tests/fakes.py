@@ -238,6 +238,8 @@ class FakeReplica:
             block_size=16,
             num_blocks=self.num_blocks,
             row_invariant=True,
+            quantization="GGUF Q4_1",
+            weight_bytes=3 << 20,
             heartbeat_ms=self.heartbeat_ms,
             frozen_after_ms=self.frozen_after_ms,
             load=self._load(),

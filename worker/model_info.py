@@ -32,6 +32,10 @@ class ModelInfo:
     num_blocks: int
     kv_bytes_per_token: int
     """On one rank, all layers together."""
+    quantization: str = "none"
+    """How its weights are quantized, in words (`worker/models/checkpoint_scheme.py`)."""
+    weight_bytes: int = 0
+    """Memory that the weights of all ranks take; 0 where they were made up."""
     row_invariant: bool
     """The start-up check found each row's bits independent of its neighbours, on the machine at hand."""
     device: str = ""

@@ -83,7 +83,8 @@ def _print_resources(config: "WorkerConfig", cpus_per_rank: float, ranks_per_hos
         raise ConfigurationError(f"--ranks-per-host = {ranks_per_host}: {error}") from None
     kept = "" if has_gpu else f" and {readable_bytes(cache_bytes)} of KV cache"
     place = " in the memory of its GPU" if has_gpu else ""
-    print(f"# {readable_bytes(needs.weight_bytes)} of weights{kept} a rank{place}")
+    quantization = "" if needs.quantization == "none" else f", {needs.quantization},"
+    print(f"# {readable_bytes(needs.weight_bytes)} of weights{quantization}{kept} a rank{place}")
     print("# workerGroupSpecs, the group of replicas:")
     print(yaml.safe_dump([pod.group()], sort_keys=False), end="")
     print("# serveConfigV2, args:")
@@ -98,7 +99,7 @@ def _print_estimate(config: "WorkerConfig") -> None:
     needs = MemoryEstimator(config)
     cache_bytes = _cache_bytes_here(config, needs)
     num_sequences = needs.num_sequences(cache_bytes, needs.max_model_len)
-    print(f"weights     {readable_bytes(needs.weight_bytes)}")
+    print(f"weights     {readable_bytes(needs.weight_bytes)}, quantization {needs.quantization}")
     if needs.shares is not None:
         shares = " : ".join(map(str, needs.shares))
         print(f"            of the rank with most: ranks have {shares} of its heads and inner features")

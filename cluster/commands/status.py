@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from holdfast.cluster.config.flags import takes_settings
 from holdfast.cluster.config.layers import Layer
 from holdfast.worker.errors import ConfigurationError, HoldfastError
+from holdfast.worker.process_memory import readable_bytes
 
 _WIDTH: Final = 120
 """Columns where the output is no terminal."""
@@ -94,11 +95,13 @@ def view(routers: list[RouterStatus]) -> Any:
     answering = next((router for router in routers if not router.error), None)
     if answering is None:
         return Group(*shown)
-    models = Table("model", "replicas", "tensor parallel", "context", "exact", box=None, pad_edge=False)
+    head = ("model", "replicas", "tensor parallel", "context", "quantization", "weights", "exact")
+    models = Table(*head, box=None, pad_edge=False)
     for model in answering.models.models:
         exact = "row by row" if model.row_invariant else "no: see `holdfast doctor`"
         sizes = (str(model.num_replicas), str(model.tensor_parallel_size), str(model.max_model_len))
-        models.add_row(Text(model.name), *sizes, exact)
+        weights = readable_bytes(model.weight_bytes) if model.weight_bytes else "-"
+        models.add_row(Text(model.name), *sizes, model.quantization or "-", weights, exact)
     head = ("replica", "running", "waiting", "KV cache", "prefix hits", "preempted", "tokens/s")
     replicas = Table(*head, box=None, pad_edge=False)
     for replica in sorted(answering.load.replicas, key=lambda one: (one.model, one.replica_id)):

@@ -15,10 +15,12 @@ from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.slices import told_of_uneven, uneven_shares
 from holdfast.worker.models import weight_files
+from holdfast.worker.models.checkpoint_scheme import quantization_of
 from holdfast.worker.models.checks import check_heads, check_kv_cache_dtype
 from holdfast.worker.models.gguf.folder import hf_folder, is_gguf, tokenizer_reason
 from holdfast.worker.models.quantization.scheme import read_scheme
 from holdfast.worker.models.weight_files import check_folder
+from holdfast.worker.process_memory import readable_bytes
 
 _HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _WAY_OUT: Final = (
@@ -110,6 +112,14 @@ def weight_bytes(config: HoldfastConfig) -> int:
     if folder is None or config.model.load_format == "dummy":
         return 0
     return weight_files.weight_bytes(folder, config.model.dtype)
+
+
+def told_of_weights(config: HoldfastConfig) -> str | None:
+    """How the weights of a model that lies here are quantized, and their memory; None of others."""
+    folder = local_folder(config)
+    if folder is None or config.model.load_format == "dummy":
+        return None
+    return f"quantization {quantization_of(folder)}, {readable_bytes(weight_bytes(config))} in memory"
 
 
 def _names(config: HoldfastConfig) -> list[tuple[str, str]]:

@@ -15,7 +15,13 @@ from typing import Final
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.config.machine import Machine, check_fits, crowding
-from holdfast.cluster.config.model_files import check_files, check_hub, local_path, uneven_heads
+from holdfast.cluster.config.model_files import (
+    check_files,
+    check_hub,
+    local_path,
+    told_of_weights,
+    uneven_heads,
+)
 from holdfast.cluster.serve.log_files import ray_folder
 from holdfast.cluster.serve.preflight import check_ports, check_socket_paths
 from holdfast.cluster.serve.security import check_exposed
@@ -80,7 +86,10 @@ def _quick(config: HoldfastConfig) -> Iterator[Finding]:
     yield from certificates(config)
     for one in config.each_model:
         name = one.model.name
-        yield checked(f"files of {name}", partial(check_files, one), str(local_path(one) or "on the hub"))
+        files = checked(f"files of {name}", partial(check_files, one), str(local_path(one) or "on the hub"))
+        yield files
+        if files.level is Level.GOOD and (weights := told_of_weights(one)) is not None:
+            yield Finding(Level.GOOD, f"weights of {name}", weights)
         if local_path(one) is None:
             yield checked(f"hub id of {name}", partial(check_hub, one), "the hub gives it")
         yield tokenizer(one)

@@ -92,6 +92,12 @@ OF_FAILOVER: Final = (
         "holdfast_replicas_lost_total", C, _MODEL, "Links to replicas that were lost while the replica was not leaving"
     ),
     Metric("holdfast_model_replicas", G, _MODEL, "Replicas of a model that are up"),
+    Metric(
+        "holdfast_model_weight_bytes",
+        G,
+        ("model", "quantization"),
+        "Memory that a model's weights take in one replica, all ranks together, and how they are quantized",
+    ),
 )
 OF_CONNECTIONS: Final = (
     Metric(

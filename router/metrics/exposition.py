@@ -253,6 +253,8 @@ def _of_replicas(host: DispatchHost) -> Iterator[Sample]:
     for status in host.dispatch.models():
         model, mine = status.name, [one.load for one in loads if one.model == status.name]
         yield Sample("holdfast_model_replicas", (model,), status.num_replicas)
+        weights = status.facts
+        yield Sample("holdfast_model_weight_bytes", (model, weights.quantization), weights.weight_bytes)
         queued = {priority.name.lower(): by_class[model, priority.name.lower()] for priority in Priority}
         for priority, count in queued.items():
             yield Sample("holdfast_requests_queued_by_class", (model, priority), count)

@@ -151,6 +151,8 @@ def models_response(models: Iterable[ModelStatus]) -> inference_pb2.ListModelsRe
                 num_replicas=model.num_replicas,
                 tensor_parallel_size=model.facts.tensor_parallel_size,
                 row_invariant=model.facts.row_invariant,
+                quantization=model.facts.quantization,
+                weight_bytes=model.facts.weight_bytes,
             )
             for model in models
         ]

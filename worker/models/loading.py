@@ -16,6 +16,7 @@ from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.slices import largest_share, told_of_uneven
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.models.backend import Backend, BlockCache, load_backend
+from holdfast.worker.models.checkpoint_scheme import quantization_of
 from holdfast.worker.models.checks import check_kv_cache_dtype
 from holdfast.worker.models.draft_model import DraftModel
 from holdfast.worker.models.gguf.folder import source_of
@@ -33,6 +34,7 @@ from holdfast.worker.models.memory import (
     useful_blocks,
 )
 from holdfast.worker.models.parallelize import Target
+from holdfast.worker.models.quantization.words import NOT_QUANTIZED
 from holdfast.worker.models.weight_files import checkpoint_digest, weight_bytes
 from holdfast.worker.models.weights import model_folder, read_json, tokenizer_folder
 from holdfast.worker.process_memory import available_memory
@@ -90,6 +92,8 @@ def load_model(
         block_size=cache.block_size,
         num_blocks=cache.num_blocks,
         kv_bytes_per_token=backend.kv_bytes_per_token,
+        quantization=quantization_of(folder) if has_weights else NOT_QUANTIZED,
+        weight_bytes=weight_bytes(folder, config.model.dtype) if has_weights else 0,
         row_invariant=False,
         device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
         executor=f"{backend.numerics}+{backend.sampler.numerics}",

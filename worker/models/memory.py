@@ -13,6 +13,7 @@ from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.cache import SUB_PAGE, elements_per_token
 from holdfast.worker.executors.kv_cache import KVSpec
+from holdfast.worker.models.checkpoint_scheme import quantization_of
 from holdfast.worker.models.checks import check_kv_cache_dtype, choose_max_model_len
 from holdfast.worker.models.model import choose_device, register_attention, serving_dtype
 from holdfast.worker.models.parallel_plan import ParallelPlan, is_transposed_linear
@@ -46,7 +47,10 @@ class MemoryEstimator:
 
     def __init__(self, config: WorkerConfig) -> None:
         """Raises as loading would where the config cannot be served."""
-        hf_config = read_config(model_folder(config.model, with_weights=False), config.model.hf_overrides)
+        folder = model_folder(config.model, with_weights=False)
+        hf_config = read_config(folder, config.model.hf_overrides)
+        self.quantization = quantization_of(folder)
+        """How the weights are quantized, in words."""
         register_attention()
         model = build_hf_model(hf_config)
         size = config.parallel.tensor_parallel_size

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.models.quantization.formats import read_weight
-from holdfast.worker.models.quantization.scheme import UNUSED, Layout, QuantizationScheme
+from holdfast.worker.models.quantization.scheme import Layout, QuantizationScheme
+from holdfast.worker.models.quantization.stored_parts import UNUSED
 from holdfast.worker.models.quantization.weight import QuantizedWeight, TransposedExperts
 from holdfast.worker.models.safetensors_files import MappedTensor, mapped_tensors
 

@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.models.gguf.folder import gguf_files, is_made_of_gguf, read_index
-from holdfast.worker.models.quantization.scheme import QuantizationScheme, num_weights, read_scheme
+from holdfast.worker.models.quantization.scheme import QuantizationScheme, read_scheme
+from holdfast.worker.models.quantization.stored_parts import num_weights
 
 INDEX: Final = "model.safetensors.index.json"
 _DUPLICATES: Final = "consolidated"

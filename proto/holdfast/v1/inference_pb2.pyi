@@ -434,20 +434,24 @@ class ListModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "max_model_len", "vocab_size", "num_replicas", "tensor_parallel_size", "row_invariant")
+    __slots__ = ("name", "max_model_len", "vocab_size", "num_replicas", "tensor_parallel_size", "row_invariant", "quantization", "weight_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     ROW_INVARIANT_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     max_model_len: int
     vocab_size: int
     num_replicas: int
     tensor_parallel_size: int
     row_invariant: bool
-    def __init__(self, name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_replicas: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., row_invariant: bool = ...) -> None: ...
+    quantization: str
+    weight_bytes: int
+    def __init__(self, name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_replicas: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., row_invariant: bool = ..., quantization: _Optional[str] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()

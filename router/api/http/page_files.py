@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from holdfast.router.api.operators import overload_state
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.events import ReplicaLoad
+from holdfast.router.events import ModelStatus, ReplicaLoad
 from holdfast.router.overload.overload import Overload
 
 FOLDER: Final = Path(__file__).parent / "page"
@@ -67,7 +67,7 @@ def cluster_view(host: DispatchHost, overload: Overload | None = None, *, is_kil
             {"model": model, "class": priority, "tenant": tenant, "count": count}
             for (model, priority, tenant), count in sorted(host.dispatch.waiting().items())
         ],
-        "models": [{"model": one.name, "num_replicas": one.num_replicas} for one in host.dispatch.models()],
+        "models": [_model(one) for one in host.dispatch.models()],
         "replicas": [_replica(one) for one in host.dispatch.loads()],
         "failovers": sum(host.dispatch.stats.failovers.values()),
         "events": [
@@ -81,6 +81,15 @@ def cluster_view(host: DispatchHost, overload: Overload | None = None, *, is_kil
             }
             for one in reversed(host.news)
         ],
+    }
+
+
+def _model(one: ModelStatus) -> dict[str, Any]:
+    return {
+        "model": one.name,
+        "num_replicas": one.num_replicas,
+        "quantization": one.facts.quantization,
+        "weight_bytes": one.facts.weight_bytes,
     }
 
 

@@ -89,6 +89,8 @@ class StateEndpoints:
             "root": model.facts.path,
             "parent": None,
             "max_model_len": model.facts.max_model_len,
+            "quantization": model.facts.quantization,
+            "weight_bytes": model.facts.weight_bytes,
             "num_replicas": model.num_replicas,
             "chat_template": "given" if model.facts.chat_template else "own" if has_template else None,
         }

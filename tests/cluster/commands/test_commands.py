@@ -44,6 +44,8 @@ def test_generate_shows_several_completions_with_their_log_probabilities(
 def test_estimate_says_what_a_model_needs(tiny_model: Path, capsys: pytest.CaptureFixture[str]):
     assert run(["estimate", str(tiny_model), "--dtype", "float32", "--kv-cache-memory", "1MiB"]) == 0
     shown = capsys.readouterr().out
+    assert "weights     " in shown
+    assert ", quantization none" in shown
     assert "768 B a token" in shown  # 2 layers x 2 KV heads x 48 numbers (32 of a key, 16 of a value) x 4 bytes
     assert "in 1020 KiB" in shown
     assert "85 blocks" in shown

@@ -104,6 +104,8 @@ def test_chat_and_status_on_a_server(monkeypatch, capsys):
         shown = capsys.readouterr().out
         assert f"router {address}: 0 requests open" in shown
         assert "fake" in shown
+        assert "GGUF Q4_1" in shown
+        assert "3 MiB" in shown
         assert run(["status", "--server", f"{address},127.0.0.1:1"]) == 1
         assert "router 127.0.0.1:1: does not answer" in " ".join(capsys.readouterr().out.split())
 

@@ -139,6 +139,8 @@ facts = of(
     **dict.fromkeys(
         ("replica_id", "model", "path", "model_type", "dtype", "device", "executor", "checkpoint_digest"), text
     ),
+    quantization=text,
+    weight_bytes=uint64,
     **counts,
     eos_token_ids=st.frozensets(uint32, max_size=3),
     kv_bytes_per_token=uint64,

@@ -3,7 +3,6 @@
 It reads no tensors and needs no torch, so that a command can look before anything is started.
 """
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +45,10 @@ class WeightScheme:
     """There are no zero points, or they are the middle of the codes."""
     zeros_are_less_one: bool = False
     """Stored zero points are one less than what they stand for, as the first version of GPTQ's files has them."""
+    is_float: bool = False
+    """Codes are floating-point numbers of these bits."""
+    activation_bits: int = 16
+    """Of the activations that the checkpoint was made for. What is computed with is not said here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,12 +209,12 @@ class _Reader:
         self._one_of({"fmt": str(found.get("fmt", "e4m3")).lower()}, "fmt", ("e4m3", "float8_e4m3fn", "e5m2"))
         size = found.get("weight_block_size")
         block = (None, None) if size is None else self._block(size, "weight_block_size")
-        scheme = WeightScheme(layout=Layout.PLAIN, bits=8, block=block)
+        scheme = WeightScheme(layout=Layout.PLAIN, bits=8, block=block, is_float=True)
         ignored = self._names("modules_to_not_convert", "ignored_layers")
         return QuantizationScheme(method="fp8", groups=((("Linear",), scheme),), ignored=ignored)
 
     def _mxfp4(self) -> QuantizationScheme:
-        scheme = WeightScheme(layout=Layout.MXFP4, bits=4, block=(1, 32))
+        scheme = WeightScheme(layout=Layout.MXFP4, bits=4, block=(1, 32), is_float=True)
         targets = (r"re:.*\.experts\.(gate_up_proj|down_proj)$",)
         ignored = self._names("modules_to_not_convert")
         return QuantizationScheme(method="mxfp4", groups=((targets, scheme),), ignored=ignored)
@@ -254,6 +257,8 @@ class _Reader:
             bits=self._one_of(weights, "num_bits", _PACKED_BITS if is_packed else (8,), 8),
             block=self._strategy(weights),
             is_symmetric=self._one_of(weights, "symmetric", (True, False), True),
+            is_float=kind == "float",
+            activation_bits=_activation_bits(group.get("input_activations")),
         )
         return tuple(map(str, targets)), scheme
 
@@ -272,30 +277,7 @@ class _Reader:
         return self._block(weights.get("block_structure"), "block_structure")
 
 
-_CODES: Final = {"weight_packed": "I32", "qweight": "I32"}
-_PLAIN_CODES: Final = ("I8", "F8_E4M3", "F8_E5M2")
-_BESIDE: Final = (
-    *("qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape"),
-    "weight_g_idx",
-)
-"""What belongs to codes, by the last part of a tensor's name."""
-
-UNUSED: Final = frozenset(
-    {"input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point"}
-    | {"activation_scale", "q_scale", "k_scale", "v_scale", "inv_freq"}
-)
-"""Of activations and of the KV cache, which stay in the type that is served; and angles that are computed."""
-
-
-def num_weights(scheme: QuantizationScheme, name: str, dtype: str, shape: Sequence[int]) -> int:
-    """How many weights the tensor of this name, type (as a header names it) and shape is the codes of, or is."""
-    module, _, kind = name.rpartition(".")
-    count = math.prod(shape)
-    if kind in _BESIDE or kind in UNUSED or kind.endswith("_scales"):
-        return 0
-    if kind.endswith("_blocks"):
-        return 2 * count
-    if _CODES.get(kind) == dtype:
-        found = scheme.of(module)
-        return count * (32 // found.bits) if found else count
-    return count
+def _activation_bits(found: Any) -> int:
+    """Of a group's `input_activations`; 16 where it has none that say."""
+    bits = found.get("num_bits") if isinstance(found, Mapping) else None
+    return bits if type(bits) is int else 16

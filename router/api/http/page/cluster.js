@@ -36,6 +36,7 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
   function show(cluster) {
     overloaded(cluster.overload, cluster.suspended);
     told(`${cluster.open} open, ${cluster.queued} queued, ${counted(cluster.failovers, "failover")}`);
+    at("weights").textContent = cluster.models.map(weights).join("; ");
     drawRows(cluster.replicas, cluster.is_killable);
     at("waiting").replaceChildren(
       ...cluster.waiting.map((one) => made("li", "", `${one.count} × ${one.class}, ${one.tenant || "no tenant"}, ${one.model}`)),
@@ -47,6 +48,12 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
     const names = cluster.models.map((one) => one.model).join();
     if (names !== models) onModels();
     models = names;
+  }
+
+  /** How a model's weights are quantized, and their memory; made-up ones have none that is known. */
+  function weights(one) {
+    const size = one.weight_bytes ? `, ${(one.weight_bytes / 2 ** 20).toFixed(one.weight_bytes < 2 ** 30 ? 1 : 0)} MiB of weights a replica` : "";
+    return `${one.model}: quantization ${one.quantization}${size}`;
   }
 
   /** What this router refuses to protect itself, and how near its limits it is. */

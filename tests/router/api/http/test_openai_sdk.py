@@ -147,7 +147,8 @@ async def test_echo_puts_the_prompt_before_the_output_and_zero_tokens_are_the_pr
 async def test_models_are_listed():
     async with openai_site(await FakeReplica.start()) as (_, client):
         assert [model.id async for model in client.models.list()] == ["fake"]
-        assert (await client.models.retrieve("fake")).owned_by == "holdfast"
+        found = (await client.models.retrieve("fake")).to_dict()
+        assert (found["owned_by"], found["quantization"], found["weight_bytes"]) == ("holdfast", "GGUF Q4_1", 3 << 20)
         with pytest.raises(openai.NotFoundError, match="not served here"):
             await client.models.retrieve("other/model")
 

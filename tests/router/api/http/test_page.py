@@ -70,6 +70,8 @@ async def test_the_view_tells_of_replicas_and_of_what_happens_to_them():
         assert [one["kind"] for one in seen["events"]] == ["up", "up"]
         assert {one["replica_id"] for one in seen["replicas"]} == {"one", "two"}
         assert seen["replicas"][0]["num_ranks"] == 2  # as a fake replica says of itself
+        (model,) = seen["models"]
+        assert (model["quantization"], model["weight_bytes"]) == ("GGUF Q4_1", 3 << 20)
         assert (seen["open"], seen["queued"], seen["waiting"]) == (0, 0, [])
         await replicas[1].kill()
         place.replicas.remove(replicas[1])

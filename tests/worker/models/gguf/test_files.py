@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.worker.errors import ConfigurationError, HoldfastError
+from holdfast.worker.models.checkpoint_scheme import quantization_of
 from holdfast.worker.models.gguf.folder import hf_folder, source_of
 from holdfast.worker.models.weight_files import checkpoint_digest, weight_bytes
 from holdfast.worker.models.weights import resolve_model
@@ -163,6 +164,12 @@ def test_the_fingerprint_is_that_of_the_content(written, tmp_path):
     changed[-1] ^= 1
     other = copied(written, tmp_path, bytes(changed))
     assert checkpoint_digest(hf_folder(other, "model")) != checkpoint_digest(hf_folder(written.file, "model"))
+
+
+def test_the_type_of_most_weights_is_said(tmp_path):
+    files = {kind: write_model("llama", tmp_path / kind, kind).file for kind in ("Q4_1", "F16")}
+    said = {kind: quantization_of(hf_folder(path, "the model")) for kind, path in files.items()}
+    assert said == {"Q4_1": "GGUF Q4_1", "F16": "none"}
 
 
 def test_the_weights_are_counted_in_the_type_that_is_served(written):

@@ -1,0 +1,34 @@
+"""Quantization scheme of a checkpoint in words, by the files' headers and config.json. Needs no torch."""
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Final
+
+from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.models.gguf.folder import is_made_of_gguf, read_index
+from holdfast.worker.models.quantization.scheme import read_scheme
+from holdfast.worker.models.quantization.words import NOT_QUANTIZED, words_of
+
+_PLAIN: Final = frozenset({"F32", "F16", "BF16"})
+
+
+def quantization_of(folder: Path) -> str:
+    """How the weights of the checkpoint in `folder` are quantized: `GGUF Q4_1`, `AWQ int4 g128`, `none`. Of a GGUF
+    file, the type that most weights have. A scheme that is not read, which a gate refuses, is `none` as well.
+    """
+    if is_made_of_gguf(folder):
+        return _of_gguf(folder)
+    try:
+        return words_of(read_scheme(json.loads((folder / "config.json").read_text(encoding="utf-8"))))
+    except (OSError, ValueError, AttributeError, RecursionError, UnsupportedModelError):
+        return NOT_QUANTIZED
+
+
+def _of_gguf(folder: Path) -> str:
+    weights: Counter[str] = Counter()
+    for tensor in read_index(folder):
+        weights[tensor.kind] += math.prod(tensor.shape)
+    kind, _ = weights.most_common(1)[0]
+    return NOT_QUANTIZED if kind in _PLAIN else f"GGUF {kind}"
