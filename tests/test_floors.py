@@ -5,6 +5,7 @@ from its own package only rooms on lower floors, and from another package only w
 """
 
 import ast
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -91,6 +92,13 @@ CORES = (  # files without IO in rooms that have some: the simulator runs them, 
     "worker/wire/message_bounds.py",
     "worker/wire/sampling_fields.py",
 )
+INTERNALS = {  # the file that uses a package's private modules and names, and says in which version they were read
+    "ray": "cluster/serve/ray_internals.py",
+    "grpc": "router/api/grpc/channelz.py",
+    "torch": "worker/distributed/torch_internals.py",
+    "uvicorn": "router/api/http/server.py",
+}
+UNDOCUMENTED = {"ray": ("core", "serve.context"), "uvicorn": ("protocols",)}  # internals whose names have no underscore
 STUBS = (
     *("worker/wire", "worker/replica", "router/wire", "router/links", "router/api", "cluster/client", "cluster/bench"),
 )
@@ -187,3 +195,54 @@ def test_only_wires_import_the_stubs():
 def test_package_files_are_empty():
     for path in sources():
         assert not path.endswith("__init__.py") or (ROOT / path).read_text() == "", path
+
+
+def dotted_name(node: ast.expr) -> str:
+    """`a.b.c`; of anything but names and their attributes an empty text."""
+    if isinstance(node, ast.Name):
+        return node.id
+    origin = dotted_name(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{origin}.{node.attr}" if origin else ""
+
+
+def private_uses(source: str) -> set[str]:
+    """Packages of `INTERNALS` of whose internals a file imports something, or reads it by a dotted name."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [dotted_name(node)]
+        for package, _, rest in (name.partition(".") for name in names):
+            parts = [part for part in rest.split(".") if not part.startswith("__")]
+            is_hidden = any(rest.startswith(hidden) for hidden in UNDOCUMENTED.get(package, ()))
+            if package in INTERNALS and (is_hidden or any(part.startswith("_") for part in parts)):
+                found.add(package)
+    return found
+
+
+def test_internals_of_other_packages_are_used_in_one_file_each_which_names_the_version():
+    for path in sources():
+        for package in private_uses((ROOT / path).read_text()):
+            assert path == INTERNALS[package], f"{path} uses internals of {package}"
+    for package, path in INTERNALS.items():
+        source = (ROOT / path).read_text()
+        assert package in private_uses(source)
+        said = source.split('"""')[1]
+        assert re.search(r"read\s+in\s+[A-Za-z]+\s+\d+\.\d+", said), f"{path} does not say in which version"
+
+
+def test_a_planted_use_of_internals_is_found():
+    planted = {
+        "from ray._raylet import GcsClient": {"ray"},
+        "import ray\nray._private.worker": {"ray"},
+        "from ray.serve.context import _get_global_client": {"ray"},
+        "import torch.distributed as dist\nimport torch\ntorch._C.x()": {"torch"},
+        "from uvicorn.protocols.http.h11_impl import H11Protocol": {"uvicorn"},
+        "import torch\ntorch.__version__\nimport ray.util": set(),
+    }
+    for source, packages in planted.items():
+        assert private_uses(source) == packages

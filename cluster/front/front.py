@@ -17,8 +17,7 @@ from starlette.types import Receive, Scope, Send
 from holdfast.cluster.client.holding_transport import Origin
 from holdfast.cluster.front.relay import CutOffError, Relay
 from holdfast.cluster.front.upstream import Asked, FrontStats, RelaySettings, Routers, Upstream
-from holdfast.router.api.http.protocol import CONNECTION
-from holdfast.router.api.http.server import HttpServer
+from holdfast.router.api.http.server import CONNECTION, HttpServer
 from holdfast.router.config import LimitsConfig
 from holdfast.worker.wire.tls import ServerTls, Tls
 

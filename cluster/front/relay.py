@@ -25,8 +25,8 @@ from holdfast.cluster.front.upstream import (
     Routers,
     Upstream,
 )
-from holdfast.router.api.http.protocol import CONNECTION
-from holdfast.router.api.http.protocol import Connection as ClientConnection
+from holdfast.router.api.http.server import CONNECTION
+from holdfast.router.api.http.server import Connection as ClientConnection
 from holdfast.router.wire.resume_codec import HOLD
 
 KEEP_ALIVE_S: Final = 10.0

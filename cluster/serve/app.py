@@ -23,11 +23,9 @@ from holdfast.cluster.config.sources import mapping_layer
 from holdfast.cluster.serve.directory import DIRECTORY, DirectoryDeployment
 from holdfast.cluster.serve.engine_api import ApiSettings
 from holdfast.cluster.serve.metrics_api import MetricsSettings
-from holdfast.cluster.serve.placement_groups import (
-    check_labels,
-    node_resources,
-)
+from holdfast.cluster.serve.placement_groups import node_resources
 from holdfast.cluster.serve.rank_placement import RankPlacement, warn_of_unmet
+from holdfast.cluster.serve.ray_internals import check_labels
 from holdfast.cluster.serve.replica_deployment import ReplicaDeployment
 from holdfast.cluster.serve.router_deployment import RouterDeployment
 from holdfast.cluster.serve.router_update import of_replica

@@ -12,7 +12,7 @@ from holdfast.cluster.config.config import HoldfastConfig, LoadedConfig, is_give
 from holdfast.cluster.config.sources import mapping_layer
 from holdfast.cluster.serve import models
 from holdfast.cluster.serve.log_files import LogFile, Tail, log_files, merged
-from holdfast.cluster.serve.node_watch import session_folder
+from holdfast.cluster.serve.ray_internals import session_folder
 from holdfast.router.cluster_control import (
     AddModel,
     ClusterModel,

@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Final
 
 from holdfast.cluster.scaling.demand_book import DemandBook, Followed
-from holdfast.cluster.serve.member_process import listen_on_the_node_alone
+from holdfast.cluster.serve.ray_internals import listen_on_the_node_alone
 from holdfast.cluster.serve.security import ClusterSecurity
 from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.versions import VersionCounts

@@ -7,9 +7,9 @@ supervisor asks over the Unix socket that is standard input, one message for eac
 reaper (`reaper.py`), a child of the supervisor, which runs `main()` of the first module. The starter ends when the
 socket is at its end.
 
-Its imports, and the fork server's, are made so that each fork is as good as a new interpreter. Private behaviour of Ray
-is used for this, as it was read in 2.60: what Ray's import reads from the environment, and which of its imports draw
-random numbers.
+Its imports, and the fork server's, are made so that each fork is as good as a new interpreter: what Ray's import reads
+from the environment is set before, and class ids are not drawn from a generator that forks would share (read in Ray
+2.60).
 """
 
 import gc
@@ -19,9 +19,10 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 from holdfast.cluster.serve import reaper
+from holdfast.cluster.serve.ray_internals import PROCESS_MODULES, draw_class_ids_from_the_kernel
 
 READY: Final = b"\n"
 """The first byte of a starter that has imported all."""
@@ -75,10 +76,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 IMPORTED: Final = (
-    "ray._private.workers.default_worker",
-    "ray.serve._private.controller",
-    "ray.serve._private.replica",
-    "ray.serve._private.proxy",
+    *PROCESS_MODULES,
     "holdfast.cluster.serve.serving",
     "holdfast.cluster.serve.directory",
     "holdfast.cluster.serve.router_deployment",
@@ -99,29 +97,10 @@ def import_for_forks(modules: Iterable[str]) -> None:
     os.environ["RAY_AUTH_MODE"] = "token"  # as well: a fork that was told of the mode later would present no token
     for name in modules:
         if name.startswith(("ray.", "holdfast.cluster.")):
-            _draw_class_ids_from_the_kernel()
+            draw_class_ids_from_the_kernel()
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what has been imported stays shared: a collection would write to each of its objects
-
-
-def _draw_class_ids_from_the_kernel() -> None:
-    """Ray draws the id of each class of actors from a generator whose state all forks would have: equal ids of tasks.
-
-    A generator that nobody has used before a fork takes its seed from the kernel.
-    """
-    if "ray.actor" in sys.modules:
-        return
-    import ray.actor
-
-    drawn: Any = ray.actor.ActorClassID
-
-    class KernelDrawn:
-        @staticmethod
-        def from_random() -> Any:
-            return drawn(os.urandom(drawn.size()))
-
-    ray.actor.ActorClassID = KernelDrawn
 
 
 if __name__ == "__main__":

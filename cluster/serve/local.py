@@ -18,6 +18,7 @@ from holdfast.cluster.serve import agent_stand_in, reaper, worker_launcher
 from holdfast.cluster.serve.fork_server import started_server
 from holdfast.cluster.serve.kept_process import kept_gcs, tables_folder
 from holdfast.cluster.serve.member_process import read_on_one_thread
+from holdfast.cluster.serve.ray_internals import HeadNode, at_address, read_environment_again
 from holdfast.cluster.serve.running import noted, running_cluster
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.wire.loopback import LOOPBACK
@@ -29,15 +30,6 @@ RECONNECT_S: Final = 600
 
 ANSWER_S: Final = 5.0
 
-GCS: Final = "gcs_server"
-
-AGENT_SERVICES: Final = {
-    "dashboard_agent": "metrics_agent_port,metrics_export_port,dashboard_agent_listen_port",
-    "runtime_env_agent": "runtime_env_agent_port",
-}
-"""Of each agent of a raylet: the services whose ports the raylet waits for. No Holdfast actor has a
-`runtime_env`."""
-
 
 class PrivateRay:
     """A running one. `process` is the current process of its GCS."""
@@ -45,21 +37,19 @@ class PrivateRay:
     name: Final = "Ray's GCS"
     effect: Final = "streams continue"
 
-    def __init__(self, node: Any) -> None:
-        self._node = node
-        self.address: str = node.gcs_address
+    def __init__(self, head: HeadNode) -> None:
+        self._head = head
+        self.address = head.address
         """`host:port` of the GCS, which stays the same."""
-        self.process: subprocess.Popen[bytes] = self._processes[0].process
 
     @property
-    def _processes(self) -> list[Any]:
-        processes: list[Any] = self._node.all_processes[GCS]
-        return processes
+    def process(self) -> subprocess.Popen[bytes]:
+        return self._head.gcs
 
     def answers(self) -> bool:
         """Whether the GCS answers within `ANSWER_S`."""
         try:
-            self._node.get_gcs_client().internal_kv_exists(b"holdfast", None, timeout=ANSWER_S)
+            self._head.ask_gcs(ANSWER_S)
         except Exception as error:  # Ray raises many classes here, without a common one
             logger.debug("Ray's GCS does not answer: %s", error)
             return False
@@ -70,16 +60,16 @@ class PrivateRay:
 
         It ends with the calling thread.
         """
-        words = [_with_port(str(word), self.address) for word in self.process.args]  # type: ignore[union-attr]
-        self.process = subprocess.Popen(
+        words = self._head.gcs_command()
+        process = subprocess.Popen(
             [sys.executable, "-I", "-S", reaper.__file__, reaper.TIED_TO, str(os.getpid()), *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             process_group=0,  # Ctrl-C is for this process alone
         )
-        self.process.args = words
-        self._processes[0] = self._processes[0]._replace(process=self.process)
+        process.args = words
+        self._head.gcs = process
 
 
 @contextmanager
@@ -90,59 +80,21 @@ def private_ray(host: str, num_cpus: int, object_store_memory: int, forks: Path 
     one that starts here. On the main thread, whose end is that of Ray's processes.
     Raises what Ray raises where it does not start.
     """
-    from ray._private.parameter import RayParams
-
-    params = RayParams(
-        node_ip_address=host,
-        num_cpus=num_cpus,
-        object_store_memory=object_store_memory,
-        include_dashboard=False,
-        include_log_monitor=False,
-        no_monitor=True,
-    )
     with ExitStack() as stack:
         tables = stack.enter_context(tables_folder())
-        params.setup_worker_path = worker_launcher.__file__
-        params.worker_path = str(forks or stack.enter_context(started_server(tables / "forks")))
-        params._system_config = {"gcs_storage": "rocksdb", "gcs_storage_path": str(tables)}
-        node = _node_class()(params, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
+        head = HeadNode(
+            host=host,
+            num_cpus=num_cpus,
+            object_store_memory=object_store_memory,
+            tables=tables,
+            setup_worker=worker_launcher.__file__,
+            worker=str(forks or stack.enter_context(started_server(tables / "forks"))),
+            agent_command=lambda services: [sys.executable, "-I", "-S", agent_stand_in.__file__, services],
+        )
         try:
-            yield PrivateRay(node)
+            yield PrivateRay(head)
         finally:
-            node.kill_all_processes(check_alive=False, allow_graceful=True)
-
-
-def _node_class() -> type[Any]:
-    """A function, because Ray takes seconds to import."""
-    from ray._private import services
-    from ray._private.node import Node
-
-    class HeadNode(Node):  # type: ignore[misc]
-        """The head node of a Ray that nobody but us uses."""
-
-        def start_api_server(self, **_options: object) -> None:
-            """There is no dashboard."""
-
-        def start_raylet(self, *arguments: object, **options: object) -> None:
-            original = services._build_python_executable_command_memory_profileable
-            services._build_python_executable_command_memory_profileable = _stand_in
-            try:
-                super().start_raylet(*arguments, **options)
-            finally:
-                services._build_python_executable_command_memory_profileable = original
-
-    return HeadNode
-
-
-def _stand_in(agent: str, *_arguments: object, **_options: object) -> list[str]:
-    """The first words of an agent's command line, which its script and options follow."""
-    return [sys.executable, "-I", "-S", agent_stand_in.__file__, AGENT_SERVICES[agent]]
-
-
-def _with_port(word: str, address: str) -> str:
-    """A word of the GCS's command line: the first one was told to choose its port."""
-    option = "--gcs_server_port="
-    return option + address.rpartition(":")[2] if word.startswith(option) else word
+            head.kill()
 
 
 REACH_S: Final = 10.0
@@ -166,10 +118,10 @@ def ray_connection(
     else:
         check_reachable(config.address)
     with ExitStack() as stack:
-        address, place = config.address, {}
+        address, place = config.address, dict[str, Any]()
         if address is None:
             address = stack.enter_context(_our_own_ray(config, num_cpus, say, forks))
-            place = {"_node_ip_address": LOOPBACK}
+            place = at_address(LOOPBACK)
         import ray
 
         on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -292,11 +244,7 @@ def _close_our_own(token: str | None = None) -> None:
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token or _token(), RAY_USAGE_STATS_ENABLED="0")
     os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = str(RECONNECT_S)  # noqa: SIM112  # as Ray spells it
     if was_imported:
-        from ray._private import ray_constants
-        from ray._raylet import Config  # type: ignore[attr-defined]  # compiled
-
-        ray_constants.ENABLE_RAY_CLUSTER = False  # the variable above, which was read when Ray was imported
-        Config.initialize("")  # reads the environment again
+        read_environment_again()
 
 
 @functools.cache

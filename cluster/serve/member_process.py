@@ -1,8 +1,7 @@
-"""Process of a router or replica: Ray Serve's port in it, its traces, and its self-termination when memory has run out,
-on SIGTERM, and when its replica has failed.
+"""Process of a router or replica: its traces, and its self-termination when memory has run out, on SIGTERM, and when
+its replica has failed.
 
-Serve opens a port of its own on every interface (`ray/serve/_private/replica.py`, `ReplicaBase._on_initialized`, read
-in Ray 2.60), for calls between deployments over gRPC, and dials it by the node's address. Traces go by OTLP over HTTP,
+Traces go by OTLP over HTTP,
 with the packages of `holdfast[otlp]`: so no second set of channels lives in processes whose own gRPC is busy.
 
 After a failed allocation a process is in an unknown state, and even reporting may fail. Routers and replicas hold
@@ -119,26 +118,6 @@ def end_on_sigterm(end: Callable[[], Coroutine[object, object, None]], limit_s: 
     threading.Thread(target=wait, name="sigterm", daemon=True).start()
 
 
-ANYWHERE: Final = "[::]:"
-
-
-def listen_on_the_node_alone() -> None:
-    """To be called while a deployment is made, in its process: Serve opens the port after that."""
-    import ray
-    from ray.serve._private import replica
-
-    add_port = replica.add_port_to_grpc_server
-    if getattr(add_port, "is_narrow", False):
-        return
-    host = ray.util.get_node_ip_address()
-
-    def narrow(server: Any, address: str) -> Any:
-        return add_port(server, on_host(address, host))
-
-    narrow.is_narrow = True  # type: ignore[attr-defined]
-    replica.add_port_to_grpc_server = narrow
-
-
 NUM_PORTS: Final = 64
 """Ports that are tried in turn: several replicas may share a machine."""
 
@@ -156,13 +135,6 @@ def on_first_free(bind: Callable[[int], Bound], host: str, port: int, setting: s
         except (OSError, RuntimeError) as taken:
             error = taken
     raise ConfigurationError(f"{setting} = {port}: none of {NUM_PORTS} ports on {host} is free ({error})")
-
-
-def on_host(address: str, host: str) -> str:
-    """`address`, or the same port of `host` where it stands for every interface."""
-    if not address.startswith(ANYWHERE):
-        return address
-    return f"[{host}]:{address.removeprefix(ANYWHERE)}" if ":" in host else f"{host}:{address.removeprefix(ANYWHERE)}"
 
 
 VARIABLE: Final = "GRPC_EXPERIMENTS"

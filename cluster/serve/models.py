@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig, LoadedConfig, is_given
 from holdfast.cluster.serve.directory import DIRECTORY, Role, Snapshot
+from holdfast.cluster.serve.ray_internals import begin_delete, set_num_replicas
 from holdfast.router.cluster_control import ClusterModel
 from holdfast.router.operator_state import Change, OperatorState
 from holdfast.worker.errors import ConfigurationError, UnknownModelError
@@ -157,18 +158,9 @@ def scale(application: str, num_replicas: int) -> None:
 
     Where the load decides it, this number holds until `unpin`, within the limits of the settings.
     """
-    import ray
-    from ray.serve._private.common import DeploymentID
-    from ray.serve._private.exceptions import ExternalScalerDisabledError
-    from ray.serve.context import _get_global_client
-
     from holdfast.cluster.serve.app import REPLICA
 
-    controller = _get_global_client()._controller
-    replica = DeploymentID(name=REPLICA, app_name=application)
-    try:
-        ray.get(controller.update_deployment_replicas.remote(replica, num_replicas), timeout=_ANSWER_S)
-    except ExternalScalerDisabledError:
+    if not set_num_replicas(application, REPLICA, num_replicas, _ANSWER_S):
         directory = directory_of(application.partition(_SEPARATOR)[0])
         directory.pin.remote(application, num_replicas).result(timeout_s=_ANSWER_S)
 
@@ -190,8 +182,7 @@ def delete(applications: Sequence[str], timeout_s: float) -> None:
     """Ends applications, and waits for that. Serve itself stays: others may use it, or it ends with our own Ray."""
     from ray import serve
 
-    for name in applications:
-        serve.delete(name, _blocking=False)
+    begin_delete(applications)
     deadline_s = time.monotonic() + timeout_s
     for name in applications:
         while True:

@@ -20,6 +20,7 @@ from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.serve import models
 from holdfast.cluster.serve.canary import KnownAnswer
 from holdfast.cluster.serve.directory import Role, Snapshot
+from holdfast.cluster.serve.ray_internals import drain_node
 from holdfast.router.dispatch.versions import position
 from holdfast.router.operator_state import Change
 from holdfast.worker.errors import CallerError, HoldfastError, ReplicaError
@@ -134,20 +135,14 @@ def _announce(notice_s: float) -> bool:
 
 def _tell_ray(notice_s: float) -> bool:
     import ray
-    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled
-    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
     ray.init(address="auto", log_to_driver=False, configure_logging=False)
     context = ray.get_runtime_context()
     node_id = context.get_node_id()
     if any(node["NodeID"] == node_id and _HEAD in node["Resources"] for node in ray.nodes()):
         return True
-    gcs: Any = GcsClient(address=context.gcs_address)
-    reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     deadline_ms = round((time.time() + notice_s) * 1000)
-    is_accepted, why_not = gcs.drain_node(node_id, reason, "this node is to end", deadline_ms)
-    if not is_accepted:
-        raise RuntimeError(why_not)
+    drain_node(context.gcs_address, node_id, "this node is to end", deadline_ms)
     return False
 
 

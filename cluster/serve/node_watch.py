@@ -93,13 +93,6 @@ class DiskGuard:
             self.close()
 
 
-def session_folder() -> Path:
-    """Where Ray keeps the logs and sockets of this node's session. This process is connected to Ray."""
-    import ray
-
-    return Path(ray._private.worker._global_node.get_session_dir_path())
-
-
 def _mib(number: int) -> str:
     return f"{number / 2**20:.0f} MiB"
 
@@ -135,18 +128,3 @@ class MemoryWatch:
                     f"out of memory: {name} has ended {processes} on this machine. Streams go on where there is "
                     f"another replica, and what has ended starts again; {ADVICE}"
                 )
-
-
-def ended_by_ray() -> int:
-    """How many processes Ray's memory monitor has ended in the cluster that this process is connected to."""
-    from ray._private.state import state
-    from ray.core.generated.common_pb2 import WorkerExitType
-    from ray.core.generated.gcs_pb2 import WorkerTableData
-
-    try:
-        workers = state._connect_and_get_accessor().get_worker_table()
-    except Exception as error:  # a GCS server that does not answer: others notice that
-        logger.debug("Ray did not return the ended processes: %s", error)
-        return 0
-    ended = map(WorkerTableData.FromString, workers)
-    return sum(one.exit_type == WorkerExitType.NODE_OUT_OF_MEMORY for one in ended)

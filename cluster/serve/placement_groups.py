@@ -16,7 +16,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from holdfast.cluster.config.config import ClusterConfig
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.rendezvous import Rendezvous
-from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.replica.processes import ProcessId
 from holdfast.worker.replica.rank import run_rank
 from holdfast.worker.wire.loopback import ANY_INTERFACE, LOOPBACK
@@ -55,15 +54,6 @@ def whole_replicas(bundle: Resources, num_ranks: int, nodes: Iterable[Resources]
 def ranks_that_fit(node: Resources, bundle: Resources) -> int:
     """How many ranks a node has room for."""
     return int(min(node.get(kind, 0) // amount for kind, amount in bundle.items()))
-
-
-def check_labels(setting: str, selector: Mapping[str, str]) -> None:
-    """Raises `ConfigurationError` for what Ray cannot select nodes by."""
-    from ray._private.label_utils import validate_label_selector
-
-    problem = validate_label_selector(dict(selector))
-    if problem:
-        raise ConfigurationError(f"{setting} = {dict(selector)}: {problem}")
 
 
 def node_resources() -> list[dict[str, float]]:

@@ -10,13 +10,13 @@ import ray
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.serve.placement_groups import (
     Resources,
-    check_labels,
     node_resources,
     rank_bundle,
     ranks_that_fit,
     unmet,
     whole_replicas,
 )
+from holdfast.cluster.serve.ray_internals import check_labels, free_resources, is_selected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,14 +76,11 @@ def _num_replicas(nodes: Iterable[Resources], bundle: Resources, num_ranks: int)
 
 def known_nodes(selector: Mapping[str, str]) -> list[Node]:
     """The living nodes that ranks may run on, of the cluster that this process is connected to."""
-    from ray._private.state import available_resources_per_node
-    from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined]  # compiled
-
-    free = available_resources_per_node()
+    free = free_resources()
     return [
         Node(labels=node["Labels"], total=node["Resources"], free=free.get(node["NodeID"], {}))
         for node in ray.nodes()
-        if node["Alive"] and node_labels_match_selector(node["Labels"], dict(selector))
+        if node["Alive"] and is_selected(node["Labels"], selector)
     ]
 
 

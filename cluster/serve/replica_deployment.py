@@ -24,14 +24,14 @@ from holdfast.cluster.serve.member_process import (
     ProcessEnd,
     end_on_sigterm,
     end_when_out_of_memory,
-    listen_on_the_node_alone,
     tracer_provider,
 )
 from holdfast.cluster.serve.membership import Lease, cluster_security, found
 from holdfast.cluster.serve.metrics_api import MetricsApi, MetricsSettings
-from holdfast.cluster.serve.node_watch import LOOK_EVERY_S, DiskGuard, MemoryWatch, session_folder
+from holdfast.cluster.serve.node_watch import LOOK_EVERY_S, DiskGuard, MemoryWatch
 from holdfast.cluster.serve.placement_groups import RayLauncher, Resources, reachable
 from holdfast.cluster.serve.rank_placement import domains_of
+from holdfast.cluster.serve.ray_internals import listen_on_the_node_alone, session_folder
 from holdfast.cluster.serve.router_update import tokenizer_digest
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
 from holdfast.worker.config import WorkerConfig

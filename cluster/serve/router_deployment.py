@@ -28,13 +28,7 @@ from holdfast.cluster.serve.cluster_control import ServeControl
 from holdfast.cluster.serve.crash_journal import CrashJournals
 from holdfast.cluster.serve.directory import Member, Role
 from holdfast.cluster.serve.log_files import date_log_lines
-from holdfast.cluster.serve.member_process import (
-    SCOPE,
-    end_on_sigterm,
-    end_when_out_of_memory,
-    listen_on_the_node_alone,
-    tracer_provider,
-)
+from holdfast.cluster.serve.member_process import SCOPE, end_on_sigterm, end_when_out_of_memory, tracer_provider
 from holdfast.cluster.serve.membership import (
     Lease,
     WatchedDirectory,
@@ -42,8 +36,9 @@ from holdfast.cluster.serve.membership import (
     has_other_routers,
     tell_demand,
 )
-from holdfast.cluster.serve.node_watch import DiskGuard, session_folder
+from holdfast.cluster.serve.node_watch import DiskGuard
 from holdfast.cluster.serve.placement_groups import reachable
+from holdfast.cluster.serve.ray_internals import listen_on_the_node_alone, session_folder
 from holdfast.cluster.serve.router_update import of_router
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
 from holdfast.cluster.tokenizers import load_tokenizer

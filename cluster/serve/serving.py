@@ -18,15 +18,9 @@ from holdfast.cluster.serve.directory import Role, Snapshot
 from holdfast.cluster.serve.kept_process import front_process, watched_raylet
 from holdfast.cluster.serve.local import num_cpus_of_our_own, ray_connection, room_of_our_own, share_cores
 from holdfast.cluster.serve.node_drain import ServeSteps
-from holdfast.cluster.serve.node_watch import (
-    LOOK_EVERY_S,
-    RESERVE_BYTES,
-    DiskGuard,
-    MemoryWatch,
-    ended_by_ray,
-    session_folder,
-)
+from holdfast.cluster.serve.node_watch import LOOK_EVERY_S, RESERVE_BYTES, DiskGuard, MemoryWatch
 from holdfast.cluster.serve.preflight import check_here
+from holdfast.cluster.serve.ray_internals import ended_by_ray, session_folder
 from holdfast.cluster.serve.security import check_exposed
 from holdfast.cluster.serve.start_up import LINK_TIMEOUT_S, Serving, wait_until_up
 from holdfast.cluster.serve.updates import Update, Updated, UpdatePlan

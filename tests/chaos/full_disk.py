@@ -53,7 +53,7 @@ def run(folder: Path) -> dict[str, Any]:
 
 def _fill_and_empty(folder: Path, running: Any, site: Any) -> dict[str, Any]:
     from holdfast.cluster.serve import models
-    from holdfast.cluster.serve.node_watch import session_folder
+    from holdfast.cluster.serve.ray_internals import session_folder
     from tests.chaos.tally import Row
 
     site.do(site.load.judge_all(Row()))

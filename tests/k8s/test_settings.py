@@ -9,7 +9,8 @@ from ray.serve.schema import ServeDeploySchema
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import mapping_layer
 from holdfast.cluster.serve.app import HEALTH_CHECK_PERIOD_S
-from holdfast.cluster.serve.placement_groups import ANY_INTERFACE, check_labels, rank_bundle, whole_replicas
+from holdfast.cluster.serve.placement_groups import ANY_INTERFACE, rank_bundle, whole_replicas
+from holdfast.cluster.serve.ray_internals import check_labels
 from holdfast.cluster.serve.replica_deployment import STOP_S
 from holdfast.cluster.serve.security import check_exposed
 from tests.k8s.rendering import CLUSTERS, pods, quantity, ray_service, serve_config

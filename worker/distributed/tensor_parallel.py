@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore  # torch.distributed has it from there, in PyTorch 2.13
 
 from holdfast.worker.distributed.peer_sockets import PeerSockets
 from holdfast.worker.distributed.rendezvous import RankListener, Rendezvous, meet
+from holdfast.worker.distributed.torch_internals import TCPStore, abort_process_group
 from holdfast.worker.errors import ReplicaError
 
 Message = NDArray[np.int64]
@@ -188,7 +188,7 @@ class DistributedGroup(TensorParallelGroup):
         self.is_aborted = True
         if self._has_nccl:  # the calls of sockets end by themselves when a peer is gone
             with suppress(RuntimeError):
-                dist.distributed_c10d._abort_process_group()
+                abort_process_group()
 
     def close(self) -> None:
         self._sockets.close()

@@ -10,10 +10,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.torch_internals import TorchDispatchMode, tree_leaves
 from holdfast.worker.executors.gpu.graphs import (
     BUCKETS,
     Buffers,

@@ -161,7 +161,7 @@ def _computing_in(module: nn.Module, dtype: torch.dtype | None, files: MappedFil
 
     No more than one large weight of a mapped file is resident at a time.
     """
-    kept: list[tuple[dict[str, Any], str, Tensor]] = []
+    kept: list[tuple[nn.Module, str, Tensor]] = []
     exact = dtype == torch.float32
     with ExitStack() as stack:
         for part in module.modules():
@@ -177,8 +177,8 @@ def _computing_in(module: nn.Module, dtype: torch.dtype | None, files: MappedFil
         try:
             yield
         finally:
-            for tensors, name, tensor in kept:
-                tensors[name] = tensor
+            for part, name, tensor in kept:
+                setattr(part, name, tensor)
 
 
 def _in_pieces(linear: Linear, weight: Tensor, exact: bool, files: MappedFiles, x: Tensor) -> Tensor:
@@ -195,14 +195,17 @@ def _exact_embedding(forward: Callable[[Tensor], Tensor], token_ids: Tensor) -> 
     return forward(token_ids).float()
 
 
-def _convert(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
+def _convert(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     """Gives the module float32 copies of its own parameters and buffers; what it had, and where."""
-    kept: list[tuple[dict[str, Any], str, Tensor]] = []
-    owned: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-    for tensors in owned:
-        for name, tensor in list(tensors.items()):
-            if tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float32:
-                kept.append((tensors, name, tensor))
-                copy = tensor.detach().float()
-                tensors[name] = nn.Parameter(copy, requires_grad=False) if tensors is module._parameters else copy
+    own = [
+        *module.named_parameters(recurse=False, remove_duplicate=False),
+        *module.named_buffers(recurse=False, remove_duplicate=False),
+    ]
+    kept = [
+        (module, name, tensor) for name, tensor in own if tensor.is_floating_point() and tensor.dtype != torch.float32
+    ]
+    for _, name, tensor in kept:
+        copy = tensor.detach().float()
+        is_parameter = isinstance(tensor, nn.Parameter)
+        setattr(module, name, nn.Parameter(copy, requires_grad=False) if is_parameter else copy)
     return kept

@@ -163,7 +163,7 @@ class _Share:
             module.register_parameter(key, nn.Parameter(local, requires_grad=False))
         for key, buffer in module.named_buffers(recurse=False):
             saved = f"{name}.{key}" in self._saved
-            module._buffers[key] = self._place(buffer) if saved else buffer.to(self._target.device)
+            setattr(module, key, self._place(buffer) if saved else buffer.to(self._target.device))
 
     def _take(self, name: str, parameter: Tensor, *, transposed: bool = False, strided: bool = False) -> Tensor:
         """This rank's share of a parameter, where it will be used. `strided`: it may stay a view of the whole."""

@@ -287,7 +287,7 @@ def _parameters_on_meta() -> Iterator[None]:
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
         if parameter is not None and not parameter.is_meta and threading.get_ident() == builder:
-            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+            register(module, name, nn.Parameter(parameter.to("meta"), requires_grad=False))
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:

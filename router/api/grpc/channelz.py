@@ -1,7 +1,8 @@
 """Channelz (grpc.channelz.v1): what gRPC itself knows of this process's servers, connections and channels.
 
 For an admin port alone: it tells of every peer. grpcio-channelz' own servicer fails where the core tells of fields that
-its definitions lack; these answers leave them out.
+its definitions lack; these answers leave them out. Uses of gRPC's internals are here alone, as they were read in gRPC
+1.85.
 """
 
 from collections.abc import Callable

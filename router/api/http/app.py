@@ -16,9 +16,9 @@ from holdfast.router.api.http.answering import Endpoint, answering, not_found
 from holdfast.router.api.http.event_stream import ANTHROPIC, OPENAI, EventStream
 from holdfast.router.api.http.generation_endpoints import GenerationEndpoints
 from holdfast.router.api.http.page_files import PAGE, page_file
-from holdfast.router.api.http.protocol import CONNECTION, Connection
 from holdfast.router.api.http.request_origin import RequestOrigins, guarded, with_cors
 from holdfast.router.api.http.request_reader import RequestReader
+from holdfast.router.api.http.server import CONNECTION, Connection
 from holdfast.router.api.http.state_endpoints import StateEndpoints, TokenEndpoints
 from holdfast.router.api.intake import DecodeWorker, Intake
 from holdfast.router.api.load_reports import ASKED_BY, LoadReports

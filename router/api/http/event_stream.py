@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 from starlette.types import Receive, Scope, Send
 
 from holdfast.router.api.http.errors import HttpError, http_error
-from holdfast.router.api.http.protocol import CONNECTION, Connection
+from holdfast.router.api.http.server import CONNECTION, Connection
 from holdfast.router.wire.resume_codec import HOLD, StreamFailure, failure_line
 from holdfast.worker.errors import HoldfastError, InternalError
 

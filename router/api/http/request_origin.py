@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from holdfast.router.api.connection_guard import ConnectionGuard
 from holdfast.router.api.http.page_files import PAGE
-from holdfast.router.api.http.protocol import CONNECTION, Connection
+from holdfast.router.api.http.server import CONNECTION, Connection
 from holdfast.router.api.intake import charge
 from holdfast.router.security.gate import Gate, bearer
 from holdfast.worker.errors import AuthenticationError, MediaTypeError, PermissionDeniedError

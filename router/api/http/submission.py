@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from holdfast.router.api.http.event_ids import EVENT_IDS, LAST_EVENT_ID, EventIds
-from holdfast.router.api.http.protocol import Connection
+from holdfast.router.api.http.server import Connection
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.request_stream import merged
 from holdfast.router.events import OutputDelta

@@ -15,6 +15,7 @@ from ray.cluster_utils import Cluster
 
 from holdfast.cluster.client.blocking_client import Client
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
+from holdfast.cluster.serve.ray_internals import session_folder
 from holdfast.cluster.serve.serving import serving
 from holdfast.worker.config import CacheConfig, ParallelConfig
 from holdfast.worker.sampling_params import SamplingParams
@@ -59,7 +60,7 @@ def served(address: str, label: str) -> dict[str, Any]:
 
 def warnings() -> str:
     """What replicas have logged."""
-    logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+    logs = session_folder() / "logs"
     texts = (path.read_text(errors="replace") for path in logs.rglob("*") if path.is_file())
     return "\n".join(line for text in texts for line in text.splitlines() if "lie across domains" in line)
 

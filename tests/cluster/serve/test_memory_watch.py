@@ -12,7 +12,8 @@ from holdfast.worker.process_memory import available_memory
 HELD_BYTES = 2**30
 STARVED = """
 import ray
-from holdfast.cluster.serve.node_watch import MemoryWatch, ended_by_ray
+from holdfast.cluster.serve.node_watch import MemoryWatch
+from holdfast.cluster.serve.ray_internals import ended_by_ray
 
 ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
 watch = MemoryWatch(print, by_ray=ended_by_ray)

@@ -1,7 +1,8 @@
 import pytest
 
 from holdfast.cluster.config.config import ClusterConfig
-from holdfast.cluster.serve.placement_groups import check_labels, rank_bundle, unmet, whole_replicas
+from holdfast.cluster.serve.placement_groups import rank_bundle, unmet, whole_replicas
+from holdfast.cluster.serve.ray_internals import check_labels
 from holdfast.worker.config import ModelConfig, WorkerConfig
 from holdfast.worker.errors import ConfigurationError
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from holdfast.cluster.serve.member_process import on_host
+from holdfast.cluster.serve.ray_internals import on_host
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,7 @@ models.default_host(ClusterConfig())
 assert "ray" not in sys.modules, "Ray takes its settings when it is imported"
 import ray
 local._close_our_own()
-from ray._private.services import get_node_ip_address
-print(get_node_ip_address())
+print(ray.util.get_node_ip_address())
 """
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.serve import models
+from holdfast.cluster.serve.ray_internals import session_folder
 from holdfast.cluster.serve.start_up import Serving
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.executors.cpu.shared_weights import shares_large_pages
@@ -31,7 +32,6 @@ def test_replicas_have_their_packed_weights_in_memory_once(cluster: Serving):
 
 
 def test_what_ray_keeps_of_a_cluster_has_no_token_and_no_prompt(cluster: Serving):
-    import ray
 
     prompt = "a-most-private-question-about-the-okapi"
 
@@ -44,7 +44,7 @@ def test_what_ray_keeps_of_a_cluster_has_no_token_and_no_prompt(cluster: Serving
     asyncio.run(ask())
     token = models.directory_of("holdfast").security.remote().result(timeout_s=10).token
     assert len(token) >= 43
-    logs = Path(ray._private.worker._global_node.get_session_dir_path()) / "logs"
+    logs = session_folder() / "logs"
     files = [path for path in logs.rglob("*") if path.is_file()]
     assert len(files) > 5
     for path in files:
