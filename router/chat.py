@@ -15,6 +15,8 @@ Message: TypeAlias = Mapping[str, Any]
 _ROLE: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 """The allowed roles. Templates insert the role between control tokens, so it must not inject any."""
 
+_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
+
 _MAY_BE_EMPTY: Final = ("assistant", "tool", "function")
 """Roles whose content may be null: of a turn with calls alone, or of a call that returned nothing."""
 
@@ -186,11 +188,15 @@ def call_arguments(arguments: object, field: str) -> Mapping[str, Any] | str:
 
 
 def arguments_object(arguments: Mapping[str, Any] | str) -> Mapping[str, Any] | None:
-    """The object that arguments are, also as JSON text; None of text that is none, such as that of a cut call."""
+    """The object that arguments are, also as JSON text; None of text that is none, such as that of a cut call, and of
+    text that escapes half a surrogate pair, which no prompt can say.
+    """
     if not isinstance(arguments, str):
         return arguments
     try:
         read = json.loads(arguments)
+        if _SURROGATE.search(arguments):
+            json.dumps(read, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
     return {} if read is None else read if isinstance(read, dict) else None

@@ -228,8 +228,11 @@ def _too_many(name: str, most: int) -> InvalidRequestError:
 
 
 def check_text(text: str, limits: LimitsConfig, field: str = "text") -> None:
-    """Raises `InvalidRequestError` for a text above `limits.max_prompt_bytes`."""
-    num_bytes = len(text.encode())
+    """Raises `InvalidRequestError` for a text above `limits.max_prompt_bytes`, or with half a surrogate pair."""
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(field, text, f"must be valid Unicode: {error.reason}") from None
     if num_bytes > limits.max_prompt_bytes:
         limit = f"must be at most {limits.max_prompt_bytes} bytes (limits.max_prompt_bytes), not {num_bytes}"
         raise InvalidRequestError(field, f"{num_bytes} bytes", limit)

@@ -75,6 +75,8 @@ def checked_pattern(pattern: Any, path: str) -> str:
 def _normalize_format(schema: dict[str, Any], path: str) -> None:
     """JSON Schema takes formats for annotations: one that is not known is none that could be broken."""
     name = schema["format"]
+    if not isinstance(name, str):
+        raise SchemaError(path, name, "must be a text")
     if name in FORMATS:
         del schema["format"]
         if "pattern" in schema:
@@ -83,7 +85,7 @@ def _normalize_format(schema: dict[str, Any], path: str) -> None:
             schema["pattern"] = FORMATS[name]
     elif name not in _KNOWN_FORMATS:
         del schema["format"]
-        _warn_of_format(str(name)[:64])
+        _warn_of_format(name[:64])
 
 
 @lru_cache(maxsize=64)

@@ -4,6 +4,7 @@ A schema that requires itself, such as a list node whose `next` is required and 
 Where something else may stand in its place it is taken out; a whole schema without one is refused.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any, Final
@@ -63,9 +64,8 @@ class FiniteValues:
             if keyword in schema and not any(item in self for item in _list(schema, keyword)):
                 return keyword
         names = types_of(schema)
-        return (
-            "required" if "object" in names and schema.get("required") else "minItems" if "array" in names else "type"
-        )
+        needs = (("object", "required"), ("object", "minProperties"), ("array", "minItems"))
+        return next((keyword for name, keyword in needs if name in names and schema.get(keyword)), "type")
 
     def _has_one(self, schema: Mapping[str, Any]) -> bool:
         if "$ref" in schema and self._target(schema) not in self:
@@ -82,15 +82,15 @@ class FiniteValues:
     def _has_one_of_type(self, schema: Mapping[str, Any], name: str) -> bool:
         if name == "object":
             properties, rest = _map(schema, "properties"), schema.get("additionalProperties", True)
-            required = _list(schema, "required")
-            if not required and schema.get("minProperties", 0):
-                return rest in self or any(item in self for item in properties.values()) or not properties
+            required = [item for item in _list(schema, "required") if isinstance(item, str)]
+            if not required and _least(schema, "minProperties"):
+                possible = (rest, *properties.values(), *_map(schema, "patternProperties").values())
+                return any(item in self for item in possible)
             return all(properties.get(item, rest) in self or "patternProperties" in schema for item in required)
         if name == "array":
             first, rest = array_items(schema)
-            count = schema.get("minItems", 0)
-            needed = first[: int(count)] if isinstance(count, int | float) else []
-            return all(item in self for item in needed) and (len(first) >= count or rest in self)
+            count = _least(schema, "minItems")
+            return all(item in self for item in first[:count]) and (len(first) >= count or rest in self)
         return True
 
     def _target(self, schema: Mapping[str, Any]) -> Any:
@@ -113,6 +113,13 @@ def array_items(schema: Mapping[str, Any]) -> tuple[list[Any], Any]:
     if isinstance(items, list):
         return items, schema.get("additionalItems", True)
     return _list(schema, "prefixItems"), items
+
+
+def _least(schema: Mapping[str, Any], keyword: str) -> int:
+    """A count; 0 for what is none, which is refused elsewhere."""
+    count = schema.get(keyword, 0)
+    is_count = isinstance(count, int) or (isinstance(count, float) and math.isfinite(count))
+    return max(0, int(count)) if is_count else 0
 
 
 def _list(schema: Mapping[str, Any], keyword: str) -> list[Any]:

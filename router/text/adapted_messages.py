@@ -47,6 +47,7 @@ def _with_known_role(message: dict[str, Any], traits: TemplateTraits) -> dict[st
 
 
 def _with_calls(messages: Messages, traits: TemplateTraits) -> Iterator[dict[str, Any]]:
+    messages = messages if traits.takes_long_ids else list(_with_ids(messages))
     for message in messages if traits.shows_several_calls else _one_call_each(messages):
         if message["role"] in _RESULTS:
             yield _result(message, traits)
@@ -59,7 +60,7 @@ def _with_calls(messages: Messages, traits: TemplateTraits) -> Iterator[dict[str
 def _result(message: dict[str, Any], traits: TemplateTraits) -> dict[str, Any]:
     if not traits.shows_results:
         return {"role": "user", "content": result_text(message["content"])}
-    if not traits.takes_long_ids and "tool_call_id" in message:
+    if not traits.takes_long_ids:
         return {**message, "tool_call_id": _short_id(message["tool_call_id"])}
     return message
 
@@ -96,6 +97,23 @@ def _taken_arguments(arguments: Mapping[str, Any] | str, traits: TemplateTraits)
     if read is not None:
         return read
     return arguments if traits.shows_text_arguments else {"arguments": arguments}
+
+
+def _with_ids(messages: Messages) -> Iterator[dict[str, Any]]:
+    """Calls and results that have no id get one: a result that of the first call without a result."""
+    unanswered: list[str] = []
+    for number, message in enumerate(messages):
+        if message["role"] in _RESULTS:
+            own = message.get("tool_call_id") or next(iter(unanswered), f"{number}")
+            unanswered = [call_id for call_id in unanswered if call_id != own]
+            yield {**message, "tool_call_id": own}
+        elif "tool_calls" in message:
+            calls = message["tool_calls"]
+            named = [{**call, "id": call.get("id") or f"{number}_{index}"} for index, call in enumerate(calls)]
+            unanswered += [call["id"] for call in named]
+            yield {**message, "tool_calls": named}
+        else:
+            yield message
 
 
 def _short_id(call_id: str) -> str:

@@ -1,6 +1,7 @@
 """Endpoint `/v1/messages`: a chat in Anthropic's shape, answered whole or as its stream of events; and token counts."""
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -105,12 +106,18 @@ def _whole_block(request_id: str, block: Block) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Of a call that was cut off, nothing."""
+    """Of a call that was cut off, or that is nested deeper than JSON is read here, nothing."""
     try:
-        arguments = json.loads(text)
-    except ValueError:
+        arguments = json.loads(text, parse_float=_finite)
+    except (ValueError, RecursionError):
         return {}
     return arguments if isinstance(arguments, dict) else {}
+
+
+def _finite(number: str) -> float | str:
+    """A number beyond a float's range stays text: written as a number it would be `Infinity`, which no JSON has."""
+    value = float(number)
+    return value if math.isfinite(value) else number
 
 
 def _call_id(request_id: str, block: Block) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import json
 import logging
 from functools import cache
@@ -10,13 +11,16 @@ from typing import Any
 import jsonschema
 import pytest
 
-from holdfast.router.schemas.normalizer import normalized
+from holdfast.router.schemas.normalizer import _KEYWORDS, normalized
 from holdfast.router.schemas.places import SchemaError
 from holdfast.worker.errors import InvalidRequestError
 from tests.router.schemas.walks import Walker
 
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
+CLOSED = {"additionalProperties": False}
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+_OTHERS = ("$id", "$ref", "$schema", "additionalItems", "additionalProperties", "exclusiveMinimum", "format", "items")
+_OTHERS += ("exclusiveMaximum", "maximum", "minimum", "multipleOf", "nullable", "pattern", "prefixItems", "type")
 
 
 def obj(properties: dict[str, Any], **others: Any) -> dict[str, Any]:
@@ -93,6 +97,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({"$defs": {"node": NODE}, "$ref": "#/$defs/node"}, "$ref"),
     (obj({"c": {"$ref": "#"}}, required=["c"]), "required"),
     ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "minItems"),
+    ({"type": "object", "additionalProperties": {"$ref": "#"}, "minProperties": 1}, "minProperties"),
+    ({"type": "object", "patternProperties": {"^a": {"$ref": "#"}}, "minProperties": 1, **CLOSED}, "minProperties"),
     ({"allOf": [{"$ref": "#"}]}, "allOf"),
     ({"anyOf": [{"$ref": "#"}, False]}, "anyOf"),
     (False, "matches nothing"),
@@ -139,6 +145,29 @@ def test_what_cannot_be_enforced_is_refused_by_the_keyword(schema: Any, named: s
         walker().compile(json=json.dumps(schema))
     assert named in refused.value.limit
     assert "coerce_one_of" not in refused.value.limit
+
+
+VALUES: list[Any] = [
+    *("1", "", "#", 1, -1, 1.5, 1e400, float("nan"), 10**400, True, False, None),
+    *([], {}, [1], ["a"], [{}], [[]], [None]),
+    *({"a": 1}, {"a": {}}, {"a": None}, {"a": []}),
+]
+HOLDERS: list[dict[str, Any]] = [
+    {},
+    *({"type": name} for name in ("object", "array", "string", "integer")),
+    obj({"a": {"type": "null"}}, required=["a"], **CLOSED),
+    {"items": {"type": "null"}},
+]
+
+
+@pytest.mark.parametrize("keyword", sorted({*_KEYWORDS, *_OTHERS}))
+def test_a_keyword_of_any_value_is_normalized_or_refused(keyword: str):
+    for value, holder in itertools.product(VALUES, HOLDERS):
+        schema = {**holder, keyword: value}
+        tagged = obj({"t": schema}, required=["t"])
+        for written in (schema, tagged, {"oneOf": [tagged, obj({"t": {"const": 1}}, required=["t"])]}):
+            with contextlib.suppress(SchemaError):
+                normalized(written)
 
 
 @pytest.mark.parametrize("schema", [*ENFORCED, *(schema for schema, _ in REFUSED)], ids=repr)

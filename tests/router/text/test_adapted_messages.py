@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.router.text.adapted_messages import _short_id
 from holdfast.router.text.chat import render_chat, template_traits
 from holdfast.router.text.template_traits import TemplateTraits
 from holdfast.worker.errors import InvalidRequestError
@@ -141,6 +142,8 @@ CASES = {
         called('{"ci', None),
         '<call>f{"ci',
     ),
+    "arguments with half a surrogate pair": ("hermes", called('{"a": "\\ud83d"}'), r"{\"a\": \"\\ud83d\"}"),
+    "arguments with a whole one": ("hermes", called('{"a": "\\ud83d\\ude00"}'), '{"a": "😀"}'),
     "arguments that are a list": (
         "coder",
         called("[1]"),
@@ -171,6 +174,22 @@ CASES = {
         "short ids",
         [HI, turn("assistant", None, tool_calls=[call()]), turn("tool", "21", tool_call_id=OURS)],
         "[RESULT]21",
+    ),
+    "an older call where ids have nine letters": (
+        "short ids",
+        [HI, turn("assistant", None, function_call={"name": "f", "arguments": "{}"}), turn("function", "21", name="f")],
+        "[RESULT]21",
+    ),
+    "calls and results without ids": (
+        "short ids",
+        [
+            HI,
+            turn("assistant", None, tool_calls=[call(call_id=""), {**call("g"), "id": None}, call("h")]),
+            turn("tool", "8", tool_call_id=OURS),
+            turn("tool", "9"),
+            turn("tool", "1", tool_call_id=""),
+        ],
+        "[RESULT]9" + _short_id("1_0") + "[RESULT]1" + _short_id("1_1"),
     ),
     "two calls of one turn": (
         "one call",

@@ -188,3 +188,20 @@ async def test_tokens_of_thoughts_are_told_in_the_usage(stream, script, monkeypa
     assert answer.usage.output_tokens_details.reasoning_tokens == len("hm, so<")
     script("<think>hm, so</think>\n\nIt rains. > ( / )")
     assert (await chat(stream=stream)).usage.completion_tokens_details.reasoning_tokens == 2 * len("hm, so<")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ('{"n": 123456789012345678901234567890}', {"n": 123456789012345678901234567890}),
+        ('{"n": 1e999, "m": -1e999, "k": 0.5}', {"n": "1e999", "m": "-1e999", "k": 0.5}),
+        (f'{{"n": {"[" * 1100}{"]" * 1100}}}', {}),
+    ],
+    ids=["a large integer", "beyond a float", "nested deeply"],
+)
+@on_a_loop
+async def test_a_message_is_json_whatever_arguments_the_model_writes(arguments, read, script):  # noqa: F811
+    script(f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>')
+    answer = await message(tools=FOR_MESSAGES, max_tokens=5000)
+    (call,) = answer.content
+    assert (call.type, call.input) == ("tool_use", read)
