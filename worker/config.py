@@ -2,7 +2,7 @@
 
 import json
 from pathlib import PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -59,6 +59,9 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
+Quantization = Literal["int8", "int4", "fp8"]
+
+
 class ModelConfig(Settings):
     """Which model, and how it is loaded."""
 
@@ -81,6 +84,9 @@ class ModelConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="data type of the weights; auto: the checkpoint's"
     )
+    quantization: Quantization | None = Field(
+        None, description="quantize the weights of a plain checkpoint while they are loaded; unset: as they are"
+    )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, for benchmarks")
     max_model_len: int | None = Field(
         None, ge=1, description="maximum tokens of prompt plus output; unset: the model's context length"
@@ -101,6 +107,17 @@ class ModelConfig(Settings):
         """Names that executors had before 0.1.0 are still taken."""
         names: dict[object, str] = {"decoder": "native", "skeleton": "hf"}
         return names.get(executor, executor) if isinstance(executor, str) else executor
+
+    @model_validator(mode="after")
+    def _has_weights_to_quantize(self) -> Self:
+        if self.quantization is not None and self.load_format == "dummy":
+            raise ValueError("quantization needs a checkpoint, and load_format = 'dummy' makes weights up; unset one")
+        return self
+
+    @property
+    def config_changes(self) -> dict[str, Any]:
+        """The entries of the model's config.json that are replaced: a head that is quantized is not the table."""
+        return {**self.hf_overrides, **({"tie_word_embeddings": False} if self.quantization else {})}
 
     @property
     def name(self) -> str:

@@ -15,7 +15,7 @@ def print_roofline(config: WorkerConfig, device_name: str) -> None:
     from holdfast.worker.models.weights import model_folder, read_config
 
     device, tp = DEVICES[device_name], config.parallel.tensor_parallel_size
-    hf_config = read_config(model_folder(config.model, with_weights=False), config.model.hf_overrides)
+    hf_config = read_config(model_folder(config.model, with_weights=False), config.model.config_changes)
     check_kv_cache_dtype(config, "cuda", hf_config)
     try:
         shape = ModelShape.of(hf_config, kv_in_fp8=config.cache.kv_cache_dtype == "fp8_e4m3")

@@ -15,7 +15,7 @@ from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.slices import told_of_uneven, uneven_shares
 from holdfast.worker.models import weight_files
-from holdfast.worker.models.checkpoint_scheme import quantization_of
+from holdfast.worker.models.checkpoint_scheme import check_quantization, quantization_of
 from holdfast.worker.models.checks import check_heads, check_kv_cache_dtype
 from holdfast.worker.models.gguf.folder import hf_folder, is_gguf, tokenizer_reason
 from holdfast.worker.models.quantization.scheme import read_scheme
@@ -50,6 +50,7 @@ def check_files(config: HoldfastConfig) -> None:
         raise ConfigurationError(f"{given}: the file {reason}; name a tokenizer by --tokenizer")
     if config.model.tokenizer is None and not (folder / "tokenizer.json").is_file():
         raise ConfigurationError(f"{given}: the folder has no tokenizer.json; add it, or name another by --tokenizer")
+    check_quantization(folder, config.model.quantization)
     _check_config(config, hf_config)
 
 
@@ -111,7 +112,7 @@ def weight_bytes(config: HoldfastConfig) -> int:
     folder = local_folder(config)
     if folder is None or config.model.load_format == "dummy":
         return 0
-    return weight_files.weight_bytes(folder, config.model.dtype)
+    return weight_files.weight_bytes(folder, config.model.dtype, config.model.quantization)
 
 
 def told_of_weights(config: HoldfastConfig) -> str | None:
@@ -119,7 +120,8 @@ def told_of_weights(config: HoldfastConfig) -> str | None:
     folder = local_folder(config)
     if folder is None or config.model.load_format == "dummy":
         return None
-    return f"quantization {quantization_of(folder)}, {readable_bytes(weight_bytes(config))} in memory"
+    words = quantization_of(folder, config.model.quantization)
+    return f"quantization {words}, {readable_bytes(weight_bytes(config))} in memory"
 
 
 def _names(config: HoldfastConfig) -> list[tuple[str, str]]:

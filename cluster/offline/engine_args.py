@@ -71,7 +71,6 @@ WITHOUT_EFFECT: Final = frozenset(
 
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "trust_remote_code": (False,),
-    "quantization": (None,),
     "quantization_config": (None,),
     "calculate_kv_scales": (False, True),  # scales are always those of the keys and values themselves
     "cpu_offload_gb": (0,),
@@ -176,6 +175,7 @@ def translated(arguments: Mapping[str, object]) -> dict[str, object]:
     _take_speculation(settings, ignored)
     _take_model(settings)
     _take_kv_cache_dtype(settings)
+    _take_quantization(settings, ignored)
     if ignored:
         text = f"{WHERE}: {', '.join(ignored)}: accepted for the sake of scripts for vLLM, and without effect here"
         warnings.warn(text, stacklevel=3)
@@ -202,6 +202,9 @@ def _take_model(settings: dict[str, object]) -> None:
         raise ConfigurationError(f"{text}; give another tokenizer's folder as tokenizer")
 
 
+_METHODS_OF_CHECKPOINTS: Final = (*("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf", "mxfp4"),)
+
+
 def _take_kv_cache_dtype(settings: dict[str, object]) -> None:
     """On a GPU, vLLM's `fp8` is e4m3."""
     given = settings.get("kv_cache_dtype")
@@ -209,6 +212,15 @@ def _take_kv_cache_dtype(settings: dict[str, object]) -> None:
         settings["kv_cache_dtype"] = "fp8_e4m3"
     elif given is None:
         settings.pop("kv_cache_dtype", None)
+
+
+def _take_quantization(settings: dict[str, object], ignored: list[str]) -> None:
+    """vLLM's names of checkpoints' own methods, which a checkpoint says by itself."""
+    given = settings.get("quantization")
+    if given in _METHODS_OF_CHECKPOINTS:
+        ignored.append(f"quantization = {given!r}")
+    if given is None or given in _METHODS_OF_CHECKPOINTS:
+        settings.pop("quantization", None)
 
 
 def _take_speculation(settings: dict[str, object], ignored: list[str]) -> None:
@@ -248,6 +260,7 @@ _NAMED: Final[dict[str, object]] = {
     "download_dir": None,
     "hf_overrides": None,
     "kv_cache_dtype": "auto",
+    "quantization": None,
     "speculative_config": None,
     "spec_method": None,
     "spec_model": None,

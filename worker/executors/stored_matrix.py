@@ -13,7 +13,7 @@ from torch import Tensor
 
 from holdfast.worker.executors.mapped_files import discard_contents
 
-_AT_ONCE: Final = 2**18
+AT_ONCE: Final = 2**18
 """Numbers that are dequantized together: few enough to stay in a core's cache."""
 
 
@@ -62,18 +62,18 @@ class StoredMatrix(ABC):
         """Its numbers, each rounded once, in memory of their own."""
         first, last = self.rows
         out = torch.empty(last - first, self.columns[1] - self.columns[0], dtype=dtype)
-        step = max(1, _AT_ONCE // max(1, out.shape[1]))
+        step = max(1, AT_ONCE // max(1, out.shape[1]))
 
         def write(start: int) -> None:
             end = min(last, start + step)
             out[start - first : end - first] = self.numbers(start, end)
 
-        _for_all(write, range(first, last, step))
+        for_all(write, range(first, last, step))
         discard_contents(self.mapped)  # pages of the file, which can be read again
         return out
 
 
-def _for_all(write: Callable[[int], None], starts: range) -> None:
+def for_all(write: Callable[[int], None], starts: range) -> None:
     """Calls it with each, on as many threads as torch has; each call computes on one, for torch's own threads wait for
     each other, busily, after every operation.
     """

@@ -219,7 +219,7 @@ def _loaded(
     progress: Callable[[str, int, int], None],
 ) -> LoadedBackend:
     """The backend of a model whose Hugging Face modules are built first."""
-    hf_config = read_config(folder, config.model.hf_overrides)
+    hf_config = read_config(folder, config.model.config_changes)
     check_kv_cache_dtype(config, device.type, hf_config)
     facts = facts_of(hf_config, folder, config.model.max_model_len)
     if getattr(hf_config, "kv_lora_rank", None):

@@ -6,24 +6,43 @@ from collections import Counter
 from pathlib import Path
 from typing import Final
 
-from holdfast.worker.errors import UnsupportedModelError
-from holdfast.worker.models.gguf.folder import is_made_of_gguf, read_index
+from holdfast.worker.config import Quantization
+from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
+from holdfast.worker.models.gguf.folder import is_made_of_gguf, read_index, source_of
+from holdfast.worker.models.quantization.rule import words_at_load
 from holdfast.worker.models.quantization.scheme import read_scheme
 from holdfast.worker.models.quantization.words import NOT_QUANTIZED, words_of
 
 _PLAIN: Final = frozenset({"F32", "F16", "BF16"})
 
 
-def quantization_of(folder: Path) -> str:
-    """How the weights of the checkpoint in `folder` are quantized: `GGUF Q4_1`, `AWQ int4 g128`, `none`. Of a GGUF
-    file, the type that most weights have. A scheme that is not read, which a gate refuses, is `none` as well.
+def quantization_of(folder: Path, at_load: Quantization | None = None) -> str:
+    """How the weights of the checkpoint in `folder` are quantized: `GGUF Q4_1`, `AWQ int4 g128`, `none`; `at_load`:
+    when they are loaded. Of a GGUF file, the type that most weights have. A scheme that is not read, which a gate
+    refuses, is `none` as well.
     """
+    if at_load is not None:
+        return words_at_load(at_load)
     if is_made_of_gguf(folder):
         return _of_gguf(folder)
     try:
         return words_of(read_scheme(json.loads((folder / "config.json").read_text(encoding="utf-8"))))
     except (OSError, ValueError, AttributeError, RecursionError, UnsupportedModelError):
         return NOT_QUANTIZED
+
+
+def check_quantization(folder: Path, at_load: Quantization | None) -> None:
+    """Refuses to quantize what is quantized. Raises `ConfigurationError`."""
+    if at_load is not None and (found := quantization_of(folder)) != NOT_QUANTIZED:
+        raise ConfigurationError(
+            f"model.quantization = {at_load!r}: the checkpoint in {source_of(folder)} is quantized already ({found}); "
+            "leave --quantization unset, or give the checkpoint that is not quantized"
+        )
+    if at_load is not None and is_made_of_gguf(folder):
+        raise ConfigurationError(
+            f"model.quantization = {at_load!r}: {source_of(folder)} is a GGUF file, and codes are made of "
+            "safetensors alone; leave --quantization unset, or give a Hugging Face folder"
+        )
 
 
 def _of_gguf(folder: Path) -> str:

@@ -1,5 +1,5 @@
-"""Compact checkpoints: those whose weights are codes in their files, of GGUF or of a quantized Hugging Face folder, and
-are asked for by the names of parameters.
+"""Compact checkpoints: those whose weights are codes in their files, of GGUF or of a quantized Hugging Face folder, or
+become codes when they are loaded. They are asked for by the names of parameters.
 """
 
 import re
@@ -10,11 +10,14 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from holdfast.worker.config import Quantization
+from holdfast.worker.models.checkpoint_scheme import check_quantization
 from holdfast.worker.models.checks import check_loaded
 from holdfast.worker.models.gguf.folder import is_made_of_gguf
 from holdfast.worker.models.gguf.tensors import GgufTensors
 from holdfast.worker.models.quantization.scheme import read_scheme
 from holdfast.worker.models.quantized_tensors import QuantizedTensors
+from holdfast.worker.models.quantizing_tensors import QuantizingTensors
 from holdfast.worker.models.weights import read_json
 
 _EXPERTS: Final = (
@@ -49,14 +52,20 @@ class CompactTensors(Protocol):
         ...
 
 
-def compact_tensors(folder: Path) -> CompactTensors | None:
-    """The tensors of the checkpoint in `folder`; None where its files have weights as numbers.
+def compact_tensors(folder: Path, quantization: Quantization | None = None) -> CompactTensors | None:
+    """The tensors of the checkpoint in `folder`, or, by `quantization`, what they become; None where its files have
+    weights as numbers, and these stay so.
 
-    Raises `ConfigurationError`, and `UnsupportedModelError` for a scheme that is not read.
+    Raises `ConfigurationError`, also for a quantization of what is quantized, and `UnsupportedModelError` for a scheme
+    that is not read.
     """
+    check_quantization(folder, quantization)
     if is_made_of_gguf(folder):
         return GgufTensors(folder)
-    scheme = read_scheme(read_json(folder / "config.json"))
+    config = read_json(folder / "config.json")
+    if quantization is not None:
+        return QuantizingTensors(folder, config, quantization)
+    scheme = read_scheme(config)
     return None if scheme is None else QuantizedTensors(folder, scheme)
 
 

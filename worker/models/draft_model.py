@@ -156,7 +156,8 @@ class _Work:
 def _alone(config: WorkerConfig, folder: Path) -> WorkerConfig:
     """The settings of the draft model, on one rank."""
     executor = "hf" if config.model.executor == "hf" else "auto"
-    model = config.model.model_copy(update={"model": str(folder), "max_model_len": None, "executor": executor})
+    changes = {"model": str(folder), "max_model_len": None, "executor": executor, "quantization": None}
+    model = config.model.model_copy(update=changes)
     parallel = config.parallel.model_copy(update={"tensor_parallel_size": 1})
     cache = config.cache.model_copy(update={"kv_cache_dtype": "auto"})  # whatever runs it, and its cache is small
     return config.model_copy(update={"model": model, "parallel": parallel, "cache": cache})

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _MOST_FILES: Final = 64
 """The oldest go when there are more."""
 
-_SETTINGS: Final = ("dtype", "max_model_len", "load_format", "executor", "hf_overrides")
+_SETTINGS: Final = ("dtype", "max_model_len", "load_format", "executor", "hf_overrides", "quantization")
 """Of the model, that a layout or its facts depend on."""
 
 _SOURCES: Final = ("executors", "models")

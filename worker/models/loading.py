@@ -5,10 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from holdfast.worker.config import WorkerConfig
+from holdfast.worker.config import ModelConfig, WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.draws import DrawParams
@@ -34,6 +35,7 @@ from holdfast.worker.models.memory import (
     useful_blocks,
 )
 from holdfast.worker.models.parallelize import Target
+from holdfast.worker.models.quantization.rule import rule_name
 from holdfast.worker.models.quantization.words import NOT_QUANTIZED
 from holdfast.worker.models.weight_files import checkpoint_digest, weight_bytes
 from holdfast.worker.models.weights import model_folder, read_json, tokenizer_folder
@@ -92,20 +94,30 @@ def load_model(
         block_size=cache.block_size,
         num_blocks=cache.num_blocks,
         kv_bytes_per_token=backend.kv_bytes_per_token,
-        quantization=quantization_of(folder) if has_weights else NOT_QUANTIZED,
-        weight_bytes=weight_bytes(folder, config.model.dtype) if has_weights else 0,
+        quantization=quantization_of(folder, config.model.quantization) if has_weights else NOT_QUANTIZED,
+        weight_bytes=_all_bytes(config.model, folder) if has_weights else 0,
         row_invariant=False,
         device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
         executor=f"{backend.numerics}+{backend.sampler.numerics}",
-        checkpoint_digest=checkpoint_digest(folder, config.model.hf_overrides),
+        checkpoint_digest=checkpoint_digest(folder, _weight_changes(config.model)),
         release=_release(),
     )
     return LoadedModel(backend=backend, cache=cache, info=info, draft=draft)
 
 
+def _weight_changes(config: ModelConfig) -> dict[str, Any]:
+    """What settings change of a checkpoint's weights, for their digest."""
+    of_weights = {} if config.quantization is None else {"quantization": rule_name(config.quantization)}
+    return {**config.hf_overrides, **of_weights}
+
+
+def _all_bytes(config: ModelConfig, folder: Path) -> int:
+    return weight_bytes(folder, config.dtype, config.quantization)
+
+
 def _check_room(config: WorkerConfig, folder: Path, group: TensorParallelGroup, device: torch.device) -> None:
     """All ranks come to the same answer: that of the one with the least room."""
-    share = int(weight_bytes(folder, config.model.dtype) * _largest_share(folder, group))
+    share = int(_all_bytes(config.model, folder) * _largest_share(folder, group))
     check_weights(share, smallest_of_all_ranks(memory_left(device), group, device), config.model.model)
 
 

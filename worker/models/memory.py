@@ -48,8 +48,8 @@ class MemoryEstimator:
     def __init__(self, config: WorkerConfig) -> None:
         """Raises as loading would where the config cannot be served."""
         folder = model_folder(config.model, with_weights=False)
-        hf_config = read_config(folder, config.model.hf_overrides)
-        self.quantization = quantization_of(folder)
+        hf_config = read_config(folder, config.model.config_changes)
+        self.quantization = quantization_of(folder, config.model.quantization)
         """How the weights are quantized, in words."""
         register_attention()
         model = build_hf_model(hf_config)

@@ -131,7 +131,7 @@ def build_tree(
     if config.load_format == "dummy":
         module: Any = build_hf_model(hf_config)
         source: Any = DummyWeights(config.seed, target.device)
-    elif (tensors := compact_tensors(folder)) is not None:
+    elif (tensors := compact_tensors(folder, config.quantization)) is not None:
         module = build_hf_model(hf_config)
         source = CompactSource(tensors, module, target.dtype)
     else:

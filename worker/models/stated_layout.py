@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from holdfast.worker.config import ModelConfig
+from holdfast.worker.config import ModelConfig, Quantization
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.executors.layout import Activation, Attention, DecoderLayout, Layer, Linear, Mlp, Norm
@@ -44,11 +44,11 @@ Weight = Tensor | StoredMatrix
 class StoredTensors:
     """The tensors of a checkpoint: numbers, or codes that are numbers once they are asked for. Each is taken once."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, quantization: Quantization | None) -> None:
         """Raises `NotStated` unless all are of this dtype, in the files that Hugging Face would read; those of a
-        compact checkpoint are of any.
+        compact checkpoint, or one that is quantized now, are of any.
         """
-        self._compact = compact_tensors(folder)
+        self._compact = compact_tensors(folder, quantization)
         self._tensors = {} if self._compact is not None else _tensors_of(folder, dtype)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Weight:
@@ -83,22 +83,28 @@ def read_stated(
     if config.hf_overrides:
         return "model.hf_overrides change its config"
     try:
-        stated = read_stated_config(read_json(folder / "config.json"))
+        stated = read_stated_config({**read_json(folder / "config.json"), **config.config_changes})
         facts = facts_of(stated, folder, config.max_model_len)
         if device.type != "cpu":
             check_heads(stated, group.size)
-        return stated_layout(stated, folder, group, serving_dtype(config, stated)), facts
+        return stated_layout(stated, folder, group, serving_dtype(config, stated), config.quantization), facts
     except (NotStated, ConfigurationError, UnsupportedModelError) as reason:
         return str(reason)
 
 
-def stated_layout(config: Any, folder: Path, group: TensorParallelGroup, dtype: torch.dtype) -> DecoderLayout:
-    """This rank's share, to be served in `dtype`, of the checkpoint in `folder`, whose config was read by
-    `stated_config.py`.
+def stated_layout(
+    config: Any,
+    folder: Path,
+    group: TensorParallelGroup,
+    dtype: torch.dtype,
+    quantization: Quantization | None = None,
+) -> DecoderLayout:
+    """This rank's share, to be served in `dtype`, and quantized now where `quantization` says so, of the checkpoint in
+    `folder`, whose config was read by `stated_config.py`.
 
     Raises `NotStated`, and `UnsupportedModelError` where so many ranks cannot share the model.
     """
-    stored = StoredTensors(folder, config.dtype)
+    stored = StoredTensors(folder, config.dtype, quantization)
     layout = _Builder(config, stored, group, dtype).layout()
     stored.check_all_taken()
     return layout

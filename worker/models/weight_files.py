@@ -6,13 +6,15 @@ It needs no torch, so that a command can look before anything is started.
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
+from holdfast.worker.config import Quantization
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.models.gguf.folder import gguf_files, is_made_of_gguf, read_index
+from holdfast.worker.models.quantization.rule import is_head, is_table
 from holdfast.worker.models.quantization.scheme import QuantizationScheme, read_scheme
 from holdfast.worker.models.quantization.stored_parts import num_weights
 
@@ -42,13 +44,26 @@ def weight_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith(_DUPLICATES)]
 
 
-def weight_bytes(folder: Path, dtype: str = "auto") -> int:
-    """Memory that the weights of all ranks take together, once they are of the type that is served (`model.dtype`)."""
+def weight_bytes(folder: Path, dtype: str = "auto", quantization: Quantization | None = None) -> int:
+    """Memory that the weights of all ranks take together, once they are of the type that is served (`model.dtype`).
+
+    `quantization` at load gives a model whose head is its table a head of its own.
+    """
     served = _checkpoint_dtype(folder) if dtype == "auto" else dtype
     if is_made_of_gguf(folder):
         return sum(math.prod(tensor.shape) for tensor in read_index(folder)) * _SERVED[served]
-    scheme = _scheme(folder)
-    return sum(_bytes_of(path, served, scheme) for path in weight_files(folder))
+    scheme, files = _scheme(folder), weight_files(folder)
+    return sum(_bytes_of(path, served, scheme) for path in files) + (_head_bytes(files, served) if quantization else 0)
+
+
+def _head_bytes(files: Sequence[Path], dtype: str) -> int:
+    """What a head takes that the files do not have, and that is made of the table; 0 where they have one."""
+    try:
+        entries = {name: entry for path in files for name, entry in read_header(path)[0].items()}
+        table = next((math.prod(entry["shape"]) for name, entry in entries.items() if is_table(name)), 0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
+        return 0
+    return 0 if any(map(is_head, entries)) else table * _SERVED.get(dtype, _SERVED["float32"])
 
 
 def _scheme(folder: Path) -> QuantizationScheme | None:

@@ -123,7 +123,7 @@ def _parts(name: str) -> list[_Part]:
     lanes = "avx2" if name in ("avx2", "tiles2", "pairs2") else "avx512"
     order = "pairs" if "-DHF_PAIRS" in _ANY_CLASS[name] else "any"
     parts = [_Part("executor", name), _Part("sampler", lanes), _Part("packing", order)]
-    parts += [_Part("compact", "any"), _Part("pool", "any")]
+    parts += [_Part("compact", "any"), _Part("pool", "any"), _Part("quantize", "avx2")]
     return [*parts, _Part("plain", lanes)] if name in CLASSES else parts
 
 

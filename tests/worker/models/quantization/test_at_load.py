@@ -1,0 +1,242 @@
+"""Weights that are quantized while they are loaded: codes by the written rule, and the same at any number of ranks."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.worker.config import ModelConfig, WorkerConfig
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.cpu.searched_codes import searched_codes
+from holdfast.worker.models.compact import compact_tensors
+from holdfast.worker.models.loading import load_model
+from holdfast.worker.models.model import build_tree
+from holdfast.worker.models.parallelize import Target
+from holdfast.worker.models.quantization.codes import PackedCodes
+from holdfast.worker.models.quantization.eight_bits import eight_bit_codes
+from holdfast.worker.models.quantization.rule import scheme_for
+from holdfast.worker.models.quantizing_tensors import PlainWeight
+from holdfast.worker.models.recognize import recognize
+from holdfast.worker.models.stated_config import STATED
+from holdfast.worker.models.stated_layout import read_stated
+from holdfast.worker.models.weight_files import weight_bytes
+from holdfast.worker.models.weights import read_config
+from tests.fake_group import run_ranks
+from tests.parity.families import save_tiny_model
+from tests.parity.harness import worker_config
+from tests.worker.models.quantization import reference_rule as reference
+from tests.worker.models.quantization.folders import SIZES, write
+from tests.worker.models.test_stated_layout import differences, recognized
+
+CPU = torch.device("cpu")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def weight_of(dtype: torch.dtype, outputs: int = 9, inputs: int = 256) -> torch.Tensor:
+    """With outputs of many magnitudes, one of zeros, one that is too small for a scale, and an outlier."""
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))
+    weight *= torch.logspace(-3, 3, outputs)[:, None]
+    weight[1] = 0
+    weight[2] = 1e-7
+    weight[3, 40] = 3e4
+    weight[4, :32] = torch.tensor([7.5, -8.5, 2.5, 3.5]).repeat(8)  # ties
+    return weight.to(dtype)
+
+
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_of_4_bits_are_those_of_the_written_rule(dtype, group):
+    weight = weight_of(dtype)
+    words, scales = searched_codes(weight, group)
+    codes = PackedCodes(stored=words, bits=4, packed_dim=1, middle=8).read((0, 9), (0, 256))
+    wanted, wanted_scales = reference.four_bits(weight, group)
+    assert np.array_equal(codes.numpy(), wanted)
+    assert torch.equal(scales, wanted_scales)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "rule"), [(torch.int8, "eight_bits"), (torch.float8_e4m3fn, "eight_bit_floats")])
+def test_codes_of_8_bits_are_those_of_the_written_rule(dtype, kind, rule):
+    weight = weight_of(dtype)
+    codes, scales = eight_bit_codes(weight, kind, (0, 256))
+    wanted, wanted_scales = getattr(reference, rule)(weight)
+    assert np.array_equal(codes.float().numpy(), wanted)
+    assert torch.equal(scales, wanted_scales)
+
+
+def test_the_search_costs_less_than_the_largest_magnitude():
+    """Squared errors: the search's, that of largest / 7, and that of llama.cpp's Q4_0, largest / -8."""
+    weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = weight.float().view(64, -1, 32)
+    codes, scales = reference.four_bits(weight)
+    ours = (torch.from_numpy(codes).view_as(x) * scales.float()[..., None] - x).square().mean()
+    furthest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
+    by_largest = [
+        (torch.clamp((x / scale).round(), -8, 7) * scale - x).square().mean()
+        for scale in (furthest.abs() / 7, furthest / -8)
+    ]
+    assert ours < 0.72 * by_largest[0]
+    assert ours < 0.9 * by_largest[1]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
+def test_a_weight_that_is_not_finite_is_named(quantization, bad, tmp_path):
+    folder = reference.in_bfloat16(save_tiny_model("llama", tmp_path / "model", **SIZES))
+    tensors = reference.load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][5, 7] = bad
+    reference.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    weight = compact_tensors(folder, quantization).take("model.layers.0.mlp.up_proj.weight", (96, 64))
+    with pytest.raises(ConfigurationError, match=r"model.safetensors: model.layers.0.mlp.up_proj.weight: a weight is"):
+        weight.to(torch.bfloat16)
+
+
+# --- whole models ---
+
+
+def read(folder: Path, group, **settings):
+    """A rank's layout, stated or by Hugging Face's modules."""
+    config = ModelConfig(model=str(folder), **settings)
+    if read_config(folder).model_type in STATED:
+        layout, _ = read_stated(config, folder, group)
+        return layout
+    hf_config = read_config(folder, config.config_changes)
+    tree = build_tree(config, folder, hf_config, Target(group=group, device=CPU, dtype=hf_config.dtype), lambda *_: 0)
+    return recognize(tree, group.size)
+
+
+def differences_on(plain: Path, quantization: str, numbers: Path, size: int) -> list[str]:
+    def compared(group):
+        return differences(read(plain, group, quantization=quantization), recognized(numbers, group))
+
+    return [found for rank in run_ranks(size, compared) for found in rank]
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "phi3"])
+def test_a_model_is_its_dequantized_folder(tmp_path, family, quantization):
+    """Untied and tied, stated and recognized, experts, fused linears; an MLP whose groups are cut by two ranks."""
+    changes = {**SIZES, "tie_word_embeddings": family == "qwen2", "intermediate_size": 96}
+    plain = reference.in_bfloat16(save_tiny_model(family, tmp_path / "plain", **changes))
+    numbers = reference.dequantized(plain, quantization, tmp_path / "numbers")
+    assert [differences_on(plain, quantization, numbers, size) for size in (1, 2)] == [[], []]
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_three_ranks_have_shares_of_the_same_codes(tmp_path, quantization):
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
+    plain = reference.in_bfloat16(save_tiny_model("llama", tmp_path / "plain", **{**SIZES, **heads}))
+    numbers = reference.dequantized(plain, quantization, tmp_path / "numbers")
+    assert differences_on(plain, quantization, numbers, 3) == []
+
+
+def test_inputs_that_are_no_groups_have_8_bits(tmp_path):
+    plain = reference.in_bfloat16(save_tiny_model("llama", tmp_path / "plain", **{**SIZES, "intermediate_size": 40}))
+    assert scheme_for("int4", "model.layers.0.mlp.down_proj.weight", (64, 40)).bits == 8
+    numbers = reference.dequantized(plain, "int4", tmp_path / "numbers")
+    assert differences_on(plain, "int4", numbers, 1) == []
+
+
+# --- mistakes that the tests above find out ---
+
+
+def shifted_scales(weight, quantized):
+    return replace(quantized, scales=quantized.scales.roll(1, -1))
+
+
+def cut_at_the_wrong_group(weight, quantized):
+    """Groups counted from where a share begins."""
+    groups = (torch.arange(len(quantized.groups)) - quantized.columns[0]).clamp(min=0) // 32
+    return replace(quantized, groups=groups)
+
+
+def rounded_away(weight, quantized):
+    """Ties of codes away from zero: numbers that lie between two codes are one code further."""
+    first, last = quantized.columns
+    steps = (
+        weight.source[slice(*weight.rows), slice(*weight.columns)].float()
+        / quantized.scales.float().repeat_interleave(32, 1)[:, first:last]
+    )
+    stored = torch.where(steps.frac().abs() == 0.5, steps + steps.sign() * 0.5, steps.round()).clamp(-8, 7)
+    return replace(quantized, codes=PlainNumbers(stored), columns=(0, last - first))
+
+
+class PlainNumbers:
+    def __init__(self, stored):
+        self.stored = stored
+
+    def read(self, rows, columns):
+        return self.stored[slice(*rows), slice(*columns)]
+
+
+@pytest.mark.parametrize(("mistake", "size"), [(shifted_scales, 1), (cut_at_the_wrong_group, 2), (rounded_away, 1)])
+def test_a_planted_mistake_is_found_out(tmp_path, mistake, size, monkeypatch):
+    plain = reference.in_bfloat16(save_tiny_model("llama", tmp_path / "plain", **SIZES))
+    tensors = reference.load_file(plain / "model.safetensors")
+    for values in tensors.values():
+        values.copy_((values * 16).round() / 16)  # few different numbers, and so many ties
+    reference.save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    numbers = reference.dequantized(plain, "int4", tmp_path / "numbers")
+    assert differences_on(plain, "int4", numbers, size) == []
+    usual = PlainWeight.quantized
+
+    def quantized(self):
+        found = usual(self)
+        return mistake(self, found) if self.scheme.bits == 4 else found
+
+    monkeypatch.setattr(PlainWeight, "quantized", quantized)
+    assert differences_on(plain, "int4", numbers, size) != []
+
+
+# --- settings ---
+
+
+def test_what_is_quantized_is_not_quantized_again(tmp_path):
+    written = write("llama", tmp_path, "awq")
+    with pytest.raises(
+        ConfigurationError, match=r"^model.quantization = 'int8': .* quantized already \(AWQ int4 g32\)"
+    ):
+        compact_tensors(written.folder, "int8")
+
+
+def test_the_fingerprint_and_the_facts_name_what_is_served(tmp_path):
+    plain = reference.in_bfloat16(save_tiny_model("llama", tmp_path, **SIZES))
+
+    def info(**settings):
+        config = worker_config(plain, 1)
+        config = config.model_copy(update={"model": config.model.model_copy(update=settings)})
+        (loaded,) = run_ranks(1, lambda group: load_model(config, group, CPU, lambda *_: None))
+        loaded.backend.close()
+        return loaded.info
+
+    infos = [info(), *(info(quantization=one) for one in ("int4", "int8", "fp8"))]
+    assert len({one.fingerprint for one in infos}) == 4
+    words = [one.quantization for one in infos]
+    assert words == ["none", "int4 g32 at load", "int8 per channel at load", "fp8 per channel at load"]
+
+
+def test_weights_that_are_made_up_are_not_quantized():
+    with pytest.raises(ValueError, match="quantization needs a checkpoint, and load_format = 'dummy'"):
+        ModelConfig(quantization="int4", load_format="dummy")
+
+
+@pytest.mark.parametrize(("family", "reason"), [("gpt2", "linears of gpt2 lie as"), ("gpt_oss", "several experts")])
+def test_models_whose_weights_lie_in_another_way_are_refused(tmp_path, family, reason):
+    folder = save_tiny_model(family, tmp_path)
+    with pytest.raises(ConfigurationError, match=rf"^model.quantization = 'int4': .*{reason}.*leave --quantization"):
+        compact_tensors(folder, "int4")
+
+
+def test_a_head_of_its_own_is_counted(tmp_path):
+    tied = reference.in_bfloat16(save_tiny_model("qwen2", tmp_path, tie_word_embeddings=True, **SIZES))
+    table = reference.load_file(tied / "model.safetensors")["model.embed_tokens.weight"]
+    assert weight_bytes(tied, "auto", "int8") - weight_bytes(tied) == table.nbytes
+
+
+def test_a_draft_model_stays_as_it_is(tmp_path):
+    from holdfast.worker.models.draft_model import _alone
+
+    config = WorkerConfig(model=ModelConfig(quantization="int4"))
+    assert _alone(config, tmp_path).model.quantization is None

@@ -1,0 +1,170 @@
+// Codes of 4 bits, chosen once at load: whole numbers from -8 to 7, and a scale for each group of inputs, which of
+// several has the smallest squared error. Errors are compared by sums of whole numbers, which are exact in any order; a
+// code is number / scale, rounded to even. What is computed with them does not live here. Compiled for AVX2.
+#include <float.h>
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+namespace {
+
+enum Dtype { BF16, F16, F32 };
+// Groups are searched eight at a time, one in each lane; a group has a multiple of HALVES inputs.
+enum { MOST = 256, EIGHT = 8, HALVES = 16 };
+// A group's largest magnitude is tried at FEWEST to FURTHEST steps of 1 / STEPS scales from zero, on either side.
+enum { STEPS = 4, FEWEST = 6 * STEPS, FURTHEST = 9 * STEPS };
+enum { FRACTION = 11, ONE = 32767 };
+
+struct Groups {
+  alignas(32) float x[EIGHT][MOST];
+  // x / largest in 1 / ONE: of two neighbouring inputs, those of each group.
+  alignas(32) int32_t pairs[MOST / 2][EIGHT];
+  float largest[EIGHT];
+};
+
+__m256 loaded(const void* p, long i, int dtype) {
+  if (dtype == F32) return _mm256_loadu_ps((const float*)p + i);
+  __m128i half = _mm_loadu_si128((const __m128i*)((const uint16_t*)p + i));
+  if (dtype == F16) return _mm256_cvtph_ps(half);
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+
+// The number of a dtype that is nearest, ties to even.
+float rounded(float x, int dtype) {
+  if (dtype == F32) return x;
+  if (dtype == F16) return _cvtsh_ss(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT));
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
+  return memcpy(&x, &bits, 4), x;
+}
+
+float largest_of(__m256 a) {
+  __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  b = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_max_ss(b, _mm_shuffle_ps(b, b, 1)));
+}
+
+// Halfwords of 16 numbers, in order.
+__m256i halves(__m256 a, __m256 b) {
+  __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b));
+  return _mm256_permute4x64_epi64(words, 0xd8);
+}
+
+void put_pairs(Groups& all, int g, int group) {
+  __m256 factor = _mm256_set1_ps(all.largest[g] > 0 ? ONE / all.largest[g] : 0);
+  alignas(32) int32_t pairs[HALVES / 2];
+  for (int i = 0; i < group; i += HALVES) {
+    const float* x = all.x[g] + i;
+    __m256 low = _mm256_mul_ps(_mm256_load_ps(x), factor), high = _mm256_mul_ps(_mm256_load_ps(x + 8), factor);
+    _mm256_store_si256((__m256i*)pairs, halves(low, high));
+    for (int j = 0; j < HALVES / 2; j++) all.pairs[i / 2 + j][g] = pairs[j];
+  }
+}
+
+// Reads a group. Returns false where a number is not finite.
+bool read_group(Groups& all, int g, const void* p, long first, int group, int dtype) {
+  __m256 most = _mm256_setzero_ps(), odd = most, end = _mm256_set1_ps(FLT_MAX), sign = _mm256_set1_ps(-0.0f);
+  for (int i = 0; i < group; i += 8) {
+    __m256 x = loaded(p, first + i, dtype), magnitude = _mm256_andnot_ps(sign, x);
+    _mm256_store_ps(all.x[g] + i, x);
+    most = _mm256_max_ps(most, magnitude);
+    odd = _mm256_or_ps(odd, _mm256_cmp_ps(magnitude, end, _CMP_NLE_UQ));
+  }
+  all.largest[g] = largest_of(most);
+  put_pairs(all, g, group);
+  return !_mm256_movemask_ps(odd);
+}
+
+// Of each group: the sums of its codes with its numbers and with themselves, where the largest magnitude lies `steps`
+// from zero.
+void sums_by(const Groups& all, int group, int steps, __m256i& with_numbers, __m256i& with_selves) {
+  __m256i factor = _mm256_set1_epi16((int16_t)(steps * (1 << FRACTION) / STEPS));
+  __m256i half = _mm256_set1_epi16(1 << (FRACTION - 1));
+  __m256i lowest = _mm256_set1_epi16(-8), highest = _mm256_set1_epi16(7);
+  with_numbers = with_selves = _mm256_setzero_si256();
+  for (int i = 0; i < group / 2; i++) {
+    __m256i t = _mm256_load_si256((const __m256i*)all.pairs[i]);
+    __m256i code = _mm256_srai_epi16(_mm256_add_epi16(_mm256_mulhrs_epi16(t, factor), half), FRACTION);
+    code = _mm256_min_epi16(_mm256_max_epi16(code, lowest), highest);
+    with_numbers = _mm256_add_epi32(with_numbers, _mm256_madd_epi16(t, code));
+    with_selves = _mm256_add_epi32(with_selves, _mm256_madd_epi16(code, code));
+  }
+}
+
+// The best so far, of four groups.
+struct Best {
+  __m256d squared = _mm256_setzero_pd(), selves = _mm256_set1_pd(1), numbers = _mm256_setzero_pd();
+
+  void take(__m128i with_numbers, __m128i with_selves) {
+    __m256d own = _mm256_cvtepi32_pd(with_numbers), by = _mm256_cvtepi32_pd(with_selves);
+    __m256d square = _mm256_mul_pd(own, own);
+    __m256d is_more = _mm256_cmp_pd(_mm256_mul_pd(square, selves), _mm256_mul_pd(squared, by), _CMP_GT_OQ);
+    squared = _mm256_blendv_pd(squared, square, is_more);
+    selves = _mm256_blendv_pd(selves, by, is_more);
+    numbers = _mm256_blendv_pd(numbers, own, is_more);
+  }
+};
+
+// The best scale of codes is sum(number * code) / sum(code * code), and takes the square of the first sum over the
+// second off the squared error: the codes for which that is most are chosen, the first of equal ones. Scales are of the
+// dtype; what is too small for any is zero, by a scale of one.
+void search(const Groups& all, int group, int dtype, float* scales) {
+  Best first, last;
+  for (int steps = FEWEST; steps <= FURTHEST; steps++)
+    for (int sign = 1; sign >= -1; sign -= 2) {
+      __m256i with_numbers, with_selves;
+      sums_by(all, group, sign * steps, with_numbers, with_selves);
+      first.take(_mm256_castsi256_si128(with_numbers), _mm256_castsi256_si128(with_selves));
+      last.take(_mm256_extracti128_si256(with_numbers, 1), _mm256_extracti128_si256(with_selves, 1));
+    }
+  alignas(32) double ratio[EIGHT];
+  _mm256_store_pd(ratio, _mm256_div_pd(first.numbers, first.selves));
+  _mm256_store_pd(ratio + 4, _mm256_div_pd(last.numbers, last.selves));
+  for (int g = 0; g < EIGHT; g++) {
+    scales[g] = rounded((float)(ratio[g] * all.largest[g] / ONE), dtype);
+    if (scales[g] == 0) scales[g] = 1;
+  }
+}
+
+// Codes and 8, two in a byte, the first in the low bits.
+void write_codes(const float* x, int group, float scale, uint8_t* out) {
+  __m256 by = _mm256_set1_ps(scale), low = _mm256_set1_ps(-8), high = _mm256_set1_ps(7);
+  __m128i eights = _mm_set1_epi8(8), places = _mm_set1_epi16(0x1001);
+  for (int i = 0; i < group; i += HALVES) {
+    __m256 a = _mm256_div_ps(_mm256_load_ps(x + i), by), b = _mm256_div_ps(_mm256_load_ps(x + i + 8), by);
+    a = _mm256_min_ps(_mm256_max_ps(a, low), high), b = _mm256_min_ps(_mm256_max_ps(b, low), high);
+    __m256i words = halves(a, b);
+    __m128i codes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    __m128i pairs = _mm_maddubs_epi16(_mm_add_epi8(codes, eights), places);
+    _mm_storel_epi64((__m128i*)(out + i / 2), _mm_packus_epi16(pairs, pairs));
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Codes, two in a byte, and scales [rows, groups] of weights [rows, columns], `stride` numbers from row to row. `group`
+// inputs share a scale: a multiple of HALVES, MOST at most, that divides the columns. Scales are numbers of the weights'
+// dtype. Returns 1 where a weight is not finite.
+int native_search_codes(const void* weights, int dtype, long rows, long columns, long stride, int group,
+                        uint8_t* codes, float* scales) {
+  Groups all{};
+  long groups = columns / group;
+  for (long r = 0; r < rows; r++)
+    for (long k = 0; k < groups; k += EIGHT) {
+      int count = groups - k < EIGHT ? (int)(groups - k) : (int)EIGHT;
+      for (int g = 0; g < count; g++)
+        if (!read_group(all, g, weights, r * stride + (k + g) * group, group, dtype)) return 1;
+      float found[EIGHT];
+      search(all, group, dtype, found);
+      for (int g = 0; g < count; g++) {
+        scales[r * groups + k + g] = found[g];
+        write_codes(all.x[g], group, found[g], codes + (r * columns + (k + g) * group) / 2);
+      }
+    }
+  return 0;
+}
+
+}

@@ -1,0 +1,69 @@
+"""Rule of quantization at load and of `holdfast quantize`: which weights of a plain checkpoint become codes, and how.
+
+Linears of layers get the scheme that is asked for; where 4 bits do not fit, because a group would not have all its
+inputs, 8 bits. The head, that of a model whose head is its table too, gets 8 bits. All else stays as it is: the table
+of embeddings, of which a token reads one row, routers of experts, norms, biases.
+"""
+
+import re
+from typing import Final
+
+from holdfast.worker.config import Quantization
+from holdfast.worker.models.quantization.scheme import Layout, WeightScheme
+from holdfast.worker.models.quantization.words import sharing
+
+GROUP: Final = 32
+"""Inputs that share a scale of 4 bits."""
+
+_VERSION: Final = 1
+"""Goes up where the same weights get other codes."""
+
+INT4: Final = WeightScheme(layout=Layout.PACKED, bits=4, block=(1, GROUP))
+INT8: Final = WeightScheme(layout=Layout.PLAIN, bits=8, block=(1, None))
+FP8: Final = WeightScheme(layout=Layout.PLAIN, bits=8, block=(1, None), is_float=True)
+
+_OF_LINEARS: Final = {"int4": INT4, "int8": INT8, "fp8": FP8}
+_OF_HEADS: Final = {"int4": INT8, "int8": INT8, "fp8": FP8}
+
+HEADS: Final = ("lm_head.weight", "embed_out.weight", "output_projection.weight")
+TABLES: Final = ("embed_tokens.weight", "embed_in.weight", "wte.weight")
+"""Ends of the names of heads and of tables of embeddings."""
+
+_IN_A_LAYER: Final = re.compile(r"(^|\.)(layers|h)\.\d+\.")
+_ROUTERS: Final = re.compile(r"\.(gate|shared_expert_gate|router(\..*)?)\.weight$")
+
+
+def scheme_for(quantization: Quantization, name: str, shape: tuple[int, ...]) -> WeightScheme | None:
+    """How the tensor of this name in a plain checkpoint is quantized; None: it stays as it is."""
+    if is_head(name):
+        return _OF_HEADS[quantization]
+    is_linear = len(shape) == 2 and name.endswith(".weight")
+    if not is_linear or not _IN_A_LAYER.search(name) or _ROUTERS.search(name):
+        return None
+    scheme = _OF_LINEARS[quantization]
+    return INT8 if scheme is INT4 and shape[1] % GROUP else scheme
+
+
+def is_head(name: str) -> bool:
+    """Whether a tensor is the head, by its name."""
+    return name.endswith(HEADS)
+
+
+def is_table(name: str) -> bool:
+    """Whether a tensor is the table of embeddings, by its name."""
+    return name.endswith(TABLES)
+
+
+def has_layers_experts(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor has the weights of several experts of a layer."""
+    return len(shape) > 2 and _IN_A_LAYER.search(name) is not None
+
+
+def words_at_load(quantization: Quantization) -> str:
+    """As `words.py` says it."""
+    return f"{quantization} {sharing(_OF_LINEARS[quantization].block)} at load"
+
+
+def rule_name(quantization: Quantization) -> str:
+    """Names the rule: equal names, equal codes."""
+    return f"{quantization}-{_VERSION}"
