@@ -75,8 +75,8 @@ def checked(outcome: Outcome) -> Outcome:
     """A stream that had ended when it happened measures nothing: the measurement ends."""
     num_struck, num_streams = len(outcome.pauses_s), len(outcome.streams)
     if num_struck < num_streams:
-        told = f"{num_streams - num_struck} of {num_streams} streams had ended before it happened"
-        raise SystemExit(f"{outcome.name}: {told}: ask for more tokens (--tokens)")
+        message = f"{num_streams - num_struck} of {num_streams} streams had ended before it happened"
+        raise SystemExit(f"{outcome.name}: {message}: ask for more tokens (--tokens)")
     return outcome
 
 

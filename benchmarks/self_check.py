@@ -59,7 +59,7 @@ class Suspect:
         ]
 
     def is_found_out(self, change: AbstractContextManager[None]) -> bool:
-        """Whether the answer with the change is another than before it, or there is none: logits may be no numbers."""
+        """Whether the answer with the change is another than before it, or there is none: logits may be non-finite."""
         wrong: list[HoldfastError] = []
         engine = self._engine()
         known_answer_check = KnownAnswerCheck(engine, self._runner.info, wrong.append, every_s=0)

@@ -18,7 +18,7 @@ class StaticDirectory:
         self,
         endpoints: Iterable[ReplicaEndpoint],
         removed_models: Iterable[str] = (),
-        orders: OperatorState | None = None,
+        operator_state: OperatorState | None = None,
         routers: Iterable[RouterEndpoint] = (),
         num_on_full_disks: int = 0,
     ) -> None:
@@ -26,7 +26,7 @@ class StaticDirectory:
         self._view = DirectoryView(
             endpoints=frozenset(endpoints),
             removed_models=frozenset(removed_models),
-            orders=orders or NO_OPERATOR_STATE,
+            operator_state=operator_state or NO_OPERATOR_STATE,
             routers=frozenset(routers),
             num_on_full_disks=num_on_full_disks,
         )

@@ -67,7 +67,7 @@ def busy_threads(idle_s: float) -> dict[str, float]:
 
 
 def follow(
-    model: str, rendezvous: Rendezvous, on_one_core: bool, idle_s: float, told: "multiprocessing.Queue[object]"
+    model: str, rendezvous: Rendezvous, on_one_core: bool, idle_s: float, results: "multiprocessing.Queue[object]"
 ) -> None:
     """The life of rank 1: runs what rank 0 orders."""
     torch.set_num_threads(1)
@@ -77,7 +77,7 @@ def follow(
     loaded = load(model, group)
     while (order := int(group.broadcast(None)[0])) != END:
         if order == PAUSE:
-            told.put(busy_threads(idle_s))
+            results.put(busy_threads(idle_s))
         else:
             loaded.backend.run(make_batch(KINDS[order], loaded.info.block_size), with_logits=False)
     loaded.backend.close()
@@ -137,9 +137,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    told = context.Queue()
+    results = context.Queue()
     rendezvous = Rendezvous.at("127.0.0.1", pick_port())
-    arguments = (options.model, rendezvous, options.on_one_core, options.idle_s, told)
+    arguments = (options.model, rendezvous, options.on_one_core, options.idle_s, results)
     follower = context.Process(target=follow, args=arguments, daemon=True)
     follower.start()
     if options.on_one_core:
@@ -152,7 +152,7 @@ def main() -> None:
                 for _ in range(IN_A_ROW):
                     leader.step(program, number)
     leader.order(PAUSE)
-    busy = {"rank 0": busy_threads(options.idle_s), "rank 1": told.get()}
+    busy = {"rank 0": busy_threads(options.idle_s), "rank 1": results.get()}
     leader.order(END)
     follower.join()
     console = Console()

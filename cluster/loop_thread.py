@@ -1,4 +1,4 @@
-"""Event loop on a thread of its own, for callers on other threads. Whoever waits on it is answered,
+"""Event loop on a thread of its own, for callers on other threads. A caller that waits on it is answered,
 whenever it ends.
 """
 
@@ -23,7 +23,7 @@ class LoopThread:
         closed: Callable[[], Exception],
         new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
     ) -> None:
-        """`closed` makes the error of whoever waits for something when this is closed, or comes later."""
+        """`closed` makes the error of callers that wait for something when this is closed, or comes later."""
         self.loop = new_loop()
         self._closed = closed
         self._gate = threading.Lock()

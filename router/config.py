@@ -26,7 +26,7 @@ def parse_host_names(value: object) -> object:
     read = tuple(name.strip().lower() for name in names if name.strip())
     for name in read:
         if not re.fullmatch(r"[a-z0-9._-]+|[0-9a-f:]+", name):
-            raise ValueError(f"{name!r} is no host name; write it without scheme and port, like llm.example.org")
+            raise ValueError(f"{name!r} is not a host name; write it without scheme and port, like llm.example.org")
     return read
 
 
@@ -118,7 +118,7 @@ class LimitsConfig(Settings):
     max_allowed_token_ids: int = Field(
         2**19, ge=1, description="maximum allowed_token_ids of one request: more than any vocabulary has"
     )
-    max_choices: int = Field(4096, ge=1, description="maximum texts of a choice that an output is one of")
+    max_choices: int = Field(4096, ge=1, description="maximum number of texts of a `choice`")
     max_sequences: int = Field(64, ge=1, description="maximum n or best_of of one request")
     max_open_per_tenant: int | None = Field(
         None,
@@ -182,13 +182,13 @@ class OverloadConfig(Settings):
         order = ("shrink_heap_at", "stop_accepting_at", "shed_low_at", "shed_new_at", "close_greediest_at")
         for first, second in pairwise(order):
             if getattr(self, first) > getattr(self, second):
-                told = f"{first} = {getattr(self, first)} must be at most {second} = {getattr(self, second)}"
-                raise ValueError(f"{told}: actions begin in this order")
+                message = f"{first} = {getattr(self, first)} must be at most {second} = {getattr(self, second)}"
+                raise ValueError(f"{message}: actions begin in this order")
         budgets = ("max_connection_bytes", "max_key_bytes", "max_router_bytes")
         for smaller, larger in pairwise(budgets):
             if getattr(self, smaller) > getattr(self, larger):
-                told = f"{smaller} = {getattr(self, smaller)} must be at most {larger} = {getattr(self, larger)}"
-                raise ValueError(f"{told}: one contains the other")
+                message = f"{smaller} = {getattr(self, smaller)} must be at most {larger} = {getattr(self, larger)}"
+                raise ValueError(f"{message}: one contains the other")
         return self
 
 

@@ -108,12 +108,12 @@ class OutputDelta(NamedTuple):
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason | None = None
-    """Set on the last delivery, and `usage` with it: the request is over."""
+    """Set on the last delta, and `usage` with it: the request is over."""
     usage: Usage | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `token_ids` where the request asks for them; else empty."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """One for each prompt token from the second on where the request asks for them; on the first delivery alone."""
+    """One for each prompt token from the second on where the request asks for them; on the first delta alone."""
     sequence_index: int = 0
     """The sequence of the client's request that it belongs to."""
     num_cached_tokens: int = 0
@@ -174,7 +174,7 @@ class ClusterEvent:
     """up, leaving, back, lost."""
     replica_id: str
     model: str
-    told: str = ""
+    reason: str = ""
     """Why, for people."""
     num_requests: int = 0
     """That it ran for this router: they go on elsewhere."""

@@ -92,9 +92,9 @@ class Change:
     name: str
     arguments: tuple[object, ...]
 
-    def applied_to(self, orders: OperatorState) -> OperatorState:
+    def applied_to(self, operator_state: OperatorState) -> OperatorState:
         """What holds after it. Raises `InvalidRequestError`."""
         if self.name not in _CHANGES:
             raise InvalidRequestError("change", self.name, f"must be one of {', '.join(_CHANGES)}")
-        changed: OperatorState = getattr(orders, self.name)(*self.arguments)
+        changed: OperatorState = getattr(operator_state, self.name)(*self.arguments)
         return changed

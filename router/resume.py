@@ -74,10 +74,10 @@ def check_ends(field: str, token_ids: Sequence[int], request: EngineRequest, eos
             raise InvalidRequestError(field, token_id, f"must end with token {index}, which ends the output")
 
 
-def received_delivery(
+def received_delta(
     request: EngineRequest, caught_up: CaughtUp, resume: ResumeRecord, echo: str = ""
 ) -> OutputDelta | None:
-    """All that the client has of a sequence, as one delivery; None if it has nothing of it."""
+    """All that the client has of a sequence, as one delta; None if it has nothing of it."""
     received = resume.sequence(request.sequence_index)
     if not received.token_ids and received.finish_reason is None:
         return None
@@ -92,8 +92,8 @@ def received_delivery(
     )
 
 
-def final_delivery(request: EngineRequest, caught_up: CaughtUp) -> OutputDelta:
-    """The last delivery of a resumed sequence that was already complete."""
+def final_delta(request: EngineRequest, caught_up: CaughtUp) -> OutputDelta:
+    """The last delta of a resumed sequence that was already complete."""
     num_tokens = len(request.output_token_ids)
     return OutputDelta(
         request_id=request.request_id,

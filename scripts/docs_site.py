@@ -119,9 +119,9 @@ def rpcs() -> str:
             place = (_OF_FILE["services"], index)
             lines += ["", f"## {service.name}", "", _comment(comments, place), "", "| method | | |", "|---|---|---|"]
             for number, method in enumerate(service.method):
-                asked = f"{'stream ' * method.client_streaming}{_short(method.input_type)}"
-                told = f"{'stream ' * method.server_streaming}{_short(method.output_type)}"
-                lines.append(f"| `{method.name}` | `{asked}` → `{told}` | {_comment(comments, (*place, 2, number))} |")
+                taken = f"{'stream ' * method.client_streaming}{_short(method.input_type)}"
+                given = f"{'stream ' * method.server_streaming}{_short(method.output_type)}"
+                lines.append(f"| `{method.name}` | `{taken}` → `{given}` | {_comment(comments, (*place, 2, number))} |")
         for index, message in enumerate(file.message_type):
             lines += _message(message, comments, (_OF_FILE["messages"], index))
     return "\n".join(lines) + "\n"

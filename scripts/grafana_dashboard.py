@@ -2,7 +2,7 @@
 
     python -m scripts.grafana_dashboard [--check]
 
-Every router tells of all replicas, so figures of replicas are the maximum over whoever tells, by replica; those of
+Every router tells of all replicas, so figures of replicas are the maximum over the routers, by replica; those of
 requests are sums over routers.
 """
 

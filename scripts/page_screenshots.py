@@ -20,7 +20,7 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.router.server.router import Router
 from holdfast.worker.config import ModelConfig, ParallelConfig, WorkerConfig
-from holdfast.worker.replica.link import LinkServer
+from holdfast.worker.replica.link_server import LinkServer
 from holdfast.worker.replica.replica import Replica
 from scripts.browser import chromium
 

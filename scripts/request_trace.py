@@ -30,7 +30,7 @@ from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.router.server.router import Router
 from holdfast.v1 import inference_pb2, inference_pb2_grpc
 from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig
-from holdfast.worker.replica.link import LinkServer
+from holdfast.worker.replica.link_server import LinkServer
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.sampling_params import SamplingParams
 

@@ -23,12 +23,12 @@ def copy(tmp_path: Path) -> Path:
 
 
 def test_the_api_breaks_no_client_of_the_last_release():
-    told = breaking(PROTO)
-    assert told.returncode == 0, told.stdout
+    message = breaking(PROTO)
+    assert message.returncode == 0, message.stdout
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after", "message"),
     [
         ("  string model = 1;", "", 'field "1" with name "model" on message "GenerateRequest" was deleted'),
         ("uint32 prompt_tokens = 1;", "uint64 prompt_tokens = 1;", "changed type"),
@@ -36,14 +36,14 @@ def test_the_api_breaks_no_client_of_the_last_release():
     ],
     ids=["a field is taken away", "a field has another type", "a method has another name"],
 )
-def test_what_would_break_one_is_refused(before, after, told, copy):
+def test_what_would_break_one_is_refused(before, after, message, copy):
     path = copy / "holdfast" / "v1" / "inference.proto"
     text = path.read_text()
     assert before in text
     path.write_text(text.replace(before, after, 1))
     answer = breaking(copy)
     assert answer.returncode != 0
-    assert told in answer.stdout
+    assert message in answer.stdout
 
 
 def test_something_new_breaks_nobody(copy):

@@ -146,8 +146,8 @@ def test_the_reference_has_every_public_name_and_each_has_a_docstring():
         offered = getattr(holdfast, name)
         members = vars(offered).items() if inspect.isclass(offered) else ()
         public = {key: one for key, one in members if not key.startswith("_")}
-        told = {key: one for key, one in public.items() if inspect.isfunction(one) or isinstance(one, property)}
-        assert [key for key, one in told.items() if not inspect.getdoc(one)] == [], name
+        heard = {key: one for key, one in public.items() if inspect.isfunction(one) or isinstance(one, property)}
+        assert [key for key, one in heard.items() if not inspect.getdoc(one)] == [], name
     assert set(holdfast.__all__) - set(holdfast.HOMES) == {"__version__", *holdfast.NAMES_IN_VLLM}
 
 

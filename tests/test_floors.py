@@ -1,7 +1,7 @@
 """The floors of the house: packages and rooms import downward only, and what a room may load is data, here.
 
 A room is a folder. The root of a package is a room too: plain data that all rooms above it may import. A room imports
-from its own package only rooms on lower floors, and from another package only what `DOORS` lists.
+from its own package only rooms on lower floors, and from another package only what `ALLOWED` lists.
 """
 
 import ast
@@ -53,7 +53,7 @@ ROOMS = {
     for number, floor in enumerate(floors)
     for room in floor
 }
-DOORS = {  # rooms of other packages that a room, or a folder of rooms, may import; the longest prefix counts
+ALLOWED = {  # rooms of other packages that a room, or a folder of rooms, may import; the longest prefix counts
     "worker": (),
     "router": ("worker", "worker/wire"),  # one codec and one lock of the link, for both of its ends
     "cluster": tuple(room for room, (package, _) in ROOMS.items() if package != "cluster"),
@@ -137,7 +137,7 @@ def below(path: str, folder: str) -> bool:
 
 
 def apis(room: str) -> tuple[str, ...]:
-    return DOORS[max((folder for folder in DOORS if below(room, folder)), key=len)]
+    return ALLOWED[max((folder for folder in ALLOWED if below(room, folder)), key=len)]
 
 
 def may_import(room: str, other: str) -> bool:

@@ -110,7 +110,16 @@ def test_few_files_know_a_parameter_whose_meaning_is_in_one_place(name):
 
 def test_wires_flags_and_types_keep_no_lists_of_parameters():
     for path in sources():
-        if path.endswith(("codec.py", "link.py", "sampling_flags.py", "sampling_fields.py", "parameters.py")):
+        if path.endswith(
+            (
+                "codec.py",
+                "replica_link.py",
+                "link_server.py",
+                "sampling_flags.py",
+                "sampling_fields.py",
+                "parameters.py",
+            )
+        ):
             named = {name for name in PARAMETERS.keys() - {"n", "stop", "seed"} if name in carried(sources()[path])}
             assert named <= {"logprobs", "prompt_logprobs", "grammar"}, path
 

@@ -26,13 +26,13 @@ def test_a_reason_has_tests_and_tests_have_a_reason(tmp_path):
     file.write_text("# a comment\n\nof no use\n  vllm/a.py\n\nno LoRA\n  vllm/a.py::test_b\n  vllm/b.py\n")
     found = [(one.beginning, one.why) for one in read(file)]
     assert found == [("vllm/a.py::test_b", "no LoRA"), ("vllm/a.py", "of no use"), ("vllm/b.py", "no LoRA")]
-    for wrong, told in (
+    for wrong, message in (
         ("no LoRA", "without tests"),
         ("no LoRA\nof no use\n  a", "without tests"),
         ("  a", "no reason"),
     ):
         file.write_text(f"\n{wrong}\n")
-        with pytest.raises(ValueError, match=rf"differences.txt:2 .*{told}"):
+        with pytest.raises(ValueError, match=rf"differences.txt:2 .*{message}"):
             read(file)
 
 

@@ -14,8 +14,8 @@ def were_under_way(arrivals_s: Iterable[Sequence[float]], struck_s: float, at_le
     streams = [list(times_s) for times_s in arrivals_s]
     num_struck = sum(bool(times_s) and times_s[0] <= struck_s < times_s[-1] for times_s in streams)
     if num_struck < at_least:
-        told = ", ".join(_told(times_s, struck_s) for times_s in streams) or "there was none"
-        raise AssertionError(f"{num_struck} streams, not {at_least}, were under way when the fault came: {told}")
+        message = ", ".join(_told(times_s, struck_s) for times_s in streams) or "there was none"
+        raise AssertionError(f"{num_struck} streams, not {at_least}, were under way when the fault came: {message}")
 
 
 def _told(times_s: Sequence[float], struck_s: float) -> str:

@@ -13,7 +13,7 @@ total of 1 is a phase without steps.
 AT_LEAST_S: Final = 1.0
 NUM_EXPECTED_GAPS: Final = 20.0
 LONGEST_LOOK_S: Final = 0.25
-"""Of the time between two looks no more than this counts: whoever looks may have been held up itself, on a busy machine
+"""Of the time between two looks no more than this counts: the observer may have been held up itself, on a busy machine
 or by a debugger, and must not blame another for that."""
 
 _WEIGHT: Final = 0.1

@@ -16,8 +16,8 @@ NUM_STEPS_TO_CLEAR: Final = 8
 """Steps with output that clear a suspect. Router and replica count them alike, the router a little later."""
 
 
-class Suspicion(IntEnum):
-    """Level of suspicion at the moment when the request is submitted."""
+class PoisonRisk(IntEnum):
+    """How far a request is suspected of killing the replicas that run it, when it is submitted."""
 
     NONE = 0
     SUSPECT = 1
@@ -101,7 +101,7 @@ class EngineRequest:
     """On whose account it runs: tenants get service by their shares. All without a name are one tenant."""
     time_left_s: float | None = None
     """Seconds that the caller will still wait when the request is submitted; None: for ever. Touches no token."""
-    suspicion: Suspicion = Suspicion.NONE
+    poison_risk: PoisonRisk = PoisonRisk.NONE
     """Of killing the replicas that run it. Touches no token."""
     session_id: str = ""
     """The conversation that it belongs to, for routing. It is routers' alone, and not sent to engines."""
@@ -124,7 +124,7 @@ class EngineRequest:
 
 def check_service(*, priority: object, tenant: object, cache_salt: object) -> None:
     """Raises `InvalidRequestError` for what is of another type than it says: queues order by priorities, and caches
-    hash salts, long after whoever filled them in is gone.
+    hash salts, long after the caller that filled them in is gone.
     """
     if not isinstance(priority, Priority):
         names = ", ".join(f"Priority.{one.name}" for one in Priority)
@@ -134,8 +134,8 @@ def check_service(*, priority: object, tenant: object, cache_salt: object) -> No
 
 
 class AttemptKey(NamedTuple):
-    """What one attempt at a request is known by where several links submit: each counts for itself. Made by whoever
-    submits; to an engine, as any other key, it is something to be found again and given back.
+    """What one attempt at a request is known by where several links submit: each counts for itself. Made by the
+    submitter; to an engine, as any other key, it is something to be found again and given back.
     """
 
     link: str
@@ -179,14 +179,15 @@ class TokenDelta:
     """Set on the last delta of a request, exactly once."""
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache, not computed: by this request, or by the one of its group that
-    computed the prompt for it. Told with output token 0 and only there: once for a request, whatever happens later."""
+    computed the prompt for it. Reported with output token 0 and only there: once for a request, whatever happens
+    later."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `token_ids` where the request asks for them; else empty."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """One for each token of the prompt from the second on, where the request asks for them. Told with output token 0
-    and only there; a link tells those of a long prompt in pieces before, each in a delta that has nothing else."""
+    """One for each token of the prompt from the second on, where the request asks for them. Reported with output token
+    0 and only there; a link sends those of a long prompt in pieces before, each in a delta that has nothing else."""
     queued_s: float = 0.0
-    """Seconds that the request has waited in the engine before it first ran. Told with its first tokens there."""
+    """Seconds that the request has waited in the engine before it first ran. Reported with its first tokens there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,4 +201,4 @@ class EngineLoad:
     num_free_blocks: int
     num_total_blocks: int
     num_foreign_suspects: int = 0
-    """Requests of *other* routers here that are under suspicion of killing replicas: each router is told its own."""
+    """Requests of *other* routers here that are suspected of killing replicas: each router knows its own."""

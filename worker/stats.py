@@ -97,7 +97,7 @@ class EngineStats:
     gpu_utilization: float = 0.0
     """Share of the last moments in which the leading rank's GPU computed, from 0 to 1; 0 without a GPU."""
     gpu_memory_used_bytes: int = 0
-    """Of the leading rank's GPU, whoever uses it."""
+    """Of the leading rank's GPU, other programs' use included."""
     gpu_memory_total_bytes: int = 0
     """Of the leading rank's GPU; 0: there is none."""
 

@@ -7,7 +7,7 @@ import json
 from benchmarks.router_parts.orders import run, say, until_the_end
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import keyword_layer
-from holdfast.worker.replica.link import LinkServer
+from holdfast.worker.replica.link_server import LinkServer
 from holdfast.worker.replica.replica import Replica
 
 

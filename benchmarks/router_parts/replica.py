@@ -18,7 +18,7 @@ from holdfast.router.dispatch.prefix_index import PromptPrefix
 from holdfast.worker.config import HealthConfig, TelemetryConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.progress import ProgressCounter
-from holdfast.worker.replica.link import LinkServer
+from holdfast.worker.replica.link_server import LinkServer
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams

@@ -176,7 +176,7 @@ async def _num_tokens(sender: Sender, texts: PromptTexts, num_words: int) -> int
         async with asyncio.timeout(_PATIENCE_S):
             return (await sender.send(ask, lambda *, is_silent_end=False: None)).num_prompt_tokens
     except TimeoutError:
-        told = f"no answer within {_PATIENCE_S:g} s"
+        message = f"no answer within {_PATIENCE_S:g} s"
     except SendFailed as failed:
-        told = f"{failed.kind}: {failed.message}"
-    raise ConfigurationError(f"--server: a first request of {num_words} words has failed ({told}); {_WAY_OUT}")
+        message = f"{failed.kind}: {failed.message}"
+    raise ConfigurationError(f"--server: a first request of {num_words} words has failed ({message}); {_WAY_OUT}")

@@ -98,9 +98,9 @@ def _series(frame: _Frame, series: Series) -> Iterator[str]:
     if "points" in series.form:
         for index, ((x, y), (x_value, y_value)) in enumerate(zip(places, series.points, strict=True)):
             label = series.labels[index] if index < len(series.labels) else ""
-            told = escape(f"{series.name} {label}: {x_value:.4g}, {y_value:.4g}")
+            title = escape(f"{series.name} {label}: {x_value:.4g}, {y_value:.4g}")
             radius = 4 if series.labels else 2
-            yield f'<circle class="{colour}" cx="{x}" cy="{y}" r="{radius}"><title>{told}</title></circle>'
+            yield f'<circle class="{colour}" cx="{x}" cy="{y}" r="{radius}"><title>{title}</title></circle>'
             if label:
                 yield f'<text x="{x + 6}" y="{y - 6}">{escape(label)}</text>'
 

@@ -101,7 +101,7 @@ class EventReader:
             error = event.get("error")
             choices = event.get("choices") or ()
         except (ValueError, AttributeError):
-            raise SendFailed("unreadable", f"an event that is no JSON object: {data[:80]!r}") from None
+            raise SendFailed("unreadable", f"an event that is not a JSON object: {data[:80]!r}") from None
         if error:
             raise SendFailed("error in the stream", message_of(event))
         self._usage = event.get("usage") or self._usage

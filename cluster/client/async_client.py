@@ -51,9 +51,9 @@ class AsyncClient:
     """Talks to one router at a time. Use it as an async context manager, on one event loop.
 
     When its router is lost, a stream goes on at another (or at the same one, once it is back) after the last token and
-    character that was received; whoever iterates cannot tell. It gives up `reconnect_s` seconds after that if no router
-    answers, or those that do cannot have it served; after `connect_s` if none has ever taken the request; and at the
-    request's own timeout.
+    character that was received; the iterating caller cannot tell. It gives up `reconnect_s` seconds after that if no
+    router answers, or those that do cannot have it served; after `connect_s` if none has ever taken the request; and at
+    the request's own timeout.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class AsyncClient:
                 await self._pause(at, failure, call.retry_policy, is_whole=True)
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a request, whoever has sent it, after the output that it has, with finish reason ABORT.
+        """Ends a request, whichever client has sent it, after the output that it has, with finish reason ABORT.
 
         Every router is asked, since only the one that runs it knows it. Returns whether one did. Raises as `stream`
         does, where no router that answers knows it and some do not answer.

@@ -55,7 +55,7 @@ class Handover(Generic[ItemT]):
             self._is_full = False
             self._loop.call_soon_threadsafe(self._has_room.set)
         if isinstance(item, _End):
-            self._queue.put(item)  # whoever asks again hears it again
+            self._queue.put(item)  # a caller that asks again gets it again
             raise item.error or StopIteration
         return item
 
@@ -141,7 +141,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Ends the connections, and what has not ended: whoever still waits for some of it, on any thread, gets a
+        """Ends the connections, and what has not ended: callers that still wait for some of it, on any thread, get a
         RuntimeError. Safe to call twice.
         """
         with self._gate:

@@ -175,7 +175,7 @@ SERVICE_CONFIG: Final = json.dumps(
             {
                 "name": [{"service": service} for service in _SERVICES],
                 # Only before the first answer: a stream that has begun is not gRPC's to repeat. A router that says when
-                # to come again (grpc-retry-pushback-ms) is obeyed.
+                # to come again (grpc-retry-pushback-ms) is followed.
                 "retryPolicy": {
                     "maxAttempts": 5,
                     "initialBackoff": "0.1s",

@@ -62,7 +62,7 @@ def bench(
     plan = plan_of(load, work, result, target)
     for name, path in (("json", result.json), ("html", result.html)):
         if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigurationError(f"--{name} {path}: there is no folder {path.absolute().parent}")
+            raise ConfigurationError(f"--{name} {path}: no such folder: {path.absolute().parent}")
     open_sender = partial(target.sender, model, params_of(work), **load_config(settings).config.client.options)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         report, is_interrupted = runner.run(_run(plan, target, open_sender, load.trace))

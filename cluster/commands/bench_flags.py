@@ -148,7 +148,7 @@ def plan_of(load: LoadFlags, work: WorkFlags, result: ResultFlags, target: "Targ
 def _check(load: LoadFlags, work: WorkFlags, result: ResultFlags, target: "Target") -> None:
     given = [name for name in ("concurrency", "rate", "trace") if getattr(load, name) is not None]
     if len(given) > 1:
-        raise ConfigurationError(f"{' and '.join(f'--{name}' for name in given)}: a load comes in one of these ways")
+        raise ConfigurationError(f"{' and '.join(f'--{name}' for name in given)}: give one of these only")
     if result.find_max and (result.slo is None or load.trace is not None):
         raise ConfigurationError("--find-max: needs --slo, like ttft=500ms,tpot=50ms, and no --trace")
     for name, value, least in (

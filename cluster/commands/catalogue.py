@@ -115,7 +115,7 @@ COMMANDS: Final = (
         ),
         examples=("demo", "demo --blackout", "demo --page"),
         group=ESSENTIALS,
-        local="it starts a cluster of its own on this machine",
+        local="it starts its own cluster on this machine",
     ),
     Command(
         name="apply",

@@ -118,7 +118,7 @@ def check_for_server(settings: Layer, config: Path | None) -> None:
     flags += [] if config is None else ["--config"]
     if flags:
         raise ConfigurationError(
-            f"{', '.join(flags)} (with --server): the server has its own; give it to `holdfast serve`"
+            f"{', '.join(flags)} (with --server): a running server has this already; give it to `holdfast serve`"
         )
 
 

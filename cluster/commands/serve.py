@@ -69,8 +69,8 @@ def run(config: "HoldfastConfig") -> int:
     if crowded := crowding(config.each_model, Machine.here()):
         _say(crowded)
     for one in config.each_model:
-        if (told := uneven_heads(one)) is not None:
-            _say(told)
+        if (message := uneven_heads(one)) is not None:
+            _say(message)
     starter = [sys.executable, "-m", life_starter.__name__, "holdfast.cluster.commands.hosted", *IMPORTED]
     limit_s = config.cluster.drain_timeout_s + STOP_SLACK_S
     return supervise(starter, config.model_dump_json(), limit_s, _say)

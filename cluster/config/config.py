@@ -244,11 +244,11 @@ class HoldfastConfig(Settings):
                 named = f"two models are named {one.model.name!r}; give one a model.served_model_name"
                 raise ValueError(f"cluster.models: {named}")
             if not one.scaling.is_on and one.scaling.min_replicas != 1:
-                told = f"scaling.min_replicas = {one.scaling.min_replicas} of model {one.model.name!r}"
-                raise ValueError(f"{told} needs scaling.max_replicas, which is not set")
+                message = f"scaling.min_replicas = {one.scaling.min_replicas} of model {one.model.name!r}"
+                raise ValueError(f"{message} needs scaling.max_replicas, which is not set")
             if one.scaling.max_replicas is not None and one.cluster.replicas > one.scaling.max_replicas:
-                told = f"must be at most scaling.max_replicas = {one.scaling.max_replicas}"
-                raise ValueError(f"cluster.replicas = {one.cluster.replicas} of model {one.model.name!r} {told}")
+                message = f"must be at most scaling.max_replicas = {one.scaling.max_replicas}"
+                raise ValueError(f"cluster.replicas = {one.cluster.replicas} of model {one.model.name!r} {message}")
         return self
 
     @property

@@ -152,7 +152,7 @@ def _read_config(folder: Path, given: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{given}: config.json cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise ConfigurationError(f"{given}: config.json is no JSON object")
+        raise ConfigurationError(f"{given}: config.json is not a JSON object")
     return found
 
 

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from holdfast.cluster.client.holding_transport import Origin
 from holdfast.cluster.front.relay import CutOffError, Relay
-from holdfast.cluster.front.upstream import Asked, FrontStats, RelaySettings, Routers, Upstream
+from holdfast.cluster.front.upstream import ClientRequest, FrontStats, RelaySettings, Routers, Upstream
 from holdfast.router.api.http.server import CONNECTION, HttpServer
 from holdfast.router.config import LimitsConfig
 from holdfast.worker.wire.tls import ServerTls, Tls
@@ -74,12 +74,12 @@ class Front:
         stats.num_open += 1
         stats.num_held_bytes += len(body)
         try:
-            await self._relayed(Asked.of(scope, body), scope, receive, send)
+            await self._relayed(ClientRequest.of(scope, body), scope, receive, send)
         finally:
             stats.num_open -= 1
             stats.num_held_bytes -= len(body)
 
-    async def _relayed(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _relayed(self, asked: ClientRequest, scope: Scope, receive: Receive, send: Send) -> None:
         relaying = asyncio.current_task()
         assert relaying is not None, "a request is answered by a task"
         watching = asyncio.create_task(_cancel_when_gone(receive, relaying), name="front disconnect")
@@ -105,8 +105,8 @@ class Front:
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > most:
-                told = f"the body must have at most {most} bytes (limits.max_message_bytes)"
-                await _refuse(send, 400, told, may_retry=False)
+                reason = f"the body must have at most {most} bytes (limits.max_message_bytes)"
+                await _refuse(send, 400, reason, may_retry=False)
                 return None
             if is_full and size > SMALL_BYTES:
                 held = f"the front holds {self.stats.num_held_bytes} bytes of requests"

@@ -16,7 +16,7 @@ from holdfast.cluster.client.retry_policy import RetryPolicy
 from holdfast.cluster.front.upstream import (
     OF_A_HOP,
     OURS,
-    Asked,
+    ClientRequest,
     Connection,
     FrontStats,
     Head,
@@ -53,7 +53,7 @@ class Relay:
 
     def __init__(
         self,
-        asked: Asked,
+        asked: ClientRequest,
         routers: Routers,
         stats: FrontStats,
         settings: RelaySettings,

@@ -264,7 +264,7 @@ class Routers:
 
 
 @dataclass(slots=True)
-class Asked:
+class ClientRequest:
     """A request as it came."""
 
     method: bytes
@@ -274,7 +274,7 @@ class Asked:
     client: str
 
     @classmethod
-    def of(cls, scope: Scope, body: bytes) -> "Asked":
+    def of(cls, scope: Scope, body: bytes) -> "ClientRequest":
         target: bytes = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         client = scope["client"][0] if scope.get("client") else "unknown"
         return cls(scope["method"].encode(), target, list(scope["headers"]), body, client)
@@ -289,7 +289,9 @@ class Asked:
         return self.method != b"GET" and self.target.startswith(tuple(path.encode() for path in ONCE))
 
     def bytes_of(self, added: dict[str, str], body: bytes) -> list[bytes]:
-        """The request as a router gets it. It learns for whom: whoever is forwarded is no caller of its own machine."""
+        """The request as a router gets it. It learns the client's address: a forwarded client is not on the router's
+        machine.
+        """
         left_out = OF_A_HOP if self.holds_itself else OF_A_HOP.union(OURS)
         kept = [(name, value) for name, value in self.headers if name not in left_out and name != _FORWARDED]
         said = [value for name, value in self.headers if name == _FORWARDED]

@@ -111,14 +111,14 @@ def chat_prompt(
     if continue_final_message and add_generation_prompt:
         limit = "must not be set with add_generation_prompt: a new message would begin"
         raise InvalidRequestError("continue_final_message", True, limit)
-    told = [tool.for_template() for tool in checked_tools(tools)]
+    shown = [tool.for_template() for tool in checked_tools(tools)]
     if template is None or template in tokenizer.chat_templates:
-        template = tokenizer.template_of(has_tools=bool(told), name=template or "")
+        template = tokenizer.template_of(has_tools=bool(shown), name=template or "")
     return render_chat(
         template,
         messages,
         add_generation_prompt,
         special_tokens=tokenizer.special_tokens,
-        template_kwargs={**template_kwargs, "tools": told or None},
+        template_kwargs={**template_kwargs, "tools": shown or None},
         continue_final_message=continue_final_message,
     )

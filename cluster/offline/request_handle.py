@@ -106,7 +106,7 @@ class RequestHandle:
                 self.future.set_exception(InternalError("the output could not be delivered"))
             if not self.admitted.done():
                 self.admitted.set_result(None)
-            self._answer = None  # whoever keeps the handle keeps the output alone
+            self._answer = None  # a caller that keeps the handle keeps the output alone
 
     def _note_output(self) -> None:
         self._first_token_ts = time.monotonic()

@@ -74,7 +74,7 @@ class DemandBook:
 
     def expire(self, now_s: float) -> bool:
         """Forgets what is old. Returns whether routers have to hear of it."""
-        self._told = {name: told for name, told in self._told.items() if now_s - told[0] <= FRESH_S}
+        self._told = {name: report for name, report in self._told.items() if now_s - report[0] <= FRESH_S}
         kept = {model: one for model, one in self._followed.items() if now_s - one[1] <= FOLLOWED_S}
         has_changed = kept.keys() != self._followed.keys()
         self._followed = kept

@@ -113,10 +113,10 @@ def _replicas(config: HoldfastConfig, default_host: str, directory: Any, name: s
     placement = RankPlacement.of(config)
     placed = _replica(config, name, placement)
     api, metrics = _api(config, default_host), _metrics(config, default_host)
-    told = of_replica(config)
+    settings_text = of_replica(config)
     more = {"domain_label": config.cluster.domain_label, "is_killable": config.router.killable}
     settings = (config.worker, placement.bundle, config.cluster.drain_timeout_s)
-    return placed.bind(*settings, directory, api, metrics, told, **more)
+    return placed.bind(*settings, directory, api, metrics, settings_text, **more)
 
 
 def _metrics(config: HoldfastConfig, default_host: str) -> MetricsSettings | None:

@@ -132,8 +132,8 @@ def read_known_answers(path: Path) -> list[KnownAnswer]:
     try:
         found = TypeAdapter(list[KnownAnswer]).validate_python(json.loads(path.read_text()))
     except (OSError, ValueError, ValidationError) as error:
-        told = " ".join(str(error).split())
-        raise ConfigurationError(f"--known-answers {path}: {told}") from None
+        message = " ".join(str(error).split())
+        raise ConfigurationError(f"--known-answers {path}: {message}") from None
     if not found:
         raise ConfigurationError(f"--known-answers {path}: must have one at least")
     return found

@@ -83,8 +83,8 @@ class Member:
     """Of a router that serves as an endpoint picker: its open requests, some seconds ago."""
     is_disk_full: bool = False
     """There is little room under Ray's session folder of its node."""
-    orders: OperatorState = NO_OPERATOR_STATE
-    """Of a router: what it obeys. A directory that was replaced learns the orders from it."""
+    operator_state: OperatorState = NO_OPERATOR_STATE
+    """Of a router: its operator state, from which a directory that was replaced learns it."""
     router_losses: tuple[RouterLoss, ...] = ()
     """Of a router: what it knows of requests that routers were reading when they ended."""
     model_path: str = ""
@@ -110,7 +110,7 @@ class Snapshot:
     """Models that someone has taken away, and that no replica has begun to serve since."""
     followed: Followed = ()
     """Models that are scaled by their load: routers tell of it."""
-    orders: OperatorState = NO_OPERATOR_STATE
+    operator_state: OperatorState = NO_OPERATOR_STATE
     """What the operators have ordered."""
 
     def serving(self, role: Role) -> tuple[Member, ...]:
@@ -128,15 +128,15 @@ class Directory:
         self._renewed_s: dict[str, float] = {}
         self._removed_models: set[str] = set()
         self.demands = DemandBook()
-        self.orders = NO_OPERATOR_STATE
+        self.operator_state = NO_OPERATOR_STATE
 
     def renew(self, member: Member, now_s: float) -> bool:
         """Adds a member or renews its lease. Only a change of what it says makes a new version: True.
 
-        Orders that a router obeys and that are newer than those known here are taken over.
+        An operator state of a router that is newer than the one known here is taken over.
         """
-        if member.orders.revision > self.orders.revision:
-            self.orders = member.orders
+        if member.operator_state.revision > self.operator_state.revision:
+            self.operator_state = member.operator_state
             self._version += 1
         self._renewed_s[member.member_id] = now_s
         before = self._members.get(member.member_id)
@@ -153,11 +153,11 @@ class Directory:
         self._removed_models.add(name)
         self._version += 1
 
-    def order(self, orders: OperatorState) -> None:
+    def order(self, operator_state: OperatorState) -> None:
         """What operators want from now on. Raises `InternalError` where someone else has ordered meanwhile."""
-        if orders.revision != self.orders.revision + 1:
-            raise InternalError(f"order {orders.revision} came after order {self.orders.revision}")
-        self.orders = orders
+        if operator_state.revision != self.operator_state.revision + 1:
+            raise InternalError(f"order {operator_state.revision} came after order {self.operator_state.revision}")
+        self.operator_state = operator_state
         self._version += 1
 
     def remove(self, member_id: str) -> None:
@@ -191,7 +191,7 @@ class Directory:
             is_settled=is_settled,
             removed_models=frozenset(self._removed_models),
             followed=self.demands.followed,
-            orders=self.orders,
+            operator_state=self.operator_state,
         )
 
 
@@ -247,9 +247,9 @@ class DirectoryDeployment:
         """
         while not self._directory.snapshot(time.monotonic()).is_settled:
             await asyncio.sleep(_SETTLE_CHECK_S)
-        self._directory.order(change.applied_to(self._directory.orders))
+        self._directory.order(change.applied_to(self._directory.operator_state))
         self._tell()
-        return self._directory.orders
+        return self._directory.operator_state
 
     async def watch(self, seen_version: int) -> Snapshot:
         """All members, as soon as there is something that `seen_version` did not have, or after `WATCH_S`."""

@@ -93,8 +93,8 @@ def _quick(config: HoldfastConfig) -> Iterator[Finding]:
         if local_path(one) is None:
             yield checked(f"hub id of {name}", partial(check_hub, one), "the hub gives it")
         yield tokenizer(one)
-        if (told := uneven_heads(one)) is not None:
-            yield Finding(Level.NOTE, f"ranks of {name}", told, "choose a --tp that divides the heads")
+        if (message := uneven_heads(one)) is not None:
+            yield Finding(Level.NOTE, f"ranks of {name}", message, "choose a --tp that divides the heads")
     shape = f"{readable_bytes(machine.available_bytes)} of memory left, {machine.num_cores} cores"
     yield checked("memory", lambda: check_fits(config.each_model, machine), shape)
     if crowded := crowding(config.each_model, machine):

@@ -201,24 +201,24 @@ def started_server(path: Path, modules: Iterable[str] = IMPORTED) -> Iterator[Pa
 def forked_server() -> Iterator[Path]:
     """Keeps a fork server with what this process has imported, which must have one thread. Yields where it listens.
 
-    The server is the child of whoever adopts this process's orphans, and reaps it where it is killed.
+    The server is the child of the process that adopts this one's orphans, and reaps it where it is killed.
     """
     with tables_folder() as folder:
         path = folder / "forks"
         listening = _listen(path)
         is_over, over = os.pipe()
-        told, tell = os.pipe()
+        read_end, tell = os.pipe()
         between = os.fork()
         if between == 0:
             os.close(over)
-            os.close(told)
+            os.close(read_end)
             _fork_server(listening, is_over, tell)
         for ours in (is_over, tell):
             os.close(ours)
         listening.close()
         os.waitpid(between, 0)
-        end = os.pidfd_open(int(os.read(told, 32)))
-        os.close(told)
+        end = os.pidfd_open(int(os.read(read_end, 32)))
+        os.close(read_end)
         try:
             yield path
         finally:
@@ -263,7 +263,7 @@ def _listen(path: Path) -> socket.socket:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Listens before it imports: whoever connects meanwhile is served as soon as a worker can be forked."""
+    """Listens before it imports: a launcher that connects meanwhile is served as soon as a worker can be forked."""
     path, *modules = arguments
     listening = _listen(Path(path))
     import_for_forks(modules)

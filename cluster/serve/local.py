@@ -107,11 +107,12 @@ def ray_connection(
     say: Callable[[str], None] = logger.warning,
     forks: Path | None = None,
 ) -> Iterator[None]:
-    """Connects to `config.address`, or starts a Ray of our own that counts `num_cpus` CPUs. Always disconnects.
+    """Connects to `config.address`, or starts a private Ray that counts `num_cpus` CPUs. Always disconnects.
 
-    Our own Ray asks every client for a token that only our processes know, because whoever reaches its ports can run
-    code. It listens on loopback alone, also where this process has imported Ray before. `say` hears when its GCS has
-    ended, which then starts again. `forks`: the socket of a fork server for its workers, where one runs already.
+    A private Ray asks every client for a token that only our processes know, because a client that reaches its ports
+    can run code. It listens on loopback alone, also where this process has imported Ray before. `say` hears when its
+    GCS has ended, which then starts again. `forks`: the socket of a fork server for its workers, where one runs
+    already.
     """
     if config.address is None:
         _close_our_own()

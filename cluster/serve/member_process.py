@@ -71,9 +71,9 @@ def end_when_out_of_memory(last_words: Callable[[], object] = lambda: None) -> N
             _end_if_out_of_memory(record.exc_info[1], last_words)
         return record
 
-    def end_or_pass_on(told: threading.ExceptHookArgs) -> None:
-        _end_if_out_of_memory(told.exc_value, last_words)
-        hook(told)
+    def end_or_pass_on(raised: threading.ExceptHookArgs) -> None:
+        _end_if_out_of_memory(raised.exc_value, last_words)
+        hook(raised)
 
     logging.setLogRecordFactory(end_or_make)
     threading.excepthook = end_or_pass_on

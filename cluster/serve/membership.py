@@ -86,19 +86,19 @@ class WatchedDirectory:
             snapshot = await self._next(seen_version)
             seen_version = snapshot.version
             self._note_followed(snapshot)
-            endpoints, removed, orders = _endpoints(snapshot), snapshot.removed_models, snapshot.orders
+            endpoints, removed, operator_state = _endpoints(snapshot), snapshot.removed_models, snapshot.operator_state
             cold_starts = tuple((model, wait_s) for model, wait_s in snapshot.followed if wait_s is not None)
             if known is not None:
                 endpoints |= frozenset() if snapshot.is_settled else known.endpoints
                 removed |= known.removed_models - {endpoint.model for endpoint in endpoints}
-                orders = max(known.orders, orders, key=lambda one: one.revision)
+                operator_state = max(known.operator_state, operator_state, key=lambda one: one.revision)
                 if not snapshot.is_settled:
                     cold_starts = tuple((dict(known.cold_starts) | dict(cold_starts)).items())
             found = DirectoryView(
                 endpoints=endpoints,
                 removed_models=removed,
                 cold_starts=cold_starts,
-                orders=orders,
+                operator_state=operator_state,
                 routers=_routers(snapshot, known),
                 num_on_full_disks=sum(member.is_disk_full for member in snapshot.members),
                 router_losses=frozenset(loss for member in snapshot.members for loss in member.router_losses),
@@ -131,7 +131,7 @@ async def tell_demand(handle: Any, router_id: str, directory: WatchedDirectory, 
 
     What has not changed is told now and then, so that it is known to be true still.
     """
-    told: Demands = ()
+    last: Demands = ()
     told_s = 0.0
     while True:
         await directory.has_followed.wait()
@@ -139,11 +139,11 @@ async def tell_demand(handle: Any, router_id: str, directory: WatchedDirectory, 
         followed = {model for model, _ in directory.followed}
         demands = tuple(one for one in read() if one.model in followed)
         now_s = asyncio.get_running_loop().time()
-        if not demands or (demands == told and now_s - told_s < TELL_AGAIN_S):
+        if not demands or (demands == last and now_s - told_s < TELL_AGAIN_S):
             continue
         try:
             await asyncio.wait_for(_call(handle.note_demand, router_id, demands), _TIMEOUT_S)
-            told, told_s = demands, now_s
+            last, told_s = demands, now_s
         except Exception as error:  # as in `Lease`
             logger.info("the directory did not answer: %s", error)
 
@@ -190,7 +190,7 @@ def _endpoints(snapshot: Snapshot) -> frozenset[ReplicaEndpoint]:
             replica_id=member.member_id, address=member.address, model=member.model, model_path=member.model_path
         )
         for member in snapshot.serving(Role.REPLICA)
-        if member.address is not None and member.application not in snapshot.orders.held
+        if member.address is not None and member.application not in snapshot.operator_state.held
     )
 
 

@@ -173,9 +173,9 @@ def unpin(namespace: str, model: str) -> None:
 
 
 def order(directory: Any, change: Change) -> OperatorState:
-    """Changes what all routers of a cluster obey. Raises `CallerError` for a change that cannot be."""
-    orders: OperatorState = directory.order.remote(change).result(timeout_s=_ORDER_S)
-    return orders
+    """Changes the operator state of all routers of a cluster. Raises `CallerError` for a change that cannot be."""
+    operator_state: OperatorState = directory.order.remote(change).result(timeout_s=_ORDER_S)
+    return operator_state
 
 
 def delete(applications: Sequence[str], timeout_s: float) -> None:

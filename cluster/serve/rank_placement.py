@@ -154,9 +154,9 @@ def _warn_of_room(config: HoldfastConfig, bundle: Resources, nodes: Collection[R
     num_whole = whole_replicas(bundle, num_ranks, nodes)
     if num_ranks == 1 or num_whole >= config.most_replicas:
         return
-    told = "%d replicas of %d ranks do not fit on whole nodes, which have room for %d: "
+    message = "%d replicas of %d ranks do not fit on whole nodes, which have room for %d: "
     if config.cluster.span_nodes:
-        told += "ranks of one replica may talk over the network in every layer, which is slow unless it is very fast"
+        message += "ranks of one replica may talk over the network in every layer, which is slow unless it is very fast"
     else:
-        told += "the others wait for nodes (cluster.span_nodes lets a replica lie on several)"
-    logger.warning(told, config.most_replicas, num_ranks, num_whole)
+        message += "the others wait for nodes (cluster.span_nodes lets a replica lie on several)"
+    logger.warning(message, config.most_replicas, num_ranks, num_whole)

@@ -224,7 +224,7 @@ def check_labels(setting: str, selector: Mapping[str, str]) -> None:
 
 
 def set_num_replicas(application: str, deployment: str, num_replicas: int, timeout_s: float) -> bool:
-    """Whether Serve took the number; it refuses where a policy of ours decides it."""
+    """Whether Serve took the number; it refuses where an autoscaling policy decides it."""
     import ray
     from ray.serve._private.common import DeploymentID
     from ray.serve._private.exceptions import ExternalScalerDisabledError

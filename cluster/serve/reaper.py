@@ -7,8 +7,8 @@ Ray's processes outlive a driver that is killed, for up to a minute, and keep it
 once its own standard input is at its end, which means that the supervisor is gone. The first line of standard input is
 the life's. SIGINT and SIGTERM are passed on to the life.
 
-`stop_signals` gives signals as bytes of a pipe to whoever waits for other things as well: an exception out of a handler
-could strike inside of a lock and leave it broken.
+`stop_signals` gives signals as bytes of a pipe to code that waits for other things as well: an exception out of a
+handler could strike inside of a lock and leave it broken.
 """
 
 import ctypes

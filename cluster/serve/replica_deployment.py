@@ -37,7 +37,7 @@ from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import CallerError
 from holdfast.worker.models.gguf.folder import hf_folder
-from holdfast.worker.replica.link import LinkServer
+from holdfast.worker.replica.link_server import LinkServer
 from holdfast.worker.replica.probe_loop import ProbeLoop
 from holdfast.worker.replica.processes import OomScore, lower_oom_score
 from holdfast.worker.replica.replica import Replica
@@ -69,11 +69,11 @@ class ReplicaDeployment:
         directory: Any,
         api: "ApiSettings | None" = None,
         metrics: MetricsSettings | None = None,
-        told: str = "",
+        settings_text: str = "",
         domain_label: str | None = None,
         is_killable: bool = False,
     ) -> None:
-        """`told`: what it says of its settings (`router_update.py`)."""
+        """`settings_text`: what it says of its settings (`router_update.py`)."""
         listen_on_the_node_alone()
         date_log_lines(config.telemetry.log_format)
         end_when_out_of_memory()
@@ -83,7 +83,7 @@ class ReplicaDeployment:
         if domain_label is not None:
             await asyncio.to_thread(_warn_of_domains, domain_label, launcher)
         handle = await found(directory)
-        self._lease = Lease(handle, _starting(config, told))
+        self._lease = Lease(handle, _starting(config, settings_text))
         self._server: LinkServer | None = None
         self._api: EngineApi | None = None
         self._metrics: MetricsApi | None = None
@@ -221,13 +221,13 @@ async def _opened(replica: Replica, api: "ApiSettings", config: WorkerConfig, se
     return await EngineApi.start(replica, api, config.scheduler, security)
 
 
-def _starting(config: WorkerConfig, told: str) -> Member:
+def _starting(config: WorkerConfig, settings_text: str) -> Member:
     return Member(
         member_id=_replica_id(),
         role=Role.REPLICA,
         model=config.model.name,
         application=serve.get_replica_context().app_name,
-        settings=told,
+        settings=settings_text,
     )
 
 

@@ -127,7 +127,7 @@ class RouterDeployment:
         lower_oom_score(OomScore.ROUTER, [ProcessId.of(os.getpid())])
         self._lease.update(replace(self._lease.member, phase="serving", address=address, http_address=http_address))
         demand = tell_demand(directory, self._lease.member.member_id, watched, self._router.demands)
-        self._telling = [asyncio.create_task(told) for told in (demand, self._keep_telling(self._router))]
+        self._telling = [asyncio.create_task(work) for work in (demand, self._keep_telling(self._router))]
         if config.health.hangs_after_s is not None:
             self._heartbeat_pipe = HeartbeatPipe(config.health.hangs_after_s, [])
             self._router.overload.ledger.on_input = self._heartbeat_pipe.note_input
@@ -151,7 +151,7 @@ class RouterDeployment:
         self._following = asyncio.create_task(self._journals.follow(), name="crash journals")
 
     def _tell_losses(self, router: Router) -> None:
-        self._lease.update(replace(self._lease.member, router_losses=router.poison_watch.told()))
+        self._lease.update(replace(self._lease.member, router_losses=router.poison_watch.known_losses()))
 
     def _note_no_memory(self) -> None:
         if self._journals is not None:
@@ -179,32 +179,32 @@ class RouterDeployment:
     async def _send_change(self, change: Change) -> OperatorState:
         """To all routers. Raises `CallerError`, and `ReplicaError` where the directory does not answer."""
         try:
-            orders: OperatorState = await self._directory.order.remote(change)
+            operator_state: OperatorState = await self._directory.order.remote(change)
         except RayTaskError as error:
             if isinstance(error.cause, HoldfastError):
                 raise error.cause from None
             raise
         except RayError as error:
             raise ReplicaError(f"the cluster's directory does not answer ({type(error).__name__})") from error
-        return orders
+        return operator_state
 
     async def _keep_telling(self, router: Router) -> None:
-        """Tells the directory what this router obeys, and what came of requests, by version."""
+        """Tells the directory this router's operator state, and what came of requests, by version."""
         guard = DiskGuard(session_folder(), logger.error)
         while True:
             await asyncio.sleep(TELL_EVERY_S)
             is_disk_full = await asyncio.to_thread(guard.look)
-            told, counts = self._lease.member, router.version_counts()
+            last, counts = self._lease.member, router.version_counts()
             num_open = router.num_open if self._picks else 0
             news = replace(
-                told,
-                orders=router.orders,
+                last,
+                operator_state=router.operator_state,
                 counts=counts,
                 is_disk_full=is_disk_full,
                 num_open=num_open,
-                router_losses=router.poison_watch.told(),
+                router_losses=router.poison_watch.known_losses(),
             )
-            if news != told:
+            if news != last:
                 self._lease.update(news)
 
     async def generate(
@@ -330,6 +330,6 @@ async def _start(
             error = taken
     cluster = config.cluster
     raise PortTakenError(
-        f"cluster.port = {cluster.port}, cluster.http_port = {cluster.http_port}: on {host} one of them cannot be "
-        f"listened on, it may be in use ({error})"
+        f"cluster.port = {cluster.port}, cluster.http_port = {cluster.http_port}: on {host} one of these ports "
+        f"cannot be bound; it may be in use ({error})"
     )

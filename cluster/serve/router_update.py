@@ -52,9 +52,9 @@ def of_router(config: HoldfastConfig) -> str:
     return json.dumps(tree)
 
 
-def router_config(told: str) -> HoldfastConfig:
+def router_config(settings_text: str) -> HoldfastConfig:
     """The settings of `of_router`. Those of models are defaults."""
-    tree: Mapping[str, Any] = json.loads(told)
+    tree: Mapping[str, Any] = json.loads(settings_text)
     return HoldfastConfig.model_validate(tree)
 
 

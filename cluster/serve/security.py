@@ -61,7 +61,7 @@ def check_exposed(settings: SecurityConfig, host: str) -> None:
         raise ConfigurationError(
             f"cluster.host = {host!r}: everyone who reaches this address could use the models. Make keys with "
             "`holdfast keys add` and name their file by --api-keys (security.api_keys); or say --insecure "
-            "(security.insecure) where the network itself lets nobody in; or listen on 127.0.0.1"
+            "(security.insecure) where the network itself admits no strangers; or listen on 127.0.0.1"
         )
 
 
@@ -75,8 +75,8 @@ def cluster_token(settings: SecurityConfig) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"security.cluster_token_file = {str(path)!r}: cannot be read ({error})") from None
     if len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
-        told = f"must hold one line of at least {LEAST_TOKEN} printable ASCII characters without blanks"
-        raise ConfigurationError(f"security.cluster_token_file = {str(path)!r}: {told}")
+        message = f"must hold one line of at least {LEAST_TOKEN} printable ASCII characters without blanks"
+        raise ConfigurationError(f"security.cluster_token_file = {str(path)!r}: {message}")
     return token
 
 

@@ -176,10 +176,10 @@ class Update:
             if watched_s >= plan.watch_s and num_ended >= plan.min_requests:
                 return
             if watched_s >= 4 * plan.watch_s:
-                told = (
+                message = (
                     f"only {num_ended} requests ended in {watched_s:.0f} s, and --min-requests is {plan.min_requests}"
                 )
-                raise UpdateRolledBackError(f"{plan.model}: canary {version} was taken back: {told}")
+                raise UpdateRolledBackError(f"{plan.model}: canary {version} was taken back: {message}")
             steps.sleep(LOOK_EVERY_S)
 
     def _take_back(self, new: str) -> None:
@@ -213,8 +213,8 @@ class Update:
                 return serving
             if self._steps.now() > end_s:
                 doing = ", ".join({one.phase for one in snapshot.members if one.application == application})
-                told = f"replica {number} of the new version does not serve after {self._plan.timeout_s:g} s"
-                raise ReplicaError(f"{told} ({doing or 'no process has started: is there room for one more?'})")
+                message = f"replica {number} of the new version does not serve after {self._plan.timeout_s:g} s"
+                raise ReplicaError(f"{message} ({doing or 'no process has started: is there room for one more?'})")
             self._steps.sleep(0.2)
 
     def _wait_for_links(self) -> None:

@@ -115,22 +115,22 @@ class ChatDeltas:
         """`received` is what the client of a resumed stream has read already."""
         self._plan = plan
         self._readers: dict[int, ChatReader] = {}
-        for delivery in received:
-            self.of(delivery)
+        for delta in received:
+            self.of(delta)
 
-    def of(self, delivery: OutputDelta) -> ChatDelta | None:
+    def of(self, delta: OutputDelta) -> ChatDelta | None:
         """What new text says; None where the text is all that was asked for."""
         if self._plan.style is None:
             return None
-        index = delivery.sequence_index
+        index = delta.sequence_index
         reader = self._readers.get(index) or self._plan.new_reader()
         if reader is None:
-            return ChatDelta(content=delivery.text)
+            return ChatDelta(content=delta.text)
         self._readers[index] = reader
-        events = reader.push(delivery.text)
-        if delivery.finish_reason is not None:
+        events = reader.push(delta.text)
+        if delta.finish_reason is not None:
             events += reader.finish()
-        return _delta(call_prefix(delivery.request_id, index), events)
+        return _delta(call_prefix(delta.request_id, index), events)
 
 
 def _checked(chat: Chat, style: ChatStyle) -> tuple[tuple[Tool, ...], ToolChoice]:
@@ -147,8 +147,8 @@ def _with_tools(chat: Chat, tools: Sequence[Tool]) -> Chat:
     """The chat with its tools as the template reads them."""
     if not tools:
         return replace(chat, tools=())
-    told = {**chat.template_kwargs, "tools": [tool.for_template() for tool in tools]}
-    return replace(chat, template_kwargs=told, tools=())
+    template_kwargs = {**chat.template_kwargs, "tools": [tool.for_template() for tool in tools]}
+    return replace(chat, template_kwargs=template_kwargs, tools=())
 
 
 async def _with_grammar(

@@ -170,8 +170,8 @@ class ConnectionGuard:
             return
         self._logged_at[reason] = now
         more = self._num_unlogged.pop(reason, 0)
-        told = f"; so were {more} others since the last such line" if more else ""
-        logger.warning("the %s connection of %s was cut off: %s%s", protocol, connection.peer, reason.words, told)
+        message = f"; so were {more} others since the last such line" if more else ""
+        logger.warning("the %s connection of %s was cut off: %s%s", protocol, connection.peer, reason.words, message)
 
     # --- inside ---
 

@@ -21,7 +21,7 @@ from holdfast.router.security.gate import Gate
 from holdfast.worker.errors import InvalidRequestError, PermissionDeniedError, ReplicaError
 
 SendChange = Callable[[Change], Awaitable[OperatorState]]
-"""Has a change obeyed by all routers. Returns what holds then; raises `CallerError`, `ReplicaError`."""
+"""Applies a change at all routers. Returns the operator state after it; raises `CallerError`, `ReplicaError`."""
 
 
 class Operators:
@@ -34,19 +34,19 @@ class Operators:
         *,
         gate: Gate,
         send: SendChange,
-        orders: Callable[[], OperatorState],
+        operator_state: Callable[[], OperatorState],
         dump: Callable[[], str],
         kill: Callable[[str], None] | None = None,
         control: ClusterControl | None = None,
     ) -> None:
-        """`orders` returns the current operator state, `dump` the text of a state dump. `kill` ends a replica's
+        """`operator_state` returns the current operator state, `dump` the text of a state dump. `kill` ends a replica's
         process; None: killing is off (`router.killable`). `control` is None where the router runs outside a cluster.
         """
         self._request_processor = request_processor
         self._dispatch_host = dispatch_host
         self._gate = gate
         self._send = send
-        self._orders = orders
+        self._operator_state = operator_state
         self._dump = dump
         self._kill = kill
         self._control = control
@@ -66,8 +66,8 @@ class Operators:
         """
         self._gate.caller().check_operator()
         if not_local and not self._gate.is_locked:
-            told = f"without API keys, operators' calls are taken from this machine alone: {not_local}"
-            raise PermissionDeniedError("operator", told)
+            message = f"without API keys, operators' calls are taken from this machine alone: {not_local}"
+            raise PermissionDeniedError("operator", message)
 
     @property
     def may_kill(self) -> bool:
@@ -79,18 +79,18 @@ class Operators:
         Raises `PermissionDeniedError` unless the cluster was started for such a demonstration.
         """
         if self._kill is None:
-            told = "router.killable is off: only a demonstration or a test that sets it lets replicas be killed"
-            raise PermissionDeniedError("router.killable", told)
+            message = "router.killable is off: only a demonstration or a test that sets it lets replicas be killed"
+            raise PermissionDeniedError("router.killable", message)
         self._check_known(replica_id)
         self._kill(replica_id)
-        return self._orders().revision
+        return self._operator_state().revision
 
     async def drain(self, replica_id: str) -> int:
         self._check_known(replica_id)
         return await self._ordered("with_drained", replica_id, True)
 
     async def undrain(self, replica_id: str) -> int:
-        drained = sorted(self._orders().drained)
+        drained = sorted(self._operator_state().drained)
         if replica_id not in drained:
             raise InvalidRequestError("replica_id", replica_id, f"drained are: {', '.join(drained) or 'none'}")
         return await self._ordered("with_drained", replica_id, False)
@@ -124,7 +124,7 @@ _LIBRARIES: Final = ("holdfast", "grpcio", "protobuf", "tokenizers", "ray")
 
 def state_dump(
     host: DispatchHost,
-    orders: OperatorState,
+    operator_state: OperatorState,
     config: RouterConfig,
     limits: LimitsConfig,
     recent_errors: Sequence[str],
@@ -150,7 +150,7 @@ def state_dump(
             "suspended": host.dispatch.num_suspended,
         },
         "overload": overload_state(overload),
-        "orders": asdict(orders),
+        "orders": asdict(operator_state),
         "recent_errors": list(recent_errors),
         "settings": {
             name: one.model_dump(mode="json")
@@ -204,7 +204,7 @@ class RecentErrors(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._lines.append(_line(record)[:MAX_LENGTH])
-        except Exception:  # as every handler: whoever logs goes on, whatever is wrong with the record
+        except Exception:  # as in every handler: the caller that logs goes on, whatever is wrong with the record
             self.handleError(record)
 
 

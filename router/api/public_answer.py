@@ -1,6 +1,6 @@
-"""Response conversion: makes the public API's chunks and generations from the dispatcher core's deliveries.
+"""Response conversion: makes the public API's chunks and generations from the dispatcher core's deltas.
 
-The core has its own types because deliveries carry more than clients get: each has its own guarantee of identity, for
+The core has its own types because deltas carry more than clients get: each has its own guarantee of identity, for
 one.
 """
 
@@ -19,19 +19,19 @@ from holdfast.router.text.token_table import TokenTable
 from holdfast.worker.request import TokenLogprob
 
 
-def public_chunk(delivery: OutputDelta) -> Chunk:
+def public_chunk(delta: OutputDelta) -> Chunk:
     return Chunk(
-        request_id=delivery.request_id,
-        sequence_index=delivery.sequence_index,
-        first_token_index=delivery.first_token_index,
-        token_ids=delivery.token_ids,
-        text=delivery.text,
-        finish_reason=delivery.finish_reason,
-        logprobs=delivery.logprobs,
-        prompt_logprobs=_by_position(delivery.prompt_logprobs),
-        usage=delivery.usage,
-        replayed_without_guarantee=not delivery.identity_guaranteed,
-        system_fingerprint=delivery.fingerprint,
+        request_id=delta.request_id,
+        sequence_index=delta.sequence_index,
+        first_token_index=delta.first_token_index,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        finish_reason=delta.finish_reason,
+        logprobs=delta.logprobs,
+        prompt_logprobs=_by_position(delta.prompt_logprobs),
+        usage=delta.usage,
+        replayed_without_guarantee=not delta.identity_guaranteed,
+        system_fingerprint=delta.fingerprint,
     )
 
 
@@ -110,5 +110,5 @@ class InProcessApi:
         plan = await ChatPlan.of(request, self._request_processor)
         async with self._request_processor.open(plan.request) as answer:
             deltas = ChatDeltas(plan, answer.received)
-            async for delivery in answer:
-                yield replace(public_chunk(delivery), chat=deltas.of(delivery))
+            async for delta in answer:
+                yield replace(public_chunk(delta), chat=deltas.of(delta))

@@ -177,7 +177,7 @@ class AdmissionQueue:
             waiting = list(self.waiting(model))
             assert all(state.model == model and state.status.is_waiting for state in waiting)
             parked = self._parked.get(model, {})
-            assert all(states for states in parked.values()), f"{model}: nobody waits for a version: {parked}"
+            assert all(states for states in parked.values()), f"{model}: no request waits for a version: {parked}"
             for version, states in parked.items():
                 assert all(state.parked_for == version for state in states)
             assert all(state.status is RequestStatus.HELD for state in self._held.get(model, ()))
@@ -228,7 +228,7 @@ class AdmissionQueue:
     def _check_wait(self, state: RequestState) -> None:
         """Raises `QueueFullError` if a new request would probably wait too long for its first token to be in time.
 
-        Whoever waits in a worse class does not stand before it. However slow the pace, one may wait: it is learned
+        Requests of a worse class do not stand before it. However slow the pace, one may wait: it is learned
         from those that do.
         """
         queue, pause_s = self._queues.get(state.model), self._paces[state.model].mean_s

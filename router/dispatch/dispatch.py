@@ -144,9 +144,9 @@ class Dispatch:
         state = self._requests.get(key)
         if state is None:
             return []
-        delivery = state.take((), FinishReason.ABORT)
-        assert delivery is not None, "an end is always told"
-        return [delivery, *self._endings.close(state, RequestEvent.CANCEL), *self._drain(state.model, now)]
+        delta = state.take((), FinishReason.ABORT)
+        assert delta is not None, "an end is always told"
+        return [delta, *self._endings.close(state, RequestEvent.CANCEL), *self._drain(state.model, now)]
 
     def suspend(self, key: SequenceKey, now: float) -> list[Action]:
         """The client of a request does not read its output: no replica is to run it meanwhile.
@@ -210,14 +210,14 @@ class Dispatch:
         self.registry.set_asleep(waits_s)
 
     def release_versions(self, model: str) -> None:
-        """What has output of a model may go on at any version of it, by the wish of whoever updates it in place."""
+        """What has output of a model may go on at any version of it, as the caller that updates it in place wants."""
         for state in self._requests:
             if state.model == model:
                 state.bound_version, state.fingerprint = "", without_version(state.fingerprint)
 
-    def set_orders(self, orders: OperatorState, now: float) -> list[Action]:
+    def set_operator_state(self, operator_state: OperatorState, now: float) -> list[Action]:
         """Operators have ordered something: what waits for a version that is retired ends, and shares may be others."""
-        self.registry.set_orders(orders)
+        self.registry.set_operator_state(operator_state)
         return [*self._fail_gone(now), *self._placement.drain_all(now)]
 
     def step(self, replica_id: str, update: StepUpdate, now: float) -> list[Action]:

@@ -101,7 +101,7 @@ class DispatchHost:
 
     def open(self, state: RequestState, sink: Sink) -> OutputStream:
         """Opens one sequence of a request, which is not open: see `supersede`. Raises what `Dispatch.submit` raises.
-        Whoever opens a stream closes it.
+        The caller that opens a stream closes it.
         """
         stream = OutputStream(state.key, sink, self.now, self._unread_limit, state.timeline)
         actions = self.dispatch.submit(state, self.now())
@@ -148,7 +148,7 @@ class DispatchHost:
 
     def replica_down(self, replica_id: str, error: HoldfastError) -> None:
         if self._ports.pop(replica_id, None) is not None:
-            self._note_news("lost", replica_id, told=str(error))
+            self._note_news("lost", replica_id, reason=str(error))
         try:
             self._see_through(
                 "dealing with a lost replica", lambda: self.dispatch.replica_down(replica_id, error, self.now())
@@ -166,9 +166,9 @@ class DispatchHost:
         self.dispatch.models_asleep(waits_s)
         self._on_models_changed()
 
-    def set_orders(self, orders: OperatorState) -> None:
+    def set_operator_state(self, operator_state: OperatorState) -> None:
         """Operators have ordered something."""
-        self._see_through("obeying operators", lambda: self.dispatch.set_orders(orders, self.now()))
+        self._see_through("obeying operators", lambda: self.dispatch.set_operator_state(operator_state, self.now()))
 
     # --- the end ---
 
@@ -228,7 +228,7 @@ class DispatchHost:
     # --- inside ---
 
     def _suspend_unread(self) -> None:
-        """A request that cannot be suspended now is tried again at its next delivery."""
+        """A request that cannot be suspended now is tried again at its next delta."""
         unread = self._unread.copy()
         self._unread.clear()
         for stream in unread:
@@ -241,11 +241,11 @@ class DispatchHost:
         if self._streams.get(stream.key) is stream:
             self.perform(self.dispatch.go_on(stream.key, self.now()))
 
-    def _note_news(self, kind: str, replica_id: str, model: str = "", told: str = "") -> None:
+    def _note_news(self, kind: str, replica_id: str, model: str = "", reason: str = "") -> None:
         num_requests = self.dispatch.num_attempts(replica_id)
         known = model or self.dispatch.model_of(replica_id)
         event = ClusterEvent(
-            at_s=self.now(), kind=kind, replica_id=replica_id, model=known, told=told, num_requests=num_requests
+            at_s=self.now(), kind=kind, replica_id=replica_id, model=known, reason=reason, num_requests=num_requests
         )
         self.news.append(event)
 
@@ -264,8 +264,8 @@ class DispatchHost:
         if not isinstance(action, SendAbort):
             key = action.request.sequence_key if isinstance(action, SendSubmit) else action.key
             if key in self._streams:
-                told = f"request {key.request_id} failed by a fault of the router"
-                self._streams[key].fail(InternalError(told))
+                message = f"request {key.request_id} failed: internal error of the router"
+                self._streams[key].fail(InternalError(message))
                 self._end_stream(key)
             self.perform(self.dispatch.cancel(key, self.now()))
 

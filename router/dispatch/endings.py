@@ -136,13 +136,13 @@ class Progress:
                 continue
             if state.num_steps == NUM_STEPS_TO_CLEAR and index == len(state.output_token_ids):
                 try:  # as nearly all go on, which is `_advance`, cut short
-                    delivery = state.take_one(token_id)
+                    output_delta = state.take_one(token_id)
                 except Exception as bug:
                     actions += self._endings.fail_unreadable(state, bug, replica_has_it=True)
                     continue
                 state.tenant.counter += state.tenant.output_token_cost
-                actions.append(delivery)
-                if delivery.finish_reason is not None:
+                actions.append(output_delta)
+                if output_delta.finish_reason is not None:
                     actions += self._endings.close(state, RequestEvent.FINISH)
             else:
                 delta = TokenDelta(attempt=attempt, first_token_index=index, token_ids=(token_id,))
@@ -173,15 +173,15 @@ class Progress:
             state.num_cached_tokens = delta.num_cached_tokens
         try:
             token_ids, logprobs = delta.token_ids[num_seen:], delta.logprobs[num_seen:]
-            delivery = state.take(token_ids, delta.finish_reason, logprobs, delta.prompt_logprobs)
+            output_delta = state.take(token_ids, delta.finish_reason, logprobs, delta.prompt_logprobs)
         except Exception as bug:
             return self._endings.fail_unreadable(state, bug, replica_has_it=replica_has_it)
-        if delivery is None:
+        if output_delta is None:
             return []
-        self._placement.note_step(state, len(delivery.token_ids), now, delta.queued_s)
-        if delivery.finish_reason is None:
-            return [delivery]
-        return [delivery, *self._endings.close(state, RequestEvent.FINISH, replica_has_it=replica_has_it)]
+        self._placement.note_step(state, len(output_delta.token_ids), now, delta.queued_s)
+        if output_delta.finish_reason is None:
+            return [output_delta]
+        return [output_delta, *self._endings.close(state, RequestEvent.FINISH, replica_has_it=replica_has_it)]
 
     def _refuse(self, state: RequestState, error: HoldfastError, now: float) -> list[Action]:
         """A replica that is up refused an attempt or gave it up. The request is retried elsewhere if that may help."""

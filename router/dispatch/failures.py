@@ -12,7 +12,7 @@ from holdfast.router.dispatch.replica_registry import ReplicaRegistry
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.request import Suspicion
+from holdfast.worker.request import PoisonRisk
 
 
 class Outages:
@@ -52,8 +52,8 @@ class Outages:
         cold_start_s = self._registry.asleep.get(model)
         if cold_start_s is None:
             return ReplicaError(f"no replica of model {model!r} is up")
-        told = f"none has started within {cold_start_s:g} s (scaling.cold_start_wait_s)"
-        return ReplicaError(f"model {model!r} had no replica at rest, and {told}")
+        message = f"none has started within {cold_start_s:g} s (scaling.cold_start_wait_s)"
+        return ReplicaError(f"model {model!r} had no replica at rest, and {message}")
 
     def _limit_s(self, model: str) -> float:
         cold_start_s = self._registry.asleep.get(model)
@@ -92,13 +92,13 @@ class Quarantine:
         limit = LIFETIME_FACTOR * self._max_lost
         return [state for state in lost if state.num_replicas_lost >= limit or (is_certain and state in suspects)]
 
-    def suspicion(self, state: RequestState) -> Suspicion:
+    def poison_risk(self, state: RequestState) -> PoisonRisk:
         """What to tell the replica that gets the request."""
         if state.status is RequestStatus.ON_TRIAL:
-            return Suspicion.ON_TRIAL
+            return PoisonRisk.ON_TRIAL
         num_lost = state.num_replicas_lost_in_a_row
         is_next_too_many = num_lost > 0 and num_lost + 1 >= self._max_lost
-        return Suspicion.SUSPECT if is_next_too_many else Suspicion.NONE
+        return PoisonRisk.SUSPECT if is_next_too_many else PoisonRisk.NONE
 
     def clear(self, state: RequestState) -> None:
         """An attempt brought output for `NUM_STEPS_TO_CLEAR` steps: its request did not cause the losses before it."""

@@ -17,7 +17,7 @@ from holdfast.router.events import Action, SendAbort, SendSubmit
 from holdfast.router.token_bucket import TokenBucket
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import CapacityError, Fault, HoldfastError
-from holdfast.worker.request import NUM_STEPS_TO_CLEAR, Suspicion
+from holdfast.worker.request import NUM_STEPS_TO_CLEAR, PoisonRisk
 
 MAX_FULL_S: Final = 1.0
 """Longest time that a replica gets no new requests after it refused one for lack of room."""
@@ -66,8 +66,8 @@ class Placement:
         attempt = self._requests.begin_attempt(state, replica, event, now)
         if replica.breaker.num_failures:
             replica.breaker.note_sent(now)
-        suspicion = self.quarantine.suspicion(state) if state.num_replicas_lost_in_a_row else Suspicion.NONE
-        request = state.continuation(max(0.0, state.deadline - now), suspicion)
+        poison_risk = self.quarantine.poison_risk(state) if state.num_replicas_lost_in_a_row else PoisonRisk.NONE
+        request = state.continuation(max(0.0, state.deadline - now), poison_risk)
         return SendSubmit(replica_id=replica.facts.replica_id, attempt=attempt.number, request=request)
 
     def drain(self, model: str, now: float) -> list[Action]:

@@ -41,7 +41,7 @@ class ReplicaRegistry:
         self._removed_models: frozenset[str] = frozenset()
         self.asleep: Mapping[str, float] = {}
         """Models that may be without replicas by decision: how many seconds requests wait for one."""
-        self._orders = NO_OPERATOR_STATE
+        self._operator_state = NO_OPERATOR_STATE
 
     def add(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> None:
         """A replica came up. It must not be up already."""
@@ -176,7 +176,7 @@ class ReplicaRegistry:
 
     def _shared(self, state: ModelState, snapshot: RoutingSnapshot, key: str) -> RoutingSnapshot:
         """What is left of a model's replicas for a request, where a canary gets a share."""
-        canary = self._orders.canary_of(state.facts.model)
+        canary = self._operator_state.canary_of(state.facts.model)
         if canary is None or canary.version not in state.versions:
             return snapshot
         others = state.others_than(canary.version)
@@ -186,9 +186,9 @@ class ReplicaRegistry:
                 return chosen
         return snapshot.without([one.slot for one in state.replicas if one.slot not in others])
 
-    def set_orders(self, orders: OperatorState) -> None:
+    def set_operator_state(self, operator_state: OperatorState) -> None:
         """Takes what holds from now on."""
-        self._orders = orders
+        self._operator_state = operator_state
 
     def is_gone(self, model: str, version: str, now: float) -> bool:
         """Whether a version has no replica, and will not or did not get one in time."""
@@ -211,7 +211,7 @@ class ReplicaRegistry:
     def gone_at(self, model: str, version: str) -> float | None:
         """When a version that no replica has is given up, a retired one at once; None for one that a replica has."""
         since = self._models[model].missing.get(version)
-        if since is None or (model, version) in self._orders.retired:
+        if since is None or (model, version) in self._operator_state.retired:
             return since
         return since + self._config.replica_wait_s
 

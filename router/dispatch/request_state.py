@@ -14,10 +14,10 @@ from holdfast.worker.model_info import version_of
 from holdfast.worker.request import (
     EngineRequest,
     FinishReason,
+    PoisonRisk,
     Priority,
     RequestKey,
     SequenceKey,
-    Suspicion,
     TokenLogprob,
 )
 from holdfast.worker.waiting_queue import Tenant
@@ -55,7 +55,7 @@ class RequestState:
     has_first_token: bool = field(init=False)
     """Its client has had a token, of a resumed request perhaps of another router."""
     unsent_text: str = field(init=False)
-    """Text of a resumed request that goes out with the first delivery."""
+    """Text of a resumed request that goes out with the first delta."""
     num_cached_tokens: int = 0
     status: RequestStatus = RequestStatus.QUEUED
     attempt: Attempt | None = None
@@ -139,13 +139,15 @@ class RequestState:
         """The next of a prompt whose log-probabilities come in pieces, before the first token of an attempt."""
         self.early_prompt_logprobs += logprobs
 
-    def continuation(self, time_left_s: float | None = None, suspicion: Suspicion = Suspicion.NONE) -> EngineRequest:
+    def continuation(
+        self, time_left_s: float | None = None, poison_risk: PoisonRisk = PoisonRisk.NONE
+    ) -> EngineRequest:
         """The request to a replica that continues after the output so far, within `time_left_s`."""
         return replace(
             self.request,
             output_token_ids=tuple(self.output_token_ids),
             time_left_s=time_left_s,
-            suspicion=suspicion,
+            poison_risk=poison_risk,
         )
 
     def take(
@@ -155,7 +157,7 @@ class RequestState:
         logprobs: tuple[TokenLogprob, ...] = (),
         prompt_logprobs: tuple[TokenLogprob, ...] = (),
     ) -> OutputDelta | None:
-        """Appends output. Returns the delivery for the client, or None if nothing is new.
+        """Appends output. Returns the delta for the client, or None if nothing is new.
 
         A complete stop string ends the output; tokens after it are dropped. `logprobs` are cut as the tokens. A token
         that ends the output is no text, special or not.
@@ -207,9 +209,9 @@ class RequestState:
         index = len(output)
         text = None if self.unsent_text else self.text.push_one(token_id)
         if text is None:
-            delivery = self.take((token_id,), None)
-            assert delivery is not None, "it has a token"
-            return delivery
+            delta = self.take((token_id,), None)
+            assert delta is not None, "it has a token"
+            return delta
         output.append(token_id)
         fields = (
             self.request.request_id,

@@ -1,7 +1,7 @@
 """Output of a request: one buffer for each of its sequences, between the dispatch host and the request's sink, and the
 stream that opens them together and reads them as one. A pure core.
 
-Output that the sink does not take waits for its reader, and is merged into one delivery: a slow reader delays nobody.
+Output that the sink does not take waits for its reader, and is merged into one delta: a slow reader delays nobody.
 A buffer is bounded by its sequence's output, and where there is a limit (`UnreadLimit`), its request is suspended soon
 after the buffer has exceeded that.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import OutputDelta, Usage
-from holdfast.router.resume import final_delivery
+from holdfast.router.resume import final_delta
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.request import EngineRequest, SequenceKey, TokenLogprob
 
@@ -24,7 +24,7 @@ BEHIND_AT_LEAST_S: Final = 1.0
 """A reader that is behind for less may be held up by its own event loop, and is not called slow."""
 
 MERGED_AT: Final = 64
-"""This many unfetched deliveries are merged into one, because each costs more memory than its tokens."""
+"""This many unfetched deltas are merged into one, because each costs more memory than its tokens."""
 
 
 class Sink(Protocol):
@@ -59,7 +59,7 @@ class UnreadLimit:
     num_tokens: int
     """That wait for a reader which has been behind for `BEHIND_AT_LEAST_S`."""
     on_unread: Callable[["OutputStream"], None]
-    """Called at each delivery from there on. It runs inside the dispatch host, and must not call back into it."""
+    """Called at each delta from there on. It runs inside the dispatch host, and must not call back into it."""
     on_read: Callable[["OutputStream"], None]
     """Called once a stream that `is_suspended` has been read to its last token. It runs in the reader."""
 
@@ -94,7 +94,7 @@ class OutputStream:
         limit: UnreadLimit | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        """`now` is asked when the reader falls behind and when it has caught up, and not for each delivery."""
+        """`now` is asked when the reader falls behind and when it has caught up, and not for each delta."""
         self.key = key
         self._limit = limit
         self.num_unread = 0
@@ -116,24 +116,24 @@ class OutputStream:
         """Comes before its text."""
         self._pending: list[OutputDelta] = []
         self.watch: Callable[[OutputDelta], None] | None = None
-        """Is told of what comes up to the first token, and of the last delivery."""
+        """Is told of what comes up to the first token, and of the last delta."""
         self.num_tokens = 0
         """Delivered so far."""
         self.error: HoldfastError | None = None
         """What has ended it, and is raised after all earlier output."""
 
-    def push(self, delivery: OutputDelta) -> None:
-        is_last = delivery.finish_reason is not None
+    def push(self, delta: OutputDelta) -> None:
+        is_last = delta.finish_reason is not None
         if self.watch is not None and (is_last or not self.num_tokens):
-            self.watch(delivery)
-        self.num_tokens += len(delivery.token_ids)
-        offered = self._of_request(delivery) if self.index or self.echo else delivery
+            self.watch(delta)
+        self.num_tokens += len(delta.token_ids)
+        offered = self._of_request(delta) if self.index or self.echo else delta
         if not (self._pending or is_last) and self._sink.take(offered):
             return
         if self._behind_since is None and (is_last or (self._pending and self.notifies_each_step)):
             self._behind_since = self._now()
-        self._pending.append(delivery)
-        self.num_unread += len(delivery.token_ids)
+        self._pending.append(delta)
+        self.num_unread += len(delta.token_ids)
         if self._limit is not None and not is_last and self.num_unread >= self._limit.num_tokens:
             self._check_reader(self._limit)
         if self.notifies_each_step or is_last:
@@ -163,24 +163,24 @@ class OutputStream:
         if pending[0].replica_id != pending[-1].replica_id:
             count = next(at for at, one in enumerate(pending) if one.replica_id != pending[0].replica_id)
         self._pending = pending[count:]
-        delivery = merged(pending[:count])
+        delta = merged(pending[:count])
         if self.index or self.echo:
-            delivery = self._of_request(delivery)
+            delta = self._of_request(delta)
         if self._behind_since is not None:
             self.behind_s += self._now() - self._behind_since
             self._behind_since = None
-        self.num_unread -= len(delivery.token_ids)
+        self.num_unread -= len(delta.token_ids)
         if self.is_suspended and not self._pending and self._limit is not None:
             self.is_suspended = False
             self._limit.on_read(self)
-        return delivery
+        return delta
 
-    def _of_request(self, delivery: OutputDelta) -> OutputDelta:
+    def _of_request(self, delta: OutputDelta) -> OutputDelta:
         if self.index:
-            delivery = delivery._replace(sequence_index=self.index)
-        if self.echo and delivery.first_token_index == 0:
-            delivery = delivery._replace(text=self.echo + delivery.text)
-        return delivery
+            delta = delta._replace(sequence_index=self.index)
+        if self.echo and delta.first_token_index == 0:
+            delta = delta._replace(text=self.echo + delta.text)
+        return delta
 
     def _check_reader(self, limit: UnreadLimit) -> None:
         """A reader that waits for the end is never behind."""
@@ -194,16 +194,16 @@ class OutputStream:
         return bool(self._pending) or self.error is not None
 
 
-def merged(deliveries: Sequence[OutputDelta]) -> OutputDelta:
-    """Consecutive deliveries as one, of the last one's replica."""
-    first, last = deliveries[0], deliveries[-1]
-    if len(deliveries) == 1:
+def merged(deltas: Sequence[OutputDelta]) -> OutputDelta:
+    """Consecutive deltas as one, of the last one's replica."""
+    first, last = deltas[0], deltas[-1]
+    if len(deltas) == 1:
         return first
     token_ids, texts, logprobs = list[int](), list[str](), list[TokenLogprob]()
-    for delivery in deliveries:
-        token_ids += delivery.token_ids
-        texts.append(delivery.text)
-        logprobs += delivery.logprobs
+    for delta in deltas:
+        token_ids += delta.token_ids
+        texts.append(delta.text)
+        logprobs += delta.logprobs
     return last._replace(
         first_token_index=first.first_token_index,
         prompt_logprobs=first.prompt_logprobs,
@@ -214,7 +214,7 @@ def merged(deliveries: Sequence[OutputDelta]) -> OutputDelta:
 
 
 class RequestStream:
-    """The output streams of a request's sequences as one, for one reader. Whoever opens it closes it."""
+    """The output streams of a request's sequences as one, for one reader. Its opener closes it."""
 
     def __init__(self, request: EngineRequest, streams: Sequence[OutputStream] = ()) -> None:
         self.request = request
@@ -248,7 +248,7 @@ class RequestStream:
 
         With `goes_on` it is a further call of one submission, whose earlier calls are over: a later submission ends it.
         The output of all sequences goes to `sink`. `echo` comes before the text of each. `watch` is told of every
-        delivery of all of them.
+        delta of all of them.
         """
         if goes_on:
             host.dispatch.check_newest(self.request.key)
@@ -308,23 +308,23 @@ class RequestStream:
     def poll(self) -> OutputDelta | None:
         """New output of one sequence that the sink has not taken, if there is any; sequences take turns.
 
-        `sequence_index` says whose output it is. The last delivery of all has the usage. Raises the error that ended
+        `sequence_index` says whose output it is. The last delta of all has the usage. Raises the error that ended
         one of the sequences: it ends the request.
         """
         is_one = len(self.streams) == 1
         for index, stream in self._unread.items():
-            delivery = stream.poll()
-            if delivery is not None:
-                if delivery.finish_reason is not None:
+            delta = stream.poll()
+            if delta is not None:
+                if delta.finish_reason is not None:
                     del self._unread[index]
                     self.is_over = not self._unread
                 elif not is_one:
                     self._unread[index] = self._unread.pop(index)
                 self.has_more = not is_one or (not self.is_over and stream.has_more)
-                if delivery.usage is None:
-                    return delivery
-                self._usages.append(delivery.usage)
-                return delivery if is_one else delivery._replace(usage=self.usage if self.is_over else None)
+                if delta.usage is None:
+                    return delta
+                self._usages.append(delta.usage)
+                return delta if is_one else delta._replace(usage=self.usage if self.is_over else None)
         return None
 
 
@@ -340,5 +340,5 @@ def merged_usage(usages: Sequence[Usage]) -> Usage:
 def _ended(state: RequestState, sink: Sink) -> OutputStream:
     """The stream of a sequence whose end its client has, or all but its end."""
     stream = OutputStream(state.key, sink)
-    stream.push(final_delivery(state.request, state.caught_up))
+    stream.push(final_delta(state.request, state.caught_up))
     return stream

@@ -55,7 +55,7 @@ class Phases:
 
 @dataclass(slots=True)
 class Timeline:
-    """Filled by the dispatcher, read by whoever counts."""
+    """Filled by the dispatcher, read by statistics."""
 
     opened_s: float = 0.0
     attempts: list[AttemptTimes] = field(default_factory=list)

@@ -7,8 +7,8 @@ from typing import Final
 
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.links.link import ReplicaLink
 from holdfast.router.links.replica_directory import DirectoryView, ReplicaDirectory, ReplicaEndpoint
+from holdfast.router.links.replica_link import ReplicaLink
 from holdfast.router.operator_state import NO_OPERATOR_STATE, OperatorState
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.model_info import ReplicaFacts
@@ -28,13 +28,15 @@ class LinkPool:
         tokenizers: TokenizerRegistry,
         config: RouterConfig,
         security: LinkSecurity = UNSECURED,
-        on_orders: Callable[[OperatorState], None] | None = None,
+        on_operator_state: Callable[[OperatorState], None] | None = None,
         on_view: Callable[[DirectoryView], None] | None = None,
     ) -> None:
-        """`on_orders` hears what operators have ordered, when that changes; `on_view`, all that the directory says."""
-        self._on_orders = on_orders
+        """`on_operator_state` hears what operators have ordered, when that changes; `on_view`, all that the directory
+        says.
+        """
+        self._on_operator_state = on_operator_state
         self._on_view = on_view
-        self._orders = NO_OPERATOR_STATE
+        self._operator_state = NO_OPERATOR_STATE
         self._endpoints: frozenset[ReplicaEndpoint] = frozenset()
         self._security = security
         self._dispatch_host = dispatch_host
@@ -56,7 +58,13 @@ class LinkPool:
                     self._endpoints = view.endpoints
                     if self._on_view is not None:
                         self._on_view(view)
-                    await self.obey(max(self._orders, view.orders, key=lambda orders: orders.revision))
+                    await self.apply(
+                        max(
+                            self._operator_state,
+                            view.operator_state,
+                            key=lambda operator_state: operator_state.revision,
+                        )
+                    )
             except Exception:  # any directory may fail, Ray's too: a router with a stale view is better than none
                 logger.exception("the replica directory failed; the links stay as they are until it answers again")
             await asyncio.sleep(WATCH_AGAIN_S)
@@ -82,7 +90,7 @@ class LinkPool:
             self._links[replica_id] = link
             link.start()
         for link in self._links.values():
-            link.set_log_level(self._orders.log_level)
+            link.set_log_level(self._operator_state.log_level)
 
     async def stop(self) -> None:
         """Closes all links, for good."""
@@ -95,12 +103,12 @@ class LinkPool:
         """The replica's process is to end at once. It must be one that is up."""
         self._links[replica_id].kill()
 
-    async def obey(self, orders: OperatorState) -> None:
+    async def apply(self, operator_state: OperatorState) -> None:
         """What operators have ordered from now on: drained replicas retire, as if the directory did not name them."""
-        if orders != self._orders and self._on_orders is not None:
-            self._on_orders(orders)
-        self._orders = orders
-        await self.update(frozenset(one for one in self._endpoints if one.replica_id not in orders.drained))
+        if operator_state != self._operator_state and self._on_operator_state is not None:
+            self._on_operator_state(operator_state)
+        self._operator_state = operator_state
+        await self.update(frozenset(one for one in self._endpoints if one.replica_id not in operator_state.drained))
 
     # --- inside ---
 

@@ -46,7 +46,7 @@ class DirectoryView:
     replicas."""
     cold_starts: tuple[tuple[str, float], ...] = ()
     """Models that may be without replicas by decision, and how many seconds requests wait for the first one."""
-    orders: OperatorState = NO_OPERATOR_STATE
+    operator_state: OperatorState = NO_OPERATOR_STATE
     """What the cluster's operators want of its routers."""
     routers: frozenset[RouterEndpoint] = frozenset()
     """All routers that serve HTTP."""

@@ -165,7 +165,7 @@ OF_REPLICAS: Final = (
         "KV blocks: used, cached (free, and with a prefix that may be asked for again), or empty",
     ),
     Metric("holdfast_replica_output_tokens_total", C, _REPLICA, "Tokens that a replica has drawn"),
-    Metric("holdfast_replica_computed_tokens_total", C, _REPLICA, "Tokens that it has computed, prompts among them"),
+    Metric("holdfast_replica_computed_tokens_total", C, _REPLICA, "Tokens computed, prompts included"),
     Metric(
         "holdfast_replica_recomputed_tokens_total", C, _REPLICA, "Those computed again because a preemption lost them"
     ),
@@ -185,7 +185,7 @@ OF_REPLICAS: Final = (
     ),
     Metric("holdfast_replica_step_seconds", H, _REPLICA, "Time of one step: plan, run and commit together"),
     Metric(
-        "holdfast_replica_gpu_utilization_ratio", G, _REPLICA, "GPU of the leading rank: share of time that it computed"
+        "holdfast_replica_gpu_utilization_ratio", G, _REPLICA, "GPU of the leading rank: share of time spent computing"
     ),
     Metric("holdfast_replica_gpu_memory_used_bytes", G, _REPLICA, "Memory in use on the leading rank's GPU"),
     Metric("holdfast_replica_gpu_memory_total_bytes", G, _REPLICA, "Memory of the leading rank's GPU"),

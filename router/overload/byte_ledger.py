@@ -88,7 +88,7 @@ class ByteLedger:
         self._budgets = config
         self._leases: dict[Lease, None] = {}
         self.on_input: Callable[[int], None] = lambda num_bytes: None
-        """Told of bytes that have arrived, before work on them begins."""
+        """Counts bytes that have arrived, before work on them begins."""
         self._by_connection: Counter[str] = Counter()
         self._by_account: Counter[str] = Counter()
         self.num_bytes = 0
@@ -161,8 +161,8 @@ class ByteLedger:
             setting = f"overload.max_{budget}_bytes"
             self.refusals[setting] += 1
             whose = {"connection": "this connection", "key": "this key or address", "router": "this router"}[budget]
-            told = f"{whose} has {held} bytes of requests in flight, and {more} more exceed {most} ({setting})"
-            raise ByteBudgetError(told, RETRY_S)
+            message = f"{whose} has {held} bytes of requests in flight, and {more} more exceed {most} ({setting})"
+            raise ByteBudgetError(message, RETRY_S)
 
     def _add(self, lease: Lease, change: int) -> None:
         if not change:

@@ -211,8 +211,8 @@ class Overload:
         """Counts a request that is ended for the bytes that it holds. Returns the error for its client."""
         self._closed_at = now
         self.counts[OverloadAction.CLOSE_GREEDIEST] += 1
-        told = f"this request was ended: it held {held_bytes} bytes, the most of the caller that holds the most"
-        return ByteBudgetError(f"{self._used(OverloadAction.CLOSE_GREEDIEST)}: {told}", RETRY_S)
+        message = f"this request was ended: it held {held_bytes} bytes, the most of the caller that holds the most"
+        return ByteBudgetError(f"{self._used(OverloadAction.CLOSE_GREEDIEST)}: {message}", RETRY_S)
 
     def note_shrunk(self) -> None:
         """Free memory was given back to the system."""
@@ -227,9 +227,9 @@ class Overload:
         used = ", ".join(f"{name} {pressure:.0%}" for name, pressure in self.pressures.items())
         return (f"this router is overloaded ({used} of their limits): {', '.join(refusing)}",)
 
-    def _refused(self, action: OverloadAction, told: str) -> OverloadedError:
+    def _refused(self, action: OverloadAction, message: str) -> OverloadedError:
         self.counts[action] += 1
-        return OverloadedError(f"{self._used(action)}: {told}", RETRY_S)
+        return OverloadedError(f"{self._used(action)}: {message}", RETRY_S)
 
     def _used(self, action: OverloadAction) -> str:
         resource = self.active.get(action, Resource.MEMORY)

@@ -57,7 +57,7 @@ class SampledAnswer(RequestStream):
         self.echo = admitted.echo
         """The prompt's text, with which each completion begins."""
         self.received: Sequence[OutputDelta] = ()
-        """What the client of a resumed request has already, one delivery for each sequence of which it has any."""
+        """What the client of a resumed request has already, one delta for each sequence of which it has any."""
         self.sequences: Sequence[RequestState] = ()
         """By index."""
         self._pieces = defaultdict[int, list[OutputDelta]](list)
@@ -95,10 +95,10 @@ class SampledAnswer(RequestStream):
         Raises as iterating does.
         """
         self.is_set = False
-        delivery = self.poll()
-        if delivery is not None:
+        delta = self.poll()
+        if delta is not None:
             self.is_set = self.has_more
-        return delivery
+        return delta
 
     def __aiter__(self) -> "SampledAnswer":
         return self
@@ -109,11 +109,11 @@ class SampledAnswer(RequestStream):
         while True:
             if not self.is_set:
                 await self.next()
-            if (delivery := self.read()) is not None:
-                return delivery
+            if (delta := self.read()) is not None:
+                return delta
 
     async def outputs(self, on_delta: Callable[[], None] | None = None) -> list[OutputDelta]:
-        """The output of every sequence as one delivery, by sequence index, when all have ended. `on_delta` is called
+        """The output of every sequence as one delta, by sequence index, when all have ended. `on_delta` is called
         whenever there is more of it before that; without it the task is woken by ends alone.
         """
         if on_delta is None:
@@ -122,14 +122,14 @@ class SampledAnswer(RequestStream):
         while not self.is_over:
             if not self.is_set:
                 await self.next()
-            if (delivery := self.read()) is not None:
-                pieces[delivery.sequence_index].append(delivery)
+            if (delta := self.read()) is not None:
+                pieces[delta.sequence_index].append(delta)
                 if on_delta is not None and not self.is_over:
                     on_delta()
         return self.so_far()
 
     def so_far(self) -> list[OutputDelta]:
-        """What `outputs` has read of every sequence, as one delivery."""
+        """What `outputs` has read of every sequence, as one delta."""
         found = []
         for index in range(len(self.streams)):
             if not (pieces := self._pieces[index]):
@@ -141,8 +141,8 @@ class SampledAnswer(RequestStream):
     def read_rest(self) -> list[OutputDelta]:
         """As `so_far`, with the output that has arrived and was not read yet. Raises nothing, whatever has ended it."""
         with suppress(HoldfastError):
-            while (delivery := self.poll()) is not None:
-                self._pieces[delivery.sequence_index].append(delivery)
+            while (delta := self.poll()) is not None:
+                self._pieces[delta.sequence_index].append(delta)
         return self.so_far()
 
     async def whole(self) -> CompletedRequest:
@@ -152,21 +152,21 @@ class SampledAnswer(RequestStream):
             request_id=self.request.request_id, model=self.model, completions=completions, usage=self.usage
         )
 
-    def stop_reason(self, index: int, delivery: OutputDelta) -> str | int | None:
-        """What has ended sequence `index`, whose last delivery this is: a stop string or token of the request, or None
+    def stop_reason(self, index: int, delta: OutputDelta) -> str | int | None:
+        """What has ended sequence `index`, whose last delta this is: a stop string or token of the request, or None
         for another end.
         """
-        if delivery.finish_reason is not FinishReason.STOP:
+        if delta.finish_reason is not FinishReason.STOP:
             return None
-        token_ids = delivery.token_ids
+        token_ids = delta.token_ids
         for one in () if token_ids else self.received:
             if one.sequence_index == index:
                 token_ids = one.token_ids
         matched = self.sequences[index].text.matched if index < len(self.sequences) else None
-        return stop_reason(self.request.sampling_params, delivery.finish_reason, token_ids, matched)
+        return stop_reason(self.request.sampling_params, delta.finish_reason, token_ids, matched)
 
     def completions(self, outputs: Sequence[OutputDelta]) -> tuple[CompletedSequence, ...]:
-        """The completions to return, from the whole output of every sequence. Each output is one delivery."""
+        """The completions to return, from the whole output of every sequence. Each output is one delta."""
         completions = tuple(map(self._completion, outputs))
         return self._chosen(outputs, completions) if self._is_ranked else completions
 

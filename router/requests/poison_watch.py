@@ -1,8 +1,8 @@
 """Poison watch of a router: finds the request that ends routers while they read it. A core without IO.
 
-What `router/dispatch/failures.py` is for replicas, this is for routers, with the same levels of suspicion. A request
-is *read* from its last byte until it is admitted: decoded, checked, tokenized. It is noted in a journal that outlives
-the process (`Journal`), so that whoever finds the journal of a router that has ended knows what was being read then:
+What `router/dispatch/failures.py` is for replicas, this is for routers, with the same levels. A request is
+*read* from its last byte until it is admitted: decoded, checked, tokenized. It is noted in a journal that outlives the
+process (`Journal`), so that a process that finds the journal of a router that has ended knows what was being read then:
 
     one router lost:   the request is a suspect. It runs on trial: while it is read, no other suspect is
     two, or proof:     it is convicted, and refused
@@ -19,7 +19,7 @@ from typing import Final, Protocol, TypeAlias
 
 from holdfast.router.router_losses import MAX_ROUTERS_LOST, RouterLoss
 from holdfast.worker.errors import ReplicaError, RequestQuarantinedError
-from holdfast.worker.request import Suspicion
+from holdfast.worker.request import PoisonRisk
 
 WHOLE_BYTES: Final = 2**18
 """Bytes up to this are hashed whole. Of more, so many at both ends and pieces between: no loop waits for 32 MB."""
@@ -129,7 +129,7 @@ HUNG_S: Final = 2.0
 class Journal(Protocol):
     """Where a router notes what it reads, so that it is known after the process has ended in any way."""
 
-    def enter(self, digest: str, suspicion: Suspicion, *, is_known_good: bool) -> int:
+    def enter(self, digest: str, poison_risk: PoisonRisk, *, is_known_good: bool) -> int:
         """Notes a request that is read from here on, and returns the number of its place."""
 
     def clear(self, place: int) -> None:
@@ -139,7 +139,7 @@ class Journal(Protocol):
 class NoJournal:
     """For a router whose end nobody looks into."""
 
-    def enter(self, digest: str, suspicion: Suspicion, *, is_known_good: bool) -> int:
+    def enter(self, digest: str, poison_risk: PoisonRisk, *, is_known_good: bool) -> int:
         return 0
 
     def clear(self, place: int) -> None: ...
@@ -150,7 +150,7 @@ class Entry:
     """One request in the journal of a router that has ended."""
 
     digest: str
-    suspicion: Suspicion = Suspicion.NONE
+    poison_risk: PoisonRisk = PoisonRisk.NONE
     is_known_good: bool = False
 
 
@@ -160,7 +160,7 @@ def losses_of(entries: Sequence[Entry], router: str, now: float, *, is_own_fault
     `is_own_fault`: it hung, or had no memory; nobody has killed it for another reason. One on trial is the cause, and
     the others are not even suspected.
     """
-    on_trial = {entry.digest: entry for entry in entries if entry.suspicion is Suspicion.ON_TRIAL}
+    on_trial = {entry.digest: entry for entry in entries if entry.poison_risk is PoisonRisk.ON_TRIAL}
     suspects = on_trial or {entry.digest: entry for entry in entries}
     is_proof = bool(on_trial) or (is_own_fault and len(suspects) == 1)
     return tuple(
@@ -184,7 +184,7 @@ class PoisonWatch:
         self.num_refused = 0
         self.num_trials = 0
         self.on_change: Callable[[], None] = lambda: None
-        """Called when there are other losses to be told of."""
+        """Called when there are new losses."""
 
     @property
     def is_on(self) -> bool:
@@ -194,7 +194,7 @@ class PoisonWatch:
     # --- what is known of losses ---
 
     def note(self, losses: Iterable[RouterLoss]) -> None:
-        """Takes in what this router has found, or was told by others. What is known already changes nothing."""
+        """Takes in what this router has found, or has from other routers. What is known already changes nothing."""
         now, is_news = self.now(), False
         for loss in losses:
             known = self._losses.get(loss.digest, {})
@@ -212,7 +212,7 @@ class PoisonWatch:
         is_before = any(one.is_first and one.at_s >= loss.at_s for one in known)
         return is_cleared or is_before or now - loss.at_s > FORGET_S
 
-    def told(self) -> tuple[RouterLoss, ...]:
+    def known_losses(self) -> tuple[RouterLoss, ...]:
         """For the other routers, in an order of its own."""
         self._forget(self.now())
         return tuple(sorted(loss for known in self._losses.values() for loss in known.values()))
@@ -237,18 +237,18 @@ class PoisonWatch:
         """
         known = self._losses.get(digest)
         if known is None:
-            return Reading(self, digest, Suspicion.NONE)
+            return Reading(self, digest, PoisonRisk.NONE)
         if len(known) >= MAX_ROUTERS_LOST or any(one.is_proof for one in known.values()):
             self.num_refused += 1
             raise RequestQuarantinedError(_convicted(len(known)))
         self.begin_trial()
-        return Reading(self, digest, Suspicion.ON_TRIAL)
+        return Reading(self, digest, PoisonRisk.ON_TRIAL)
 
     def begin_trial(self) -> None:
         """Raises `ReplicaError` while another suspect is on trial."""
         if self._is_trial_on:
-            told = "another request that routers were lost with is being read here, and two are never read at a time"
-            raise ReplicaError(told, RETRY_S)
+            message = "another request that routers were lost with is being read here, and two are never read at a time"
+            raise ReplicaError(message, RETRY_S)
         self._is_trial_on = True
         self.num_trials += 1
 
@@ -267,24 +267,24 @@ class PoisonWatch:
 class Reading:
     """One request while it is read. Ended by `admitted`, or by `end` if nothing comes of it, whichever is first."""
 
-    __slots__ = ("_num_left", "_place", "_watch", "digest", "suspicion")
+    __slots__ = ("_num_left", "_place", "_watch", "digest", "poison_risk")
 
-    def __init__(self, watch: PoisonWatch, digest: str, suspicion: Suspicion) -> None:
+    def __init__(self, watch: PoisonWatch, digest: str, poison_risk: PoisonRisk) -> None:
         self.digest = digest
-        self.suspicion = suspicion
+        self.poison_risk = poison_risk
         self._watch: PoisonWatch | None = watch
         self._num_left = 1
-        self._place = watch.journal.enter(digest, suspicion, is_known_good=watch.is_known_good(digest))
+        self._place = watch.journal.enter(digest, poison_risk, is_known_good=watch.is_known_good(digest))
 
     def suspect(self, num_lost: int) -> None:
         """Its client says that so many routers were lost with it. Raises `ReplicaError` as `PoisonWatch.begin` does."""
         watch = self._watch
-        if watch is None or not num_lost or self.suspicion is not Suspicion.NONE:
+        if watch is None or not num_lost or self.poison_risk is not PoisonRisk.NONE:
             return
         watch.begin_trial()
         watch.journal.clear(self._place)
-        self.suspicion = Suspicion.ON_TRIAL
-        self._place = watch.journal.enter(self.digest, self.suspicion, is_known_good=False)
+        self.poison_risk = PoisonRisk.ON_TRIAL
+        self._place = watch.journal.enter(self.digest, self.poison_risk, is_known_good=False)
 
     def expect(self, num_requests: int) -> None:
         """So many requests come of it, each of which is admitted."""
@@ -300,7 +300,7 @@ class Reading:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.journal.clear(self._place)
-            if self.suspicion is Suspicion.ON_TRIAL:
+            if self.poison_risk is PoisonRisk.ON_TRIAL:
                 watch.end_trial(self.digest, is_cleared=is_cleared)
 
 

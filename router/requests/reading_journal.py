@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 
 from holdfast.router.requests.poison_watch import FORGET_S, HUNG_S, Entry, losses_of
 from holdfast.router.router_losses import RouterLoss
-from holdfast.worker.request import Suspicion
+from holdfast.worker.request import PoisonRisk
 
 TURN_S: Final = 0.5
 """How often a router shows that its loop turns."""
@@ -48,13 +48,13 @@ class ReadingJournal:
         """Before the first note. From here on others may read it."""
         _HEAD.pack_into(self._buffer, 0, _MAGIC, monotonic_s, False, False)
 
-    def enter(self, digest: str, suspicion: Suspicion, *, is_known_good: bool) -> int:
+    def enter(self, digest: str, poison_risk: PoisonRisk, *, is_known_good: bool) -> int:
         """Place 0 is none."""
         if not self._free or not digest:
             return 0
         place = self._free.pop()
         at = _HEAD.size + (place - 1) * _PLACE_BYTES
-        state = _TAKEN | suspicion | (_KNOWN_GOOD if is_known_good else 0)
+        state = _TAKEN | poison_risk | (_KNOWN_GOOD if is_known_good else 0)
         self._buffer[at : at + _PLACE_BYTES] = bytes((state,)) + bytes.fromhex(digest)
         return place
 
@@ -108,7 +108,7 @@ class LeftJournal:
             if state & _TAKEN:
                 yield Entry(
                     digest=bytes(self._buffer[at + 1 : at + _PLACE_BYTES]).hex(),
-                    suspicion=Suspicion(state & 0x0F),
+                    poison_risk=PoisonRisk(state & 0x0F),
                     is_known_good=bool(state & _KNOWN_GOOD),
                 )
 

@@ -59,8 +59,8 @@ class Pauses:
         Raises `ModelPausedError` where it is refused, `DeadlineExceededError` after `time_left_s`, `QueueFullError`.
         """
         if self.num_waiting >= self._max_waiting and not self.models[model].refuses:
-            told = f"model {model!r} is paused, and {self.num_waiting} requests wait already (limits.max_queued)"
-            raise QueueFullError(told, RETRY_S)
+            message = f"model {model!r} is paused, and {self.num_waiting} requests wait already (limits.max_queued)"
+            raise QueueFullError(message, RETRY_S)
         self.num_waiting += 1
         try:
             async with asyncio.timeout(time_left_s):
@@ -179,8 +179,8 @@ class RequestAdmission:
         """Refuses what is more than one tenant may have open."""
         most = self._limits.max_open_per_tenant
         if most is not None and self._open_answers.num_of(tenant) >= most:
-            told = f"its tenant has {most} open requests, which is the most (limits.max_open_per_tenant)"
-            raise RateLimitError(told, OPEN_RETRY_S)
+            message = f"its tenant has {most} open requests, which is the most (limits.max_open_per_tenant)"
+            raise RateLimitError(message, OPEN_RETRY_S)
 
     async def sequence(
         self, admitted: AdmittedRequest, sibling: EngineRequest, resume: ResumeRecord | None

@@ -21,7 +21,7 @@ from holdfast.router.requests.poison_watch import CURRENT_READING
 from holdfast.router.requests.request_admission import Pauses, RequestAdmission
 from holdfast.router.requests.request_stats import AdmittedRequest, RequestStats
 from holdfast.router.requests.tracing import RequestTracer
-from holdfast.router.resume import received_delivery
+from holdfast.router.resume import received_delta
 from holdfast.router.resume_record import ResumeRecord
 from holdfast.router.security.gate import Gate
 from holdfast.router.text.prompt import check_vocabulary
@@ -195,7 +195,7 @@ class RequestProcessor:
                 yield answer
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request, whoever has sent it, after the output that it has. Returns whether it was open.
+        """Ends a request, whichever client has sent it, after the output that it has. Returns whether it was open.
 
         A caller with a key ends those of its own tenant alone.
         """
@@ -231,8 +231,8 @@ class RequestProcessor:
         """Raises `InvalidRequestError` for a shape that cannot be enforced."""
         structure_chars, limit = structure.num_chars, self._limits.max_grammar_length
         if structure_chars > limit:
-            told = f"must have at most {limit} characters (limits.max_grammar_length), not {structure_chars}"
-            raise InvalidRequestError("structured_outputs", structure.text[:100], told)
+            message = f"must have at most {limit} characters (limits.max_grammar_length), not {structure_chars}"
+            raise InvalidRequestError("structured_outputs", structure.text[:100], message)
         await self._tokenizers.grammar(self.model(model).name, structure)
 
     def chat_style(self, model: str, *, has_tools: bool = False, template: str = "") -> ChatStyle:
@@ -271,5 +271,5 @@ class RequestProcessor:
 def _received(sequences: Sequence[RequestState], resume: ResumeRecord, echo: str) -> list[OutputDelta]:
     """What the client of a resumed request has already, of each sequence of which it has any."""
     has_some = sequences[: len(resume.sequences)]
-    received = (received_delivery(one.request, one.caught_up, resume, echo) for one in has_some)
+    received = (received_delta(one.request, one.caught_up, resume, echo) for one in has_some)
     return [one for one in received if one is not None]

@@ -66,7 +66,7 @@ class ModelStats:
     duration_s: Histogram = field(default_factory=Histogram)
     reader_wait_s: Histogram = field(default_factory=Histogram)
     num_slow: int = 0
-    """Counted by whoever logs them (`request_stats.py`)."""
+    """Counted by `SlowRequests`, which logs them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,14 +175,14 @@ class AdmittedRequest:
         self.on_end: EndListener | None = None
         """Hears of this request's end, before all others do."""
 
-    def note(self, delivery: OutputDelta) -> None:
+    def note(self, delta: OutputDelta) -> None:
         """The first tokens of one of its sequences, or its end."""
-        if self._first_at is None and delivery.token_ids:
-            self._first_at, self._num_first = self._now(), len(delivery.token_ids)
+        if self._first_at is None and delta.token_ids:
+            self._first_at, self._num_first = self._now(), len(delta.token_ids)
             if self.on_first_token is not None:
                 self.on_first_token()
-        if delivery.finish_reason is not None:
-            self._reason, self._last_at = str(delivery.finish_reason), self._now()
+        if delta.finish_reason is not None:
+            self._reason, self._last_at = str(delta.finish_reason), self._now()
 
     def note_read(self, streams: Iterable[OutputStream]) -> None:
         """What has come of the request, by its sequences' streams, now that nobody reads them any more."""
@@ -235,7 +235,7 @@ logger = logging.getLogger(__name__)
 
 
 class SlowRequests:
-    """Told of each request when it is over."""
+    """Called with each request when it is over."""
 
     def __init__(self, slow_s: float, stats: RequestStats) -> None:
         """Slow is what took at least `slow_s` seconds, however it ended."""
@@ -247,7 +247,7 @@ class SlowRequests:
             return
         self._stats.of(ended.model).num_slow += 1
         times = where_its_time_went(ended)
-        told = ", ".join(
+        message = ", ".join(
             f"{name.removesuffix('_s').replace('_', ' ')} {seconds:.2f} s" for name, seconds in times.items()
         )
         logger.warning(
@@ -256,7 +256,7 @@ class SlowRequests:
             ended.model,
             ended.outcome,
             ended.duration_s,
-            told,
+            message,
             ended.num_prompt_tokens,
             ended.num_output_tokens,
             ", ".join(one.replica_id for one in ended.timeline.attempts) or "none",

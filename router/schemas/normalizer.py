@@ -76,7 +76,7 @@ def _normalized(root: Any) -> NormalizedSchema:
     references = References(root)
     finite = FiniteValues(root, references)
     if root not in finite:
-        limit = "no finite value matches: what it asks for matches nothing, or contains itself"
+        limit = "no finite value matches: it matches nothing, or contains itself"
         raise SchemaError(finite.culprit(root), None, limit)
     _Walk(references, finite).visit(root, "")
     return NormalizedSchema(MappingProxyType(root), _escapes(root))

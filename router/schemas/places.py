@@ -107,6 +107,6 @@ class SchemaError(ValueError):
         self.limit = limit
 
     @property
-    def told(self) -> str:
+    def reason(self) -> str:
         """As an error of a request says it."""
         return str(self) if "cannot be enforced" in self.limit else f"cannot be enforced: {self}"

@@ -80,8 +80,8 @@ class KeyRing:
             field = ".".join(map(str, first["loc"])) or "a key"
             raise ConfigurationError(f"security.api_keys: {source}: {field}: {first['msg']}") from None
         except (ValueError, TypeError, KeyError, RecursionError):
-            told = 'must be a JSON object with a list "keys", as `holdfast keys add` writes it'
-            raise ConfigurationError(f"security.api_keys: {source}: {told}") from None
+            message = 'must be a JSON object with a list "keys", as `holdfast keys add` writes it'
+            raise ConfigurationError(f"security.api_keys: {source}: {message}") from None
         for names in ([key.name for key in keys], [key.sha256 for key in keys]):
             if len(set(names)) != len(names):
                 raise ConfigurationError(f"security.api_keys: {source}: two keys have the same name or the same hash")
@@ -171,7 +171,7 @@ def read_keys(path: Path) -> KeyRing:
 
 
 def write_keys(path: Path, ring: KeyRing) -> None:
-    """In one piece, readable by this user alone: whoever reads at the same time sees the old keys or the new ones."""
+    """In one piece, readable by this user alone: a reader at the same time sees the old keys or the new ones."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # with mode 0600
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

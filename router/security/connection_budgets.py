@@ -21,7 +21,7 @@ PREMATURE_S: Final = 1.0
 limits are for.
 """
 
-SUSPICION_S: Final = 5.0
+SUSPECT_S: Final = 5.0
 """How long connections are told apart after too many calls were reset by nobody knows whom."""
 
 ENDING_STREAMS: Final = 128
@@ -163,14 +163,14 @@ class ConnectionBudgets:
         if connection is None:
             self._unknown = self._unknown or TokenBucket(self.limits.max_resets_per_s)
             if self._unknown.wait_s(now, 1.0):
-                self._suspects_until = now + SUSPICION_S
+                self._suspects_until = now + SUSPECT_S
             else:
                 self._unknown.take(1.0, now)
             return None
         connection.count(is_reset=True)
         reason = self._charge(self._of(connection.peer, now).resets, now, Reason.RESETS)
         if reason is not None:
-            self._suspects_until = now + SUSPICION_S
+            self._suspects_until = now + SUSPECT_S
         return reason if connection.mostly_resets else None
 
     def suspects(self, now: float) -> bool:

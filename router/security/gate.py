@@ -43,7 +43,7 @@ class Caller:
     def check_operator(self) -> None:
         """Raises `PermissionDeniedError` for a key that is not an operator's."""
         if not self.is_operator:
-            raise PermissionDeniedError("operator", f"the key {self.name!r} is no operator's")
+            raise PermissionDeniedError("operator", f"the key {self.name!r} is not an operator's")
 
     def charged(self, request: GenerationRequest, now: float) -> GenerationRequest:
         """The request with the tenant that it is charged to. Takes it off the rate of requests.
@@ -54,8 +54,8 @@ class Caller:
             self.check_model(request.model)
         if request.priority < self.max_priority:
             most = self.max_priority.name.lower()
-            told = f"the key {self.name!r} may ask for {most} at most, not for {request.priority.name.lower()}"
-            raise PermissionDeniedError("priority", told)
+            message = f"the key {self.name!r} may ask for {most} at most, not for {request.priority.name.lower()}"
+            raise PermissionDeniedError("priority", message)
         if self.tenant is not None and request.tenant not in ("", self.tenant):
             raise PermissionDeniedError("tenant", f"the key {self.name!r} may not send requests of another tenant")
         if self.rates is not None:

@@ -65,7 +65,7 @@ lock where a thread holds it, as those do that decode and check large requests.
 
 
 class RouterOptions(TypedDict, total=False):
-    """What a router has of whoever runs it; each may be left out."""
+    """What a router may be given by the code that runs it."""
 
     load_tokenizer: Callable[[str], Tokenizer]
     """Reads the tokenizer in a model's folder."""
@@ -80,9 +80,9 @@ class RouterOptions(TypedDict, total=False):
     links: LinkSecurity
     """How replicas are dialled."""
     on_models: Callable[[Sequence[ModelStatus]], None] | None
-    """Told the models that are served here, when they change."""
+    """Called with the models that are served here, when they change."""
     send_change: SendChange | None
-    """Has what operators order obeyed by all routers; without it, this one obeys alone."""
+    """Sends a change of the operator state to all routers; without it, it holds for this one alone."""
     control: ClusterControl | None
     """Changes the cluster's models and reads its logs; without it, operators are refused both."""
     telemetry: TelemetryConfig | None
@@ -99,12 +99,12 @@ class Router:
     def __init__(self, config: RouterConfig, limits: LimitsConfig, **options: Unpack[RouterOptions]) -> None:
         self._config, self._limits = config, limits
         self._on_models = options.get("on_models")
-        self.orders = NO_OPERATOR_STATE
+        self.operator_state = NO_OPERATOR_STATE
         """What its operators have ordered."""
         self.warnings: tuple[str, ...] = ()
         """What is wrong with the cluster although it serves, for health."""
         self.advertised_http_address = ""
-        """`host:port` of the HTTP API as others dial it, set by whoever knows; empty: as it listens."""
+        """`host:port` of the HTTP API as others dial it, set by the code that knows; empty: as it listens."""
         picks = config.endpoint_picker
         self._health = health.HealthServicer(
             (*health.OVERALL, *(endpoint_picker.HEALTH_NAMES if picks else ())), ("liveness",) if picks else ()
@@ -132,7 +132,7 @@ class Router:
             stats.on_end.append(SlowRequests(telemetry.slow_request_s, stats))
         links = options.get("links", UNSECURED)
         self._certificates = Certificates(options.get("tls"), links.tls)
-        self._link_pool = LinkPool(self._dispatch_host, pipeline.tokenizers, config, links, self._obey, self._see)
+        self._link_pool = LinkPool(self._dispatch_host, pipeline.tokenizers, config, links, self._apply, self._see)
         self._recent_errors = RecentErrors()
         logging.getLogger(PACKAGE).addHandler(self._recent_errors)
         self._tasks: list[asyncio.Task[None]] = []
@@ -150,7 +150,7 @@ class Router:
             *parts,
             gate=gate,
             send=send_change,
-            orders=lambda: self.orders,
+            operator_state=lambda: self.operator_state,
             dump=self._dump,
             kill=self._link_pool.kill if config.killable else None,
             control=control,
@@ -290,7 +290,7 @@ class Router:
     def _dump(self) -> str:
         num_paused = self._request_processor.pauses.num_waiting
         errors = self._recent_errors.lines
-        parts = self._dispatch_host, self.orders, self._config, self._limits, errors, num_paused
+        parts = self._dispatch_host, self.operator_state, self._config, self._limits, errors, num_paused
         return state_dump(*parts, self.overload, self._protection)
 
     def _all_warnings(self) -> tuple[str, ...]:
@@ -298,9 +298,9 @@ class Router:
 
     async def _alone(self, change: Change) -> OperatorState:
         """For a router without a cluster."""
-        orders = change.applied_to(self.orders)
-        await self._link_pool.obey(orders)
-        return orders
+        operator_state = change.applied_to(self.operator_state)
+        await self._link_pool.apply(operator_state)
+        return operator_state
 
     def _as_endpoint(self) -> RouterEndpoint | None:
         """This router as its own picker sees it; None while it serves no HTTP."""
@@ -316,12 +316,12 @@ class Router:
         if self._picker is not None:
             self._picker.set_routers(view.routers)
 
-    def _obey(self, orders: OperatorState) -> None:
-        self.orders = orders
-        self._dispatch_host.set_orders(orders)
-        self._request_processor.pauses.set(orders.pauses)
-        if orders.log_level is not None:
-            set_log_level(orders.log_level)
+    def _apply(self, operator_state: OperatorState) -> None:
+        self.operator_state = operator_state
+        self._dispatch_host.set_operator_state(operator_state)
+        self._request_processor.pauses.set(operator_state.pauses)
+        if operator_state.log_level is not None:
+            set_log_level(operator_state.log_level)
 
     def _publish_health(self) -> None:
         models = self._dispatch_host.dispatch.models()

@@ -192,8 +192,8 @@ def _environment() -> BudgetedEnvironment:
 class TemplateBudgetError(InvalidRequestError):
     """The model's chat template does more than it may with these messages and variables."""
 
-    def __init__(self, told: str) -> None:
-        super().__init__("chat", "the model's chat template", f"cannot be rendered: {told}")
+    def __init__(self, message: str) -> None:
+        super().__init__("chat", "the model's chat template", f"cannot be rendered: {message}")
 
 
 class _GenerationBlock(Extension):

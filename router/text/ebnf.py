@@ -40,7 +40,7 @@ def is_ebnf(grammar: str) -> bool:
 
 
 def ebnf_as_lark(grammar: str) -> str:
-    """Raises ValueError, naming line and rule, for what is no EBNF."""
+    """Raises ValueError, naming line and rule, for what is not EBNF."""
     rules = _rules(grammar)
     if "root" not in rules:
         raise ValueError("an EBNF grammar (::=) must define root; Lark rules are written with a colon")
@@ -78,7 +78,7 @@ def _pieces(grammar: str) -> Iterator[tuple[_Piece, int]]:
         found = _TOKEN.match(grammar, position)
         if found is None or found.lastgroup is None:
             line = grammar.count("\n", 0, position) + 1
-            raise ValueError(f"line {line}: {grammar[position : position + 20]!r} is no EBNF")
+            raise ValueError(f"line {line}: {grammar[position : position + 20]!r} is not EBNF")
         if found.lastgroup != "space":
             yield _Piece(found.lastgroup, found[0]), position
         position = found.end()
@@ -171,7 +171,7 @@ def _characters(text: str, *, marks_ranges: bool = False) -> Iterator[str]:
             continue
         found = _ESCAPE.match(text, position)
         if found is None:
-            raise ValueError(f"{text[position : position + 6]!r} is no escape")
+            raise ValueError(f"{text[position : position + 6]!r} is not an escape")
         code = found[1] or found[2] or found[3]
         yield _of_code(code) if code else _CONTROLS.get(found[4], found[4])
         position = found.end()

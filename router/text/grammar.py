@@ -62,7 +62,7 @@ class GrammarCompiler:
         try:
             grammar = _grammar(structure)
         except SchemaError as error:
-            raise InvalidRequestError(field, structure.text, error.told) from None
+            raise InvalidRequestError(field, structure.text, error.reason) from None
         except ValueError as error:
             raise InvalidRequestError(field, structure.text, f"cannot be read: {error}") from None
         self._check(grammar, field, structure.text, None)
@@ -103,9 +103,9 @@ class GrammarCompiler:
     def _check(self, grammar: str, field: str, text: str, tokenizer: LLTokenizer | None) -> None:
         is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
         if is_error:
-            told = "; ".join(messages)
-            keyword = next((f"{keyword}: " for sign, keyword in _KEYWORDS if sign in told), "")
-            raise InvalidRequestError(field, text, f"cannot be enforced: {keyword}{told}")
+            message = "; ".join(messages)
+            keyword = next((f"{keyword}: " for sign, keyword in _KEYWORDS if sign in message), "")
+            raise InvalidRequestError(field, text, f"cannot be enforced: {keyword}{message}")
 
 
 def _grammar(structure: StructuredOutputs) -> str:

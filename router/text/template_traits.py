@@ -216,8 +216,8 @@ def tools_text(tools: Sequence[Mapping[str, Any]], *, says_how: bool = True) -> 
     """What the system message says of tools, in OpenAI's shape. `says_how` calls are written: not to a model whose
     template writes calls in a format of its own.
     """
-    told = _BEFORE + "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools) + _END
-    return told + _HOW if says_how else told
+    text = _BEFORE + "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools) + _END
+    return text + _HOW if says_how else text
 
 
 def calls_text(calls: Sequence[Mapping[str, Any]]) -> str:

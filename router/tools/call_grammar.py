@@ -183,7 +183,7 @@ def _call(rules: LarkRules, form: _Form, tool: Tool, prefix: str) -> str:
     try:
         return form.call(rules, tool, prefix)
     except SchemaError as error:
-        raise InvalidRequestError(f"{tool.field}.parameters", tool.name, error.told) from None
+        raise InvalidRequestError(f"{tool.field}.parameters", tool.name, error.reason) from None
 
 
 def _text_or_calls(rules: LarkRules, form: _Form, calls: str) -> str:

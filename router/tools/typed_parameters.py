@@ -162,7 +162,7 @@ def _json_value(rules: LarkRules, tool: Tool, parameter: _Parameter, name: str) 
         return rules.json(name, parameter.schema)
     except SchemaError as error:
         field = f"{_field(tool)}.properties.{parameter.name}"
-        raise InvalidRequestError(field, tool.name, error.told) from None
+        raise InvalidRequestError(field, tool.name, error.reason) from None
 
 
 def _xml_value(rules: LarkRules, tool: Tool, types: ValueTypes, parameter: _Parameter, name: str) -> str:
@@ -192,7 +192,7 @@ def _plain_text(tool: Tool, parameter: _Parameter, schema: Mapping[str, Any]) ->
     try:
         plain = normalized({**own, "type": "string"}).schema
     except SchemaError as error:
-        raise InvalidRequestError(field, tool.name, error.told) from None
+        raise InvalidRequestError(field, tool.name, error.reason) from None
     for key in sorted(plain.keys() - _TEXT_KEYS):
         named = key if key in schema else "format"
         limit = "is not possible for text: the model's tool calls do not write it as a JSON string"

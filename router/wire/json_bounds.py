@@ -43,7 +43,7 @@ class JsonBounds:
     string: int
     """Bytes of the longest string, as JSON writes it."""
     lists: Mapping[str, Bound] = field(default_factory=dict)
-    """Wider ones of fields that hold lists of numbers, for whoever reads these apart (`token_ids`)."""
+    """Wider ones of fields that hold lists of numbers, for callers that read these apart (`token_ids`)."""
 
     def check(self, text: bytes, apart: Collection[str] = ()) -> dict[str, slice]:
         """Where the values of long fields without strings are, by name. Those of `apart` are read apart.

@@ -1,7 +1,7 @@
 """Codec of resume records: the `Resume` message of gRPC, and over HTTP the same fields as JSON.
 
 Over HTTP a record stands behind the body of a request that continues a stream; a *mark*, a comment behind the events of
-each delivery, says what the client adds to its record when it has them.
+each delta, says what the client adds to its record when it has them.
 """
 
 import json

@@ -31,8 +31,8 @@ def read(path: Path = FILE) -> list[Difference]:
     """The longest beginnings first. Raises ValueError for a reason without tests, and tests without a reason."""
     found, why = [], ""
     lines = path.read_text(encoding="utf-8").splitlines()
-    told = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
-    for (number, line), (_, after) in zip(told, [*told[1:], (0, "")], strict=True):
+    entries = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
+    for (number, line), (_, after) in zip(entries, [*entries[1:], (0, "")], strict=True):
         if not line[0].isspace():
             why = line.strip()
             if not after[:1].isspace():

@@ -156,7 +156,7 @@ async def one_jump(place: Site, replica: FakeReplica, clock: JumpingClock, offse
     loss = RouterLoss(digest=f"{seen:032x}", router=f"router of {offset_s}", at_s=watch.now() - 1.0)
     watch.note([loss])
     clock.jump(offset_s)
-    assert loss in watch.told(), "forgotten early"
+    assert loss in watch.known_losses(), "forgotten early"
     late = asyncio.create_task(collected(stream(request(seed=5), metadata=b, timeout=60)))
     refused = await refusal(place.stub.Generate(request(max_tokens=1), metadata=a))
     assert refused.code == "RESOURCE_EXHAUSTED", refused

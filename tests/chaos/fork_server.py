@@ -43,7 +43,7 @@ from holdfast.worker.config import (
 )
 from holdfast.worker.distributed.tensor_parallel import Message, SingleRank
 from holdfast.worker.engine.model_runner import ModelRunner
-from holdfast.worker.replica.link import LinkServer
+from holdfast.worker.replica.link_server import LinkServer
 from holdfast.worker.replica.rank import prepare_process
 from holdfast.worker.replica.replica import Replica
 from tests import loops

@@ -208,10 +208,10 @@ class ForkedCluster:
         """How many tokens each replica has computed. Returns when nothing runs."""
         deadline_s = time.monotonic() + UP_S
         while True:
-            told = [load for watcher in self.watchers for load in await loads(watcher)]
-            if told and not any(load.num_running or load.num_waiting for load in told):
-                return {load.replica_id: load.stats.num_tokens_computed for load in told}
-            assert time.monotonic() < deadline_s, f"something runs on for ever: {told}"
+            heard = [load for watcher in self.watchers for load in await loads(watcher)]
+            if heard and not any(load.num_running or load.num_waiting for load in heard):
+                return {load.replica_id: load.stats.num_tokens_computed for load in heard}
+            assert time.monotonic() < deadline_s, f"something runs on for ever: {heard}"
             await asyncio.sleep(POLL_S)
 
     async def serving_router(self, is_over: Callable[[], bool]) -> Forked | None:

@@ -27,7 +27,7 @@ STORE: Final = 80 * 2**20
 PLACE: Final = "holdfast_rank"
 HEAD: Final = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE}
 """Nothing of Holdfast's runs there, as is recommended: Serve's controller alone."""
-DOOR: Final = {"num_cpus": 3, "resources": {"front_door": 2}, "object_store_memory": STORE}
+FRONT_NODE: Final = {"num_cpus": 3, "resources": {"front_door": 2}, "object_store_memory": STORE}
 NODE: Final = {"num_cpus": 2, "resources": {PLACE: 1}, "object_store_memory": STORE}
 AWAY_S: Final = 20.0
 """How long the head's raylet is away: longer than any lease of the directory."""
@@ -204,7 +204,7 @@ def run(*, has_redis: bool) -> dict[str, Any]:
     from tests.chaos.ray_nodes import loaded
 
     nodes = Cluster(initialize_head=True, head_node_args=HEAD)
-    nodes.add_node(**DOOR)
+    nodes.add_node(**FRONT_NODE)
     for _ in range(2):
         nodes.add_node(**NODE)
     found = {}

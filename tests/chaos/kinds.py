@@ -164,10 +164,10 @@ class Answer:
 
     def difference(self, right: "Answer") -> str:
         """Where this answer and the right one part; empty if they do not."""
-        told, wanted = vars(self) | _by_sequence(self), vars(right) | _by_sequence(right)
-        compared = [name for name in told if name not in ("sequences", "num_doubled", "arrivals_s")]
+        message, wanted = vars(self) | _by_sequence(self), vars(right) | _by_sequence(right)
+        compared = [name for name in message if name not in ("sequences", "num_doubled", "arrivals_s")]
         return "; ".join(
-            f"{name}: {told[name]}, not {wanted.get(name)}" for name in compared if told[name] != wanted.get(name)
+            f"{name}: {message[name]}, not {wanted.get(name)}" for name in compared if message[name] != wanted.get(name)
         )
 
     def take(self, chunk: Chunk) -> None:

@@ -168,8 +168,8 @@ def test_a_router_that_is_killed_while_it_reads_loses_no_request(tmp_path: Path)
                     await asyncio.sleep(POLL_S)
                 first.send(signal.SIGKILL)
                 assert not all(one.done() for one in asked)
-                told = [one.completions[0].text for one in await asyncio.gather(*asked)]
+                heard = [one.completions[0].text for one in await asyncio.gather(*asked)]
                 again = [(await client.generate(prompt, params)).completions[0].text for prompt in prompts]
-            assert told == again
+            assert heard == again
 
     loops.run(run(), timeout_s=LIMIT_S)

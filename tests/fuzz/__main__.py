@@ -135,8 +135,8 @@ def run_engine(kind: str, words: list[str], seconds: int) -> subprocess.Complete
             timeout=seconds + START_S,
         )
     except subprocess.TimeoutExpired as expired:
-        told = (expired.stdout or b"").decode(errors="replace") if isinstance(expired.stdout, bytes) else ""
-        return subprocess.CompletedProcess(command, 1, stdout=f"{told}\nit did not end")
+        message = (expired.stdout or b"").decode(errors="replace") if isinstance(expired.stdout, bytes) else ""
+        return subprocess.CompletedProcess(command, 1, stdout=f"{message}\nit did not end")
 
 
 def report(failures: list[Failed]) -> int:

@@ -29,16 +29,16 @@ async def stock_texts(address: str, over: asyncio.Event | None = None) -> dict[s
     """
     async with grpc.aio.insecure_channel(address) as channel:
         stub, oip = _until(over, partial(_by_the_stub, channel)), _until(over, partial(_by_oip, channel))
-        told = await asyncio.gather(stub, oip, _by_triton(address))
-    return dict(zip(("stub", "open inference", "tritonclient"), told, strict=True))
+        message = await asyncio.gather(stub, oip, _by_triton(address))
+    return dict(zip(("stub", "open inference", "tritonclient"), message, strict=True))
 
 
 async def _until(over: asyncio.Event | None, ask: Callable[[], Awaitable[str]]) -> str:
     """What it is told each time."""
-    told = await ask()
+    message = await ask()
     while over is not None and not over.is_set():
-        assert await ask() == told
-    return told
+        assert await ask() == message
+    return message
 
 
 async def _by_the_stub(channel: grpc.aio.Channel) -> str:

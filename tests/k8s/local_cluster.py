@@ -133,8 +133,8 @@ class LocalCluster:
         until(lambda: not self.not_ready(), lambda: f"not ready: {self.not_ready()}; Serve: {self.applications()}")
 
     def not_ready(self) -> dict[str, str]:
-        told = {one.host.name: one.probe("readinessProbe") for one in self.running}
-        return {name: why for name, why in told.items() if why}
+        heard = {one.host.name: one.probe("readinessProbe") for one in self.running}
+        return {name: why for name, why in heard.items() if why}
 
 
 def ask_serve(head: Host, method: str, body: object = None) -> Any:

@@ -36,8 +36,8 @@ def assert_names_type_reason_and_way_out(error: UnsupportedModelError, model_typ
 
 
 REASONS = {
-    "bloom": "attention, or a state, of its own",
-    "codegen": "attention, or a state, of its own",
+    "bloom": "implements attention or a state itself",
+    "codegen": "implements attention or a state itself",
     "diffllama": "several times a token (4 attention calls in 2 modules)",
     "falcon": "does not accept an attention function",
     "gptj": "does not accept an attention function",
@@ -48,7 +48,7 @@ REASONS = {
     "olmo_hybrid": "linear_attention layers",
     "qwen3_next": "linear_attention layers",
     "recurrent_gemma": "",  # by its layers or by its calls, as transformers describes it
-    "xglm": "attention, or a state, of its own",
+    "xglm": "implements attention or a state itself",
 }
 
 

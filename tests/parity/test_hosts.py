@@ -29,7 +29,7 @@ from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import CacheConfig, HealthConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from holdfast.worker.errors import DeadlineExceededError, HoldfastError
 from holdfast.worker.model_info import ReplicaFacts
-from holdfast.worker.replica.link import LinkServer
+from holdfast.worker.replica.link_server import LinkServer
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import Priority, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
@@ -170,7 +170,7 @@ REFUSED: Final = {
 
 
 @dataclass(frozen=True)
-class Told:
+class Outcome:
     """What both hosts tell of a request, in the same words."""
 
     completions: Any = None
@@ -180,8 +180,8 @@ class Told:
     error: HoldfastError | None = None
 
 
-def told_offline(output: RequestOutput) -> Told:
-    return Told(
+def told_offline(output: RequestOutput) -> Outcome:
+    return Outcome(
         completions=[
             (
                 one.index,
@@ -199,11 +199,11 @@ def told_offline(output: RequestOutput) -> Told:
     )
 
 
-def told_by_a_server(generation: Generation, tokenizer: Tokenizer) -> Told:
+def told_by_a_server(generation: Generation, tokenizer: Tokenizer) -> Outcome:
     def rendered(items: tuple[TokenLogprob | None, ...]) -> list[Any]:
         return [None if item is None else by_token_id(item, tokenizer) for item in items]
 
-    return Told(
+    return Outcome(
         completions=[
             (
                 one.sequence_index,
@@ -221,11 +221,11 @@ def told_by_a_server(generation: Generation, tokenizer: Tokenizer) -> Told:
     )
 
 
-def attempted(ask: Callable[[], Told]) -> Told:
+def attempted(ask: Callable[[], Outcome]) -> Outcome:
     try:
         return ask()
     except HoldfastError as error:
-        return Told(error=error)
+        return Outcome(error=error)
 
 
 @asynccontextmanager

@@ -94,14 +94,14 @@ def rated_by(
     scheduler: Scheduler, leader: LeaderRunner, requests: list[EngineRequest]
 ) -> dict[str, list[TokenLogprob]]:
     """What requests that run together are told of their prompts."""
-    told = {request.request_id: [] for request in requests}
+    heard = {request.request_id: [] for request in requests}
     for request in requests:
         scheduler.add(request)
     while scheduler.has_work:
         plan = scheduler.plan()
         for delta in scheduler.commit(plan, leader.run(plan)):
-            told[delta.attempt] += delta.prompt_logprobs
-    return told
+            heard[delta.attempt] += delta.prompt_logprobs
+    return heard
 
 
 def told_by(leader: LeaderRunner, requests: list[EngineRequest], chunk: int) -> dict[str, list[TokenLogprob]]:
@@ -109,10 +109,10 @@ def told_by(leader: LeaderRunner, requests: list[EngineRequest], chunk: int) -> 
     return rated_by(scheduler_of(leader, chunk, prefix_caching=False), leader, requests)
 
 
-def check_against_hugging_face(told: list[TokenLogprob], prompt: list[int], count: int, model) -> None:
+def check_against_hugging_face(message: list[TokenLogprob], prompt: list[int], count: int, model) -> None:
     with torch.inference_mode():
         expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0].double(), -1)
-    for token_id, item, row in zip(prompt[1:], told, expected[:-1], strict=True):
+    for token_id, item, row in zip(prompt[1:], message, expected[:-1], strict=True):
         best = row.topk(count)
         assert item.token_id == token_id
         assert item.rank == int((row > row[token_id]).sum()) + 1
@@ -124,10 +124,10 @@ def check_against_hugging_face(told: list[TokenLogprob], prompt: list[int], coun
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_those_of_prompts_are_those_of_hugging_face(tiny_model, prompts, family, executor):
     leader = load(worker_config(tiny_model(family), executor=executor))
-    told = told_by(leader, prompt_logprob_requests(prompts), chunk=256)
+    message = told_by(leader, prompt_logprob_requests(prompts), chunk=256)
     model = hugging_face(tiny_model(family))
     for number, (prompt, count) in enumerate(zip(prompts, PROMPT_COUNTS, strict=True)):
-        check_against_hugging_face(told[f"r{number}"], prompt, count, model)
+        check_against_hugging_face(message[f"r{number}"], prompt, count, model)
 
 
 @pytest.mark.parametrize("chunk", [16, 7, 3])
@@ -141,8 +141,8 @@ def test_a_prompt_has_the_same_bits_whole_in_chunks_and_among_strangers(leader, 
 def test_a_prompt_that_is_in_the_cache_is_rated_all_the_same(leader, prompts):
     first, second = (replace(prompt_logprob_requests(prompts)[0], request_id=name) for name in ("first", "second"))
     scheduler = scheduler_of(leader, chunk=32, prefix_caching=True)
-    told = rated_by(scheduler, leader, [first])["first"]
-    assert rated_by(scheduler, leader, [second])["second"] == told
+    message = rated_by(scheduler, leader, [first])["first"]
+    assert rated_by(scheduler, leader, [second])["second"] == message
     assert scheduler.stats().num_prefix_hit_tokens == 0
 
 

@@ -117,17 +117,17 @@ def leader(tiny_model, executor):
 def alone(leader):
     """Requests, and what each is told when it runs alone, without drafts and without chunks."""
     requests = make_requests()
-    told = {}
+    heard = {}
     for request in requests:
-        told |= serve(leader, [request], scheduler_config=SchedulerConfig())[0]
-    return requests, told
+        heard |= serve(leader, [request], scheduler_config=SchedulerConfig())[0]
+    return requests, heard
 
 
 class Scripted:
     """A proposer that knows what requests were told, and says so, or something else."""
 
-    def __init__(self, told, kind):
-        self._told, self._kind, self._rng = told, kind, random.Random(5)
+    def __init__(self, message, kind):
+        self._told, self._kind, self._rng = message, kind, random.Random(5)
 
     def propose(self, sequence, num_tokens):
         tokens = self._told[sequence.request.request_id][0]
@@ -144,12 +144,12 @@ class Scripted:
 
 @pytest.mark.parametrize("kind", ["perfect", "adversarial", "random", "ngram", "suffix", "draft"])
 def test_tokens_and_logprobs_are_those_without_drafts(leader, alone, kind):
-    requests, told = alone
+    requests, message = alone
     method = kind if kind in ("ngram", "suffix", "draft") else "ngram"
-    scripted = None if method == kind else Scripted(told, kind)
+    scripted = None if method == kind else Scripted(message, kind)
     config = SpeculationConfig(speculative=method, num_speculative_tokens=5)
     said, stats = serve(leader, requests, Speculation(config, CROWDED, scripted))
-    assert said == told
+    assert said == message
     assert stats.num_preemptions > 0
     assert stats.num_draft_tokens > 10
     assert stats.num_accepted_tokens > 0
@@ -171,7 +171,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(leader):
 @pytest.mark.parametrize("kind", ["ngram", "draft"])
 def test_two_ranks_say_the_same_with_and_without(tiny_model, kind):
     requests = make_requests(6, seed=1)
-    told = []
+    heard = []
     for method in ("none", kind):
         speculation = SpeculationConfig(speculative=method, draft_model=str(tiny_model("llama")))
         replica = Replica.start(config_of(tiny_model("llama"), speculation, size=2))
@@ -180,11 +180,11 @@ def test_two_ranks_say_the_same_with_and_without(tiny_model, kind):
             replica.engine.attach(collector)
             for request in requests:
                 replica.engine.submit(request, collector)
-            told.append(collector.wait())
+            heard.append(collector.wait())
             stats = replica.engine.stats()
         finally:
             replica.stop()
-    assert told[0] == told[1]
+    assert heard[0] == heard[1]
     assert stats.num_accepted_tokens > 0
 
 

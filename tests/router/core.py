@@ -192,8 +192,8 @@ def sent(actions: Sequence[Action]) -> SendSubmit:
 
 
 def delivered(actions: Sequence[Action]) -> OutputDelta:
-    (delivery,) = [action for action in actions if isinstance(action, OutputDelta)]
-    return delivery
+    (delta,) = [action for action in actions if isinstance(action, OutputDelta)]
+    return delta
 
 
 def failure(actions: Sequence[Action]) -> Fail:

@@ -8,7 +8,7 @@ import pytest
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.events import CaughtUp
 from holdfast.router.request import GenerationRequest
-from holdfast.router.resume import catch_up, final_delivery
+from holdfast.router.resume import catch_up, final_delta
 from holdfast.router.resume_record import ResumeRecord, SequenceRecord
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ def test_a_completion_whose_end_was_received_is_over():
     received = SequenceRecord(token_ids=[0, 1], text_length=2, finish_reason=FinishReason.LENGTH)
     caught_up = catch_up(text, ResumeRecord(sequences=[received], fingerprint="f"), 0)
     request = EngineRequest(request_id="x", prompt_token_ids=(1,), sampling_params=params, output_token_ids=(0, 1))
-    end = final_delivery(request, caught_up)
+    end = final_delta(request, caught_up)
     assert (end.finish_reason, end.text, end.token_ids) == (FinishReason.LENGTH, "", ())
     assert end.usage.num_completion_tokens == 2
     with pytest.raises(InvalidRequestError, match="text_length"):

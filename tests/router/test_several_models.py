@@ -112,8 +112,8 @@ async def test_streams_of_a_removed_model_that_outlast_its_replicas_are_refused_
         await until_named(place, "model-a")
         await other.kill()
         place.replicas.remove(other)
-        told = await stream
-        assert (told.code, "'model-b' is not served here" in told.message) == ("NOT_FOUND", True)
+        message = await stream
+        assert (message.code, "'model-b' is not served here" in message.message) == ("NOT_FOUND", True)
 
 
 @on_each_loop
@@ -208,5 +208,5 @@ async def test_only_a_removed_model_is_unknown_one_without_replicas_is_unavailab
         await place.until_up(0)
         if removed:
             await until_named(place)
-        told = await refusal(place.stub.Generate(request(model="fake", timeout_ms=50)))
-        assert told.code == ("UNAVAILABLE" if removed else "DEADLINE_EXCEEDED")
+        message = await refusal(place.stub.Generate(request(model="fake", timeout_ms=50)))
+        assert message.code == ("UNAVAILABLE" if removed else "DEADLINE_EXCEEDED")

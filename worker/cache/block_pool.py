@@ -104,7 +104,7 @@ class PrefixCache:
         assert mirrored == self._block_ids, "the tables of hashes and of blocks differ"
         for block_hash, event in (self._changes or {}).items():
             is_stored = block_hash in self._block_ids
-            assert isinstance(event, BlockStored) == is_stored, f"{event} is to be told, and the block is not so"
+            assert isinstance(event, BlockStored) == is_stored, f"{event} is pending, and the block is in another state"
 
     def _note(self, event: CacheEvent, opposite: type[CacheEvent]) -> None:
         """Keep a change to be told; with its opposite, which has not been told either, it is none."""

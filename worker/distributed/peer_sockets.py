@@ -3,7 +3,7 @@
 The all-reduce of one decoded token is a few hundred bytes, and there are two in every layer. A library with threads of
 its own would have to wake them on both sides for each; a blocking send and receive on the calling thread needs none.
 Each message begins with the kind, number and size of its collective: ranks that are out of step fail, and never add
-what does not belong together, nor obey what is no order.
+what does not belong together, nor run what is no command.
 """
 
 import os

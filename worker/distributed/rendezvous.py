@@ -116,11 +116,11 @@ def _follow(rank: int, size: int, rendezvous: Rendezvous, timeout_s: float, made
     host = own_address(*leader)
     with RankListener(host) as listener:
         _send(made.peers[0], [host, listener.port])
-        told = _receive(made.peers[0])
-        for peer, (host, port) in enumerate(told["addresses"][: rank - 1], 1):
+        message = _receive(made.peers[0])
+        for peer, (host, port) in enumerate(message["addresses"][: rank - 1], 1):
             made.peers[peer] = call(host, port, rank, secret, timeout_s)
         made.peers.update(listener.accept(range(rank + 1, size), secret, timeout_s))
-    made.notice = str(told["notice"])
+    made.notice = str(message["notice"])
 
 
 def _send(connection: socket.socket, message: object) -> None:

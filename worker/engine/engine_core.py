@@ -72,7 +72,7 @@ class EngineCore:
         self._owners: dict[Hashable, StepListener] = {}  # by the keys of requests that have not ended
         self.suspects: Suspects[StepListener] = Suspects()
         """While it `has_news`, listeners must be told them before a plan is run: it may be the last that they hear."""
-        self._lost_numbers = NonFiniteGuard()
+        self._non_finite_guard = NonFiniteGuard()
         self.numbers_check: NumbersCheck | None = None
         """Without one, several requests without finite logits are proof against the replica."""
         self._in_doubt: list[Hashable] = []
@@ -126,17 +126,17 @@ class EngineCore:
         self._counts.num_requests += 1
         if listener not in self._output_queues:
             return  # detached meanwhile: no one waits for an answer
-        suspicion, suspects = request.suspicion, self.suspects
+        poison_risk, suspects = request.poison_risk, self.suspects
         try:
-            if suspicion or suspects.requests:
-                suspects.check(suspicion, listener)
+            if poison_risk or suspects.requests:
+                suspects.check(poison_risk, listener)
             finished = self.scheduler.add(request, now, attempt)
         except HoldfastError as error:
             self._refuse(attempt, error, listener)
             return
         self._owners[attempt] = listener
-        if suspicion:
-            suspects.add(attempt, suspicion, listener)
+        if poison_risk:
+            suspects.add(attempt, poison_risk, listener)
         if finished is not None:
             self._keep([finished])
 
@@ -168,8 +168,8 @@ class EngineCore:
         deltas = self.scheduler.commit(plan, result)
         if self.scheduler.dropped:
             self._reject_dropped(has_others=bool(deltas))
-        if deltas and self._lost_numbers.in_a_row:
-            self._lost_numbers.settle()
+        if deltas and self._non_finite_guard.in_a_row:
+            self._non_finite_guard.settle()
         return self._keep(deltas)
 
     def _reject_dropped(self, *, has_others: bool = False) -> None:
@@ -184,7 +184,7 @@ class EngineCore:
                 self._reject(one.attempt, dead_end() if one.reason is DropReason.DEAD_END else _too_late())
         if not not_finite:
             return
-        doubt = self._lost_numbers.note_step(not_finite, has_others=has_others)
+        doubt = self._non_finite_guard.note_step(not_finite, has_others=has_others)
         if doubt is not None and not (self.numbers_check is not None and self.numbers_check.ask_in_doubt()):
             raise doubt
         for one in not_finite:
@@ -195,7 +195,7 @@ class EngineCore:
 
     def settle(self) -> None:
         """The replica is well: the requests without finite logits are themselves at fault."""
-        self._lost_numbers.settle()
+        self._non_finite_guard.settle()
         self._reject_in_doubt()
 
     def _reject_in_doubt(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final, Generic, Protocol, TypeVar
 
 from holdfast.worker.errors import InternalError, QueueFullError, ReplicaError
-from holdfast.worker.request import NUM_STEPS_TO_CLEAR, EngineLoad, Suspicion, TokenDelta
+from holdfast.worker.request import NUM_STEPS_TO_CLEAR, EngineLoad, PoisonRisk, TokenDelta
 from holdfast.worker.scheduler.scheduler import DroppedRequest
 from holdfast.worker.step_update import StepListener
 
@@ -68,28 +68,28 @@ Owner = TypeVar("Owner")
 
 
 class Suspects(Generic[Owner]):
-    """Requests under suspicion that run or wait here, by whose they are. They leave it with a few steps of output."""
+    """Suspected requests that run or wait here, by their owners. They leave it with a few steps of output."""
 
     def __init__(self) -> None:
-        self.requests: dict[Hashable, tuple[Owner, Suspicion]] = {}
+        self.requests: dict[Hashable, tuple[Owner, PoisonRisk]] = {}
         """By attempt. To be read only."""
         self._num_steps: dict[Hashable, int] = {}
         self.has_news = False
         """A suspect was added and not reported. It must be reported before it runs: the replica may die of it."""
 
-    def check(self, suspicion: Suspicion, owner: Owner) -> None:
+    def check(self, poison_risk: PoisonRisk, owner: Owner) -> None:
         """Raises `QueueFullError` while such a request must not run beside another router's suspects."""
         if not self.requests:
             return
         others = [theirs for other, theirs in self.requests.values() if other is not owner]
-        is_in_the_way = suspicion is Suspicion.ON_TRIAL and bool(others)
-        if is_in_the_way or (suspicion is Suspicion.SUSPECT and Suspicion.ON_TRIAL in others):
+        is_in_the_way = poison_risk is PoisonRisk.ON_TRIAL and bool(others)
+        if is_in_the_way or (poison_risk is PoisonRisk.SUSPECT and PoisonRisk.ON_TRIAL in others):
             raise QueueFullError("a suspect of another router runs here, and the two are tried apart", RETRY_S)
 
-    def add(self, attempt: Hashable, suspicion: Suspicion, owner: Owner) -> None:
-        """It runs or waits here from now on; one that is under no suspicion is ignored."""
-        if suspicion is not Suspicion.NONE:
-            self.requests[attempt] = (owner, suspicion)
+    def add(self, attempt: Hashable, poison_risk: PoisonRisk, owner: Owner) -> None:
+        """It runs or waits here from now on; one that is not suspected is ignored."""
+        if poison_risk is not PoisonRisk.NONE:
+            self.requests[attempt] = (owner, poison_risk)
             self._num_steps[attempt] = 0
             self.has_news = True
 
@@ -102,7 +102,7 @@ class Suspects(Generic[Owner]):
                     self.drop(delta.attempt)
 
     def drop(self, attempt: Hashable) -> None:
-        """It has gone, or is under suspicion no longer. Unknown keys are ignored."""
+        """It has gone, or is no longer suspected. Unknown keys are ignored."""
         if self.requests.pop(attempt, None) is not None:
             del self._num_steps[attempt]
 

@@ -84,6 +84,6 @@ def _without_none(
 
 def _prompt_logprobs(plan: StepPlan, told_of_all: list[TokenLogprob]) -> tuple[tuple[TokenLogprob, ...], ...]:
     """The prompt logprobs of each sequence of a plan."""
-    told = iter(told_of_all)
+    logprobs = iter(told_of_all)
     counts = (len(sequence.prompt_logprobs.token_ids) if sequence.prompt_logprobs else 0 for sequence in plan.sequences)
-    return tuple(tuple(islice(told, count)) for count in counts)
+    return tuple(tuple(islice(logprobs, count)) for count in counts)

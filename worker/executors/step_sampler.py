@@ -198,8 +198,8 @@ class ChosenLogprobs:
         said, values = list(logprobs), iter(self._values.tolist())
         for row, token_ids in self._token_ids.items():
             top = tuple(zip(token_ids, values, strict=False))
-            told = said[row]
-            said[row] = None if told is None else replace(told, top=top)
+            logprob = said[row]
+            said[row] = None if logprob is None else replace(logprob, top=top)
         return said
 
 

@@ -101,7 +101,7 @@ def choose_max_model_len(config: Any, requested: int | None) -> int:
         limits = [length for length in (limit, original) if length is not None]
         if not limits:
             raise ConfigurationError(
-                f"model.max_model_len is not set, and model type {config.model_type!r} has no limit of its own; set one"
+                f"model.max_model_len is not set, and model type {config.model_type!r} states no limit; set one"
             )
         return min(limits)
     if original is not None and requested > original:
@@ -170,8 +170,8 @@ def check_attention_calls(config: Any, called: Sequence[object]) -> None:
         return
     if not called:
         reason = (
-            "its modeling code has attention, or a state, of its own: none of its layers calls the attention function "
-            "that the paged cache is behind"
+            "its modeling code implements attention or a state itself: no layer calls the attention function that "
+            "reads the paged cache"
         )
     elif len(called) > num_modules:
         reason = (

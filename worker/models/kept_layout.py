@@ -147,7 +147,7 @@ def load(path: Path, folder: Path) -> KeptModel:
             content = json.loads(file.metadata()[_KEY])
             recognized = _Reader(folder, file).read(content["parts"])
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no layout file of this version: {error}") from error
+        raise ValueError(f"{path} is not a layout file of this version: {error}") from error
     except Exception as error:  # safetensors raises a class of its own, which is no ValueError
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(recognized, Recognized):

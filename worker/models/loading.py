@@ -171,9 +171,7 @@ def _load_draft(config: WorkerConfig, folder: Path, vocab_size: int, target: Tar
     if speculation.speculative != "draft":
         return None
     if speculation.draft_model is None:
-        raise ConfigurationError(
-            f"speculation.draft_model: {config.model.model} has no draft model of its own; name one"
-        )
+        raise ConfigurationError(f"speculation.draft_model: {config.model.model} has no built-in draft model; name one")
     if target.group.rank > 0:
         return None
     return DraftModel.load(config, folder, vocab_size, target)

@@ -109,7 +109,7 @@ def norm(module: Any, kind: NormKind, size: int) -> Norm:
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     is_layer = kind in (NormKind.LAYER, NormKind.LAYER_PLUS_ONE)
     if eps is None or not isinstance(weight, Tensor) or (bias is not None and not is_layer):
-        raise NotReadable(f"{_kind(module)} is no norm of the expected kind")
+        raise NotReadable(f"{_kind(module)} is not a norm of the expected kind")
     weight = weight.detach().float() + OFFSETS.get(kind, 0.0)
     return Norm(kind="layer" if is_layer else "rms", weight=weight, bias=_float(bias), eps=float(eps))
 

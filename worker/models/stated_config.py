@@ -91,7 +91,7 @@ def read_stated_config(raw: Mapping[str, Any]) -> Any:
     values = {key: _value(raw, key, setting) for key, setting in family.settings.items()}
     config = SimpleNamespace(model_type=raw["model_type"], dtype=_dtype(raw), **values)
     if config.hidden_size % config.num_attention_heads:
-        raise NotStated("its hidden size is no multiple of its heads")
+        raise NotStated("its hidden size is not a multiple of its heads")
     family.complete(config)
     if config.num_key_value_heads is None:
         config.num_key_value_heads = config.num_attention_heads
@@ -136,7 +136,7 @@ def _rope_parameters(raw: Mapping[str, Any], config: Any, theta: float) -> dict[
     if kind in _LENGTH_IS_ORIGINAL:
         rope.setdefault("original_max_position_embeddings", config.max_position_embeddings)
     if "truncate" in rope and not isinstance(rope["truncate"], bool):
-        raise NotStated("truncate of its rotary angles is no boolean")
+        raise NotStated("truncate of its rotary angles is not a boolean")
     for key, value in rope.items():
         if key != "truncate" and not _is_positive(value):
             raise NotStated(f"its rotary angles have {key} = {value!r}")

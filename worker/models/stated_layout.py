@@ -66,7 +66,7 @@ class StoredTensors:
 
 def _tensors_of(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     if (folder / INDEX).is_file() == (folder / _ONE_FILE).is_file():
-        raise NotStated(f"its folder has not just one of {_ONE_FILE} and {INDEX}")
+        raise NotStated(f"its folder must have exactly one of {_ONE_FILE} and {INDEX}")
     tensors = {name: tensor.values for name, tensor in mapped_tensors(folder).items()}
     other = next((name for name, values in tensors.items() if values.dtype != dtype), None)
     if other is not None:

@@ -229,7 +229,7 @@ def _check_weights(path: Path, given: str, *, check_dtypes: bool) -> None:
         RecursionError,
         struct.error,
     ) as error:
-        raise _refused(given, path, "is no safetensors file, or cut short within its header") from error
+        raise _refused(given, path, "is not a safetensors file, or is cut off within its header") from error
     needed = header_bytes + max(ends, default=0)
     if size < needed:
         raise _refused(given, path, f"is cut short: {size} of {needed} bytes are there")
@@ -265,7 +265,7 @@ def _refused(given: str, path: Path, what: str) -> ConfigurationError:
 
 def _pointer(given: str, path: Path) -> ConfigurationError:
     return ConfigurationError(
-        f"{given}: {path.name} is a git-lfs pointer, not the file that it stands for; run `git lfs pull` in the folder"
+        f"{given}: {path.name} is a git-lfs pointer, not the file itself; run `git lfs pull` in the folder"
     )
 
 

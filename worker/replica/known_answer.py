@@ -124,9 +124,10 @@ class KnownAnswerCheck:
         """Whether an answer has to be the first one; else its logits have to be finite."""
         self._is_attached = False
         self._asking = threading.Lock()
-        """Of whoever asks: the check's own thread, and the engine's in doubt."""
+        """Held by the thread that asks: the check's own, or the engine's in doubt."""
         self._open: KnownAnswer | None = None
-        """Set by whoever asks, when it is None; cleared by the engine's thread, when the question has been answered."""
+        """Set by the thread that asks, when it is None; cleared by the engine's thread, when the question has been
+        answered."""
         self._first: Future[KnownAnswer | None] = Future()
         self._loop = ProbeLoop("known_answer_check", every_s, self._ask_now_and_then, at_once=False)
 

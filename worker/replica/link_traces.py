@@ -1,8 +1,8 @@
 """Traces of attempts in a replica: spans for their queue, prefill and decode, below the span of their request.
 
 One for each link, on its event loop. Only attempts that come with a trace context are followed, and of them only the
-first output and the end. The tracer is made by whoever starts the link; without one nothing here runs. What may not
-live here: exporters, what engines do.
+first output and the end. The tracer is made by the code that starts the link; without one nothing here runs. What may
+not live here: exporters, what engines do.
 """
 
 import time
@@ -53,7 +53,7 @@ class LinkTraces:
             self._waiting.add(attempt)
             self._followed[attempt] = _Followed(context, self._now(), num_prompt_tokens, num_tokens)
 
-    def told(self, update: StepUpdate) -> None:
+    def note_sent(self, update: StepUpdate) -> None:
         """An update that goes up the link."""
         if not self._followed:
             return

@@ -60,7 +60,7 @@ class SequenceQueues:
         self.num_moves = 0
         """Changes whenever a sequence begins or stops to run."""
         self.num_uncomputed_tokens = 0
-        """Of all sequences that have not ended. Whoever computes tokens of one counts them here."""
+        """Of all sequences that have not ended. Code that computes tokens of one counts them here."""
         self.counts = EngineStats()
         """What the scheduler and the engine count, in place."""
         self._copies: dict[int, BlockCopy] = {}  # of the coming step, by destination
@@ -141,7 +141,7 @@ class SequenceQueues:
         It goes back to the class that it ran in, and to its old place in its tenant's line. Not while a step is in
         flight, which may write to its blocks.
         """
-        assert not self._in_flight, "nobody is preempted while a step is in flight"
+        assert not self._in_flight, "no sequence is preempted while a step is in flight"
         self._take_out(sequence)
         self.num_uncomputed_tokens += sequence.num_computed_tokens
         sequence.num_discarded_tokens = max(sequence.num_discarded_tokens, sequence.num_computed_tokens)

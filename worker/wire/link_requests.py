@@ -16,8 +16,8 @@ from holdfast.worker.log_level import LogLevel
 from holdfast.worker.request import (
     EngineRequest,
     GroupKey,
+    PoisonRisk,
     Priority,
-    Suspicion,
 )
 from holdfast.worker.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from holdfast.worker.wire.bound import Bound
@@ -42,7 +42,7 @@ def submit_message(attempt: int, request: EngineRequest) -> engine_pb2.LinkReque
         tenant=request.tenant,
         time_left_ms=None if request.time_left_s is None else round(1000 * request.time_left_s),
         group_id=str(request.group_id),
-        suspicion=int(request.suspicion),  # type: ignore[arg-type]  # the numbers are those of the message's enum
+        suspicion=int(request.poison_risk),  # type: ignore[arg-type]  # the numbers are those of the message's enum
         traceparent=request.traceparent,
     )
     return engine_pb2.LinkRequest(submit=submit)
@@ -127,7 +127,7 @@ def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> Eng
         bad_word_token_ids=tuple(tuple(word.ids) for word in params.bad_words),
         grammar=params.grammar,
         group_id=GroupKey(link, submit.group_id) if submit.group_id else "",
-        suspicion=_member(Suspicion, "suspicion", submit.suspicion),
+        poison_risk=_member(PoisonRisk, "suspicion", submit.suspicion),
         traceparent=submit.traceparent,
     )
     _check_vocabulary(request, vocab_size)

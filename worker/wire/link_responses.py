@@ -257,7 +257,7 @@ def read_response(message: engine_pb2.LinkResponse | None) -> Hello | StepUpdate
     """What a replica has said; None stands for bytes that are no message. Raises `LinkMessageError`."""
     kind = None if message is None else message.WhichOneof("message")
     if message is None or kind is None:
-        raise LinkMessageError("bytes that are no message, or one of a kind that is not known here")
+        raise LinkMessageError("bytes that cannot be parsed, or a message of an unknown kind")
     if kind == "step":
         return _step_update(message.step)
     return _heartbeat(message.heartbeat) if kind == "heartbeat" else _hello(message.hello)
@@ -376,7 +376,7 @@ def _cache_changes(events: engine_pb2.CacheEvents) -> CacheChanges:
 
 
 def _engine_stats(stats: engine_pb2.EngineStats) -> EngineStats:
-    told = {name: getattr(stats, name) for name in _STATS_NAMES}
+    fields = {name: getattr(stats, name) for name in _STATS_NAMES}
     step_counts = tuple(stats.step_counts)
-    told["step_counts"] = step_counts if len(step_counts) == len(NO_STEPS) else NO_STEPS  # other versions count else
-    return EngineStats(**told)
+    fields["step_counts"] = step_counts if len(step_counts) == len(NO_STEPS) else NO_STEPS  # other versions count else
+    return EngineStats(**fields)

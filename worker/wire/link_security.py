@@ -1,6 +1,6 @@
 """Security of the links between routers and replicas: the cluster's token, and TLS in both directions.
 
-Both ends have the same settings: whoever has no token is no router of this cluster.
+Both ends have the same settings: a peer without the token is no router of this cluster.
 """
 
 import hashlib

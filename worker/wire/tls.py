@@ -151,8 +151,8 @@ class ServerTls:
         try:
             self._loaded = _load(tls)
         except (OSError, ValueError) as error:
-            told = f"tls: cert = {str(tls.cert)!r}, key = {str(tls.key)!r}, ca = {str(tls.ca)!r}: {_reason(error)}"
-            raise ConfigurationError(told) from None
+            message = f"tls: cert = {str(tls.cert)!r}, key = {str(tls.key)!r}, ca = {str(tls.ca)!r}: {_reason(error)}"
+            raise ConfigurationError(message) from None
         self._warn()
 
     @property
@@ -275,7 +275,7 @@ def _bytes(path: str | Path | None) -> bytes | None:
 def _reason(error: Exception) -> str:
     """Without what OpenSSL says of its own source lines."""
     if isinstance(error, ssl.SSLError):
-        return f"it is no PEM, or certificate and key do not fit together ({error.reason or 'unknown'})"
+        return f"it is not PEM, or certificate and key do not match ({error.reason or 'unknown'})"
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 

@@ -224,62 +224,62 @@ class SimulatedClient:
     def _left_s(self) -> float:
         return max(0.0, self._deadline_s - self._timeline.now)
 
-    def _take(self, delivery: OutputDelta) -> None:
-        sequence = self._sequences[delivery.sequence_index]
+    def _take(self, delta: OutputDelta) -> None:
+        sequence = self._sequences[delta.sequence_index]
         if sequence.is_finished:
-            is_news = bool(delivery.token_ids or delivery.text)
-            require(not is_news, f"{self}: {delivery} came after the end of that completion")
+            is_news = bool(delta.token_ids or delta.text)
+            require(not is_news, f"{self}: {delta} came after the end of that completion")
         else:
-            self._take_news(sequence, delivery)
-        if delivery.usage is not None:
-            self._check_end(delivery.usage)
+            self._take_news(sequence, delta)
+        if delta.usage is not None:
+            self._check_end(delta.usage)
             self._over("completed")
         elif self.planned.cancel_after is not None and self.num_tokens >= self.planned.cancel_after:
             self._leave()
 
-    def _take_news(self, sequence: CheckedSequence, delivery: OutputDelta) -> None:
+    def _take_news(self, sequence: CheckedSequence, delta: OutputDelta) -> None:
         expected = sequence.expected
-        first, end = delivery.first_token_index, delivery.first_token_index + len(delivery.token_ids)
+        first, end = delta.first_token_index, delta.first_token_index + len(delta.token_ids)
         before = self._record.fingerprint
-        self._merge(delivery)
-        if delivery.token_ids != expected.token_ids[first:end]:
-            raise Violation(f"{self}: tokens {delivery.token_ids} at {first}, expected {expected.token_ids}")
-        self._check_reports(expected, delivery)
-        sequence.text += delivery.text
-        if before and version_of(delivery.fingerprint) != version_of(before):
-            raise Violation(f"{self}: {delivery} is of another version than what has come: {before}")
-        if not delivery.identity_guaranteed:
-            raise Violation(f"{self}: {delivery} says that it may differ")
+        self._merge(delta)
+        if delta.token_ids != expected.token_ids[first:end]:
+            raise Violation(f"{self}: tokens {delta.token_ids} at {first}, expected {expected.token_ids}")
+        self._check_reports(expected, delta)
+        sequence.text += delta.text
+        if before and version_of(delta.fingerprint) != version_of(before):
+            raise Violation(f"{self}: {delta} is of another version than what has come: {before}")
+        if not delta.identity_guaranteed:
+            raise Violation(f"{self}: {delta} says that it may differ")
         if not expected.text.startswith(sequence.text):
             raise Violation(f"{self}: text {sequence.text!r}, expected {expected.text!r}")
-        if delivery.finish_reason is not None:
+        if delta.finish_reason is not None:
             require(end == len(expected.token_ids), f"{self}: {end} tokens of {expected}")
             require(sequence.text == expected.text, f"{self}: text {sequence.text!r} of {expected}")
-            reason = delivery.finish_reason
+            reason = delta.finish_reason
             require(reason is expected.finish_reason, f"{self}: ended by {reason}, expected {expected}")
 
-    def _merge(self, delivery: OutputDelta) -> None:
+    def _merge(self, output_delta: OutputDelta) -> None:
         delta = SequenceDelta(
-            first_token_index=delivery.first_token_index,
-            token_ids=delivery.token_ids,
-            text_length=len(delivery.text),
-            finish_reason=delivery.finish_reason,
-            sequence_index=delivery.sequence_index,
-            fingerprint=delivery.fingerprint,
+            first_token_index=output_delta.first_token_index,
+            token_ids=output_delta.token_ids,
+            text_length=len(output_delta.text),
+            finish_reason=output_delta.finish_reason,
+            sequence_index=output_delta.sequence_index,
+            fingerprint=output_delta.fingerprint,
         )
         try:
             self._record.merge(delta)
         except ValueError as error:
             raise Violation(f"{self}: {error}") from None
 
-    def _check_reports(self, expected: ExpectedCompletion, delivery: OutputDelta) -> None:
+    def _check_reports(self, expected: ExpectedCompletion, delta: OutputDelta) -> None:
         """Checks that each token comes with its logprobs, and those of the prompt once, with the first."""
-        first, end = delivery.first_token_index, delivery.first_token_index + len(delivery.token_ids)
-        if delivery.logprobs != expected.logprobs[first:end]:
-            raise Violation(f"{self}: logprobs {delivery.logprobs} at {first}, expected {expected.logprobs[first:end]}")
+        first, end = delta.first_token_index, delta.first_token_index + len(delta.token_ids)
+        if delta.logprobs != expected.logprobs[first:end]:
+            raise Violation(f"{self}: logprobs {delta.logprobs} at {first}, expected {expected.logprobs[first:end]}")
         of_prompt = expected.prompt_logprobs if first == 0 else ()
-        if delivery.prompt_logprobs != of_prompt:
-            raise Violation(f"{self}: prompt logprobs {delivery.prompt_logprobs} at {first}, expected {of_prompt}")
+        if delta.prompt_logprobs != of_prompt:
+            raise Violation(f"{self}: prompt logprobs {delta.prompt_logprobs} at {first}, expected {of_prompt}")
 
     def _check_end(self, usage: Usage) -> None:
         """Checks the usage: it counts the prompt once, and the tokens of all completions."""

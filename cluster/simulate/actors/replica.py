@@ -125,7 +125,7 @@ class SimulatedReplica(Process):
         else:
             self.timeline.after(WATCH_S, self._watch, life)
 
-    # --- messages: as in `worker/replica/link.py`, all but the greeting goes through the engine's inbox ---
+    # --- messages: as in `worker/replica/link_server.py`, all but the greeting goes through the engine's inbox ---
 
     def on_message(self, connection: Connection, message: Any) -> None:
         match message:

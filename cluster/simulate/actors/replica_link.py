@@ -1,4 +1,4 @@
-"""Replica's end of a simulated link: the counterpart of `worker/replica/link.py`, with plain data for a wire."""
+"""Replica's end of a simulated link: the counterpart of `worker/replica/link_server.py`, with plain data for a wire."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace

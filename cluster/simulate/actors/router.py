@@ -1,7 +1,7 @@
 """Simulated router: the real dispatch host, dispatch core and calls in virtual time.
 
 Written anew is only what asyncio and gRPC would bring: dialling, hearing of a lost connection (in place of
-`router/links/link.py` and `router/links/link_pool.py`), and waiting for calls (in place of
+`router/links/replica_link.py` and `router/links/link_pool.py`), and waiting for calls (in place of
 `router/requests/request_processor.py` and `router/requests/answer.py`).
 """
 
@@ -98,7 +98,7 @@ class SimulatedRouter(Process):
         self._order = order
         self._rng = random.Random(seed)
         self._max_lag_s = max_lag_s
-        self._orders = NO_OPERATOR_STATE
+        self._operator_state = NO_OPERATOR_STATE
         self._api_settings = apis
         self.num_hung = 0
         """Times that its hang supervisor killed it."""
@@ -115,7 +115,7 @@ class SimulatedRouter(Process):
         dispatch = Dispatch(self._config, self._limits, self._rng.randrange, order=self._order)
         self._clock = SettableClock(self)
         self.dispatch_host = AuditedDispatchHost(self, dispatch, self._clock, self._config)
-        self.dispatch_host.set_orders(self._orders)
+        self.dispatch_host.set_operator_state(self._operator_state)
         self._links: dict[Connection, SimulatedLink] = {}
         self._calls: dict[Connection, RequestStream] = {}
         self._unread: dict[Connection, None] = {}
@@ -198,11 +198,11 @@ class SimulatedRouter(Process):
         if self.is_up:
             self._do(self._clock.note_set)
 
-    def order(self, orders: OperatorState) -> None:
+    def order(self, operator_state: OperatorState) -> None:
         """The directory tells what operators have ordered; a router that starts later learns it then."""
-        self._orders = orders
+        self._operator_state = operator_state
         if self.is_up:
-            self._do(lambda: self.dispatch_host.set_orders(self._orders))
+            self._do(lambda: self.dispatch_host.set_operator_state(self._operator_state))
 
     def _count(self, apis: RouterApis) -> None:
         self.longest_decoding_s = max(self.longest_decoding_s, apis.longest_decoding_s)
@@ -315,8 +315,8 @@ class SimulatedRouter(Process):
 
     def _read(self, connection: Connection, call: RequestStream) -> None:
         try:
-            while (delivery := call.poll()) is not None:
-                connection.send(self, delivery)
+            while (delta := call.poll()) is not None:
+                connection.send(self, delta)
             if not call.is_over:
                 return
         except HoldfastError as error:

@@ -83,7 +83,7 @@ class Callback(NamedTuple):
 
     came_s: float
     cost_s: Callable[[], float] | None
-    """Asked when its turn comes; None: it costs nothing."""
+    """Called when its turn comes; None: it costs nothing."""
     action: Callable[..., None]
     args: tuple[Any, ...]
 

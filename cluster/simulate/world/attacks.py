@@ -133,7 +133,7 @@ def most_ended(attack: Attack, num_routers: int) -> int:
     """How many processes the requests of an attack may end.
 
     The first crash proves nothing: a router that is killed while it reads an honest request looks the same. A hang is
-    proof to whoever sees the process end, so another router is needed. A router that is out of memory says so itself.
+    proof to the process that sees it end, so another router is needed. A router that is out of memory says so itself.
     """
     most = {CRASHES: 2, HANGS: 1 if num_routers > 1 else 2, OUT_OF_MEMORY: 1}
     return most.get(attack.kind, 0)

@@ -77,7 +77,7 @@ def print_campaign(console: Console, campaign: Campaign, wall_s: float) -> None:
         ("stragglers", f"{tally.num_stragglers:,} calls, {tally.num_turned_away:,} turned away for a newer one"),
         ("condemned", f"{tally.num_condemned:,} frozen replicas"),
         ("begun anew", f"{tally.num_begun_anew:,} requests, whose version an update had taken away"),
-        ("poisoned", f"{tally.num_poisoned:,} replicas, by requests that kill whoever runs them"),
+        ("poisoned", f"{tally.num_poisoned:,} replicas, by requests that kill the replicas that run them"),
         ("attacks", f"{sum(tally.attacks.values()):,}"),
         ("", _counts(tally.attacks)),
         ("hung", f"{tally.num_hung:,} routers, killed by their hang supervisors"),

@@ -164,6 +164,6 @@ class Checks:
             require(replica.is_up and not replica.is_frozen, f"{replica} did not come back")
             stats = replica.core.scheduler.stats()
             num_alive = stats.num_running + stats.num_waiting
-            require(num_alive == 0, f"{replica}: {num_alive} attempts run for nobody")
+            require(num_alive == 0, f"{replica}: {num_alive} attempts run without a request")
             require(replica.num_unanswered == 0, f"{replica}: {replica.num_unanswered} attempts were never answered")
             require(stats.num_used_blocks == 0, f"{replica}: {stats.num_used_blocks} blocks leaked")

@@ -65,7 +65,7 @@ def draw_storm(rng: random.Random, span_s: float) -> list[PlannedRequest]:
 
 
 def _draw_poison(rng: random.Random, request_id: str, arrival_s: float) -> PlannedRequest:
-    """A request that kills whoever runs it, soon or a little later."""
+    """A request that kills the replicas that run it, soon or a little later."""
     request = EngineRequest(
         request_id=request_id,
         prompt_token_ids=(POISON_TOKEN_ID, *rng.choices(WHOLE_TOKEN_IDS, k=3)),

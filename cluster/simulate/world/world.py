@@ -41,9 +41,9 @@ from holdfast.worker.scheduler.step_time import StepShape
 LOSSES: Final = frozenset(
     {"kill replica", "freeze replica", "drain replica", "cut link", "partition link", "freeze router", UPDATE}
 )
-"""Faults that take a replica from a router, so that whatever ran there may come under suspicion."""
+"""Faults that take a replica from a router, so that what ran there may be suspected."""
 ROUTER_LOSSES: Final = frozenset({"kill router", "freeze router", "drain router", "cut calls"})
-"""Faults by which a router ends, or seems to, while it reads requests, so that these may come under suspicion."""
+"""Faults by which a router ends, or seems to, while it reads requests, so that these may be suspected."""
 ANSWER_S: Final = PATIENCE_S + 10.0
 """After the last fault is over and the last request has come, everyone has an answer within so many seconds."""
 MAX_EVENTS: Final = 200_000
@@ -291,7 +291,7 @@ class World:
             )
             require(
                 is_reported,
-                f"{client} listened for {client.planned.grace_s:g} s, and was not told that its time was up",
+                f"{client} listened for {client.planned.grace_s:g} s, and got no deadline error",
             )
 
     def _check_attack(self) -> None:

@@ -43,14 +43,14 @@ class ChunkWriter:
         self._error: BaseException | None = None
         sink.take = self.take
 
-    def take(self, delivery: OutputDelta) -> bool:
+    def take(self, delta: OutputDelta) -> bool:
         """Begins to write it. False where an earlier one is being written, or the task is at work. Never raises: the
         task gets what goes wrong.
         """
         if self._writing is not None or self._sink.waiter.done():
             return False
         try:
-            self._writing = self._write(self._encode(delivery))
+            self._writing = self._write(self._encode(delta))
         except Exception as error:
             self._fail(error)
         else:
@@ -131,31 +131,29 @@ class ChunkEncoder:
         self._shared: dict[tuple[int, str, bool], bytes] = {}
         """By sequence, fingerprint and guarantee: one for each sequence, and more where another replica goes on."""
 
-    def encode(self, delivery: OutputDelta) -> bytes:
+    def encode(self, delta: OutputDelta) -> bytes:
         if self._chat_deltas is not None:
-            chunk = replace(public_chunk(delivery), chat=self._chat_deltas.of(delivery))
+            chunk = replace(public_chunk(delta), chat=self._chat_deltas.of(delta))
             return chunk_message(chunk).SerializeToString()
-        _, first, token_ids, text, finish_reason, usage, logprobs, of_prompt, number, _, origin, is_sure, _, _ = (
-            delivery
-        )
+        _, first, token_ids, text, finish_reason, usage, logprobs, of_prompt, number, _, origin, is_sure, _, _ = delta
         if finish_reason is not None or usage is not None or logprobs or of_prompt:
-            return chunk_message(public_chunk(delivery)).SerializeToString()
+            return chunk_message(public_chunk(delta)).SerializeToString()
         shared = self._shared.get((number, origin, is_sure))
         if shared is None:
-            shared = self._shared[number, origin, is_sure] = _shared(delivery)
+            shared = self._shared[number, origin, is_sure] = _shared(delta)
         try:
             (token_id,) = token_ids
             token, said = _VARINTS[token_id] if token_id < 2**14 else varint(token_id), text.encode()
-            told = b"%b%b%b%b%b" % (_INDEX, _VARINTS[first], _TOKEN, _VARINTS[len(token)], token)
-            return b"%b%b%b%b%b" % (told, _TEXT, _VARINTS[len(said)], said, shared)
+            tokens = b"%b%b%b%b%b" % (_INDEX, _VARINTS[first], _TOKEN, _VARINTS[len(token)], token)
+            return b"%b%b%b%b%b" % (tokens, _TEXT, _VARINTS[len(said)], said, shared)
         except (ValueError, IndexError):  # several tokens, or a number of more bytes
             new = GenerateStreamResponse(first_token_index=first, token_ids=token_ids, text=text)
             return new.SerializeToString() + shared
 
 
-def _shared(delivery: OutputDelta) -> bytes:
+def _shared(delta: OutputDelta) -> bytes:
     """All that a chunk says besides its tokens and text."""
-    message = chunk_message(public_chunk(delivery))
+    message = chunk_message(public_chunk(delta))
     for name in ("first_token_index", "token_ids", "text"):
         message.ClearField(name)
     return message.SerializeToString()

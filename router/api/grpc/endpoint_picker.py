@@ -53,11 +53,11 @@ class EndpointPicker:
 
     def set_routers(self, routers: Collection[RouterEndpoint]) -> None:
         """What the directory says of all routers."""
-        told = {one.address: one for one in routers}
-        for address in self._num_sent.keys() | told.keys():
-            if told.get(address) != self._told.get(address):
+        known = {one.address: one for one in routers}
+        for address in self._num_sent.keys() | known.keys():
+            if known.get(address) != self._told.get(address):
                 del self._num_sent[address]
-        self._told = told
+        self._told = known
 
     def pick(self, subset: Collection[str] | None = None) -> list[str]:
         """Addresses, the first choice first; none where no router of the `subset`, or of all, has a replica."""
@@ -139,13 +139,13 @@ def _subset(message: pb.ProcessingRequest) -> Sequence[str] | None:
 
 
 def _unavailable() -> pb.ImmediateResponse:
-    told = {"message": "no router has a replica", "type": "server_error", "param": None, "code": "replica_unavailable"}
+    error = {"message": "no router has a replica", "type": "server_error", "param": None, "code": "replica_unavailable"}
     return pb.ImmediateResponse(
         status=pb.HttpStatus(code=503),
         headers=pb.HeaderMutation(
             set_headers=[_header("content-type", "application/json"), _header("retry-after", "1")]
         ),
-        body=json.dumps({"error": told}).encode(),
+        body=json.dumps({"error": error}).encode(),
         details="no ready endpoint",
     )
 

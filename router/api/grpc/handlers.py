@@ -45,7 +45,8 @@ class Trailers(Protocol):
 
 
 Begun: TypeAlias = Callable[[Context], None]
-"""Told of each call when its method is about to run. Raises `asyncio.CancelledError` if its client has been cut off."""
+"""Called with each call when its method is about to run. Raises `asyncio.CancelledError` if its client has been cut
+off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class CallHooks:
 
     trailers: Trailers | None = None
     came: Callable[[Context], None] | None = None
-    """Told of each call before its message is there."""
+    """Called with each call before its message is there."""
     begun: Begun | None = None
     reads: StagedReads = field(default_factory=StagedReads)
     poison_watch: PoisonWatch | None = None

@@ -91,8 +91,8 @@ class InferenceServicer:
                     if not answer.is_set:
                         await answer.next()
                     await writer.settle()
-                    if (delivery := answer.read()) is not None:
-                        await context.write(encode(delivery))
+                    if (delta := answer.read()) is not None:
+                        await context.write(encode(delta))
 
     async def _request(self, message: inference_pb2.GenerateRequest, context: Context) -> GenerationRequest:
         named = with_request_id(message, context)

@@ -74,8 +74,8 @@ async def _gone(request: Request) -> None:
 async def not_found(request: Request, error: Exception) -> Response:
     """Paths and methods that are not there."""
     assert isinstance(error, HTTPException), "it is registered for these"
-    told = {"message": f"{request.method} {request.url.path}: {error.detail}", "type": "invalid_request_error"}
-    response = json_response({"error": {**told, "param": None, "code": "not_found"}})
+    described = {"message": f"{request.method} {request.url.path}: {error.detail}", "type": "invalid_request_error"}
+    response = json_response({"error": {**described, "param": None, "code": "not_found"}})
     response.status_code = error.status_code
     response.headers.update({**(error.headers or {}), **headers_of(request)})
     return response

@@ -170,7 +170,7 @@ class ChatChunks:
         self._readers: dict[int, ChatReader | None] = {}
         """Of the choices of which anything has come."""
         self._held: dict[int, list[OutputDelta]] = {}
-        """By choice, where tokens are sent: deliveries whose text is held back, such as the head of a call. They go out
+        """By choice, where tokens are sent: deltas whose text is held back, such as the head of a call. They go out
         with the next chunk that is not empty.
         """
         self._begun: set[int] = set()
@@ -181,23 +181,23 @@ class ChatChunks:
         self._plain: dict[int, Frame] = {}
         """By choice that has begun."""
 
-    def of(self, delivery: OutputDelta) -> bytes:
-        """The events of one delivery; a choice's first begins with its role."""
-        if delivery.finish_reason is None and (plain := self.plain(delivery)) is not None:
+    def of(self, delta: OutputDelta) -> bytes:
+        """The events of one delta; a choice's first begins with its role."""
+        if delta.finish_reason is None and (plain := self.plain(delta)) is not None:
             return plain
-        index = delivery.sequence_index
-        events = b"" if index in self._over else self._choice(index, delivery)
-        if delivery.usage is not None and self._body.tells_usage:
-            events += event_of({**self._head, "choices": [], "usage": usage_of(delivery.usage, self._num_thoughts())})
+        index = delta.sequence_index
+        events = b"" if index in self._over else self._choice(index, delta)
+        if delta.usage is not None and self._body.tells_usage:
+            events += event_of({**self._head, "choices": [], "usage": usage_of(delta.usage, self._num_thoughts())})
         return events
 
-    def plain(self, delivery: OutputDelta) -> bytes | None:
-        frame = self._plain.get(delivery.sequence_index)
-        if frame is None or not delivery.text or delivery.logprobs or delivery.fingerprint != self._fingerprint:
+    def plain(self, delta: OutputDelta) -> bytes | None:
+        frame = self._plain.get(delta.sequence_index)
+        if frame is None or not delta.text or delta.logprobs or delta.fingerprint != self._fingerprint:
             return None
-        if delivery.sequence_index in self._held:  # they come with this text
+        if delta.sequence_index in self._held:  # they come with this text
             return None
-        return b"%b%b%b" % (frame[0], json_text(delivery.text).encode(errors="replace"), frame[1])
+        return b"%b%b%b" % (frame[0], json_text(delta.text).encode(errors="replace"), frame[1])
 
     def holds(self, choice: int) -> bool:
         return choice in self._held
@@ -205,74 +205,74 @@ class ChatChunks:
     def end(self) -> bytes:
         return DONE
 
-    def _choice(self, index: int, delivery: OutputDelta) -> bytes:
-        if delivery.fingerprint != self._fingerprint:
-            self._fingerprint = delivery.fingerprint
-            self._head["system_fingerprint"] = delivery.fingerprint or None
+    def _choice(self, index: int, delta: OutputDelta) -> bytes:
+        if delta.fingerprint != self._fingerprint:
+            self._fingerprint = delta.fingerprint
+            self._head["system_fingerprint"] = delta.fingerprint or None
             self._plain.clear()
         if index not in self._readers:
             self._readers[index] = self._view.new_reader()
-        deltas = self._deltas(delivery)
-        if not deltas and self._is_to_wait(index, delivery):
-            self._held.setdefault(index, []).append(delivery)
+        deltas = self._deltas(delta)
+        if not deltas and self._is_to_wait(index, delta):
+            self._held.setdefault(index, []).append(delta)
             return b""
-        return self._told(index, merged([*self._held.pop(index, ()), delivery]), deltas)
+        return self._told(index, merged([*self._held.pop(index, ()), delta]), deltas)
 
-    def _is_to_wait(self, index: int, delivery: OutputDelta) -> bool:
-        """Whether an empty delivery has tokens that are to be sent with a later one."""
-        if delivery.finish_reason is not None or not self._view.tells_tokens(self._readers[index]):
+    def _is_to_wait(self, index: int, delta: OutputDelta) -> bool:
+        """Whether an empty delta has tokens that are to be sent with a later one."""
+        if delta.finish_reason is not None or not self._view.tells_tokens(self._readers[index]):
             return False
-        return bool(delivery.logprobs) or (bool(self._body.return_token_ids) and bool(delivery.token_ids))
+        return bool(delta.logprobs) or (bool(self._body.return_token_ids) and bool(delta.token_ids))
 
-    def _told(self, index: int, delivery: OutputDelta, deltas: list[dict[str, Any]]) -> bytes:
-        """The events of a delivery, with those that waited for it, whose text comes to some deltas."""
-        events = b"" if index in self._begun else self._beginning(index, delivery)
-        self._num_completion_tokens += len(delivery.token_ids)
-        if not deltas and delivery.finish_reason is None:
+    def _told(self, index: int, output_delta: OutputDelta, deltas: list[dict[str, Any]]) -> bytes:
+        """The events of a delta, with those that waited for it, whose text comes to some deltas."""
+        events = b"" if index in self._begun else self._beginning(index, output_delta)
+        self._num_completion_tokens += len(output_delta.token_ids)
+        if not deltas and output_delta.finish_reason is None:
             return events
         *earlier, last = deltas or [{}]
         for delta in earlier:
             events += self._event(index, delta, None, None)
         tells_tokens = self._view.tells_tokens(self._readers[index])
-        logprobs = chat_logprobs(delivery.logprobs, self._names) if tells_tokens else None
-        finish_reason = finish_after_calls(delivery.finish_reason, self._readers[index])
+        logprobs = chat_logprobs(output_delta.logprobs, self._names) if tells_tokens else None
+        finish_reason = finish_after_calls(output_delta.finish_reason, self._readers[index])
         extra: dict[str, Any] = {}
         if self._body.return_token_ids and tells_tokens:
-            extra["token_ids"] = list(delivery.token_ids)
-        if delivery.finish_reason is not None:
-            extra["stop_reason"] = self._answer.stop_reason(index, delivery)
+            extra["token_ids"] = list(output_delta.token_ids)
+        if output_delta.finish_reason is not None:
+            extra["stop_reason"] = self._answer.stop_reason(index, output_delta)
         events += self._event(index, last, logprobs, finish_reason, extra)
-        self._note(index, delivery)
+        self._note(index, output_delta)
         return events
 
-    def _beginning(self, index: int, delivery: OutputDelta) -> bytes:
+    def _beginning(self, index: int, delta: OutputDelta) -> bytes:
         """The first chunks of a choice: its role, with what is asked for of the prompt, and the echo."""
         self._begun.add(index)
         of_prompt = self._view.of_prompt(self._answer.request.prompt_token_ids)
-        if delivery.prompt_logprobs:
-            of_prompt["prompt_logprobs"] = prompt_logprobs_of(delivery.prompt_logprobs, self._names.tokens)
+        if delta.prompt_logprobs:
+            of_prompt["prompt_logprobs"] = prompt_logprobs_of(delta.prompt_logprobs, self._names.tokens)
         events = self._event(index, {"role": "assistant", "content": ""}, None, None, of_prompt=of_prompt)
         echo = _echo(self._view.body)
         return events + self._event(index, {"content": echo}, None, None) if echo else events
 
-    def _note(self, index: int, delivery: OutputDelta) -> None:
+    def _note(self, index: int, delta: OutputDelta) -> None:
         """What is known of the choice's chunks from here on."""
-        if delivery.finish_reason is not None:
+        if delta.finish_reason is not None:
             self._over.add(index)
             self._plain.pop(index, None)
         elif self._is_plain and self._readers[index] is None:
             self._plain[index] = frame_of(self._event(index, {"content": PLACE}, None, None))
 
-    def _deltas(self, delivery: OutputDelta) -> list[dict[str, Any]]:
-        """What a delivery's text comes to."""
-        reader = self._readers[delivery.sequence_index]
+    def _deltas(self, output_delta: OutputDelta) -> list[dict[str, Any]]:
+        """What a delta's text comes to."""
+        reader = self._readers[output_delta.sequence_index]
         if reader is None:
-            return [{"content": delivery.text}] if delivery.text else []
-        read = reader.push(delivery.text, delivery.token_ids)
-        if delivery.finish_reason is not None:
+            return [{"content": output_delta.text}] if output_delta.text else []
+        read = reader.push(output_delta.text, output_delta.token_ids)
+        if output_delta.finish_reason is not None:
             read += reader.finish()
         read = self._view.read(read)
-        prefix = call_prefix(delivery.request_id, delivery.sequence_index)
+        prefix = call_prefix(output_delta.request_id, output_delta.sequence_index)
         return [delta for event in read if (delta := delta_of(prefix, event))]
 
     def _num_thoughts(self) -> int | None:

@@ -1,6 +1,6 @@
 """Choices of OpenAI-style responses: log-probabilities, usage and finish reasons as clients read them.
 
-Pure functions of the router's deliveries.
+Pure functions of the router's deltas.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,8 +37,8 @@ class TokenNames:
 
 def num_reasoning_tokens(readers: Iterable[ChatReader | None]) -> int | None:
     """Of all choices; None where none can tell."""
-    told = [reader.num_reasoning_tokens for reader in readers if reader is not None]
-    numbers = [number for number in told if number is not None]
+    counts = [reader.num_reasoning_tokens for reader in readers if reader is not None]
+    numbers = [number for number in counts if number is not None]
     return sum(numbers) if numbers else None
 
 
@@ -171,10 +171,10 @@ class Blocks:
     def num_reasoning_tokens(self) -> int:
         return num_reasoning_tokens([self._reader]) or 0
 
-    def push(self, delivery: OutputDelta) -> Iterator[BlockEvent]:
-        """What a delivery comes to. At the end all blocks are closed, and there is one at least."""
-        self._logprobs += delivery.logprobs
-        for event in self._read(delivery):
+    def push(self, delta: OutputDelta) -> Iterator[BlockEvent]:
+        """What a delta comes to. At the end all blocks are closed, and there is one at least."""
+        self._logprobs += delta.logprobs
+        for event in self._read(delta):
             if isinstance(event, Reasoning):
                 self._logprobs.clear()
                 yield from self._more("thinking", event.text)
@@ -187,21 +187,21 @@ class Blocks:
                 yield from self._more("call", event.json)
             elif isinstance(event, CallEnd):
                 yield from self._end()
-        if delivery.finish_reason is not None:
+        if delta.finish_reason is not None:
             if not self.blocks:
                 yield from self._begin("text")
             yield from self._end()
 
-    def _read(self, delivery: OutputDelta) -> Iterable[Reasoning | CallEvent]:
+    def _read(self, delta: OutputDelta) -> Iterable[Reasoning | CallEvent]:
         if self._reader is None:
-            return [Content(delivery.text)] if delivery.text else []
-        read = self._reader.push(delivery.text, delivery.token_ids)
-        return read + self._reader.finish() if delivery.finish_reason is not None else read
+            return [Content(delta.text)] if delta.text else []
+        read = self._reader.push(delta.text, delta.token_ids)
+        return read + self._reader.finish() if delta.finish_reason is not None else read
 
     def _of_text(self) -> Sequence[TokenLogprob]:
-        """Those that came with a delivery, and with deliveries that were no text yet: once."""
-        told, self._logprobs = self._logprobs, []
-        return told
+        """Those that came with a delta, and with deltas that were no text yet: once."""
+        logprobs, self._logprobs = self._logprobs, []
+        return logprobs
 
     def _more(self, kind: Kind, piece: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[BlockEvent]:
         if not piece:

@@ -117,25 +117,25 @@ class Completions:
         choice = self._choice(self._numbered(number, output), self._answers[number], item.stop_reason)
         return {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None, **choice}
 
-    def of(self, delivery: OutputDelta) -> bytes:
-        """The chunk of a delivery that is numbered as its choice is; of the last one of all the usage as well."""
-        index, events = delivery.sequence_index, b""
-        if delivery.usage is not None:
-            self._usages.append(delivery.usage)
-        if index not in self._over and (told := self._with_text(delivery)) is not None:
-            plain = self.plain(told) if told.finish_reason is None else None
-            events = plain or self._chunk(told)
-        if delivery.finish_reason is not None:
+    def of(self, delta: OutputDelta) -> bytes:
+        """The chunk of a delta that is numbered as its choice is; of the last one of all the usage as well."""
+        index, events = delta.sequence_index, b""
+        if delta.usage is not None:
+            self._usages.append(delta.usage)
+        if index not in self._over and (ready := self._with_text(delta)) is not None:
+            plain = self.plain(ready) if ready.finish_reason is None else None
+            events = plain or self._chunk(ready)
+        if delta.finish_reason is not None:
             self._over.add(index)
         return events
 
-    def plain(self, delivery: OutputDelta) -> bytes | None:
-        index, fingerprint, text = delivery.sequence_index, delivery.fingerprint, delivery.text
-        if delivery.logprobs or not self._is_plain or index not in self._lengths:
+    def plain(self, delta: OutputDelta) -> bytes | None:
+        index, fingerprint, text = delta.sequence_index, delta.fingerprint, delta.text
+        if delta.logprobs or not self._is_plain or index not in self._lengths:
             return None
         frame = self._plain.get((index, fingerprint))
         if frame is None:
-            said = self._chunk(delivery._replace(text=PLACE))
+            said = self._chunk(delta._replace(text=PLACE))
             self._lengths[index] -= len(PLACE)
             frame = self._plain[index, fingerprint] = frame_of(said)
         self._lengths[index] += len(text)
@@ -152,24 +152,24 @@ class Completions:
         return event_of({**self._head, "choices": [], "usage": usage_of(_sum(self._usages))}) + DONE
 
     async def numbered(self) -> AsyncIterator[OutputDelta]:
-        """The deliveries of all answers, numbered as their choices are."""
+        """The deltas of all answers, numbered as their choices are."""
         for number, answer in enumerate(self._answers):
             if isinstance(answer, SampledAnswer) and any(one.sequence_index == 0 for one in answer.received):
                 self._order.has_begun(number)
-        async for number, delivery in _side_by_side(self._answers):
-            for one in self._order.of(number, delivery):
+        async for number, delta in _side_by_side(self._answers):
+            for one in self._order.of(number, delta):
                 yield self._numbered(number, one)
 
-    def _with_text(self, delivery: OutputDelta) -> OutputDelta | None:
+    def _with_text(self, delta: OutputDelta) -> OutputDelta | None:
         """As `TokensWithText`, where text may be held back behind its tokens."""
-        index = delivery.sequence_index
+        index = delta.sequence_index
         answer = self._answers[index // self._per_prompt]
         params = answer.request.sampling_params
         if not self._tells_logprobs or not params.stop_strings or not params.detokenize:
-            return delivery
+            return delta
         if index not in self._waiting:
             self._waiting[index] = TokensWithText(self._new_offsets(answer))
-        return self._waiting[index].of(delivery)
+        return self._waiting[index].of(delta)
 
     def _new_offsets(self, answer: SampledAnswer | BeamAnswer) -> TextOffsets:
         start, request = len(answer.echo), answer.request
@@ -179,15 +179,15 @@ class Completions:
         """What the client of a resumed request has already, numbered as choices are."""
         for number, answer in enumerate(self._answers):
             if isinstance(answer, SampledAnswer):
-                yield from (self._numbered(number, delivery) for delivery in answer.received)
+                yield from (self._numbered(number, delta) for delta in answer.received)
 
-    def _chunk(self, delivery: OutputDelta) -> bytes:
-        number, index = divmod(delivery.sequence_index, self._per_prompt)
+    def _chunk(self, delta: OutputDelta) -> bytes:
+        number, index = divmod(delta.sequence_index, self._per_prompt)
         answer = self._answers[number]
-        stop_reason = answer.stop_reason(index, delivery) if isinstance(answer, SampledAnswer) else None
-        choice = self._choice(delivery, answer, stop_reason)
-        chunk = {**self._head, "choices": [choice], "system_fingerprint": delivery.fingerprint or None}
-        self._num_tokens += len(delivery.token_ids)
+        stop_reason = answer.stop_reason(index, delta) if isinstance(answer, SampledAnswer) else None
+        choice = self._choice(delta, answer, stop_reason)
+        chunk = {**self._head, "choices": [choice], "system_fingerprint": delta.fingerprint or None}
+        self._num_tokens += len(delta.token_ids)
         if self._body.tells_usage_always:
             num_prompt_tokens = sum(len(answer.request.prompt_token_ids) for answer in self._answers)
             so_far = Usage(num_prompt_tokens=num_prompt_tokens, num_completion_tokens=self._num_tokens)
@@ -196,9 +196,9 @@ class Completions:
             chunk["usage"] = None
         return event_of(chunk)
 
-    def _numbered(self, number: int, delivery: OutputDelta) -> OutputDelta:
-        index = number * self._per_prompt + delivery.sequence_index
-        return delivery if index == delivery.sequence_index else delivery._replace(sequence_index=index)
+    def _numbered(self, number: int, delta: OutputDelta) -> OutputDelta:
+        index = number * self._per_prompt + delta.sequence_index
+        return delta if index == delta.sequence_index else delta._replace(sequence_index=index)
 
     @property
     def _tells_prompts(self) -> bool:
@@ -233,7 +233,7 @@ class Completions:
     def _logprobs(
         self, output: OutputDelta, answer: SampledAnswer | BeamAnswer, num_chars: int
     ) -> dict[str, Any] | None:
-        """Of the tokens of a delivery that brings so many characters, and of the prompt's where they are echoed."""
+        """Of the tokens of a delta that brings so many characters, and of the prompt's where they are echoed."""
         index, said, places = output.sequence_index, list[TokenLogprob | None](), list[int]()
         if index not in self._offsets:
             self._offsets[index] = self._new_offsets(answer)
@@ -256,7 +256,7 @@ class Completions:
 
 
 class _PromptsFirst:
-    """Holds back the first deliveries of a prompt's choices until that of its first one, which alone has the prompt's
+    """Holds back the first deltas of a prompt's choices until that of its first one, which alone has the prompt's
     log-probabilities: they are those of all.
     """
 
@@ -270,21 +270,21 @@ class _PromptsFirst:
         """The client of a resumed stream has the first choice's beginning."""
         self._known[number] = ()
 
-    def of(self, number: int, delivery: OutputDelta) -> list[OutputDelta]:
+    def of(self, number: int, delta: OutputDelta) -> list[OutputDelta]:
         """Deliveries that can be sent now."""
         if self._is_alone:
-            return [delivery]
+            return [delta]
         if self._known[number] is None:
-            if delivery.sequence_index:
-                self._held[number].append(delivery)
+            if delta.sequence_index:
+                self._held[number].append(delta)
                 return []
-            self._known[number] = delivery.prompt_logprobs
-        told, self._held[number] = [delivery, *self._held[number]], []
-        return [self._with_prompt(number, one) for one in told]
+            self._known[number] = delta.prompt_logprobs
+        ready, self._held[number] = [delta, *self._held[number]], []
+        return [self._with_prompt(number, one) for one in ready]
 
-    def _with_prompt(self, number: int, delivery: OutputDelta) -> OutputDelta:
+    def _with_prompt(self, number: int, delta: OutputDelta) -> OutputDelta:
         known = self._known[number]
-        return delivery._replace(prompt_logprobs=known) if delivery.first_token_index == 0 and known else delivery
+        return delta._replace(prompt_logprobs=known) if delta.first_token_index == 0 and known else delta
 
 
 async def _all_of(answers: Sequence[SampledAnswer | BeamAnswer]) -> list[CompletedRequest]:
@@ -298,12 +298,12 @@ async def _all_of(answers: Sequence[SampledAnswer | BeamAnswer]) -> list[Complet
 
 
 async def _side_by_side(answers: Sequence[SampledAnswer | BeamAnswer]) -> AsyncIterator[tuple[int, OutputDelta]]:
-    """The deliveries of several answers as they come, with the number of each one's answer."""
+    """The deltas of several answers as they come, with the number of each one's answer."""
     streamed = [answer for answer in answers if isinstance(answer, SampledAnswer)]
     assert len(streamed) == len(answers), "beam searches are not streamed"
     if len(streamed) == 1:
-        async for delivery in streamed[0]:
-            yield 0, delivery
+        async for delta in streamed[0]:
+            yield 0, delta
         return
     arrived: asyncio.Queue[tuple[int, OutputDelta] | BaseException | None] = asyncio.Queue(maxsize=len(answers))
     async with AsyncExitStack() as stack:
@@ -325,8 +325,8 @@ async def _pump(
     number: int, answer: SampledAnswer, arrived: "asyncio.Queue[tuple[int, OutputDelta] | BaseException | None]"
 ) -> None:
     try:
-        async for delivery in answer:
-            await arrived.put((number, delivery))
+        async for delta in answer:
+            await arrived.put((number, delta))
         await arrived.put(None)
     except Exception as error:
         await arrived.put(error)

@@ -48,8 +48,8 @@ class HttpError:
     @property
     def openai(self) -> bytes:
         """The body as OpenAI's clients read it."""
-        told = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return json.dumps({"error": told}).encode()
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
 
     @property
     def anthropic(self) -> bytes:

@@ -2,7 +2,7 @@
 
 An id is a digest of the client's resume record: the number of tokens and a checksum stand in place of the tokens. The
 router computes these again, since they are a function of the request, and so has the record. An id stands on the last
-event of each delivery; what came behind the last id is sent again.
+event of each delta; what came behind the last id is sent again.
 """
 
 import re

@@ -37,16 +37,16 @@ class MessageEvents:
         self._has_begun = False
         self._num_tokens = self._num_cached_tokens = 0
 
-    def of(self, delivery: OutputDelta) -> bytes:
-        events = b"" if self._has_begun else self._beginning(delivery)
-        self._num_tokens += len(delivery.token_ids)
-        events += b"".join(map(self._block_event, self._blocks.push(delivery)))
-        if delivery.finish_reason is not None:
-            ended = _stop(delivery.finish_reason, self._answer.stop_reason(0, delivery), self._blocks.num_calls)
+    def of(self, delta: OutputDelta) -> bytes:
+        events = b"" if self._has_begun else self._beginning(delta)
+        self._num_tokens += len(delta.token_ids)
+        events += b"".join(map(self._block_event, self._blocks.push(delta)))
+        if delta.finish_reason is not None:
+            ended = _stop(delta.finish_reason, self._answer.stop_reason(0, delta), self._blocks.num_calls)
             events += _event("message_delta", {"delta": ended, "usage": _usage(self._usage(self._num_tokens))})
         return events
 
-    def plain(self, delivery: OutputDelta) -> None:
+    def plain(self, delta: OutputDelta) -> None:
         return None
 
     def holds(self, choice: int) -> bool:
@@ -56,10 +56,10 @@ class MessageEvents:
     def end(self) -> bytes:
         return _event("message_stop", {})
 
-    def _beginning(self, delivery: OutputDelta) -> bytes:
+    def _beginning(self, delta: OutputDelta) -> bytes:
         self._has_begun = True
         head = _message(self._answer.request.request_id, self._answer.model)
-        self._num_cached_tokens = delivery.num_cached_tokens
+        self._num_cached_tokens = delta.num_cached_tokens
         return _event("message_start", {"message": {**head, "content": [], "usage": _usage(self._usage(0))}})
 
     def _usage(self, num_completion_tokens: int) -> Usage:

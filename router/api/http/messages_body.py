@@ -129,7 +129,7 @@ def _thinks(thinking: Mapping[str, Any]) -> bool:
 
 def _tool(tool: Mapping[str, Any], field: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
-        raise InvalidRequestError(f"{field}.type", tool["type"], "must be custom: this server has no tools of its own")
+        raise InvalidRequestError(f"{field}.type", tool["type"], "must be custom: this server runs no tools itself")
     name, schema, description = tool.get("name"), tool.get("input_schema"), tool.get("description")
     checked_tool(field, name, schema, description, tool.get("strict"))
     function = {"name": name, "description": description, "parameters": schema, "strict": tool.get("strict")}

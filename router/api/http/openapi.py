@@ -30,7 +30,7 @@ _READS: Final = {
     "/v1/models": "The models that are served.",
     "/version": "The version of the server.",
     "/load": "Open requests, and the load of each replica.",
-    "/cluster": "Replicas, what waits, and what has happened to replicas of late. For operators.",
+    "/cluster": "Replicas, what waits, and recent events of replicas. For operators.",
 }
 _ERRORS: Final = {
     "400": "a field is wrong; the message names it",
@@ -69,7 +69,7 @@ def description() -> dict[str, Any]:
         declared = {name: _schema(one) for name, one in PARAMETERS.items() if name not in properties}
         schemas[model.__name__]["properties"] = properties | (declared if _draws(model) else {})
     paths: dict[str, Any] = {path: {"post": _post(path, *body)} for path, body in _BODIES.items()}
-    paths |= {path: {"get": _get(told, {"type": "object"})} for path, told in _READS.items()}
+    paths |= {path: {"get": _get(summary, {"type": "object"})} for path, summary in _READS.items()}
     paths |= {path: {"post": _order(path, *body)} for path, body in AdminEndpoints.bodies.items()}
     paths["/admin/state"] = {"get": _of_operators(_get("A dump of the router's state, for a bug report.", _OBJECT))}
     paths["/v1/models/{model}"] = {"get": {**_get("One of them.", {"type": "object"}), "parameters": [_MODEL]}}
@@ -102,12 +102,12 @@ def _schema(parameter: Parameter) -> dict[str, Any]:
     return {"anyOf": [schema, {"type": "null"}], "description": parameter.help}
 
 
-def _post(path: str, body: type[Reads], told: str, streams: bool) -> dict[str, Any]:
+def _post(path: str, body: type[Reads], summary: str, streams: bool) -> dict[str, Any]:
     content: dict[str, Any] = {_JSON: {"schema": {"type": "object"}}}
     if streams:
         content[_EVENTS] = {"schema": {"type": "object", "properties": {"data": {"type": "string"}}}}  # of each event
     return {
-        "summary": told,
+        "summary": summary,
         "requestBody": {
             "required": True,
             "content": {_JSON: {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}},
@@ -116,19 +116,19 @@ def _post(path: str, body: type[Reads], told: str, streams: bool) -> dict[str, A
     }
 
 
-def _order(path: str, body: type[Reads], told: str) -> dict[str, Any]:
-    order = _of_operators(_post(path, body, told, streams=False))
+def _order(path: str, body: type[Reads], summary: str) -> dict[str, Any]:
+    order = _of_operators(_post(path, body, summary, streams=False))
     return order | ({"parameters": [_REPLICA]} if "{replica_id}" in path else {})
 
 
 def _of_operators(operation: dict[str, Any]) -> dict[str, Any]:
-    operation["responses"]["403"] = _error("", "the caller is no operator")
+    operation["responses"]["403"] = _error("", "the caller is not an operator")
     return operation
 
 
-def _get(told: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    answer = {"description": told, "content": {_JSON: {"schema": schema}}}
-    return {"summary": told, "responses": {"200": answer, **_errors("")}}
+def _get(summary: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    answer = {"description": summary, "content": {_JSON: {"schema": schema}}}
+    return {"summary": summary, "responses": {"200": answer, **_errors("")}}
 
 
 def _state(path: str) -> dict[str, Any]:
@@ -141,12 +141,12 @@ def _content(media_type: str) -> dict[str, Any]:
 
 
 def _errors(path: str) -> dict[str, Any]:
-    return {status: _error(path, told) for status, told in _ERRORS.items()}
+    return {status: _error(path, summary) for status, summary in _ERRORS.items()}
 
 
-def _error(path: str, told: str) -> dict[str, Any]:
+def _error(path: str, summary: str) -> dict[str, Any]:
     name = "AnthropicError" if path in _OF_ANTHROPIC else "Error"
-    return {"description": told, "content": {_JSON: {"schema": {"$ref": f"#/components/schemas/{name}"}}}}
+    return {"description": summary, "content": {_JSON: {"schema": {"$ref": f"#/components/schemas/{name}"}}}}
 
 
 _MODEL: Final = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}

@@ -76,7 +76,7 @@ def cluster_view(host: DispatchHost, overload: Overload | None = None, *, is_kil
                 "kind": one.kind,
                 "replica_id": one.replica_id,
                 "model": one.model,
-                "told": one.told,
+                "reason": one.reason,
                 "num_requests": one.num_requests,
             }
             for one in reversed(host.news)

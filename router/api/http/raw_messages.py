@@ -14,9 +14,9 @@ class RawMessages:
         self._text = ""
         self._token_ids: list[int] = []
 
-    def push(self, delivery: OutputDelta) -> None:
-        self._text += delivery.text
-        self._token_ids += delivery.token_ids
+    def push(self, delta: OutputDelta) -> None:
+        self._text += delta.text
+        self._token_ids += delta.token_ids
 
     def fields(self) -> dict[str, Any]:
         """Of the response object at its end."""

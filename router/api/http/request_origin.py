@@ -49,16 +49,17 @@ class RequestOrigins:
         """Raises `PermissionDeniedError` for another server's name, and for pages of other origins."""
         host = request.headers.get("host", "")
         if not self._is_own(host_name(host)):
-            told = f"this server does not answer for {host[:100]!r}; name it in {SETTING}, or ask for keys"
-            raise PermissionDeniedError("host", told)
+            message = f"this server does not answer for {host[:100]!r}; name it in {SETTING}, or ask for keys"
+            raise PermissionDeniedError("host", message)
         origin = request.headers.get("origin")
         if origin is None:
             is_foreign = request.headers.get("sec-fetch-site", "") in _FROM_ELSEWHERE
         else:
             is_foreign = not (self._may_call(origin, host) or self._is_given(origin, request))
         if is_foreign:
-            told = f"this request comes from a page of another site ({(origin or 'unnamed')[:100]}); name the site in "
-            raise PermissionDeniedError("origin", f"{told}{SETTING} or {CORS_SETTING}, or ask for keys")
+            site = (origin or "unnamed")[:100]
+            message = f"this request comes from a page of another site ({site}); name the site in {SETTING} or "
+            raise PermissionDeniedError("origin", f"{message}{CORS_SETTING}, or ask for keys")
 
     def _is_given(self, origin: str, request: Request) -> bool:
         is_named = ANY in self.cors_origins or origin in self.cors_origins
@@ -91,8 +92,8 @@ def check_json(request: Request) -> None:
     """Raises `MediaTypeError` unless the request's body is called JSON."""
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != JSON:
-        told = f"the body is called {kind[:100]!r}" if kind else "the body has no content type"
-        raise MediaTypeError(f"{told}; send the header `content-type: {JSON}` (`curl --json` does)")
+        message = f"the body is called {kind[:100]!r}" if kind else "the body has no content type"
+        raise MediaTypeError(f"{message}; send the header `content-type: {JSON}` (`curl --json` does)")
 
 
 def host_name(authority: str) -> str:

@@ -57,21 +57,21 @@ class ResponseEvents:
         self._has_begun = False
         self._holds = False
 
-    def of(self, delivery: OutputDelta) -> bytes:
-        reason, block_events = delivery.finish_reason, list(self._blocks.push(delivery))
+    def of(self, delta: OutputDelta) -> bytes:
+        reason, block_events = delta.finish_reason, list(self._blocks.push(delta))
         if self._raw is not None:
-            self._raw.push(delivery)
-        self._holds = not block_events and reason is None and bool(delivery.logprobs)
+            self._raw.push(delta)
+        self._holds = not block_events and reason is None and bool(delta.logprobs)
         if self._holds:
             return b""
         events = b"" if self._has_begun else self._opening()
         events += b"".join(self._block_event(event, reason) for event in block_events)
-        if reason is not None and delivery.usage is not None:
-            ended = self._made.ended(self._blocks, reason, delivery.usage)
+        if reason is not None and delta.usage is not None:
+            ended = self._made.ended(self._blocks, reason, delta.usage)
             events += self._event(f"response.{ended['status']}", {"response": ended})
         return events
 
-    def plain(self, delivery: OutputDelta) -> None:
+    def plain(self, delta: OutputDelta) -> None:
         return None
 
     def holds(self, choice: int) -> bool:
@@ -96,8 +96,8 @@ class ResponseEvents:
         if block.kind == "call":
             return self._event("response.function_call_arguments.delta", {**at, "delta": event.piece})
         more = {**at, "content_index": 0, "delta": event.piece}
-        told = {**more, "logprobs": self._made.logprobs(event.logprobs)}
-        return self._event(f"{_PARTS[block.kind]}.delta", more if block.kind != "text" else told)
+        fields = {**more, "logprobs": self._made.logprobs(event.logprobs)}
+        return self._event(f"{_PARTS[block.kind]}.delta", more if block.kind != "text" else fields)
 
     def _begin(self, block: Block, at: Mapping[str, Any]) -> bytes:
         item = self._made.item(block, "in_progress", is_begun=True)

@@ -166,8 +166,8 @@ class BoundedProtocol(Connection):
 
     def _expect_request(self) -> None:
         _cancel(self._arrival)
-        told = "the request has taken too long to arrive (limits.receive_timeout_s)"
-        self._arrival = self.loop.call_later(self._limits.receive_timeout_s, self._refuse, 408, told)
+        message = "the request has taken too long to arrive (limits.receive_timeout_s)"
+        self._arrival = self.loop.call_later(self._limits.receive_timeout_s, self._refuse, 408, message)
 
     def _check_head(self, num_bytes: int) -> None:
         most = self._limits.max_header_bytes

@@ -36,7 +36,7 @@ class Submission:
     event_ids: EventIds | None = None
     """Of a client that may come again with the id of its last event."""
     _held: dict[int, list[tuple[OutputDelta, bytes]]] = field(default_factory=dict)
-    """By choice: deliveries of which its encoder holds tokens back, with their events: no client can resume after them.
+    """By choice: deltas of which its encoder holds tokens back, with their events: no client can resume after them.
     """
     _marks: MarkWriter = field(default_factory=MarkWriter)
 
@@ -61,8 +61,8 @@ class Submission:
         if not request_id or self.record is not None:
             return self
         if self.event_ids is not None:
-            told = f"must not be set with {EVENT_IDS} or {LAST_EVENT_ID}: the ids of events have one of their own"
-            raise InvalidRequestError("request_id", request_id, told)
+            message = f"must not be set with {EVENT_IDS} or {LAST_EVENT_ID}: event ids contain the request's id"
+            raise InvalidRequestError("request_id", request_id, message)
         check_request_id(request_id, limits)
         return replace(self, identity=Identity(request_id, self.identity.created))
 
@@ -117,31 +117,31 @@ class Submission:
         """Whether events say where their client is after them."""
         return self.is_held or self.event_ids is not None
 
-    def marked(self, events: bytes, delivery: OutputDelta, encoder: "Encoder", *, is_last: bool) -> bytes:
-        """The events of a delivery, with the mark of the client's position after them.
+    def marked(self, events: bytes, output_delta: OutputDelta, encoder: "Encoder", *, is_last: bool) -> bytes:
+        """The events of a delta, with the mark of the client's position after them.
 
         While the encoder holds tokens back, events wait with them, to be sent again after a loss of the router.
         """
-        choice = delivery.sequence_index
+        choice = output_delta.sequence_index
         if encoder.holds(choice):
-            self._held.setdefault(choice, []).append((delivery, events))
+            self._held.setdefault(choice, []).append((output_delta, events))
             return b""
         if choice in self._held:
             earlier, waiting = zip(*self._held.pop(choice), strict=True)
-            delivery, events = merged([*earlier, delivery]), b"".join((*waiting, events))
+            output_delta, events = merged([*earlier, output_delta]), b"".join((*waiting, events))
         delta = SequenceDelta(
-            first_token_index=delivery.first_token_index,
-            token_ids=delivery.token_ids,
-            text_length=len(delivery.text),
-            finish_reason=delivery.finish_reason,
+            first_token_index=output_delta.first_token_index,
+            token_ids=output_delta.token_ids,
+            text_length=len(output_delta.text),
+            finish_reason=output_delta.finish_reason,
             sequence_index=choice,
-            fingerprint=delivery.fingerprint,
+            fingerprint=output_delta.fingerprint,
             num_events=encoder.num_events,
             is_last=is_last,
         )
         if self.event_ids is not None:
             return self.event_ids.marked(events, delta)
-        return events + self._marks.line(delta, delivery.replica_id if self.tells_replicas else "")
+        return events + self._marks.line(delta, output_delta.replica_id if self.tells_replicas else "")
 
     def of(
         self, request: GenerationRequest, *, number: int = 0, num_prompts: int = 1, choices: int = 1
@@ -166,28 +166,28 @@ class Submission:
 
 
 class Encoder(Protocol):
-    """Writes the events of one stream. Its state does not depend on how the output is cut into deliveries."""
+    """Writes the events of one stream. Its state does not depend on how the output is cut into deltas."""
 
     num_events: int
     """Where events are numbered: so far."""
 
-    def of(self, delivery: OutputDelta) -> bytes:
-        """The events of a delivery, whose `sequence_index` is the number of its choice. Of one whose choice was over
+    def of(self, delta: OutputDelta) -> bytes:
+        """The events of a delta, whose `sequence_index` is the number of its choice. Of one whose choice was over
         before there is nothing to say but the usage.
         """
 
-    def plain(self, delivery: OutputDelta) -> bytes | None:
-        """The events of a delivery before the end, whose choice has begun, if they are text in a frame that was made
+    def plain(self, delta: OutputDelta) -> bytes | None:
+        """The events of a delta before the end, whose choice has begun, if they are text in a frame that was made
         before. None: `of` is to write them.
         """
 
     def holds(self, choice: int) -> bool:
-        """Whether tokens of a choice's last delivery are told with a later one: the log-probabilities of tokens whose
+        """Whether tokens of a choice's last delta are told with a later one: the log-probabilities of tokens whose
         text is held back.
         """
 
     def end(self) -> bytes:
-        """What comes after the last delivery."""
+        """What comes after the last delta."""
 
 
 async def answer_events(
@@ -196,7 +196,7 @@ async def answer_events(
     submission: Submission,
     connection: Connection | None,
 ) -> AsyncGenerator[bytes, None]:
-    """The events of one answer, delivery by delivery; of a resumed one those that its client does not have. It is open
+    """The events of one answer, delta by delta; of a resumed one those that its client does not have. It is open
     as long as they are read.
     """
     async with opening as answer:
@@ -207,24 +207,24 @@ async def answer_events(
 
 
 async def encoded(
-    deliveries: AsyncIterator[OutputDelta],
+    deltas: AsyncIterator[OutputDelta],
     encoder: Encoder,
     submission: Submission,
     sinks: Sequence[SampledAnswer],
     connection: Connection | None,
 ) -> AsyncGenerator[bytes, None]:
-    """The events of one or several answers, whose deliveries come with the numbers of their choices. Those of one
+    """The events of one or several answers, whose deltas come with the numbers of their choices. Those of one
     answer the sink writes to the connection, where there is one, as soon as the response has begun.
     """
     num_open = len(sinks)
     take = None if connection is None or num_open > 1 else taking(sinks[0], encoder, submission, connection)
-    async for delivery in deliveries:
-        num_open -= delivery.usage is not None
-        events = encoder.of(delivery)
+    async for delta in deltas:
+        num_open -= delta.usage is not None
+        events = encoder.of(delta)
         if not num_open:
             events += encoder.end()
         if submission.marks:
-            events = submission.marked(events, delivery, encoder, is_last=not num_open)
+            events = submission.marked(events, delta, encoder, is_last=not num_open)
         if events:
             yield events
             if take is not None:
@@ -234,14 +234,14 @@ async def encoded(
 def taking(
     sink: SampledAnswer, encoder: Encoder, submission: Submission, connection: Connection
 ) -> Callable[[OutputDelta], bool]:
-    """Writes events of plain deliveries as chunks of a response that has begun, while the client keeps up."""
+    """Writes events of plain deltas as chunks of a response that has begun, while the client keeps up."""
     plain, marks, marked = encoder.plain, submission.marks, submission.marked
     takes_chunks, write_chunk = connection.takes_chunks, connection.write_chunk
 
-    def take(delivery: OutputDelta) -> bool:
-        if sink.waiter.done() or not takes_chunks() or (events := plain(delivery)) is None:
+    def take(delta: OutputDelta) -> bool:
+        if sink.waiter.done() or not takes_chunks() or (events := plain(delta)) is None:
             return False
-        write_chunk(marked(events, delivery, encoder, is_last=False) if marks else events)
+        write_chunk(marked(events, delta, encoder, is_last=False) if marks else events)
         return True
 
     return take
@@ -249,8 +249,8 @@ def taking(
 
 def catch_up(encoder: Encoder, received: Iterable[OutputDelta], submission: Submission) -> None:
     """Brings an encoder to where the client is: what it would say of that is not said again."""
-    for delivery in received:
-        encoder.of(delivery)
+    for delta in received:
+        encoder.of(delta)
     encoder.num_events = submission.num_events
 
 

@@ -19,7 +19,7 @@ _MAX_CONTEXT: Final = 6
 
 class TextOffsets:
     """Offsets of a sequence's tokens in its text, which goes on after that of `prompt_token_ids`. They do not depend on
-    how tokens are cut into deliveries.
+    how tokens are cut into deltas.
     """
 
     def __init__(
@@ -159,8 +159,8 @@ class _Run:
 
 
 class TokensWithText:
-    """Of one choice. All input comes out, in order; a delivery may come out without tokens, and its tokens with a later
-    delivery.
+    """Of one choice. All input comes out, in order; a delta may come out without tokens, and its tokens with a later
+    delta.
     """
 
     def __init__(self, offsets: TextOffsets) -> None:
@@ -176,28 +176,28 @@ class TokensWithText:
         """Whether tokens wait. Then the client cannot resume here: their log-probabilities are computed once."""
         return bool(self._held)
 
-    def of(self, delivery: OutputDelta) -> OutputDelta | None:
+    def of(self, delta: OutputDelta) -> OutputDelta | None:
         """What can be told now; None: nothing. What the client of a resumed stream has comes without log-probabilities,
         and is as it was told.
         """
-        self._num_chars += len(delivery.text)
-        if len(delivery.logprobs) < len(delivery.token_ids):
-            for token_id in delivery.token_ids:
+        self._num_chars += len(delta.text)
+        if len(delta.logprobs) < len(delta.token_ids):
+            for token_id in delta.token_ids:
                 self._offsets.push(token_id)
-            self._num_told += len(delivery.token_ids)
-            return delivery
-        for token_id, said in zip(delivery.token_ids, delivery.logprobs, strict=True):
+            self._num_told += len(delta.token_ids)
+            return delta
+        for token_id, said in zip(delta.token_ids, delta.logprobs, strict=True):
             self._held.append((token_id, said, self._offsets.push(token_id)))
-        count = len(self._held) if delivery.finish_reason is not None else self._num_begun()
-        told, self._held = self._held[:count], self._held[count:]
-        if not (told or delivery.text or delivery.finish_reason is not None):
+        count = len(self._held) if delta.finish_reason is not None else self._num_begun()
+        ready, self._held = self._held[:count], self._held[count:]
+        if not (ready or delta.text or delta.finish_reason is not None):
             return None
         first = self._num_told
         self._num_told += count
-        return delivery._replace(
+        return delta._replace(
             first_token_index=first,
-            token_ids=tuple(token_id for token_id, _, _ in told),
-            logprobs=tuple(said for _, said, _ in told),
+            token_ids=tuple(token_id for token_id, _, _ in ready),
+            logprobs=tuple(said for _, said, _ in ready),
         )
 
     def _num_begun(self) -> int:

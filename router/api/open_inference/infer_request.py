@@ -48,7 +48,7 @@ def sampling_params(given: Mapping[str, Any], bounds: JsonBounds) -> SamplingPar
     for name, value in given.items():
         known = _ALIASES.get(name, name)
         if known not in PARAMETERS:
-            limit = f"is no sampling parameter here; known: {', '.join(PARAMETERS)}"
+            limit = f"is not a sampling parameter; known: {', '.join(PARAMETERS)}"
             raise InvalidRequestError(SAMPLING, name, limit)
         if known in values:
             raise InvalidRequestError(SAMPLING, name, f"must not be set with {known}")
@@ -180,7 +180,7 @@ def infer_request(
     given = {name: value for name, value in parameters.items() if is_sampling_parameter(name)}
     given |= parsed_object(_single(inputs, SAMPLING), bounds) if SAMPLING in inputs else {}
     if given.get("prompt_logprobs") is not None:
-        limit = "must not be set: there is no output that tells them"
+        limit = "must not be set: no output tensor reports them"
         raise InvalidRequestError(f"{SAMPLING}.prompt_logprobs", given["prompt_logprobs"], limit)
     exclude = _flag(inputs, EXCLUDE_INPUT)
     if exclude is not None or "echo" not in given:

@@ -224,8 +224,8 @@ class InferenceProtocolServicer:
         with self._counts.counting(self._model(request.generation.model).name):
             async with self._request_processor.open(request.generation, context.time_remaining()) as answer:
                 responses = self._responses(request, answer)
-                async for delivery in answer:
-                    yield responses.step(public_chunk(delivery)), delivery.usage is not None
+                async for delta in answer:
+                    yield responses.step(public_chunk(delta)), delta.usage is not None
 
     async def _whole(
         self, request: InferRequest, context: Context, *, is_unary: bool = True

@@ -109,7 +109,11 @@ def _unpacked(name: str, datatype: Datatype, raw: bytes) -> tuple[Value, ...]:
             return tuple(value for (value,) in datatype.number.iter_unpack(raw))
         return tuple(_texts(raw))
     except struct.error:
-        form = "elements of four bytes of length and so many bytes" if datatype.number is None else "whole elements"
+        form = (
+            "elements that are each a length of four bytes and that many bytes"
+            if datatype.number is None
+            else "whole elements"
+        )
         limit = f"must hold {form}, not {len(raw)} bytes that end in the middle of one"
         raise InvalidRequestError(f"{name}.raw_input_contents", raw[:40], limit) from None
 

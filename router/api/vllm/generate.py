@@ -113,37 +113,37 @@ class GenerateResponses:
         self._stop_reason = stop_reason
         self._stream = stream
 
-    def of(self, delivery: OutputDelta) -> Iterator[vllm_engine_pb2.GenerateResponse]:
-        """The messages for one delivery; without a stream, deliveries are whole."""
+    def of(self, delta: OutputDelta) -> Iterator[vllm_engine_pb2.GenerateResponse]:
+        """The messages for one delta; without a stream, deltas are whole."""
         if self._stream:
-            yield vllm_engine_pb2.GenerateResponse(chunk=self._chunk(delivery))
-        if delivery.finish_reason is not None:
-            yield vllm_engine_pb2.GenerateResponse(complete=self._complete(delivery))
+            yield vllm_engine_pb2.GenerateResponse(chunk=self._chunk(delta))
+        if delta.finish_reason is not None:
+            yield vllm_engine_pb2.GenerateResponse(complete=self._complete(delta))
 
-    def _chunk(self, delivery: OutputDelta) -> vllm_engine_pb2.GenerateStreamChunk:
+    def _chunk(self, delta: OutputDelta) -> vllm_engine_pb2.GenerateStreamChunk:
         return vllm_engine_pb2.GenerateStreamChunk(
-            token_ids=delivery.token_ids,
+            token_ids=delta.token_ids,
             prompt_tokens=len(self._prompt_token_ids),
-            completion_tokens=len(delivery.token_ids),
-            cached_tokens=delivery.num_cached_tokens,
-            output_logprobs=output_logprobs(delivery.logprobs),
-            input_logprobs=input_logprobs(self._prompt_token_ids, delivery.prompt_logprobs),
-            index=delivery.sequence_index,
+            completion_tokens=len(delta.token_ids),
+            cached_tokens=delta.num_cached_tokens,
+            output_logprobs=output_logprobs(delta.logprobs),
+            input_logprobs=input_logprobs(self._prompt_token_ids, delta.prompt_logprobs),
+            index=delta.sequence_index,
         )
 
-    def _complete(self, delivery: OutputDelta) -> vllm_engine_pb2.GenerateComplete:
-        assert delivery.finish_reason is not None
+    def _complete(self, delta: OutputDelta) -> vllm_engine_pb2.GenerateComplete:
+        assert delta.finish_reason is not None
         complete = vllm_engine_pb2.GenerateComplete(
-            output_ids=delivery.token_ids,
-            finish_reason=delivery.finish_reason.value,
+            output_ids=delta.token_ids,
+            finish_reason=delta.finish_reason.value,
             prompt_tokens=len(self._prompt_token_ids),
-            completion_tokens=len(delivery.token_ids),
-            cached_tokens=delivery.num_cached_tokens,
-            output_logprobs=output_logprobs(delivery.logprobs),
-            input_logprobs=input_logprobs(self._prompt_token_ids, delivery.prompt_logprobs),
-            index=delivery.sequence_index,
+            completion_tokens=len(delta.token_ids),
+            cached_tokens=delta.num_cached_tokens,
+            output_logprobs=output_logprobs(delta.logprobs),
+            input_logprobs=input_logprobs(self._prompt_token_ids, delta.prompt_logprobs),
+            index=delta.sequence_index,
         )
-        matched = self._stop_reason(delivery.sequence_index, delivery)
+        matched = self._stop_reason(delta.sequence_index, delta)
         if isinstance(matched, int):
             complete.matched_token_id = matched
         elif matched is not None:

@@ -151,8 +151,8 @@ class VllmEngineServicer:
                     for response in responses.of(whole):
                         yield response
                 return
-            async for delivery in answer:
-                for response in responses.of(delivery):
+            async for delta in answer:
+                for response in responses.of(delta):
                     yield response
 
     async def HealthCheck(self, message: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:

@@ -201,8 +201,8 @@ def test_a_terminal_is_told_what_failed_and_when_the_tool_itself_was_late(capsys
     assert "1 x HTTP 503: <full> & closed" in shown
     assert "sent late" not in shown
     late = [record(0.0, 0.2, 4, 0.01, sent_s=0.1)]
-    told = report(1.0).model_copy(update={"runs": [summary(Load(kind="closed", concurrency=1), late, None)]})
-    print_report(Console(width=120), told)
+    message = report(1.0).model_copy(update={"runs": [summary(Load(kind="closed", concurrency=1), late, None)]})
+    print_report(Console(width=120), message)
     assert "sent late" in capsys.readouterr().out
 
 

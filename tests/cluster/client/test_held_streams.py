@@ -59,8 +59,8 @@ async def chat_with_logprobs(place: Two, transport: HoldingTransport) -> tuple[s
         chunks = [chunk async for chunk in stream]
     choices = [chunk.choices[0] for chunk in chunks]
     text = "|".join("".join(one.delta.content or "" for one in choices if one.index == index) for index in (0, 1))
-    told = [(one.index, item.token) for one in choices if one.logprobs for item in one.logprobs.content or ()]
-    tokens = "|".join("".join(token for index, token in told if index == choice) for choice in (0, 1))
+    heard = [(one.index, item.token) for one in choices if one.logprobs for item in one.logprobs.content or ()]
+    tokens = "|".join("".join(token for index, token in heard if index == choice) for choice in (0, 1))
     assert tokens == text, "each token is told once"
     return text, {"roles": sorted(one.index for one in choices if one.delta.role)}
 

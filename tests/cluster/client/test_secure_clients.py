@@ -101,7 +101,7 @@ def test_an_asynchronous_client_does_the_same(place):
         async with AsyncClient(address, api_key=secret_of("a"), tls=authority.tls()) as client:
             assert (await client.generate("hello", PARAMS)).completions[0].text == EXPECTED
             assert len((await client.list_models()).models) == 1
-            with pytest.raises(PermissionDeniedError, match="no operator"):
+            with pytest.raises(PermissionDeniedError, match="not an operator"):
                 await client.get_load()
 
     loops.run(ask())

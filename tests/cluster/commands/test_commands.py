@@ -92,7 +92,7 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(capsys: pytest.Capt
 
 
 def test_stats_shows_a_row_for_each_replica(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    told = inference_pb2.ReplicaStats(
+    message = inference_pb2.ReplicaStats(
         num_prefix_query_tokens=200,
         num_prefix_hit_tokens=150,
         num_evictions=11,
@@ -108,7 +108,7 @@ def test_stats_shows_a_row_for_each_replica(capsys: pytest.CaptureFixture[str], 
     )
     replicas = [
         inference_pb2.ReplicaLoad(
-            replica_id="r0", num_running=1, num_waiting=2, num_free_blocks=90, num_total_blocks=100, stats=told
+            replica_id="r0", num_running=1, num_waiting=2, num_free_blocks=90, num_total_blocks=100, stats=message
         ),
         inference_pb2.ReplicaLoad(replica_id="r1", num_free_blocks=100, num_total_blocks=100),
     ]

@@ -303,8 +303,8 @@ def test_ctrl_c_ends_a_bench_and_keeps_what_is_done(tmp_path):
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as bench:
             assert "1 at a time: 4 requests" in bench.stderr.readline()
             bench.send_signal(signal.SIGINT)
-            shown, told = bench.communicate(timeout=60)
-    assert bench.returncode == 130, told
+            shown, message = bench.communicate(timeout=60)
+    assert bench.returncode == 130, message
     assert "1 at a time" in shown
     runs = json.loads(report.read_text())["runs"]
     assert runs[0]["completed"] == 4

@@ -16,9 +16,9 @@ TOLD = {
 }
 
 
-def updated(told: str, **given: object) -> HoldfastConfig:
+def updated(message: str, **given: object) -> HoldfastConfig:
     layer = {path.replace("__", "."): Setting(value, "flag") for path, value in given.items()}
-    return over_running(json.loads(told), load_config(layer, environ={}))
+    return over_running(json.loads(message), load_config(layer, environ={}))
 
 
 def test_what_is_not_given_stays_as_it_runs():

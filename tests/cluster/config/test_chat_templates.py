@@ -24,7 +24,7 @@ def test_a_template_may_be_a_file_or_its_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ("missing.jinja", r"model\.chat_template = 'missing\.jinja': is neither a template nor a file with one"),
         ("", r"model\.chat_template = .*is neither"),
@@ -33,17 +33,17 @@ def test_a_template_may_be_a_file_or_its_text(tmp_path):
         ("{% endfor %}" + "x" * 500, r"model\.chat_template = '\{% endfor %\}x{88}'\.\.\.: the template"),
     ],
 )
-def test_what_is_wrong_is_said_before_ray_starts(given, told, monkeypatch):
+def test_what_is_wrong_is_said_before_ray_starts(given, message, monkeypatch):
     started = []
     monkeypatch.setattr(serving, "ray_connection", lambda *_: started.append(1))
     several = {"cluster": {"models": [{"model": {"model": "demo"}}, {"model": {"model": "x", "chat_template": given}}]}}
     for tree in ({"model": {"chat_template": given}}, several):
-        with pytest.raises(ConfigurationError, match=told), serving.serving(config(**tree), lambda *_: None):
+        with pytest.raises(ConfigurationError, match=message), serving.serving(config(**tree), lambda *_: None):
             pass
     for build in (build_app, build_model):
-        with pytest.raises(ConfigurationError, match=told):
+        with pytest.raises(ConfigurationError, match=message):
             build({"model": {"chat_template": given}})
-    with pytest.raises(ConfigurationError, match=told):
+    with pytest.raises(ConfigurationError, match=message):
         serving.add_model(config(model={"chat_template": given}), lambda *_: None)
     assert started == []
 

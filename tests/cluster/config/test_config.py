@@ -235,7 +235,7 @@ def test_two_models_of_one_name_are_refused_by_name():
 
 
 @pytest.mark.parametrize(
-    ("entry", "told"),
+    ("entry", "message"),
     [
         ({"model": {"model": "./a"}, "router": {}}, r"cluster.models.0.router = "),
         ({"parallel": {"tensor_parallel_size": 0}}, r"cluster.models.0.parallel.tensor_parallel_size = "),
@@ -243,8 +243,8 @@ def test_two_models_of_one_name_are_refused_by_name():
         (7, r"cluster.models.0 = "),
     ],
 )
-def test_a_wrong_entry_is_told_by_its_place(entry, told):
-    with pytest.raises(ConfigurationError, match=told):
+def test_a_wrong_entry_is_told_by_its_place(entry, message):
+    with pytest.raises(ConfigurationError, match=message):
         load(flag("cluster.models", [entry]))
 
 

@@ -213,9 +213,9 @@ async def test_bodies_are_bounded_and_counted(monkeypatch):
             refused = await http.post(url, json=large)
             assert (refused.status_code, refused.headers["x-should-retry"]) == (503, "true")
             assert (await http.post(url, json=small)).status_code == 200
-            told = (await http.get(f"http://{at.addresses[0]}{METRICS}")).text
-            assert "holdfast_front_requests_total 2\n" in told
-            assert "holdfast_front_held_bytes 0\n" in told
+            message = (await http.get(f"http://{at.addresses[0]}{METRICS}")).text
+            assert "holdfast_front_requests_total 2\n" in message
+            assert "holdfast_front_held_bytes 0\n" in message
             forwarded = await http.get(f"http://{at.addresses[0]}{METRICS}", headers={"x-forwarded-for": "::1"})
             assert forwarded.status_code == 403
             assert front.stats.num_held_bytes == 0

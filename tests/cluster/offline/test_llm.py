@@ -200,9 +200,9 @@ def test_chosen_tokens_have_the_log_probabilities_that_the_best_ones_have(llm, c
     params = SamplingParams(temperature=1.5, seed=3, max_tokens=6, ignore_eos=True, logprobs=20, **change)
     best = llm.generate("hello", params)[0].outputs
     chosen = [token_id for token_id in list(best[0].logprobs[0])[::-3] if token_id != best[0].token_ids[0]]
-    told = llm.generate("hello", replace(params, logprobs=1, logprob_token_ids=[*chosen, 7]))[0].outputs
+    message = llm.generate("hello", replace(params, logprobs=1, logprob_token_ids=[*chosen, 7]))[0].outputs
     plain = llm.generate("hello", replace(params, logprobs=0))[0].outputs
-    for one, other, alone in zip(best, told, plain, strict=True):
+    for one, other, alone in zip(best, message, plain, strict=True):
         assert other.token_ids == one.token_ids == alone.token_ids
         for token_id, known, said in zip(one.token_ids, one.logprobs, other.logprobs, strict=True):
             assert list(said) == list(dict.fromkeys([token_id, *chosen, 7]))
@@ -211,7 +211,7 @@ def test_chosen_tokens_have_the_log_probabilities_that_the_best_ones_have(llm, c
             shared = [name for name in said if name in known]
             wanted = [known[name].logprob for name in shared]
             assert [said[name].logprob for name in shared] == pytest.approx(wanted, rel=1e-6)
-    assert {name for name in told[0].logprobs[0] if name in best[0].logprobs[0]} >= set(chosen)
+    assert {name for name in message[0].logprobs[0] if name in best[0].logprobs[0]} >= set(chosen)
 
 
 def test_a_stop_string_cuts_logprobs_with_the_tokens(llm):

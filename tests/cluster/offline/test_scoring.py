@@ -51,13 +51,13 @@ def test_echoed_logprobs_are_those_of_hugging_face(client, reference, max_tokens
         model="", prompt=PROMPTS, echo=True, logprobs=1, max_tokens=max_tokens, seed=1, temperature=0
     )
     for choice, prompt in zip(answer.choices, PROMPTS, strict=True):
-        told, rows = choice.logprobs, logprobs(reference, prompt)
-        assert len(told.token_logprobs) == len(told.tokens) == len(prompt) + max_tokens
-        assert told.token_logprobs[0] is None
-        scored = told.token_logprobs[1 : len(prompt)]
+        message, rows = choice.logprobs, logprobs(reference, prompt)
+        assert len(message.token_logprobs) == len(message.tokens) == len(prompt) + max_tokens
+        assert message.token_logprobs[0] is None
+        scored = message.token_logprobs[1 : len(prompt)]
         expected = [float(rows[at, token_id]) for at, token_id in enumerate(prompt[1:])]
         assert scored == pytest.approx(expected, abs=2e-4)
-        best = [max(top.values()) for top in told.top_logprobs[1 : len(prompt)]]  # what lm-eval calls greedy
+        best = [max(top.values()) for top in message.top_logprobs[1 : len(prompt)]]  # what lm-eval calls greedy
         assert best == pytest.approx([float(rows[at].max()) for at in range(len(prompt) - 1)], abs=2e-4)
     assert answer.usage.prompt_tokens == sum(map(len, PROMPTS))
 

@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused_and_the_old_weights_stay(folders, known, t
     other = save_tiny_model("qwen2", tmp_path / "other", max_position_embeddings=256)
     norm = load_file(folders[1] / "model.safetensors")["model.norm.weight"]
     with loaded(folders[0]) as llm:
-        for weights, error, told in (
+        for weights, error, message in (
             (tmp_path / "none", ConfigurationError, "config.json"),
             (other, ConfigurationError, "model_type"),
             ({"model.nonsense": norm}, InvalidRequestError, "model.nonsense"),
@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_refused_and_the_old_weights_stay(folders, known, t
             ({"model.norm.weight": [1.0]}, InvalidRequestError, "model.norm.weight"),
             (5, InvalidRequestError, "weights"),
         ):
-            with pytest.raises(error, match=told):
+            with pytest.raises(error, match=message):
                 llm.update_weights(weights)
         for arguments in ({"running": "abort"}, {"version": "two\nlines"}):
             with pytest.raises(InvalidRequestError):

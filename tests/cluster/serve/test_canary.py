@@ -24,7 +24,7 @@ OTHERS = counts("old", num_finished=1000, num_failed=10, num_first_tokens=1000, 
 
 
 @pytest.mark.parametrize(
-    ("seen", "told"),
+    ("seen", "message"),
     [
         (counts(), ""),
         (counts(num_finished=100), ""),
@@ -39,10 +39,10 @@ OTHERS = counts("old", num_finished=1000, num_failed=10, num_first_tokens=1000, 
         (counts(num_finished=50, num_first_tokens=19, first_token_s=99.0), ""),
     ],
 )
-def test_a_canary_is_taken_back_for_what_chance_does_not_explain(seen: VersionCounts, told: str):
+def test_a_canary_is_taken_back_for_what_chance_does_not_explain(seen: VersionCounts, message: str):
     reason = judged(seen, OTHERS)
-    assert told in reason
-    assert bool(told) == bool(reason)
+    assert message in reason
+    assert bool(message) == bool(reason)
 
 
 def test_one_wrong_answer_is_enough():
@@ -83,9 +83,9 @@ def test_known_answers_are_read_and_refused_with_the_field(tmp_path: Path):
     path.write_text(json.dumps([{"prompt": "a", "starts_with": "b"}]))
     (known,) = read_known_answers(path)
     assert (known.prompt, known.starts_with, known.num_tokens) == ("a", "b", 16)
-    for text, told in (('[{"prompt": "a"}]', "starts_with"), ("[]", "one at least"), ("{", "--known-answers")):
+    for text, message in (('[{"prompt": "a"}]', "starts_with"), ("[]", "one at least"), ("{", "--known-answers")):
         path.write_text(text)
-        with pytest.raises(ConfigurationError, match=told):
+        with pytest.raises(ConfigurationError, match=message):
             read_known_answers(path)
 
 

@@ -14,7 +14,7 @@ import pytest
 from holdfast.cluster.serve.crash_journal import SUFFIX, CrashJournal, CrashJournals, left_journal
 from holdfast.router.requests.poison_watch import FORGET_S, HUNG_S, Entry, PoisonWatch
 from holdfast.router.requests.reading_journal import NUM_PLACES
-from holdfast.worker.request import Suspicion
+from holdfast.worker.request import PoisonRisk
 from holdfast.worker.timers import WallClock
 from tests.loops import on_each_loop
 
@@ -24,11 +24,11 @@ ROUTER = """
 import os, sys
 from pathlib import Path
 from holdfast.cluster.serve.crash_journal import CrashJournal
-from holdfast.worker.request import Suspicion
+from holdfast.worker.request import PoisonRisk
 from holdfast.worker.timers import WallClock
 journal = CrashJournal(Path(sys.argv[1]))
-place = journal.enter(sys.argv[2], Suspicion[sys.argv[3]], is_known_good=False)
-journal.clear(journal.enter("00" * 16, Suspicion.NONE, is_known_good=False))
+place = journal.enter(sys.argv[2], PoisonRisk[sys.argv[3]], is_known_good=False)
+journal.clear(journal.enter("00" * 16, PoisonRisk.NONE, is_known_good=False))
 print(flush=True)
 sys.stdin.readline()
 if sys.argv[4] == "in order":
@@ -40,9 +40,9 @@ elif sys.argv[4] == "no memory":
 
 
 @asynccontextmanager
-async def other_router(folder: Path, end: str, suspicion: str = "NONE"):
+async def other_router(folder: Path, end: str, poison_risk: str = "NONE"):
     """A process that reads one request, and ends when the block does."""
-    command = [sys.executable, "-c", ROUTER, str(folder), DIGEST, suspicion, end]
+    command = [sys.executable, "-c", ROUTER, str(folder), DIGEST, poison_risk, end]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     await asyncio.to_thread(process.stdout.readline)
     yield process
@@ -61,19 +61,19 @@ async def heard(watch: PoisonWatch) -> asyncio.Event:
 
 @on_each_loop
 async def test_the_others_hear_at_once_of_a_router_that_ends(tmp_path: Path):
-    for number, (end, suspicion, is_proof) in enumerate(
+    for number, (end, poison_risk, is_proof) in enumerate(
         [("killed", "NONE", False), ("killed", "ON_TRIAL", True), ("no memory", "NONE", True)]
     ):
         folder = tmp_path / str(number)
         watch = PoisonWatch(now=WallClock(time.time(), time.monotonic))
         event = await heard(watch)
-        async with other_router(folder, end, suspicion):
+        async with other_router(folder, end, poison_risk):
             journals = CrashJournals(folder, watch)
             following = asyncio.create_task(journals.follow())
             await asyncio.sleep(0)
-            assert watch.told() == (), "it is alive"
+            assert watch.known_losses() == (), "it is alive"
         await asyncio.wait_for(event.wait(), 10)
-        (loss,) = watch.told()
+        (loss,) = watch.known_losses()
         assert (loss.digest, loss.is_proof) == (DIGEST, is_proof), end
         following.cancel()
         await asyncio.wait([following])
@@ -82,7 +82,7 @@ async def test_the_others_hear_at_once_of_a_router_that_ends(tmp_path: Path):
         journals = CrashJournals(folder, late)
         following = asyncio.create_task(journals.follow())
         await asyncio.sleep(0)
-        (same,) = late.told()
+        (same,) = late.known_losses()
         assert replace(same, at_s=loss.at_s) == loss
         assert same.at_s == pytest.approx(loss.at_s, abs=0.1)
         following.cancel()
@@ -105,7 +105,7 @@ async def test_a_router_that_ends_in_order_says_nothing(tmp_path: Path):
     loop.remove_reader(ending)
     os.close(ending)
     await asyncio.sleep(0.01)
-    assert watch.told() == ()
+    assert watch.known_losses() == ()
     assert list(tmp_path.glob(f"*{SUFFIX}")) == [journals.own.path]
     following.cancel()
     await asyncio.wait([following])
@@ -114,14 +114,14 @@ async def test_a_router_that_ends_in_order_says_nothing(tmp_path: Path):
 def test_what_is_read_lies_in_the_file(tmp_path: Path):
     own = CrashJournal(tmp_path)
     left = left_journal(own.path)
-    places = [own.enter(f"{number:032x}", Suspicion.NONE, is_known_good=True) for number in range(NUM_PLACES)]
-    assert own.enter(DIGEST, Suspicion.NONE, is_known_good=False) == 0, "there is no place left"
+    places = [own.enter(f"{number:032x}", PoisonRisk.NONE, is_known_good=True) for number in range(NUM_PLACES)]
+    assert own.enter(DIGEST, PoisonRisk.NONE, is_known_good=False) == 0, "there is no place left"
     own.clear(0)
     for place in places[:-1]:
         own.clear(place)
     assert list(left.entries()) == [Entry(digest=f"{NUM_PLACES - 1:032x}", is_known_good=True)]
     assert oct(own.path.stat().st_mode & 0o777) == "0o600"
-    assert own.enter("", Suspicion.NONE, is_known_good=False) == 0
+    assert own.enter("", PoisonRisk.NONE, is_known_good=False) == 0
     now = time.monotonic()
     assert not left.says_nothing(now)
     assert left.says_nothing(now + FORGET_S + 1)
@@ -131,7 +131,7 @@ def test_what_is_read_lies_in_the_file(tmp_path: Path):
 @pytest.mark.parametrize(("later_s", "is_proof"), [(HUNG_S / 2, False), (HUNG_S + 1, True)])
 def test_a_loop_that_does_not_turn_has_hung(later_s, is_proof, tmp_path: Path):
     own = CrashJournal(tmp_path)
-    own.enter(DIGEST, Suspicion.NONE, is_known_good=False)
+    own.enter(DIGEST, PoisonRisk.NONE, is_known_good=False)
     left_journal(own.path).note_end(time.monotonic() + later_s)
     (loss,) = left_journal(own.path).losses(own.path.name, time.monotonic() + 60, 1000.0)
     assert loss.at_s == pytest.approx(940, abs=1)
@@ -157,10 +157,10 @@ async def test_the_watch_of_a_router_that_found_no_port_gives_way_to_the_next(tm
         following = asyncio.create_task(journals.follow())
         await asyncio.sleep(0)
     await asyncio.wait_for(event.wait(), 10)
-    told = await heard(second)
+    message = await heard(second)
     journals.serve(second)
-    await asyncio.wait_for(told.wait(), 10)
-    (loss,) = second.told()
+    await asyncio.wait_for(message.wait(), 10)
+    (loss,) = second.known_losses()
     assert loss.digest == DIGEST
     assert second.journal is journals.own
     following.cancel()

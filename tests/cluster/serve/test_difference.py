@@ -69,9 +69,9 @@ def test_other_limits_of_scaling_are_an_update():
 
 def test_what_an_older_release_does_not_tell_is_not_compared():
     now = running(entry("a"))
-    told = {section: values for section, values in now["a"].settings.items() if section != "scaling"}
+    heard = {section: values for section, values in now["a"].settings.items() if section != "scaling"}
     scaled = {**entry("a"), "scaling": {"max_replicas": 4}}
-    assert difference({"a": Running(settings=told, num_replicas=1)}, config(scaled)) == []
+    assert difference({"a": Running(settings=heard, num_replicas=1)}, config(scaled)) == []
 
 
 def routers(**sections: dict) -> HoldfastConfig:

@@ -103,14 +103,14 @@ def test_a_removed_model_stays_so_until_a_new_replica_serves_it(directory):
 
 def test_an_order_is_news_and_a_directory_that_takes_over_learns_it_from_the_routers(directory):
     before = version(directory)
-    directory.order(Change("with_drained", ("r1", True)).applied_to(directory.orders))
-    assert (version(directory), directory.snapshot(0.0).orders.drained) == (before + 1, {"r1"})
+    directory.order(Change("with_drained", ("r1", True)).applied_to(directory.operator_state))
+    assert (version(directory), directory.snapshot(0.0).operator_state.drained) == (before + 1, {"r1"})
     with pytest.raises(InternalError, match="order 1 came after order 1"):
         directory.order(Change("with_drained", ("r2", True)).applied_to(NO_OPERATOR_STATE))
     successor = Directory(now_s=0.0)
-    successor.renew(replace(ROUTER, orders=directory.orders), 0.0)
+    successor.renew(replace(ROUTER, operator_state=directory.operator_state), 0.0)
     successor.renew(ROUTER, 1.0)  # one that has not heard of it yet
-    assert successor.orders == directory.orders
+    assert successor.operator_state == directory.operator_state
 
 
 def test_changes_that_there_are_not_are_refused():

@@ -53,9 +53,9 @@ def starts(*arguments: str) -> bool:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
 def test_a_wide_address_needs_keys_or_a_word(host, keys, capsys):
     assert not starts("--host", host)
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     for part in (f"cluster.host = '{host}'", "holdfast keys add", "--api-keys", "--insecure", "127.0.0.1"):
-        assert part in told
+        assert part in message
     if host == "0.0.0.0":
         assert starts("--host", host, "--insecure")
         assert starts("--host", host, "--api-keys", keys)
@@ -80,7 +80,7 @@ def test_files_that_cannot_be_used_are_found_before_ray_starts(keys, tmp_path, c
     one, other = authority.pair("one"), authority.pair("other")
     short = tmp_path / "short"
     short.write_text("tiny\n")
-    for arguments, told in (
+    for arguments, message in (
         (("--api-keys", "/nowhere.json"), "security.api_keys = '/nowhere.json': cannot be read"),
         (("--tls-cert", str(one.cert)), "tls_cert and tls_key must be set both"),
         (("--tls-client-ca", str(authority.cert)), "tls_client_ca must come with tls_cert"),
@@ -91,7 +91,7 @@ def test_files_that_cannot_be_used_are_found_before_ray_starts(keys, tmp_path, c
     ):
         assert not starts(*arguments)
         said = capsys.readouterr().err
-        assert told in said
+        assert message in said
         assert "tiny" not in said
     assert starts("--api-keys", keys, "--tls-cert", str(one.cert), "--tls-key", str(one.key))
 

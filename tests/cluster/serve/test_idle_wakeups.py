@@ -17,13 +17,13 @@ from holdfast.cluster.serve.security import ClusterSecurity
 from holdfast.router.api.http.server import _Embedded
 from holdfast.router.api.overload_probe import OverloadProbe
 from holdfast.router.config import OverloadConfig
-from holdfast.router.links.link import LinkWatch
+from holdfast.router.links.replica_link import LinkWatch
 from holdfast.router.overload.byte_ledger import ByteLedger
 from holdfast.router.overload.overload import Overload
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.replica import hang_supervisor
 from holdfast.worker.replica.heartbeat_pipe import HeartbeatPipe
-from holdfast.worker.replica.link import RouterLink
+from holdfast.worker.replica.link_server import RouterLink
 from tests.virtual_loop import VirtualLoop, run, wakeups_in
 
 SECONDS = 60

@@ -264,20 +264,20 @@ def test_a_replaced_directory_takes_no_order_back():
     ordered = NO_OPERATOR_STATE.with_drained("r1", True)
     later = ordered.with_drained("r2", True)
     handle = ScriptedHandle(
-        replace(snapshot(1, replica(1)), orders=ordered),
+        replace(snapshot(1, replica(1)), operator_state=ordered),
         snapshot(100, replica(1), is_settled=False),
-        replace(snapshot(101, replica(1)), orders=later),
+        replace(snapshot(101, replica(1)), operator_state=later),
     )
     views = loops.run(asyncio.wait_for(_first_views(handle, 2), 10.0))
-    assert [view.orders for view in views] == [ordered, later]
+    assert [view.operator_state for view in views] == [ordered, later]
 
 
 def test_replicas_of_a_held_application_are_not_dialled():
     new = replace(replica(2), application="h:demo#2")
     held = NO_OPERATOR_STATE.with_held("h:demo#2", True)
     handle = ScriptedHandle(
-        replace(snapshot(1, replica(1), new), orders=held),
-        replace(snapshot(2, replica(1), new), orders=held.with_held("h:demo#2", False)),
+        replace(snapshot(1, replica(1), new), operator_state=held),
+        replace(snapshot(2, replica(1), new), operator_state=held.with_held("h:demo#2", False)),
     )
     assert sets_of(handle, 2) == [{endpoint(1)}, {endpoint(1), endpoint(2)}]
 

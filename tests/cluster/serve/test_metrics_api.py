@@ -33,14 +33,14 @@ async def got(api: MetricsApi, path: str, key: str = "") -> httpx2.Response:
 async def test_a_replica_tells_its_own_figures():
     api = await MetricsApi.start(replica(), "r1", MetricsSettings(), OPEN)
     answer = await got(api, "/metrics")
-    told = {
+    heard = {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(answer.text)
         for sample in family.samples
     }
-    assert told["holdfast_replica_requests_running", "m", "r1"] == told["vllm:num_requests_running", "m"] == 3
-    assert told["vllm:num_requests_waiting", "m"] == 1
-    assert told["holdfast_replica_step_phase_seconds_total", "m", "plan", "r1"] == 1
+    assert heard["holdfast_replica_requests_running", "m", "r1"] == heard["vllm:num_requests_running", "m"] == 3
+    assert heard["vllm:num_requests_waiting", "m"] == 1
+    assert heard["holdfast_replica_step_phase_seconds_total", "m", "plan", "r1"] == 1
     assert (await got(api, "/health")).status_code == 200
     assert (await got(api, "/v1/models")).status_code == 404
     await api.stop()

@@ -208,9 +208,9 @@ def test_a_type_that_makes_the_weights_too_large():
 def test_many_ranks_on_few_cores_are_told_of():
     most = LAPTOP.num_cores * MOST_RANKS_PER_CORE
     assert crowding([config(cluster__replicas=most)], LAPTOP) is None
-    told = crowding([config(cluster__replicas=most, parallel__tensor_parallel_size=2)], LAPTOP)
-    assert f"{2 * most} ranks share 2 cores" in told
-    assert "lower --replicas" in told
+    message = crowding([config(cluster__replicas=most, parallel__tensor_parallel_size=2)], LAPTOP)
+    assert f"{2 * most} ranks share 2 cores" in message
+    assert "lower --replicas" in message
     assert crowding([config(cluster__replicas=most + 1)], SERVER) is None, "each has a GPU, or is refused"
 
 

@@ -20,7 +20,7 @@ class FakeCluster:
         self.replicas = {OLD: num_old}
         self.versions = {OLD: "old", NEW: version}
         self.tokenizers = {OLD: "t", NEW: tokenizer}
-        self.orders: OperatorState = NO_OPERATOR_STATE
+        self.operator_state: OperatorState = NO_OPERATOR_STATE
         self.done: list[str] = []
         self.most = num_old
         self.counts: dict[str, VersionCounts] = {}
@@ -63,7 +63,7 @@ class FakeCluster:
         return Snapshot(version=1, members=(*members, router), is_settled=True)
 
     def order(self, change: Change) -> None:
-        self.orders = change.applied_to(self.orders)
+        self.operator_state = change.applied_to(self.operator_state)
         self.done.append(change.name)
 
     def deploy(self) -> str:
@@ -95,8 +95,8 @@ def update(cluster: FakeCluster, **plan: object):
 
 
 def is_as_before(cluster: FakeCluster, num_old: int = 2) -> bool:
-    orders = cluster.orders
-    return cluster.replicas == {OLD: num_old} and (orders.canaries, orders.held) == ((), frozenset())
+    operator_state = cluster.operator_state
+    return cluster.replicas == {OLD: num_old} and (operator_state.canaries, operator_state.held) == ((), frozenset())
 
 
 @pytest.mark.parametrize(("num_old", "wanted"), [(1, None), (3, None), (3, 1), (1, 3)])
@@ -106,23 +106,23 @@ def test_one_of_the_new_comes_before_one_of_the_old_goes(num_old: int, wanted: i
     assert (updated.old_version, updated.new_version, updated.num_replicas) == ("old", "new", wanted or num_old)
     assert cluster.replicas == {NEW: wanted or num_old}
     assert cluster.most == max(num_old, wanted or 0) + 1
-    assert cluster.orders.retired == {("m", "old")}
+    assert cluster.operator_state.retired == {("m", "old")}
     last = len(cluster.done) - 1 - cluster.done[::-1].index("with_retired")
     assert last < cluster.done.index(f"delete {OLD}")
-    assert (cluster.orders.canaries, cluster.orders.held) == ((), frozenset())
+    assert (cluster.operator_state.canaries, cluster.operator_state.held) == ((), frozenset())
 
 
 def test_a_version_that_was_retired_before_may_come_back():
     cluster = FakeCluster()
-    cluster.orders = NO_OPERATOR_STATE.with_retired("m", "new", True)
+    cluster.operator_state = NO_OPERATOR_STATE.with_retired("m", "new", True)
     update(cluster)
-    assert cluster.orders.retired == {("m", "old")}
+    assert cluster.operator_state.retired == {("m", "old")}
 
 
 def test_what_is_of_the_same_version_is_not_retired():
     cluster = FakeCluster(version="old")
     update(cluster)
-    assert cluster.orders.retired == frozenset()
+    assert cluster.operator_state.retired == frozenset()
 
 
 def test_nothing_reaches_the_new_version_before_it_was_looked_at():
@@ -154,7 +154,7 @@ def test_what_fails_halfway_is_undone():
     with pytest.raises(UpdateRolledBackError, match="no room"):
         update(cluster)
     assert is_as_before(cluster, 3)
-    assert ("m", "new") in cluster.orders.retired
+    assert ("m", "new") in cluster.operator_state.retired
 
 
 def test_a_second_update_is_refused_while_one_is_under_way():
@@ -170,7 +170,7 @@ def test_a_good_canary_is_promoted_once_it_has_served_enough():
     shares = []
 
     def serve() -> None:
-        shares.append(cluster.orders.canary_of("m"))
+        shares.append(cluster.operator_state.canary_of("m"))
         cluster.count("old", num_finished=round(10 * cluster.time_s))
         cluster.count("new", num_finished=round(cluster.time_s))
 
@@ -193,9 +193,14 @@ def test_a_bad_canary_is_taken_back(fault: str):
             cluster.count("new", num_finished=30, **{f"num_{fault}": 9})
 
     cluster.on_sleep = serve
-    told = {"wrong": "wrong known answers", "failed": "9 of 39", "lost": "9 of its replicas", "idle": "only 0 requests"}
-    with pytest.raises(UpdateRolledBackError, match=told[fault]):
+    reasons = {
+        "wrong": "wrong known answers",
+        "failed": "9 of 39",
+        "lost": "9 of its replicas",
+        "idle": "only 0 requests",
+    }
+    with pytest.raises(UpdateRolledBackError, match=reasons[fault]):
         update(cluster, share=0.1, watch_s=10.0)
     assert is_as_before(cluster)
-    assert ("m", "new") in cluster.orders.retired
+    assert ("m", "new") in cluster.operator_state.retired
     assert "with_retired" in cluster.done[: cluster.done.index(f"delete {NEW}")]

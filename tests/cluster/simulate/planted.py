@@ -256,7 +256,7 @@ def break_under_a_storm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lose_what_a_slow_reader_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what came since a reader last looked, it gets the newest."""
-    monkeypatch.setattr(request_stream_module, "merged", lambda deliveries: deliveries[-1])
+    monkeypatch.setattr(request_stream_module, "merged", lambda deltas: deltas[-1])
 
 
 def forget_tokens_beside_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from holdfast.router.requests.reading_journal import LeftJournal
 from holdfast.router.security.connection_budgets import ConnectionBudgets
 from holdfast.router.wire import bounds
 from holdfast.worker.replica.hang_verdict import HangVerdict
-from holdfast.worker.request import Suspicion
+from holdfast.worker.request import PoisonRisk
 from holdfast.worker.wire import message_bounds
 from holdfast.worker.wire.bound import Bound
 from holdfast.worker.wire.message_bounds import Bounds
@@ -104,7 +104,7 @@ class _OfUnknownRouter(LeftJournal):
 
     def entries(self):
         for entry in super().entries():
-            yield type(entry)(digest=entry.digest, suspicion=Suspicion.NONE)
+            yield type(entry)(digest=entry.digest, poison_risk=PoisonRisk.NONE)
 
 
 def overlook_hangs_in_journals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +160,9 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     shed: list[str] = []
     refused = Overload._refused
 
-    def counted(self: Overload, action: str, told: str) -> object:
+    def counted(self: Overload, action: str, message: str) -> object:
         shed.append(str(action))
-        return refused(self, action, told)
+        return refused(self, action, message)
 
     monkeypatch.setattr(Overload, "_refused", counted)
     return shed

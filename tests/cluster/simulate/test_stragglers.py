@@ -58,8 +58,8 @@ def test_it_knows_when_it_was_turned_away_for_a_newer_one():
 
 
 def test_it_hangs_up_where_it_is_served():
-    delivery = OutputDelta(request_id="r", first_token_index=0, token_ids=(1,), text="a")
-    assert late_call(delivery)[1] == [CALL, "closed"]
+    delta = OutputDelta(request_id="r", first_token_index=0, token_ids=(1,), text="a")
+    assert late_call(delta)[1] == [CALL, "closed"]
 
 
 def test_given_up_before_it_arrives_it_comes_with_its_end():

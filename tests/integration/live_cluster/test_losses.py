@@ -183,9 +183,9 @@ async def _lose_a_router(
     await until(one_is_gone, GONE_S)
     print(f"the router was gone after {time.monotonic() - struck_s:.2f} s")
     over.set()
-    told = await asyncio.gather(*clients)
-    were_under_way([answer.arrivals_s for answers in told for answer in answers], struck_s, at_least=4)
-    return told
+    message = await asyncio.gather(*clients)
+    were_under_way([answer.arrivals_s for answers in message for answer in answers], struck_s, at_least=4)
+    return message
 
 
 SLOW_STRIKES = (one_is_asked_to_end, one_is_stopped, one_is_not_wanted)
@@ -200,12 +200,12 @@ def test_streams_outlive_their_router(
     """It is gone within seconds, however long its drain might last."""
     routers = processes_named(":Router")
     assert len(routers) == 2
-    told = asyncio.run(_lose_a_router(cluster.routers, routers, strike))
-    for answers, wanted in zip(told, expected([long_wish(number) for number in range(8)]), strict=True):
+    message = asyncio.run(_lose_a_router(cluster.routers, routers, strike))
+    for answers, wanted in zip(message, expected([long_wish(number) for number in range(8)]), strict=True):
         for answer in answers:
             assert answer.error is None
             assert (answer.token_ids, answer.text) == (wanted.token_ids, wanted.text)
-    pauses_s = [answer.longest_pause_s for answers in told for answer in answers]
+    pauses_s = [answer.longest_pause_s for answers in message for answer in answers]
     print(f"the longest pause within one of {len(pauses_s)} streams was {max(pauses_s):.2f} s")
     set_num_routers(2)
     asyncio.run(both_are_back(cluster.routers))

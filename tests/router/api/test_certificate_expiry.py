@@ -22,7 +22,7 @@ from holdfast.router.server.router import Router
 from holdfast.v1 import inference_pb2_grpc
 from holdfast.worker.config import HealthConfig
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.replica.link import LinkServer
+from holdfast.worker.replica.link_server import LinkServer
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.wire.link_security import LINK_NAME, LinkSecurity
 from holdfast.worker.wire.tls import DAY_S, NOTICE_S, Tls, expiry_warning, first_expiry

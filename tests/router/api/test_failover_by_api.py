@@ -142,5 +142,5 @@ async def test_tritonclients_streams_outlive_their_replica():
         await one.until(lambda: one.num_tokens >= 20)
         await one.kill()
         place.replicas.remove(one)
-        told = (await client).splitlines()
-        assert told == [f"{number} {expected(f'prompt {number}', 1, NUM_TOKENS)[1]}" for number in range(8)]
+        message = (await client).splitlines()
+        assert message == [f"{number} {expected(f'prompt {number}', 1, NUM_TOKENS)[1]}" for number in range(8)]

@@ -200,13 +200,13 @@ async def test_a_last_message_is_continued_where_it_is_asked_for():
                 await client.post("/tokenize", json={"messages": messages, "continue_final_message": True})
             ).json()
             assert bytes(counted["tokens"]).decode() == begun
-        told = await client.post("/v1/messages", json={"messages": messages, "max_tokens": 3, "seed": 1})
+        message = await client.post("/v1/messages", json={"messages": messages, "max_tokens": 3, "seed": 1})
         assert last_prompt(replica) == begun
-        assert told.json()["content"] == [{"type": "text", "text": plain}]
+        assert message.json()["content"] == [{"type": "text", "text": plain}]
         async with AsyncClient(place.router.address) as ours:
             params = SamplingParams(max_tokens=3, seed=1)
-            told = await ours.generate(messages=messages, continue_final_message=True, params=params)
-            assert (last_prompt(replica), told.completions[0].text) == (begun, plain)
+            message = await ours.generate(messages=messages, continue_final_message=True, params=params)
+            assert (last_prompt(replica), message.completions[0].text) == (begun, plain)
         closed = await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1, "echo": True})
         assert last_prompt(replica) == begun + "<|im_end|>\n<|im_start|>assistant\n"
         assert closed.json()["choices"][0]["message"]["content"].startswith("The end is")
@@ -290,8 +290,8 @@ async def test_a_model_whose_template_knows_no_tools_is_called_by_every_api(temp
         assert json.loads(items[-1]["arguments"]) == {"city": "Oslo"}
         async with AsyncClient(place.router.address) as ours:
             params = SamplingParams(max_tokens=length)
-            told = await ours.generate(messages=[say("user", "hi")], tools=tools, params=params)
-        assert told.completions[0].chat.tool_calls[0].name == "weather"
+            message = await ours.generate(messages=[say("user", "hi")], tools=tools, params=params)
+        assert message.completions[0].chat.tool_calls[0].name == "weather"
         assert not replica.submits[-1].sampling_params.grammar
         await client.post("/v1/chat/completions", json={**chat, "tool_choice": "required"})
         assert "weather" in replica.submits[-1].sampling_params.grammar

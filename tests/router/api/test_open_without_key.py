@@ -131,9 +131,9 @@ async def test_every_http_route_asks_for_a_key_but_those_that_are_documented():
 
 def test_what_is_open_is_documented():
     page = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
-    told = page.split("**Open to everyone**")[1].split("\n\n")[0]
+    message = page.split("**Open to everyone**")[1].split("\n\n")[0]
     for method in OPEN_METHODS:
         service, name = method.strip("/").split("/")
-        assert name in told or service.rpartition(".")[0] in told or "ext_proc" in service, method
+        assert name in message or service.rpartition(".")[0] in message or "ext_proc" in service, method
     for path in OPEN_PATHS - set(PAGE):
-        assert f"`{path}`" in told
+        assert f"`{path}`" in message

@@ -11,7 +11,7 @@ USAGE = Usage(num_prompt_tokens=2, num_completion_tokens=1)
 
 
 def test_a_chunk_says_all_that_its_delivery_says():
-    delivery = OutputDelta(
+    delta = OutputDelta(
         request_id="x",
         sequence_index=1,
         first_token_index=3,
@@ -24,7 +24,7 @@ def test_a_chunk_says_all_that_its_delivery_says():
         fingerprint="m/tp2",
         identity_guaranteed=False,
     )
-    assert public_chunk(delivery) == Chunk(
+    assert public_chunk(delta) == Chunk(
         request_id="x",
         sequence_index=1,
         first_token_index=3,
@@ -40,8 +40,8 @@ def test_a_chunk_says_all_that_its_delivery_says():
 
 
 def test_a_chunk_in_the_middle_says_no_more_than_it_knows():
-    delivery = OutputDelta(request_id="x", first_token_index=3, token_ids=(7, 8), text="ab")
-    assert public_chunk(delivery) == Chunk(
+    delta = OutputDelta(request_id="x", first_token_index=3, token_ids=(7, 8), text="ab")
+    assert public_chunk(delta) == Chunk(
         request_id="x", first_token_index=3, token_ids=(7, 8), text="ab", finish_reason=None
     )
 

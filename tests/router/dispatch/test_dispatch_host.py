@@ -207,7 +207,7 @@ def test_a_request_that_cannot_be_sent_ends_and_the_others_do_not_notice(caplog)
 def test_what_one_reader_breaks_is_not_lost_to_the_others():
     board = Board()
     first, second = board.open("first"), board.open("second")
-    first.watch = lambda delivery: 1 // 0
+    first.watch = lambda output_delta: 1 // 0
     board.news(*(delta(attempt, 0, 3, finish=FinishReason.STOP) for attempt in board.port.attempts))
     assert second.poll().token_ids == (3,)
     with pytest.raises(InternalError):

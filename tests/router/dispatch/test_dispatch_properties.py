@@ -271,15 +271,15 @@ class DispatchMachine(RuleBasedStateMachine):
                 case Fail():
                     self.clients[action.request_id].num_last_words += 1
 
-    def deliver(self, client: Client, delivery: OutputDelta) -> None:
+    def deliver(self, client: Client, delta: OutputDelta) -> None:
         assert client.num_last_words == 0, "nothing comes after the last word"
-        assert delivery.first_token_index == len(client.tokens), "neither gap nor overlap"
-        client.tokens += delivery.token_ids
-        client.text += delivery.text
-        if delivery.finish_reason is not None:
+        assert delta.first_token_index == len(client.tokens), "neither gap nor overlap"
+        client.tokens += delta.token_ids
+        client.text += delta.text
+        if delta.finish_reason is not None:
             client.num_last_words += 1
-            client.finish_reason = delivery.finish_reason
-            assert delivery.usage.num_completion_tokens == len(client.tokens)
+            client.finish_reason = delta.finish_reason
+            assert delta.usage.num_completion_tokens == len(client.tokens)
 
 
 TestDispatch = DispatchMachine.TestCase

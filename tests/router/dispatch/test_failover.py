@@ -73,9 +73,9 @@ def test_wherever_it_is_lost_the_text_is_the_same(core, num_seen):
         assert submission.request.output_token_ids == tuple(tokens[:num_seen])
         for index in range(num_seen, len(tokens)):
             said += core.step(delta(submission.attempt, index, tokens[index]), replica_id="b")
-    deliveries = [action for action in said if isinstance(action, OutputDelta)]
-    assert "".join(delivery.text for delivery in deliveries) == OUTPUT[: OUTPUT.index("ENDE und")]
-    assert deliveries[-1].finish_reason is FinishReason.STOP
+    deltas = [action for action in said if isinstance(action, OutputDelta)]
+    assert "".join(output_delta.text for output_delta in deltas) == OUTPUT[: OUTPUT.index("ENDE und")]
+    assert deltas[-1].finish_reason is FinishReason.STOP
 
 
 def test_cached_tokens_are_told_once_even_if_the_first_replica_is_lost(core):

@@ -10,7 +10,7 @@ from holdfast.worker.errors import (
     ReplicaError,
     RequestQuarantinedError,
 )
-from holdfast.worker.request import NUM_STEPS_TO_CLEAR, FinishReason, Suspicion
+from holdfast.worker.request import NUM_STEPS_TO_CLEAR, FinishReason, PoisonRisk
 from tests.router.core import Core, delivered, delta, facts, failure, load, rejected, sent, two_replicas
 
 
@@ -29,7 +29,7 @@ def test_two_replicas_that_die_at_once_convict_nobody(core):
     core.up("c")
     core.now += PROOF_S / 2
     trial = sent(core.down("b"))
-    assert trial.request.suspicion is Suspicion.ON_TRIAL
+    assert trial.request.poison_risk is PoisonRisk.ON_TRIAL
     assert delivered(core.step(delta(trial.attempt, 0, 5), replica_id="c")).token_ids == (5,)
 
 
@@ -172,9 +172,9 @@ def test_where_equal_tokens_are_not_certain_the_output_says_so(change, holds):
     assert delivered(core.step(delta(attempt, 0, 1), replica_id="a")).identity_guaranteed
     core.down("a")
     attempt = sent(core.dispatch.replica_up(facts("b", **change), load(), core.now)).attempt
-    delivery = delivered(core.step(delta(attempt, 1, 2), replica_id="b"))
-    assert delivery.identity_guaranteed is holds
-    assert delivery.fingerprint == facts("b", **change).fingerprint
+    output_delta = delivered(core.step(delta(attempt, 1, 2), replica_id="b"))
+    assert output_delta.identity_guaranteed is holds
+    assert output_delta.fingerprint == facts("b", **change).fingerprint
 
 
 @pytest.mark.parametrize(

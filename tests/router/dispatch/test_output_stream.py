@@ -28,10 +28,10 @@ def said_of(*token_ids: int) -> tuple[TokenLogprob, ...]:
     return tuple(TokenLogprob(token_id=token_id, logprob=-0.5, rank=1) for token_id in token_ids)
 
 
-def stream(*deliveries: OutputDelta) -> OutputStream:
+def stream(*deltas: OutputDelta) -> OutputStream:
     made = OutputStream(SequenceKey("", "x"), WakingSink(lambda: None))
-    for delivery in deliveries:
-        made.push(delivery)
+    for delta in deltas:
+        made.push(delta)
     return made
 
 
@@ -56,9 +56,9 @@ def test_what_is_not_read_yet_is_merged():
 
 def test_a_reader_hears_of_whatever_comes():
     news = []
-    told = OutputStream(SequenceKey("", "x"), WakingSink(lambda: news.append(told.key.request_id)))
-    told.push(piece(0, 1))
-    told.fail(ReplicaError("lost"))
+    message = OutputStream(SequenceKey("", "x"), WakingSink(lambda: news.append(message.key.request_id)))
+    message.push(piece(0, 1))
+    message.fail(ReplicaError("lost"))
     assert news == ["x", "x"]
 
 

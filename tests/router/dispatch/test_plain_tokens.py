@@ -20,10 +20,10 @@ def gone_on(core: Core, request_id: str = "x", **settings: object) -> int:
 
 def test_tokens_text_and_positions_go_on(core):
     attempt = gone_on(core)
-    deliveries = [delivered(core.step(delta(attempt, LONG + step, step))) for step in range(3)]
-    assert [one.first_token_index for one in deliveries] == [LONG, LONG + 1, LONG + 2]
-    assert [one.token_ids for one in deliveries] == [(0,), (1,), (2,)]
-    assert [one.text for one in deliveries] == [chr(ord("a") + (LONG - 1) % 25), "a", "b"]
+    deltas = [delivered(core.step(delta(attempt, LONG + step, step))) for step in range(3)]
+    assert [one.first_token_index for one in deltas] == [LONG, LONG + 1, LONG + 2]
+    assert [one.token_ids for one in deltas] == [(0,), (1,), (2,)]
+    assert [one.text for one in deltas] == [chr(ord("a") + (LONG - 1) % 25), "a", "b"]
     last = delivered(core.step(delta(attempt, LONG + 3, 3, finish=FinishReason.LENGTH)))
     assert (last.text, last.usage.num_completion_tokens) == ("cd", LONG + 4)
 

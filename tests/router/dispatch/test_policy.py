@@ -152,8 +152,8 @@ def test_the_least_loaded_of_all_and_of_equal_ones_the_next_after_a_random_place
     assert [least_loaded(snapshot(1, 0, CLOSED, 0, draws=[start])) for start in range(4)] == [1, 1, 3, 3]
 
 
-def replica_with(told: EngineLoad) -> ReplicaState:
-    return ReplicaState(facts("r"), told, CircuitBreaker(), LoadTable(has_ring=False), max_waiting=99)
+def replica_with(message: EngineLoad) -> ReplicaState:
+    return ReplicaState(facts("r"), message, CircuitBreaker(), LoadTable(has_ring=False), max_waiting=99)
 
 
 def test_score_counts_what_was_sent_since_the_report():

@@ -24,8 +24,8 @@ def test_pieces_are_delivered_together_with_the_first_token():
     assert core.step(piece(attempt, 2, 4)) == []
     (demand,) = core.dispatch.demands(core.now)
     assert demand.num_first_tokens == 0
-    delivery = delivered(core.step(piece(attempt, 4, 5, 1)))
-    assert (delivery.token_ids, delivery.prompt_logprobs) == ((1,), PROMPT)
+    delta = delivered(core.step(piece(attempt, 4, 5, 1)))
+    assert (delta.token_ids, delta.prompt_logprobs) == ((1,), PROMPT)
     assert core.dispatch.demands(core.now)[0].num_first_tokens == 1
 
 

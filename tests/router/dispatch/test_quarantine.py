@@ -9,7 +9,7 @@ from holdfast.router.config import RouterConfig
 from holdfast.router.events import Action, Fail, OutputDelta, SendAbort, SendSubmit
 from holdfast.worker.engine.request_guards import Suspects
 from holdfast.worker.errors import HoldfastError, RequestQuarantinedError
-from holdfast.worker.request import FinishReason, Suspicion, TokenDelta
+from holdfast.worker.request import FinishReason, PoisonRisk, TokenDelta
 from holdfast.worker.step_update import Rejection
 from tests.examples import examples
 from tests.router.core import Core, delta, failure, load, sent
@@ -91,17 +91,17 @@ class Cluster:
         self.tell(replica_id, replica, deltas)
 
     def take_inbox(self, replica_id: str, replica: Replica) -> None:
-        """Who else is under suspicion is told before the step; what that brings in is not part of it."""
+        """Other suspects are reported before the step; what that brings in is not part of it."""
         inbox, replica.inbox = replica.inbox, []
         for router, submit in inbox:
             request = submit.request
             try:
-                replica.suspects.check(request.suspicion, router)
+                replica.suspects.check(request.poison_risk, router)
             except HoldfastError as error:
                 refusal = Rejection(attempt=submit.attempt, error=error)
                 self.perform(router, self.cores[router].step(replica_id=replica_id, rejections=[refusal]))
                 continue
-            replica.suspects.add((router, submit.attempt), request.suspicion, router)
+            replica.suspects.add((router, submit.attempt), request.poison_risk, router)
             done = len(request.output_token_ids)
             replica.running[router, submit.attempt] = (submit.request.request_id, done)
         if replica.suspects.has_news:
@@ -110,8 +110,8 @@ class Cluster:
 
     def tell(self, replica_id: str, replica: Replica, deltas: dict[int, list]) -> None:
         for router, core in enumerate(self.cores):
-            told = replica.suspects.load_for(router, load(num_running=len(replica.running)))
-            self.perform(router, core.step(*deltas[router], replica_id=replica_id, load=told))
+            message = replica.suspects.load_for(router, load(num_running=len(replica.running)))
+            self.perform(router, core.step(*deltas[router], replica_id=replica_id, load=message))
 
     def run(self) -> None:
         for _ in range(2000):
@@ -170,17 +170,17 @@ def check(cluster: Cluster, innocent: list[str], max_replicas_lost: int) -> None
 
 def test_replicas_are_told_how_far_a_request_is_under_suspicion():
     core = core_with_replicas("a", "b")
-    assert sent(core.submit("x")).request.suspicion is Suspicion.NONE
-    assert sent(core.down("a")).request.suspicion is Suspicion.SUSPECT
+    assert sent(core.submit("x")).request.poison_risk is PoisonRisk.NONE
+    assert sent(core.down("a")).request.poison_risk is PoisonRisk.SUSPECT
     core.step(replica_id="b", load=beside_suspects(1))
     core.down("b")
-    assert sent(core.up("c")).request.suspicion is Suspicion.ON_TRIAL
+    assert sent(core.up("c")).request.poison_risk is PoisonRisk.ON_TRIAL
 
 
 def test_a_request_that_no_replica_has_died_of_is_no_suspect_however_few_may_die():
     core = Core(RouterConfig(max_replicas_lost=1))
     core.up("a")
-    assert sent(core.submit("x")).request.suspicion is Suspicion.NONE
+    assert sent(core.submit("x")).request.poison_risk is PoisonRisk.NONE
 
 
 def test_a_death_beside_suspects_of_another_router_convicts_nobody():

@@ -201,10 +201,10 @@ class Site:
             self.poll(stream)
 
     def poll(self, stream: OutputStream) -> None:
-        while (delivery := stream.poll()) is not None:
+        while (delta := stream.poll()) is not None:
             tokens = self.read.setdefault(stream.key.request_id, [])
-            assert delivery.first_token_index == len(tokens), "neither gap nor overlap"
-            tokens += delivery.token_ids
+            assert delta.first_token_index == len(tokens), "neither gap nor overlap"
+            tokens += delta.token_ids
 
 
 NUM_TOKENS = 400

@@ -27,8 +27,8 @@ def begun(core: Core, request_id: str, replica_id: str) -> int:
     return submission.attempt
 
 
-def order(core: Core, orders) -> list:
-    actions = core.dispatch.set_orders(orders, core.now)
+def order(core: Core, operator_state) -> list:
+    actions = core.dispatch.set_operator_state(operator_state, core.now)
     core.dispatch.check_integrity()
     return actions
 
@@ -220,8 +220,8 @@ def test_an_update_ends_only_what_is_bound():
         begun(core, f"x{number}", "a")
     core.submit("free")
     up(core, "b", "2")
-    orders = NO_OPERATOR_STATE.with_retired("m", OLD.version, True)
-    order(core, orders)
+    operator_state = NO_OPERATOR_STATE.with_retired("m", OLD.version, True)
+    order(core, operator_state)
     actions = core.down("a")
     assert sent(actions).request.request_id == "free"
     ended = [one.request_id for one in (*actions, *core.tick()) if isinstance(one, Fail)]

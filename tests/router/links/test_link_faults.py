@@ -9,8 +9,8 @@ import pytest
 from benchmarks.static_directory import StaticDirectory
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.links.link import ReplicaLink
 from holdfast.router.links.replica_directory import DirectoryView
+from holdfast.router.links.replica_link import ReplicaLink
 from holdfast.router.server.router import Router
 from holdfast.v1 import engine_pb2, inference_pb2, inference_pb2_grpc
 from tests.fakes import FakeReplica, byte_tokenizer
@@ -46,16 +46,16 @@ def no_update(*args: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("saying", "told"),
+    ("saying", "message"),
     [
         (engine_pb2.LinkResponse(step={"deltas": [{"attempt": 1, "finish_reason": 77}]}), "finish_reason = 77: must"),
         (engine_pb2.LinkResponse(heartbeat={"expected_gap_s": math.nan}), "expected_gap_s = nan: must be"),
-        (engine_pb2.LinkResponse(), "of a kind that is not known here"),
-        (b"\xff\xff\xff", "bytes that are no message"),
+        (engine_pb2.LinkResponse(), "of an unknown kind"),
+        (b"\xff\xff\xff", "bytes that cannot be parsed"),
     ],
 )
 @on_each_loop
-async def test_a_replica_that_cannot_be_understood_is_dialled_again_and_its_requests_go_on(caplog, saying, told):
+async def test_a_replica_that_cannot_be_understood_is_dialled_again_and_its_requests_go_on(caplog, saying, message):
     replica = await FakeReplica.start()
     replica.pause()
     async with site(replica) as place:
@@ -65,8 +65,8 @@ async def test_a_replica_that_cannot_be_understood_is_dialled_again_and_its_requ
         await replica.until(lambda: replica.num_links == 2)
         replica.resume()
         assert list((await call).completions[0].token_ids) == expected("hello", 1, 8)[0]
-        assert "replica r0 was lost (what it says cannot be read: " in caplog.text
-        assert told in caplog.text
+        assert "replica r0 was lost (its message cannot be parsed: " in caplog.text
+        assert message in caplog.text
         assert "fault of Holdfast's" not in caplog.text
 
 
@@ -122,7 +122,9 @@ async def test_a_link_whose_watch_breaks_is_dialled_again(monkeypatch):
     """Without it, nobody would find the replica frozen."""
     replica, looks = await FakeReplica.start(), iter([1 / 2])
     replica.heartbeat_ms = 10
-    monkeypatch.setattr("holdfast.router.links.link.LinkWatch.look", lambda watch: next(looks, False) and 1 // 0)
+    monkeypatch.setattr(
+        "holdfast.router.links.replica_link.LinkWatch.look", lambda watch: next(looks, False) and 1 // 0
+    )
     async with site(replica) as place:
         await eventually(lambda: is_dialled(replica, times=2))
         await place.until_up(1)

@@ -13,7 +13,7 @@ from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.router.server.router import Router
 from holdfast.v1 import engine_pb2, engine_pb2_grpc
 from holdfast.worker.config import HealthConfig
-from holdfast.worker.replica.link import REFUSED, LinkServer
+from holdfast.worker.replica.link_server import REFUSED, LinkServer
 from holdfast.worker.wire.link_security import LINK_NAME, TOKEN_METADATA, UNSECURED, LinkSecurity
 from tests.certificates import Authority
 from tests.fakes import byte_tokenizer

@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.router.links.link import LOOK_EVERY_S, LinkWatch
+from holdfast.router.links.replica_link import LOOK_EVERY_S, LinkWatch
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.step_update import Heartbeat
 

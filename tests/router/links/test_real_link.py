@@ -10,7 +10,7 @@ from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.v1 import inference_pb2
 from holdfast.worker.config import HealthConfig, SchedulerConfig
 from holdfast.worker.engine.engine import Engine
-from holdfast.worker.replica.link import LinkServer
+from holdfast.worker.replica.link_server import LinkServer
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.step_plan import NO_TOKEN, ScheduledSequence, StepPlan, StepResult
 from tests.loops import on_a_loop, on_each_loop

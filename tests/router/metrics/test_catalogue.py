@@ -104,13 +104,13 @@ def test_the_page_and_the_dashboard_are_current():
 
 
 def test_a_replica_tells_all_of_its_figures():
-    told = {sample.name: sample for sample in replica_samples("m", "r", LOAD, STATS)}
-    assert told.keys() == {one.name for one in OF_REPLICAS}
-    assert told["holdfast_replica_kv_cache_usage_ratio"].value == pytest.approx(0.4)
-    steps = told["holdfast_replica_step_seconds"].value
+    heard = {sample.name: sample for sample in replica_samples("m", "r", LOAD, STATS)}
+    assert heard.keys() == {one.name for one in OF_REPLICAS}
+    assert heard["holdfast_replica_kv_cache_usage_ratio"].value == pytest.approx(0.4)
+    steps = heard["holdfast_replica_step_seconds"].value
     assert (steps.num_values, steps.total) == (2, 3)
     without = {sample.name for sample in replica_samples("m", "r", LOAD, replace(STATS, gpu_memory_total_bytes=0))}
-    assert told.keys() - without == {name for name in told if "_gpu_" in name}
+    assert heard.keys() - without == {name for name in heard if "_gpu_" in name}
 
 
 def test_gateways_find_the_names_that_they_ask_for():
@@ -120,10 +120,10 @@ def test_gateways_find_the_names_that_they_ask_for():
         ),
         *process_samples("1"),
     ]
-    told = {sample.name: (sample.labels, sample.value) for sample in samples}
-    assert {one.name for one in OF_GATEWAYS} < told.keys()
-    assert told["vllm:num_requests_waiting"] == (("m",), 2)
-    assert told["vllm:cache_config_info"] == (("m", "16", "10"), 1)
+    heard = {sample.name: (sample.labels, sample.value) for sample in samples}
+    assert {one.name for one in OF_GATEWAYS} < heard.keys()
+    assert heard["vllm:num_requests_waiting"] == (("m",), 2)
+    assert heard["vllm:cache_config_info"] == (("m", "16", "10"), 1)
     lines = exposed(samples)[0].decode().splitlines()
     assert 'vllm:kv_cache_usage_perc{model_name="m"} 0.4' in lines
 

@@ -21,9 +21,9 @@ def promtool(*arguments: str, given: bytes = b"") -> "subprocess.CompletedProces
 
 
 def test_prometheus_takes_the_alert_rules():
-    told = promtool("check", "rules", str(MONITORING / "alerts.yml"))
-    assert told.returncode == 0, told.stderr.decode()
-    assert b"SUCCESS" in told.stdout
+    message = promtool("check", "rules", str(MONITORING / "alerts.yml"))
+    assert message.returncode == 0, message.stderr.decode()
+    assert b"SUCCESS" in message.stdout
 
 
 def test_a_rule_that_is_wrong_is_refused(tmp_path):
@@ -40,6 +40,6 @@ def test_prometheus_takes_every_metric_without_a_complaint():
         for name, one in METRICS.items()
     ]
     text, _ = exposed(samples)
-    told = promtool("check", "metrics", given=text)
-    complaints = [line for line in told.stderr.decode().splitlines() if not line.startswith("vllm:")]
+    message = promtool("check", "metrics", given=text)
+    complaints = [line for line in message.stderr.decode().splitlines() if not line.startswith("vllm:")]
     assert not complaints, complaints  # a name with a colon is what a gateway asks for

@@ -47,9 +47,15 @@ def test_what_waits_is_refused_once_the_model_refuses():
 
 
 def test_orders_change_one_thing_and_say_so():
-    orders = NO_OPERATOR_STATE.with_drained("r", True).with_pause("m", Pause(model="m")).with_retired("m", "v", True)
-    assert (orders.drained, orders.pauses, orders.retired) == ({"r"}, (Pause(model="m"),), {("m", "v")})
-    back = orders.with_drained("r", False).with_pause("m", None).with_retired("m", "v", False)
+    operator_state = (
+        NO_OPERATOR_STATE.with_drained("r", True).with_pause("m", Pause(model="m")).with_retired("m", "v", True)
+    )
+    assert (operator_state.drained, operator_state.pauses, operator_state.retired) == (
+        {"r"},
+        (Pause(model="m"),),
+        {("m", "v")},
+    )
+    back = operator_state.with_drained("r", False).with_pause("m", None).with_retired("m", "v", False)
     assert (back.revision, back) == (6, OperatorState(revision=6))
     assert NO_OPERATOR_STATE.with_log_level("debug").log_level == "DEBUG"
     with pytest.raises(InvalidRequestError, match="must be one of DEBUG"):

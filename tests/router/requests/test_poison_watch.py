@@ -21,7 +21,7 @@ from holdfast.router.requests.poison_watch import (
 from holdfast.router.router_losses import RouterLoss
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError, ReplicaError, RequestQuarantinedError
-from holdfast.worker.request import Suspicion
+from holdfast.worker.request import PoisonRisk
 
 NOW = 1_000.0
 
@@ -33,9 +33,9 @@ class ListJournal:
     entries: dict[int, Entry] = field(default_factory=dict)
     num: int = 0
 
-    def enter(self, digest: str, suspicion: Suspicion, *, is_known_good: bool) -> int:
+    def enter(self, digest: str, poison_risk: PoisonRisk, *, is_known_good: bool) -> int:
         self.num += 1
-        self.entries[self.num] = Entry(digest=digest, suspicion=suspicion, is_known_good=is_known_good)
+        self.entries[self.num] = Entry(digest=digest, poison_risk=poison_risk, is_known_good=is_known_good)
         return self.num
 
     def clear(self, place: int) -> None:
@@ -71,14 +71,14 @@ def test_a_router_that_is_killed_costs_no_request_that_it_was_reading():
     watch = routers.all["r1"]
     for digest in digests:
         reading = watch.begin(digest)
-        assert reading.suspicion is Suspicion.ON_TRIAL
+        assert reading.poison_risk is PoisonRisk.ON_TRIAL
         if digest != digests[-1]:
             with pytest.raises(ReplicaError) as refused:
                 watch.begin(digests[-1])
             assert refused.value.retry_after_s == RETRY_S
         reading.admitted()
-        assert watch.begin(digest).suspicion is Suspicion.NONE
-    assert watch.told() == ()
+        assert watch.begin(digest).poison_risk is PoisonRisk.NONE
+    assert watch.known_losses() == ()
     assert watch.num_trials == 50
 
 
@@ -95,7 +95,7 @@ def test_what_ends_a_second_router_on_trial_is_convicted_and_its_neighbours_are_
         watch.begin("poison")
     for digest in ("a", "b"):
         watch.begin(digest).admitted()
-    assert watch.begin("c").suspicion is Suspicion.NONE
+    assert watch.begin("c").poison_risk is PoisonRisk.NONE
     assert watch.num_refused == 1
 
 
@@ -116,7 +116,7 @@ def test_a_router_that_hung_is_proof_against_what_it_read_alone(company):
         routers.all["r0"].begin(digest)
     routers.end("r0", is_own_fault=True)
     if company:
-        assert routers.all["r1"].begin("poison").suspicion is Suspicion.ON_TRIAL
+        assert routers.all["r1"].begin("poison").poison_risk is PoisonRisk.ON_TRIAL
     else:
         with pytest.raises(RequestQuarantinedError, match="a router has ended"):
             routers.all["r1"].begin("poison")
@@ -130,13 +130,13 @@ def test_a_request_that_has_been_admitted_since_is_counted_anew():
     for name in ("r1", "r2"):
         routers.all[name].begin("same").admitted()
         routers.all[name].begin("same")
-    told = routers.all["r3"].told()
+    message = routers.all["r3"].known_losses()
     routers.end("r1")
-    assert routers.all["r3"].begin("same").suspicion is Suspicion.ON_TRIAL
+    assert routers.all["r3"].begin("same").poison_risk is PoisonRisk.ON_TRIAL
     late = routers.new()
-    late.note(routers.all["r3"].told())
-    late.note(told)  # comes late
-    assert late.begin("same").suspicion is Suspicion.ON_TRIAL
+    late.note(routers.all["r3"].known_losses())
+    late.note(message)  # comes late
+    assert late.begin("same").poison_risk is PoisonRisk.ON_TRIAL
 
 
 def test_a_refusal_clears_too_and_a_client_that_leaves_does_not():
@@ -144,19 +144,19 @@ def test_a_refusal_clears_too_and_a_client_that_leaves_does_not():
     watch = routers.all["r1"]
     watch.note([RouterLoss(digest="d", router="gone", at_s=NOW)])
     watch.begin("d").end(is_cleared=False)
-    assert watch.begin("d").suspicion is Suspicion.ON_TRIAL
+    assert watch.begin("d").poison_risk is PoisonRisk.ON_TRIAL
     watch.end_trial("d", is_cleared=False)
     watch.begin("d").end(is_cleared=True)
-    assert watch.begin("d").suspicion is Suspicion.NONE
+    assert watch.begin("d").poison_risk is PoisonRisk.NONE
 
 
 def test_clients_say_what_they_have_lost():
     watch = PoisonWatch(journal := ListJournal())
     reading = begin_reading(watch, "/v1/completions", b"{}")
     reading.suspect(0)
-    assert reading.suspicion is Suspicion.NONE
+    assert reading.poison_risk is PoisonRisk.NONE
     reading.suspect(1)
-    assert [entry.suspicion for entry in journal.entries.values()] == [Suspicion.ON_TRIAL]
+    assert [entry.poison_risk for entry in journal.entries.values()] == [PoisonRisk.ON_TRIAL]
     with pytest.raises(ReplicaError):
         begin_reading(watch, "/v1/completions", b"[]").suspect(1)
     end_reading(ValueError())
@@ -181,17 +181,17 @@ def test_losses_are_forgotten():
     watch = routers.all["r0"]
     for number in range(MAX_LOSSES + 10):
         watch.note([RouterLoss(digest=f"{number:06}", router="gone", at_s=NOW + number / 1000)])
-    assert len(watch.told()) == MAX_LOSSES
+    assert len(watch.known_losses()) == MAX_LOSSES
     routers.time += FORGET_S + 5
-    assert watch.told() == ()
+    assert watch.known_losses() == ()
     watch.note([RouterLoss(digest="old", router="gone", at_s=NOW, is_proof=True)])
-    assert watch.begin("old").suspicion is Suspicion.NONE
+    assert watch.begin("old").poison_risk is PoisonRisk.NONE
 
 
 def test_news_are_told_once():
     heard = []
     watch = PoisonWatch(ListJournal(), lambda: NOW)
-    watch.on_change = lambda: heard.append(watch.told())
+    watch.on_change = lambda: heard.append(watch.known_losses())
     loss = RouterLoss(digest="d", router="gone", at_s=NOW)
     for _ in range(3):
         watch.note([loss, replace(loss, at_s=NOW + 1)])

@@ -61,7 +61,7 @@ def a_request() -> EngineRequest:
     return EngineRequest(request_id="r1", prompt_token_ids=(1, 2, 3), sampling_params=SamplingParams(seed=1))
 
 
-def delivery(index: int, reason: FinishReason | None = None) -> OutputDelta:
+def output_delta(index: int, reason: FinishReason | None = None) -> OutputDelta:
     return OutputDelta("r1", index, (7,), "x", reason)
 
 
@@ -75,9 +75,9 @@ def watched(clock: Clock, stats: RequestStats) -> AdmittedRequest:
 def ended_after(seconds: float, stats: RequestStats, *, reader_wait_s: float = 0.0) -> None:
     clock = Clock(106.0)
     watch = watched(clock, stats)
-    watch.note(delivery(0))
+    watch.note(output_delta(0))
     clock.now = 100.0 + seconds
-    watch.note(delivery(1, FinishReason.LENGTH))
+    watch.note(output_delta(1, FinishReason.LENGTH))
     watch.is_over = True
     watch.num_tokens, watch.timelines, watch.reader_wait_s = 2, [Timeline(100.0), lost_once()], reader_wait_s
     watch.end()
@@ -101,25 +101,25 @@ def test_a_slow_request_is_logged_with_where_its_time_went(caplog):
 
 
 def test_a_request_that_failed_is_told_of_too():
-    stats, told = RequestStats(), list[EndedRequest]()
-    stats.on_end.append(told.append)
+    stats, heard = RequestStats(), list[EndedRequest]()
+    stats.on_end.append(heard.append)
     watched(Clock(107.0), stats).end(RuntimeError("x"))
-    assert (told[0].outcome, told[0].duration_s, told[0].phases) == ("internal", 7.0, Phases(queue_s=7.0))
+    assert (heard[0].outcome, heard[0].duration_s, heard[0].phases) == ("internal", 7.0, Phases(queue_s=7.0))
 
 
 def test_output_waits_for_its_reader_from_the_second_piece_on_and_at_the_end():
     clock = Clock(0.0)
     stream = OutputStream(SequenceKey("", "r1"), WakingSink(lambda: None), clock)
-    stream.push(delivery(0))
+    stream.push(output_delta(0))
     clock.now = 5.0  # a reader that comes for the first piece is not behind yet
     assert stream.poll()
     assert stream.behind_s == 0.0
-    stream.push(delivery(1))
-    stream.push(delivery(2))
+    stream.push(output_delta(1))
+    stream.push(output_delta(2))
     clock.now = 7.0
     assert len(stream.poll().token_ids) == 2
     assert stream.behind_s == 2.0
-    stream.push(delivery(3, FinishReason.LENGTH))
+    stream.push(output_delta(3, FinishReason.LENGTH))
     clock.now = 8.0
     assert stream.poll()
     assert stream.behind_s == 3.0
@@ -130,8 +130,8 @@ def test_a_reader_that_waits_for_the_end_is_not_behind_before():
     stream = OutputStream(SequenceKey("", "r1"), WakingSink(lambda: None), clock)
     stream.notifies_each_step = False
     for index in range(200):
-        stream.push(delivery(index))
+        stream.push(output_delta(index))
     clock.now = 9.0
-    stream.push(delivery(200, FinishReason.LENGTH))
+    stream.push(output_delta(200, FinishReason.LENGTH))
     assert stream.poll()
     assert stream.behind_s == 0.0

@@ -125,10 +125,10 @@ def test_a_replica_makes_spans_of_queue_prefill_and_decode():
     load = EngineLoad(num_running=1, num_waiting=0, num_waiting_tokens=0, num_free_blocks=1, num_total_blocks=1)
     other = TokenDelta("of no trace", 0, (5,), FinishReason.STOP)
     traces.submitted("a", request)
-    traces.told(StepUpdate(load=load, deltas=[other, TokenDelta("a", 1, (5,), queued_s=1.0)]))
-    traces.told(StepUpdate(load=load, deltas=[TokenDelta("a", 2, (5,))]))
-    traces.told(StepUpdate(load=load, deltas=[TokenDelta("a", 3, (5, 6), FinishReason.LENGTH)]))
-    traces.told(StepUpdate(load=load, deltas=[TokenDelta("a", 3, (5, 6), FinishReason.LENGTH)]))
+    traces.note_sent(StepUpdate(load=load, deltas=[other, TokenDelta("a", 1, (5,), queued_s=1.0)]))
+    traces.note_sent(StepUpdate(load=load, deltas=[TokenDelta("a", 2, (5,))]))
+    traces.note_sent(StepUpdate(load=load, deltas=[TokenDelta("a", 3, (5, 6), FinishReason.LENGTH)]))
+    traces.note_sent(StepUpdate(load=load, deltas=[TokenDelta("a", 3, (5, 6), FinishReason.LENGTH)]))
     times = {name: (one.start_time / 1e9, one.end_time / 1e9) for name, (one,) in traced.spans.items()}
     assert times == {
         "holdfast.replica.queue": (100.0, 101.0),

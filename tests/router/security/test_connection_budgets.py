@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.router.security.connection_budgets import (
     LEAST_PRUNED,
-    SUSPICION_S,
+    SUSPECT_S,
     ClientConnection,
     ConnectionBudgets,
     Peer,
@@ -86,8 +86,8 @@ def test_connections_are_told_apart_while_too_many_calls_are_reset_by_nobody_kno
     assert not budgets.suspects(0.0)
     budgets.reset(None, 0.0)
     assert budgets.suspects(0.0)
-    assert budgets.suspects(SUSPICION_S - 0.1)
-    assert not budgets.suspects(SUSPICION_S)
+    assert budgets.suspects(SUSPECT_S - 0.1)
+    assert not budgets.suspects(SUSPECT_S)
 
 
 def test_of_too_many_connections_without_a_key_the_oldest_go():

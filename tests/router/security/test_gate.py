@@ -205,7 +205,7 @@ def test_models_and_priorities_are_those_of_the_key():
         caller.charged(GenerationRequest(prompt="x", model="m", priority=Priority.CRITICAL), 0.0)
     with pytest.raises(PermissionDeniedError, match="model 'n'"):
         caller.charged(GenerationRequest(prompt="x", model="n"), 0.0)
-    with pytest.raises(PermissionDeniedError, match="no operator"):
+    with pytest.raises(PermissionDeniedError, match="not an operator"):
         caller.check_operator()
 
 

@@ -59,7 +59,7 @@ def test_log_probabilities_of_a_prompt_fit_a_message_of_a_replica():
         check_prompt_logprobs(params, most)
         with pytest.raises(InvalidRequestError, match=rf"prompt_logprobs = {num_top}: those of {most + 1} tokens take"):
             check_prompt_logprobs(params, most + 1)
-        told = engine_pb2.EngineTokenLogprob(top_token_ids=[2**32 - 1] * num_top, top_logprobs=[-1e30] * num_top)
-        told.MergeFrom(item)
-        delta = engine_pb2.Delta(prompt_logprobs=[told])
+        message = engine_pb2.EngineTokenLogprob(top_token_ids=[2**32 - 1] * num_top, top_logprobs=[-1e30] * num_top)
+        message.MergeFrom(item)
+        delta = engine_pb2.Delta(prompt_logprobs=[message])
         assert delta.ByteSize() <= 32 + 10 * num_top

@@ -6,7 +6,7 @@ from collections import defaultdict
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError
-from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, Suspicion
+from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, PoisonRisk
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.step_plan import StepPlan, StepResult
@@ -83,7 +83,7 @@ def make_engine(
 
 
 def make_request(
-    request_id: str, prompt=(1, 2, 3), max_tokens=8, seed=7, output=(), time_left_s=None, suspicion=Suspicion.NONE
+    request_id: str, prompt=(1, 2, 3), max_tokens=8, seed=7, output=(), time_left_s=None, poison_risk=PoisonRisk.NONE
 ) -> EngineRequest:
     return EngineRequest(
         request_id=request_id,
@@ -91,5 +91,5 @@ def make_request(
         sampling_params=SamplingParams(max_tokens=max_tokens, seed=seed),
         output_token_ids=tuple(output),
         time_left_s=time_left_s,
-        suspicion=suspicion,
+        poison_risk=poison_risk,
     )

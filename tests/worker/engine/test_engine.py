@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from holdfast.worker.errors import DeadlineExceededError, InvalidRequestError, ReplicaError
-from holdfast.worker.request import NUM_STEPS_TO_CLEAR, FinishReason, Suspicion
+from holdfast.worker.request import NUM_STEPS_TO_CLEAR, FinishReason, PoisonRisk
 from holdfast.worker.step_plan import StepPlan, StepResult
 from holdfast.worker.step_update import StepUpdate
 from tests.pseudo_model import PseudoRunner, pseudo_completion
@@ -59,7 +59,7 @@ def test_others_hear_of_a_suspect_before_its_first_step_and_until_it_is_cleared(
     engine, gate, recorder = make_engine(Gate())
     other = Recorder()
     engine.attach(other)
-    engine.submit(make_request("r", max_tokens=100, suspicion=Suspicion.SUSPECT), recorder)
+    engine.submit(make_request("r", max_tokens=100, poison_risk=PoisonRisk.SUSPECT), recorder)
     assert gate.entered.acquire(timeout=TIMEOUT_S)
     assert engine.load.num_foreign_suspects == other.load.num_foreign_suspects == 1
     assert recorder.load.num_foreign_suspects == 0
@@ -74,12 +74,12 @@ def test_a_request_on_trial_does_not_run_beside_a_suspect_of_another_router():
     engine, gate, recorder = make_engine(Gate())
     other = Recorder()
     engine.attach(other)
-    engine.submit(make_request("r", max_tokens=4, suspicion=Suspicion.SUSPECT), recorder)
-    engine.submit(make_request("tried", max_tokens=2, suspicion=Suspicion.ON_TRIAL), other)
+    engine.submit(make_request("r", max_tokens=4, poison_risk=PoisonRisk.SUSPECT), recorder)
+    engine.submit(make_request("tried", max_tokens=2, poison_risk=PoisonRisk.ON_TRIAL), other)
     gate.go_on.release(100)
     other.wait_for(lambda: "tried" in other.rejected)
     recorder.wait_for(lambda: "r" in recorder.finished)
-    engine.submit(make_request("tried again", max_tokens=2, suspicion=Suspicion.ON_TRIAL), other)
+    engine.submit(make_request("tried again", max_tokens=2, poison_risk=PoisonRisk.ON_TRIAL), other)
     other.wait_for(lambda: "tried again" in other.finished)
     engine.stop()
 

@@ -41,8 +41,8 @@ def test_each_listener_is_told_of_its_own_requests_once(core, listener):
     core.submit(make_request("mine", max_tokens=2), listener, 0.0)
     core.submit(make_request("theirs", max_tokens=1), other, 0.0)
     first, second = step(core), step(core)
-    told = [[delta.attempt for delta in news[who].deltas] for news in (first, second) for who in (listener, other)]
-    assert told == [["mine"], ["theirs"], ["mine"], []]
+    heard = [[delta.attempt for delta in news[who].deltas] for news in (first, second) for who in (listener, other)]
+    assert heard == [["mine"], ["theirs"], ["mine"], []]
     assert second[listener].deltas[0].finish_reason is FinishReason.LENGTH
 
 
@@ -75,8 +75,8 @@ def test_one_who_leaves_takes_its_requests_along_and_the_others_hear_of_the_load
     core.submit(make_request("theirs", max_tokens=50), other, 0.0)
     assert step(core)[listener].load.num_running == 1
     core.detach(other)
-    told = step(core)
-    assert (told.keys(), told[listener].load.num_running) == ({listener}, 0)
+    message = step(core)
+    assert (message.keys(), message[listener].load.num_running) == ({listener}, 0)
 
 
 def test_a_request_of_one_who_has_left_is_counted_and_not_run(core, listener):

@@ -116,7 +116,7 @@ def test_a_device_may_draw_in_the_step_but_not_in_place_of_logits_that_are_asked
     plan, batches = whole_prompts(leader), []
     warm = changed(plan.sequences[0].draw, temperature=0.5)
     drawn = replace(plan, decodes=NO_ROWS, others=tuple(replace(sequence, draw=warm) for sequence in plan.sequences))
-    told = changed(warm, num_logprobs=1)
+    message = changed(warm, num_logprobs=1)
 
     def execute(batch):
         batches.append(batch)
@@ -128,7 +128,7 @@ def test_a_device_may_draw_in_the_step_but_not_in_place_of_logits_that_are_asked
     assert leader.logits(drawn).shape == (2, 126)
     assert batches[-1].draws is None
     leader.run(
-        replace(drawn, decodes=NO_ROWS, others=tuple(replace(sequence, draw=told) for sequence in plan.sequences))
+        replace(drawn, decodes=NO_ROWS, others=tuple(replace(sequence, draw=message) for sequence in plan.sequences))
     )
     assert batches[-1].draws() is None
 

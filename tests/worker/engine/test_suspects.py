@@ -4,10 +4,10 @@ import pytest
 
 from holdfast.worker.engine.request_guards import Suspects
 from holdfast.worker.errors import QueueFullError
-from holdfast.worker.request import NUM_STEPS_TO_CLEAR, FinishReason, Suspicion, TokenDelta
+from holdfast.worker.request import NUM_STEPS_TO_CLEAR, FinishReason, PoisonRisk, TokenDelta
 from tests.router.core import NO_LOAD
 
-NONE, SUSPECT, ON_TRIAL = Suspicion
+NONE, SUSPECT, ON_TRIAL = PoisonRisk
 
 
 def step(attempt: str, index: int = 0, finish: FinishReason | None = None) -> TokenDelta:

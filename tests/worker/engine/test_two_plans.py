@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from holdfast.worker.request import Suspicion
+from holdfast.worker.request import PoisonRisk
 from holdfast.worker.scheduler import planned_step
 from holdfast.worker.step_plan import PENDING
 from tests.worker.engine.two_plans import Listener, Turns, completion, mixed_load, serve
@@ -127,7 +127,7 @@ def test_a_suspect_is_told_of_before_a_step_ahead_runs_it():
     launch = turns.device.launch
     other.on_update = lambda update: num_known.append(update.load.num_foreign_suspects)
     turns.device.launch = lambda plan: (num_known.append(f"step {plan.step_id}"), launch(plan))
-    turns.submit("suspect", max_tokens=9, suspicion=Suspicion.SUSPECT)
+    turns.submit("suspect", max_tokens=9, poison_risk=PoisonRisk.SUSPECT)
     turns.turn()
     assert num_known[num_known.index("step 3") - 1] == 1
 
@@ -146,7 +146,7 @@ def test_all_kinds_of_requests_are_told_the_same_with_one_plan_in_flight_and_wit
         assert one.device.most_in_flight == 1
         assert one.listener.ended.keys() == two.listener.ended.keys() == {r.request_id for _, r in mixed_load(seed)}
         for attempt in one.listener.ended:
-            assert one.listener.told(attempt) == two.listener.told(attempt), f"seed {seed}, {attempt}"
+            assert one.listener.output_of(attempt) == two.listener.output_of(attempt), f"seed {seed}, {attempt}"
         stats = two.engine._core.scheduler.stats()
         num_ahead, num_pending = num_ahead + two.device.num_ahead, num_pending + two.device.num_pending
         num_preemptions += stats.num_preemptions

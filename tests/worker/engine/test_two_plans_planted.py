@@ -34,7 +34,7 @@ def by_all_kinds_of_requests() -> None:
     for seed in range(60):
         one, two = serve(seed, two_plans=False), serve(seed, two_plans=True)
         for attempt in one.listener.ended:
-            assert one.listener.told(attempt) == two.listener.told(attempt)
+            assert one.listener.output_of(attempt) == two.listener.output_of(attempt)
 
 
 def by_random_orders() -> None:
@@ -111,7 +111,7 @@ BUGS = {
         "len(sequence.token_ids) // block_size)",
         by_all_kinds_of_requests,
     ),
-    "the cache keeps what has no numbers": Bug(
+    "the cache keeps what is not finite": Bug(
         Scheduler,
         "_drop_broken",
         "self._queues.forget_prefix(sequence)",

@@ -10,7 +10,7 @@ from holdfast.cluster.simulate.world.traffic import draw_requests
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError
-from holdfast.worker.request import EngineRequest, FinishReason, Priority, Suspicion, TokenDelta
+from holdfast.worker.request import EngineRequest, FinishReason, PoisonRisk, Priority, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.step_update import StepUpdate
@@ -48,13 +48,13 @@ class Listener:
     def tokens(self, attempt: object) -> list[int]:
         return [token_id for delta in self.deltas[attempt] for token_id in delta.token_ids]
 
-    def told(self, attempt: object) -> tuple[object, ...]:
+    def output_of(self, attempt: object) -> tuple[object, ...]:
         """All that a request was told, but for the steps in which it came."""
         deltas = self.deltas[attempt]
         return (
             self.tokens(attempt),
-            [told for delta in deltas for told in delta.logprobs],
-            [told for delta in deltas for told in delta.prompt_logprobs],
+            [one for delta in deltas for one in delta.logprobs],
+            [one for delta in deltas for one in delta.prompt_logprobs],
             str(self.ended.get(attempt)),
         )
 
@@ -107,14 +107,14 @@ class Turns:
 def make_request(
     request_id, prompt=(1, 2, 3), max_tokens=8, seed=7, time_left_s=None, priority=Priority.NORMAL, **more
 ):
-    suspicion = more.pop("suspicion", Suspicion.NONE)
+    poison_risk = more.pop("poison_risk", PoisonRisk.NONE)
     return EngineRequest(
         request_id=request_id,
         prompt_token_ids=tuple(prompt),
         sampling_params=SamplingParams(max_tokens=max_tokens, seed=seed, **more),
         time_left_s=time_left_s,
         priority=priority,
-        suspicion=suspicion,
+        poison_risk=poison_risk,
     )
 
 

@@ -91,9 +91,9 @@ def test_tokens_that_draws_name_are_told_in_place_of_the_best(monkeypatch):
     named = [(3, 1), (), (32, 3, 0), (5,), (2, 2), (0,)]
     draws = [changed(PLAIN, num_logprobs=0 if ids else 2, logprob_token_ids=ids) for ids in named]
     said = token_logprobs(logits, draws, [1] * 6)
-    told = ChosenLogprobs.of(logits, draws).put_into(said)
+    message = ChosenLogprobs.of(logits, draws).put_into(said)
     wanted = torch.log_softmax(logits.double(), -1).float()
-    for row, (item, ids) in enumerate(zip(told, named, strict=True)):
+    for row, (item, ids) in enumerate(zip(message, named, strict=True)):
         if ids:
             assert item.top == tuple((token_id, float(wanted[row, token_id])) for token_id in ids)
             assert (item.logprob, item.rank) == (said[row].logprob, said[row].rank)

@@ -10,7 +10,7 @@ from holdfast.v1 import engine_pb2, engine_pb2_grpc
 from holdfast.worker.config import HealthConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.replica.link import LinkServer
+from holdfast.worker.replica.link_server import LinkServer
 from tests import loops
 
 NUM_BLOCKS, BLOCK_SIZE, TIMEOUT_S = 6000, 4, 20

@@ -59,7 +59,7 @@ class Rotting(PseudoRunner):
 
 
 class Poisonable(Rotting):
-    """Has no numbers for sequences with one token, as a model that overflows at it."""
+    """Has non-finite logits for sequences with one token, as a model that overflows at it."""
 
     POISON = 777
 
@@ -80,7 +80,7 @@ class Broken(PseudoRunner):
         raise ReplicaError("a rank was lost")
 
 
-class Asked:
+class CheckedEngine:
     """An engine with a known-answer check, and what it was found guilty of."""
 
     def __init__(self, runner: PseudoRunner | None = None, every_s: float = 3600, **scheduler: object) -> None:
@@ -105,8 +105,8 @@ class Asked:
 
 
 @pytest.fixture
-def asked() -> Iterator[Asked]:
-    asked = Asked()
+def asked() -> Iterator[CheckedEngine]:
+    asked = CheckedEngine()
     assert len(asked.known_answer_check.begin()) == 4
     yield asked
     asked.runner.may_step.set()
@@ -154,7 +154,7 @@ def test_an_open_question_is_not_asked_twice(asked):
 
 def test_users_go_first_and_the_question_gets_its_turn():
     """One at a time, with a line of others: aging brings it to the front of them."""
-    asked = Asked(max_num_seqs=1, aging_s=0.001)
+    asked = CheckedEngine(max_num_seqs=1, aging_s=0.001)
     asked.known_answer_check.begin()
     listener = Listener()
     asked.engine.attach(listener)
@@ -167,7 +167,7 @@ def test_users_go_first_and_the_question_gets_its_turn():
 
 
 def test_a_refusal_is_no_wrong_answer():
-    asked = Asked(max_num_seqs=1, max_num_waiting=1)
+    asked = CheckedEngine(max_num_seqs=1, max_num_waiting=1)
     asked.known_answer_check.begin()
     listener = Listener()
     asked.engine.attach(listener)
@@ -200,20 +200,20 @@ def test_an_abort_at_the_end_is_no_wrong_answer(asked):
 
 
 def test_a_question_that_does_not_fit_is_not_asked():
-    asked = Asked(num_blocks=1)
+    asked = CheckedEngine(num_blocks=1)
     assert asked.known_answer_check.begin() == b""
     asked.engine.stop()
 
 
 def test_an_engine_that_ends_before_the_first_answer_says_why():
-    asked = Asked(Broken())
+    asked = CheckedEngine(Broken())
     with pytest.raises(ReplicaError, match="a rank was lost"):
         asked.known_answer_check.begin()
     asked.engine.stop()
 
 
 def test_once_started_it_asks_by_itself_until_it_is_stopped():
-    asked = Asked(every_s=0.001)
+    asked = CheckedEngine(every_s=0.001)
     asked.known_answer_check.begin()
     asked.known_answer_check.start()
     asked.until(lambda: asked.known_answer_check.num_right >= 3)
@@ -225,7 +225,7 @@ def test_once_started_it_asks_by_itself_until_it_is_stopped():
 
 
 def test_it_stops_asking_an_engine_that_has_ended():
-    asked = Asked(every_s=0.001)
+    asked = CheckedEngine(every_s=0.001)
     asked.known_answer_check.begin()
     asked.known_answer_check.start()
     asked.engine.stop()
@@ -240,7 +240,7 @@ def poisoned(name: str):
     return make_request(name, prompt=(5, Poisonable.POISON, 6))
 
 
-def begin(asked: Asked, begins: bool) -> None:
+def begin(asked: CheckedEngine, begins: bool) -> None:
     """With a first answer, or without one, as where self-checks are off or bits depend on the batch."""
     if begins:
         asked.known_answer_check.begin()
@@ -250,7 +250,7 @@ def begin(asked: Asked, begins: bool) -> None:
 
 @pytest.mark.parametrize("begins", [True, False], ids=["compared", "in doubt alone"])
 def test_clients_whose_requests_have_no_numbers_end_no_replica_that_answers_rightly(begins):
-    asked = Asked(Poisonable())
+    asked = CheckedEngine(Poisonable())
     begin(asked, begins)
     listener = Listener()
     asked.engine.attach(listener)
@@ -271,7 +271,7 @@ def test_clients_whose_requests_have_no_numbers_end_no_replica_that_answers_righ
 
 @pytest.mark.parametrize("begins", [True, False], ids=["compared", "in doubt alone"])
 def test_several_without_numbers_end_a_replica_that_answers_wrongly(begins):
-    asked = Asked(Poisonable())
+    asked = CheckedEngine(Poisonable())
     begin(asked, begins)
     listener = Listener()
     asked.engine.attach(listener)
@@ -286,7 +286,7 @@ def test_several_without_numbers_end_a_replica_that_answers_wrongly(begins):
 
 
 def test_one_that_stands_by_asks_nothing_until_then_and_compares_nothing():
-    asked = Asked(Poisonable())
+    asked = CheckedEngine(Poisonable())
     asked.known_answer_check.stand_by()
     listener = Listener()
     asked.engine.attach(listener)
@@ -304,7 +304,7 @@ def test_one_that_stands_by_asks_nothing_until_then_and_compares_nothing():
 
 
 def test_a_replica_too_small_for_the_question_ends_as_nobody_can_be_asked():
-    asked = Asked(Poisonable(), num_blocks=8)
+    asked = CheckedEngine(Poisonable(), num_blocks=8)
     asked.known_answer_check.stand_by()
     listener = Listener()
     asked.engine.attach(listener)
@@ -319,7 +319,7 @@ def test_a_replica_too_small_for_the_question_ends_as_nobody_can_be_asked():
 
 @pytest.mark.parametrize("begins", [True, False], ids=["compared", "in doubt alone"])
 def test_a_question_in_doubt_for_which_there_is_no_room_is_asked_again(begins):
-    asked = Asked(Poisonable(), max_num_seqs=1, max_num_waiting=1)
+    asked = CheckedEngine(Poisonable(), max_num_seqs=1, max_num_waiting=1)
     begin(asked, begins)
     listener = Listener()
     asked.engine.attach(listener)

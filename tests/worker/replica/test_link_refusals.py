@@ -24,7 +24,7 @@ def test_bad_attempts_are_rejected_by_field_and_the_link_goes_on(engine):
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (b"\xff\xff\xff", "the router has sent bytes that are no message"),
+        (b"\xff\xff\xff", "the router has sent bytes that cannot be parsed"),
         (b"", "the router has sent a message of a kind that is not known here"),
     ],
 )

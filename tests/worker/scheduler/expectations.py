@@ -40,8 +40,8 @@ class Expected:
         else:
             assert delta.num_cached_tokens == (self.num_cached_tokens if is_first else 0)
         asks = self.request.sampling_params.prompt_logprobs is not None
-        told = pseudo_prompt_logprobs(self.request.prompt_token_ids, VOCAB_SIZE) if is_first and asks else []
-        assert list(delta.prompt_logprobs) == told
+        message = pseudo_prompt_logprobs(self.request.prompt_token_ids, VOCAB_SIZE) if is_first and asks else []
+        assert list(delta.prompt_logprobs) == message
         self.received += delta.token_ids
         self.finish_reason = delta.finish_reason
         assert self.received == self.outputs[: len(self.received)]

@@ -28,8 +28,8 @@ from holdfast.worker.request import (
     EngineRequest,
     FinishReason,
     GroupKey,
+    PoisonRisk,
     Priority,
-    Suspicion,
     TokenDelta,
     TokenLogprob,
 )
@@ -94,7 +94,7 @@ requests = of(
     group_id=text,
     tenant=text,
     time_left_s=st.none() | seconds,
-    suspicion=st.sampled_from(Suspicion),
+    poison_risk=st.sampled_from(PoisonRisk),
     traceparent=text,
 )
 tops = st.lists(st.tuples(uint32, float32), max_size=3).map(tuple)
@@ -261,10 +261,10 @@ def test_messages_have_a_field_for_each_of_the_words():
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "reason"),
     [
-        (None, "bytes that are no message"),
-        (engine_pb2.LinkResponse(), "of a kind that is not known"),
+        (None, "bytes that cannot be parsed"),
+        (engine_pb2.LinkResponse(), "of an unknown kind"),
         (
             engine_pb2.LinkResponse(step={"deltas": [{"attempt": 7, "finish_reason": 9}]}),
             r"finish_reason = 9: must be one of 0, 1, 2, 3 \(attempt 7\)",
@@ -291,13 +291,13 @@ def test_messages_have_a_field_for_each_of_the_words():
         (engine_pb2.LinkResponse(hello=dict.fromkeys(counts, 1) | {"heartbeat_ms": 5}), "hello.frozen_after_ms = 0"),
     ],
 )
-def test_what_a_replica_says_wrongly_is_named(message, told):
-    with pytest.raises(LinkMessageError, match=told):
+def test_what_a_replica_says_wrongly_is_named(message, reason):
+    with pytest.raises(LinkMessageError, match=reason):
         link_responses.read_response(message)
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"priority": 7}, "priority = 7: must be one of 0, 1, 2, 3"),
         ({"suspicion": 3}, "suspicion = 3: must be one of 0, 1, 2"),
@@ -318,9 +318,9 @@ def test_what_a_replica_says_wrongly_is_named(message, told):
         ),
     ],
 )
-def test_what_a_router_asks_wrongly_is_refused_by_field(change, told):
+def test_what_a_router_asks_wrongly_is_refused_by_field(change, message):
     submit = engine_pb2.Submit(**({"prompt_token_ids": [1], "sampling_params": {"top_p": 1.0}} | change))
-    with pytest.raises(InvalidRequestError, match=told):
+    with pytest.raises(InvalidRequestError, match=message):
         link_requests.engine_request(submit, "link-1", VOCAB_SIZE)
 
 
@@ -392,9 +392,9 @@ def test_log_probabilities_of_a_long_prompt_come_in_messages_of_bounded_size():
     assert len(messages) > 8
     assert max(message.ByteSize() for message in messages) < 2**20
     assert {message.step.step_id for message in messages} == {9}
-    told = [one for message in messages for one in sent_up(message).deltas]
+    heard = [one for message in messages for one in sent_up(message).deltas]
     for sent in deltas:
-        own = [one for one in told if one.attempt == sent.attempt.number]
+        own = [one for one in heard if one.attempt == sent.attempt.number]
         assert all(not one.token_ids and one.finish_reason is None for one in own[:-1])
         assert (own[-1].token_ids, own[-1].num_cached_tokens) == (sent.token_ids, sent.num_cached_tokens)
         together = [item for one in own for item in one.prompt_logprobs]
@@ -436,9 +436,9 @@ def test_candidates_come_in_messages_of_bounded_size_and_nothing_is_lost(said):
     messages = list(link_responses.step_messages(StepUpdate(step_id=9, load=NO_LOAD, deltas=said)))
     assert len(messages) > 1
     assert max(message.ByteSize() for message in messages) < 2**20
-    told = [one for message in messages for one in sent_up(message).deltas]
+    heard = [one for message in messages for one in sent_up(message).deltas]
     for sent in said:
-        pieces = [one for one in told if one.attempt == sent.attempt.number]
+        pieces = [one for one in heard if one.attempt == sent.attempt.number]
         of_prompt = [one for one in pieces if not one.token_ids]
         parts = [one for one in pieces if one.token_ids]
         assert pieces == of_prompt + parts

@@ -49,7 +49,7 @@ class LayerAttention:
             layers, len(layers), cache.block_size, DTYPES[dtype], pool.handle
         )
         if not self._handle:
-            raise ReplicaError("there is no memory for the attention of a step")
+            raise ReplicaError("out of memory for the attention of a step")
         self._num_rows = 0
 
     def begin(self, batch: StepBatch) -> None:

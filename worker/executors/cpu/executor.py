@@ -179,7 +179,7 @@ class CpuExecutor:
         self._meet_ranks()
         self._decoder = self._library.native_decoder_create(byref(model), self.packed.dtype, self._pool)
         if not self._decoder:
-            raise ReplicaError(f"there is no memory for a step of {num_rows} tokens")
+            raise ReplicaError(f"out of memory for a step of {num_rows} tokens")
         self._stride = self._library.native_decoder_stride(self._decoder)
 
     def _meet_ranks(self) -> None:
@@ -280,8 +280,8 @@ class CpuExecutor:
         if outcome == _FORKED:
             raise ReplicaError("this process was forked from the one that loaded the model, without its threads")
         if outcome:
-            told = f"the executor's threads did not run a step ({outcome})"
-            raise ReplicaError(NO_MEMORY if outcome == OUT_OF_MEMORY else told)
+            message = f"the executor's threads did not run a step ({outcome})"
+            raise ReplicaError(NO_MEMORY if outcome == OUT_OF_MEMORY else message)
 
     def _go_together(self, num_rows: int, first: int, end: int) -> None:
         """Segment by segment, with a sum over ranks after each but the head."""

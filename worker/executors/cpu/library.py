@@ -117,7 +117,7 @@ def path_of(name: str) -> Path:
             try:
                 compile_libraries(folder, [name])
             except NoCompilerError as error:
-                raise Unavailable(f"there is no native library for this CPU: {error}") from error
+                raise Unavailable(f"no native library for this CPU: {error}") from error
     return path
 
 

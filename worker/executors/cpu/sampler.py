@@ -91,19 +91,19 @@ class NativeSampler:
         logits = logits.cpu().contiguous()
         rows = _Rows(draws, masks or {}, prompts)
         most = max(0, most_logprobs(draws, prompts))
-        told = np.empty((rows.count, ctypes.sizeof(NativeDrawn) // 4), dtype=np.int32)
+        drawn = np.empty((rows.count, ctypes.sizeof(NativeDrawn) // 4), dtype=np.int32)
         top_ids = np.empty((rows.count, most), dtype=np.int32)
         top_logprobs = np.empty((rows.count, most), dtype=np.float32)
         outcome = self._library.native_sample(
             *(self._sampler, logits.data_ptr(), logits.shape[1]),
             *(None if known is None else known.data_ptr() for known in (best, mass)),
-            *(rows.packed, rows.count, rows.edits, told.ctypes.data_as(POINTER(NativeDrawn))),
+            *(rows.packed, rows.count, rows.edits, drawn.ctypes.data_as(POINTER(NativeDrawn))),
             *(top_ids.ctypes.data, top_logprobs.ctypes.data, most),
         )
         if outcome:
             reason = f"the sampler's threads did not run a step ({outcome})"
-            raise ReplicaError("there is no memory to draw a step's tokens" if outcome == OUT_OF_MEMORY else reason)
-        return SamplerOutput(told, top_ids, top_logprobs).sampled(draws)
+            raise ReplicaError("out of memory for drawing a step's tokens" if outcome == OUT_OF_MEMORY else reason)
+        return SamplerOutput(drawn, top_ids, top_logprobs).sampled(draws)
 
 
 class _Rows:

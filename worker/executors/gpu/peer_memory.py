@@ -106,8 +106,8 @@ class PeerMemory:
     addresses: tuple[int, ...]
     """Where this rank finds the share of each rank, its own included; multiples of 16."""
     own: Any = None
-    """Keeps its own share alive. Whoever reads it is behind the last flag that its kernels have waited for, so it may
-    go when they have ended."""
+    """Keeps its own share alive. A rank that reads it is behind the last flag that its kernels have waited for, so it
+    may go when they have ended."""
     release: Callable[[], None] = lambda: None
     """Gives the others' shares back: until then their devices keep them. To be called once."""
 

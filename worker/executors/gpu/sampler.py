@@ -202,8 +202,8 @@ class DeviceSampler:
         """Copies records and masks to the device. Rows are padded to those of a graph."""
         numbers = [NONE] * len(draws) if table is None else table.numbers
         packed = [*map(draw_record, draws, numbers), *given_records(prompts)]
-        told = most_logprobs(draws, prompts)
-        most = NONE if told == NONE else max(told, USUAL_LOGPROBS)
+        most_wanted = most_logprobs(draws, prompts)
+        most = NONE if most_wanted == NONE else max(most_wanted, USUAL_LOGPROBS)
         padded = (bucket_of(len(packed)) or len(packed)) if self._graphs.are_used else len(packed)
         rows = Rows(logits, logits.shape[1], self._records(packed, padded))
         if table is not None and len(table.masks):

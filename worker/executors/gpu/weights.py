@@ -209,7 +209,7 @@ def _slices(number: int) -> int:
 def unfit(layout: DecoderLayout, tensor_parallel_size: int, block_size: int) -> str | None:
     """What of a layout this executor does not run."""
     if tensor_parallel_size not in (1, 2, 4, 8):
-        return f"sums over {tensor_parallel_size} ranks are no binary tree"
+        return f"sums over {tensor_parallel_size} ranks are not a binary tree"
     if 64 % block_size and block_size % 64:
         return f"blocks of {block_size} tokens neither divide 64 nor are a multiple of it"
     groups = set()

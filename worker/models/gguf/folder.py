@@ -95,7 +95,7 @@ def _file_at(path: Path, given: str) -> Path | None:
     if path.is_file():
         if is_gguf(path):
             return path
-        raise ConfigurationError(f"{given}: this is a file; give the folder that it is in, or a *.gguf")
+        raise ConfigurationError(f"{given}: this is a file; give its folder, or a *.gguf")
     if not path.is_dir() or is_made_of_gguf(path) or any(path.glob("*.safetensors")):
         return None
     files = [file for file in sorted(path.iterdir()) if is_gguf(file) and not file.name.startswith(_OF_OTHERS)]

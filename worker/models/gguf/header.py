@@ -124,13 +124,15 @@ def _check_start(path: Path, start: bytes, given: str) -> None:
     if start.startswith(b"version https://git-lfs"):
         raise ConfigurationError(f"{given}: {path.name} is a git-lfs pointer; run `git lfs pull` in its folder")
     if len(start) < 24 or not start.startswith(_MAGIC):
-        raise refused(given, path, "is no GGUF file, for it does not begin as one" if start else "is empty")
+        raise refused(
+            given, path, "is not a GGUF file: it does not begin with GGUF's magic number" if start else "is empty"
+        )
     version = int.from_bytes(start[4:8], "little")
     if version not in _VERSIONS:
         is_swapped = int.from_bytes(start[4:8], "big") in _VERSIONS
-        told = "is written for big-endian machines" if is_swapped else f"is of GGUF's version {version}"
+        message = "is written for big-endian machines" if is_swapped else f"is of GGUF's version {version}"
         raise ConfigurationError(
-            f"{given}: {path.name} {told}; little-endian files of the versions {', '.join(map(str, _VERSIONS))} are "
+            f"{given}: {path.name} {message}; little-endian files of the versions {', '.join(map(str, _VERSIONS))} are "
             "read: convert the model again"
         )
 

@@ -91,5 +91,5 @@ def _numbers(metadata: Metadata, tensor: StoredTensor) -> NDArray[np.float64]:
     path = metadata.header.files[tensor.part]
     found = np.fromfile(path, dtype="<f4", count=tensor.shape[0], offset=tensor.offset)
     if not (np.isfinite(found).all() and (found > 0).all()):
-        raise NotUnderstood(f"has numbers in {tensor.name} that are no factors")
+        raise NotUnderstood(f"has numbers in {tensor.name} that are not factors")
     return found.astype(np.float64)

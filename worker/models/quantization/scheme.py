@@ -151,7 +151,7 @@ class _Reader:
         try:
             re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
         except re.error as error:
-            self._refuse(f"with the pattern {name!r}, which is no regular expression ({error})")
+            self._refuse(f"with the pattern {name!r}, which is not a regular expression ({error})")
 
     def _awq(self) -> QuantizationScheme:
         found = self._found

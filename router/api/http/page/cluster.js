@@ -27,7 +27,7 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
 
   const authorization = () => (key() ? { authorization: `Bearer ${key()}` } : {});
 
-  const denied = (answer) => (answer.status === 403 ? "This key is no operator's." : `The server answered ${answer.status}.`);
+  const denied = (answer) => (answer.status === 403 ? "This key is not an operator's." : `The server answered ${answer.status}.`);
 
   function told(text) {
     at("state").textContent = text;
@@ -179,7 +179,7 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
   function event(one) {
     const moved = one.kind === "lost" && one.num_requests ? `; ${counted(one.num_requests, "request")} moved` : "";
     const element = made("li", `event ${one.kind}`, `${shortName(one.replica_id)} ${KINDS[one.kind] ?? one.kind}${moved}`);
-    element.title = one.told;
+    element.title = one.reason;
     element.append(made("time", "", ago(one.age_s)));
     return element;
   }

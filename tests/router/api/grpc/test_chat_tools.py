@@ -85,12 +85,12 @@ async def test_thoughts_content_and_calls_are_told_apart_whole_and_streamed(scri
     async with chat_site(await FakeReplica.start()) as place:
         (completion,) = (await place.stub.Generate(ask(request_id="r"))).completions
         chunks = await collected(place.stub.GenerateStream(ask(request_id="r")))
-    said, told = completion.chat, joined(chunks)
+    said, message = completion.chat, joined(chunks)
     assert completion.text == SAID == "".join(chunk.text for chunk in chunks)
     assert (said.reasoning.strip(), said.content.strip()) == ("hm, so", "Let me see.")
     assert [(call.name, json.loads(call.arguments)) for call in said.tool_calls] == [("weather", {"city": "Oslo"})] * 2
     assert len({call.id for call in said.tool_calls}) == 2
-    assert told == {
+    assert message == {
         "reasoning": said.reasoning,
         "content": said.content,
         "calls": [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in said.tool_calls],

@@ -30,15 +30,15 @@ def made(first: int, token_ids: tuple[int, ...], text: str, index: int, fingerpr
 one_token = numbers.map(lambda token_id: (token_id,))
 tokens = one_token | st.lists(numbers, max_size=3).map(tuple)
 fields = (numbers, tokens, texts, st.integers(0, 1), st.sampled_from(["", "m/1"]), st.booleans())
-deliveries = st.tuples(*fields).map(lambda said: made(*said))
+output_deltas = st.tuples(*fields).map(lambda said: made(*said))
 
 
 @settings(max_examples=examples(300))
-@given(several=st.lists(deliveries, min_size=1, max_size=4))
+@given(several=st.lists(output_deltas, min_size=1, max_size=4))
 def test_every_chunk_reads_as_the_message_that_its_delivery_makes(several):
     encode = ChunkEncoder().encode
-    for delivery in several:
-        assert GenerateStreamResponse.FromString(encode(delivery)) == chunk_message(public_chunk(delivery))
+    for delta in several:
+        assert GenerateStreamResponse.FromString(encode(delta)) == chunk_message(public_chunk(delta))
 
 
 @given(number=numbers)

@@ -39,7 +39,7 @@ class Stream:
 
     def __init__(self, *, waits: bool = True) -> None:
         self.call, self.sink = Call(), new_answer()
-        self.writer = ChunkWriter(self.call.write, lambda delivery: delivery.text.encode(), self.sink)
+        self.writer = ChunkWriter(self.call.write, lambda delta: delta.text.encode(), self.sink)
         if waits:
             self.sink.next()
 
@@ -86,7 +86,7 @@ async def test_errors_wake_the_task_and_are_raised_to_it():
     gone, broken, late = Stream(), Stream(), Stream()
     gone.call.error = grpc.aio.UsageError("the call is over")
     assert gone.take("a")
-    broken.writer = ChunkWriter(broken.call.write, lambda delivery: 1 // 0, broken.sink)
+    broken.writer = ChunkWriter(broken.call.write, lambda delta: 1 // 0, broken.sink)
     assert broken.take("a"), "whoever has made it is not told: it is the stream's own fault"
     assert late.take("a")
     assert not late.sink.is_set

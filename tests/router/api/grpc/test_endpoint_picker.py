@@ -82,10 +82,10 @@ def destination(response: pb.ProcessingResponse) -> str:
     (option,) = response.request_headers.response.header_mutation.set_headers
     assert option.header.key == "x-gateway-destination-endpoint"
     assert option.append_action == pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
-    told = option.header.raw_value.decode()
+    message = option.header.raw_value.decode()
     lb = response.dynamic_metadata.fields["envoy.lb"].struct_value
-    assert lb.fields["x-gateway-destination-endpoint"].string_value == told
-    return told
+    assert lb.fields["x-gateway-destination-endpoint"].string_value == message
+    return message
 
 
 def hinted(*subset: str) -> pb.ProcessingRequest:

@@ -148,8 +148,8 @@ async def test_channelz_knows_the_routers_servers_and_connections_and_only_the_a
 
 @on_a_loop
 async def test_what_the_core_tells_beyond_the_definitions_is_left_out(monkeypatch):
-    told = b'{"server": [], "end": true, "told_by_a_later_core": {"a": 1}}'
-    monkeypatch.setattr(cygrpc, "channelz_get_servers", lambda start: told)
+    message = b'{"server": [], "end": true, "told_by_a_later_core": {"a": 1}}'
+    monkeypatch.setattr(cygrpc, "channelz_get_servers", lambda start: message)
     answer = await ChannelzServicer().GetServers(channelz_pb2.GetServersRequest(), None)
     assert answer == channelz_pb2.GetServersResponse(end=True)
 

@@ -150,7 +150,7 @@ async def test_without_keys_no_web_page_and_no_proxy_gives_orders(headers):
         for path in PATHS:
             assert (await c.post(path, json={})).status_code in (400, 403), path
         assert (await c.get("/admin/state")).status_code in (400, 403)
-        assert place.router.orders.revision == 0
+        assert place.router.operator_state.revision == 0
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
@@ -161,7 +161,7 @@ async def test_a_body_that_any_page_may_send_is_no_order(kind):
             refused = await c.post(path, content=b"{}", headers={"content-type": kind} if kind else {})
             assert refused.status_code == 415
             assert "content-type: application/json" in refused.json()["error"]["message"]
-        assert place.router.orders.revision == 0
+        assert place.router.operator_state.revision == 0
 
 
 @on_a_loop

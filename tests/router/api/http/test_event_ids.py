@@ -172,6 +172,6 @@ async def test_a_client_of_javascript_leaves_after_every_second_event_and_comes_
         address = place.routers[0].http_address
         whole = said_by(events_of((await streamed(address, "/v1/completions", body)).text))
         url, asked = f"http://{address}/v1/completions", json.dumps({"model": "fake", "stream": True, **body})
-        told = json.loads(await printed_by("node", program, url, asked))
-        assert told["text"] == whole[0]
-        assert told["cuts"] >= 2
+        message = json.loads(await printed_by("node", program, url, asked))
+        assert message["text"] == whole[0]
+        assert message["cuts"] >= 2

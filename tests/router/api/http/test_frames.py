@@ -47,14 +47,14 @@ def piece(index: int, text: str, choice: int = 0, fingerprint: str = "m/1", **fi
 
 
 def objects(events: bytes) -> list:
-    """No content and an empty one say the same. Of a delivery without text there may be none."""
+    """No content and an empty one say the same. Of a delta without text there may be none."""
     if not events:
         return []
     assert events.endswith(b"\n\n")
-    told = [json.loads(event.removeprefix(b"data: ")) for event in events[:-2].split(b"\n\n")]
-    for choice in (choice for event in told for choice in event["choices"] if "delta" in choice):
+    heard = [json.loads(event.removeprefix(b"data: ")) for event in events[:-2].split(b"\n\n")]
+    for choice in (choice for event in heard for choice in event["choices"] if "delta" in choice):
         choice["delta"].setdefault("content", "")
-    return told
+    return heard
 
 
 pieces = st.lists(
@@ -75,7 +75,7 @@ pieces = st.lists(
 def test_an_event_in_a_frame_reads_as_the_event_that_is_made_as_a_whole(make, fields, said):
     async def run() -> None:
         framed, whole = make(fields, answer()), make(fields, answer())
-        whole.plain = lambda delivery: None
+        whole.plain = lambda delta: None
         for index, (text, choice, fingerprint, has_logprobs) in enumerate(said):
             one = piece(index, text, choice % fields.get("n", 1), fingerprint, logprobs=(SAID,) if has_logprobs else ())
             assert objects(framed.plain(one) or framed.of(one)) == objects(whole.of(one))
@@ -145,8 +145,8 @@ def test_what_the_socket_does_not_take_waits_and_nothing_overtakes_it():
         )
         gate.set()
         await reading
-        told = [event for events in written for event in objects(events.removesuffix(DONE))]
-        text = "".join(choice["delta"].get("content", "") for event in told for choice in event["choices"])
+        heard = [event for events in written for event in objects(events.removesuffix(DONE))]
+        text = "".join(choice["delta"].get("content", "") for event in heard for choice in event["choices"])
         assert (text, len(written), stream.num_tokens) == ("abcdef", 4, 6)
 
     loops.run(run(), "asyncio")

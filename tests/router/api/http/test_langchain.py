@@ -36,9 +36,9 @@ async def test_tools(script):  # noqa: F811
         whole = None
         async for piece in chat.astream("weather?"):
             whole = piece if whole is None else whole + piece
-    for told in (answer, whole):
-        assert [(call["name"], call["args"]) for call in told.tool_calls] == [("weather", {"city": "Oslo"})]
-        assert all(call["id"] for call in told.tool_calls), "LangChain answers calls by their ids"
+    for message in (answer, whole):
+        assert [(call["name"], call["args"]) for call in message.tool_calls] == [("weather", {"city": "Oslo"})]
+        assert all(call["id"] for call in message.tool_calls), "LangChain answers calls by their ids"
 
 
 @on_a_loop

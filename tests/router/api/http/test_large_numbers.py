@@ -50,7 +50,7 @@ async def test_every_numeric_field_refuses_by_name_what_is_too_large(path: str):
                 answer = await client.post(path, content=content, headers=JSON, timeout=60)
                 assert answer.status_code in (200, 400), (name, value, answer.text)
                 if answer.status_code == 400:
-                    told = answer.json()["error"]["message"]
-                    assert name in told or "body" in told, (name, value, told)
+                    message = answer.json()["error"]["message"]
+                    assert name in message or "body" in message, (name, value, message)
                 tried += 1
     assert tried > 10

@@ -22,13 +22,13 @@ async def test_a_message_is_answered_whole_and_its_tokens_are_counted():
     async with openai_site(await FakeReplica.start()) as (place, _), claude(place) as client:
         answer = await client.messages.create(model="fake", max_tokens=6, messages=HELLO, **SEED)
         counted = await client.messages.count_tokens(model="fake", messages=HELLO)
-        told = await client.messages.create(
+        message = await client.messages.create(
             model="fake", max_tokens=3, system=[{"type": "text", "text": "be"}], messages=HELLO, **SEED
         )
     assert [block.text for block in answer.content] == [text_of(RENDERED, 4, 6)]
     assert (answer.stop_reason, answer.usage.input_tokens, answer.usage.output_tokens) == ("max_tokens", 14, 6)
     assert counted.input_tokens == 14
-    assert told.content[0].text == text_of(b"<system>be<user>hello<a>", 4, 3)
+    assert message.content[0].text == text_of(b"<system>be<user>hello<a>", 4, 3)
 
 
 @on_a_loop

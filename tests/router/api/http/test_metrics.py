@@ -40,22 +40,22 @@ async def test_requests_are_counted_by_their_ends_and_tokens_through_all_apis():
             break
         await leaving.close()
         await place.until_idle()
-        told = await scraped(place)
-        assert told["requests_total", "fake", "length"] == 3
-        assert told["requests_total", "fake", "cancelled"] == 1
-        assert told["prompt_tokens_total", "fake"] == 14 * 3 + len("hello")
-        assert told["output_tokens_total", "fake"] >= 6 + 6 + 3 + 1
-        assert told["request_duration_seconds_count", "fake"] == 3
-        assert told["time_to_first_token_seconds_count", "fake"] == 4
-        assert told["http_responses_total", "/v1/chat/completions", "200"] == 3
-        assert told["http_responses_total", "/v1/chat/completions", "400"] == 1
-        assert (told["requests_open",], told["requests_queued",], told["model_replicas", "fake"]) == (0, 0, 2)
-        assert told["replica_kv_cache_usage_ratio", "fake", "one"] == 0
-        assert told["queue_time_seconds_count", "normal", "fake", "router"] == 4
-        assert told["requests_queued_by_class", "normal", "fake"] == 0
-        assert told["vllm:num_requests_waiting", "fake"] == 0
-        assert told["vllm:kv_cache_usage_perc", "fake"] == 0
-        assert told["vllm:lora_requests_info", "0", "", ""] == 1
+        message = await scraped(place)
+        assert message["requests_total", "fake", "length"] == 3
+        assert message["requests_total", "fake", "cancelled"] == 1
+        assert message["prompt_tokens_total", "fake"] == 14 * 3 + len("hello")
+        assert message["output_tokens_total", "fake"] >= 6 + 6 + 3 + 1
+        assert message["request_duration_seconds_count", "fake"] == 3
+        assert message["time_to_first_token_seconds_count", "fake"] == 4
+        assert message["http_responses_total", "/v1/chat/completions", "200"] == 3
+        assert message["http_responses_total", "/v1/chat/completions", "400"] == 1
+        assert (message["requests_open",], message["requests_queued",], message["model_replicas", "fake"]) == (0, 0, 2)
+        assert message["replica_kv_cache_usage_ratio", "fake", "one"] == 0
+        assert message["queue_time_seconds_count", "normal", "fake", "router"] == 4
+        assert message["requests_queued_by_class", "normal", "fake"] == 0
+        assert message["vllm:num_requests_waiting", "fake"] == 0
+        assert message["vllm:kv_cache_usage_perc", "fake"] == 0
+        assert message["vllm:lora_requests_info", "0", "", ""] == 1
 
 
 @on_a_loop
@@ -72,10 +72,10 @@ async def test_a_request_that_goes_on_elsewhere_is_counted():
         await busy.kill()
         place.replicas.remove(busy)
         assert [chunk async for chunk in stream]
-        told = await scraped(place)
-    assert told["failovers_total", "lost", "fake"] == told["replicas_lost_total", "fake"] == 1
-    assert told["pause_seconds_count", "fake"] == 1
-    assert told["replayed_tokens_total", "fake"] >= 1
-    assert told["queue_time_seconds_count", "high", "fake", "router"] == 1
-    assert told["queue_time_seconds_count", "high", "fake", "replica"] == 2
-    assert ("replica_requests_running", "fake", busy.replica_id) not in told
+        message = await scraped(place)
+    assert message["failovers_total", "lost", "fake"] == message["replicas_lost_total", "fake"] == 1
+    assert message["pause_seconds_count", "fake"] == 1
+    assert message["replayed_tokens_total", "fake"] >= 1
+    assert message["queue_time_seconds_count", "high", "fake", "router"] == 1
+    assert message["queue_time_seconds_count", "high", "fake", "replica"] == 2
+    assert ("replica_requests_running", "fake", busy.replica_id) not in message

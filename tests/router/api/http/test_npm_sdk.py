@@ -48,15 +48,15 @@ async def test_the_npm_client_is_served(sdk):
     replica = await FakeReplica.start()
     async with site(replica, load_tokenizer=lambda path: byte_tokenizer(path, TEMPLATE), http=True) as place:
         url = f"http://{place.router.http_address}/v1"
-        told = json.loads(await printed_by("node", sdk, url, json.dumps(TOOLS)))
+        message = json.loads(await printed_by("node", sdk, url, json.dumps(TOOLS)))
     text = text_of(RENDERED, 5, 6)
-    assert told["models"] == ["fake"]
-    assert told["whole"] == [text, "length", 6]
-    assert told["streamed"] == [text, 6]
-    assert told["completion"] == text_of(b"hello", 5, 6)
-    assert told["called"] == ["tool_calls", [["weather", '{"city": "Oslo"}']]]
-    assert (told["responses"], told["ended"]) == (text, ["incomplete", 6])
-    assert told["refused"] == [
+    assert message["models"] == ["fake"]
+    assert message["whole"] == [text, "length", 6]
+    assert message["streamed"] == [text, 6]
+    assert message["completion"] == text_of(b"hello", 5, 6)
+    assert message["called"] == ["tool_calls", [["weather", '{"city": "Oslo"}']]]
+    assert (message["responses"], message["ended"]) == (text, ["incomplete", 6])
+    assert message["refused"] == [
         ["BadRequestError", 400, "temperature", "invalid_value"],
         ["NotFoundError", 404, "model", "model_not_found"],
     ]

@@ -283,8 +283,8 @@ async def test_tokens_and_state():
     async with openai_site(replica) as (place, _):
         base_url = f"http://{place.router.http_address}"
         async with httpx2.AsyncClient(base_url=base_url) as client:
-            told = (await client.post("/tokenize", json={"prompt": "hi"})).json()
-            assert (told["tokens"], told["count"]) == ([104, 105], 2)
+            message = (await client.post("/tokenize", json={"prompt": "hi"})).json()
+            assert (message["tokens"], message["count"]) == ([104, 105], 2)
             assert (await client.post("/tokenize", json={"messages": HELLO})).json()["tokens"] == RENDERED
             assert (await client.post("/detokenize", json={"tokens": [104, 105]})).json() == {"prompt": "hi"}
             assert (await client.post("/tokenize", json={})).status_code == 400

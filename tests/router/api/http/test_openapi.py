@@ -18,9 +18,9 @@ from tests.router.api.http.test_openai_sdk import openai_site
 @on_a_loop
 async def test_every_route_is_described_and_no_other():
     async with openai_site() as (place, _), httpx2.AsyncClient(verify=False) as client:
-        told = (await client.get(f"http://{place.router.http_address}/openapi.json")).json()
+        message = (await client.get(f"http://{place.router.http_address}/openapi.json")).json()
         routes = {route.path.replace(":path", "") for route in place.router._http_api.app().routes}
-    assert told["paths"].keys() == routes - {"/openapi.json", *PAGE}
+    assert message["paths"].keys() == routes - {"/openapi.json", *PAGE}
 
 
 def test_declared_parameters_are_part_of_the_bodies():

@@ -78,7 +78,7 @@ async def test_the_view_tells_of_replicas_and_of_what_happens_to_them():
         await place.until_up(1)
         (lost, *_) = (await got(place, "/cluster")).json()["events"]
         assert (lost["kind"], lost["replica_id"], lost["model"]) == ("lost", "two", "fake")
-        assert "two was lost" in lost["told"]
+        assert "two was lost" in lost["reason"]
 
 
 @on_a_loop

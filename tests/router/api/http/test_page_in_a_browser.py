@@ -245,10 +245,10 @@ def test_an_operator_drains_a_replica_under_a_chat_and_puts_it_back():
             assert await page.ended() == "true"
             assert page.text == undisturbed
             assert len(page.parts) == 2
-            assert page.place.router.orders.drained == {busy.replica_id}
+            assert page.place.router.operator_state.drained == {busy.replica_id}
             await page.do(lambda: page.button_of(busy, "button").send_keys(Keys.ENTER))
             await page.until(lambda: page.button_of(busy, "button").text == "Drain")
-            assert page.place.router.orders.drained == set()
+            assert page.place.router.operator_state.drained == set()
             assert not page.complaints()
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""The page's streams in JavaScript, by the resume record of all clients: cut after any delivery, they are whole."""
+"""The page's streams in JavaScript, by the resume record of all clients: cut after any delta, they are whole."""
 
 import json
 import shutil
@@ -40,8 +40,8 @@ async def test_a_stream_of_the_page_that_is_cut_again_and_again_is_whole(tmp_pat
     async with two_routers() as place:
         place.cut(*((num_marks, 7) for num_marks in CUTS))
         url = f"http://{place.addresses[0]}/v1/chat/completions"
-        told = json.loads(await printed_by("node", program, url, json.dumps(body)))
+        message = json.loads(await printed_by("node", program, url, json.dumps(body)))
         assert place.num_cut == len(CUTS)
-    assert told["texts"] == [text_of(RENDERED, seed, NUM_TOKENS) for seed in (5, 6)]
-    assert (told["ends"], told["tokens"]) == (2, 2 * NUM_TOKENS)
-    assert told["lost"] == told["back"] == len(CUTS)
+    assert message["texts"] == [text_of(RENDERED, seed, NUM_TOKENS) for seed in (5, 6)]
+    assert (message["ends"], message["tokens"]) == (2, 2 * NUM_TOKENS)
+    assert message["lost"] == message["back"] == len(CUTS)

@@ -60,10 +60,10 @@ async def test_a_stream_tells_what_a_whole_answer_tells(fields: dict[str, Any]):
         whole = (await posted(client, "/v1/completions", **asked(fields))).json()
         streamed = events_of((await posted(client, "/v1/completions", stream=True, **asked(fields))).text)
         for choice in whole["choices"]:
-            told = {"text": choice["text"], "token_ids": choice["token_ids"], **choice["logprobs"]}
-            assert joined(streamed, choice["index"]) == told
-            for at, token in zip(told["text_offset"], told["tokens"], strict=True):
-                rest = told["text"][at:]
+            heard = {"text": choice["text"], "token_ids": choice["token_ids"], **choice["logprobs"]}
+            assert joined(streamed, choice["index"]) == heard
+            for at, token in zip(heard["text_offset"], heard["tokens"], strict=True):
+                rest = heard["text"][at:]
                 assert rest.startswith(token) or rest == "", (at, token)
 
 

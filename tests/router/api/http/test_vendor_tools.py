@@ -113,8 +113,8 @@ async def test_earlier_calls_and_their_results_are_rendered(script):  # noqa: F8
         {"type": "function_call_output", "call_id": "call_1", "output": "sun"},
         {"role": "user", "content": "and?"},
     ]
-    told = await response(input=items, tools=FOR_RESPONSES)
-    assert (told.usage.input_tokens, told.output_text) == (len(rendered), "fine")
+    reason = await response(input=items, tools=FOR_RESPONSES)
+    assert (reason.usage.input_tokens, reason.output_text) == (len(rendered), "fine")
 
 
 @pytest.mark.parametrize(

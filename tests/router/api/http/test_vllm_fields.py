@@ -222,7 +222,7 @@ def verdict(model: str, name: str) -> str:
     """What is said of a field of a model itself goes before what is said of its name."""
     tables = {"works": WORKS, "refused": REFUSED, "elsewhere": ELSEWHERE}
     for key in (f"{model}.{name}", name):
-        if found := [told for told, table in tables.items() if key in table]:
+        if found := [message for message, table in tables.items() if key in table]:
             (only,) = found
             return only
     assert name in NO_EFFECT, f"nothing is said of {model}.{name}"

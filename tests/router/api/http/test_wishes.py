@@ -168,10 +168,10 @@ async def test_a_response_tells_log_probabilities_whole_and_streamed(num_top: in
         (part,) = whole["output"][0]["content"]
         assert "".join(item["token"] for item in part["logprobs"]) == part["text"]
         assert {len(item["top_logprobs"]) for item in part["logprobs"]} == {num_top}
-        told = events((await posted(client, "/v1/responses", stream=True, **asked)).text)
-        deltas = [item for event in told if event["type"].endswith("text.delta") for item in event["logprobs"]]
-        (done,) = [event for event in told if event["type"] == "response.output_text.done"]
-        (last,) = told[-1]["response"]["output"][0]["content"]
+        message = events((await posted(client, "/v1/responses", stream=True, **asked)).text)
+        deltas = [item for event in message if event["type"].endswith("text.delta") for item in event["logprobs"]]
+        (done,) = [event for event in message if event["type"] == "response.output_text.done"]
+        (last,) = message[-1]["response"]["output"][0]["content"]
         assert deltas == done["logprobs"] == last["logprobs"]
         assert "".join(item["token"] for item in deltas) == last["text"]
         plain = (await posted(client, "/v1/responses")).json()
@@ -188,9 +188,9 @@ async def test_the_load_is_told_to_those_who_ask_for_it():
                     json={"model": "fake", **TEXT, "stream": stream},
                     headers={"endpoint-load-metrics-format": asked},
                 )
-                told = answer.headers["endpoint-load-metrics"]
-                assert told.startswith(begin)
-                assert "kv_cache_usage_perc" in told
+                message = answer.headers["endpoint-load-metrics"]
+                assert message.startswith(begin)
+                assert "kv_cache_usage_perc" in message
         answer = await client.post(
             "/v1/completions", json={"model": "fake", **TEXT}, headers={"endpoint-load-metrics-format": "BINARY"}
         )
@@ -221,9 +221,9 @@ async def test_what_there_is_nothing_of_is_null_and_usage_comes_when_asked_for()
 async def test_a_streamed_message_has_the_usage_of_a_whole_one():
     async with api() as (client, _):
         whole = (await posted(client, "/v1/messages")).json()["usage"]
-        told = events((await posted(client, "/v1/messages", stream=True)).text)
-        (begun,) = [event for event in told if event["type"] == "message_start"]
-        (ended,) = [event for event in told if event["type"] == "message_delta"]
+        message = events((await posted(client, "/v1/messages", stream=True)).text)
+        (begun,) = [event for event in message if event["type"] == "message_start"]
+        (ended,) = [event for event in message if event["type"] == "message_delta"]
         assert begun["message"]["usage"] == {**whole, "output_tokens": 0}
         assert ended["usage"] == whole
 
@@ -260,8 +260,10 @@ async def test_every_64_bit_seed_is_taken():
 async def test_a_response_tells_its_prompt_and_output_as_the_model_has_them():
     async with api() as (client, replica):
         whole = (await posted(client, "/v1/responses", enable_response_messages=True, seed=1)).json()
-        told = events((await posted(client, "/v1/responses", enable_response_messages=True, seed=1, stream=True)).text)
-        for response in (whole, told[-1]["response"]):
+        streamed = events(
+            (await posted(client, "/v1/responses", enable_response_messages=True, seed=1, stream=True)).text
+        )
+        for response in (whole, streamed[-1]["response"]):
             (prompt,), (output,) = response["input_messages"], response["output_messages"]
             assert (prompt["type"], output["type"]) == ("raw_message_tokens", "raw_message_tokens")
             assert prompt["message"] == "user: hi\n"

@@ -225,7 +225,7 @@ def test_loads_have_a_rate_of_what_was_generated_lately(monkeypatch: pytest.Monk
     assert rate == 100.0
 
 
-def delivery(*token_ids: int, text: str = "", finish: FinishReason | None = None, **fields: object) -> OutputDelta:
+def output_delta(*token_ids: int, text: str = "", finish: FinishReason | None = None, **fields: object) -> OutputDelta:
     usage = Usage(num_prompt_tokens=2, num_completion_tokens=1) if finish else None
     return OutputDelta("r", 0, token_ids, text, finish, usage, **fields)
 
@@ -235,7 +235,7 @@ def delivery(*token_ids: int, text: str = "", finish: FinishReason | None = None
 )
 def test_what_ended_a_completion_is_named(reason, matched):
     responses = GenerateResponses(HELLO, lambda index, last: reason, stream=False)
-    (end,) = responses.of(delivery(5, text="so", finish=FinishReason.STOP))
+    (end,) = responses.of(output_delta(5, text="so", finish=FinishReason.STOP))
     kind = end.complete.WhichOneof("matched_stop")
     assert ({kind: getattr(end.complete, kind)} if kind else {}) == matched
 
@@ -243,7 +243,7 @@ def test_what_ended_a_completion_is_named(reason, matched):
 def test_logprobs_have_a_place_for_each_token_and_none_for_the_first_of_a_prompt():
     known = TokenLogprob(token_id=7, logprob=-0.5, rank=2, top=((8, -0.25), (7, -0.5)))
     responses = GenerateResponses(HELLO, lambda index, last: None, stream=True)
-    (chunk,) = responses.of(delivery(7, logprobs=(known,), prompt_logprobs=(known,)))
+    (chunk,) = responses.of(output_delta(7, logprobs=(known,), prompt_logprobs=(known,)))
     output, prompt = chunk.chunk.output_logprobs, chunk.chunk.input_logprobs
     assert (list(output.token_ids), list(output.token_logprobs)) == ([7], [-0.5])
     assert list(output.top_logprobs[0].token_ids) == [8, 7]

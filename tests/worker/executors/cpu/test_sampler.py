@@ -228,8 +228,8 @@ def test_what_the_head_knows_of_blocks_changes_nothing(native, vocab):
     padded = torch.nn.functional.pad(logits, (0, -vocab % 64), value=-INF).view(len(logits), -1, 64)
     block_best = padded.amax(2)
     block_best[9, 0] = NAN  # of a block with a logit that is not finite
-    told = native.sample(HeadOutput(logits, None, block_best), draws)
-    assert repr(told) == repr(sampled(native, logits, draws))
+    message = native.sample(HeadOutput(logits, None, block_best), draws)
+    assert repr(message) == repr(sampled(native, logits, draws))
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -244,8 +244,8 @@ def test_log_probabilities_are_of_the_heads_own_sums_to_the_same_bits(name):
     draws = seeded(changed(FILTERS["top-p"], num_logprobs=5), 30)
     assert repr(sampler.sample(output, draws)) == repr(sampled(sampler, output.logits, draws))
     doubled = replace(output, block_mass=2 * output.block_mass)  # they are what is used
-    told, more = sampler.sample(output, draws), sampler.sample(doubled, draws)
-    gap = [one.logprob - other.logprob for one, other in zip(told.logprobs, more.logprobs, strict=True)]
+    message, more = sampler.sample(output, draws), sampler.sample(doubled, draws)
+    gap = [one.logprob - other.logprob for one, other in zip(message.logprobs, more.logprobs, strict=True)]
     assert gap == pytest.approx([math.log(2)] * 30, abs=1e-5)
     sampler.close()
     runner.close()
@@ -257,13 +257,13 @@ def test_no_rows_are_no_error(native):
 
 def answers(sampler: NativeSampler) -> str:
     """A digest of tokens and bits of log-probabilities of a load with everything in it."""
-    told = []
+    heard = []
     for vocab, scale in ((1000, 0.02), (151_936, 0.1), (333, 0.002)):
         rows = 2 * len(FILTERS)
         logits = whole_numbers(rows * vocab, vocab).view(rows, vocab).float() * scale
         draws = [changed(params, num_logprobs=5) for name in FILTERS for params in seeded(FILTERS[name], 2)]
-        told.append(sampled(sampler, logits, draws))
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+        heard.append(sampled(sampler, logits, draws))
+    return hashlib.sha256(repr(heard).encode()).hexdigest()[:16]
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -116,7 +116,7 @@ def test_a_row_is_drawn_alike_in_any_company_and_padding():
     for _ in range(2):
         together = sampled(padded, logits, draws)
         assert together.token_ids == [token for each in alone for token in each.token_ids]
-        assert together.logprobs == [told for each in alone for told in each.logprobs]
+        assert together.logprobs == [message for each in alone for message in each.logprobs]
     fewer = sampled(padded, logits[1:], draws[1:])
     assert fewer.token_ids == together.token_ids[1:]
 

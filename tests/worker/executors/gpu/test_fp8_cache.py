@@ -92,7 +92,7 @@ def test_the_bundled_model_hardly_changes_its_mind():
     assert (exact.argmax(-1) == small.argmax(-1)).float().mean() > 0.9
 
 
-class Told:
+class Recorder:
     """The tokens of requests by their places in the whole output."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class Engines:
         config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=12)
         sizes = {"num_blocks": self._num_blocks, "block_size": 16, "max_model_len": 100}
         scheduler = Scheduler(config, **sizes, eos_token_ids=frozenset())
-        engine, listener = Engine(scheduler, LeaderRunner(model, SingleRank()), idle_s=0.0), Told()
+        engine, listener = Engine(scheduler, LeaderRunner(model, SingleRank()), idle_s=0.0), Recorder()
         engine.attach(listener)
         for request in requests:
             engine.submit(request, listener)
@@ -163,7 +163,7 @@ REQUESTS = [
 @cache
 def uninterrupted() -> dict[object, dict[int, int]]:
     whole = Engines().told(REQUESTS)
-    assert [sorted(told) for told in whole.values()] == [list(range(6))] * 3
+    assert [sorted(message) for message in whole.values()] == [list(range(6))] * 3
     return whole
 
 

@@ -159,7 +159,7 @@ def test_a_rank_that_stops_ends_the_wait_of_the_others():
         return lost, exchange.lost()
 
     (lost, after), _ = fork_ranks(2, work)
-    assert lost == "rank 1 did not come to a sum in time"
+    assert lost == "rank 1 did not join a sum in time"
     assert after == "waiting was given up"
 
 
@@ -195,11 +195,11 @@ def test_shares_are_given_back_once_also_by_an_exchange_that_is_dropped(closes):
 
 def chosen(group, share, launch=launch):
     with pytest.MonkeyPatch.context() as patch:
-        told = []
+        heard = []
         for name in ("info", "warning"):
-            patch.setattr(choose_exchange.logger, name, lambda text, *values: told.append(text % values))
+            patch.setattr(choose_exchange.logger, name, lambda text, *values: heard.append(text % values))
         exchange = choose_exchange.choose_exchange(group, 1500, CPU, launch, share)
-    return type(exchange).__name__, told
+    return type(exchange).__name__, heard
 
 
 def test_peers_memory_serves_where_its_bits_are_right():
@@ -225,7 +225,7 @@ def test_a_sum_with_other_bits_on_one_rank_is_not_used_on_any():
 
         return chosen(group, group.share, wrong)
 
-    (first, (told,)), (second, (reason,)) = fork_ranks(2, work)
+    (first, (message,)), (second, (reason,)) = fork_ranks(2, work)
     assert first == second == "GroupExchange"
-    assert told.endswith("another rank has found a difference")
+    assert message.endswith("another rank has found a difference")
     assert reason.endswith("sums in peers' memory are not those of the group")

@@ -138,8 +138,8 @@ def served(runner: runs.Runner, *, ahead: bool) -> tuple[dict[object, tuple[obje
     assert not engine.has_work
     assert scheduler.stats().num_used_blocks == 0
     leader.close()
-    told = {attempt: listener.told(attempt) for attempt in listener.ended}
-    return (told, stepping.num_ahead, stepping.num_sampled) if isinstance(stepping, CountedRunner) else (told, 0, 0)
+    heard = {attempt: listener.output_of(attempt) for attempt in listener.ended}
+    return (heard, stepping.num_ahead, stepping.num_sampled) if isinstance(stepping, CountedRunner) else (heard, 0, 0)
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def test_a_truncated_file(written, tmp_path):
 
 
 def test_another_file_by_this_name(tmp_path):
-    refused(copied(None, tmp_path, b"PK\3\4" + bytes(100)), "is no GGUF file")
+    refused(copied(None, tmp_path, b"PK\3\4" + bytes(100)), "is not a GGUF file")
     refused(copied(None, tmp_path, b"version https://git-lfs.github.com/spec/v1\n"), "git-lfs")
 
 

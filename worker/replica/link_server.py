@@ -191,7 +191,7 @@ class RouterLink:
         except HoldfastError as error:
             self.failure = self.failure or error
         except (DecodeError, MalformedMessageError):
-            self.failure = self.failure or LinkMessageError("the router has sent bytes that are no message")
+            self.failure = self.failure or LinkMessageError("the router has sent bytes that cannot be parsed")
         finally:
             self._outbox.put_nowait(None)
 
@@ -219,7 +219,7 @@ class RouterLink:
                 yield heartbeat_message(news)
             else:
                 if self._traces is not None:
-                    self._traces.told(news)
+                    self._traces.note_sent(news)
                 for message in step_messages(news):
                     yield message
 

@@ -1,4 +1,4 @@
-"""Logits that are no numbers: whose request fails, who goes on, and when it is the replica that has to end."""
+"""Non-finite logits: whose request fails, which requests go on, and when the replica has to end."""
 
 import math
 from ctypes import c_float, sizeof
@@ -71,7 +71,7 @@ def test_a_row_that_is_no_numbers_draws_nothing_and_leaves_the_others_as_they_ar
 
 
 class OverflowingDraft:
-    """A draft model's backend whose second row is no numbers, and whose head has more tokens than the large model."""
+    """A draft model's backend whose second row is not finite, and whose head has more tokens than the large model."""
 
     def __init__(self, sampler) -> None:
         self.sampler = sampler
@@ -108,7 +108,7 @@ def test_a_model_that_overflows_at_one_token_fails_one_request_and_leaves_no_tra
 
 
 def poison(runner: ModelRunner, token_id: int) -> None:
-    """The token's embedding is no numbers from now on."""
+    """The token's embedding is not finite from now on."""
     backend = runner.backend
     if isinstance(backend, HfBackend):
         with torch.no_grad():
@@ -133,7 +133,7 @@ class Listener:
 
 
 class Step:
-    """A core whose model comes to no numbers for sequences of the test's choice."""
+    """A core whose model has non-finite logits for sequences of the test's choice."""
 
     def __init__(self, **scheduler) -> None:
         self.core = EngineCore(make_scheduler(**scheduler))

@@ -175,7 +175,7 @@ class ReplicaLink:
         self._outbox.put_nowait(abort_message(action.attempt))
 
     def kill(self) -> None:
-        """The replica's process is to end at once, if it was started so that it obeys this."""
+        """The replica's process is to end at once, if it was started with that allowed."""
         self._outbox.put_nowait(kill_message())
 
     # --- sessions ---
@@ -201,7 +201,7 @@ class ReplicaLink:
                 raise
             error = self._lost("the call was cut off" if self._frozen_s is None else self._frozen())
         except LinkMessageError as garbage:
-            error, is_fault = self._lost(f"what it says cannot be read: {garbage}"), True
+            error, is_fault = self._lost(f"its message cannot be parsed: {garbage}"), True
         except ReplicaError as refused:
             error = refused
         except Exception as bug:
