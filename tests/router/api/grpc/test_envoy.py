@@ -168,11 +168,11 @@ async def test_envoy_sends_each_request_where_its_picker_says(tmp_path):
     ):
         own = place.replicas[0].endpoint
         for num_open, chosen, left in ((10**6, place.router, other), (-(10**6), other, place.router)):
-            message = RouterEndpoint(address=other.http_address, num_open=num_open)
-            place.directory.set([own], routers=[message])
+            listed = RouterEndpoint(address=other.http_address, num_open=num_open)
+            place.directory.set([own], routers=[listed])
 
-            async def is_known(message=message) -> bool:
-                return message in place.router._picker._told.values()
+            async def is_known(listed=listed) -> bool:
+                return listed in place.router._picker._told.values()
 
             await eventually(is_known)
             before = num_completions(chosen), num_completions(left)
