@@ -23,7 +23,7 @@ Answerer = Callable[[Sequence[Message], Callable[[str], None]], str]
 def answering_here(config: "HoldfastConfig", params: SamplingParams) -> Iterator[Answerer]:
     """Loads the model first."""
     from holdfast.cluster.commands.generate import engine_here
-    from holdfast.cluster.offline.prompts import chat_token_ids
+    from holdfast.cluster.offline.prompts import chat_list
 
     engine = engine_here(config)
 
@@ -36,7 +36,7 @@ def answering_here(config: "HoldfastConfig", params: SamplingParams) -> Iterator
             show(text[shown:])
             shown = len(text)
 
-        handle = engine.submit_request(chat_token_ids(engine.tokenizer, messages), params, callback=take)
+        handle = engine.submit_request(chat_list(engine.tokenizer, messages)[0].prompt, params, callback=take)
         try:
             output = handle.result()
         except KeyboardInterrupt:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from holdfast.cluster.call_options import ServiceOptions
     from holdfast.cluster.client.async_client import AsyncClient
     from holdfast.cluster.config.config import HoldfastConfig
-    from holdfast.cluster.offline.inference_engine import InferenceEngine
+    from holdfast.cluster.offline.inference_engine import InferenceEngine, Prompt
     from holdfast.cluster.offline.outputs import Logprob, RequestOutput
     from holdfast.router.chat import Message
     from holdfast.worker.request import TokenLogprob
@@ -155,11 +155,11 @@ def engine_here(config: "HoldfastConfig") -> "InferenceEngine":
 
 
 def _complete_here(config: "HoldfastConfig", ask: Ask) -> None:
-    from holdfast.cluster.offline.prompts import chat_token_ids
+    from holdfast.cluster.offline.prompts import chat_list
 
     engine = engine_here(config)
     try:
-        prompt = chat_token_ids(engine.tokenizer, ask.messages) if ask.messages else ask.text
+        prompt = chat_list(engine.tokenizer, ask.messages)[0].prompt if ask.messages else ask.text
         printer = Printer()
         if ask.is_streamed:
             output = _stream_here(engine, prompt, ask, printer)
@@ -171,7 +171,7 @@ def _complete_here(config: "HoldfastConfig", ask: Ask) -> None:
         engine.stop()
 
 
-def _stream_here(engine: "InferenceEngine", prompt: str | list[int], ask: Ask, printer: Printer) -> "RequestOutput":
+def _stream_here(engine: "InferenceEngine", prompt: "Prompt", ask: Ask, printer: Printer) -> "RequestOutput":
     num_tokens = 0
 
     def show(output: "RequestOutput") -> None:

@@ -3,31 +3,28 @@
 A thin face on `InferenceEngine`: one process, no Ray, child processes for the other ranks of a tensor-parallel group.
 """
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent import futures
-from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
-from holdfast.cluster.call_options import ServiceOptions
 from holdfast.cluster.config.chat_templates import template_text
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import keyword_layer
+from holdfast.cluster.offline.call_arguments import ServiceOfAll, check_unused, either_prompts, service_of_each
 from holdfast.cluster.offline.chat_tokenizer import ChatTokenizer
 from holdfast.cluster.offline.engine_args import WHERE, EngineArgs, translated
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.cluster.offline.outputs import BeamSearchOutput, BeamSearchParams, RequestOutput, beam_sequence
-from holdfast.cluster.offline.prompts import Given, PromptInput, chat_token_ids, prompt_list
+from holdfast.cluster.offline.prompts import ChatShape, Given, PromptInput, chat_list, prompt_list
 from holdfast.cluster.offline.request_handle import RequestHandle
+from holdfast.cluster.offline.together import Enqueued, outputs_of, run_together
 from holdfast.cluster.offline.vllm_methods import Metric, VllmMethods, default_params, metrics_of
-from holdfast.cluster.progress_bars import progress
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.stats import EngineStats
-from holdfast.worker.value_types import is_list, is_whole
+from holdfast.worker.value_types import is_list
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,21 +33,6 @@ Message = Mapping[str, Any]
 """One turn of a chat: `role` and `content`, as OpenAI's clients send them."""
 
 Item = TypeVar("Item")
-
-
-class _Service(TypedDict, total=False):
-    """`ServiceOptions` without the priority."""
-
-    tenant: str
-    timeout_s: float | None
-    cache_salt: str
-
-
-class _Enqueued(NamedTuple):
-    request_id: str
-    given: Given
-    params: SamplingParams
-    options: ServiceOptions
 
 
 class LLM(VllmMethods):
@@ -87,7 +69,7 @@ class LLM(VllmMethods):
         self._window = config.scheduler.max_num_waiting
         self._engine = InferenceEngine(config=config.worker, limits=config.limits, seed=seed)
         self._engine.start()
-        self._enqueued: list[_Enqueued] = []
+        self._enqueued: list[Enqueued] = []
         self._num_enqueued = 0
         self._close = weakref.finalize(self, self._engine.stop)
 
@@ -107,7 +89,7 @@ class LLM(VllmMethods):
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         tokenization_kwargs: None = None,
         mm_processor_kwargs: None = None,
-        **service: Unpack[_Service],
+        **service: Unpack[ServiceOfAll],
     ) -> list[RequestOutput]:
         """Completes all prompts together; outputs come in the order of the prompts.
 
@@ -118,12 +100,15 @@ class LLM(VllmMethods):
         `DeadlineExceededError`. Raises `InvalidRequestError` for a prompt that can never fit.
         """
         if lora_request or mm_processor_kwargs or tokenization_kwargs:
-            _check_unused(lora_request, mm_processor_kwargs, tokenization_kwargs)
+            check_unused(
+                lora_request=lora_request,
+                mm_processor_kwargs=mm_processor_kwargs,
+                tokenization_kwargs=tokenization_kwargs,
+            )
         if prompts is None or prompt_token_ids is not None:
-            prompts = _either(prompts, prompt_token_ids)
+            prompts = either_prompts(prompts, prompt_token_ids)
         given = prompt_list(prompts)
-        handles = self._run(given, self._params(sampling_params, len(given)), bool(use_tqdm), priority, service)
-        return list(map(RequestHandle.result, handles))
+        return self._run(given, self._params(sampling_params, len(given)), bool(use_tqdm), priority, service)
 
     def enqueue(
         self,
@@ -134,16 +119,29 @@ class LLM(VllmMethods):
         use_tqdm: bool | Callable[..., object] = True,
         tokenization_kwargs: None = None,
         mm_processor_kwargs: None = None,
-        **service: Unpack[_Service],
+        **service: Unpack[ServiceOfAll],
     ) -> list[str]:
         """Notes prompts for `wait_for_completion`, which runs them. Returns their request ids. As `generate` else."""
         if lora_request or mm_processor_kwargs or tokenization_kwargs:
-            _check_unused(lora_request, mm_processor_kwargs, tokenization_kwargs)
+            check_unused(
+                lora_request=lora_request,
+                mm_processor_kwargs=mm_processor_kwargs,
+                tokenization_kwargs=tokenization_kwargs,
+            )
         given = prompt_list(prompts)
-        params, services = self._params(sampling_params, len(given)), service_of_each(given, priority, service)
+        return self._enqueue(given, self._params(sampling_params, len(given)), priority, service)
+
+    def _enqueue(
+        self,
+        given: list[Given],
+        params: list[SamplingParams],
+        priority: Priority | int | Sequence[Priority | int] | None,
+        service: ServiceOfAll,
+    ) -> list[str]:
+        services = service_of_each(given, priority, service)
         first, self._num_enqueued = self._num_enqueued, self._num_enqueued + len(given)
         ids = [f"enqueued-{number}" for number in range(first, self._num_enqueued)]
-        self._enqueued += map(_Enqueued, ids, given, params, services)
+        self._enqueued += map(Enqueued, ids, given, params, services)
         return ids
 
     def wait_for_completion(
@@ -153,7 +151,7 @@ class LLM(VllmMethods):
         if output_type not in (None, RequestOutput):
             raise InvalidRequestError("output_type", output_type, "must be RequestOutput, or None")
         enqueued, self._enqueued = self._enqueued, []
-        return list(map(RequestHandle.result, self._run_enqueued(enqueued, bool(use_tqdm))))
+        return outputs_of(enqueued, run_together(self._engine, enqueued, self._window, show=bool(use_tqdm)))
 
     def chat(
         self,
@@ -168,40 +166,70 @@ class LLM(VllmMethods):
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        **service: Unpack[_Service],
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: None = None,
+        **service: Unpack[ServiceOfAll],
     ) -> list[RequestOutput]:
         """The assistant's next turn in one conversation, or in each of several, by the model's chat template.
 
         The content of a message is text, or a list of texts in OpenAI's shape, which templates get as one text.
         `tools` are shown to the model; its calls are in the text as it writes them. Otherwise as `generate`.
         """
-        _check_unused(lora_request)
-        if chat_template_content_format not in ("auto", "string"):
-            limit = "must be auto or string: templates get contents as text"
-            raise InvalidRequestError("chat_template_content_format", chat_template_content_format, limit)
-        is_one = not is_list(messages) or not messages or isinstance(messages[0], Mapping)
-        given = [
-            Given(
-                chat_token_ids(
-                    self.get_tokenizer(),
-                    conversation,  # type: ignore[arg-type]  # it is checked there
-                    template=self._template(chat_template),
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tools=tools,
-                    template_kwargs=chat_template_kwargs or {},
-                )
-            )
-            for conversation in ([messages] if is_one else messages)
-        ]
-        handles = self._run(given, self._params(sampling_params, len(given)), bool(use_tqdm), priority, service)
-        return list(map(RequestHandle.result, handles))
+        check_unused(
+            lora_request=lora_request,
+            mm_processor_kwargs=mm_processor_kwargs,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        given = self._chats(
+            messages,
+            chat_template_content_format,
+            template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=chat_template_kwargs or {},
+        )
+        return self._run(given, self._params(sampling_params, len(given)), bool(use_tqdm), priority, service)
+
+    def enqueue_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., object] = True,
+        lora_request: None = None,
+        priority: Priority | int | Sequence[Priority | int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: None = None,
+        **service: Unpack[ServiceOfAll],
+    ) -> list[str]:
+        """As `enqueue`, of what `chat` takes."""
+        check_unused(
+            lora_request=lora_request,
+            mm_processor_kwargs=mm_processor_kwargs,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        given = self._chats(
+            messages,
+            chat_template_content_format,
+            template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=chat_template_kwargs or {},
+        )
+        return self._enqueue(given, self._params(sampling_params, len(given)), priority, service)
 
     def beam_search(
         self,
         prompts: PromptInput | Sequence[PromptInput],
         params: BeamSearchParams,
-        **service: Unpack[_Service],
+        **service: Unpack[ServiceOfAll],
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations of each prompt that a beam search finds, best first.
 
@@ -211,7 +239,9 @@ class LLM(VllmMethods):
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequestError("params", params, "must be BeamSearchParams")
         given = prompt_list(prompts)
-        handles = self._run(given, [params.sampling_params()] * len(given), False, None, service)
+        services = service_of_each(given, None, service)
+        requests = list(map(Enqueued, [""] * len(given), given, [params.sampling_params()] * len(given), services))
+        handles = run_together(self._engine, requests, self._window, show=False)
         return [self._beams(handle, keep_end=params.include_stop_str_in_output) for handle in handles]
 
     def get_tokenizer(self) -> ChatTokenizer:
@@ -265,10 +295,22 @@ class LLM(VllmMethods):
         prompt_token_ids = handle.result().prompt_token_ids
         return BeamSearchOutput(
             sequences=[
-                beam_sequence(completion, prompt_token_ids, self.get_tokenizer(), keep_end=keep_end)
+                beam_sequence(completion, prompt_token_ids, self._engine.tokenizer, keep_end=keep_end)
                 for completion in handle.beams
             ]
         )
+
+    def _chats(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        content_format: str,
+        **shape: Unpack[ChatShape],
+    ) -> list[Given]:
+        if content_format not in ("auto", "string"):
+            limit = "must be auto or string: templates get contents as text"
+            raise InvalidRequestError("chat_template_content_format", content_format, limit)
+        shape["template"] = self._template(shape.get("template"))
+        return chat_list(self._engine.tokenizer, messages, **shape)
 
     def _template(self, chat_template: str | None) -> str | None:
         """A template, out of a file where one is named, or the name of one of the model's own."""
@@ -295,85 +337,8 @@ class LLM(VllmMethods):
         params: list[SamplingParams],
         show: bool,
         priority: Priority | int | Sequence[Priority | int] | None,
-        service: _Service,
-    ) -> list[RequestHandle]:
+        service: ServiceOfAll,
+    ) -> list[RequestOutput]:
         services = service_of_each(given, priority, service)
-        return self._run_enqueued(list(map(_Enqueued, [""] * len(given), given, params, services)), show)
-
-    def _run_enqueued(self, requests: list[_Enqueued], show: bool) -> list[RequestHandle]:
-        """Requests that have finished. Keeps as many submitted as the engine's queue takes; one request by itself may
-        always try. If one fails, so does the call, and none is left running.
-        """
-        handles: list[RequestHandle] = []
-        widths: list[int] = []
-        num_done = num_open = 0
-        bar = progress(sys.stderr) if show and sys.stderr.isatty() else nullcontext()
-        try:
-            with bar as report:
-                while num_done < len(requests):
-                    while len(handles) < len(requests):
-                        request_id, given, params, options = requests[len(handles)]
-                        width = params.beam_width or params.num_sequences
-                        if num_open and num_open + width > self._window:
-                            break
-                        handles.append(
-                            self._engine.enqueue_request(given.prompt, params, request_id=request_id, **options)
-                        )
-                        widths.append(width)
-                        num_open += width
-                    handles[num_done].result()
-                    num_open -= widths[num_done]
-                    num_done += 1
-                    if report is not None:
-                        report("generating", num_done, len(requests))
-        finally:
-            if left := handles[num_done:]:
-                for handle in left:
-                    handle.cancel()
-                futures.wait([handle.future for handle in left])
-        return handles
-
-
-def _check_unused(lora_request: object, mm_processor_kwargs: object = None, tokenization_kwargs: object = None) -> None:
-    """vLLM's arguments for what is not here: nothing may be asked for by them."""
-    named = {
-        "lora_request": lora_request,
-        "mm_processor_kwargs": mm_processor_kwargs,
-        "tokenization_kwargs": tokenization_kwargs,
-    }
-    for name, value in named.items():
-        if value:
-            raise InvalidRequestError(name, value, "must not be set: it is not supported")
-
-
-def _either(prompts: Any, prompt_token_ids: Any) -> Any:
-    """The prompts, by their name or by the older one for token ids."""
-    if (prompts is None) == (prompt_token_ids is None):
-        raise InvalidRequestError("prompts", prompts, "must be given; prompt_token_ids is an older name for token ids")
-    if prompt_token_ids is None:
-        return prompts
-    is_one = not is_list(prompt_token_ids) or not prompt_token_ids or is_whole(prompt_token_ids[0])
-    return [{"prompt_token_ids": item} for item in ([prompt_token_ids] if is_one else prompt_token_ids)]
-
-
-def service_of_each(
-    given: Sequence[Given], priority: Priority | int | Sequence[Priority | int] | None, service: _Service
-) -> list[ServiceOptions]:
-    if is_list(priority) and len(priority) != len(given):
-        raise InvalidRequestError("priority", len(priority), f"must be one, or {len(given)} of them")
-    services: list[ServiceOptions] = []
-    for item, one in zip(given, priority if is_list(priority) else [priority] * len(given), strict=True):
-        options: ServiceOptions = {**service, "priority": _priority(one)}
-        if item.cache_salt is not None:
-            options["cache_salt"] = item.cache_salt
-        services.append(options)
-    return services
-
-
-def _priority(priority: object) -> Priority:
-    """Holdfast's `Priority`, or vLLM's number, of which lower ones go first and 0 is normal."""
-    if priority is None or isinstance(priority, Priority):
-        return Priority.NORMAL if priority is None else priority
-    if not is_whole(priority):
-        raise InvalidRequestError("priority", priority, "must be a Priority, or a whole number")
-    return Priority.NORMAL if priority == 0 else Priority.HIGH if priority < 0 else Priority.LOW
+        requests = list(map(Enqueued, [""] * len(given), given, params, services))
+        return outputs_of(requests, run_together(self._engine, requests, self._window, show=show))

@@ -5,14 +5,14 @@ Plain data.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from holdfast.router.requests.answer import CompletedSequence
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.request import FinishReason, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.value_types import is_flag, is_number
+from holdfast.worker.value_types import Neutral, is_flag, is_number, takes_neutral
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +169,16 @@ def _logprob(token_id: int, logprob: float, rank: int, tokenizer: Tokenizer) -> 
     return Logprob(logprob=logprob, rank=rank, decoded_token=tokenizer.tokens.name_of(token_id))
 
 
+_BEAM_FIELDS: Final[Neutral] = {
+    "structured_outputs": (None,),
+    "skip_special_tokens": (True,),
+    "watermarking": (None,),
+    "allowed_token_ids": (None,),
+}
+"""Fields of vLLM's class, with the values that ask for nothing."""
+
+
+@takes_neutral(_BEAM_FIELDS, "")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
     """How to search. The call shape follows vLLM's class of the same name."""

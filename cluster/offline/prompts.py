@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Required, TypedDict
+from typing import Any, Final, Required, TypedDict, Unpack
 
 from holdfast.cluster.offline.inference_engine import Prompt
 from holdfast.router.chat import Message
@@ -22,7 +22,7 @@ class TextPrompt(TypedDict, total=False):
 
 
 class TokensPrompt(TypedDict, total=False):
-    """A prompt in token ids. Its text, if it is given as well, is not looked at."""
+    """A prompt in token ids. Its text, if it is given as well, is shown in the output and not looked at."""
 
     prompt_token_ids: Required[Sequence[int]]
     prompt: str
@@ -40,6 +40,8 @@ class Given:
 
     prompt: Prompt
     cache_salt: str | None = None
+    text: str | None = None
+    """Of a prompt in token ids, what its output shows as the prompt."""
 
 
 def prompt_list(prompts: PromptInput | Sequence[PromptInput] | Sequence[int]) -> list[Given]:
@@ -62,39 +64,32 @@ def _given(item: object) -> Given:
     salt = item.get("cache_salt")
     cache_salt = None if salt is None else checked_text("cache_salt", salt)
     if (token_ids := item.get("prompt_token_ids")) is not None:
-        return Given(checked_token_ids("prompt_token_ids", token_ids), cache_salt)
+        text = item.get("prompt")
+        shown = None if text is None else checked_text("prompt", text)
+        return Given(checked_token_ids("prompt_token_ids", token_ids), cache_salt, shown)
     return Given(checked_text("prompt", item.get("prompt")), cache_salt)
 
 
 _NOTHING: Final[Mapping[str, Any]] = {}
 
 
-def chat_token_ids(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    *,
-    template: str | None = None,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    template_kwargs: Mapping[str, Any] = _NOTHING,
-) -> list[int]:
-    """The prompt that makes the model answer, or go on with the final message. Without `template`, by the model's own.
+class ChatShape(TypedDict, total=False):
+    """How chats become prompts, as `chat_prompt` takes it."""
 
-    Raises `InvalidRequestError` for messages that are malformed, and where there is no chat template.
-    """
-    return tokenizer.encode(
-        chat_prompt(
-            tokenizer,
-            messages,
-            template=template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            template_kwargs=template_kwargs,
-        ),
-        add_special_tokens=False,
-    )
+    template: str | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    template_kwargs: Mapping[str, Any]
+
+
+def chat_list(
+    tokenizer: Tokenizer, messages: Sequence[Message] | Sequence[Sequence[Message]], **shape: Unpack[ChatShape]
+) -> list[Given]:
+    """The prompt of one conversation, or of each of several. Raises what `chat_prompt` raises."""
+    is_one = not is_list(messages) or not messages or isinstance(messages[0], Mapping)
+    texts = [chat_prompt(tokenizer, one, **shape) for one in ([messages] if is_one else messages)]  # type: ignore[arg-type]  # it is checked there
+    return [Given(tokenizer.encode(text, add_special_tokens=False), text=text) for text in texts]
 
 
 def chat_prompt(
@@ -107,7 +102,11 @@ def chat_prompt(
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] = _NOTHING,
 ) -> str:
-    """The same as text. `template` may also be the name of one of the model's own."""
+    """The prompt that makes the model answer, or go on with the final message. Without `template`, by the model's own;
+    it may also be the name of one of them.
+
+    Raises `InvalidRequestError` for messages that are malformed, and where there is no chat template.
+    """
     if continue_final_message and add_generation_prompt:
         limit = "must not be set with add_generation_prompt: a new message would begin"
         raise InvalidRequestError("continue_final_message", True, limit)

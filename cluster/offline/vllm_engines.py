@@ -6,24 +6,28 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from typing import Self
 
+from holdfast.cluster.offline.call_arguments import check_unused, service_of_each
 from holdfast.cluster.offline.chat_tokenizer import ChatTokenizer
 from holdfast.cluster.offline.engine_args import EngineArgs
-from holdfast.cluster.offline.llm import LLM, service_of_each
+from holdfast.cluster.offline.llm import LLM
 from holdfast.cluster.offline.outputs import CompletionOutput, RequestOutput
 from holdfast.cluster.offline.prompts import PromptInput, prompt_list
 from holdfast.cluster.offline.request_handle import RequestHandle
-from holdfast.worker.errors import InvalidRequestError
+from holdfast.cluster.offline.vllm_methods import Refused
+from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import RequestOutputKind, SamplingParams
 
 
-class _Engine:
+class _Engine(Refused):
     def __init__(self, engine_args: EngineArgs) -> None:
         self._llm = LLM.from_engine_args(engine_args)
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """Loads the model. Raises what `LLM(...)` raises."""
+    def from_engine_args(cls, engine_args: EngineArgs, **_: object) -> Self:
+        """Loads the model. vLLM's further arguments (`usage_context`, `stat_loggers`, ...) change nothing here. Raises
+        what `LLM(...)` raises.
+        """
         return cls(engine_args)
 
     def get_tokenizer(self) -> ChatTokenizer:
@@ -45,11 +49,13 @@ class AsyncLLMEngine(_Engine):
         request_id: str,
         *,
         priority: Priority | int = 0,
+        **unused: object,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs as they grow, as `sampling_params.output_kind` says. Leaving the loop aborts the request.
 
-        Raises what ended the request.
+        Raises what ended the request, and `InvalidRequestError` for vLLM's arguments that ask for what is not here.
         """
+        check_unused(**unused)
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[RequestOutput] = asyncio.Queue()
 
@@ -78,6 +84,32 @@ class AsyncLLMEngine(_Engine):
         """As `LLM.reset_prefix_cache`."""
         return self._llm.reset_prefix_cache(reset_running_requests, reset_connector)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it takes requests."""
+        return not self.errored
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it has ended."""
+        return self.errored
+
+    @property
+    def errored(self) -> bool:
+        """The same."""
+        try:
+            self._llm.get_stats()
+        except HoldfastError:
+            return True
+        return False
+
+    async def do_log_stats(self) -> None:
+        """Nothing: `LLM.get_stats` has the counts."""
+
+    async def is_tracing_enabled(self) -> bool:
+        """There are no traces within one process."""
+        return False
+
     async def check_health(self) -> None:
         """Raises why the engine has ended if it has."""
         self._llm.get_stats()
@@ -92,9 +124,16 @@ class LLMEngine(_Engine):
         self._running: dict[str, tuple[SamplingParams, RequestOutput | None]] = {}
 
     def add_request(
-        self, request_id: str, prompt: PromptInput, params: SamplingParams, *, priority: Priority | int = 0
+        self,
+        request_id: str,
+        prompt: PromptInput,
+        params: SamplingParams,
+        *,
+        priority: Priority | int = 0,
+        **unused: object,
     ) -> str:
         """Submits a request; what is wrong with it is raised by `step`. Returns its id."""
+        check_unused(**unused)
         if request_id in self._running:
             raise InvalidRequestError("request_id", request_id, "must not be that of a request that runs")
 

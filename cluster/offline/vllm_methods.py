@@ -3,7 +3,7 @@ parameters that a model's folder suggests.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NoReturn
@@ -15,7 +15,44 @@ from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
 from holdfast.worker.stats import EngineStats
 
 
-class VllmMethods:
+def refused(name: str, reason: str) -> Callable[..., NoReturn]:
+    """A method that takes any arguments, and raises `InvalidRequestError`."""
+
+    def refuse(self: object, *_: object, **__: object) -> NoReturn:
+        raise InvalidRequestError(name, "called", f"is not supported: {reason}")
+
+    refuse.__name__, refuse.__doc__ = name, f"Refused: {reason}."
+    return refuse
+
+
+_NO_CODE: Final = "ranks run no code of callers; update_weights() brings them other weights"
+_NO_PROFILER: Final = "there is no profiler inside; get_stats() and get_metrics() have counts and times"
+_TEXT_ALONE: Final = "models generate text alone; there are no embeddings, scores or classes"
+_OWN_UPDATE: Final = "update_weights() takes a folder or tensors, in one call"
+
+
+class Refused:
+    """vLLM's methods for what is not here."""
+
+    sleep = refused("sleep", "close() frees the memory of weights and KV cache; another LLM loads them again")
+    wake_up = refused("wake_up", "an engine never sleeps here")
+    release_kv_cache_memory = refused("release_kv_cache_memory", "close() frees it with the model")
+    start_profile = refused("start_profile", _NO_PROFILER)
+    stop_profile = refused("stop_profile", "no profile was started")
+    collective_rpc = refused("collective_rpc", _NO_CODE)
+    apply_model = refused("apply_model", _NO_CODE)
+    encode = refused("encode", _TEXT_ALONE)
+    embed = refused("embed", _TEXT_ALONE)
+    classify = refused("classify", _TEXT_ALONE)
+    score = refused("score", _TEXT_ALONE)
+    reward = refused("reward", _TEXT_ALONE)
+    add_lora = refused("add_lora", "there is no LoRA")
+    init_weight_transfer_engine = refused("init_weight_transfer_engine", _OWN_UPDATE)
+    start_weight_update = refused("start_weight_update", _OWN_UPDATE)
+    finish_weight_update = refused("finish_weight_update", _OWN_UPDATE)
+
+
+class VllmMethods(Refused):
     """What needs no more than the engine."""
 
     _engine: InferenceEngine
@@ -34,42 +71,10 @@ class VllmMethods:
         """Ranks of the tensor-parallel group."""
         return self._engine.info.tensor_parallel_size
 
-    def sleep(self, level: int = 1, mode: str = "abort") -> NoReturn:
-        """Refused."""
-        _refuse("sleep", "close() frees the memory of weights and KV cache; another LLM loads them again")
-
-    def wake_up(self, tags: list[str] | None = None) -> NoReturn:
-        """Refused, as `sleep` is."""
-        _refuse("wake_up", "an engine never sleeps here")
-
-    def release_kv_cache_memory(self) -> NoReturn:
-        """Refused."""
-        _refuse("release_kv_cache_memory", "close() frees it with the model")
-
-    def start_profile(self, profile_prefix: str | None = None, **_: object) -> NoReturn:
-        """Refused."""
-        _refuse("start_profile", "there is no profiler inside; get_stats() and get_metrics() have counts and times")
-
-    def stop_profile(self) -> NoReturn:
-        """Refused, as `start_profile` is."""
-        _refuse("stop_profile", "no profile was started")
-
-    def collective_rpc(self, method: object, *_: object, **__: object) -> NoReturn:
-        """Refused."""
-        _refuse("collective_rpc", "ranks run no code of callers; update_weights() brings them other weights")
-
-    def apply_model(self, func: object) -> NoReturn:
-        """Refused."""
-        _refuse("apply_model", "ranks run no code of callers; update_weights() brings them other weights")
-
 
 def _refuse_if(value: object, name: str, reason: str) -> None:
     if value:
         raise InvalidRequestError(name, value, f"must not be set: {reason}")
-
-
-def _refuse(name: str, reason: str) -> NoReturn:
-    raise InvalidRequestError(name, "called", f"is not supported: {reason}")
 
 
 PREFIX: Final = "vllm:"

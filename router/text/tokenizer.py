@@ -24,7 +24,7 @@ _LONG: Final = 2**10
 does with 512 KiB of text takes a second.
 """
 
-_NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 """Names of chat templates, as transformers has them."""
 
@@ -256,7 +256,7 @@ class _SlowCodec:
 def _special_tokens(folder: Path) -> dict[str, str]:
     """Named tokens of tokenizer_config.json, which takes precedence over the older special_tokens_map.json."""
     entries = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
-    named = {name: _token_text(entries.get(name)) for name in _NAMED_TOKENS}
+    named = {name: _token_text(entries.get(name)) for name in NAMED_TOKENS}
     return {name: text for name, text in named.items() if text is not None}
 
 

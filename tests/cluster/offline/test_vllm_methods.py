@@ -7,7 +7,9 @@ import pytest
 
 from holdfast.cluster.offline.engine_args import AsyncEngineArgs, EngineArgs
 from holdfast.cluster.offline.llm import LLM
+from holdfast.cluster.offline.outputs import BeamSearchParams
 from holdfast.cluster.offline.vllm_engines import AsyncLLMEngine, LLMEngine
+from holdfast.cluster.offline.vllm_methods import Refused
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import RequestOutputKind, SamplingParams
 
@@ -68,16 +70,40 @@ def test_a_reset_cache_has_no_prefixes_of_before(llm, expected):
     assert num_cached() > 0
 
 
-@pytest.mark.parametrize("name", ["sleep", "wake_up", "release_kv_cache_memory", "start_profile", "stop_profile"])
+REFUSED = sorted(name for name in vars(Refused) if not name.startswith("_"))
+
+
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_supported_is_refused_by_name(llm, name):
-    with pytest.raises(InvalidRequestError, match=f"^{name} = "):
-        getattr(llm, name)()
+    for arguments, named in (((), {}), ((print,), {"timeout": 1})):
+        with pytest.raises(InvalidRequestError, match=f"^{name} = "):
+            getattr(llm, name)(*arguments, **named)
 
 
-@pytest.mark.parametrize("name", ["collective_rpc", "apply_model"])
-def test_code_of_callers_is_refused_by_name(llm, name):
-    with pytest.raises(InvalidRequestError, match=f"^{name} = "):
-        getattr(llm, name)(print)
+def test_enqueued_chats_give_what_chats_give(llm):
+    chats = [[{"role": "user", "content": text}] for text in ("hello", "say hi")]
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    told = llm.chat(chats, GREEDY, chat_template=template, use_tqdm=False, mm_processor_kwargs=None)
+    assert [output.prompt for output in told] == ["hello", "say hi"]
+    ids = llm.enqueue_chat(chats, GREEDY, chat_template=template, tokenization_kwargs=None)
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == ids
+    assert [(one.prompt, one.outputs) for one in outputs] == [(one.prompt, one.outputs) for one in told]
+    with pytest.raises(InvalidRequestError, match=r"^lora_request = "):
+        llm.enqueue_chat(chats, GREEDY, lora_request="x")
+    with pytest.raises(InvalidRequestError, match=r"^chat_template_content_format = "):
+        llm.enqueue_chat(chats, GREEDY, chat_template_content_format="openai")
+
+
+def test_a_prompt_of_token_ids_shows_the_text_that_came_with_it(llm):
+    (output,) = llm.generate({"prompt_token_ids": PROMPT, "prompt": "shown"}, GREEDY, use_tqdm=False)
+    assert (output.prompt, output.prompt_token_ids) == ("shown", PROMPT)
+
+
+def test_a_beam_search_takes_vllms_defaults():
+    BeamSearchParams(beam_width=2, max_tokens=3, structured_outputs=None, skip_special_tokens=True, watermarking=None)
+    with pytest.raises(InvalidRequestError, match=r"^allowed_token_ids = "):
+        BeamSearchParams(beam_width=2, max_tokens=3, allowed_token_ids=[1])
 
 
 def test_outputs_have_the_attributes_of_vllm(expected):
@@ -98,9 +124,28 @@ def test_engines_give_the_kind_of_output_that_was_asked_for(tiny_model, expected
         params = SamplingParams(temperature=0, max_tokens=6, output_kind=kind)
         return [output async for output in engine.generate({"prompt_token_ids": PROMPT}, params, f"a-{kind}")]
 
-    engine = AsyncLLMEngine.from_engine_args(args_of(tiny_model, AsyncEngineArgs))
+    engine = AsyncLLMEngine.from_engine_args(
+        args_of(tiny_model, AsyncEngineArgs), usage_context="api", stat_loggers=None
+    )
     for kind in KINDS:
         assert joined(asyncio.run(stream(engine, kind)), kind) == expected.outputs[0].token_ids
+    assert (engine.is_running, engine.errored, engine.is_stopped) == (True, False, False)
+    engine.shutdown()
+    assert (engine.is_running, engine.errored, engine.is_stopped) == (False, True, True)
+
+
+def test_an_engine_takes_vllms_arguments_that_ask_for_nothing(tiny_model):
+    async def first(**more: object) -> object:
+        return await anext(engine.generate({"prompt_token_ids": PROMPT}, GREEDY, "a", **more))
+
+    engine = AsyncLLMEngine.from_engine_args(args_of(tiny_model, AsyncEngineArgs))
+    asyncio.run(first(lora_request=None, trace_headers=None, tokenization_kwargs={}))
+    with pytest.raises(InvalidRequestError, match=r"^trace_headers = "):
+        asyncio.run(first(trace_headers={"a": "b"}))
+    with pytest.raises(TypeError, match="'nonsense'"):
+        asyncio.run(first(nonsense=None))
+    with pytest.raises(InvalidRequestError, match=r"^encode = "):
+        engine.encode("a")
     engine.shutdown()
 
 

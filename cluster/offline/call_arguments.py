@@ -1,0 +1,69 @@
+"""Arguments of calls of `LLM`, beside prompts and parameters: classes of service, older names, and vLLM's for what is
+not here.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, TypedDict
+
+from holdfast.cluster.call_options import ServiceOptions
+from holdfast.cluster.offline.prompts import Given
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.request import Priority
+from holdfast.worker.value_types import is_list, is_whole
+
+_UNUSED: Final = frozenset(
+    {
+        *("lora_request", "mm_processor_kwargs", "tokenization_kwargs", "trace_headers", "data_parallel_rank"),
+        *("prompt_text", "session_id", "kv_hints", "reasoning_ended", "reasoning_parser_kwargs", "arrival_time"),
+    }
+)
+
+
+class ServiceOfAll(TypedDict, total=False):
+    """`ServiceOptions` without the priority."""
+
+    tenant: str
+    timeout_s: float | None
+    cache_salt: str
+
+
+def check_unused(**named: object) -> None:
+    """vLLM's arguments for what is not here: nothing may be asked for by them."""
+    for name, value in named.items():
+        if name not in _UNUSED:
+            raise TypeError(f"unexpected keyword argument {name!r}")
+        if value:
+            raise InvalidRequestError(name, value, "must not be set: it is not supported")
+
+
+def either_prompts(prompts: Any, prompt_token_ids: Any) -> Any:
+    """The prompts, by their name or by the older one for token ids."""
+    if (prompts is None) == (prompt_token_ids is None):
+        raise InvalidRequestError("prompts", prompts, "must be given; prompt_token_ids is an older name for token ids")
+    if prompt_token_ids is None:
+        return prompts
+    is_one = not is_list(prompt_token_ids) or not prompt_token_ids or is_whole(prompt_token_ids[0])
+    return [{"prompt_token_ids": item} for item in ([prompt_token_ids] if is_one else prompt_token_ids)]
+
+
+def service_of_each(
+    given: Sequence[Given], priority: Priority | int | Sequence[Priority | int] | None, service: ServiceOfAll
+) -> list[ServiceOptions]:
+    if is_list(priority) and len(priority) != len(given):
+        raise InvalidRequestError("priority", len(priority), f"must be one, or {len(given)} of them")
+    services: list[ServiceOptions] = []
+    for item, one in zip(given, priority if is_list(priority) else [priority] * len(given), strict=True):
+        options: ServiceOptions = {**service, "priority": _priority(one)}
+        if item.cache_salt is not None:
+            options["cache_salt"] = item.cache_salt
+        services.append(options)
+    return services
+
+
+def _priority(priority: object) -> Priority:
+    """Holdfast's `Priority`, or vLLM's number, of which lower ones go first and 0 is normal."""
+    if priority is None or isinstance(priority, Priority):
+        return Priority.NORMAL if priority is None else priority
+    if not is_whole(priority):
+        raise InvalidRequestError("priority", priority, "must be a Priority, or a whole number")
+    return Priority.NORMAL if priority == 0 else Priority.HIGH if priority < 0 else Priority.LOW
