@@ -252,6 +252,18 @@ COMMANDS: Final = (
         local="it reads the model's config.json, which may lie on this machine alone; no cluster is needed",
     ),
     Command(
+        name="quantize",
+        target="quantize:quantize",
+        help="Quantize a plain checkpoint into a new folder in compressed-tensors.",
+        details=(
+            "vLLM loads the folder as well. Serving it gives the bits of serving the checkpoint with --quantization. "
+            "It appears when it is complete."
+        ),
+        examples=("quantize ./my-model ./my-model-int4", "quantize ./my-model ./my-model-fp8 --scheme fp8"),
+        takes="IN OUT",
+        local="it reads and writes folders of the machine it runs on, and no cluster is needed",
+    ),
+    Command(
         name="drain-node",
         target="drain_node:drain_node",
         help="Drain this machine's Ray node: end its routers and replicas gracefully.",

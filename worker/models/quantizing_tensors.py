@@ -17,7 +17,7 @@ from holdfast.worker.executors.mapped_files import discard_contents
 from holdfast.worker.executors.stored_matrix import StoredMatrix
 from holdfast.worker.models.quantization.codes import Codes, PackedCodes, PlainCodes
 from holdfast.worker.models.quantization.eight_bits import eight_bit_codes
-from holdfast.worker.models.quantization.rule import has_layers_experts, is_head, is_table, scheme_for
+from holdfast.worker.models.quantization.rule import HEADS, has_layers_experts, is_head, is_table, scheme_for
 from holdfast.worker.models.quantization.scheme import WeightScheme
 from holdfast.worker.models.quantization.stored_parts import UNUSED
 from holdfast.worker.models.quantization.weight import QuantizedWeight
@@ -112,6 +112,12 @@ class QuantizingTensors:
     def _refused(self, reason: str) -> ConfigurationError:
         setting = f"model.quantization = {self._quantization!r}"
         return ConfigurationError(f"{setting}: {reason}; leave --quantization unset")
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors that are left, and of the head that is made of the table."""
+        has_head = any(map(is_head, self._tensors))
+        return [*sorted(self.left), *([] if self._table is None or (has_head and not self._is_tied) else [HEADS[0]])]
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor | PlainWeight | None:
         """The tensor of a parameter; None: there is none of this name."""

@@ -1,0 +1,122 @@
+"""Folders that `holdfast quantize` writes: read as the checkpoint is with --quantization."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.models.checkpoint_scheme import quantization_of
+from holdfast.worker.models.quantization.stored_form import QUANTIZATION_OF
+from holdfast.worker.models.quantized_folder import write_quantized
+from holdfast.worker.models.weight_files import INDEX
+from tests.fake_group import run_ranks
+from tests.parity.families import save_tiny_model
+from tests.worker.models.quantization import reference_rule as reference
+from tests.worker.models.quantization.folders import SIZES
+from tests.worker.models.quantization.test_at_load import read
+from tests.worker.models.test_stated_layout import differences, recognized
+
+WORDS = {
+    "int4": "compressed-tensors W4A16 g32 + W8A16 per channel",
+    "int8": "compressed-tensors W8A8 per channel",
+    "fp8": "compressed-tensors W8A8 fp8 per channel",
+    "w8a16": "compressed-tensors W8A16 per channel",
+}
+
+
+def silent(phase: str, done: int, total: int) -> None:
+    pass
+
+
+def plain(where: Path, family: str = "llama", **changes: object) -> Path:
+    return reference.in_bfloat16(save_tiny_model(family, where, **{**SIZES, **changes}))
+
+
+def differences_on(out: Path, numbers: Path, size: int) -> list[str]:
+    def compared(group):
+        return differences(read(out, group), recognized(numbers, group))
+
+    return [found for rank in run_ranks(size, compared) for found in rank]
+
+
+@pytest.mark.parametrize("scheme", QUANTIZATION_OF)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
+def test_a_written_folder_is_the_dequantized_one(tmp_path, family, scheme):
+    source = plain(tmp_path / "plain", family, tie_word_embeddings=family == "qwen2")
+    write_quantized(source, tmp_path / "out", scheme, silent)
+    numbers = reference.dequantized(source, QUANTIZATION_OF[scheme], tmp_path / "numbers")
+    assert quantization_of(tmp_path / "out") == WORDS[scheme]
+    assert [differences_on(tmp_path / "out", numbers, size) for size in (1, 2)] == [[], []]
+
+
+@pytest.mark.parametrize("scheme", QUANTIZATION_OF)
+def test_the_package_of_compressed_tensors_reads_the_same(tmp_path, scheme):
+    package = pytest.importorskip("compressed_tensors.compressors")
+    schemes = pytest.importorskip("compressed_tensors.quantization")
+    source = plain(tmp_path / "plain")
+    write_quantized(source, tmp_path / "out", scheme, silent)
+    numbers = load_file(
+        reference.dequantized(source, QUANTIZATION_OF[scheme], tmp_path / "numbers") / "model.safetensors"
+    )
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert schemes.QuantizationConfig.model_validate(config).format == config["format"]
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    compressor = package.BaseCompressor.get_value_from_registry(config["format"])
+    groups = config["config_groups"]
+    for module in ("model.layers.0.mlp.down_proj", "lm_head"):
+        parts = {name.rpartition(".")[2]: one for name, one in stored.items() if name.startswith(f"{module}.")}
+        own = next((group for group in groups.values() if module in group["targets"]), groups["group_0"])
+        found = compressor.decompress(parts, schemes.QuantizationScheme(**own))["weight"]
+        assert found.bfloat16().equal(numbers[f"{module}.weight"])
+
+
+def test_config_says_which_modules_are_how(tmp_path):
+    source = plain(tmp_path / "plain", "mixtral", intermediate_size=40)
+    write_quantized(source, tmp_path / "out", "int4", silent)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    first, second = said["config_groups"].values()
+    assert first["targets"] == ["Linear"]
+    assert (first["weights"]["num_bits"], first["weights"]["group_size"]) == (4, 32)
+    experts = [f"model.layers.0.block_sparse_moe.experts.{expert}.w2" for expert in range(4)]
+    assert set(second["targets"]) >= {"lm_head", experts[0]}
+    assert said["ignore"] == ["model.layers.0.block_sparse_moe.gate"]
+    assert second["weights"]["num_bits"] == 8
+
+
+def test_several_files_have_an_index(tmp_path):
+    source = plain(tmp_path / "plain")
+    write_quantized(source, tmp_path / "out", "int8", silent, shard_bytes=10_000)
+    numbers = reference.dequantized(source, "int8", tmp_path / "numbers")
+    places = json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]
+    assert len(set(places.values())) > 2
+    assert differences_on(tmp_path / "out", numbers, 1) == []
+
+
+def test_it_appears_as_a_whole_or_not_at_all(tmp_path):
+    source = plain(tmp_path / "plain")
+    (source / "tokenizer.json").write_text("{}")
+    out = tmp_path / "made" / "out"
+    done = []
+    write_quantized(source, out, "int4", lambda phase, number, total: done.append((number, total, out.exists())))
+    assert done[-1][0] == done[-1][1]
+    assert not any(is_there for *_, is_there in done)
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    with pytest.raises(ConfigurationError, match=r"^OUT = .*: it is there already"):
+        write_quantized(source, out, "int4", silent)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.self_attn.v_proj.weight"][1, 1] = torch.inf
+    reference.save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigurationError, match=r"v_proj.weight: a weight is not finite"):
+        write_quantized(source, out.with_name("other"), "int4", silent)
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_what_is_quantized_is_not_quantized_again(tmp_path):
+    source = plain(tmp_path / "plain")
+    write_quantized(source, tmp_path / "out", "fp8", silent)
+    with pytest.raises(ConfigurationError, match="is quantized already"):
+        write_quantized(tmp_path / "out", tmp_path / "again", "int4", silent)
