@@ -66,6 +66,10 @@ class SelfCheck:
         if not all(rows.isfinite().all() for rows in self._alone):
             reason = f"its logits are not finite in {self._info.dtype}"
             raise UnsupportedModelError(self._info.model_type, reason, "Choose another dtype, or check its weights")
+        if not all(self._largest):
+            reason = f"its logits are all 0 in {self._info.dtype}"
+            way_out = "Choose another dtype if its numbers overflow, or check its weights"
+            raise UnsupportedModelError(self._info.model_type, reason, way_out)
         packed: list[Spans] = [[(0, 0, long), (1, 0, short)]]
         outcomes = [self._compare(steps) for steps in (packed, self._chunked(long), self._decoded(long, short))]
         drift = torch.cat([drifts for _, drifts in outcomes]).median()

@@ -17,8 +17,11 @@ OTHER_ENGINE: Final = "Serve a model of another family, or this one with Hugging
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, to be part of another message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of an error's message, to be part of another message; with the next, where that says what follows
+    a colon.
+    """
+    first, *others = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{first} {others[0].strip()}" if first.endswith(":") and others else first
 
 
 def check_kv_cache_dtype(config: WorkerConfig, device: str, hf_config: Any = None) -> None:
@@ -82,6 +85,10 @@ def _check_layers(config: Any) -> None:
 
 
 def _check_positions(config: Any) -> None:
+    positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, int) and positions < 1:
+        reason = f"its config.json has max_position_embeddings = {positions}"
+        raise UnsupportedModelError(config.model_type, reason, "Fetch the file again, or replace the entry")
     attention = getattr(config, "attn_config", None)
     if getattr(config, "alibi", False) or getattr(attention, "alibi", False):
         raise UnsupportedModelError(config.model_type, "it uses alibi position biases", OTHER_ENGINE)
@@ -152,8 +159,20 @@ def check_heads(config: Any, tensor_parallel_size: int, *, may_be_uneven: bool =
     return uneven
 
 
-def check_loaded(model_type: str, missing: Collection[str], unexpected: Collection[str]) -> None:
-    """Refuses a checkpoint that does not fill the model exactly. The collections are names of parameters."""
+def check_loaded(
+    model_type: str,
+    missing: Collection[str],
+    unexpected: Collection[str],
+    mismatched: Collection[tuple[str, Any, Any]] = (),
+) -> None:
+    """Refuses a checkpoint that does not fill the model exactly. The collections are names of parameters; those that
+    are mismatched come with their shapes, in the checkpoint and in the model.
+    """
+    if mismatched:
+        name, there, wanted = min(mismatched, key=lambda item: item[0])
+        shapes = f"{name} has the shape {list(there)}, and by config.json {list(wanted)}"
+        reason = f"{len(mismatched)} weights of the checkpoint are of another shape ({shapes})"
+        raise UnsupportedModelError(model_type, reason, "Check that config.json and the safetensors belong together")
     for problem, names in (("is missing", missing), ("has unexpected", unexpected)):
         if names:
             shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")

@@ -187,16 +187,25 @@ def load_checkpoint(folder: Path, config: Any) -> Any:
                 trust_remote_code=False,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named below
             )
         except KeyError as error:
-            reason = "its modeling code does not accept an attention function"
-            raise UnsupportedModelError(config.model_type, reason, OTHER_ENGINE) from error
+            raise _unknown_entry(config, error) from error
         except (ValueError, OSError, RuntimeError, AttributeError) as error:
             reason = f"transformers cannot load it ({first_line(error)})"
             way_out = "Check that the folder has complete *.safetensors of a causal language model"
             raise UnsupportedModelError(config.model_type, reason, way_out) from error
-    check_loaded(config.model_type, info["missing_keys"], info["unexpected_keys"])
+    check_loaded(config.model_type, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
     return _ready(model)
+
+
+def _unknown_entry(config: Any, error: KeyError) -> UnsupportedModelError:
+    """A name that a table of transformers does not have: that of our attention, or one out of config.json."""
+    if ATTENTION in str(error):
+        reason = "its modeling code does not accept an attention function"
+        return UnsupportedModelError(config.model_type, reason, OTHER_ENGINE)
+    reason = f"transformers does not know what its config.json names ({first_line(error)[:200]})"
+    return UnsupportedModelError(config.model_type, reason, "Fetch the file again, or replace the entry")
 
 
 def build_hf_model(config: Any) -> Any:

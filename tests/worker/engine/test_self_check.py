@@ -82,6 +82,13 @@ class Overflows(TinyModel):
         return super().run(plan) * torch.inf
 
 
+class Vanishes(TinyModel):
+    """As where an infinite norm has made every state 0."""
+
+    def run(self, plan):
+        return super().run(plan) * 0
+
+
 def test_a_pure_model_passes_bit_for_bit():
     assert SelfCheck(INFO, TinyModel().run).passes_bitwise()
 
@@ -99,6 +106,11 @@ def test_rounding_alone_is_no_refusal():
 def test_logits_that_are_not_finite_are_refused():
     with pytest.raises(UnsupportedModelError, match="not finite in float32"):
         SelfCheck(INFO, Overflows().run).passes_bitwise()
+
+
+def test_logits_that_are_all_zero_are_no_mixing_of_tokens():
+    with pytest.raises(UnsupportedModelError, match="all 0 in float32"):
+        SelfCheck(INFO, Vanishes().run).passes_bitwise()
 
 
 def test_the_blocks_that_were_written_are_those_it_names():

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from holdfast.worker.config import ModelConfig
-from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
+from holdfast.worker.models.checks import first_line
 from holdfast.worker.models.model import register_attention, serving_dtype
 from holdfast.worker.models.weights import (
     DummyWeights,
@@ -51,6 +52,22 @@ def test_a_config_that_is_not_json_is_a_wrong_setting(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigurationError, match="is not JSON"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ({"hidden_act": "nonsense"}, "its config.json names .*nonsense"),
+        ({"rope_parameters": {"rope_type": "nonsense"}}, "its config.json names .*nonsense"),
+        ({"vocab_size": 100}, r"weights of the checkpoint are of another shape .*by config.json \[100, 32\]"),
+        ({"intermediate_size": 7}, r"6 weights .*layers.0.mlp.down_proj.weight .* by config.json \[32, 7\]"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings = 0"),
+    ],
+    ids=str,
+)
+def test_an_entry_that_does_not_fit_is_told_of(llama, entry, told):
+    with pytest.raises(UnsupportedModelError, match=told):
+        load_checkpoint(llama, read_config(llama, entry))
 
 
 def test_loaded_parameters_are_views_of_the_mapped_file(llama):
@@ -139,3 +156,11 @@ def test_end_tokens_come_from_the_tokenizer_last(token, llama, tmp_path):
     tokenizer = {"added_tokens": [{"id": 4, "content": "<pad>"}, {"id": 5, "content": "<end>"}]}
     write(tmp_path, tokenizer_config={"eos_token": token}, tokenizer=tokenizer)
     assert read_eos_token_ids(tmp_path, config) == {5}
+
+
+def test_the_first_line_of_an_error_has_what_follows_a_colon():
+    assert first_line(ValueError("validator 'x':\n    ValueError: too few heads\nat all")) == (
+        "validator 'x': ValueError: too few heads"
+    )
+    assert first_line(ValueError("no file\nanywhere")) == "no file"
+    assert first_line(ValueError()) == "ValueError"
