@@ -19,6 +19,7 @@ from holdfast.worker.models.checkpoint_scheme import check_quantization, quantiz
 from holdfast.worker.models.checks import check_heads, check_kv_cache_dtype
 from holdfast.worker.models.gguf.folder import hf_folder, is_gguf, tokenizer_reason
 from holdfast.worker.models.quantization.scheme import read_scheme
+from holdfast.worker.models.text_model import served_config
 from holdfast.worker.models.weight_files import check_folder
 from holdfast.worker.process_memory import readable_bytes
 
@@ -153,7 +154,7 @@ def _read_config(folder: Path, given: str) -> dict[str, Any]:
         raise ConfigurationError(f"{given}: config.json cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise ConfigurationError(f"{given}: config.json is not a JSON object")
-    return found
+    return served_config(found, folder)
 
 
 def _check_config(config: HoldfastConfig, hf_config: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from holdfast.worker.models.gguf.folder import is_made_of_gguf, read_index, sour
 from holdfast.worker.models.quantization.rule import words_at_load
 from holdfast.worker.models.quantization.scheme import read_scheme
 from holdfast.worker.models.quantization.words import NOT_QUANTIZED, words_of
+from holdfast.worker.models.text_model import served_config
 
 _PLAIN: Final = frozenset({"F32", "F16", "BF16"})
 
@@ -26,7 +27,9 @@ def quantization_of(folder: Path, at_load: Quantization | None = None) -> str:
     if is_made_of_gguf(folder):
         return _of_gguf(folder)
     try:
-        return words_of(read_scheme(json.loads((folder / "config.json").read_text(encoding="utf-8"))))
+        return words_of(
+            read_scheme(served_config(json.loads((folder / "config.json").read_text(encoding="utf-8")), folder))
+        )
     except (OSError, ValueError, AttributeError, RecursionError, UnsupportedModelError):
         return NOT_QUANTIZED
 

@@ -18,6 +18,7 @@ from holdfast.worker.models.gguf.tensors import GgufTensors
 from holdfast.worker.models.quantization.scheme import read_scheme
 from holdfast.worker.models.quantized_tensors import QuantizedTensors
 from holdfast.worker.models.quantizing_tensors import QuantizingTensors
+from holdfast.worker.models.text_model import served_config
 from holdfast.worker.models.weights import read_json
 
 _EXPERTS: Final = (
@@ -62,7 +63,7 @@ def compact_tensors(folder: Path, quantization: Quantization | None = None) -> C
     check_quantization(folder, quantization)
     if is_made_of_gguf(folder):
         return GgufTensors(folder)
-    config = read_json(folder / "config.json")
+    config = served_config(read_json(folder / "config.json"), folder)
     if quantization is not None:
         return QuantizingTensors(folder, config, quantization)
     scheme = read_scheme(config)

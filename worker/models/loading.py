@@ -37,6 +37,7 @@ from holdfast.worker.models.memory import (
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.quantization.rule import rule_name
 from holdfast.worker.models.quantization.words import NOT_QUANTIZED
+from holdfast.worker.models.text_model import served_config, told_of_text_model
 from holdfast.worker.models.weight_files import checkpoint_digest, weight_bytes
 from holdfast.worker.models.weights import model_folder, read_json, tokenizer_folder
 from holdfast.worker.process_memory import available_memory
@@ -72,6 +73,8 @@ def load_model(
     folder = model_folder(config.model, with_weights=has_weights)
     if has_weights:
         _check_room(config, folder, group, device)
+    if group.rank == 0 and (told := told_of_text_model(folder)) is not None:
+        logger.info("%s: %s", config.model.name, told)
     loaded = load_backend(config, folder, group, device, progress)
     backend, facts, target = loaded.backend, loaded.facts, loaded.target
     draft = _load_draft(config, folder, facts.vocab_size, target)
@@ -124,7 +127,7 @@ def _check_room(config: WorkerConfig, folder: Path, group: TensorParallelGroup, 
 def _largest_share(folder: Path, group: TensorParallelGroup) -> float:
     """The fraction of the weights on the rank that has most, by config.json. The leader says where shares differ."""
     size = group.size
-    found = read_json(folder / "config.json")
+    found = served_config(read_json(folder / "config.json"), folder)
     heads = found.get("num_attention_heads")
     kv_heads = found.get("num_key_value_heads") or heads
     if not (isinstance(heads, int) and isinstance(kv_heads, int) and heads > 0 and kv_heads > 0):

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.mapped_files import storage_of_file, tensor_in_file
-from holdfast.worker.models.weight_files import read_header, weight_files
+from holdfast.worker.models.safetensors_header import read_header
+from holdfast.worker.models.text_model import name_in_model
+from holdfast.worker.models.weight_files import weight_files
 
 DTYPES: Final = {
     "F64": torch.float64,
@@ -38,17 +40,20 @@ class MappedTensor:
 
 
 def mapped_tensors(folder: Path) -> dict[str, MappedTensor]:
-    """The tensors of the files that Hugging Face would read.
+    """The tensors of the files that Hugging Face would read, without those of other models beside the text model.
 
     Raises `ConfigurationError` that names tensor and file: it is there twice, of no type that is read, or of a shape
     that does not fit its bytes.
     """
     found: dict[str, MappedTensor] = {}
+    named = name_in_model(folder)
     for path in weight_files(folder):
         header, header_bytes = read_header(path)
         storage = storage_of_file(path)
-        for name, entry in header.items():
-            where = f"{name} in {path}"
+        for stored, entry in header.items():
+            if (name := named(stored)) is None:
+                continue
+            where = f"{stored} in {path}"
             if name in found:
                 raise ConfigurationError(f"{where} is also in {found[name].file}")
             dtype = DTYPES.get(entry["dtype"])

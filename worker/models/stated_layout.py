@@ -25,8 +25,9 @@ from holdfast.worker.models.parallel_plan import ATTENTION_AND_MLP, ParallelPlan
 from holdfast.worker.models.read import OFFSETS
 from holdfast.worker.models.rotary import make_rotary
 from holdfast.worker.models.safetensors_files import mapped_tensors
+from holdfast.worker.models.safetensors_header import INDEX
 from holdfast.worker.models.stated_config import STATED, NotStated, read_stated_config
-from holdfast.worker.models.weight_files import INDEX
+from holdfast.worker.models.text_model import served_config
 from holdfast.worker.models.weights import read_json
 
 _CPU: Final = torch.device("cpu")
@@ -83,7 +84,8 @@ def read_stated(
     if config.hf_overrides:
         return "model.hf_overrides change its config"
     try:
-        stated = read_stated_config({**read_json(folder / "config.json"), **config.config_changes})
+        raw = served_config(read_json(folder / "config.json"), folder)
+        stated = read_stated_config({**raw, **config.config_changes})
         facts = facts_of(stated, folder, config.max_model_len)
         if device.type != "cpu":
             check_heads(stated, group.size)

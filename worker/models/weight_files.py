@@ -17,8 +17,9 @@ from holdfast.worker.models.gguf.folder import gguf_files, is_made_of_gguf, read
 from holdfast.worker.models.quantization.rule import is_head, is_table
 from holdfast.worker.models.quantization.scheme import QuantizationScheme, read_scheme
 from holdfast.worker.models.quantization.stored_parts import num_weights
+from holdfast.worker.models.safetensors_header import INDEX, read_header
+from holdfast.worker.models.text_model import name_in_model, served_config
 
-INDEX: Final = "model.safetensors.index.json"
 _DUPLICATES: Final = "consolidated"
 """Some publishers add the weights once more in a format of their own, under names that begin so."""
 
@@ -26,7 +27,6 @@ _FLOATS: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes of a number in the types that loading converts from, by their names in a header."""
 
 _SERVED: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-_MAX_HEADER: Final = 100 * 2**20
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -69,18 +69,15 @@ def _head_bytes(files: Sequence[Path], dtype: str) -> int:
 def _scheme(folder: Path) -> QuantizationScheme | None:
     """None also for one that is not read: a gate refuses it."""
     try:
-        return read_scheme(_read_object(folder / "config.json"))
+        return read_scheme(served_config(_read_object(folder / "config.json"), folder))
     except UnsupportedModelError:
         return None
 
 
 def _checkpoint_dtype(folder: Path) -> str:
     """As config.json has it: files may hold another one, which loading converts."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return str(config.get("dtype", config.get("torch_dtype", "")))
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return ""
+    config = served_config(_read_object(folder / "config.json"), folder)
+    return str(config.get("dtype", config.get("torch_dtype", "")))
 
 
 def _bytes_of(path: Path, dtype: str, scheme: QuantizationScheme | None) -> int:
@@ -88,7 +85,12 @@ def _bytes_of(path: Path, dtype: str, scheme: QuantizationScheme | None) -> int:
     try:
         if scheme is not None:
             header, _ = read_header(path)
-            weights = (num_weights(scheme, name, one["dtype"], one["shape"]) for name, one in header.items())
+            named = name_in_model(path.parent)
+            weights = (
+                num_weights(scheme, name, one["dtype"], one["shape"])
+                for stored, one in header.items()
+                if (name := named(stored)) is not None
+            )
             return int(sum(weights)) * _SERVED.get(dtype, _SERVED["float32"])
         return sum(_served_bytes(stored, num_bytes, dtype) for stored, num_bytes in _tensors(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
@@ -96,27 +98,16 @@ def _bytes_of(path: Path, dtype: str, scheme: QuantizationScheme | None) -> int:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, int]]:
-    """Type and bytes of each tensor of a file."""
+    """Type and bytes of each tensor of a file that the model has."""
     header, _ = read_header(path)
+    named = name_in_model(path.parent)
     for name, entry in header.items():
+        if named(name) is None:
+            continue
         first, end = entry["data_offsets"]
         if not 0 <= first <= end:
             raise ValueError(f"{path}: {name} lies from {first} to {end}")
         yield entry["dtype"], end - first
-
-
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """What a safetensors file says of each of its tensors, and the bytes before their values.
-
-    Raises `ValueError` and `struct.error` where there is no such header.
-    """
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if not 0 < length <= _MAX_HEADER:
-            raise ValueError(f"{path}: a header of {length} bytes")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    return header, 8 + length
 
 
 def _served_bytes(stored: str, num_bytes: int, dtype: str) -> int:
@@ -160,7 +151,9 @@ def check_folder(folder: Path, given: str, *, with_weights: bool = True) -> None
     if not with_weights:
         return
     _check_shards(folder, given)
-    is_quantized = "quantization_config" in _read_object(folder / "config.json")  # whose tensors are checked when read
+    is_quantized = "quantization_config" in served_config(
+        _read_object(folder / "config.json"), folder
+    )  # whose tensors are checked when read
     for path in [] if is_made_of_gguf(folder) else weight_files(folder):  # which was made of what was checked
         _check_weights(path, given, check_dtypes=not is_quantized)
 

@@ -19,6 +19,7 @@ from holdfast.worker.config import ModelConfig
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.models.checks import OTHER_ENGINE, check_config, check_loaded, first_line
 from holdfast.worker.models.gguf.folder import hf_folder, is_gguf, tokenizer_reason
+from holdfast.worker.models.text_model import holds_text_model, key_mapping, served_config, text_name
 from holdfast.worker.models.weight_files import check_folder
 
 ATTENTION: Final = "holdfast_paged"
@@ -126,19 +127,20 @@ def read_config(folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> An
     """The checked Hugging Face config of a folder, with entries replaced. Raises `UnsupportedModelError` where a gate
     refuses it, and `ConfigurationError` for an override that it does not know.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
-    raw = {**read_json(folder / "config.json"), **overrides}
+    written = read_json(folder / "config.json")
+    raw = {**served_config(written, folder), **overrides}
     model_type = str(raw.get("model_type"))
     dtype = _written_dtype(raw)
+    replaced = {**overrides, **({} if dtype is None else {"dtype": dtype})}
     try:
-        config, unknown = AutoConfig.from_pretrained(
-            folder,
-            trust_remote_code=False,
-            local_files_only=True,
-            return_unused_kwargs=True,
-            **{**overrides, **({} if dtype is None else {"dtype": dtype})},
-        )
+        if holds_text_model(written):
+            config, unknown = CONFIG_MAPPING[model_type].from_dict(raw, return_unused_kwargs=True, **replaced)
+        else:
+            config, unknown = AutoConfig.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True, return_unused_kwargs=True, **replaced
+            )
     except Exception as error:  # unknown types, remote code and impossible values: transformers has no common class
         reason = f"transformers cannot read its config ({first_line(error)})"
         way_out = "Code that comes with a checkpoint is never run; serve a model that transformers knows by itself"
@@ -176,7 +178,8 @@ def load_checkpoint(folder: Path, config: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    with _BUILDING, _without_progress_bars():
+    is_text = holds_text_model(read_json(folder / "config.json"))
+    with _BUILDING, _in_silence():
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -188,6 +191,7 @@ def load_checkpoint(folder: Path, config: Any) -> Any:
                 local_files_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are named below
+                key_mapping=key_mapping() if is_text else None,
             )
         except KeyError as error:
             raise _unknown_entry(config, error) from error
@@ -195,7 +199,8 @@ def load_checkpoint(folder: Path, config: Any) -> Any:
             reason = f"transformers cannot load it ({first_line(error)})"
             way_out = "Check that the folder has complete *.safetensors of a causal language model"
             raise UnsupportedModelError(config.model_type, reason, way_out) from error
-    check_loaded(config.model_type, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
+    unexpected = [name for name in info["unexpected_keys"] if not is_text or text_name(name) is not None]
+    check_loaded(config.model_type, info["missing_keys"], unexpected, info["mismatched_keys"])
     return _ready(model)
 
 
@@ -271,15 +276,19 @@ def _ready(model: Any) -> Any:
 
 
 @contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Ours is shown instead: theirs knows nothing of ranks, and counts what is only mapped."""
+def _in_silence() -> Iterator[None]:
+    """Without transformers' progress bar, which knows nothing of ranks and counts what is only mapped, and without its
+    table of missing and unexpected tensors, which `check_loaded` refuses.
+    """
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
 

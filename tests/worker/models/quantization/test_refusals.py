@@ -44,7 +44,7 @@ SCHEMES: dict[str, tuple[dict[str, Any], str]] = {
     "gptq, bits as a flag": (gptq_config(bits=True), "bits = 'True'"),
     "gptq, no groups": (gptq_config(group_size=None), "group_size"),
     "gptq, marlin": (gptq_config(checkpoint_format="marlin"), "marlin"),
-    "gptq, a pattern": (gptq_config(dynamic={"+:(": {"bits": 8}}), "no regular expression"),
+    "gptq, a pattern": (gptq_config(dynamic={"+:(": {"bits": 8}}), "not a regular expression"),
     "awq, gemv": ({**AWQ, "version": "GEMV"}, "gemv"),
     "awq, 8 bits": ({**AWQ, "bits": 8}, "bits = '8'"),
     "fp8, blocks": ({**FP8, "weight_block_size": [128]}, "weight_block_size"),
