@@ -150,7 +150,7 @@ def uses_of(shapes: Iterable[Shape], decode_rows: Iterable[int], prompt_rows: in
         for count in decode_rows:
             executor.launch(decode_batch(count), with_logits=False)
         executor.launch(prompt_batch(prompt_rows), with_logits=False)
-        executor.keep_in_fp8()
+        executor.keep_kv_in_code()
         executor.allocate_cache(16, 64)
         for batch in (*map(decode_batch, decode_rows), prompt_batch(prompt_rows)):
             executor.launch(batch, with_logits=False)

@@ -134,7 +134,7 @@ class ParallelConfig(Settings):
     )
 
 
-KVCacheDtype = Literal["auto", "fp8_e4m3"]
+KVCacheDtype = Literal["auto", "bfloat16", "float16", "float32", "int8", "fp8"]
 
 
 class CacheConfig(Settings):
@@ -142,8 +142,8 @@ class CacheConfig(Settings):
 
     kv_cache_dtype: KVCacheDtype = Field(
         "auto",
-        description="data type of keys and values; auto: the model's; fp8_e4m3: half the memory, on GPUs, with other "
-        "outputs",
+        description="data type of keys and values; auto: the model's, which bfloat16, float16 and float32 insist on; "
+        "int8 (CPUs) and fp8 (GPUs): about half the memory of bfloat16, with other outputs",
     )
     block_size: int | None = Field(
         None, ge=1, description="tokens per KV block; default: 16 on a CPU (a multiple of 16), 64 on a GPU"

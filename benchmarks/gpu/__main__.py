@@ -38,7 +38,7 @@ def main() -> int:
     commands = {
         "exactness": ["exactness", *shared],
         "steps": ["steps", *shared, *model, "--seconds", str(options.seconds)],
-        "steps in fp8": ["steps", *shared, *model, "--seconds", str(options.seconds), "--kv-cache-dtype", "fp8_e4m3"],
+        "steps in fp8": ["steps", *shared, *model, "--seconds", str(options.seconds), "--kv-cache-dtype", "fp8"],
         "mixture": ["steps", *shared, *mixture, "--seconds", str(options.seconds)],
         "serving": ["serving", *shared, *model],
         "hf": ["serving", *shared, *model, "--executor", "hf"],

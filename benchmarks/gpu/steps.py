@@ -1,6 +1,6 @@
 """Steps of the GPU executor on a model of random weights: against this device's own bandwidth and matrix rate.
 
-    python -m benchmarks.gpu.steps [--model 8b] [--seconds 5] [--kv-cache-dtype fp8_e4m3]
+    python -m benchmarks.gpu.steps [--model 8b] [--seconds 5] [--kv-cache-dtype fp8]
 
 Takes some minutes, most of it compiling, and no network. Tells milliseconds a step, and what share of the device's own
 rates that is: bandwidth is that of a copy, the matrix rate that of a large product, both measured in the same run.
@@ -55,11 +55,11 @@ TINY: Final = Sizes(batches=(2,), context=16, prompts=(8,), copied_bytes=1 << 16
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="of keys and values")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="of keys and values")
     options = parser.parse_args()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     sizes = TINY if options.model == "tiny" else Sizes()
-    in_fp8 = options.kv_cache_dtype == "fp8_e4m3"
+    in_fp8 = options.kv_cache_dtype == "fp8"
     tell(measure(options.model, device, sizes, options.seconds, kv_in_fp8=in_fp8), options.json)
 
 
@@ -71,7 +71,7 @@ def measure(model: str, device: torch.device, sizes: Sizes, seconds: float, *, k
         random_layout(shape, num_layers, device), SingleRank(), max_positions=MAX_POSITIONS, device=device
     )
     if kv_in_fp8:
-        executor.keep_in_fp8()
+        executor.keep_kv_in_code()
     blocks_each = -(-max(sizes.context, *sizes.prompts) // 64)
     executor.allocate_cache(max(sizes.batches) * blocks_each, 64)
     roofline = roofline_of(shape, num_layers, kv_in_fp8)

@@ -18,7 +18,7 @@ def print_roofline(config: WorkerConfig, device_name: str) -> None:
     hf_config = read_config(model_folder(config.model, with_weights=False), config.model.config_changes)
     check_kv_cache_dtype(config, "cuda", hf_config)
     try:
-        shape = ModelShape.of(hf_config, kv_in_fp8=config.cache.kv_cache_dtype == "fp8_e4m3")
+        shape = ModelShape.of(hf_config, kv_in_fp8=config.cache.kv_cache_dtype == "fp8")
         decodes = [
             step_of(shape, device, num_sequences=count, num_tokens=1, context=context, tp=tp)
             for count, context in _DECODES

@@ -43,8 +43,8 @@ def check_fits(models: Sequence[HoldfastConfig], machine: Machine) -> None:
                 "model.device = 'cuda': this machine shows no NVIDIA GPU (/dev/nvidia0 is not there; does `nvidia-smi` "
                 "find one?); leave --device at auto, or set it to cpu"
             )
-        if not machine.num_gpus:
-            check_kv_cache_dtype(one.worker, "cpu")
+        is_on_gpu = machine.num_gpus and one.model.device != "cpu"
+        check_kv_cache_dtype(one.worker, "cuda" if is_on_gpu else "cpu")
     if machine.num_gpus and any(one.model.device != "cpu" for one in models):
         _check_gpus(models, machine)
     else:

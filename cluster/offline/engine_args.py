@@ -206,10 +206,10 @@ _METHODS_OF_CHECKPOINTS: Final = (*("awq", "awq_marlin", "gptq", "gptq_marlin", 
 
 
 def _take_kv_cache_dtype(settings: dict[str, object]) -> None:
-    """On a GPU, vLLM's `fp8` is e4m3."""
+    """vLLM's `fp8` is e4m3 on a GPU, and has that name too."""
     given = settings.get("kv_cache_dtype")
-    if given == "fp8":
-        settings["kv_cache_dtype"] = "fp8_e4m3"
+    if given == "fp8_e4m3":
+        settings["kv_cache_dtype"] = "fp8"
     elif given is None:
         settings.pop("kv_cache_dtype", None)
 

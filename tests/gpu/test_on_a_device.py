@@ -183,7 +183,7 @@ def test_keys_and_values_in_fp8_are_what_they_should_be_and_rows_do_not_depend_o
     """The proof at load: stored bits are the format's, and attention's those of the numbers that they are read as."""
     layout = layout_of(model, dtype)
     runner, ids = Runner(layout, device=CUDA), tokens(90)
-    assert runner.executor.fp8_difference(batch_of([Part(0, ids[:70], [0, 1, 2])], 32)) is None
+    assert runner.executor.kv_code_difference(batch_of([Part(0, ids[:70], [0, 1, 2])], 32)) is None
     small = Runner(layout, device=CUDA, in_fp8=True)
     logits = small.run(ids)
     assert torch.equal(small.run(ids, (33, 1, 6, 2)), logits)

@@ -16,7 +16,7 @@ from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.executors.cpu.library import load_library
 from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler
-from holdfast.worker.models.checks import OTHER_ENGINE, check_kv_cache_dtype, fp8_refused
+from holdfast.worker.models.checks import OTHER_ENGINE, check_kv_cache_dtype, kv_cache_dtype_refused
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.models.kept_layout import KeptLayout
@@ -246,7 +246,11 @@ def _loaded(
     else:
         _check_hf_backend_will_do(config, facts, "it is no family of these")
     hf_backend = HfBackend.settled(
-        model, target, max_positions=facts.max_model_len, progress=lambda *done: progress("pack", *done)
+        model,
+        target,
+        max_positions=facts.max_model_len,
+        kv_cache_dtype=config.cache.kv_cache_dtype,
+        progress=lambda *done: progress("pack", *done),
     )
     return LoadedBackend(backend=hf_backend, facts=facts, target=target)
 
@@ -255,8 +259,8 @@ def _check_hf_backend_will_do(config: WorkerConfig, facts: ModelFacts, reason: s
     """Whether a model without a native backend may be served all the same."""
     if config.model.executor == "native":
         raise UnsupportedModelError(facts.model_type, f"no native backend: {reason}", OTHER_ENGINE)
-    if config.cache.kv_cache_dtype != "auto":
-        raise fp8_refused(f"{facts.model_type} has no native backend here: {reason}")
+    if config.cache.kv_cache_dtype == "fp8":
+        raise kv_cache_dtype_refused(config, f"{facts.model_type} has no native backend here: {reason}")
 
 
 @contextmanager

@@ -25,26 +25,46 @@ def first_line(error: BaseException) -> str:
 
 
 def check_kv_cache_dtype(config: WorkerConfig, device: str, hf_config: Any = None) -> None:
-    """Refuses keys and values in fp8 where nothing reads them: on a CPU, on the HF backend, and in a model of a type
-    that has no native backend, by its Hugging Face config if that is known.
+    """Refuses a type of keys and values that nothing reads: int8 on a GPU; fp8 on a CPU, on the HF backend, and in a
+    model of a type that has no native backend, by its Hugging Face config if that is known; and a dtype that is not
+    the model's.
 
     What a program's executor does not run is refused when the model is read. `device` is a kind, or `auto` where it is
     not known yet. Raises `ConfigurationError`.
     """
-    if config.cache.kv_cache_dtype == "auto":
-        return
-    if device == "cpu":
-        raise fp8_refused("the model runs on a CPU, and GPUs alone have kernels for it", "serve on a GPU")
-    if config.model.executor == "hf":
-        raise fp8_refused("model.executor = 'hf', which has no kernels for it", "leave --executor at auto")
-    if hf_config is not None and hf_config.model_type not in FAMILIES:
-        raise fp8_refused(f"model type {hf_config.model_type!r} has no native backend (docs/models.md)")
+    wanted = config.cache.kv_cache_dtype
+    if wanted == "int8" and device == "cuda":
+        raise kv_cache_dtype_refused(config, "the model runs on a GPU, whose kernels read fp8", "choose fp8")
+    if wanted == "fp8" and device == "cpu":
+        raise kv_cache_dtype_refused(
+            config, "the model runs on a CPU, and GPUs alone have kernels for it", "choose int8"
+        )
+    if wanted == "fp8" and config.model.executor == "hf":
+        reason = "model.executor = 'hf', which has no kernels for it"
+        raise kv_cache_dtype_refused(config, reason, "leave --executor at auto")
+    if wanted == "fp8" and hf_config is not None and hf_config.model_type not in FAMILIES:
+        reason = f"model type {hf_config.model_type!r} has no native backend (docs/models.md)"
+        raise kv_cache_dtype_refused(config, reason)
+    if config.model.dtype != "auto":
+        check_own_dtype(config, config.model.dtype)
+    elif hf_config is not None:
+        found = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or "float32"
+        check_own_dtype(config, str(found).removeprefix("torch."))
 
 
-def fp8_refused(reason: str, way_out: str = "") -> ConfigurationError:
+def check_own_dtype(config: WorkerConfig, dtype: str) -> None:
+    """Refuses keys and values in a float dtype that is not the model's. Raises `ConfigurationError`."""
+    wanted = config.cache.kv_cache_dtype
+    if wanted not in ("auto", "int8", "fp8", dtype):
+        reason = f"the model runs in {dtype}, and keys and values are kept so, or in int8 (CPUs) or fp8 (GPUs)"
+        raise kv_cache_dtype_refused(config, reason, f"set --dtype {wanted}")
+
+
+def kv_cache_dtype_refused(config: WorkerConfig, reason: str, way_out: str = "") -> ConfigurationError:
     """The error of `cache.kv_cache_dtype`."""
     ways = f", or {way_out}" if way_out else ""
-    return ConfigurationError(f"cache.kv_cache_dtype = 'fp8_e4m3': {reason}; leave --kv-cache-dtype at auto{ways}")
+    wanted = config.cache.kv_cache_dtype
+    return ConfigurationError(f"cache.kv_cache_dtype = {wanted!r}: {reason}; leave --kv-cache-dtype at auto{ways}")
 
 
 def check_config(config: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Final
 
 import torch
 
+from holdfast.worker.config import KVCacheDtype
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.executors.cpu.cache import TiledCache
 from holdfast.worker.executors.kv_cache import KVCache
@@ -42,16 +43,17 @@ class HfBackend:
         target: Target,
         *,
         max_positions: int,
+        kv_cache_dtype: KVCacheDtype = "auto",
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> "HfBackend":
         """Packs the linears of a model that is not settled, for the target's device. No sequence is longer than
-        `max_positions`. `progress` gets linears done and in all.
+        `max_positions`. Keys and values in int8 are for CPUs alone. `progress` gets linears done and in all.
 
         Raises `UnsupportedModelError` for attention that the device has no kernel for.
         """
         device: HfDevice
         if target.device.type == "cpu":
-            device = HfCpuBackend(model, target)
+            device = HfCpuBackend(model, target, in_int8=kv_cache_dtype == "int8")
         else:
             device = _gpu_backend(model, target, max_positions)
         model.settle(device.linear, progress)

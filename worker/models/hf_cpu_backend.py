@@ -9,7 +9,8 @@ from torch import Tensor
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.executors.cpu.attention import LayerAttention, unfit
-from holdfast.worker.executors.cpu.cache import TiledCache, elements_per_token
+from holdfast.worker.executors.cpu.cache import TiledCache, bytes_per_token
+from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS, int8_difference
 from holdfast.worker.executors.cpu.pool import NativePool
 from holdfast.worker.executors.cpu.products import PackedProduct
 from holdfast.worker.executors.cpu.sampler import NativeSampler
@@ -24,10 +25,9 @@ from holdfast.worker.progress import ProgressCounter
 class CpuSteps:
     """Runs the steps of one rank's HF backend over one cache."""
 
-    numerics: Final = ""
-
     def __init__(self, model: RankModel, cache: TiledCache, attention: LayerAttention) -> None:
         """`attention` is over the cache, and what the model's modules call."""
+        self.numerics = INT8_NUMERICS if cache.in_int8 else ""
         self._model = model
         self._cache = cache
         self._attention = attention
@@ -51,13 +51,18 @@ class HfCpuBackend:
 
     row_invariant: Final = True  # by construction
 
-    def __init__(self, model: RankModel, target: Target) -> None:
-        """Raises `UnsupportedModelError` for attention that the native library does not run."""
+    def __init__(self, model: RankModel, target: Target, *, in_int8: bool = False) -> None:
+        """`in_int8`: keys and values are kept so. Raises `UnsupportedModelError` for attention that the native library
+        does not run, or not as the rule for int8 says.
+        """
         if reason := unfit(model.specs):
             raise UnsupportedModelError(model.module.config.model_type, f"its attention {reason}", OTHER_ENGINE)
         self._model = model
         self._target = target
+        self._in_int8 = in_int8
         self._pool = NativePool(torch.get_num_threads())
+        if in_int8 and (reason := int8_difference(model.specs, target.dtype, self._pool.library)):
+            raise UnsupportedModelError(model.module.config.model_type, reason, "Leave --kv-cache-dtype at auto")
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Kernel:
         """The native library's product."""
@@ -65,7 +70,8 @@ class HfCpuBackend:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return sum(map(elements_per_token, self._model.specs)) * self._target.dtype.itemsize
+        dtype = self._target.dtype
+        return sum(bytes_per_token(spec, dtype, in_int8=self._in_int8) for spec in self._model.specs)
 
     def make_sampler(self) -> NativeSampler:
         """Draws on the same threads."""
@@ -77,7 +83,7 @@ class HfCpuBackend:
 
     def allocate(self, num_blocks: int, block_size: int, progress: ProgressCounter) -> tuple[TiledCache, CpuSteps]:
         specs, dtype = self._model.specs, self._target.dtype
-        cache = TiledCache(specs, num_blocks, block_size, dtype, self._pool.library)
+        cache = TiledCache(specs, num_blocks, block_size, dtype, self._pool.library, in_int8=self._in_int8)
         attention = LayerAttention(self._pool, specs, cache, dtype)
         self._model.attach(lambda layer: PagedAttention(specs[layer], partial(attention.attend, layer), progress))
         return cache, CpuSteps(self._model, cache, attention)

@@ -17,7 +17,9 @@ class HfSteps(Protocol):
 
     @property
     def numerics(self) -> str:
-        """Names attention's order of adding; empty: the CPU's."""
+        """Names attention's order of adding, and what keys and values are kept as; empty: the CPU's order, the model's
+        dtype.
+        """
         ...
 
     def run(self, batch: StepBatch) -> Tensor:

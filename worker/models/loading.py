@@ -18,7 +18,7 @@ from holdfast.worker.executors.slices import largest_share, told_of_uneven
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.models.backend import Backend, BlockCache, load_backend
 from holdfast.worker.models.checkpoint_scheme import quantization_of
-from holdfast.worker.models.checks import check_kv_cache_dtype
+from holdfast.worker.models.checks import check_kv_cache_dtype, check_own_dtype
 from holdfast.worker.models.draft_model import DraftModel
 from holdfast.worker.models.gguf.folder import source_of
 from holdfast.worker.models.memory import (
@@ -77,6 +77,7 @@ def load_model(
         logger.info("%s: %s", config.model.name, told)
     loaded = load_backend(config, folder, group, device, progress)
     backend, facts, target = loaded.backend, loaded.facts, loaded.target
+    check_own_dtype(config, str(target.dtype).removeprefix("torch."))
     draft = _load_draft(config, folder, facts.vocab_size, target)
     cache = _allocate_cache(config, backend, draft, target, facts.max_model_len)
     if draft is not None:

@@ -11,7 +11,7 @@ import torch
 from holdfast.worker.config import CacheConfig, WorkerConfig
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.cpu.cache import SUB_PAGE, elements_per_token
+from holdfast.worker.executors.cpu.cache import SUB_PAGE, bytes_per_token
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.models.checkpoint_scheme import quantization_of
 from holdfast.worker.models.checks import check_kv_cache_dtype, choose_max_model_len
@@ -217,6 +217,9 @@ def _kv_bytes_per_token(
     else:
         local = max(1, num_kv_heads // plan.size) if plan.splits_attention else num_kv_heads
     spec = KVSpec(num_heads=local, num_kv_heads=local, key_dim=key_dim, value_dim=value_dim)
-    values = elements_per_token(spec) if in_tiles else spec.values_per_token
-    of_layer = values * dtype.itemsize if config.cache.kv_cache_dtype == "auto" else spec.fp8_bytes_per_token
+    kept = config.cache.kv_cache_dtype
+    if in_tiles:
+        of_layer = bytes_per_token(spec, dtype, in_int8=kept == "int8")
+    else:
+        of_layer = spec.fp8_bytes_per_token if kept == "fp8" else spec.values_per_token * dtype.itemsize
     return int(hf_config.num_hidden_layers) * of_layer

@@ -28,7 +28,7 @@ NUMERICS: Final = "native-2"
 
 _CPU: Final = torch.device("cpu")
 
-_FP8_TOKENS: Final = 70
+_CODED_TOKENS: Final = 70
 """Over a tile of keys, and more than a narrow tile of queries."""
 
 
@@ -75,6 +75,26 @@ class Executor(Protocol):
         """Does now what steps of up to `max_rows` sequences that decode would do once. Overwrites the first block."""
         ...
 
+    @property
+    def kv_code(self) -> str:
+        """What keys and values can be kept in besides the model's dtype, as `cache.kv_cache_dtype` names it."""
+        ...
+
+    @property
+    def kv_code_numerics(self) -> str:
+        """Names that format and its roundings."""
+        ...
+
+    def kv_code_difference(self, batch: StepBatch) -> str | None:
+        """How this device differs from what keys and values in that format should be, tried on a batch of one sequence
+        whose first tokens these are; None: in no bit.
+        """
+        ...
+
+    def keep_kv_in_code(self) -> None:
+        """From the next cache on, keys and values are kept in that format."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -109,24 +129,6 @@ class MultiStepExecutor(Protocol):
     @property
     def runs_several_steps(self) -> bool:
         """Whether it does now, which is the same on all ranks."""
-        ...
-
-
-@runtime_checkable
-class Fp8Executor(Protocol):
-    """An executor that can keep keys and values in fp8."""
-
-    fp8_numerics: str
-    """Names the format and its roundings."""
-
-    def fp8_difference(self, batch: StepBatch) -> str | None:
-        """How this device differs from what keys and values in fp8 should be, tried on a batch of one sequence whose
-        first tokens these are; None: in no bit.
-        """
-        ...
-
-    def keep_in_fp8(self) -> None:
-        """From the next cache on, keys and values are kept in fp8."""
         ...
 
 
@@ -252,7 +254,7 @@ def make_backend(
     kv_cache_dtype: KVCacheDtype = "auto",
 ) -> NativeBackend | str:
     """Packs a model and proves its executor on this machine; or says what the executor gets wrong. Keys and values in
-    fp8 are for executors on GPUs alone.
+    int8 are for executors on CPUs alone, in fp8 for those on GPUs.
 
     The memory of the layout's linears is given back while they are packed: afterwards only those in files can be read.
     All ranks of the group call this together and come to the same answer. Raises `Unavailable`.
@@ -263,14 +265,15 @@ def make_backend(
     if proof.reason is not None:
         executor.close()
         return proof.reason
-    if kv_cache_dtype == "fp8_e4m3":
-        assert isinstance(executor, Fp8Executor), "others are refused before"
-        reason = executor.fp8_difference(provable.batch_of(np.zeros(min(_FP8_TOKENS, max_model_len), dtype=np.int64)))
+    if kv_cache_dtype in ("int8", "fp8"):
+        assert executor.kv_code == kv_cache_dtype, "others are refused before"
+        tokens = np.zeros(min(_CODED_TOKENS, max_model_len), dtype=np.int64)
+        reason = executor.kv_code_difference(provable.batch_of(tokens))
         if not all_ranks(group, reason is None):
             executor.close()
-            return reason or "keys and values in fp8 differ on another rank"
-        executor.keep_in_fp8()
-        numerics += f"+{executor.fp8_numerics}"
+            return reason or f"keys and values in {kv_cache_dtype} differ on another rank"
+        executor.keep_kv_in_code()
+        numerics += f"+{executor.kv_code_numerics}"
     logger.info(
         "native backend on %s: errors are %.2f of what is allowed", executor.instruction_class, proof.model_error
     )

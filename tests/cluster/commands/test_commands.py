@@ -64,12 +64,22 @@ def test_estimate_says_what_steps_should_take_on_a_device(tiny_model: Path, caps
 
 def test_estimate_says_what_fp8_saves(tiny_model: Path, capsys: pytest.CaptureFixture[str]):
     """Of 2 layers with 2 KV heads of 16 dimensions: 8 rows of 32 bytes, or of 17. On a CPU nothing reads them."""
-    for dtype, of_token in (("auto", "256 B"), ("fp8_e4m3", "136 B")):
+    for dtype, of_token in (("auto", "256 B"), ("fp8", "136 B")):
         assert run(["estimate", str(tiny_model), "--device", "h200", "--kv-cache-dtype", dtype]) == 0
         assert f"{of_token} a token" in capsys.readouterr().out
     for command in (["estimate", "--device", "cpu"], ["serve", "--device", "cpu"], ["serve", "--executor", "hf"]):
-        assert run([*command, str(tiny_model), "--kv-cache-dtype", "fp8_e4m3"]) == 2
-        assert "cache.kv_cache_dtype = 'fp8_e4m3': " in capsys.readouterr().err
+        assert run([*command, str(tiny_model), "--kv-cache-dtype", "fp8"]) == 2
+        assert "cache.kv_cache_dtype = 'fp8': " in capsys.readouterr().err
+
+
+def test_estimate_says_what_int8_saves(tiny_model: Path, capsys: pytest.CaptureFixture[str]):
+    """Of 2 layers with 2 KV heads of 16 dimensions in float32, of which keys are filled up to 32."""
+    for dtype, of_token in (("auto", "768 B"), ("float32", "768 B"), ("int8", "208 B")):
+        assert run(["estimate", str(tiny_model), "--device", "cpu", "--kv-cache-dtype", dtype]) == 0
+        assert f"{of_token} a token" in capsys.readouterr().out
+    for dtype, device in (("bfloat16", "cpu"), ("fp8", "cpu"), ("int8", "h200")):
+        assert run(["estimate", str(tiny_model), "--device", device, "--kv-cache-dtype", dtype]) == 2
+        assert f"cache.kv_cache_dtype = '{dtype}': " in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there_is_a_mistake_of_the_caller(capsys: pytest.CaptureFixture[str]):

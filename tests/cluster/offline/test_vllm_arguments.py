@@ -62,17 +62,17 @@ def test_the_warning_names_the_callers_line(tiny_model):
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"), [("fp8", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("auto", "auto"), (None, ...)]
+    ("given", "kept"), [("fp8", "fp8"), ("fp8_e4m3", "fp8"), ("int8", "int8"), ("auto", "auto"), (None, ...)]
 )
-def test_keys_and_values_in_fp8_are_a_setting(given, kept):
+def test_what_keys_and_values_are_kept_in_is_a_setting(given, kept):
     assert translated({"kv_cache_dtype": given}).get("kv_cache_dtype", ...) == kept
 
 
 def test_other_types_of_keys_and_values_are_refused(tiny_model):
     with pytest.raises(ConfigurationError, match=r"cache.kv_cache_dtype = 'fp8_e5m2' \(from LLM\(...\)\)"):
         LLM(str(tiny_model), kv_cache_dtype="fp8_e5m2")
-    with pytest.raises(ConfigurationError, match=r"cache.kv_cache_dtype = 'fp8_e4m3': the model runs"):
-        LLM(str(tiny_model), kv_cache_dtype="fp8", device="cpu")
+    with pytest.raises(ConfigurationError, match=r"cache.kv_cache_dtype = 'fp8': the model runs"):
+        LLM(str(tiny_model), kv_cache_dtype="fp8_e4m3", device="cpu")
 
 
 def test_arguments_of_other_names_are_settings():

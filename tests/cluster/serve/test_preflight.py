@@ -149,10 +149,16 @@ def test_more_ranks_than_gpus(device):
 
 
 def test_keys_and_values_in_fp8_need_a_gpu():
-    wanted = config(cache__kv_cache_dtype="fp8_e4m3")
+    wanted = config(cache__kv_cache_dtype="fp8")
     check_fits([wanted], SERVER)
     said = refusal(check_fits, [wanted], LAPTOP)
-    assert said.startswith("cache.kv_cache_dtype = 'fp8_e4m3': the model runs on a CPU")
+    assert said.startswith("cache.kv_cache_dtype = 'fp8': the model runs on a CPU")
+
+
+def test_keys_and_values_in_int8_need_a_cpu():
+    wanted = config(cache__kv_cache_dtype="int8")
+    check_fits([wanted], LAPTOP)
+    assert refusal(check_fits, [wanted], SERVER).startswith("cache.kv_cache_dtype = 'int8': the model runs on a GPU")
 
 
 def test_more_replicas_than_the_memory_holds():

@@ -1,4 +1,4 @@
-"""Keys and values in fp8: where they are refused, before anything is loaded, and what they take."""
+"""What keys and values are kept in: where that is refused, before anything is loaded, and what it takes."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ from holdfast.worker.models.memory import MemoryEstimator
 from holdfast.worker.models.model_facts import ModelFacts
 from tests.parity.families import save_tiny_model
 
-FP8 = CacheConfig(kv_cache_dtype="fp8_e4m3")
+FP8 = CacheConfig(kv_cache_dtype="fp8")
 
 
 def of_type(model_type):
@@ -37,9 +37,41 @@ def test_where_nothing_reads_fp8_the_setting_is_named_and_what_to_do(device, exe
     with pytest.raises(ConfigurationError) as refused:
         check_kv_cache_dtype(config, device, hf_config)
     message = str(refused.value)
-    assert message.startswith(f"cache.kv_cache_dtype = 'fp8_e4m3': {reason}")
+    assert message.startswith(f"cache.kv_cache_dtype = 'fp8': {reason}")
     assert "leave --kv-cache-dtype at auto" in message
     check_kv_cache_dtype(config.model_copy(update={"cache": CacheConfig()}), device, hf_config)
+
+
+def test_int8_is_for_cpus_and_named_on_gpus():
+    config = WorkerConfig(cache=CacheConfig(kv_cache_dtype="int8"))
+    with pytest.raises(
+        ConfigurationError, match=r"^cache.kv_cache_dtype = 'int8': the model runs on a GPU, .* or choose fp8"
+    ):
+        check_kv_cache_dtype(config, "cuda", of_type("llama"))
+    for executor in ("auto", "hf"):
+        served = config.model_copy(update={"model": ModelConfig(executor=executor)})
+        check_kv_cache_dtype(served, "cpu", of_type("bloom"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "hf_config", "own"),
+    [
+        ("bfloat16", SimpleNamespace(model_type="llama", dtype=torch.bfloat16), "bfloat16"),
+        ("auto", SimpleNamespace(model_type="llama", dtype=torch.bfloat16), "bfloat16"),
+        ("auto", SimpleNamespace(model_type="llama", torch_dtype="float16"), "float16"),
+        ("auto", of_type("llama"), "float32"),
+        ("float32", None, "float32"),
+    ],
+)
+def test_a_dtype_of_its_own_is_the_models_and_another_is_refused(asked, hf_config, own):
+    for wanted in ("bfloat16", "float16", "float32"):
+        config = WorkerConfig(cache=CacheConfig(kv_cache_dtype=wanted), model=ModelConfig(dtype=asked))
+        if wanted == own:
+            check_kv_cache_dtype(config, "cpu", hf_config)
+            continue
+        reason = f"^cache.kv_cache_dtype = '{wanted}': the model runs in {own}, .* set --dtype {wanted}"
+        with pytest.raises(ConfigurationError, match=reason):
+            check_kv_cache_dtype(config, "cpu", hf_config)
 
 
 def test_others_are_not_refused():
@@ -50,13 +82,13 @@ def test_others_are_not_refused():
 
 def test_loading_refuses_before_it_looks_for_the_model():
     config = WorkerConfig(cache=FP8, model=ModelConfig(model="/nowhere"))
-    with pytest.raises(ConfigurationError, match=r"^cache.kv_cache_dtype = 'fp8_e4m3': the model runs on a CPU"):
+    with pytest.raises(ConfigurationError, match=r"^cache.kv_cache_dtype = 'fp8': the model runs on a CPU"):
         load_model(config, SingleRank(), torch.device("cpu"), lambda *progress: None)
 
 
 def test_a_model_whose_program_is_refused_does_not_fall_back_to_the_hf_backend():
     facts = ModelFacts(model_type="llama", vocab_size=8, max_model_len=8, eos_token_ids=())
-    with pytest.raises(ConfigurationError, match=r"^cache.kv_cache_dtype = 'fp8_e4m3': llama has .*: its heads"):
+    with pytest.raises(ConfigurationError, match=r"^cache.kv_cache_dtype = 'fp8': llama has .*: its heads"):
         _check_hf_backend_will_do(WorkerConfig(cache=FP8), facts, "its heads are too large")
     _check_hf_backend_will_do(WorkerConfig(), facts, "its heads are too large")
 
@@ -71,12 +103,12 @@ def test_an_estimate_for_a_gpu_counts_a_byte_for_a_number_and_one_for_a_row(tmp_
     monkeypatch.setattr(memory, "choose_device", lambda config: torch.device("cuda"))
     folder = save_tiny_model("llama", tmp_path)
     found = {}
-    for dtype in ("auto", "fp8_e4m3"):
+    for dtype in ("auto", "fp8"):
         model = ModelConfig(model=str(folder), dtype="bfloat16")
         found[dtype] = MemoryEstimator(WorkerConfig(model=model, cache=CacheConfig(kv_cache_dtype=dtype)))
     assert found["auto"].kv_bytes_per_token == 8 * 16
-    assert found["fp8_e4m3"].kv_bytes_per_token == 8 * 9
-    assert found["fp8_e4m3"].num_blocks(1 << 20) / found["auto"].num_blocks(1 << 20) == pytest.approx(16 / 9, rel=0.02)
+    assert found["fp8"].kv_bytes_per_token == 8 * 9
+    assert found["fp8"].num_blocks(1 << 20) / found["auto"].num_blocks(1 << 20) == pytest.approx(16 / 9, rel=0.02)
 
 
 def test_names_that_executors_had_are_taken():

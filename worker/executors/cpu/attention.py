@@ -13,7 +13,13 @@ from holdfast.worker.executors.cpu.cache import MAX_HEAD_DIM, TiledCache
 from holdfast.worker.executors.cpu.packing import DTYPES
 from holdfast.worker.executors.cpu.pool import NativePool
 from holdfast.worker.executors.cpu.products import ROWS_AS
-from holdfast.worker.executors.cpu.structures import NativeAttention, NativeAttentionRows, NativeStep, array_address
+from holdfast.worker.executors.cpu.structures import (
+    KEPT_AS_INT8,
+    NativeAttention,
+    NativeAttentionRows,
+    NativeStep,
+    array_address,
+)
 from holdfast.worker.executors.kv_cache import KVSpec
 
 
@@ -41,6 +47,7 @@ class LayerAttention:
                     key_dim=spec.key_dim,
                     value_dim=spec.value_dim,
                     window=spec.sliding_window or 0,
+                    kept_as=KEPT_AS_INT8 if cache.in_int8 else 0,
                 )
                 for spec, address in zip(self._specs, cache.addresses, strict=True)
             )

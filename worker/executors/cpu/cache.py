@@ -146,11 +146,16 @@ SUB_PAGE: Final = 16
 """Keys of a tile: a block holds a whole number of them."""
 MAX_HEAD_DIM: Final = 512
 """Dimensions of a key or a value (`native/pages.h`)."""
+_SCALE_BYTES: Final = 2
+"""float16."""
 
 
-def elements_per_token(spec: KVSpec) -> int:
-    """Numbers that the cache keeps of one token in one layer: keys are filled up to 32 dimensions, values to 16."""
-    return spec.num_kv_heads * (_whole(spec.key_dim, 32) + _whole(spec.value_dim, 16))
+def bytes_per_token(spec: KVSpec, dtype: torch.dtype, *, in_int8: bool = False) -> int:
+    """What the cache keeps of one token in one layer: keys are filled up to 32 dimensions, values to 16. In int8 a
+    number takes a byte, and each key and each value two more for its scale.
+    """
+    numbers = spec.num_kv_heads * (_whole(spec.key_dim, 32) + _whole(spec.value_dim, 16))
+    return numbers + 2 * _SCALE_BYTES * spec.num_kv_heads if in_int8 else numbers * dtype.itemsize
 
 
 def _whole(count: int, of: int) -> int:
@@ -168,9 +173,17 @@ class TiledCache:
     """All layers' pages. They hold zeros until written; a block's memory is finite numbers at any time."""
 
     def __init__(
-        self, specs: Sequence[KVSpec], num_blocks: int, block_size: int, dtype: torch.dtype, library: CDLL
+        self,
+        specs: Sequence[KVSpec],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        library: CDLL,
+        *,
+        in_int8: bool = False,
     ) -> None:
-        """Pages for layers of these specs, in this order, as `library` reads them.
+        """Pages for layers of these specs, in this order, as `library` reads them: of numbers of `dtype`, or of codes
+        and scales (`native/codes.h`).
 
         Raises ValueError unless `block_size` is a multiple of 16.
         """
@@ -178,8 +191,12 @@ class TiledCache:
             raise ValueError(f"block_size = {block_size}: must be a multiple of {SUB_PAGE}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        places = _tile_places(library, dtype)
-        self._layers = [_LayerPages(spec, num_blocks, block_size, dtype, places) for spec in specs]
+        self.in_int8 = in_int8
+        kept = torch.int8 if in_int8 else dtype
+        places = _tile_places(library, torch.float32 if in_int8 else dtype)  # codes lie in lines, as float32 does
+        self.span = 16 if block_size % 32 else 32
+        """Keys of a tile of values."""
+        self._layers = [_LayerPages(spec, num_blocks, block_size, kept, places, self.span) for spec in specs]
         self.ahead = KvPrefault([layer.memory for layer in self._layers])
         """Is told of each step."""
 
@@ -187,6 +204,10 @@ class TiledCache:
     def addresses(self) -> list[int]:
         """Where each layer's pages begin."""
         return [layer.address for layer in self._layers]
+
+    def parts(self, layer: int) -> tuple[Tensor, ...]:
+        """A layer's keys, values and the bytes of scales, [block, head, ...] each, as they lie."""
+        return self._layers[layer].parts()
 
     @contextmanager
     def step(self, batch: StepBatch) -> Iterator[None]:
@@ -222,20 +243,23 @@ class TiledCache:
 
 
 class _LayerPages:
-    """[num_blocks, num_kv_heads, page]."""
+    """[num_blocks, num_kv_heads, page]. A page has keys, values and, of int8, the bytes of scales: [2, block]."""
 
-    def __init__(self, spec: KVSpec, num_blocks: int, block_size: int, dtype: torch.dtype, places: Tensor) -> None:
-        elements = elements_per_token(spec) // spec.num_kv_heads * block_size
+    def __init__(
+        self, spec: KVSpec, num_blocks: int, block_size: int, kept: torch.dtype, places: Tensor, span: int
+    ) -> None:
+        block_bytes = block_size * bytes_per_token(spec, kept, in_int8=kept == torch.int8)
+        elements = block_bytes // spec.num_kv_heads // kept.itemsize
         shape = (num_blocks, spec.num_kv_heads, elements)
-        block_bytes = spec.num_kv_heads * elements * dtype.itemsize
         memory = mapped_memory(num_blocks * block_bytes)
         self.memory = Pages(memory, num_blocks, block_bytes)
         self.address = address_of(memory)
         count = num_blocks * spec.num_kv_heads * elements
-        self.pages = torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
-        self._num_keys = block_size * _whole(spec.key_dim, 32)
+        self.pages = torch.frombuffer(memory, dtype=kept, count=count).view(shape)
+        keys_end = block_size * _whole(spec.key_dim, 32)
+        self._ends = [keys_end, keys_end + block_size * _whole(spec.value_dim, 16)]
         self._block_size = block_size
-        self._span = 16 if block_size % 32 else 32
+        self._span = span
         at = torch.argsort(places.flatten())  # of each number of a tile: input * 16 + output
         self._key_of_key_tile = at % SUB_PAGE
         self._key_of_value_tile = at[: self._span * 16] // 16
@@ -243,10 +267,20 @@ class _LayerPages:
     def copy(self, sources: Tensor, destinations: Tensor, num_tokens: Tensor) -> None:
         moved = self.pages[sources]
         hidden = torch.arange(self._block_size) >= num_tokens[:, None]
-        keys, values = (part.contiguous() for part in moved.tensor_split([self._num_keys], dim=2))
+        keys, values, scales = (part.contiguous() for part in self._parts(moved))
         self._hide_keys(keys, hidden)
         self._hide_values(values, hidden)
-        self.pages.index_copy_(0, destinations, torch.cat([keys, values], dim=2))
+        if scales.shape[2]:
+            by_token = scales.view(*scales.shape[:2], 2, self._block_size, _SCALE_BYTES)
+            by_token.masked_fill_(hidden[:, None, None, :, None], 0)
+        self.pages.index_copy_(0, destinations, torch.cat([keys, values, scales], dim=2))
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Keys, values and the bytes of scales, of all blocks and heads."""
+        return self._parts(self.pages)
+
+    def _parts(self, pages: Tensor) -> tuple[Tensor, ...]:
+        return pages.tensor_split(self._ends, dim=2)
 
     def _hide_keys(self, keys: Tensor, hidden: Tensor) -> None:
         """keys [C, heads, block / 16, tiles of dimensions, a tile], hidden [C, block]."""

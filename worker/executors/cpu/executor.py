@@ -13,13 +13,14 @@ from torch import Tensor
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.executors.cpu.cache import TiledCache, elements_per_token
+from holdfast.worker.executors.cpu.cache import TiledCache, bytes_per_token
 from holdfast.worker.executors.cpu.exchange import Exchange, attach
+from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS, int8_difference
 from holdfast.worker.executors.cpu.library import class_of, load_library
 from holdfast.worker.executors.cpu.packing import PackedModel
 from holdfast.worker.executors.cpu.sampler import OUT_OF_MEMORY, NativeSampler
 from holdfast.worker.executors.cpu.shared_weights import arena_for
-from holdfast.worker.executors.cpu.structures import NativeStep, array_address
+from holdfast.worker.executors.cpu.structures import KEPT_AS_INT8, NativeStep, array_address
 from holdfast.worker.executors.cpu.tile_memory import COMPACT_CLASSES, Arena
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.executors.layout import DecoderLayout
@@ -35,6 +36,9 @@ _LOSSES: Final = {1: "has ended", 2: "is silent", 3: "has left"}
 
 class CpuExecutor:
     """One rank's share of a model on CPUs. Used by one thread at a time."""
+
+    kv_code: Final = "int8"
+    kv_code_numerics: Final = INT8_NUMERICS
 
     def __init__(
         self,
@@ -62,6 +66,7 @@ class CpuExecutor:
         self._decoder: int | None = None
         self._exchange: Exchange | None = None
         self._cache: TiledCache | None = None
+        self._in_int8 = False
         self._pool = self._library.native_pool_create(num_threads, -1, None)
         if not self._pool:
             raise ReplicaError(f"{num_threads} threads could not be started")
@@ -116,7 +121,18 @@ class CpuExecutor:
     @property
     def kv_bytes_per_token(self) -> int:
         """Of this rank's cache, all layers together."""
-        return sum(map(elements_per_token, self._kv_specs())) * self._dtype.itemsize
+        return sum(bytes_per_token(spec, self._dtype, in_int8=self._in_int8) for spec in self._kv_specs())
+
+    def keep_kv_in_code(self) -> None:
+        """From the next cache on, keys and values are kept in eight bits (`native/codes.h`)."""
+        self.drop_cache()
+        self._in_int8 = True
+
+    def kv_code_difference(self, batch: StepBatch) -> str | None:
+        """How this machine's library differs from the rule for keys and values in int8; None: in no bit. Whatever the
+        batch has: rows of all magnitudes are tried.
+        """
+        return int8_difference(self._kv_specs(), self._dtype, self._library)
 
     @property
     def shares_memory(self) -> bool:
@@ -130,10 +146,13 @@ class CpuExecutor:
     def allocate_cache(self, num_blocks: int, block_size: int) -> TiledCache:
         """The cache that steps use from now on. Raises ValueError (see `TiledCache`)."""
         self.drop_cache()
-        self._cache = TiledCache(self._kv_specs(), num_blocks, block_size, self._dtype, self._library)
+        self._cache = TiledCache(
+            self._kv_specs(), num_blocks, block_size, self._dtype, self._library, in_int8=self._in_int8
+        )
         for layer, address in zip(self.packed.layers, self._cache.addresses, strict=True):
             layer.pages = address
         self.packed.model.block_size = block_size
+        self.packed.model.kept_as = KEPT_AS_INT8 if self._in_int8 else 0
         return self._cache
 
     def _kv_specs(self) -> list[KVSpec]:

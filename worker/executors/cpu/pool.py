@@ -1,6 +1,7 @@
 """The native library's threads for the modules of one rank, and the memory of their packed weights."""
 
 from contextlib import suppress
+from ctypes import CDLL
 from typing import Final
 
 from holdfast.worker.errors import ReplicaError
@@ -14,9 +15,11 @@ _FORKED: Final = -1
 class NativePool:
     """Used by one thread at a time."""
 
-    def __init__(self, num_threads: int) -> None:
-        """Raises `Unavailable` where this machine does not run the native library."""
-        self.library = load_library()
+    def __init__(self, num_threads: int, library: CDLL | None = None) -> None:
+        """`library`: another one than that of the machine's best class. Raises `Unavailable` where this machine does
+        not run the native library.
+        """
+        self.library = library or load_library()
         self.arena = Arena()
         self.handle: int | None = self.library.native_pool_create(num_threads, -1, None)
         if not self.handle:

@@ -1,11 +1,14 @@
 """C structures of the native executor: a mirror of `native/decoder.h` and `native/sampler.h`, field by field."""
 
 from ctypes import POINTER, Structure, c_double, c_float, c_int, c_long, c_void_p
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from holdfast.worker.draws import DRAW_TYPES, PENALTIES
+
+KEPT_AS_INT8: Final = 1
+"""Of `kept_as`: keys and values are codes; 0: numbers of the model's dtype."""
 
 
 class NativeLinear(Structure):
@@ -89,6 +92,7 @@ class NativeAttention(Structure):
         ("key_dim", c_int),
         ("value_dim", c_int),
         ("window", c_int),
+        ("kept_as", c_int),
     )
 
 
@@ -139,6 +143,7 @@ class NativeModel(Structure):
         ("max_rows", c_int),
         ("block_size", c_int),
         ("tensor_parallel_size", c_int),
+        ("kept_as", c_int),
     )
 
 

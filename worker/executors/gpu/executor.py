@@ -72,7 +72,8 @@ class GpuExecutor:
     """
 
     instruction_class: Final = "triton"
-    fp8_numerics = FP8_NUMERICS
+    kv_code: Final = "fp8"
+    kv_code_numerics: Final = FP8_NUMERICS
 
     def __init__(
         self,
@@ -142,12 +143,12 @@ class GpuExecutor:
             return sum(spec.fp8_bytes_per_token for spec in self._specs)
         return sum(spec.values_per_token for spec in self._specs) * self._layout.dtype.itemsize
 
-    def keep_in_fp8(self) -> None:
+    def keep_kv_in_code(self) -> None:
         """From the next cache on, keys and values are kept in 8 bits (`worker/executors/kv_cache.py`)."""
         self.drop_cache()
         self._in_fp8 = True
 
-    def fp8_difference(self, batch: StepBatch) -> str | None:
+    def kv_code_difference(self, batch: StepBatch) -> str | None:
         """How this device differs from what keys and values in fp8 should be, tried on a batch; None: in no bit."""
         cache = self._cache_of()
         step, _, _ = self._prepare(batch, cache.block_size, pads=False)

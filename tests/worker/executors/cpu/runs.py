@@ -20,6 +20,8 @@ from tests.worker.executors.cpu.native import BF16, library_or_skip
 from tests.worker.executors.models import config_of, parallelized
 
 MAX_POSITIONS = 4096
+SPOILT = 0x7E
+"""Two such bytes are a float16 that is NaN."""
 
 
 @cache
@@ -54,6 +56,7 @@ class Runner:
     block_size: int = 32
     num_blocks: int = 64
     compacts: bool | None = None
+    in_int8: bool = False
     free: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,6 +69,8 @@ class Runner:
             instruction_class=self.name,
             compacts=self.compacts,
         )
+        if self.in_int8:
+            self.executor.keep_kv_in_code()
         self.cache = self.executor.allocate_cache(self.num_blocks, self.block_size)
         self.free = [*range(0, self.num_blocks, 2), *range(1, self.num_blocks, 2)]
 
@@ -73,9 +78,9 @@ class Runner:
         return [self.free.pop() for _ in range(-(-num_tokens // self.block_size))]
 
     def fill(self, value: float) -> None:
-        """Writes over the whole cache, as if other sequences had left it so."""
+        """Writes over the whole cache, as if other sequences had left it so; in int8, with scales that are NaN."""
         for layer in self.cache._layers:
-            layer.pages.fill_(value)
+            layer.pages.fill_(SPOILT if self.in_int8 else value)
 
     def step(self, *parts: Part, copies: Sequence[BlockCopy] = ()) -> list[Tensor]:
         """The logits of all tokens, by sequence."""

@@ -77,13 +77,21 @@ class Layer:
     """One attention layer over a cache of its own, with room for several sequences."""
 
     def __init__(
-        self, spec: KVSpec, dtype: torch.dtype = F32, *, block_size: int = 16, threads: int = 1, length: int = LENGTH
+        self,
+        spec: KVSpec,
+        dtype: torch.dtype = F32,
+        *,
+        block_size: int = 16,
+        threads: int = 1,
+        length: int = LENGTH,
+        in_int8: bool = False,
     ) -> None:
         library_or_skip()
         self.spec, self.block_size = spec, block_size
         self.blocks_each = -(-2 * length // block_size)
         pool = NativePool(threads)
-        self.cache = TiledCache([spec], 8 * self.blocks_each, block_size, dtype, pool.library)
+        num_blocks = 8 * self.blocks_each
+        self.cache = TiledCache([spec], num_blocks, block_size, dtype, pool.library, in_int8=in_int8)
         self.attention = LayerAttention(pool, [spec], self.cache, dtype)
 
     def step(self, shares: list[tuple[Text, int, int, int]], copies: tuple[BlockCopy, ...] = ()) -> list[Tensor]:

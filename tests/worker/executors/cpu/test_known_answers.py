@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.models.native_backend import NUMERICS
-from tests.worker.executors.cpu.native import ALL, BF16, F16, F32, other_classes
+from tests.worker.executors.cpu.native import ALL, BF16, F16, F32, library_or_skip, other_classes
 from tests.worker.executors.cpu.runs import Runner, layout_of
 
 ANSWERS = Path(__file__).parent / "known_answers.json"
@@ -26,6 +27,8 @@ MODELS = {
     "stablelm": ("stablelm, parallel", ()),
 }
 DTYPES = {"bfloat16": BF16, "float16": F16, "float32": F32}
+CODED = ("llama", "gpt_oss")
+"""Whose answers with keys and values in int8 are known too."""
 NUM_TOKENS = 140
 
 
@@ -66,11 +69,11 @@ def parameters(layout: DecoderLayout) -> list[Tensor]:
     return list({tensor.data_ptr(): tensor for tensor in found}.values())
 
 
-def answers(model: str, dtype: torch.dtype, name: str) -> str:
+def answers(model: str, dtype: torch.dtype, name: str, *, in_int8: bool = False) -> str:
     family, changes = MODELS[model]
     layout = refilled(layout_of.__wrapped__(family, dtype, changes))  # one that nobody else has: it is written over
     ids = [3 + number % 120 for number in whole_numbers(NUM_TOKENS, 1).tolist()]
-    runner = Runner(layout, name=name)
+    runner = Runner(layout, name=name, in_int8=in_int8)
     logits = runner.run(ids, chunks=(70, 1, 40))
     runner.close()
     assert logits.isfinite().all()
@@ -88,6 +91,17 @@ def test_the_answers_are_the_known_ones(model, dtype, name):
     assert answers(model, DTYPES[dtype], name) == known["logits"][model][dtype]
 
 
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("model", CODED)
+def test_the_answers_in_int8_are_the_known_ones(model, name):
+    library_or_skip(name)
+    known = json.loads(ANSWERS.read_text())
+    assert known["int8 numerics"] == INT8_NUMERICS, "new numerics have new answers"
+    assert answers(model, BF16, name, in_int8=True) == known["int8 logits"][model]
+
+
 if __name__ == "__main__":
     logits = {model: {dtype: answers(model, DTYPES[dtype], "avx2") for dtype in DTYPES} for model in MODELS}
-    ANSWERS.write_text(json.dumps({"numerics": NUMERICS, "logits": logits}, indent=2) + "\n")
+    coded = {model: answers(model, BF16, "avx2", in_int8=True) for model in CODED}
+    known = {"numerics": NUMERICS, "logits": logits, "int8 numerics": INT8_NUMERICS, "int8 logits": coded}
+    ANSWERS.write_text(json.dumps(known, indent=2) + "\n")

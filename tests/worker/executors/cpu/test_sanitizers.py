@@ -26,11 +26,11 @@ CHOSEN = (
     " or tokens_are_those_of_pytorch or definition or processors_are or logprobs_ranks or penalty_does or no_numbers"
     " or refused or head_knows or no_rows or equal_logits or any_top_k or searches_for or small_nucleus"
     " or sixteen_exponents or of_those_with_whole or answers_the_same or kept_whole"
-    " or among_all or parted"
+    " or among_all or parted or stored_by_the_rule or blocks_and_threads_have"
 )
 BF16_ALONE = (
     " and not equal_logits and not dtype1 and not dtype2 and not plain_dtypes and not a_long_context_is_near"
-    " and not same_in_any_chunks"
+    " and not same_in_any_chunks and not stored_by"
 )
 
 
@@ -55,6 +55,7 @@ def test_no_sanitizer_complains(name, tmp_path):
             "sequences",
             "wanted_rows",
             "long_contexts",
+            "int8_cache",
             "families",
             "sampler",
             "sampler_searches",

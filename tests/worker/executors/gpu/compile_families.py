@@ -31,7 +31,7 @@ def uses_of_families(models: list[str]) -> dict[object, Use]:
             executor = GpuExecutor(layout, SingleRank(), max_positions=4096, device=torch.device("meta"), launch=record)
             for in_fp8 in (False, True):
                 if in_fp8:
-                    executor.keep_in_fp8()
+                    executor.keep_kv_in_code()
                 executor.allocate_cache(16, 64)
                 for batch in (decode_batch(2, 2000), prompt_batch(100)):
                     executor.launch(batch, with_logits=False)

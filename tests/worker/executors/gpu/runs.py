@@ -58,7 +58,7 @@ class Runner:
             share=self.share,
         )
         if self.in_fp8:
-            self.executor.keep_in_fp8()
+            self.executor.keep_kv_in_code()
         self.cache = self.executor.allocate_cache(self.num_blocks, self.block_size)
         for layer in self.cache.layers:
             spoil(layer)

@@ -239,7 +239,7 @@ def test_a_device_that_stores_or_reads_another_bit_is_refused(kernel, argument):
     runner = runs.Runner(layout_of("llama"), num_blocks=2, launch=Wrong(kernel, argument))
     batch = runs.batch_of([Part(0, tokens(9), [0])], 32)
     reason = f"{WRONGS[kernel, argument]} in fp8 of layer 0 differ from what they should be on this device"
-    assert runner.executor.fp8_difference(batch) == reason
+    assert runner.executor.kv_code_difference(batch) == reason
 
 
 @pytest.mark.slow
@@ -247,7 +247,7 @@ def test_a_device_that_stores_or_reads_another_bit_is_refused(kernel, argument):
 def test_a_device_that_does_as_it_should_is_not(model):
     runner = Runner(layout_of(model), num_blocks=4)
     batch = runs.batch_of([Part(0, tokens(70), [0, 1, 2])], 32)
-    assert runner.executor.fp8_difference(batch) is None
+    assert runner.executor.kv_code_difference(batch) is None
 
 
 @pytest.mark.slow
@@ -263,9 +263,9 @@ def test_a_model_is_loaded_with_its_cache_in_fp8_and_has_numerics_of_its_own(mon
     sizes = {"max_model_len": 64, "block_size": 16, "device": cuda}
     recognized = backend.read_module(parallelized(config_of("llama"), dtype=BF16), group, **sizes)
     assert isinstance(recognized, Recognized), recognized
-    made = backend.make_backend(recognized, group, **sizes, kv_cache_dtype="fp8_e4m3")
+    made = backend.make_backend(recognized, group, **sizes, kv_cache_dtype="fp8")
     assert isinstance(made, NativeBackend), made
     assert made.numerics == "gpu-native-1+kv-e4m3-1"
     assert made.allocate_cache(2, 16).layers[0].keys.dtype == torch.uint8
-    refused = backend.make_backend(recognized, group, **sizes, kv_cache_dtype="fp8_e4m3")
+    refused = backend.make_backend(recognized, group, **sizes, kv_cache_dtype="fp8")
     assert refused == "keys in fp8 of layer 0 differ from what they should be on this device"

@@ -72,7 +72,7 @@ def executor(capture=None, in_fp8=False, **more):
         layout_of(shape, LAYERS), SingleRank(), max_positions=8192, device=META, launch=device, capture=capture
     )
     if in_fp8:
-        made.keep_in_fp8()
+        made.keep_kv_in_code()
     made.allocate_cache(16, 64)
     return made, device
 

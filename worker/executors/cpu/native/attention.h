@@ -26,7 +26,8 @@ template <class W> HF_INLINE void store_weights(AttentionScratch<W>& a, int at, 
 }
 
 // Turns the scores of one tile into weights for up to 16 rows, and scales what they have summed where a larger score came up.
-template <class W>
+// With SCALES, those of keys and of values (`a.scales`) are multiplied in: weights sum to what they do without.
+template <bool SCALES, class W>
 HF_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const int* positions, Softmax& sum, int row,
                           int count, int key) {
   alignas(64) float factor[16];
@@ -38,9 +39,10 @@ HF_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const 
     if (end <= 0 || first >= KEYS) continue;
     float* scores = a.scores + (row + r) * KEYS;
     bool is_cut = first > 0 || end < KEYS;
-    if (shape.softcap > 0 || is_cut)
+    if (SCALES || shape.softcap > 0 || is_cut)
       for (int j = 0; j < KEYS; j += 16) {
         Lanes s = load(scores + j);
+        if (SCALES) s = s * load(a.scales.keys + j);
         if (shape.softcap > 0) s = tanh_of(s * all(shape.cap_scale)) * all(shape.softcap);
         if (is_cut) s = keep_range(s, first - j, end - j, all(-INFINITY));
         store(scores + j, s);
@@ -61,7 +63,7 @@ HF_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const 
     for (int j = 0; j < KEYS; j += 16) {
       Lanes p = exp2_of(fma(load(a.scores + (row + r) * KEYS + j), scale, minus_largest));
       total = total + p;
-      store_weights(a, weights + j, p);
+      store_weights(a, weights + j, SCALES ? p * load(a.scales.values + j) : p);
     }
     store(sum.sums + (row + r) * 16, total);
     if (factor[r] != 1.0f)
@@ -80,47 +82,52 @@ struct SomeKeys {
 
 // Adds the keys [from, to) to what rows [0, count) have summed. `to` is beyond no row's context but the longest's. `after`: the
 // keys that this thread likely attends to next, of which it fetches the first 64 while it attends to its last.
-template <class W>
-void attend_keys(Tiles& t, AttentionScratch<W>& a, const Pages<W>& pages, const SequenceView& seq, int kv_head,
+template <class W, class K>
+void attend_keys(Tiles& t, AttentionScratch<W>& a, const Pages<K>& pages, const SequenceView& seq, int kv_head,
                  const int* positions, int count, int from, int to, Softmax& sum, SomeKeys after) {
+  typedef typename ReadAs<W, K>::Type Read;  // what products take
   const HeadShape& shape = pages.shape;
   for (int r = 0; r < QUERY_ROWS; r++) sum.largest[r] = -INFINITY;
   memset(sum.sums, 0, count * 16 * 4);
   memset(sum.values, 0, (long)count * shape.value_dims() * 4);
   for (int key = from; key < to; key += KEYS) {
     int num_keys = to - key < KEYS ? to - key : KEYS;
-    TileOfKeys<W> found = find_keys(pages, seq, kv_head, key, num_keys);
+    TileOfKeys<K> found = find_keys(pages, seq, kv_head, key, num_keys);
     const SomeKeys next = key + KEYS < to ? SomeKeys{&seq, kv_head, key + KEYS, to} : after;
     const int num_next = next.seq && count <= FEW_QUERIES ? std::min((int)KEYS, next.end - next.first) : 0;
-    TileOfKeys<W> coming = {};
+    TileOfKeys<K> coming = {};
     if (num_next > 0) coming = find_keys(pages, *next.seq, next.kv_head, next.first, num_next);
     int first = 0;  // the rows that see any of these keys: they are in order of position
     while (first + 16 < count && positions[first + 15] < key) first += 16;
     // One after the other for all rows: what was stored has arrived when it is loaded as a tile.
-    score_rows(t, a, shape, found, first, count, coming);
+    if constexpr (std::is_same<Read, K>::value) score_rows(t, a, shape, found, first, count, coming);
+    else score_rows<W, Read>(t, a, shape, read_keys(a, shape, found, coming), first, count, {});
+    if constexpr (Pages<K>::HAS_SCALES) read_scales(pages, seq, kv_head, key, num_keys, a.scales);
     for (int row = first; row < count; row += 16) {
       int some = count - row < 16 ? count - row : 16;
-      weigh_rows(a, shape, positions + row, sum, row, some, key);
+      weigh_rows<Pages<K>::HAS_SCALES>(a, shape, positions + row, sum, row, some, key);
     }
     // Values of small blocks are put together: once for many rows, two tiles at a time where each is used once.
     int num_spans = (num_keys + 31) / 32;
-    auto put_together = [&](int s, int v, W* joined) {
-      return value_tile(pages, seq, kv_head, key + 32 * s, num_keys - 32 * s, v, joined);
+    auto put_together = [&](int s, int v, int span, int tile) -> const Read* {
+      const K* found = value_tile(pages, seq, kv_head, key + 32 * s, num_keys - 32 * s, v, a.room((K*)0, span, tile));
+      if constexpr (std::is_same<Read, K>::value) return found;
+      else return to_bf16(found, a.joined[span][tile]), a.joined[span][tile];
     };
     if (count <= FEW_QUERIES) {
-      add_values(t, a, shape, num_spans, sum.values, first, count,
-                 [&](int s, int v) { return put_together(s, v, a.joined[0][v % 2]); },
+      add_values<Read>(t, a, shape, num_spans, sum.values, first, count,
+                 [&](int s, int v) { return put_together(s, v, 0, v % 2); },
                  [&](int s, int v) {
                    return num_next > 32 * s ? value_bytes(pages, *next.seq, next.kv_head, next.first + 32 * s,
                                                           num_next - 32 * s, v) : nullptr;
                  });
       continue;
     }
-    const W* values[KEYS / 32][MAX_HEAD / 16];
+    const Read* values[KEYS / 32][MAX_HEAD / 16];
     for (int s = 0; s < num_spans; s++)
-      for (int v = 0; v < shape.value_tiles; v++) values[s][v] = put_together(s, v, a.joined[s][v]);
-    add_values(t, a, shape, num_spans, sum.values, first, count, [&](int s, int v) { return values[s][v]; },
-               [](int, int) { return nullptr; });
+      for (int v = 0; v < shape.value_tiles; v++) values[s][v] = put_together(s, v, s, v);
+    add_values<Read>(t, a, shape, num_spans, sum.values, first, count, [&](int s, int v) { return values[s][v]; },
+                     [](int, int) { return nullptr; });
   }
 }
 

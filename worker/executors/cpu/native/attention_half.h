@@ -36,18 +36,26 @@ template <class W> bool Decoder<W>::project(Thread& t, const NativeLinear& qkv, 
   });
 }
 
+// Calls `fn` with the pages of a layer, of what its keys and values are kept as.
+template <class W> template <class Fn>
+bool Decoder<W>::with_pages(const NativeLayer& l, const HeadShape& shape, Fn&& fn) {
+  if (m.kept_as == holdfast::KEPT_AS_INT8) return fn(Pages<Code>{(Code*)l.pages, shape});
+  return fn(Pages<W>{(W*)l.pages, shape});
+}
+
 template <class W> bool Decoder<W>::attend(const NativeLayer& l, const AttentionKind& kind, Thread& t) {
   const HeadShape& shape = kind.shape;
-  Pages<W> pages = {(W*)l.pages, shape};
   const bool inlined = attention.may_inline(kind);
-  if (!inlined && !holdfast::tasks(t.run, attention.num_units * shape.num_kv_heads, [&](int i) {
-        prepare(pages, l, t.own, attention.units[i / shape.num_kv_heads], i % shape.num_kv_heads);
-      }))
-    return false;
-  return attention.attend(t.run, pages, kind, rows_of(l, shape), t.own.scratch.tiles, t.own.attention,
-                          [&](const AttentionTask& task) {
-                            if (inlined) prepare(pages, l, t.own, {task.sequence, 0, 1}, task.kv_head);
-                          });
+  return with_pages(l, shape, [&](auto pages) {
+    if (!inlined && !holdfast::tasks(t.run, attention.num_units * shape.num_kv_heads, [&](int i) {
+          prepare(pages, l, t.own, attention.units[i / shape.num_kv_heads], i % shape.num_kv_heads);
+        }))
+      return false;
+    return attention.attend(t.run, pages, kind, rows_of(l, shape), t.own.scratch.tiles, t.own.attention,
+                            [&](const AttentionTask& task) {
+                              if (inlined) prepare(pages, l, t.own, {task.sequence, 0, 1}, task.kv_head);
+                            });
+  });
 }
 
 template <class W> LayerRows<W> Decoder<W>::rows_of(const NativeLayer& l, const HeadShape& s) const {
@@ -57,8 +65,8 @@ template <class W> LayerRows<W> Decoder<W>::rows_of(const NativeLayer& l, const 
 }
 
 // Norms and rotates the queries and keys of a run of tokens for one KV head, and writes its keys and values.
-template <class W>
-void Decoder<W>::prepare(const Pages<W>& pages, const NativeLayer& l, Local& own, Unit unit, int kv_head) {
+template <class W> template <class K>
+void Decoder<W>::prepare(const Pages<K>& pages, const NativeLayer& l, Local& own, Unit unit, int kv_head) {
   prepare_queries(pages.shape, l, own, unit, kv_head);
   prepare_keys(pages, l, own, unit, kv_head);
 }
@@ -76,8 +84,8 @@ void Decoder<W>::prepare_queries(const HeadShape& s, const NativeLayer& l, Local
     }
   }
 }
-template <class W>
-void Decoder<W>::prepare_keys(const Pages<W>& pages, const NativeLayer& l, Local& own, Unit unit, int kv_head) {
+template <class W> template <class K>
+void Decoder<W>::prepare_keys(const Pages<K>& pages, const NativeLayer& l, Local& own, Unit unit, int kv_head) {
   const SequenceView& seq = attention.sequences[unit.sequence];
   const float* of_keys = projected.data + l.num_heads * l.head_dim;
   clear_begun(pages, seq, kv_head, seq.first_position + unit.first, seq.first_position + unit.end);

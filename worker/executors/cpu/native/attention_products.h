@@ -16,6 +16,7 @@ struct Softmax {
   alignas(64) float values[QUERY_ROWS * MAX_HEAD];
 };
 
+// What a thread attends with: of a model of W, whatever its keys and values are kept as.
 template <class W> struct AttentionScratch {
   typedef typename InputOf<W>::Type Input;
   typedef typename FactorOf<W>::Type Factor;
@@ -27,16 +28,23 @@ template <class W> struct AttentionScratch {
   alignas(64) Factor weight_factors[QUERY_ROWS * KEYS];
   alignas(64) W joined[KEYS / 32][MAX_HEAD / 16][TILE];
   alignas(64) float widened[2 * MAX_HEAD / 32][TILE];  // keys or values of many rows, where products go by FMA
+  // Where keys and values are kept as codes:
+  TileScales scales;
+  alignas(64) Code joined_codes[KEYS / 32][MAX_HEAD / 16][TILE];
+  alignas(64) W read_keys[KEYS / 16][MAX_HEAD / 32][TILE];  // if products do not take codes
+
+  W* room(const W*, int span, int tile) { return joined[span][tile]; }
+  Code* room(const Code*, int span, int tile) { return joined_codes[span][tile]; }
 };
 
 // Where the keys of one tile of 64 lie: found once, for all rows.
-template <class W> struct TileOfKeys {
+template <class K> struct TileOfKeys {
   int num_tiles;  // of 16
-  const W* keys[KEYS / 16];
+  const K* keys[KEYS / 16];
 };
-template <class W>
-HF_INLINE TileOfKeys<W> find_keys(const Pages<W>& pages, const SequenceView& seq, int kv_head, int key, int num_keys) {
-  TileOfKeys<W> found;
+template <class K>
+HF_INLINE TileOfKeys<K> find_keys(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key, int num_keys) {
+  TileOfKeys<K> found;
   found.num_tiles = (num_keys + 15) / 16;
   for (int b = 0; b < found.num_tiles; b++) found.keys[b] = key_tile(pages, seq, kv_head, key + 16 * b);
   return found;
@@ -122,14 +130,17 @@ template <class One, class Two> HF_INLINE void row_tiles(Tiles& t, int first, in
 }
 #endif
 
+// Whether tiles of K are factors as they lie, for rows of a model of W.
+template <class W, class K> constexpr bool as_they_lie() { return std::is_same<W, K>::value && FactorOf<W>::AS_THEY_LIE; }
+
 // out [count][N * 16] (+)= rows times tiles that follow one another in each column. Many rows have them as factors once.
-template <int N, class W>
+template <int N, class W, class K>
 void add_fma(AttentionScratch<W>& a, const typename FactorOf<W>::Type* rows, long stride, int count,
-             const Columns<W, N>& columns, int tiles, float* out, long out_stride, bool begun) {
+             const Columns<K, N>& columns, int tiles, float* out, long out_stride, bool begun) {
   constexpr int C = N * 16 / WIDTH;
-  if (count <= (FactorOf<W>::AS_THEY_LIE ? (int)FMA_ROWS : (int)FEW_ROWS))
+  if (count <= (as_they_lie<W, K>() ? (int)FMA_ROWS : (int)FEW_ROWS))
     return add_few<C>(rows, stride, count, columns, tiles, out, out_stride, begun);
-  if constexpr (FactorOf<W>::AS_THEY_LIE) add_many<C, true>(rows, stride, count, columns, tiles, out, out_stride, begun);
+  if constexpr (as_they_lie<W, K>()) add_many<C, true>(rows, stride, count, columns, tiles, out, out_stride, begun);
   else {
     Columns<float, N> widened;
     widened.step = TILE;
@@ -143,10 +154,27 @@ void add_fma(AttentionScratch<W>& a, const typename FactorOf<W>::Type* rows, lon
 // So many columns of 16 are multiplied at once.
 enum { COLUMNS_AT_ONCE = FMA_COLUMNS * WIDTH / 16 };
 
-// Scores [rows][64] of rows [first, count) with a tile of keys. `next`: of few rows, the keys that are fetched meanwhile.
-template <class W>
-HF_INLINE void score_rows(Tiles& t, AttentionScratch<W>& a, const HeadShape& s, const TileOfKeys<W>& k, int first,
-                          int count, const TileOfKeys<W>& next) {
+// Keys that are codes, as bfloat16. `next`: codes that are fetched meanwhile.
+HF_INLINE TileOfKeys<Bf16> read_keys(AttentionScratch<Bf16>& a, const HeadShape& s, const TileOfKeys<Code>& k,
+                                     const TileOfKeys<Code>& next) {
+  TileOfKeys<Bf16> read;
+  read.num_tiles = k.num_tiles;
+  for (int b = 0; b < k.num_tiles; b++) {
+    for (int d = 0; d < s.key_tiles; d++) {
+      if (b < next.num_tiles)
+        for (int i = 0; i < TILE; i += 64) _mm_prefetch((const char*)(next.keys[b] + d * TILE + i), _MM_HINT_T0);
+      to_bf16(k.keys[b] + d * TILE, a.read_keys[b][d]);
+    }
+    read.keys[b] = a.read_keys[b][0];
+  }
+  return read;
+}
+
+// Scores [rows][64] of rows [first, count) with a tile of keys, without their scales. `next`: of few rows, the keys that are
+// fetched meanwhile.
+template <class W, class K>
+HF_INLINE void score_rows(Tiles& t, AttentionScratch<W>& a, const HeadShape& s, const TileOfKeys<K>& k, int first,
+                          int count, const TileOfKeys<K>& next) {
   int padded = s.padded();
 #ifdef HF_TILES
   if constexpr (sizeof(W) == 2 && sizeof(typename InputOf<W>::Type) == 2)
@@ -157,7 +185,7 @@ HF_INLINE void score_rows(Tiles& t, AttentionScratch<W>& a, const HeadShape& s, 
   typedef typename FactorOf<W>::Type Factor;
   const long stride = factors_in<Factor>(padded);
   for (int b = 0; b < k.num_tiles; b += COLUMNS_AT_ONCE) {
-    Columns<W, COLUMNS_AT_ONCE> keys;  // those that do not exist are nobody's
+    Columns<K, COLUMNS_AT_ONCE> keys;  // those that do not exist are nobody's
     keys.step = TILE;
     for (int i = 0; i < COLUMNS_AT_ONCE; i++) {
       keys.first[i] = k.keys[std::min(b + i, k.num_tiles - 1)];
@@ -170,7 +198,7 @@ HF_INLINE void score_rows(Tiles& t, AttentionScratch<W>& a, const HeadShape& s, 
 
 // values [rows][dims] += weights [rows][64] times a tile's values, for rows [first, count). `value(s, v)`: tile v of span s.
 // `later(s, v)`: what is fetched meanwhile, or null.
-template <class W, class Value, class Later>
+template <class K, class W, class Value, class Later>
 HF_INLINE void add_values(Tiles& t, AttentionScratch<W>& a, const HeadShape& s, int num_spans, float* values, int first,
                           int count, Value&& value, Later&& later) {
   int dims = s.value_dims();
@@ -196,8 +224,8 @@ HF_INLINE void add_values(Tiles& t, AttentionScratch<W>& a, const HeadShape& s, 
       add_fma(a, weights, stride, count - first, tiles, 1, values + first * dims + v * 16, dims, true);
     };
     if (COLUMNS_AT_ONCE == 2)
-      for (; v + 2 <= s.value_tiles; v += 2) add(Columns<W, 2>{{value(span, v), value(span, v + 1)}, TILE});
-    for (; v < s.value_tiles; v++) add(Columns<W, 1>{{value(span, v)}, TILE});
+      for (; v + 2 <= s.value_tiles; v += 2) add(Columns<K, 2>{{value(span, v), value(span, v + 1)}, TILE});
+    for (; v < s.value_tiles; v++) add(Columns<K, 1>{{value(span, v)}, TILE});
   }
 }
 

@@ -104,8 +104,8 @@ template <class W> class Attention {
   }
 
   // All tasks of a kind. `prepare(task)`: what each does first.
-  template <class Prepare>
-  bool attend(holdfast::Run& run, const Pages<W>& pages, const AttentionKind& kind, const LayerRows<W>& layer, Tiles& tiles,
+  template <class K, class Prepare>
+  bool attend(holdfast::Run& run, const Pages<K>& pages, const AttentionKind& kind, const LayerRows<W>& layer, Tiles& tiles,
               AttentionRoom<W>& own, Prepare&& prepare) {
     if (!holdfast::tasks(run, kind.num_tasks, [&](int i) {
           const AttentionTask& task = kind.tasks[i];
@@ -116,7 +116,7 @@ template <class W> class Attention {
         }))
       return false;
     return !kind.splits || holdfast::tasks(run, kind.num_tasks, [&](int i) {
-      if (kind.tasks[i].part == 0 && kind.tasks[i].parts > 1) merge_task(pages, layer, own, kind.tasks[i]);
+      if (kind.tasks[i].part == 0 && kind.tasks[i].parts > 1) merge_task(pages.shape, layer, own, kind.tasks[i]);
     });
   }
 
@@ -138,7 +138,8 @@ template <class W> class Attention {
     return std::max(from, first_key(s, position) / KEYS * KEYS);
   }
 
-  void attend_task(const Pages<W>& pages, const LayerRows<W>& layer, Tiles& tiles, AttentionRoom<W>& own,
+  template <class K>
+  void attend_task(const Pages<K>& pages, const LayerRows<W>& layer, Tiles& tiles, AttentionRoom<W>& own,
                    const AttentionTask& task, SomeKeys after) {
     const HeadShape& s = pages.shape;
     const SequenceView& seq = sequences[task.sequence];
@@ -168,12 +169,11 @@ template <class W> class Attention {
     memcpy(kept.values, sum.values, (long)task.count * s.value_dims() * 4);
   }
 
-  void merge_task(const Pages<W>& pages, const LayerRows<W>& layer, AttentionRoom<W>& own, const AttentionTask& task) {
+  void merge_task(const HeadShape& s, const LayerRows<W>& layer, AttentionRoom<W>& own, const AttentionTask& task) {
     Softmax& total = *parts[task.slot];
-    for (int part = 1; part < task.parts; part++) merge_all(pages.shape, total, *parts[task.slot + part], task.count);
-    gather_queries<W>(own.scratch, pages.shape, sequences[task.sequence], task.kv_head, task.first, task.count, layer,
-                      own.rows);
-    write_results(pages.shape, own.rows, total, layer);
+    for (int part = 1; part < task.parts; part++) merge_all(s, total, *parts[task.slot + part], task.count);
+    gather_queries<W>(own.scratch, s, sequences[task.sequence], task.kv_head, task.first, task.count, layer, own.rows);
+    write_results(s, own.rows, total, layer);
   }
 
   int threads;

@@ -4,6 +4,7 @@
 
 namespace holdfast {
 enum Dtype { BFLOAT16, FLOAT16, FLOAT32 };
+enum KeptAs { KEPT_AS_MODEL, KEPT_AS_INT8 };  // keys and values: in the model's dtype, or as codes (`codes.h`)
 }
 
 extern "C" {
@@ -62,12 +63,13 @@ struct NativeLayer {
 struct NativeAttention {
   void* pages;
   float softcap;  // 0: none
-  int num_heads, num_kv_heads, key_dim, value_dim, window;
+  int num_heads, num_kv_heads, key_dim, value_dim, window, kept_as;
 };
 
 // The rows of a step for such a layer: [token][head][dimension], the last without gaps.
 struct NativeAttentionRows {
-  const void *queries, *keys, *values;  // queries: as a linear's inputs (bfloat16, else float32); keys, values: as kept
+  // queries: as a linear's inputs (bfloat16, else float32); keys, values: of the model's dtype
+  const void *queries, *keys, *values;
   long query_token_stride, query_head_stride, key_token_stride, key_head_stride, value_token_stride,
       value_head_stride;  // in numbers
   const float* sinks;     // [heads], or null
@@ -93,7 +95,7 @@ struct NativeModel {
   float embedding_scale, logit_scale, logit_softcap;
   int num_layers, num_rotaries, hidden, first_vocab_row, vocab_rows,
       vocab_size;  // rows: of this rank; the last ranks' may lie beyond the vocabulary
-  int max_rows, block_size, tensor_parallel_size;
+  int max_rows, block_size, tensor_parallel_size, kept_as;  // kept_as: see `KeptAs`
 };
 
 struct NativeStep {

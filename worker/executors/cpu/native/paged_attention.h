@@ -65,8 +65,15 @@ template <class W> class PagedAttention : public holdfast::AnyAttention {
   void attend(const Job& job, holdfast::Run& run, Local& own) {
     const NativeAttention& l = layers[job.layer];
     const AttentionKind& kind = attention.kinds[kind_of[job.layer]];
-    Pages<W> pages = {(W*)l.pages, kind.shape};
-    scale_scores(pages.shape, job.rows.scaling, l.softcap);
+    HeadShape shape = kind.shape;
+    scale_scores(shape, job.rows.scaling, l.softcap);
+    if (l.kept_as == holdfast::KEPT_AS_INT8) attend(job, run, own, Pages<Code>{(Code*)l.pages, shape});
+    else attend(job, run, own, Pages<W>{(W*)l.pages, shape});
+  }
+
+  template <class K> void attend(const Job& job, holdfast::Run& run, Local& own, const Pages<K>& pages) {
+    const NativeAttention& l = layers[job.layer];
+    const AttentionKind& kind = attention.kinds[kind_of[job.layer]];
     if (!job.inlined && !holdfast::tasks(run, job.num_units, [&](int i) {
           keep(pages, job.rows, attention.units[i / l.num_kv_heads], i % l.num_kv_heads);
         }))
@@ -80,19 +87,28 @@ template <class W> class PagedAttention : public holdfast::AnyAttention {
   }
 
   // Writes the keys and values of some tokens and one KV head to their pages.
-  void keep(const Pages<W>& pages, const NativeAttentionRows& rows, Unit unit, int kv_head) {
+  template <class K>
+  void keep(const Pages<K>& pages, const NativeAttentionRows& rows, Unit unit, int kv_head) {
     const HeadShape& s = pages.shape;
     const SequenceView& seq = attention.sequences[unit.sequence];
     clear_begun(pages, seq, kv_head, seq.first_position + unit.first, seq.first_position + unit.end);
     W numbers[MAX_HEAD];
+    float wide[MAX_HEAD];
+    auto widened = [&](int count) {
+      for (int j = 0; j < count; j += 16) store(wide + j, load(numbers + j));
+      return wide;
+    };
     for (int t = unit.first; t < unit.end; t++) {
       const long token = seq.first_row + t;
+      const int position = seq.first_position + t;
       fill_up((const W*)rows.keys + token * rows.key_token_stride + kv_head * rows.key_head_stride, s.key_dim, s.padded(),
               numbers);
-      put_key(pages, seq, kv_head, seq.first_position + t, numbers);
+      if constexpr (Pages<K>::HAS_SCALES) write_key(pages, seq, kv_head, position, widened(s.padded()));
+      else put_key(pages, seq, kv_head, position, numbers);
       fill_up((const W*)rows.values + token * rows.value_token_stride + kv_head * rows.value_head_stride, s.value_dim,
               s.value_dims(), numbers);
-      put_value(pages, seq, kv_head, seq.first_position + t, numbers);
+      if constexpr (Pages<K>::HAS_SCALES) write_value(pages, seq, kv_head, position, widened(s.value_dims()));
+      else put_value(pages, seq, kv_head, position, numbers);
     }
   }
   static void fill_up(const W* from, int count, int padded, W* to) {

@@ -2,8 +2,10 @@
 //
 // A page belongs to one block and one KV head: keys [block / 16][dims / 32][a tile of 32 dims and 16 keys], then values
 // [block / span][dims / 16][a tile of `span` keys and 16 dims], with spans of 32 keys, or 16 where blocks are that small (half a
-// tile): tiles as they are multiplied (`tile_order.h`). What is computed from them is in `attention.h`.
+// tile): tiles as they are multiplied (`tile_order.h`). They are of K: a model's dtype, or codes (`codes.h`), behind whose tiles
+// lie scales, [block] float16 of keys, then of values. What is computed from them is in `attention.h`.
 #pragma once
+#include "codes.h"
 #include "functions.h"
 #include "linear.h"
 
@@ -50,46 +52,57 @@ struct SequenceView {
   const int* blocks;
 };
 
-template <class W> struct Pages {
-  W* base;  // of this layer
+template <class K> struct Pages {
+  enum { HAS_SCALES = std::is_same<K, Code>::value };
+  K* base;  // of this layer
   HeadShape shape;
-  W* page(int block, int kv_head) const {
-    return base + ((long)block * shape.num_kv_heads + kv_head) * shape.page_elements();
+  long page_length() const {
+    return shape.page_elements() + (HAS_SCALES ? 2 * shape.block_size * (long)(sizeof(Half) / sizeof(Code)) : 0);
   }
-  W* at(const SequenceView& seq, int position, int kv_head) const {
+  K* page(int block, int kv_head) const {
+    return base + ((long)block * shape.num_kv_heads + kv_head) * page_length();
+  }
+  K* at(const SequenceView& seq, int position, int kv_head) const {
     return page(seq.blocks[position / shape.block_size], kv_head);
+  }
+  // Of the key and of the value at a position, and those that follow in its block.
+  Half* key_scales(const SequenceView& seq, int position, int kv_head) const {
+    return (Half*)(at(seq, position, kv_head) + shape.page_elements()) + position % shape.block_size;
+  }
+  Half* value_scales(const SequenceView& seq, int position, int kv_head) const {
+    return key_scales(seq, position, kv_head) + shape.block_size;
   }
 };
 
 // The tile of 16 keys (a sub-page) at position `key`, dimensions 32 * d onwards.
-template <class W> HF_INLINE const W* key_tile(const Pages<W>& pages, const SequenceView& seq, int kv_head, int key) {
+template <class K> HF_INLINE const K* key_tile(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key) {
   int in_block = key % pages.shape.block_size;
   return pages.page(seq.blocks[key / pages.shape.block_size], kv_head) +
          (long)in_block / SUB_PAGE * pages.shape.key_tiles * TILE;
 }
-template <class W> HF_INLINE const W* value_span(const Pages<W>& pages, const SequenceView& seq, int kv_head, int key) {
+template <class K> HF_INLINE const K* value_span(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key) {
   const HeadShape& s = pages.shape;
   int in_block = key % s.block_size;
   return pages.page(seq.blocks[key / s.block_size], kv_head) + s.key_elements() +
          (long)in_block / s.span * s.span * s.value_dims();
 }
 // The values of 32 keys from `key` on, 16 dimensions: a tile. Two spans of 16 are put together; `num_keys` of them exist.
-template <class W>
-HF_INLINE const W* value_tile(const Pages<W>& pages, const SequenceView& seq, int kv_head, int key, int num_keys,
-                              int dims, W* joined) {
-  const W* first = value_span(pages, seq, kv_head, key) + (long)dims * pages.shape.span * 16;
+template <class K>
+HF_INLINE const K* value_tile(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key, int num_keys,
+                              int dims, K* joined) {
+  const K* first = value_span(pages, seq, kv_head, key) + (long)dims * pages.shape.span * 16;
   if (pages.shape.span == 32) return first;
-  memcpy(joined, first, TILE / 2 * sizeof(W));
+  memcpy(joined, first, TILE / 2 * sizeof(K));
   if (num_keys > 16)
-    memcpy(joined + TILE / 2, value_span(pages, seq, kv_head, key + 16) + (long)dims * 16 * 16, TILE / 2 * sizeof(W));
-  else memset((void*)(joined + TILE / 2), 0, TILE / 2 * sizeof(W));
+    memcpy(joined + TILE / 2, value_span(pages, seq, kv_head, key + 16) + (long)dims * 16 * 16, TILE / 2 * sizeof(K));
+  else memset((void*)(joined + TILE / 2), 0, TILE / 2 * sizeof(K));
   return joined;
 }
 
 // Of the values of 32 keys from `key` on, of which `num_keys` exist, as many bytes as a tile: together, all of them, in the
 // order in which they lie. Null: there are no such keys.
-template <class W>
-HF_INLINE const void* value_bytes(const Pages<W>& pages, const SequenceView& seq, int kv_head, int key, int num_keys,
+template <class K>
+HF_INLINE const void* value_bytes(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key, int num_keys,
                                   int tile) {
   const HeadShape& s = pages.shape;
   const long at = (long)tile * TILE, of_span = (long)s.span * s.value_dims();
@@ -98,53 +111,77 @@ HF_INLINE const void* value_bytes(const Pages<W>& pages, const SequenceView& seq
 }
 
 // Zeros for what lies behind the tokens of spans that this step begins: masked keys never bring in another's NaN.
-template <class W> void clear_begun(const Pages<W>& pages, const SequenceView& seq, int kv_head, int first, int end) {
+template <class K> void clear_begun(const Pages<K>& pages, const SequenceView& seq, int kv_head, int first, int end) {
   const HeadShape& s = pages.shape;
   for (int p = (first + SUB_PAGE - 1) / SUB_PAGE * SUB_PAGE; p < end; p += SUB_PAGE) {
     if (p + SUB_PAGE <= end) continue;
     memset((void*)(pages.at(seq, p, kv_head) + p % s.block_size / SUB_PAGE * s.key_tiles * TILE), 0,
-           s.key_tiles * TILE * sizeof(W));
+           s.key_tiles * TILE * sizeof(K));
+    if (Pages<K>::HAS_SCALES) memset((void*)pages.key_scales(seq, p, kv_head), 0, SUB_PAGE * sizeof(Half));
   }
   for (int p = (first + s.span - 1) / s.span * s.span; p < end; p += s.span) {
     if (p + s.span <= end) continue;
-    W* values = pages.at(seq, p, kv_head) + s.key_elements();
-    memset((void*)(values + (long)(p % s.block_size) * s.value_dims()), 0, (long)s.span * s.value_dims() * sizeof(W));
+    K* values = pages.at(seq, p, kv_head) + s.key_elements();
+    memset((void*)(values + (long)(p % s.block_size) * s.value_dims()), 0, (long)s.span * s.value_dims() * sizeof(K));
+    if (Pages<K>::HAS_SCALES) memset((void*)pages.value_scales(seq, p, kv_head), 0, s.span * sizeof(Half));
   }
 }
-// One input of 16 outputs of a tile: two apart, or side by side in float32.
-template <class W> HF_INLINE void store_outputs(W* at, const W* numbers) { store_apart(at, numbers); }
+// One input of 16 outputs of a tile: two apart, or side by side in float32 and as codes.
+template <class K> HF_INLINE void store_outputs(K* at, const K* numbers) { store_apart(at, numbers); }
 HF_INLINE void store_outputs(float* at, const float* numbers) { store(at, load(numbers)); }
+HF_INLINE void store_outputs(Code* at, const Code* numbers) { memcpy((void*)at, numbers, 16); }
 // A key [padded], zeros behind its dimensions.
-template <class W>
-void put_key(const Pages<W>& pages, const SequenceView& seq, int kv_head, int position, const W* numbers) {
+template <class K>
+void put_key(const Pages<K>& pages, const SequenceView& seq, int kv_head, int position, const K* numbers) {
   const HeadShape& s = pages.shape;
-  W* tiles = pages.at(seq, position, kv_head) + position % s.block_size / SUB_PAGE * s.key_tiles * TILE;
+  K* tiles = pages.at(seq, position, kv_head) + position % s.block_size / SUB_PAGE * s.key_tiles * TILE;
   int key = position % SUB_PAGE;
-  for (int d = 0; d < s.padded(); d++) tiles[d / 32 * TILE + place<W>(d % 32, key)] = numbers[d];
+  for (int d = 0; d < s.padded(); d++) tiles[d / 32 * TILE + place<K>(d % 32, key)] = numbers[d];
 }
 // A value [value_dims()], zeros behind its dimensions.
-template <class W>
-void put_value(const Pages<W>& pages, const SequenceView& seq, int kv_head, int position, const W* numbers) {
+template <class K>
+void put_value(const Pages<K>& pages, const SequenceView& seq, int kv_head, int position, const K* numbers) {
   const HeadShape& s = pages.shape;
-  W* span = pages.at(seq, position, kv_head) + s.key_elements() +
+  K* span = pages.at(seq, position, kv_head) + s.key_elements() +
             (long)(position % s.block_size / s.span) * s.span * s.value_dims();
   int key = position % s.span;
   for (int d = 0; d < s.value_dims(); d += 16, span += (long)s.span * 16)
-    store_outputs(span + place<W>(key, 0), numbers + d);
+    store_outputs(span + place<K>(key, 0), numbers + d);
 }
-// The same of float32 numbers, which are rounded.
-template <class W>
-void write_key(const Pages<W>& pages, const SequenceView& seq, int kv_head, int position, const float* k) {
-  W rounded[MAX_HEAD];
-  for (int j = 0; j < pages.shape.padded(); j += 16) store(rounded + j, load(k + j));
+// The same of float32 numbers, which are rounded: a key [padded], and a value whose dimensions alone are there.
+template <class K>
+void write_key(const Pages<K>& pages, const SequenceView& seq, int kv_head, int position, const float* k) {
+  K rounded[MAX_HEAD];
+  if constexpr (Pages<K>::HAS_SCALES) *pages.key_scales(seq, position, kv_head) = to_codes(k, pages.shape.padded(), rounded);
+  else
+    for (int j = 0; j < pages.shape.padded(); j += 16) store(rounded + j, load(k + j));
   put_key(pages, seq, kv_head, position, rounded);
 }
-template <class W>
-void write_value(const Pages<W>& pages, const SequenceView& seq, int kv_head, int position, const float* from) {
+template <class K>
+void write_value(const Pages<K>& pages, const SequenceView& seq, int kv_head, int position, const float* from) {
   const HeadShape& s = pages.shape;
-  W rounded[MAX_HEAD];
-  for (int j = 0; j < s.value_dims(); j += 16) store(rounded + j, tail_of(from + j, s.value_dim - j));
+  K rounded[MAX_HEAD];
+  if constexpr (Pages<K>::HAS_SCALES) {
+    float filled[MAX_HEAD];
+    for (int j = 0; j < s.value_dims(); j += 16) store(filled + j, tail_of(from + j, s.value_dim - j));
+    *pages.value_scales(seq, position, kv_head) = to_codes(filled, s.value_dims(), rounded);
+  } else
+    for (int j = 0; j < s.value_dims(); j += 16) store(rounded + j, tail_of(from + j, s.value_dim - j));
   put_value(pages, seq, kv_head, position, rounded);
+}
+
+// The scales of 64 keys and their values from position `key` on, in float32: of those in tiles of which `num_keys` exist.
+// Zeros for the others.
+struct TileScales {
+  alignas(64) float keys[64], values[64];
+};
+HF_INLINE void read_scales(const Pages<Code>& pages, const SequenceView& seq, int kv_head, int key, int num_keys,
+                           TileScales& out) {
+  for (int j = 0; j < 64; j += SUB_PAGE) {
+    const bool is_there = j < num_keys;
+    store(out.keys + j, is_there ? load(pages.key_scales(seq, key + j, kv_head)) : zero());
+    store(out.values + j, is_there ? load(pages.value_scales(seq, key + j, kv_head)) : zero());
+  }
 }
 
 }  // namespace

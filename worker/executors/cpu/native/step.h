@@ -292,9 +292,10 @@ template <class W> class Decoder {
   bool project(Thread& t, const NativeLinear& qkv, int begin, int end, Rows rows);
   bool attend(const NativeLayer& l, const AttentionKind& kind, Thread& t);
   LayerRows<W> rows_of(const NativeLayer& l, const HeadShape& s) const;
-  void prepare(const Pages<W>& pages, const NativeLayer& l, Local& own, Unit unit, int kv_head);
+  template <class Fn> bool with_pages(const NativeLayer& l, const HeadShape& shape, Fn&& fn);
+  template <class K> void prepare(const Pages<K>& pages, const NativeLayer& l, Local& own, Unit unit, int kv_head);
   void prepare_queries(const HeadShape& s, const NativeLayer& l, Local& own, Unit unit, int kv_head);
-  void prepare_keys(const Pages<W>& pages, const NativeLayer& l, Local& own, Unit unit, int kv_head);
+  template <class K> void prepare_keys(const Pages<K>& pages, const NativeLayer& l, Local& own, Unit unit, int kv_head);
   float* rotated(const NativeLayer& l, Local& own, const float* from, int head, const NativeNorm& norm, int norm_head,
                  int position, int num_heads);
 

@@ -33,12 +33,13 @@ template <class W> void Decoder<W>::list_wanted() {
 template <class W> bool Decoder<W>::narrowing_half(const NativeLayer& l, Thread& t) {
   int kv_heads = l.num_kv_heads, queries_end = l.num_heads * l.head_dim;
   const HeadShape& shape = attention.kinds[kind_of.back()].shape;
-  Pages<W> pages = {(W*)l.pages, shape};
   Rows rows;
   if (!normed(t, l.attention_norm, rows)) return false;
   if (!project(t, l.qkv, queries_end / GROUP, l.qkv.groups, rows)) return false;
-  if (!holdfast::tasks(t.run, attention.num_units * kv_heads, [&](int i) {
-        prepare_keys(pages, l, t.own, attention.units[i / kv_heads], i % kv_heads);
+  if (!with_pages(l, shape, [&](auto pages) {
+        return holdfast::tasks(t.run, attention.num_units * kv_heads, [&](int i) {
+          prepare_keys(pages, l, t.own, attention.units[i / kv_heads], i % kv_heads);
+        });
       }))
     return false;
   if (!narrow(t)) return false;
@@ -49,8 +50,10 @@ template <class W> bool Decoder<W>::narrowing_half(const NativeLayer& l, Thread&
         prepare_queries(shape, l, t.own, attention.units[attention.num_units + i / kv_heads], i % kv_heads);
       }))
     return false;
-  if (!attention.attend(t.run, pages, wanted_kind, rows_of(l, shape), t.own.scratch.tiles, t.own.attention,
-                        [](const AttentionTask&) {}))
+  if (!with_pages(l, shape, [&](auto pages) {
+        return attention.attend(t.run, pages, wanted_kind, rows_of(l, shape), t.own.scratch.tiles, t.own.attention,
+                                [](const AttentionTask&) {});
+      }))
     return false;
   return row_parallel(t, l.output, {attention_out.data, attention_out.stride}, l, false);
 }
