@@ -29,7 +29,7 @@ SHARES = {"gold": 4.0, "silver": 2.0, "free": 1.0}
 SIZES = {"gold": (8, 4), "silver": (20, 8), "free": (40, 12)}
 """Tokens of a prompt and of an output, on average: the smaller the share, the larger the requests."""
 NUM_OPEN = {"gold": 32, "silver": 12, "free": 6}
-BEGIN_S, WARM_S, END_S = 1.0, 10.0, 100.0
+BEGIN_S, WARM_S, END_S = 1.0, 10.0, 60.0
 
 
 class Overload:
