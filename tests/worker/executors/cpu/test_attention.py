@@ -21,7 +21,7 @@ SPECS = {
     "grouped": PLAIN,
     "many heads": KVSpec(num_heads=3, num_kv_heads=3, key_dim=48, value_dim=48),
     "odd group": KVSpec(num_heads=7, num_kv_heads=1, key_dim=64, value_dim=64),
-    "more heads than rows of a task": KVSpec(num_heads=150, num_kv_heads=2, key_dim=16, value_dim=16),
+    "more heads than rows of a task": KVSpec(num_heads=66, num_kv_heads=1, key_dim=16, value_dim=16),
     "latent": KVSpec(num_heads=4, num_kv_heads=2, key_dim=192, value_dim=128),
     "short keys": KVSpec(num_heads=4, num_kv_heads=4, key_dim=12, value_dim=40),
     "widest": KVSpec(num_heads=2, num_kv_heads=1, key_dim=512, value_dim=512),
@@ -55,20 +55,20 @@ class Text:
         parts = [part.unflatten(1, (count, -1)).transpose(0, 1) for part, count in zip(rows, counts, strict=True)]
         return cls(*parts, torch.linspace(-1, 2, spec.num_heads).to(dtype) if spec.has_sinks else None)
 
-    def exact(self, spec: KVSpec) -> Tensor:
-        """Attention by definition, in float64: [tokens, heads, dim]."""
+    def exact(self, spec: KVSpec, first: int = 0) -> Tensor:
+        """Attention of the tokens from `first` on, by definition, in float64: [tokens, heads, dim]."""
         group = spec.num_heads // spec.num_kv_heads
-        query = self.query.double()
+        query = self.query[:, first:].double()
         key, value = (part.double().repeat_interleave(group, 0) for part in (self.key, self.value))
         scores = query @ key.mT * SCALING
         if spec.softcap is not None:
             scores = torch.tanh(scores / spec.softcap) * spec.softcap
-        places = torch.arange(query.shape[1])
-        distance = places[:, None] - places
+        places = torch.arange(self.query.shape[1])
+        distance = places[first:, None] - places
         hidden = (distance < 0) | (distance >= (spec.sliding_window or len(places)))
         scores = scores.masked_fill(hidden, -torch.inf)
         if self.sinks is not None:
-            sinks = self.sinks.double()[:, None, None].expand(-1, len(places), 1)
+            sinks = self.sinks.double()[:, None, None].expand(-1, query.shape[1], 1)
             scores = torch.cat((scores, sinks), -1)
         return (scores.softmax(-1)[..., : len(places)] @ value).transpose(0, 1)
 
@@ -186,7 +186,7 @@ def test_a_long_context_is_cut_alike_for_one_thread_and_for_many(name):
     text = Text.made(spec, length=length)
     one, many = (Layer(spec, block_size=512, threads=threads, length=length) for threads in (1, 4))
     whole = one.run(text, lambda: length)
-    assert (whole.double() - text.exact(spec)).abs().max() < 1e-5
+    assert (whole[960:].double() - text.exact(spec, first=960)).abs().max() < 1e-5
     many.run(Text(text.query[:, :1020], text.key[:, :1020], text.value[:, :1020], text.sinks), lambda: 1020)
     for first in (*range(1020, 1034), 1034):
         count = 1 if first < 1034 else length - first

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast.worker.executors.cpu import tile_memory
 from holdfast.worker.executors.cpu.tile_memory import Arena, Compactor, CompactTiles, PlainTiles, TileShape
+from tests.examples import examples
 from tests.worker.executors.cpu.native import ALL, BF16, Product, bits, library_or_skip, same_bits
 from tests.worker.executors.cpu.runs import Runner, layout_of, tokens
 from tests.worker.executors.cpu.test_products import linear
@@ -87,7 +88,7 @@ SHAPES = st.tuples(
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(32), deadline=None, derandomize=True)
 @given(shape=SHAPES, std=st.sampled_from([0.02, 1.0]), num_rare=st.integers(0, 6), seed=st.integers(0, 99))
 def test_products_have_the_bits_of_those_with_whole_weights(name, shape, std, num_rare, seed):
     rows, length, outputs, slices = shape
