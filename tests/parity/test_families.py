@@ -24,6 +24,9 @@ TOLERANCE = 1e-5
 """Of the largest logit."""
 ON_THE_HF_BACKEND = ("gpt_oss", "llama", "qwen3")
 GENERATED = ("gemma2", "gpt2", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen3")
+GENERATED_EVERY_TIME = ("gpt2", "gpt_oss", "llama")
+WHOLE, CHUNKS, MORE_CHUNKS = (128, 70), ((7, 70), (1, 18)), ((3, 70), (64, 70))
+"""Tokens of a sequence in a step, and of each prompt."""
 
 
 @pytest.fixture(scope="module", params=[*SERVED, *VARIANTS])
@@ -42,16 +45,13 @@ def test_that_enough_families_are_served():
     assert len(SERVED) >= 36
 
 
-def test_packed_sequences_have_the_logits_of_hugging_face(family, leader, prompts, expected):
-    assert relative_difference(logits_in_chunks(leader, prompts, chunk=128), expected(family)) <= TOLERANCE
-
-
 @pytest.mark.parametrize(
-    ("chunk", "length"), [(1, 18), (7, 70), *(pytest.param(size, 70, marks=pytest.mark.slow) for size in (3, 64))]
+    "cuts", [(WHOLE, *CHUNKS), pytest.param(MORE_CHUNKS, marks=pytest.mark.slow)], ids=["few", "more"]
 )
-def test_chunked_prompts_have_the_logits_of_hugging_face(family, leader, prompts, expected, chunk, length):
-    ours = logits_in_chunks(leader, [prompt[:length] for prompt in prompts], chunk)
-    assert relative_difference(ours, [rows[:length] for rows in expected(family)]) <= TOLERANCE
+def test_packed_sequences_have_the_logits_of_hugging_face_whole_and_in_chunks(family, leader, prompts, expected, cuts):
+    for chunk, length in cuts:
+        ours = logits_in_chunks(leader, [prompt[:length] for prompt in prompts], chunk)
+        assert relative_difference(ours, [rows[:length] for rows in expected(family)]) <= TOLERANCE, chunk
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,14 @@ def test_a_family_that_must_be_a_decoder_program_and_cannot_be_is_refused(family
         load(worker_config(tiny_model(family), executor="native"))
 
 
-GREEDY = [(family, executor_of(family)) for family in GENERATED] + [("gpt_oss", "hf"), ("llama", "hf")]
+GREEDY = [
+    *(
+        pytest.param(family, executor_of(family), marks=() if family in GENERATED_EVERY_TIME else pytest.mark.slow)
+        for family in GENERATED
+    ),
+    ("gpt_oss", "hf"),
+    pytest.param("llama", "hf", marks=pytest.mark.slow),  # every time in test_serving.py
+]
 
 
 @pytest.mark.parametrize(("family", "executor"), GREEDY)

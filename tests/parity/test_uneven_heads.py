@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.worker.engine.model_runner import ModelRunner
+from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.models.memory import MemoryEstimator
 from tests.fake_group import run_ranks
@@ -60,11 +60,14 @@ def test_ranks_have_the_bits_of_one(folder, whole, size):
 def test_other_numbers_of_heads(tmp_path, family, heads, kv_heads, size):
     sizes = {"hidden_size": heads * 8, "intermediate_size": heads * 32, "head_dim": 8}
     folder = save_tiny_model(family, tmp_path, num_attention_heads=heads, num_key_value_heads=kv_heads, **sizes)
-    expected = greedy_tokens(load(worker_config(folder, executor="native")), PROMPTS, num_new=8)
-    logits = logits_in_chunks(load(worker_config(folder, executor="native")), PROMPTS, chunk=16)
-    config = worker_config(folder, size, executor="native")
-    assert on_ranks(config, lambda leader: greedy_tokens(leader, PROMPTS, num_new=8)) == expected
-    assert all(map(torch.equal, on_ranks(config, lambda leader: logits_in_chunks(leader, PROMPTS, chunk=16)), logits))
+
+    def computed(leader: LeaderRunner) -> tuple[list[list[int]], list[torch.Tensor]]:
+        return greedy_tokens(leader, PROMPTS, num_new=8), logits_in_chunks(leader, PROMPTS, chunk=16)
+
+    tokens, logits = computed(load(worker_config(folder, executor="native")))
+    split_tokens, split_logits = on_ranks(worker_config(folder, size, executor="native"), computed)
+    assert split_tokens == tokens
+    assert all(map(torch.equal, split_logits, logits))
 
 
 def test_each_rank_caches_its_own_heads(folder, caplog):
