@@ -53,7 +53,8 @@ async def struck(client: AsyncClient, kind: Kind, row: Row, strike: Callable[[],
     assert row.is_clean, row.differences
 
 
-def test_a_link_to_a_replica_may_go_dark(tmp_path: Path, tally: Tally):
+@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.slow)], ids=lambda kind: kind.name)
+def test_a_link_to_a_replica_may_go_dark(tmp_path: Path, tally: Tally, kind: Kind):
     async def run() -> None:
         async with forked_cluster(tmp_path, wired=True) as cluster, AsyncClient(cluster.addresses) as client:
 
@@ -62,8 +63,7 @@ def test_a_link_to_a_replica_may_go_dark(tmp_path: Path, tally: Tally):
                 assert victim is not None
                 cluster.wires[victim.id].go_dark()
 
-            for kind in KINDS[:2]:
-                await struck(client, kind.longer(60), tally.row("dark link to the replica"), go_dark)
+            await struck(client, kind.longer(60), tally.row("dark link to the replica"), go_dark)
 
     loops.run(run(), timeout_s=LIMIT_S)
 

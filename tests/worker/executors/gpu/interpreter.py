@@ -5,6 +5,7 @@ matrix instruction takes (16 inputs), rounds, and goes on, so bits show in which
 multiply-add rounds once.
 """
 
+import inspect
 import os
 import threading
 from typing import Any
@@ -80,6 +81,38 @@ def _patch_tensor(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # numpy 2.4 takes no arrays
 
 
+_builtins: dict[Any, list[str]] = {}
+_patched: set[int] = set()
+"""Modules of the functions that the kernel which is running has called."""
+
+
+def _patch_builtin(module: Any, builder: Any, scope: Any) -> None:
+    """As the interpreter's, which looks through the whole module each time: longer than most kernels take."""
+    if module not in _builtins:
+        _builtins[module] = [name for name, one in inspect.getmembers(module) if tl.core.is_builtin(one)]
+    for name in _builtins[module]:
+        if tl.core.is_builtin(one := getattr(module, name)):
+            interpreter._patch_attr(module, name, one, builder, scope)
+
+
+def _run_grid(self: Any, *args: Any, **kwargs: Any) -> None:
+    _patched.clear()
+    _plain_run_grid(self, *args, **kwargs)
+
+
+def _call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """As the interpreter's, which patches the language anew at each call."""
+    names = id(self.fn.__globals__)
+    if names not in _patched:
+        interpreter._patch_lang(self.fn)
+        _patched.add(names)
+    return self.rewrite()(*args, **kwargs)
+
+
+_plain_run_grid = interpreter.GridExecutor.__call__
+interpreter.GridExecutor.__call__ = _run_grid
+interpreter.InterpretedFunction.__call__ = _call_device_function
+interpreter._patch_builtin = _patch_builtin
 _plain_patch = interpreter._patch_lang_tensor
 _plain_splat = interpreter.InterpreterBuilder.create_splat
 interpreter._patch_lang_tensor = _patch_tensor
