@@ -252,6 +252,21 @@ COMMANDS: Final = (
         local="it reads the model's config.json, which may lie on this machine alone; no cluster is needed",
     ),
     Command(
+        name="evaluate",
+        target="evaluate:evaluate",
+        help="Measure a model's perplexity on a text, and how far it is from a reference.",
+        details=(
+            "Log-probabilities are those that are served as prompt_logprobs. With --reference: the Kullback-Leibler "
+            "divergence, and how often both find the same token likeliest."
+        ),
+        examples=(
+            "evaluate ./my-model --text book.txt",
+            "evaluate ./my-model --quantization int4 --reference ./my-model --text book.txt --json",
+        ),
+        takes="[MODEL]",
+        local="it loads the models in this process",
+    ),
+    Command(
         name="quantize",
         target="quantize:quantize",
         help="Quantize a plain checkpoint into a new folder in compressed-tensors.",

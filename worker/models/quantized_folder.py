@@ -24,7 +24,8 @@ from holdfast.worker.models.quantization.stored_form import (
     stored_tensors,
 )
 from holdfast.worker.models.quantizing_tensors import PlainWeight, QuantizingTensors
-from holdfast.worker.models.weight_files import INDEX
+from holdfast.worker.models.safetensors_header import INDEX
+from holdfast.worker.models.text_model import holds_text_model
 from holdfast.worker.models.weights import read_json
 from holdfast.worker.progress import Report
 
@@ -47,6 +48,8 @@ def write_quantized(
     quantization = QUANTIZATION_OF[scheme]
     check_quantization(folder, quantization)
     config = read_json(folder / "config.json")
+    if holds_text_model(config):
+        raise ConfigurationError(f"IN = {str(folder)!r}: it holds several models; quantize a text model that is alone")
     tensors = QuantizingTensors(folder, config, quantization)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
