@@ -1,13 +1,13 @@
 """Times of single steps of a native backend, and of the HF backend beside it, in one run.
 
     python -m benchmarks.decoder_steps MODEL [--dtype bfloat16] [--threads 2] [--rounds 30] [--hf-backend] [--one-slice]
-        [--in-a-row 1] [--whole-weights] [--against LIBRARY] [--json FILE]
+        [--in-a-row 1] [--whole-weights] [--int8-cache] [--against LIBRARY] [--json FILE]
 
-Steps of five kinds: decodes of 1, 8 and 32 sequences, decodes in a long context, a prompt. `--one-slice`: beside it the
-program without slices of row-parallel sums; `--whole-weights`: with weights that are not compact; `--against`: with
-another version of the native library. Rounds of the kinds and of the programs alternate, so that all see the same
-company on the machine; the table has medians, the fastest tenth, and the least CPU time of all threads. What a step
-costs outside the program (planning, delivering) is not in it.
+Steps of six kinds: decodes of 1, 8 and 32 sequences, of 1 and 8 in a long context, a prompt. `--one-slice`: beside it
+the program without slices of row-parallel sums; `--whole-weights`: with weights that are not compact; `--int8-cache`:
+with keys and values in int8; `--against`: with another version of the native library. Rounds of the kinds and of the
+programs alternate, so that all see the same company on the machine; the table has medians, the fastest tenth, and the
+least CPU time of all threads. What a step costs outside the program (planning, delivering) is not in it.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from holdfast.cluster.bundled_model.bundled_model import located
-from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig
+from holdfast.worker.config import CacheConfig, KVCacheDtype, ModelConfig, WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.cpu import executor, library
@@ -47,6 +47,7 @@ KINDS = (
     Kind("decode 1", 1, 160, 1),
     Kind("decode 8", 8, 160, 1),
     Kind("decode 32", 32, 160, 1),
+    Kind("decode 1 after 1000", 1, 1000, 1),
     Kind("decode 8 after 1040", 8, 1040, 1),
     Kind("prompt of 512", 1, 0, 512),
 )
@@ -86,13 +87,27 @@ def make_batch(kind: Kind, block_size: int) -> StepBatch:
     )
 
 
-def load(name: str, model: str, runs_on: str = "native", dtype: str = "bfloat16", *, keep: bool = True) -> Timed:
+def load(
+    name: str,
+    model: str,
+    runs_on: str = "native",
+    dtype: str = "bfloat16",
+    *,
+    keep: bool = True,
+    kept_as: KVCacheDtype = "auto",
+) -> Timed:
     config = WorkerConfig(
         model=ModelConfig.model_validate({"model": model, "executor": runs_on, "dtype": dtype, "keep_layout": keep}),
-        cache=CacheConfig(kv_cache_memory=1 << 30),
+        cache=CacheConfig(kv_cache_memory=1 << 30, kv_cache_dtype=kept_as),
     )
     loaded = load_model(located(config), SingleRank(), torch.device("cpu"), lambda phase, done, total: None)
+    loaded.cache.clear(torch.arange(most_blocks(loaded.cache.block_size)))  # has memory of its own from here on
     return Timed(name, loaded)
+
+
+def most_blocks(block_size: int) -> int:
+    """Blocks of the kind that takes most of them."""
+    return max(len(make_batch(kind, block_size).block_ids) for kind in KINDS)
 
 
 def load_one_slice(model: str, dtype: str) -> Timed:
@@ -140,6 +155,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--one-slice", action="store_true", help="time row-parallel sums in one piece as well")
     parser.add_argument("--whole-weights", action="store_true", help="time weights that are not compact as well")
+    parser.add_argument("--int8-cache", action="store_true", help="time keys and values in int8 as well")
     parser.add_argument("--against", type=Path, help="a library of the same instruction class, to time as well")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -152,6 +168,8 @@ def main() -> None:
         programs.append(load_one_slice(model, dtype))
     if arguments.whole_weights:
         programs.append(load_whole(model, dtype))
+    if arguments.int8_cache:
+        programs.append(load("int8 cache", model, dtype=dtype, kept_as="int8"))
     if arguments.against:
         programs.append(load_against(model, dtype, arguments.against))
     for _ in range(arguments.rounds):

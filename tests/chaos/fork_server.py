@@ -1,7 +1,7 @@
 """A process that loads the libraries and the bundled model once, and forks fork servers: one for each cluster.
 
-    python -m tests.chaos.fork_server 5    # the number of its socket, over which it is told how many blocks a cluster's
-    caches have, and given the standard streams of its fork server
+    python -m tests.chaos.fork_server 5    # the number of its socket, over which it is told the settings of a
+    cluster's caches, and given the standard streams of its fork server
 
 A fork server forks replicas and routers that are up at once. It reads orders, one JSON object a line, and answers each
 with a line when it is up. What it forks is what serves anywhere: an engine behind its link, a router behind its port.
@@ -53,6 +53,8 @@ LOOK_S = 0.01
 FLIPPED_BIT = 9
 """Of a bfloat16: its exponent's third."""
 FLUSH_S = 0.5
+_MOST_BYTES = 4096
+"""Of the settings of a cache."""
 
 
 class RottenRank(PacedRank):
@@ -91,11 +93,11 @@ class FileDirectory:
 class ForkServer:
     """The process that forks."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, cache: CacheConfig) -> None:
         self._config = located(
             WorkerConfig(
                 parallel=ParallelConfig(num_threads=1),
-                cache=CacheConfig(num_blocks=num_blocks),
+                cache=cache,
                 scheduler=SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=32),
             )
         )
@@ -199,20 +201,19 @@ def say(**news: Any) -> None:
 
 def serve(requests: socket.socket) -> None:
     """Forks a fork server on every request, until the other side has gone. Says what its number is."""
-    loaded: dict[int, ForkServer] = {}
+    loaded: dict[bytes, ForkServer] = {}
     while True:
-        message, streams, *_ = socket.recv_fds(requests, 16, 3)
+        message, streams, *_ = socket.recv_fds(requests, _MOST_BYTES, 3)
         if not message:
             return
-        num_blocks = int(message)
-        if num_blocks not in loaded:
-            loaded[num_blocks] = ForkServer(num_blocks)
+        if message not in loaded:
+            loaded[message] = ForkServer(CacheConfig.model_validate_json(message))
         if (pid := os.fork()) == 0:
             requests.close()
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
                 os.close(stream)
-            loaded[num_blocks].run()
+            loaded[message].run()
             os._exit(0)
         for stream in streams:
             os.close(stream)

@@ -26,6 +26,7 @@ import psutil
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.v1 import inference_pb2
+from holdfast.worker.config import CacheConfig, KVCacheDtype
 from holdfast.worker.errors import ReplicaError
 from tests.fakes import Wire
 
@@ -79,10 +80,10 @@ class ForkServers:
             )
         atexit.register(self.close)
 
-    def fork(self, num_blocks: int, stderr: IO[str] | None) -> ForkServer:
+    def fork(self, cache: CacheConfig, stderr: IO[str] | None) -> ForkServer:
         (stdin, orders), (news, stdout) = os.pipe(), os.pipe()
         streams = [stdin, stdout, 2 if stderr is None else stderr.fileno()]
-        socket.send_fds(self._socket, [str(num_blocks).encode()], streams)
+        socket.send_fds(self._socket, [cache.model_dump_json().encode()], streams)
         os.close(stdin)
         os.close(stdout)
         return ForkServer(int(self._socket.recv(16)), orders, news)
@@ -286,6 +287,7 @@ async def forked_cluster(
     *,
     step_s: float = 0.006,
     num_blocks: int = 200,
+    kv_cache_dtype: KVCacheDtype = "auto",
     num_ranks: int = 1,
     wired: bool = False,
     self_check_every_s: float = 0.0,
@@ -297,7 +299,8 @@ async def forked_cluster(
 
     Without self-checks unless asked for: with them, what replicas compute is not for clients alone.
     """
-    fork_server = await asyncio.to_thread(lambda: fork_servers().fork(num_blocks, stderr))
+    cache = CacheConfig(num_blocks=num_blocks, kv_cache_dtype=kv_cache_dtype)
+    fork_server = await asyncio.to_thread(lambda: fork_servers().fork(cache, stderr))
     directory = folder / "replicas.json"
     cluster = ForkedCluster(fork_server, directory, step_s, num_ranks, wired, self_check_every_s, poison)
     try:
