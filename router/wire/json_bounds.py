@@ -2,14 +2,17 @@
 
 As with protobuf (`worker/wire/message_bounds.py`), the scan stops at the first field beyond its bound, so that its cost
 is limited by the bounds. Parsers hold Python's lock to their end, and a list of numbers costs them a hundred times its
-bytes: so token ids are read apart, in pieces.
+bytes: so token ids are read apart, in pieces, and so are long lists of objects.
 """
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final, NoReturn, TypeAlias
+
+from pydantic_core import from_json
 
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.wire.bound import Bound
@@ -23,7 +26,11 @@ MAX_KEYS: Final = 1024
 MAX_DIGITS: Final = 64
 """A number of twice as many digits is refused for sure, one of fewer is taken."""
 
-_QUOTE: Final = ord('"')
+_QUOTE, _COMMA = ord('"'), ord(",")
+_ELEMENTS: Final = 2
+"""How deep the elements of a field's list stand."""
+_PART: Final = 2**15
+"""Bytes of elements that are parsed at one go, and those of one element more."""
 _PIECE: Final = 2**16
 """Bytes that are looked at, or parsed, at one go."""
 
@@ -52,22 +59,37 @@ class JsonBounds:
         """
         return _Scan(self, text, apart).run()
 
-    def take_apart(self, text: bytes, names: Collection[str]) -> tuple[bytes, dict[str, "TokenIds"]]:
-        """The text with long lists of token ids in these fields left empty, and the lists by field.
+    def take_apart(
+        self, text: bytes, names: Collection[str], objects: Collection[str] = ()
+    ) -> tuple[bytes, dict[str, list[Any]]]:
+        """The text without what is long in it, and that by field.
+
+        Of lists of token ids in the fields `names` the text has an empty list then; of lists of objects in the fields
+        `objects`, a list of an empty one. What is no list of objects stays.
 
         Raises `InvalidRequestError` as `check` does, and for what is no list of token ids.
         """
-        long = self.check(text, names)
-        lists = {name: token_ids(name, text[long[name]]) for name in names if name in long}
-        for place in sorted((long[name] for name in lists), key=lambda one: -int(one.start)):
-            text = b"%b[]%b" % (text[: place.start], text[place.stop :])
+        scan = _Scan(self, text, names, objects)
+        long = scan.run()
+        lists: dict[str, list[Any]] = {name: token_ids(name, text[long[name]]) for name in names if name in long}
+        for name, place in scan.parts.items():
+            found = _objects(text, place)
+            if found is not None:
+                lists[name], long[name] = found, slice(place[0], place[-1])
+        for name in sorted(lists, key=lambda one: -int(long[one].start)):
+            left = b"[{}]" if name in scan.parts else b"[]"
+            text = b"%b%b%b" % (text[: long[name].start], left, text[long[name].stop :])
         return text, lists
 
 
 class _Scan:
     """One text."""
 
-    def __init__(self, bounds: JsonBounds, text: bytes, apart: Collection[str]) -> None:
+    def __init__(self, bounds: JsonBounds, text: bytes, apart: Collection[str], objects: Collection[str] = ()) -> None:
+        self.parts: dict[str, list[int]] = {}
+        """Of each long field of `objects`: where its value begins, commas between its elements, and where it ends."""
+        self._objects = objects
+        self._cuts: list[int] | None = None
         self._bounds = bounds
         self._lists = {name: bounds.lists[name] for name in apart if name in bounds.lists}
         self._text = text
@@ -81,7 +103,7 @@ class _Scan:
 
     def run(self) -> dict[str, slice]:
         text, position, size = self._text, 0, len(self._text)
-        memo: dict[bytes, tuple[int, int]] = {}
+        memo: dict[bytes, tuple[int, int, int, int]] = {}
         key, strings_left = b"", MAX_STRINGS
         while True:
             quote = text.find(b'"', position)
@@ -92,10 +114,13 @@ class _Scan:
                 between = text[position:end]
                 known = memo.get(between)
                 if known is None:
-                    known = _structure(between)
+                    known = *_structure(between), *_comma(between)
                     if len(memo) < 1000:
                         memo[between] = known
-                self._add(*known, end)
+                values, deeper, offset, depth = known
+                if self._cuts is not None and self._depth + depth == _ELEMENTS and end - self._cuts[-1] > _PART:
+                    self._cuts.append(position + offset)
+                self._add(values, deeper, end)
             else:
                 self._walk(position, end)
             if quote < 0:
@@ -151,6 +176,7 @@ class _Scan:
         self._field = key.decode(errors="replace")
         self._bound = self._lists.get(self._field) or self._bounds.fields.get(self._field, self._bounds.other)
         self._begin, self._count, self._has_strings = position, 0, False
+        self._cuts = [position] if self._field in self._objects else None
         self._num_keys += 1
         if self._num_keys > MAX_KEYS:
             self._refuse(f"must be one of at most {MAX_KEYS} fields")
@@ -159,6 +185,11 @@ class _Scan:
         if self._field and not self._has_strings and end - self._begin > _PIECE:
             start = self._text.find(b":", self._begin) + 1
             self._long[self._field] = slice(start, end)
+        self.parts.pop(self._field, None)  # of two fields of one name the last one counts
+        if self._field and self._cuts is not None and len(self._cuts) > 1:
+            start = self._text.find(b":", self._begin) + 1
+            self.parts[self._field] = [start, *self._cuts[1:], end]
+        self._cuts = None
         self._add(0, 0, position)
 
     def _string_end(self, quote: int) -> int:
@@ -192,6 +223,38 @@ def _structure(text: bytes) -> tuple[int, int]:
     """Values that begin there, but for the first of a list or an object; and how much deeper it ends."""
     opened = text.count(b"[") + text.count(b"{")
     return text.count(b",") + opened, opened - text.count(b"]") - text.count(b"}")
+
+
+def _comma(text: bytes) -> tuple[int, int]:
+    """Of the commas there, the first of those that are the least deep, and how deep it is; (-1, -1000) for none."""
+    place, least, depth = -1, 1000, 0
+    for index, byte in enumerate(text):
+        if byte in b"[{":
+            depth += 1
+        elif byte in b"]}":
+            depth -= 1
+        elif byte == _COMMA and depth < least:
+            place, least = index, depth
+    return (place, least) if place >= 0 else (-1, -1000)
+
+
+def _objects(text: bytes, place: Sequence[int]) -> list[dict[str, Any]] | None:
+    """The objects of a JSON list, parsed part by part; None where it is no list of objects, or no JSON."""
+    whole = text[place[0] : place[-1]]
+    if not (whole.lstrip()[:1] == b"[" and whole.rstrip()[-1:] == b"]"):
+        return None
+    begin = place[0] + whole.index(b"[")
+    end = place[0] + whole.rindex(b"]")
+    found: list[dict[str, Any]] = []
+    for start, stop in pairwise((begin, *place[1:-1], end)):
+        try:
+            part = from_json(b"[%b]" % text[start + 1 : stop])
+        except ValueError:
+            return None
+        if not part or set(map(type, part)) != {dict}:
+            return None
+        found += part
+    return found
 
 
 # --- JSON in strings ---

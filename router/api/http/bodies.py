@@ -15,7 +15,7 @@ from holdfast.router.api.http.errors import invalid_body
 from holdfast.router.api.intake import loggable
 from holdfast.router.request import FieldNames, naming
 from holdfast.router.wire.bounds import INLINE_BYTES
-from holdfast.router.wire.json_bounds import JsonBounds, TokenIds
+from holdfast.router.wire.json_bounds import JsonBounds
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import FIELD
 from holdfast.worker.process_memory import uncollected
@@ -146,19 +146,22 @@ class Reads(BaseModel):
     lists_of_ids: ClassVar[tuple[str, ...]] = ("allowed_token_ids",)
     """Fields that may be long lists of token ids, which are read apart: pydantic takes ten times as long."""
 
+    lists_of_objects: ClassVar[tuple[str, ...]] = ()
+    """Fields that may be long lists of objects, which are read apart: a parser holds Python's lock to its end."""
+
     @classmethod
     def read(cls, content: bytes, bounds: JsonBounds | None = None) -> Self:
         """The body that JSON text says, within bounds. Raises `InvalidRequestError`, naming the field."""
-        apart = dict[str, TokenIds]()
+        apart = dict[str, list[Any]]()
         if bounds is not None:
-            content, apart = bounds.take_apart(content, cls.lists_of_ids)
+            content, apart = bounds.take_apart(content, cls.lists_of_ids, cls.lists_of_objects)
         try:
             with uncollected() if len(content) > INLINE_BYTES else nullcontext():
                 body = cls.model_validate_json(content)
         except ValidationError as error:
             raise invalid_body(error) from None
-        for name, ids in apart.items():
-            setattr(body, name, ids)
+        for name, elements in apart.items():
+            setattr(body, name, elements)
         body._check_extra()
         body._check_together()
         return body
@@ -333,6 +336,7 @@ class ChatBody(Body, ChatFields):
         "add_special_tokens": (False,),
     }
 
+    lists_of_objects = ("messages", "tools", "documents")
     messages: Listed[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -354,6 +358,7 @@ class TokenizeBody(Reads, ChatFields):
 
     fixed_names: ClassVar[Mapping[str, str]] = Body.fixed_names
 
+    lists_of_objects = ChatBody.lists_of_objects
     model: str | None = None
     prompt: str | None = None
     messages: Listed[dict[str, Any]] | None = None

@@ -16,6 +16,12 @@ OTHER: Final = Bound(count=_OTHER_COUNT, size=_OTHER_SIZE)
 _ESCAPED: Final = 6
 """Bytes of JSON that stand for one byte of text at most."""
 
+_VALUE_BYTES: Final = 2
+"""Characters of JSON that a value takes at least, with the comma or the bracket after it."""
+
+_AROUND: Final = 256
+"""Values around a shape: its name and options."""
+
 _ID_BYTES: Final = 12
 """Of a token id, with comma and space."""
 
@@ -31,7 +37,7 @@ def body_bounds(limits: LimitsConfig) -> JsonBounds:
         setting="limits.max_prompt_tokens, limits.max_prompt_bytes",
     )
     grammar = Bound(
-        count=limits.max_grammar_length + _OTHER_COUNT,
+        count=max(limits.max_grammar_length // _VALUE_BYTES, limits.max_choices) + _AROUND,
         size=_ESCAPED * limits.max_grammar_length + _OTHER_SIZE,
         setting="limits.max_grammar_length",
     )

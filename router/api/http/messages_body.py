@@ -34,6 +34,7 @@ class MessagesBody(Reads):
         "output_format.schema": "response_format.json_schema.schema",
     }
 
+    lists_of_objects = ("messages", "system", "tools")
     model: str | None = None
     messages: Annotated[Listed[dict[str, Any]], Field(min_length=1)]
     system: str | Listed[dict[str, Any]] | None = None

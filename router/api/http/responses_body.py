@@ -44,6 +44,7 @@ class ResponsesBody(Reads):
         "reasoning.effort": "reasoning_effort",
     }
 
+    lists_of_objects = ("input", "tools")
     model: str | None = None
     input: str | Listed[dict[str, Any]]
     instructions: str | None = None

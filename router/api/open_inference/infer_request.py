@@ -11,7 +11,7 @@ from typing import Any, Final
 from holdfast.foreign import grpc_service_pb2
 from holdfast.router.api.open_inference.tensors import BOOL, BYTES, FP32, UINT32, Datatype, Value, input_values
 from holdfast.router.request import GenerationRequest
-from holdfast.router.wire.json_bounds import JsonBounds, TokenIds
+from holdfast.router.wire.json_bounds import JsonBounds
 from holdfast.worker.errors import InvalidRequestError, UnknownModelError
 from holdfast.worker.parameters import BIASES, FIELD, NUMBER, SWITCH, TEXTS, WHOLE, Kind
 from holdfast.worker.request import Priority
@@ -69,7 +69,7 @@ def in_clients_words(error: InvalidRequestError) -> InvalidRequestError:
     return InvalidRequestError(field, error.value, error.limit) if field != error.field else error
 
 
-def _taken_apart(text: bytes, bounds: JsonBounds) -> tuple[bytes, dict[str, TokenIds]]:
+def _taken_apart(text: bytes, bounds: JsonBounds) -> tuple[bytes, dict[str, list[Any]]]:
     """Before a parser builds anything."""
     try:
         return bounds.take_apart(text, ("allowed_token_ids",))
