@@ -72,10 +72,8 @@ def naming(namer: Namer) -> Iterator[None]:
     try:
         yield
     except InvalidRequestError as error:
-        named = namer().error(error)
-        if named is error:
-            raise
-        raise named from None
+        names = namer()
+        raise names.error(error) from None  # a variable for it would be a cycle, which holds the whole body
 
 
 EMPTY_PROMPT: Final = "the prompt must not be empty"
