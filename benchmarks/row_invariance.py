@@ -33,7 +33,7 @@ from holdfast.worker.executors.kv_cache import KVCache, LayerCache
 from holdfast.worker.models import hf_backend
 from holdfast.worker.models.gpu_attention import attach
 from holdfast.worker.models.gpu_gather import slots_of
-from holdfast.worker.models.hf_cpu_backend import HfCpuBackend
+from holdfast.worker.models.hf_backend import HfCpuBackend
 from holdfast.worker.models.hf_gather_backend import GatherSteps, HfGatherBackend
 from holdfast.worker.models.hf_steps import HfSteps
 from holdfast.worker.models.linear import Kernel

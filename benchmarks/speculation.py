@@ -29,8 +29,8 @@ from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.scheduler.speculation import Speculation
-from holdfast.worker.stats import EngineStats
 from holdfast.worker.step_plan import StepRunner
+from holdfast.worker.step_update import EngineStats
 from scripts.train_bundled_model.chats import dialogue
 from scripts.train_bundled_model.curriculum import Curriculum
 

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, Protocol
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, SequenceKey, TokenLogprob
-from holdfast.worker.stats import EngineStats
+from holdfast.worker.step_update import EngineStats
 
 # --- in: the text of one sequence ---
 

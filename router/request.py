@@ -10,8 +10,7 @@ from typing import Final, TypeAlias
 
 from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
-from holdfast.router.resume import check_record
-from holdfast.router.resume_record import ResumeRecord
+from holdfast.router.resume import ResumeRecord, check_record
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import FIELD
 from holdfast.worker.request import Priority, check_service

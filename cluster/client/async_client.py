@@ -18,7 +18,7 @@ from holdfast.cluster.client.transport import CallFailed, GrpcTransport, Transpo
 from holdfast.router.chat import Chat, Message
 from holdfast.router.generation import Chunk, Generation
 from holdfast.router.request import GenerationRequest
-from holdfast.router.resume_record import ResumeRecord, SequenceDelta
+from holdfast.router.resume import ResumeRecord, SequenceDelta
 from holdfast.router.wire.request_codec import generation_request_message
 from holdfast.router.wire.response_codec import chunk, generation
 from holdfast.router.wire.statuses import error_of

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from holdfast.cluster.client.retry_policy import RetryPolicy
-from holdfast.router.resume_record import Identity, ResumeRecord, SequenceDelta
+from holdfast.router.resume import Identity, ResumeRecord, SequenceDelta
 from holdfast.router.router_losses import ROUTERS_LOST
 from holdfast.router.wire.resume_codec import HOLD, MARK, RESUME, StreamFailure, read_mark, resume_json
 

@@ -32,7 +32,7 @@ from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.batching_optimizer import Recommendation
-from holdfast.worker.stats import EngineStats
+from holdfast.worker.step_update import EngineStats
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,7 +23,7 @@ from holdfast.cluster.offline.vllm_methods import Metric, VllmMethods, default_p
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.stats import EngineStats
+from holdfast.worker.step_update import EngineStats
 from holdfast.worker.value_types import is_list
 
 if TYPE_CHECKING:

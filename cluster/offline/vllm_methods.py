@@ -12,7 +12,7 @@ from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 from holdfast.worker.parameters import Group
 from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
-from holdfast.worker.stats import EngineStats
+from holdfast.worker.step_update import EngineStats
 
 
 def refused(name: str, reason: str) -> Callable[..., NoReturn]:

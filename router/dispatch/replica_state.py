@@ -18,8 +18,7 @@ from holdfast.router.dispatch.policy import (
 from holdfast.router.dispatch.prefix_index import NO_MATCH, PrefixHolders, PrefixIndex, PrefixMatch
 from holdfast.worker.model_info import ModelInfo, ReplicaFacts
 from holdfast.worker.request import EngineLoad
-from holdfast.worker.stats import EngineStats
-from holdfast.worker.step_update import StepUpdate
+from holdfast.worker.step_update import EngineStats, StepUpdate
 
 
 class LoadTable:

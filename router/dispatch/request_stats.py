@@ -11,7 +11,7 @@ from holdfast.router.dispatch.request_status import RequestEvent
 from holdfast.router.dispatch.timeline import AttemptTimes, Cause
 from holdfast.router.dispatch.versions import VersionCounts
 from holdfast.worker.request import Priority
-from holdfast.worker.stats import Histogram
+from holdfast.worker.step_update import Histogram
 
 _CAUSES: Final = {
     RequestEvent.LOSE: Cause.LOST,

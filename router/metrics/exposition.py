@@ -15,7 +15,7 @@ from holdfast.router.overload.overload import Overload, OverloadAction
 from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_stats import ModelStats, RequestStats
 from holdfast.worker.request import EngineLoad, Priority
-from holdfast.worker.stats import TOKEN_TIMES_S, EngineStats, Histogram
+from holdfast.worker.step_update import TOKEN_TIMES_S, EngineStats, Histogram
 from holdfast.worker.wire.tls import Certificates
 
 

@@ -15,8 +15,7 @@ from holdfast.router.overload.overload import Overload
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import OpenAnswers
 from holdfast.router.requests.request_stats import AdmittedRequest, RequestStats
-from holdfast.router.resume import check_ends, resumed
-from holdfast.router.resume_record import ResumeRecord
+from holdfast.router.resume import ResumeRecord, check_ends, resumed
 from holdfast.router.security.gate import ANYONE, Caller, Gate
 from holdfast.router.text.prompt import check_vocabulary
 from holdfast.router.text.text_stream import TextStream

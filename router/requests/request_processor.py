@@ -21,8 +21,7 @@ from holdfast.router.requests.poison_watch import CURRENT_READING
 from holdfast.router.requests.request_admission import Pauses, RequestAdmission
 from holdfast.router.requests.request_stats import AdmittedRequest, RequestStats
 from holdfast.router.requests.tracing import RequestTracer
-from holdfast.router.resume import received_delta
-from holdfast.router.resume_record import ResumeRecord
+from holdfast.router.resume import ResumeRecord, received_delta
 from holdfast.router.security.gate import Gate
 from holdfast.router.text.prompt import check_vocabulary
 from holdfast.router.text.tokenizer import Tokenizer

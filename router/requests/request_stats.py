@@ -26,7 +26,7 @@ from holdfast.worker.errors import (
     RequestSupersededError,
 )
 from holdfast.worker.request import EngineRequest
-from holdfast.worker.stats import TOKEN_TIMES_S, Histogram
+from holdfast.worker.step_update import TOKEN_TIMES_S, Histogram
 
 CANCELLED: Final = "cancelled"
 """The client has left."""

@@ -13,7 +13,7 @@ from holdfast.router.wire.chat_codec import (
 from holdfast.router.wire.resume_codec import FINISH_REASONS, FINISH_REASONS_READ
 from holdfast.v1 import inference_pb2
 from holdfast.worker.request import TokenLogprob
-from holdfast.worker.stats import EngineStats
+from holdfast.worker.step_update import EngineStats
 
 
 def chunk(message: inference_pb2.GenerateStreamResponse) -> Chunk:

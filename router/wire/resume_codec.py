@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, TypeAlias, cast
 
-from holdfast.router.resume_record import Identity, ResumeRecord, SequenceDelta, SequenceRecord
+from holdfast.router.resume import Identity, ResumeRecord, SequenceDelta, SequenceRecord
 from holdfast.router.wire.json_bounds import JsonBounds, token_ids
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError

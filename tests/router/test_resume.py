@@ -8,8 +8,7 @@ import pytest
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.events import CaughtUp
 from holdfast.router.request import GenerationRequest
-from holdfast.router.resume import catch_up, final_delta
-from holdfast.router.resume_record import ResumeRecord, SequenceRecord
+from holdfast.router.resume import ResumeRecord, SequenceRecord, catch_up, final_delta
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry

@@ -28,9 +28,8 @@ from holdfast.worker.request import EngineLoad, EngineRequest
 from holdfast.worker.scheduler.batching_optimizer import Recommendation
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.scheduler.step_tuner import StepTuner
-from holdfast.worker.stats import EngineStats, GpuStats
 from holdfast.worker.step_plan import StepPlan, StepRunner
-from holdfast.worker.step_update import StepListener
+from holdfast.worker.step_update import EngineStats, GpuStats, StepListener
 
 Command: TypeAlias = Callable[[], None]
 

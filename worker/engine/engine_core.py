@@ -15,9 +15,16 @@ from holdfast.worker.engine.request_guards import NonFiniteGuard, NumbersCheck, 
 from holdfast.worker.errors import DeadlineExceededError, HoldfastError
 from holdfast.worker.request import EngineLoad, EngineRequest, TokenDelta
 from holdfast.worker.scheduler.scheduler import DropReason, Scheduler
-from holdfast.worker.stats import NO_STEPS, TOKEN_TIMES_S, EngineStats
 from holdfast.worker.step_plan import StepPlan, StepResult
-from holdfast.worker.step_update import NO_CHANGES, Rejection, StepListener, StepUpdate
+from holdfast.worker.step_update import (
+    NO_CHANGES,
+    NO_STEPS,
+    TOKEN_TIMES_S,
+    EngineStats,
+    Rejection,
+    StepListener,
+    StepUpdate,
+)
 from holdfast.worker.structured_outputs import dead_end
 
 STATS_EVERY_STEPS: Final = 32

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.executors.kv_cache import KVCache, LayerCache
+from holdfast.worker.models.hf_steps import PagedAttention
 from holdfast.worker.models.model import RankModel
-from holdfast.worker.models.paged import PagedAttention
 from holdfast.worker.progress import ProgressCounter
 
 

@@ -1,6 +1,6 @@
 """Row trials of attention kernels: how many rows a kernel may be called with, found by trial on this machine.
 
-`gpu_linears.py` does the same for linears. A tile of 64 queries is computed whole, and again in chunks and
+`hf_gather_backend.py` does the same for linears. A tile of 64 queries is computed whole, and again in chunks and
 beside other sequences. Two kinds of data make a difference show in nearly every value, where with ordinary numbers the
 rounding to bfloat16 would hide most of them: scores that are nothing but magnified rounding errors; and equal weights
 over values that cancel.

@@ -1,9 +1,12 @@
-"""The HF backend on a GPU by torch's kernels alone: linears under row rules, attention that gathers and calls SDPA."""
+"""The HF backend on a GPU by torch's kernels alone: attention that gathers and calls SDPA, and linears whose product is
+called with numbers of rows under which rows do not depend on their neighbours.
+"""
 
 import logging
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import StepBatch
@@ -12,14 +15,44 @@ from holdfast.worker.executors.kv_cache import KVCache
 from holdfast.worker.executors.step_sampler import StepSampler
 from holdfast.worker.models.gpu_attention import GpuAttention, attach, copy_blocks
 from holdfast.worker.models.gpu_gather import GatherAttention
-from holdfast.worker.models.gpu_linears import tried_product
-from holdfast.worker.models.gpu_row_rules import RowRules
+from holdfast.worker.models.gpu_row_rules import LARGEST_TRIAL, RowRule, RowRules, cancelling_product, rows_agree
 from holdfast.worker.models.hf_steps import HfSteps
 from holdfast.worker.models.linear import Kernel
 from holdfast.worker.models.memory import kv_bytes_per_token
 from holdfast.worker.models.model import RankModel
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.progress import ProgressCounter
+
+
+def tried_product(rules: RowRules, weight: Tensor, bias: Tensor | None) -> Kernel:
+    """The product with a weight [out, in], under the rule of its shape and type."""
+    weight = weight.contiguous()
+    rule = _choose_rule(rules, weight, bias is not None)
+
+    def product(x: Tensor) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    return lambda x: rule.run(product, x)
+
+
+def linear_candidates() -> list[RowRule]:
+    """Rules for a linear, cheapest first: any size, a floor, multiples."""
+    return [RowRule(min_rows=rows) for rows in (1, 2, 4, 8, 16)] + [RowRule(multiple_of=rows) for rows in (4, 16)]
+
+
+def _choose_rule(rules: RowRules, weight: Tensor, has_bias: bool) -> RowRule:
+    """The rule for weights of this shape and type; their values play no part."""
+    out_features, in_features = weight.shape
+
+    def holds(rule: RowRule) -> bool:
+        rows, trial_weight = cancelling_product(out_features, in_features, LARGEST_TRIAL, weight.dtype, weight.device)
+        bias = torch.zeros_like(trial_weight[:, 0]) if has_bias else None
+        return rows_agree(lambda x: F.linear(x, trial_weight, bias), rule, rows)
+
+    dtype = str(weight.dtype).removeprefix("torch.")
+    name = f"linear {out_features}x{in_features} {dtype}{' + bias' * has_bias}"
+    return rules.choose(name, linear_candidates(), holds)
+
 
 logger = logging.getLogger(__name__)
 

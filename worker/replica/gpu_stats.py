@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from holdfast.worker.stats import GpuStats
+from holdfast.worker.step_update import GpuStats
 
 if TYPE_CHECKING:
     import torch

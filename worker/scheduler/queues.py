@@ -17,8 +17,8 @@ from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
-from holdfast.worker.stats import EngineStats
 from holdfast.worker.step_plan import BlockCopy
+from holdfast.worker.step_update import EngineStats
 from holdfast.worker.timers import Timers
 from holdfast.worker.waiting_queue import TenantCounters, WaitingQueue
 

@@ -22,8 +22,8 @@ from holdfast.worker.scheduler.prompt_sharing import bound_prompt_logprobs
 from holdfast.worker.scheduler.queues import DeadlineWatch, SequenceQueues, check_can_end, check_fits
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
 from holdfast.worker.scheduler.speculation import NO_DRAFTS, Drafter, Drafts
-from holdfast.worker.stats import EngineStats
 from holdfast.worker.step_plan import NO_ROWS, StepPlan, StepResult
+from holdfast.worker.step_update import EngineStats
 
 
 class DropReason(Enum):

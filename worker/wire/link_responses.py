@@ -23,10 +23,11 @@ from holdfast.worker.request import (
     TokenDelta,
     TokenLogprob,
 )
-from holdfast.worker.stats import NO_STEPS, EngineStats
 from holdfast.worker.step_update import (
     NO_CHANGES,
+    NO_STEPS,
     CacheChanges,
+    EngineStats,
     Heartbeat,
     Hello,
     PlainTokens,

@@ -17,7 +17,7 @@ from holdfast.cluster.simulate.kernel.timeline import Violation, require
 from holdfast.cluster.simulate.oracle.oracle import ExpectedCompletion, expected_completion
 from holdfast.router.dispatch.parallel_sampling import siblings
 from holdfast.router.events import Fail, OutputDelta, Usage
-from holdfast.router.resume_record import ResumeRecord, SequenceDelta, SequenceRecord
+from holdfast.router.resume import ResumeRecord, SequenceDelta, SequenceRecord
 from holdfast.worker.errors import (
     CapacityError,
     DeadlineExceededError,

@@ -19,8 +19,8 @@ from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.step_time import StepCosts
-from holdfast.worker.stats import EngineStats
 from holdfast.worker.step_plan import StepPlan, StepResult
+from holdfast.worker.step_update import EngineStats
 
 LATENCY_S: Final = 0.0005
 LONGEST_S: Final = 1e9

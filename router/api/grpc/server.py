@@ -12,11 +12,17 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from holdfast.router.api.chat_answer import ChatDeltas, ChatPlan
 from holdfast.router.api.connection_guard import ConnectionGuard
-from holdfast.router.api.grpc.call_watch import CallWatch
 from holdfast.router.api.grpc.chunk_writer import ChunkEncoder, ChunkWriter
 from holdfast.router.api.grpc.decoding import MessageDecoder, StagedReads
 from holdfast.router.api.grpc.handlers import CallHooks, Context, Trailers, generic_handler
-from holdfast.router.api.grpc.interceptors import GZIP_OPTIONS, REQUEST_ID_HEADER, Authentication, Gzip, with_request_id
+from holdfast.router.api.grpc.interceptors import (
+    GZIP_OPTIONS,
+    REQUEST_ID_HEADER,
+    Authentication,
+    CallWatch,
+    Gzip,
+    with_request_id,
+)
 from holdfast.router.api.grpc.standard_services import add_reflection
 from holdfast.router.api.intake import DecodeWorker, Intake
 from holdfast.router.api.public_answer import public_generation

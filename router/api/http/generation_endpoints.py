@@ -18,9 +18,8 @@ from holdfast.router.api.http.event_stream import ANTHROPIC, OPENAI, EventStream
 from holdfast.router.api.http.messages import MessageEvents, whole_message
 from holdfast.router.api.http.messages_body import MessagesBody
 from holdfast.router.api.http.messages_body import chat_body as messages_chat
-from holdfast.router.api.http.raw_messages import RawMessages
 from holdfast.router.api.http.request_reader import RequestReader, tenant_of
-from holdfast.router.api.http.responses import ResponseEvents, whole_response
+from holdfast.router.api.http.responses import RawMessages, ResponseEvents, whole_response
 from holdfast.router.api.http.responses_body import ResponsesBody
 from holdfast.router.api.http.responses_body import chat_body as responses_chat
 from holdfast.router.api.http.server import CONNECTION, Connection

@@ -5,13 +5,34 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from holdfast.router.api.http.choices import Block, BlockEvent, Blocks, TokenNames, listed_logprobs
-from holdfast.router.api.http.raw_messages import RawMessages
 from holdfast.router.api.http.responses_body import ResponsesBody
 from holdfast.router.events import OutputDelta, Usage
 from holdfast.router.requests.answer import CompletedRequest, SampledAnswer
 from holdfast.router.text.token_table import TokenTable
 from holdfast.router.tools.chat_style import ChatReader
 from holdfast.worker.request import FinishReason, TokenLogprob
+
+
+class RawMessages:
+    """Of one response, as its output comes."""
+
+    def __init__(self, prompt_text: str, prompt_token_ids: Sequence[int]) -> None:
+        self._prompt = _message(prompt_text, prompt_token_ids)
+        self._text = ""
+        self._token_ids: list[int] = []
+
+    def push(self, delta: OutputDelta) -> None:
+        self._text += delta.text
+        self._token_ids += delta.token_ids
+
+    def fields(self) -> dict[str, Any]:
+        """Of the response object at its end."""
+        return {"input_messages": [self._prompt], "output_messages": [_message(self._text, self._token_ids)]}
+
+
+def _message(text: str, token_ids: Sequence[int]) -> dict[str, Any]:
+    return {"type": "raw_message_tokens", "message": text, "tokens": list(token_ids)}
+
 
 _COMPLETED: Final = "completed"
 _INCOMPLETE: Final = "incomplete"

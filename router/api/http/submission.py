@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
-from holdfast.router.api.http.event_ids import EVENT_IDS, LAST_EVENT_ID, EventIds
+from holdfast.router.api.http.event_stream import EVENT_IDS, LAST_EVENT_ID, EventIds
 from holdfast.router.api.http.server import Connection
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.request_stream import merged
@@ -15,7 +15,7 @@ from holdfast.router.events import OutputDelta
 from holdfast.router.request import GenerationRequest, check_request_id
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.poison_watch import PoisonWatch, begin_reading
-from holdfast.router.resume_record import Identity, ResumeRecord, SequenceDelta
+from holdfast.router.resume import Identity, ResumeRecord, SequenceDelta
 from holdfast.router.router_losses import ROUTERS_LOST, routers_lost
 from holdfast.router.wire.resume_codec import HOLD, REPLICAS, RESUME, MarkWriter, read_resume_json
 from holdfast.worker.errors import InvalidRequestError

@@ -23,7 +23,7 @@ from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.request import EngineLoad
-from holdfast.worker.stats import EngineStats
+from holdfast.worker.step_update import EngineStats
 
 SERVER_TYPE: Final = "vllm-grpc"
 """The name of the protocol, by which gateways know it."""

@@ -9,7 +9,7 @@ import pytest
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.client.retry_policy import MAX_PAUSE_S, RECONNECT_S
 from holdfast.router.request import GenerationRequest
-from holdfast.router.resume_record import ResumeRecord, SequenceRecord
+from holdfast.router.resume import ResumeRecord, SequenceRecord
 from holdfast.router.wire.statuses import call_status
 from holdfast.worker.errors import (
     CallerError,

@@ -17,7 +17,7 @@ from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_stream import RequestStream
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.events import Action
-from holdfast.router.resume_record import ResumeRecord, SequenceDelta
+from holdfast.router.resume import ResumeRecord, SequenceDelta
 from holdfast.router.text.text_stream import TextStream
 from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.draws import DrawParams

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from holdfast.cluster.client.resumable_call import HeldCall, error_event
 from holdfast.cluster.client.retry_policy import RetryPolicy
 from holdfast.router.config import LimitsConfig
-from holdfast.router.resume_record import Identity
+from holdfast.router.resume import Identity
 from holdfast.router.wire.resume_codec import HOLD, RESUME, read_resume_json
 from tests.fuzz.refusals import refused
 from tests.fuzz.targets.json_bodies import Application, running

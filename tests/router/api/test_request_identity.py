@@ -14,7 +14,7 @@ from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from holdfast.router.api.grpc import server
 from holdfast.router.api.vllm.servicer import SERVICE, VllmEngineServicer
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.resume_record import Identity, ResumeRecord
+from holdfast.router.resume import Identity, ResumeRecord
 from holdfast.router.wire.resume_codec import HOLD, RESUME, resume_json
 from holdfast.v1 import inference_pb2
 from tests.fakes import FakeReplica, fake_tokens

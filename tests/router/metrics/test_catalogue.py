@@ -12,7 +12,7 @@ import yaml
 from holdfast.router.metrics.catalogue import METRICS, OF_GATEWAYS, OF_REPLICAS, SERIES, MetricType
 from holdfast.router.metrics.exposition import Sample, exposed, gateway_samples, process_samples, replica_samples
 from holdfast.worker.request import EngineLoad
-from holdfast.worker.stats import NO_STEPS, TOKEN_TIMES_S, EngineStats, Histogram
+from holdfast.worker.step_update import NO_STEPS, TOKEN_TIMES_S, EngineStats, Histogram
 from scripts import grafana_dashboard, metrics_docs
 
 ROOT = Path(__file__).parents[3]

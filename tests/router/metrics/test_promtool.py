@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.router.metrics.catalogue import METRICS
 from holdfast.router.metrics.exposition import Sample, exposed
-from holdfast.worker.stats import Histogram
+from holdfast.worker.step_update import Histogram
 from tests.router.metrics.test_catalogue import MONITORING
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
 from holdfast.router.request import GenerationRequest, derived_seed
-from holdfast.router.resume_record import ResumeRecord, SequenceRecord
+from holdfast.router.resume import ResumeRecord, SequenceRecord
 from holdfast.router.wire.request_codec import generation_request, generation_request_message
 from holdfast.router.wire.response_codec import generation
 from holdfast.v1 import inference_pb2

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.router.config import LimitsConfig
-from holdfast.router.resume_record import MAX_SEQUENCES, Identity, ResumeRecord, SequenceDelta, SequenceRecord
+from holdfast.router.resume import MAX_SEQUENCES, Identity, ResumeRecord, SequenceDelta, SequenceRecord
 from holdfast.router.wire.resume_codec import (
     MARK,
     MarkWriter,

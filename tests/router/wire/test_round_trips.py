@@ -7,7 +7,7 @@ from holdfast.router.chat import Chat
 from holdfast.router.events import Usage
 from holdfast.router.generation import Chunk, GeneratedSequence, Generation
 from holdfast.router.request import GenerationRequest
-from holdfast.router.resume_record import ResumeRecord, SequenceRecord
+from holdfast.router.resume import ResumeRecord, SequenceRecord
 from holdfast.router.wire import request_codec, response_codec
 from holdfast.v1 import inference_pb2
 from holdfast.worker.request import FinishReason, Priority, TokenLogprob

@@ -10,9 +10,8 @@ from holdfast.worker.scheduler.batching import StepLimits
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.scheduler.step_time import StepCosts, shape_of
 from holdfast.worker.scheduler.step_tuner import StepTuner
-from holdfast.worker.stats import EngineStats
 from holdfast.worker.step_plan import StepPlan, StepResult
-from holdfast.worker.step_update import StepUpdate
+from holdfast.worker.step_update import EngineStats, StepUpdate
 from tests.pseudo_model import PseudoRunner
 from tests.worker.engine.engines import BLOCK_SIZE, NUM_BLOCKS, Recorder, make_request
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.worker.models.gpu_linears import tried_product
 from holdfast.worker.models.gpu_row_rules import (
     RowRule,
     RowRules,
     cancelling_product,
     rows_agree,
 )
+from holdfast.worker.models.hf_gather_backend import tried_product
 
 CPU = torch.device("cpu")
 

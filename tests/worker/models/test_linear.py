@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.worker.distributed.tensor_parallel import SingleRank
-from holdfast.worker.executors.cpu.pool import NativePool
-from holdfast.worker.executors.cpu.products import PackedProduct
+from holdfast.worker.executors.cpu.products import NativePool, PackedProduct
 from holdfast.worker.models.linear import (
     ColumnParallelLinear,
     Linear,

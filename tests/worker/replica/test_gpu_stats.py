@@ -3,7 +3,7 @@
 import torch
 
 from holdfast.worker.replica.gpu_stats import GpuWatch, gpu_watch
-from holdfast.worker.stats import GpuStats
+from holdfast.worker.step_update import GpuStats
 
 
 class FakeDriver:

@@ -34,8 +34,16 @@ from holdfast.worker.request import (
     TokenLogprob,
 )
 from holdfast.worker.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
-from holdfast.worker.stats import NO_STEPS, EngineStats
-from holdfast.worker.step_update import CacheChanges, Heartbeat, Hello, PlainTokens, Rejection, StepUpdate
+from holdfast.worker.step_update import (
+    NO_STEPS,
+    CacheChanges,
+    EngineStats,
+    Heartbeat,
+    Hello,
+    PlainTokens,
+    Rejection,
+    StepUpdate,
+)
 from holdfast.worker.wire import link_requests, link_responses
 from holdfast.worker.wire.link_responses import (
     LinkMessageError,

@@ -11,8 +11,7 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.cache import MAX_HEAD_DIM, TiledCache
 from holdfast.worker.executors.cpu.packing import DTYPES
-from holdfast.worker.executors.cpu.pool import NativePool
-from holdfast.worker.executors.cpu.products import ROWS_AS
+from holdfast.worker.executors.cpu.products import ROWS_AS, NativePool
 from holdfast.worker.executors.cpu.structures import (
     KEPT_AS_INT8,
     NativeAttention,

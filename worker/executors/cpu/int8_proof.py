@@ -16,7 +16,7 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.executors.cpu.attention import LayerAttention
 from holdfast.worker.executors.cpu.cache import TiledCache
 from holdfast.worker.executors.cpu.int8_rows import LARGEST_CODE, encoded, kept_rows
-from holdfast.worker.executors.cpu.pool import NativePool
+from holdfast.worker.executors.cpu.products import NativePool
 from holdfast.worker.executors.kv_cache import KVSpec
 
 INT8_NUMERICS: Final = "kv-int8-1"

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from holdfast.router.api.http.event_ids import EVENT_IDS, LAST_EVENT_ID, EventIds
+from holdfast.router.api.http.event_stream import EVENT_IDS, LAST_EVENT_ID, EventIds
 from holdfast.worker.errors import InvalidRequestError
 from tests.cluster.client.two_routers import NUM_TOKENS, two_routers
 from tests.loops import on_a_loop

@@ -14,7 +14,7 @@ from holdfast.router.api.http.submission import Encoder, Submission, encoded
 from holdfast.router.dispatch.request_stream import OutputStream
 from holdfast.router.events import OutputDelta, Usage
 from holdfast.router.requests.answer import SampledAnswer
-from holdfast.router.resume_record import Identity
+from holdfast.router.resume import Identity
 from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob
 from tests import loops
 from tests.examples import examples

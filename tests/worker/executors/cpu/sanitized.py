@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from holdfast.worker.executors.cpu import build, library, pool, sampler
+from holdfast.worker.executors.cpu import build, library, products, sampler
 from tests.worker.executors.cpu import native, runs
 
 FLAGS: Final = (
@@ -47,7 +47,7 @@ def use(path: Path) -> None:
     """Whatever loads a library in this process loads this one from here on."""
     chosen, load = path.stem, library.load_library
     library.path_of = lambda name: path.with_name(f"{chosen}.so")
-    native.load_library = sampler.load_library = pool.load_library = lambda name=None: load(chosen)
+    native.load_library = sampler.load_library = products.load_library = lambda name=None: load(chosen)
     native.ALL = ("avx2", chosen)
     native.other_classes = lambda *_: [chosen]
     runs.CpuExecutor.__init__.__globals__["load_library"] = lambda name=None: load(chosen)

@@ -10,8 +10,8 @@ import torch
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.models.gguf.block_names import BLOCKS
-from holdfast.worker.models.gguf.block_types import dequantized
 from holdfast.worker.models.gguf.folder import hf_folder
+from holdfast.worker.models.gguf.tensors import dequantized
 from holdfast.worker.models.stated_config import STATED
 from tests.fake_group import run_ranks
 from tests.worker.models.gguf.files import ARCHITECTURES, K_KINDS, KINDS, Written, kind_of, write_model
