@@ -128,6 +128,7 @@ def test_an_interrupt_while_starting_leaves_nothing_behind(start: Callable[..., 
     assert_all_gone(processes)
 
 
+@pytest.mark.slow  # on the cluster that is up, live_cluster/test_demo.py runs it every time
 def test_the_demo_streams_four_prompts_kills_a_replica_and_exits_cleanly(start: Callable[..., Command]):
     command = start("holdfast.cluster.demo.run")
     command.wait_for(r"up after")
