@@ -90,33 +90,33 @@ def test_weights_stay_where_they_are_in_the_checkpoint(layouts, tmp_path):
     assert all(files.place_of(weight) is not None for weight in weights)
 
 
-@pytest.mark.parametrize("change", ["weights", "config", "setting", "libraries", "sources"])
-def test_a_layout_is_made_again_once_anything_has_changed(layouts, tmp_path, asked, monkeypatch, change):
+def test_a_layout_is_made_again_once_anything_has_changed(layouts, tmp_path, asked, monkeypatch):
     folder = saved("starcoder2", tmp_path)
-    loaded(folder)
-    settings: dict[str, object] = {}
-    if change == "weights":
-        os.utime(folder / "model.safetensors", (1, 1))
-    elif change == "config":
-        (folder / "generation_config.json").write_text('{"eos_token_id": 7}')
-    elif change == "setting":
-        settings = {"max_model_len": 100}
-    elif change == "libraries":
-        monkeypatch.setattr(kept_layout, "version", lambda name: "another")
-    else:
-        monkeypatch.setattr(kept_layout, "_SOURCES", ("executors",))
-    loaded(folder, **settings)
-    assert len(asked) == 2
+    changes = {
+        "nothing, the first time": lambda: None,
+        "weights": lambda: os.utime(folder / "model.safetensors", (1, 1)),
+        "config": lambda: (folder / "generation_config.json").write_text('{"eos_token_id": 7}'),
+        "libraries": lambda: monkeypatch.setattr(kept_layout, "version", lambda name: "another"),
+        "sources": lambda: monkeypatch.setattr(kept_layout, "_SOURCES", ("executors",)),
+    }
+    for number, (name, change) in enumerate(changes.items(), 1):
+        change()
+        loaded(folder)
+        assert len(asked) == number, name
+    loaded(folder, max_model_len=100)
+    assert len(asked) == len(changes) + 1, "a setting"
+    loaded(folder, max_model_len=100)
+    assert len(asked) == len(changes) + 1, "nothing has changed"
 
 
-@pytest.mark.parametrize("content", [b"", b"not a layout", b"\x02\x00\x00\x00\x00\x00\x00\x00{}"])
-def test_a_layout_file_that_cannot_be_read_is_made_again(layouts, tmp_path, content):
+def test_a_layout_file_that_cannot_be_read_is_made_again(layouts, tmp_path):
     folder = saved("starcoder2", tmp_path)
     expected = bits(loaded(folder))
     path = next(layouts.iterdir())
-    path.write_bytes(content)
-    assert bits(loaded(folder)) == expected
-    assert path.read_bytes() != content
+    for content in (b"", b"not a layout", b"\x02\x00\x00\x00\x00\x00\x00\x00{}"):
+        path.write_bytes(content)
+        assert bits(loaded(folder)) == expected
+        assert path.read_bytes() != content
 
 
 def test_a_layout_that_the_executor_does_not_compute_is_not_used(layouts, tmp_path, monkeypatch):
