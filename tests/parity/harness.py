@@ -151,6 +151,14 @@ def reference_logits(model: Any, prompts: Sequence[Sequence[int]]) -> list[Tenso
         return [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
 
 
+def likeliest_tokens(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """Hugging Face's likeliest token after the prompt and each of the tokens but the last. They are the tokens if, and
+    only if, the tokens are what its `generate` goes on with.
+    """
+    (logits,) = reference_logits(model, [[*prompt, *tokens[:-1]]])
+    return logits[len(prompt) - 1 :].argmax(-1).tolist()
+
+
 def largest_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 

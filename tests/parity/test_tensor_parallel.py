@@ -81,8 +81,10 @@ def test_split_decoder_programs_have_the_bits_of_whole_ones(family, tiny_model, 
         assert all(map(torch.equal, split, whole)), size
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "gpt_oss", *(pytest.param(f, marks=pytest.mark.slow) for f in ("mixtral", "qwen2_moe"))]
+)
 def test_experts_that_stay_hugging_faces_are_split_too(family, size, tiny_model, prompts, expected, monkeypatch):
     """As on a GPU, where their grouped matmul is kept."""
     monkeypatch.setattr(Experts, "can_replace", lambda module: False)
@@ -97,7 +99,7 @@ def test_experts_that_stay_hugging_faces_are_split_too(family, size, tiny_model,
 )
 @pytest.mark.parametrize(
     "family",
-    ["gpt_oss", "llama, one KV head", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gemma3_text", "llama"))],
+    ["llama, one KV head", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gemma3_text", "gpt_oss", "llama"))],
 )
 def test_split_models_draw_the_tokens_of_whole_ones(family, size, executor, tiny_model, prompts):
     whole = greedy_tokens(load(worker_config(tiny_model(family), executor=executor)), prompts, num_new=16)
