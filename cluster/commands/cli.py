@@ -11,16 +11,8 @@ from typing import Final
 
 from cyclopts import App, CycloptsError, Group
 
-from holdfast.cluster.commands.catalogue import (
-    COMMANDS,
-    ESSENTIALS,
-    EXAMPLES,
-    GROUPS,
-    MORE,
-    OPERATIONS,
-    examples_text,
-    of_words,
-)
+from holdfast.cluster.commands.catalogue import COMMANDS, EXAMPLES, GROUPS, of_words
+from holdfast.cluster.commands.command import ESSENTIALS, MORE, OPERATIONS, examples_text
 from holdfast.cluster.commands.entry import EXIT_INTERRUPTED
 from holdfast.worker.errors import CallerError, ConfigurationError, HoldfastError
 

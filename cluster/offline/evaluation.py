@@ -11,7 +11,10 @@ from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.sampling_params import ALL_LOGPROBS, SamplingParams
 
 MOST_AT_ONCE: Final = 2**22
-"""Log-probabilities that are held at a time."""
+"""Log-probabilities of a window."""
+
+_TOGETHER: Final = 2**20
+"""Log-probabilities of windows that run together; each takes 0.3 KB."""
 
 _ROUNDING: Final = 1e-6
 """A share of the probability below it is rounding: log-probabilities are float32."""
@@ -140,7 +143,7 @@ def _outputs(
     """Of each window, how many are done, and what each engine says of it; as many run together as may be held."""
     assert params.prompt_logprobs is not None, "they are what is asked for"
     pairs = vocab_size if params.prompt_logprobs == ALL_LOGPROBS else 1 + params.prompt_logprobs
-    at_once = max(1, MOST_AT_ONCE // (pairs * max(map(len, windows)) * len(engines)))
+    at_once = max(1, _TOGETHER // (pairs * max(map(len, windows)) * len(engines)))
     for start in range(0, len(windows), at_once):
         batch = windows[start : start + at_once]
         handles = [[engine.submit_request(list(window), params) for engine in engines] for window in batch]

@@ -1,0 +1,164 @@
+"""Catalogue of the commands that operate a running cluster, and of subcommands: the second half of `catalogue.py`."""
+
+from typing import Final
+
+from holdfast.cluster.commands.command import OPERATIONS, Command
+
+_KEY_FILE: Final = (
+    "API keys are a file that the routers read, and a key never travels: run it where that file is written, or write "
+    "the file (a Kubernetes secret, say) from here with --file"
+)
+_RAY_NODE: Final = "it drains the Ray node of the machine it runs on: run it there (`kubectl exec`, or a preStop hook)"
+
+OPERATING: Final = (
+    Command(
+        name="drain-node",
+        target="drain_node:drain_node",
+        help="Drain this machine's Ray node: end its routers and replicas gracefully.",
+        details="For a pod or machine that is about to end. Ray Serve starts replacements on other nodes first.",
+        examples=("drain-node", "drain-node --notice-s 60 --limit-s 900"),
+        local=_RAY_NODE,
+    ),
+    Command(
+        name="drain",
+        target="admin:drain",
+        help="Take a replica out of service.",
+        details="It gets no new requests; its running requests move to other replicas, or finish.",
+        examples=("drain r0", "drain r0 --server cluster.example:50051"),
+        group=OPERATIONS,
+        takes="REPLICA",
+    ),
+    Command(
+        name="undrain",
+        target="admin:undrain",
+        help="Put a drained replica back into service.",
+        examples=("undrain r0", "undrain r0 --server cluster.example:50051"),
+        group=OPERATIONS,
+        takes="REPLICA",
+    ),
+    Command(
+        name="pause",
+        target="admin:pause",
+        help="Hold back new requests for a model, or refuse them.",
+        details=("New requests wait, within their own deadlines, until `holdfast resume`; running requests continue."),
+        examples=("pause demo", "pause demo --refuse --server cluster.example:50051"),
+        group=OPERATIONS,
+        takes="MODEL",
+    ),
+    Command(
+        name="resume",
+        target="admin:resume",
+        help="End the pause of a model.",
+        examples=("resume demo", "resume demo --server cluster.example:50051"),
+        group=OPERATIONS,
+        takes="MODEL",
+    ),
+    Command(
+        name="log-level",
+        target="admin:log_level",
+        help="Set the log level of routers and replicas.",
+        details=(
+            "The level of routers and of each replica's leader: DEBUG, INFO, WARNING or ERROR. Ranks keep theirs."
+        ),
+        examples=("log-level debug", "log-level warning --server cluster.example:50051"),
+        group=OPERATIONS,
+        takes="LEVEL",
+    ),
+    Command(
+        name="dump",
+        target="admin:dump",
+        help="Write the state of the routers as JSON, for a bug report.",
+        details="Models, replicas, queues, versions, settings and recent errors; no keys, prompts or outputs.",
+        examples=("dump --output state.json", "dump --server router-0:50051,router-1:50051"),
+        group=OPERATIONS,
+    ),
+    Command(
+        name="models list",
+        target="models:show",
+        help="List the models of a running cluster, with state, replicas and versions.",
+        details=("State and number of replicas of each model; of replicas that do not serve yet, what they are doing."),
+        examples=("models list", "models list --server cluster.example:50051"),
+    ),
+    Command(
+        name="models add",
+        target="models:add",
+        help="Add a model to a running cluster, and wait until its replicas serve.",
+        details=(
+            "Without --server, the cluster is that of `holdfast serve` on this machine, or the one on the Ray at "
+            "--address. With --server, a router adds the model; paths are then those of the cluster's machines. "
+            "If the replicas cannot start, the model is removed again."
+        ),
+        examples=(
+            "models add ./draft --served-model-name draft --tp 2",
+            "models add org/draft --replicas 2 --server cluster.example:50051",
+        ),
+        takes="MODEL",
+    ),
+    Command(
+        name="models update",
+        target="updates:update",
+        help="Replace a model by another version, replica by replica, without ending a stream.",
+        details=(
+            "The given settings change; all others stay as the model runs now. Streams that have begun finish on "
+            "the old version; streams that have not finished drain_timeout_s after its last replica began to "
+            "drain end with an error."
+        ),
+        examples=(
+            "models update chat --model ./chat-v2",
+            "models update chat --model ./chat-v2 --canary 0.1 --canary-for 120",
+            "models update chat --max-num-seqs 128 --server cluster.example:50051",
+        ),
+        takes="NAME",
+    ),
+    Command(
+        name="models rollback",
+        target="updates:rollback",
+        help="Undo an update that was interrupted: the older version serves alone again.",
+        examples=("models rollback chat", "models rollback chat --server cluster.example:50051"),
+        takes="NAME",
+    ),
+    Command(
+        name="models remove",
+        target="models:remove",
+        help="Remove a model from a running cluster, and wait until its replicas have ended.",
+        details=(
+            "New requests for it are refused at once; running requests may finish within the drain_timeout_s that "
+            "the model was started with."
+        ),
+        examples=("models remove draft", "models remove draft --server cluster.example:50051"),
+        takes="NAME",
+    ),
+    Command(
+        name="config show",
+        target="config_show:show",
+        help="Print every setting's value and where it came from.",
+        details="Later sources win: defaults, the file, the environment (HOLDFAST_SECTION__KEY), flags.",
+        examples=("config show --config serve.yaml", "config show --tp 2"),
+        local="it shows the settings that a command on this machine would read; `holdfast dump` has those of a router",
+    ),
+    Command(
+        name="keys add",
+        target="keys:add",
+        help="Create an API key and print it, once.",
+        details="The key is shown this once: the file has only its hash.",
+        examples=("keys add alice --models demo --requests-per-minute 60", "keys add ops --operator --file keys.json"),
+        takes="NAME",
+        local=_KEY_FILE,
+    ),
+    Command(
+        name="keys list",
+        target="keys:show",
+        help="List the API keys and their rights.",
+        examples=("keys list", "keys list --file keys.json"),
+        local=_KEY_FILE,
+    ),
+    Command(
+        name="keys revoke",
+        target="keys:revoke",
+        help="Revoke an API key.",
+        details="Routers refuse it within two seconds; running requests may finish.",
+        examples=("keys revoke alice", "keys revoke alice --file keys.json"),
+        takes="NAME",
+        local=_KEY_FILE,
+    ),
+)
