@@ -68,12 +68,13 @@ class AsyncClient:
         transport: Transport | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`address` is `host:port`, of one router or of several. `api_key` goes with every call; `tls` says whom the
-        client trusts, and who it is; None: connections are in the clear. `draw` is uniform in [0, 1).
+        """`address` is `host:port`, of one router or of several, also as text with commas between them. `api_key` goes
+        with every call; `tls` says whom the client trusts, and who it is; None: connections are in the clear. `draw` is
+        uniform in [0, 1).
 
         `transport` and `clock` are gRPC and the event loop's, unless a test brings its own.
         """
-        self._addresses = (address,) if isinstance(address, str) else tuple(address)
+        self._addresses = tuple(address.split(",")) if isinstance(address, str) else tuple(address)
         if not self._addresses:
             raise ValueError("address = (): must name at least one router")
         self._transport = transport or GrpcTransport(api_key, tls)

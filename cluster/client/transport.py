@@ -37,7 +37,7 @@ CHANNEL_OPTIONS: Final = (
 
 _OF_CONNECTIONS: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 
-_UNREACHED: Final = "failed to connect to all addresses"
+_UNREACHED: Final = ("failed to connect to all addresses", "errors resolving", "DNS resolution failed")
 _NO_LOSS: Final = ("ping timeout", "keepalive watchdog timeout", "GOAWAY", "Cancelling all calls")
 """What grpcio's core (read in 1.85) says of connections besides "Socket closed" and the like."""
 

@@ -46,12 +46,25 @@ asyncio.run(main())
         ("Stream removed (recvmsg:Connection reset by peer (104))", False),
         ("Stream removed (Transport closed (Socket closed))", False),
         ("failed to connect to all addresses; last error: UNKNOWN: Connection refused", False),
+        ("errors resolving nohost:5: [field:hostname lookup error:address lookup failed for nohost:5]", False),
+        ("DNS resolution failed for nohost:5: C-ares status is not ARES_SUCCESS", False),
     ],
 )
 def test_a_call_that_was_written_to_a_broken_connection_was_read_by_nobody(said, is_lost):
     """As gRPC words it, each seen with a process that was killed before the call, or while it read the call."""
     status = CallStatus(code=grpc.StatusCode.UNAVAILABLE, message=said, trailing_metadata=())
     assert _is_router_lost(status) is is_lost
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:5", "[::2", "no such host:5"])
+@on_a_loop
+async def test_an_address_that_names_nothing_costs_no_router(address):
+    transport = GrpcTransport()
+    with pytest.raises(CallFailed) as failed:
+        async for _ in transport.call(address, "Detokenize", inference_pb2.DetokenizeRequest()):
+            pass
+    assert not failed.value.is_router_lost, failed.value
+    await transport.close()
 
 
 @pytest.mark.slow  # processes one after the other
