@@ -6,8 +6,9 @@
 Steps of six kinds: decodes of 1, 8 and 32 sequences, of 1 and 8 in a long context, a prompt. `--one-slice`: beside it
 the program without slices of row-parallel sums; `--whole-weights`: with weights that are not compact; `--int8-cache`:
 with keys and values in int8; `--against`: with another version of the native library. Rounds of the kinds and of the
-programs alternate, so that all see the same company on the machine; the table has medians, the fastest tenth, and the
-least CPU time of all threads. What a step costs outside the program (planning, delivering) is not in it.
+programs alternate, each program being the first in some, so that all see the same company on the machine; the table has
+medians, the fastest tenth, and the least CPU time of all threads. What a step costs outside the program (planning,
+delivering) is not in it.
 """
 
 import argparse
@@ -172,9 +173,10 @@ def main() -> None:
         programs.append(load("int8 cache", model, dtype=dtype, kept_as="int8"))
     if arguments.against:
         programs.append(load_against(model, dtype, arguments.against))
-    for _ in range(arguments.rounds):
+    for number in range(arguments.rounds):
+        first = number % len(programs)
         for kind in KINDS:
-            for one in programs:
+            for one in (*programs[first:], *programs[:first]):
                 for _ in range(arguments.in_a_row):
                     one.step(kind)
     console = Console()

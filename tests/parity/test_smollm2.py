@@ -5,6 +5,7 @@ The file comes with a package of its own (docs/quantization.md); without it thes
 
 from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from holdfast import LLM, SamplingParams
 from holdfast.cluster.bundled_model.bundled_model import packaged_path
 from holdfast.worker.errors import ConfigurationError
+from tests.parity.harness import load, logits_in_chunks, worker_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -105,6 +107,31 @@ def test_each_answer_is_its_own_whatever_is_beside_it(alone, answers):
 def test_ranks_have_the_bits_of_one(file, answers, size):
     with LLM("smollm2", max_model_len=1024, tensor_parallel_size=size) as llm:
         assert bits_of(llm.chat(CHATS, GREEDY)) == answers
+
+
+def test_keys_and_values_in_int8_hardly_change_what_it_says(file):
+    """Over 1,000 tokens of Python's documentation, against keys and values in bfloat16: the mean divergence in nats,
+    how often the best token is the same, and what the text is worth to each (nats a token).
+    """
+    from transformers import AutoTokenizer
+
+    text = "\n".join(topics[name] for name in ("assignment", "exceptions", "objects"))
+    ids = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)(text)["input_ids"][:1000]
+    found = []
+    for dtype in ("bfloat16", "int8"):
+        config = worker_config(file, max_model_len=1024)
+        cache = config.cache.model_copy(update={"kv_cache_dtype": dtype})
+        leader = load(config.model_copy(update={"cache": cache}))
+        found.append(logits_in_chunks(leader, [ids], 250)[0].double().log_softmax(-1))
+        leader.close()
+    plain, small = found
+    divergence = float((plain.exp() * (plain - small)).sum(-1).mean())
+    same = float((plain.argmax(-1) == small.argmax(-1)).double().mean())
+    losses = [float(-one[range(len(ids) - 1), ids[1:]].mean()) for one in found]
+    print(f"divergence {divergence:.2e} nats, the same best token {same:.1%}, losses {losses}")
+    assert 0 < divergence < 2e-3
+    assert same > 0.97
+    assert abs(losses[1] - losses[0]) < 1e-2
 
 
 def test_it_answers(answers, alone):
