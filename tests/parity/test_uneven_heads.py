@@ -55,7 +55,8 @@ def test_ranks_have_the_bits_of_one(folder, whole, size):
 
 
 @pytest.mark.parametrize(
-    ("family", "heads", "kv_heads", "size"), [("qwen2", 5, 5, 3), ("qwen3", 7, 7, 2), ("gemma", 15, 5, 3)]
+    ("family", "heads", "kv_heads", "size"),
+    [pytest.param("qwen2", 5, 5, 3, marks=pytest.mark.slow), ("qwen3", 7, 7, 2), ("gemma", 15, 5, 3)],
 )
 def test_other_numbers_of_heads(tmp_path, family, heads, kv_heads, size):
     sizes = {"hidden_size": heads * 8, "intermediate_size": heads * 32, "head_dim": 8}

@@ -36,7 +36,7 @@ def stress(program, scenario, seconds, ranks, seed):
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_all_ranks_read_what_all_have_written(program, scenario, ranks):
-    stress(program, scenario, 0.2, ranks, ranks)
+    stress(program, scenario, 0.1, ranks, ranks)
 
 
 @pytest.mark.slow

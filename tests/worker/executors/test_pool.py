@@ -41,11 +41,11 @@ def stress(program, scenario, seconds, threads, seed):
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_every_task_runs_once_and_in_its_phase(program, scenario):
-    stress(program, scenario, 0.2, 3, 1)
+    stress(program, scenario, 0.1, 3, 1)
 
 
 def test_two_threads_keep_apart(program):
-    stress(program, "keeps_off_callers_core", 0.2, 2, 1)
+    stress(program, "keeps_off_callers_core", 0.1, 2, 1)
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ SELDOM = HealthConfig(self_check_every_s=3600)
 """The test asks, and nobody else."""
 
 
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "strangers": {},
     "chunks": {"scheduler": {"max_num_batched_tokens": 24}},
     "preemption": {"num_tokens": 240},
@@ -49,6 +49,8 @@ VARIANTS = {
     "ngram": {"speculation": {"speculative": "ngram"}},
     "suffix": {"speculation": {"speculative": "suffix"}},
 }
+FEW = ("strangers", "preemption")
+"""Of two ranks, and on the HF backend: what a variant does to steps is the same there."""
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +119,7 @@ def ask_under_load(replica: Replica, num_times: int) -> None:
 def test_a_healthy_replica_gives_the_same_bits_in_any_company(folder, executor, size):
     """And so does every other one, whatever its settings: the digests are equal."""
     digests = set()
-    for name in VARIANTS if size == 1 else ("strangers", "preemption"):
+    for name in VARIANTS if (executor, size) == ("native", 1) else FEW:
         replica = Replica.start(config_of(folder, executor, size, **VARIANTS[name]))
         ask_under_load(replica, 2 if size == 1 else 1)
         digests.add(replica.info.answers_digest)
