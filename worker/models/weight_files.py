@@ -222,7 +222,7 @@ def _check_weights(path: Path, given: str, *, check_dtypes: bool) -> None:
         RecursionError,
         struct.error,
     ) as error:
-        raise _refused(given, path, "is not a safetensors file, or is cut off within its header") from error
+        raise _refused(given, path, "is not a safetensors file, or is cut short within its header") from error
     needed = header_bytes + max(ends, default=0)
     if size < needed:
         raise _refused(given, path, f"is cut short: {size} of {needed} bytes are there")

@@ -66,7 +66,7 @@ def test_a_name_that_is_neither_a_folder_nor_a_hub_id(name):
 
 def test_a_file_instead_of_its_folder(folder):
     said = refusal(check_files, config(model__model=str(folder / "config.json")))
-    assert "give the folder that it is in" in said
+    assert "give its folder" in said
 
 
 @pytest.mark.parametrize(

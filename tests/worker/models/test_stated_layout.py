@@ -304,7 +304,7 @@ def test_two_forms_of_the_weights_are_left_to_hugging_face(tmp_path):
     shutil.copy(folder / "model.safetensors", tmp_path / "kept")
     in_shards(folder)
     shutil.copy(tmp_path / "kept", folder / "model.safetensors")
-    with pytest.raises(NotStated, match="not just one"):
+    with pytest.raises(NotStated, match="must have exactly one of"):
         stated(folder, SingleRank())
 
 
