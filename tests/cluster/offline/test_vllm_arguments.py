@@ -68,6 +68,16 @@ def test_what_keys_and_values_are_kept_in_is_a_setting(given, kept):
     assert translated({"kv_cache_dtype": given}).get("kv_cache_dtype", ...) == kept
 
 
+@pytest.mark.parametrize(("given", "kept"), [(None, ...), ("int4", "int4"), ("fp8", "fp8")])
+def test_quantization_is_of_plain_checkpoints(given, kept):
+    assert translated({"quantization": given}).get("quantization", ...) == kept
+
+
+def test_methods_of_checkpoints_are_said_by_the_checkpoint():
+    with pytest.warns(UserWarning, match="quantization = 'awq': accepted"):
+        assert "quantization" not in translated({"quantization": "awq"})
+
+
 def test_other_types_of_keys_and_values_are_refused(tiny_model):
     with pytest.raises(ConfigurationError, match=r"cache.kv_cache_dtype = 'fp8_e5m2' \(from LLM\(...\)\)"):
         LLM(str(tiny_model), kv_cache_dtype="fp8_e5m2")
