@@ -267,11 +267,12 @@ class RequestStream:
                 self.close()
 
     def close(self) -> None:
-        """Cancels what has not ended."""
+        """Cancels what has not ended. Nothing is to be polled any more."""
         if self._host is not None:
             for stream in reversed(self.streams):
                 self._host.close(stream)
                 stream.leave()
+                stream.error = None  # its traceback has the frames that have polled it: they would be a cycle
 
     def abort(self) -> bool:
         """Ends what has not ended, with finish reason ABORT, for the reader to read. Returns whether there was any."""

@@ -153,6 +153,7 @@ class RequestProcessor:
             else:
                 admitted.num_tokens, admitted.timelines = answer.num_tokens, answer.timelines
             admitted.end(cause)
+            cause = None  # its traceback has this frame
 
     async def _begin(self, request: GenerationRequest, answer: SampledAnswer) -> None:
         """Opens all sequences of a request."""

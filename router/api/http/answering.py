@@ -64,6 +64,7 @@ async def unless_gone(request: Request, work: Awaitable[Any]) -> Any:
     finally:
         for task in (working, watching):
             task.cancel()
+        del working, watching, task  # an error's traceback has this frame: they would be a cycle
 
 
 async def _gone(request: Request) -> None:
