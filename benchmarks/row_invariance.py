@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.console import Console
@@ -29,14 +30,15 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
+from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.kv_cache import KVCache, LayerCache
 from holdfast.worker.models import hf_backend
-from holdfast.worker.models.gpu_attention import attach
-from holdfast.worker.models.gpu_gather import slots_of
 from holdfast.worker.models.hf_backend import HfCpuBackend
-from holdfast.worker.models.hf_gather_backend import GatherSteps, HfGatherBackend
-from holdfast.worker.models.hf_steps import HfSteps
+from holdfast.worker.models.hf_steps import PagedAttention
 from holdfast.worker.models.linear import Kernel
+from holdfast.worker.models.memory import kv_bytes_per_token
+from holdfast.worker.models.model import RankModel
+from holdfast.worker.models.parallelize import Target
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.replica.rank import default_device, prepare_process
 from holdfast.worker.sampling_params import SamplingParams
@@ -67,7 +69,9 @@ class PlainAttention:
         self._sequences: list[tuple[int, int, Tensor, int, Tensor]] = []
 
     def begin(self, batch: StepBatch) -> None:
-        self._slots = torch.from_numpy(slots_of(batch, self._block_size))
+        positions, sequences = batch.positions, np.repeat(np.arange(len(batch.num_tokens)), batch.num_tokens)
+        blocks = batch.blocks_of(sequences, positions // self._block_size)
+        self._slots = torch.from_numpy(blocks * self._block_size + positions % self._block_size)
         self._sequences, row, block = [], 0, 0
         for first, count, blocks in zip(batch.first_positions, batch.num_tokens, batch.num_blocks, strict=True):
             end = int(first + count)
@@ -76,16 +80,16 @@ class PlainAttention:
             self._sequences.append((row, int(count), table, end, mask))
             row, block = row + int(count), block + int(blocks)
 
-    def write(self, layer: LayerCache, key: Tensor, value: Tensor) -> None:
+    def attend(
+        self, layer: LayerCache, query: Tensor, key: Tensor, value: Tensor, scaling: float, sinks: Tensor | None
+    ) -> Tensor:
         for pool, new in ((layer.keys, key), (layer.values, value)):
             pool.flatten(0, 1).index_copy_(0, self._slots, new.transpose(0, 1))
-
-    def attend(self, layer: LayerCache, query: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
         outputs = []
         for row, count, table, end, mask in self._sequences:
             keys = layer.keys.index_select(0, table).flatten(0, 1)[:end].transpose(0, 1)[None]
             values = layer.values.index_select(0, table).flatten(0, 1)[:end].transpose(0, 1)[None]
-            queries = query[row : row + count].transpose(0, 1)[None]
+            queries = query[None, :, row : row + count]
             output = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True
             )
@@ -93,16 +97,57 @@ class PlainAttention:
         return torch.cat(outputs)
 
 
-class PlainBackend(HfGatherBackend):
+class PlainSteps:
+    """Steps over one cache, whose attention modules call `attention`."""
+
+    numerics = "plain"
+
+    def __init__(self, model: RankModel, cache: KVCache, attention: PlainAttention) -> None:
+        self._model = model
+        self._cache = cache
+        self._attention = attention
+
+    def run(self, batch: StepBatch) -> Tensor:
+        if batch.block_copies.size:
+            self._cache.copy(*torch.from_numpy(batch.block_copies))
+        self._attention.begin(batch)
+        return self._model(batch).float()
+
+    def warm_up(self, max_rows: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class PlainBackend:
     """torch's kernels as they come."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Kernel:
+    def __init__(self, model: RankModel, target: Target) -> None:
+        self._model = model
+        self._target = target
+
+    def linear(self, weight: Tensor, bias: Tensor | None, num_slices: int = 1, *, is_part: bool = False) -> Kernel:
         return partial(F.linear, weight=weight, bias=bias)
 
-    def _make_steps(self, cache: KVCache, progress: ProgressCounter) -> HfSteps:
-        attention = PlainAttention(cache.block_size)
-        attach(self._model, cache, attention, progress)
-        return GatherSteps(self._model, cache, attention)
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return kv_bytes_per_token(self._model.specs, self._target.dtype)
+
+    def make_sampler(self) -> NativeSampler:
+        return NativeSampler.with_threads(torch.get_num_threads())
+
+    def warm_up_sampler(self, max_rows: int) -> None:
+        pass
+
+    def allocate(self, num_blocks: int, block_size: int, progress: ProgressCounter) -> tuple[KVCache, PlainSteps]:
+        specs = self._model.specs
+        cache = KVCache.allocate(specs, num_blocks, block_size, self._target.dtype, "cpu")
+        attention = PlainAttention(block_size)
+        self._model.attach(
+            lambda layer: PagedAttention(specs[layer], partial(attention.attend, cache.layers[layer]), progress)
+        )
+        return cache, PlainSteps(self._model, cache, attention)
 
 
 def load(config: WorkerConfig, *, plain: bool) -> LeaderRunner:

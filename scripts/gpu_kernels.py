@@ -57,6 +57,9 @@ HOT: Final = (
 )
 """These may not spill."""
 
+_ROUNDING: Final = ("linear", "grouped_linear")
+"""Their output has the model's dtype in Hugging Face's modules."""
+
 _DTYPES: Final = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -125,7 +128,9 @@ class Use:
     def title(self) -> str:
         """One line that tells it from others."""
         shown = [f"{name}={value}" for name, value in self.constants if name.isupper() and value not in (False, 0)]
-        return f"{self.name}({', '.join(shown)})"
+        out = dict(self.arguments).get("out", "*fp32")
+        rounds = f" -> {out.removeprefix('*')}" if self.name in _ROUNDING and out != "*fp32" else ""
+        return f"{self.name}({', '.join(shown)}){rounds}"
 
 
 def uses_of(shapes: Iterable[Shape], decode_rows: Iterable[int], prompt_rows: int) -> list[Use]:
@@ -159,6 +164,7 @@ def uses_of(shapes: Iterable[Shape], decode_rows: Iterable[int], prompt_rows: in
             assert logits is not None, "they were asked for"
             executor.make_sampler().launch(logits, draws, masks)
     _run_paged_kernels(record, prompt_rows)
+    _run_modules(record, (*decode_rows, prompt_rows))
     _run_exchange(record)
     return sorted(found.values(), key=lambda use: use.title)
 
@@ -178,6 +184,27 @@ def _run_paged_kernels(launch: Any, prompt_rows: int) -> None:
             query, key = (torch.empty(size, dtype=torch.bfloat16, device=device) for size in sizes)
             kernels.write(layer, key, key.new_empty(spec.num_kv_heads, rows, spec.value_dim))
             kernels.attend(layer, query, spec.key_dim**-0.5, None)
+
+
+def _run_modules(record: Any, counts: Iterable[int]) -> None:
+    """The products, experts and means of Hugging Face's modules, by the shapes of DeepSeek-V2-Lite."""
+    from holdfast.worker.executors.gpu.launches import Launches
+    from holdfast.worker.executors.gpu.products import DeviceExperts, DeviceProduct
+    from holdfast.worker.executors.gpu.row_functions import RowFunctions
+
+    def weight(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    product = DeviceProduct(Launches(record), weight(3072, 2048), None)
+    experts = DeviceExperts(
+        record, weight(64, 2816, 2048), None, weight(64, 2048, 1408), None, lambda up: up.chunk(2, -1)[0]
+    )
+    for count in counts:
+        x = weight(count, 2048)
+        product(x)
+        experts(x, x.new_empty((count, 6), dtype=torch.int64), weight(count, 6))
+        with RowFunctions(record, x.device):
+            x.float().mean(-1)
 
 
 def _run_exchange(record: Any) -> None:

@@ -29,6 +29,7 @@ from tests.draw_params import changed, draw_params
 from tests.worker.executors.cpu.native import library_or_skip
 from tests.worker.executors.cpu.runs import layout_of, tokens
 from tests.worker.executors.gpu import fp8_kernels
+from tests.worker.executors.gpu.cancelling import cancelling_product
 from tests.worker.executors.gpu.drawn import FILTERS, edited_batch, made, sampled, seeded
 from tests.worker.executors.gpu.runs import Fp8Reference, Part, Runner, batch_of
 from tests.worker.executors.models import MODELS
@@ -43,8 +44,6 @@ SHAPES_OF_8B = ((6144, 4096, 1), (4096, 4096, 8), (28672, 4096, 1), (4096, 14336
 
 def cancelling(num_rows: int, num_outputs: int, num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Products that cancel to pure rounding error, so that another order of adding shows in nearly every value."""
-    from holdfast.worker.models.gpu_row_rules import cancelling_product
-
     return cancelling_product(num_outputs, num_inputs, num_rows, BF16, CUDA)
 
 

@@ -81,12 +81,25 @@ def test_split_decoder_programs_have_the_bits_of_whole_ones(family, tiny_model, 
         assert all(map(torch.equal, split, whole)), size
 
 
+@pytest.mark.parametrize(
+    "family", ["gpt2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("apertus", "llama", "opt", "phi3"))]
+)
+def test_hugging_faces_modules_have_the_bits_of_whole_ones(family, tiny_model, prompts):
+    """Those without experts."""
+    folder = tiny_model(family)
+    whole = logits_in_chunks(load(worker_config(folder, executor="hf")), prompts, chunk=40)
+    for size in (2, 4):
+        config = worker_config(folder, size, executor="hf")
+        split = on_ranks(config, lambda leader: logits_in_chunks(leader, prompts, chunk=40))
+        assert all(map(torch.equal, split, whole)), size
+
+
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     "family", ["deepseek_v3", "gpt_oss", *(pytest.param(f, marks=pytest.mark.slow) for f in ("mixtral", "qwen2_moe"))]
 )
 def test_experts_that_stay_hugging_faces_are_split_too(family, size, tiny_model, prompts, expected, monkeypatch):
-    """As on a GPU, where their grouped matmul is kept."""
+    """As those are whose form is not the common one."""
     monkeypatch.setattr(Experts, "can_replace", lambda module: False)
     config = worker_config(tiny_model(family), size, executor="hf")
     ours = on_ranks(config, lambda leader: logits_in_chunks(leader, prompts, chunk=40))

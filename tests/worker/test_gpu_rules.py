@@ -13,25 +13,10 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import DistributedGroup
 from holdfast.worker.engine.model_runner import ModelRunner
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.executors.kv_cache import KVSpec
-from holdfast.worker.models.gpu_query_tiles import cut_into_tiles
-from holdfast.worker.models.gpu_row_rules import RowRule, fix_gpu_kernels
 from holdfast.worker.replica.rank import with_device
 from holdfast.worker.replica.replica import Replica
 
 CUDA = torch.device("cuda", 3)
-
-
-def test_attention_of_cudnn_is_off(monkeypatch):
-    """It builds a plan of tens of milliseconds for each number of sequences, rows and keys."""
-    calls = []
-    for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"):
-        monkeypatch.setenv(name, "kept")
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", calls.append)
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", calls.append)
-    monkeypatch.setattr(torch.backends.cuda, "matmul", type("Matmul", (), {})())
-    fix_gpu_kernels()
-    assert calls == ["cublaslt", False]
 
 
 def decode_batch(count, context):
@@ -47,13 +32,6 @@ def decode_batch(count, context):
         block_copies=np.zeros((3, 0), dtype=np.int64),
         logits_rows=np.arange(count),
     )
-
-
-def test_sequences_of_equal_length_share_one_attention_call():
-    """64 of 1,024 tokens in a model with 8 KV heads of 128."""
-    spec = KVSpec(num_heads=32, num_kv_heads=8, key_dim=128, value_dim=128)
-    batch, rule = decode_batch(64, 1024), RowRule(multiple_of=4)
-    assert len(cut_into_tiles(batch, spec, rule, 64).calls) == 1
 
 
 class Lost(Exception):

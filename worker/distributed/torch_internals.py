@@ -2,10 +2,8 @@
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # declared there; `torch.distributed` has it without a type
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-__all__ = ["TCPStore", "TorchDispatchMode", "abort_process_group", "tree_leaves"]
+__all__ = ["TCPStore", "abort_process_group"]
 
 
 def abort_process_group() -> None:

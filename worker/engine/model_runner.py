@@ -113,7 +113,7 @@ class ModelRunner:
             ) from error
         runner = cls(loaded, config, group, device)
         progress("check", 0, 1)
-        row_invariant = _self_check(runner, group, loaded.cache) and loaded.backend.row_invariant
+        row_invariant = _self_check(runner, group, loaded.cache)
         loaded.backend.warm_up(config.scheduler.max_num_seqs)
         trim_heap()
         progress("check", 1, 1)

@@ -85,11 +85,6 @@ class Backend(Protocol):
         """Of this rank's cache, all layers together."""
         ...
 
-    @property
-    def row_invariant(self) -> bool:
-        """Whether no trial of its kernels found a row that depends on its neighbours."""
-        ...
-
     def allocate_cache(self, num_blocks: int, block_size: int) -> BlockCache:
         """The cache that steps use from now on. Raises ValueError where the block size does not fit."""
         ...

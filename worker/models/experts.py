@@ -1,10 +1,11 @@
-"""Mixture-of-experts layers for CPUs, row-invariant: a token's bits do not depend on the other tokens of the step.
+"""Mixture-of-experts layers, row-invariant: a token's bits do not depend on the other tokens of the step.
 
 Hugging Face's own implementations (a loop, a batched or a grouped matmul) call kernels with as many rows as happen to
-choose an expert. Here each expert has row-invariant linears, and expert routers are called with a fixed number of rows.
-On a GPU the grouped matmul stays, for its speed.
+choose an expert. Here each expert has row-invariant linears, or a device's kernels take all experts at once. On CPUs
+expert routers are called with a fixed number of rows.
 """
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -16,6 +17,12 @@ from holdfast.worker.models.linear import VECTOR, Linear
 _TENSORS = {"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"}
 
 ROUTER_ROWS: Final = 32
+
+Chosen = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Rows [T, hidden], expert ids [T, top_k] and their weights [T, top_k] -> [T, hidden]."""
+
+Grouping = Callable[[Tensor, Tensor | None, Tensor, Tensor | None, Callable[[Tensor], Tensor]], Chosen]
+"""Experts [count, out, in] and their biases [count, out] of both linears, and the activation between -> kernels."""
 
 
 class ExpertRouter(nn.Module):
@@ -57,6 +64,7 @@ class Experts(nn.Module):
         first = "gate_up_proj" if module.has_gate else "up_proj"
         self.up = _linears(module, first)
         self.down = _linears(module, "down_proj")
+        self._grouped: Chosen | None = None
         for name in _TENSORS & set(dict(module.named_parameters())):
             module.register_parameter(name, None)
 
@@ -67,11 +75,18 @@ class Experts(nn.Module):
         described = getattr(module, "is_transposed", None) is not None and getattr(module, "has_gate", None) is not None
         return described and "down_proj" in names and names <= _TENSORS
 
+    def group(self, grouping: Grouping) -> None:
+        """All experts run at once from now on, by kernels that take the weights. Once, before linears are settled."""
+        self._grouped = grouping(*_stacked(self.up), *_stacked(self.down), self._activate)
+        self.up = self.down = nn.ModuleList()
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`hidden_states` [tokens, hidden], expert ids and their weights [tokens, k] -> [tokens, hidden].
 
         A token's experts are added in the order of their ids, so the sum does not depend on the other tokens.
         """
+        if self._grouped is not None:
+            return self._grouped(hidden_states, top_k_index, top_k_weights)
         output = torch.zeros_like(hidden_states)
         for expert in sorted(set(top_k_index.flatten().tolist())):
             tokens, slots = torch.where(top_k_index == expert)
@@ -93,3 +108,9 @@ def _linears(module: Any, name: str) -> nn.ModuleList:
     if module.is_transposed:
         weights = weights.transpose(1, 2)
     return nn.ModuleList(Linear(weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+
+def _stacked(linears: nn.ModuleList) -> tuple[Tensor, Tensor | None]:
+    """Weights [experts, out, in] and biases [experts, out] of linears that are not settled."""
+    weights, biases = zip(*((linear.weight, linear.bias) for linear in linears), strict=True)
+    return torch.stack(weights), None if biases[0] is None else torch.stack(biases)

@@ -2,7 +2,6 @@
 the native library's products and attention over the executor's KV cache.
 """
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Final
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from holdfast.worker.config import KVCacheDtype
 from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.executors.cpu.attention import LayerAttention, unfit
 from holdfast.worker.executors.cpu.cache import TiledCache, bytes_per_token
 from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS, int8_difference
@@ -55,8 +54,6 @@ class CpuSteps:
 class HfCpuBackend:
     """The kernels of one rank's HF backend on CPUs: one pool of threads for its products and its attention."""
 
-    row_invariant: Final = True  # by construction
-
     def __init__(self, model: RankModel, target: Target, *, in_int8: bool = False) -> None:
         """`in_int8`: keys and values are kept so. Raises `UnsupportedModelError` for attention that the native library
         does not run, or not as the rule for int8 says.
@@ -70,9 +67,9 @@ class HfCpuBackend:
         if in_int8 and (reason := int8_difference(model.specs, target.dtype, self._pool.library)):
             raise UnsupportedModelError(model.module.config.model_type, reason, "Leave --kv-cache-dtype at auto")
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Kernel:
+    def linear(self, weight: Tensor, bias: Tensor | None, num_slices: int = 1, *, is_part: bool = False) -> Kernel:
         """The native library's product."""
-        return PackedProduct(self._pool, weight, bias)
+        return PackedProduct(self._pool, weight, bias, num_slices, is_part=is_part)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -95,9 +92,7 @@ class HfCpuBackend:
         return cache, CpuSteps(self._model, cache, attention)
 
 
-logger = logging.getLogger(__name__)
-
-_NAME: Final = "hf-3"
+_NAME: Final = "hf-4"
 
 
 class HfBackend:
@@ -127,7 +122,8 @@ class HfBackend:
         """Packs the linears of a model that is not settled, for the target's device. No sequence is longer than
         `max_positions`. Keys and values in int8 are for CPUs alone. `progress` gets linears done and in all.
 
-        Raises `UnsupportedModelError` for attention that the device has no kernel for.
+        Raises `UnsupportedModelError` for attention that the device has no kernel for, and `ConfigurationError` where
+        Triton is missing on a GPU.
         """
         device: HfDevice
         if target.device.type == "cpu":
@@ -151,10 +147,6 @@ class HfBackend:
     def runs_several_steps(self) -> bool:
         return False
 
-    @property
-    def row_invariant(self) -> bool:
-        return self._device.row_invariant
-
     def allocate_cache(self, num_blocks: int, block_size: int) -> TiledCache | KVCache:
         cache, self._steps = self._device.allocate(num_blocks, block_size, self.progress)
         return cache
@@ -166,8 +158,8 @@ class HfBackend:
         self.model.detach()
 
     def warm_up(self, max_rows: int) -> None:
-        """On a GPU, captures the graphs of decode steps, or runs one step of each power of two: libraries load and
-        choose kernels at their first use. Compiles the kernels that draw.
+        """On a GPU, captures the graphs of decode steps, or runs one step of each power of two, and compiles the
+        kernels that draw.
         """
         assert self._steps is not None, "a cache is allocated before steps run"
         with torch.inference_mode():
@@ -191,8 +183,7 @@ def _gpu_backend(model: RankModel, target: Target, max_positions: int) -> HfDevi
     try:
         from holdfast.worker.models.hf_device_backend import HfDeviceBackend  # loads Triton
     except ImportError as error:
-        from holdfast.worker.models.hf_gather_backend import HfGatherBackend
-
-        logger.warning("attention runs on gather and SDPA in place of paged kernels: %s", error)
-        return HfGatherBackend(model, target)
+        raise ConfigurationError(
+            f"model.device = 'cuda': a GPU's kernels need Triton ({error}); install it, or set --device to cpu"
+        ) from error
     return HfDeviceBackend(model, target, max_positions=max_positions)

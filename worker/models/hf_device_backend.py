@@ -1,18 +1,14 @@
-"""The HF backend on a GPU: its draws, and whether attention runs on paged kernels and decode steps as CUDA graphs.
-
-The last two are found out at load, and the log says why where one does not.
-"""
+"""The HF backend on a GPU: the executor's products, experts, paged attention and draws; decode steps as CUDA graphs."""
 
 import logging
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.distributed.torch_internals import TorchDispatchMode, tree_leaves
+from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.executors.gpu.graphs import (
     BUCKETS,
     Buffers,
@@ -22,44 +18,46 @@ from holdfast.worker.executors.gpu.graphs import (
     bucket_of,
     cuda_capture,
 )
-from holdfast.worker.executors.gpu.launches import Launch, triton_launch
-from holdfast.worker.executors.gpu.paged_kernels import NUMERICS, PagedKernels, unfit
+from holdfast.worker.executors.gpu.launches import Launch, Launches, triton_launch
+from holdfast.worker.executors.gpu.paged_kernels import PagedKernels, unfit
+from holdfast.worker.executors.gpu.products import DeviceExperts, DeviceProduct
+from holdfast.worker.executors.gpu.row_functions import RowFunctions
 from holdfast.worker.executors.gpu.sampler import DeviceSampler
-from holdfast.worker.executors.kv_cache import KVCache, KVSpec
-from holdfast.worker.models.checks import first_line
-from holdfast.worker.models.gpu_attention import attach, copy_blocks
-from holdfast.worker.models.gpu_attention_proof import MAX_POSITIONS, RowsAgree, disagreement
-from holdfast.worker.models.gpu_attention_trial import rows_agree
-from holdfast.worker.models.hf_gather_backend import HfGatherBackend
-from holdfast.worker.models.hf_steps import HfSteps
+from holdfast.worker.executors.kv_cache import KVCache, LayerCache
+from holdfast.worker.models.checks import OTHER_ENGINE, first_line
+from holdfast.worker.models.experts import Experts
+from holdfast.worker.models.hf_steps import PagedAttention
+from holdfast.worker.models.linear import Kernel
+from holdfast.worker.models.memory import kv_bytes_per_token
 from holdfast.worker.models.model import RankModel
-from holdfast.worker.models.native_backend import all_ranks
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.progress import ProgressCounter
 
 logger = logging.getLogger(__name__)
 
-Logits = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A model: token ids [T], positions [T] and rows wanted [W], int64, to logits [W, vocab]."""
+NUMERICS: Final = "triton-1"
+"""The order of all additions and roundings of our kernels. A change of any bit takes the next number."""
 
 
 class DeviceSteps:
-    """Runs the steps of one rank's HF backend on paged kernels."""
+    """Runs the steps of one rank's HF backend over one cache."""
 
     numerics: Final = NUMERICS
 
     def __init__(
         self,
-        logits: Logits,
+        model: RankModel,
         cache: KVCache,
         kernels: PagedKernels,
+        functions: RowFunctions,
         progress: ProgressCounter,
         capture: Capture | None,
     ) -> None:
         """`kernels` are what the model's attention modules call over `cache`. Without `capture` all steps are eager."""
-        self._logits = logits
+        self._model = model
         self._cache = cache
         self._kernels = kernels
+        self._functions = functions
         self._progress = progress
         self._graphs = DecodeGraphs(capture)
         self._buffers = Buffers(cache.layers[0].keys.device)
@@ -71,7 +69,8 @@ class DeviceSteps:
 
     def run(self, batch: StepBatch) -> Tensor:
         """The logits [rows wanted, vocab] of one step, float32, in a buffer that the next step overwrites."""
-        copy_blocks(self._cache, batch)
+        if batch.block_copies.size:
+            self._cache.copy(*torch.from_numpy(batch.block_copies).to(self._buffers.device))
         num_wanted = len(batch.logits_rows)
         key = self._kernels.begin_padded(batch) if self._graphs.are_used and batch.is_decode else None
         if key is None:
@@ -82,16 +81,17 @@ class DeviceSteps:
         return self._kept(key[0])[:num_wanted]
 
     def warm_up(self, max_rows: int) -> None:
-        """Captures all graphs of decode steps of up to `max_rows` sequences; where one cannot be, all steps are eager.
+        """Captures all graphs of decode steps of up to `max_rows` sequences; where one cannot be, as the model's code
+        waits for the device or copies from main memory, all steps are eager.
 
-        Without graphs, runs one step of each power of two: kernels are compiled and chosen at their first use.
-        Overwrites the first block of the cache.
+        Without graphs, runs one step of each power of two: kernels are compiled at their first use. Overwrites the
+        first block of the cache.
         """
         cache = self._cache
         if self._graphs.are_used:
             try:
                 self._capture_all(max_rows)
-            except RuntimeError as error:  # whatever a probe has not seen
+            except RuntimeError as error:
                 self._graphs = DecodeGraphs(None)
                 logger.warning("decode steps run without CUDA graphs: a capture failed (%s)", first_line(error))
         if not self._graphs.are_used:
@@ -112,8 +112,8 @@ class DeviceSteps:
     def _run_step(self) -> Tensor:
         """The step that was begun. Token ids, positions and rows are read on the device."""
         step = self._kernels.step
-        logits = self._logits(step.token_ids.long(), step.positions.long(), self._kernels.wanted.long())
-        return logits.float()
+        with self._functions:
+            return self._model.logits(step.token_ids.long(), step.positions.long(), self._kernels.wanted.long()).float()
 
     def _keep(self, logits: Tensor) -> None:
         self._vocab_size = logits.shape[1]
@@ -123,66 +123,8 @@ class DeviceSteps:
         return self._buffers.take("logits", (num_rows, self._vocab_size))
 
 
-_INDEXING: Final = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
-"""Their sizes depend on values only where they are given a mask."""
-
-
-class _RefusedError(Exception):
-    """An operation that a graph cannot hold."""
-
-
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that a graph cannot hold, before they run."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        inputs = tree_leaves((args, kwargs))
-        if torch.Tag.data_dependent_output in func.tags:
-            raise _RefusedError(f"a value is read on the host ({func})")
-        if torch.Tag.dynamic_output_shape in func.tags and not _is_plain_indexing(func, inputs):
-            raise _RefusedError(f"a size depends on values ({func})")
-        result = func(*args, **kwargs)
-        devices = {leaf.device.type for leaf in (*inputs, *tree_leaves(result)) if _is_array(leaf)}
-        if len(devices) > 1:
-            raise _RefusedError(f"values go between {' and '.join(sorted(devices))} ({func})")
-        return result
-
-
-def _is_plain_indexing(func: Any, inputs: list[Any]) -> bool:
-    is_masked = any(isinstance(leaf, Tensor) and leaf.dtype in (torch.bool, torch.uint8) for leaf in inputs[1:])
-    return func.overloadpacket.__name__ in _INDEXING and not is_masked
-
-
-def _is_array(leaf: object) -> bool:
-    """Numbers that kernels are given as arguments are tensors of no dimension in main memory."""
-    return isinstance(leaf, Tensor) and (leaf.dim() > 0 or leaf.device.type != "cpu")
-
-
-def reason_against_capture(
-    step: Callable[[Tensor, Tensor, Tensor], object], num_rows: int, device: torch.device
-) -> str | None:
-    """Why a step of `num_rows` sequences with one token each may not be captured; None: nothing speaks against it.
-
-    `step` is called once with token ids, positions and rows wanted, int64 [num_rows] on `device`.
-    """
-    token_ids, positions, rows = (torch.zeros(num_rows, dtype=torch.int64, device=device) for _ in range(3))
-    try:
-        with torch.inference_mode(False), torch.no_grad(), _Watch():  # type: ignore[no-untyped-call]
-            step(token_ids, positions, rows)
-    except _RefusedError as error:
-        return str(error)
-    except (RuntimeError, NotImplementedError) as error:
-        return f"its code does not run ({first_line(error)})"
-    return None
-
-
-_PROBED_ROWS = 8
-
-
-class HfDeviceBackend(HfGatherBackend):
-    """The kernels of one rank's HF backend on a GPU: paged attention, CUDA graphs and draws where the logits are."""
+class HfDeviceBackend:
+    """The kernels of one rank's HF backend on a GPU. Rows are independent of each other by construction."""
 
     def __init__(
         self,
@@ -192,21 +134,35 @@ class HfDeviceBackend(HfGatherBackend):
         max_positions: int,
         launch: Launch = triton_launch,
         capture: Capture | None = None,
-        agree: RowsAgree = rows_agree,
     ) -> None:
-        """`model` is settled before steps are made. `capture` makes a CUDA graph of work, and is torch's on a CUDA
-        device; ranks that add over a group run without. `agree` is the trial of the kernels' bits.
+        """Takes the experts' weights; `model` is settled before steps are made. `capture` makes a CUDA graph of work,
+        and is torch's on a CUDA device; ranks that add over a group run without.
+
+        Raises `UnsupportedModelError` for attention that the kernels do not run.
         """
-        super().__init__(model, target)
+        if reason := unfit(model.specs):
+            raise UnsupportedModelError(model.module.config.model_type, f"its attention {reason}", OTHER_ENGINE)
+        self._model = model
+        self._target = target
         self._max_positions = max_positions
         self._launch = launch
-        self._agree = agree
-        self._outcomes: dict[int, str | None] = {}
+        self._launches = Launches(launch)
+        self._functions = RowFunctions(launch, target.device)
         if capture is None and target.device.type == "cuda":
             # steps follow each other, and leave nothing in the pool that is read later
             capture = partial(cuda_capture, pool=torch.cuda.graph_pool_handle(), warms_up=True)
         self._capture = capture if target.group.size == 1 else None
-        self._is_probed = False
+        for part in model.module.modules():
+            if isinstance(part, Experts):
+                part.group(partial(DeviceExperts, launch))
+
+    def linear(self, weight: Tensor, bias: Tensor | None, num_slices: int = 1, *, is_part: bool = False) -> Kernel:
+        """The executor's product."""
+        return DeviceProduct(self._launches, weight, bias, num_slices, is_part=is_part)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return kv_bytes_per_token(self._model.specs, self._target.dtype)
 
     def make_sampler(self) -> DeviceSampler:
         """Draws where the logits are. It is what waits for a step, so it has the group's limit."""
@@ -219,71 +175,31 @@ class HfDeviceBackend(HfGatherBackend):
         vocab_size = self._model.module.config.vocab_size
         self._sampler.warm_up(torch.zeros((max_rows, vocab_size), device=self._target.device))
 
-    def _make_steps(self, cache: KVCache, progress: ProgressCounter) -> HfSteps:
-        if self._against_kernels(cache.block_size) is not None:
-            return super()._make_steps(cache, progress)
-        self._probe()
+    def allocate(self, num_blocks: int, block_size: int, progress: ProgressCounter) -> tuple[KVCache, DeviceSteps]:
+        specs, target = self._model.specs, self._target
         kernels = PagedKernels(
-            self._model.specs,
+            specs,
             max_positions=self._max_positions,
-            block_size=cache.block_size,
-            device=self._target.device,
-            launch=self._launch,
-            step_limit_s=self._target.group.data_timeout_s,
-        )
-        attach(self._model, cache, kernels, progress)
-        return DeviceSteps(self._model.logits, cache, kernels, progress, self._capture)
-
-    def _against_kernels(self, block_size: int) -> str | None:
-        """Why the paged kernels may not serve this model, after a comparison with gather and SDPA; once. All ranks come
-        to the same answer.
-        """
-        if block_size not in self._outcomes:
-            reason = self._compare(block_size)
-            if not all_ranks(self._target.group, reason is None):
-                reason = reason or "another rank's kernels do not serve"
-            self._outcomes[block_size] = reason
-            if reason is not None:
-                logger.warning("attention runs on gather and SDPA in place of paged kernels: %s", reason)
-        return self._outcomes[block_size]
-
-    def _compare(self, block_size: int) -> str | None:
-        target = self._target
-        if reason := unfit(self._model.specs, block_size):
-            return reason
-        reasons = (
-            disagreement(self._small_kernels, spec, block_size, target.dtype, target.device, self._agree)
-            for spec in dict.fromkeys(self._model.specs)
-        )
-        try:
-            return next((reason for reason in reasons if reason is not None), None)
-        except Exception as error:  # whatever Triton's compiler or a device that is too small for a kernel raises
-            return f"they do not run here ({first_line(error)})"
-
-    def _small_kernels(self, spec: KVSpec, block_size: int) -> PagedKernels:
-        return PagedKernels(
-            [spec],
-            max_positions=MAX_POSITIONS,
             block_size=block_size,
-            device=self._target.device,
+            device=target.device,
             launch=self._launch,
+            step_limit_s=target.group.data_timeout_s,
         )
-
-    def _probe(self) -> None:
-        """Gives up capturing where the model's code does not allow it; once."""
-        if self._capture is None or self._is_probed:
-            return
-        self._is_probed = True
-        self._model.attach(lambda layer: _attend_alone)
-        try:
-            reason = reason_against_capture(self._model.logits, _PROBED_ROWS, self._target.device)
-        finally:
-            self._model.detach()
-        if reason is not None:
-            self._capture = None
-            logger.info("decode steps run without CUDA graphs: %s", reason)
+        cache = KVCache.allocate(specs, num_blocks, block_size, target.dtype, target.device)
+        self._model.attach(
+            lambda layer: PagedAttention(specs[layer], partial(_attend, kernels, cache.layers[layer]), progress)
+        )
+        return cache, DeviceSteps(self._model, cache, kernels, self._functions, progress, self._capture)
 
 
-def _attend_alone(query: Tensor, key: Tensor, value: Tensor, **settings: object) -> Tensor:
-    """What attention gives where each token sees itself alone: [1, H, T, D] each -> [1, T, H, Dv]."""
-    return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2)
+def _attend(
+    kernels: PagedKernels,
+    layer: LayerCache,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    kernels.write(layer, key, value)
+    return kernels.attend(layer, query.transpose(0, 1), scaling, sinks)

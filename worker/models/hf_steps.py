@@ -57,7 +57,7 @@ class HfSteps(Protocol):
 
     @property
     def numerics(self) -> str:
-        """Names attention's order of adding, and what keys and values are kept as; empty: the CPU's order, the model's
+        """Names the order of adding, and what keys and values are kept as; empty: the CPU's order, the model's
         dtype.
         """
         ...
@@ -74,18 +74,13 @@ class HfSteps(Protocol):
 
 
 class HfDevice(Protocol):
-    """The kernels that Hugging Face's modules run with on a kind of device."""
-
-    @property
-    def row_invariant(self) -> bool:
-        """Whether no trial of its kernels found a row that depends on its neighbours."""
-        ...
+    """The kernels that Hugging Face's modules run with on a kind of device. A row's bits depend on no other row."""
 
     @property
     def kv_bytes_per_token(self) -> int: ...
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Kernel:
-        """The kernel of a linear, which takes the weight."""
+    def linear(self, weight: Tensor, bias: Tensor | None, num_slices: int = 1, *, is_part: bool = False) -> Kernel:
+        """See `ProductOf`."""
         ...
 
     def make_sampler(self) -> StepSampler: ...

@@ -6,7 +6,7 @@ on their neighbours. A weight is kept once.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn, Self
+from typing import NoReturn, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,16 @@ from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 
 Kernel = Callable[[Tensor], Tensor]
 """Rows [..., in] to rows [..., out]."""
+
+
+class ProductOf(Protocol):
+    """Makes the kernel of a linear, which takes the weight [out, in] and the bias [out]."""
+
+    def __call__(self, weight: Tensor, bias: Tensor | None, num_slices: int = 1, *, is_part: bool = False) -> Kernel:
+        """Inputs are summed in so many slices, which are added as a binary tree. Results have the weight's dtype; as a
+        part of a sum over ranks, float32.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +61,15 @@ class Linear(nn.Module):
         self.dtype = weight.dtype
         self.weight = weight.detach()
         self.bias = None if bias is None else bias.detach()
+        self.num_slices = 1
+        self.is_part = False
+        """Its results are a part of a sum over ranks: once settled, float32."""
         self._kernel: Kernel | None = None
 
-    def settle(self, kernel_of: Callable[[Tensor, Tensor | None], Kernel]) -> None:
+    def settle(self, kernel_of: ProductOf) -> None:
         """Takes the kernel that `kernel_of` makes of weight and bias, and lets the weight go. Once."""
         assert isinstance(self.weight, Tensor), "a linear is settled once"
-        self._kernel = kernel_of(self.weight, self.bias)
+        self._kernel = kernel_of(self.weight, self.bias, self.num_slices, is_part=self.is_part)
         self.weight = PackedWeight.of(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,7 +84,7 @@ class Linear(nn.Module):
 
 def settle(
     module: nn.Module,
-    kernel_of: Callable[[Tensor, Tensor | None], Kernel],
+    kernel_of: ProductOf,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Settles every linear inside `module`. `progress` gets linears done and in all."""
@@ -109,7 +122,8 @@ class RowParallelLinear(nn.Module):
     """This rank's share of the inputs: weight [out, in / size]; the ranks' results are summed.
 
     `bias` [out] is whole on every rank and added once, after the sum. With `split_input` x has all inputs and this
-    rank takes its share, else x is that share.
+    rank takes its share, else x is that share. A rank's inputs are summed in `num_slices`, float32; slices and ranks
+    are one binary tree, and the sum is rounded once: any number of ranks that hold whole subtrees has the same bits.
     """
 
     def __init__(
@@ -118,11 +132,13 @@ class RowParallelLinear(nn.Module):
         bias: Tensor | None,
         group: TensorParallelGroup,
         *,
+        num_slices: int = 1,
         split_input: bool = False,
     ) -> None:
         super().__init__()
         whole = group.size == 1
         self.linear = Linear(weight, bias if whole else None)
+        self.linear.num_slices, self.linear.is_part = num_slices, not whole
         self.bias = None if bias is None or whole else bias.detach()
         self._group = group
         self.splits = split_input and not whole
@@ -131,8 +147,20 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.splits:
             x = x.narrow(-1, self._first_input, self.linear.in_features)
-        y = self._group.all_reduce(self.linear(x))
-        return y if self.bias is None else y + self.bias
+        part: Tensor = self.linear(x)
+        if self._group.size == 1:
+            return part
+        dtype = part.dtype if isinstance(self.linear.weight, Tensor) else self.linear.dtype
+        total = tree_sum(self._group.all_gather(part[None], dim=0).float())
+        return (total if self.bias is None else total + self.bias).to(dtype)
+
+
+def tree_sum(parts: Tensor) -> Tensor:
+    """The sum of parts [count, ...], added as a binary tree: neighbours, then neighbours of those."""
+    while len(parts) > 1:
+        pairs, rest = len(parts) // 2 * 2, parts[len(parts) // 2 * 2 :]
+        parts = torch.cat((parts[0:pairs:2] + parts[1:pairs:2], rest))
+    return parts[0]
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -16,7 +16,7 @@ from holdfast.worker.models.checks import OTHER_ENGINE
 from holdfast.worker.models.compact import CompactSource, compact_tensors
 from holdfast.worker.models.dry_run import find_attention
 from holdfast.worker.models.hf_layers import in_own_dtype
-from holdfast.worker.models.linear import Kernel, settle
+from holdfast.worker.models.linear import ProductOf, settle
 from holdfast.worker.models.parallel_plan import ParallelPlan
 from holdfast.worker.models.parallelize import Target, parallelize
 from holdfast.worker.models.weights import (
@@ -59,12 +59,12 @@ class RankModel:
 
     def settle(
         self,
-        kernel_of: Callable[[Tensor, Tensor | None], Kernel],
+        kernel_of: ProductOf,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Gives the linears their kernels, once and before the first step; until then they are plain.
 
-        `kernel_of` makes one of a weight and a bias. `progress` gets linears done and in all.
+        `progress` gets linears done and in all.
         """
         settle(self.module, kernel_of, progress)
 

@@ -158,10 +158,6 @@ class NativeBackend:
         return self.executor.allocate_cache(num_blocks, block_size)
 
     @property
-    def row_invariant(self) -> bool:
-        return True  # by construction
-
-    @property
     def runs_several_steps(self) -> bool:
         return self._multi_step is not None and self._multi_step.runs_several_steps
 

@@ -211,7 +211,8 @@ class ParallelPlan:
         self._may_be_uneven = may_be_uneven
         self.shares: tuple[int, ...] | None = None
         """How many equal parts of the model each rank has, where ranks cannot share it evenly."""
-        self._rules = _complete(config, rules) if size > 1 else {}
+        self._of_ranks = _complete(config, rules)
+        self._rules = self._of_ranks if size > 1 else {}
         if size > 1:
             self._check()
 
@@ -227,6 +228,11 @@ class ParallelPlan:
     def style(self, name: str) -> Style:
         """The style of a module, or of a bare parameter, by its full name."""
         return STYLES[self._rules.get(_generic(name), "replicate")]
+
+    def is_summed(self, name: str) -> bool:
+        """Whether more ranks than one share the inputs of a linear of this full name, however many there are now."""
+        style = STYLES.get(self._of_ranks.get(_generic(name), "replicate"))
+        return style is not None and style.split is Split.ROWS
 
     def parameter_style(self, name: str) -> Style:
         """The style of a parameter: its own, else its module's. The bias of a sum over ranks is whole."""

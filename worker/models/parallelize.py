@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.executors.slices import slices_of_rank
 from holdfast.worker.models.experts import ExpertRouter, Experts
 from holdfast.worker.models.linear import (
     ColumnParallelLinear,
@@ -95,8 +96,7 @@ class _Share:
             self._check_partial_sum(name, module)
         self._take_tensors(name, module)
         self._localize_counts(module)
-        if self._target.device.type == "cpu":
-            module = self._row_invariant(module)
+        module = self._row_invariant(module)
         if style.split is Split.SUM:
             if isinstance(module, Experts):
                 module.is_partial = True
@@ -104,11 +104,14 @@ class _Share:
         return module
 
     def _row_invariant(self, module: nn.Module) -> nn.Module:
+        """On a GPU activations take each number by itself, and routers multiply by the device's product."""
+        if Experts.can_replace(module):
+            return Experts(module)
+        if self._target.device.type != "cpu":
+            return module
         if RowActivation.can_replace(module):
             return RowActivation(module)
-        if ExpertRouter.can_replace(module):
-            return ExpertRouter(module)
-        return Experts(module) if Experts.can_replace(module) else module
+        return ExpertRouter(module) if ExpertRouter.can_replace(module) else module
 
     def _check_partial_sum(self, name: str, module: nn.Module) -> None:
         """A tensor that is whole on every rank inside a sum over ranks would count once for each rank."""
@@ -122,10 +125,21 @@ class _Share:
         weight = self._take(f"{name}.weight", module.weight, transposed=is_transposed_linear(module), strided=True)
         bias = None if module.bias is None else self._take(f"{name}.bias", module.bias)
         if style.split is Split.WHOLE:
-            return Linear(weight, bias)
+            linear = Linear(weight, bias)
+            if group.size == 1 and self._plan.is_summed(name):
+                linear.num_slices = self._slices(weight.shape[1])
+            return linear
         if style.split is Split.COLUMNS:
             return ColumnParallelLinear(weight, bias, group, gather_output=style.whole_activations)
-        return RowParallelLinear(weight, bias, group, split_input=style.whole_activations)
+        slices = self._slices(weight.shape[1])
+        return RowParallelLinear(weight, bias, group, num_slices=slices, split_input=style.whole_activations)
+
+    def _slices(self, num_inputs: int) -> int:
+        """In which this rank adds up its inputs of a row-parallel linear, as the native executors do."""
+        config, group = self._model.config, self._target.group
+        num_heads = getattr(config, "num_attention_heads", 1)
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        return slices_of_rank(num_inputs * group.size, num_heads, num_kv_heads, group.rank, group.size)
 
     def _embedding(self, name: str, module: nn.Embedding) -> nn.Module:
         """The vocabulary's embedding, by rows; a kind with a forward of its own, whole, unless it only scales."""

@@ -118,20 +118,17 @@ def with_device(config: WorkerConfig, device: "torch.device") -> WorkerConfig:
 
 
 def prepare_process(config: WorkerConfig, device: "torch.device") -> None:
-    """Before a rank computes anything: its share of the cores, and the rules for its GPU's kernels.
+    """Before a rank computes anything: its share of the cores, and its GPU.
 
     Ranks times threads never exceed the cores.
     """
     import torch
-
-    from holdfast.worker.models.gpu_row_rules import fix_gpu_kernels
 
     set_aside()  # three quarters of all objects are torch's
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(config.parallel.num_threads or max(1, cores // config.parallel.tensor_parallel_size))
     if device.type == "cuda":
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # NCCL's own verdict would end the process
-        fix_gpu_kernels()
         torch.cuda.set_device(device)
 
 

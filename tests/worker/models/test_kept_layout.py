@@ -144,7 +144,7 @@ def test_a_model_whose_proof_fails_runs_on_the_hf_backend_as_ever(layouts, tmp_p
 
     monkeypatch.setattr(backend, "make_backend", packed_in_vain)
     found = loaded(folder, executor="auto")
-    assert found.backend.numerics == "hf-3"
+    assert found.backend.numerics == "hf-4"
     assert bits(found) == expected
     assert not list(layouts.iterdir())
 

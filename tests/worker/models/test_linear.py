@@ -133,6 +133,21 @@ def test_a_row_has_the_same_bits_in_any_company_after_the_sum(size, dtype):
         assert torch.equal(together, alone)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_inputs", [256, 240])
+def test_a_sum_over_any_number_of_ranks_has_the_same_bits(num_inputs, dtype):
+    weight, bias, rows = made(64, num_inputs, dtype=dtype), made(64, dtype=dtype), made(9, num_inputs, dtype=dtype)
+
+    def on_rank(group):
+        local = weight.chunk(group.size, 1)[group.rank]
+        linear = RowParallelLinear(local, bias, group, num_slices=8 // group.size, split_input=True)
+        return settled(linear)(rows)
+
+    outputs = [output for size in (1, 2, 4, 8) for output in run_ranks(size, on_rank)]
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    assert outputs[0].dtype == dtype
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_ends_of_a_model_split_over_the_vocabulary(size):
     vocab_size, table = 126, made(128, 32)

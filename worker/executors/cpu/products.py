@@ -57,8 +57,11 @@ ROWS_AS: Final = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32, 
 class PackedProduct:
     """y = x W^T + b for rows x [..., in_features], in the weight's dtype: sums in float32, rounded once."""
 
-    def __init__(self, pool: NativePool, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` [out_features, in_features] is copied, and so is `bias` [out_features].
+    def __init__(
+        self, pool: NativePool, weight: Tensor, bias: Tensor | None, num_slices: int = 1, *, is_part: bool = False
+    ) -> None:
+        """`weight` [out_features, in_features] is copied, and so is `bias` [out_features]. Inputs are summed in
+        `num_slices`, added as a binary tree. Results are float32 where they are a part of a sum over ranks.
 
         Raises `ConfigurationError` for a dtype that is not in `DTYPES`.
         """
@@ -68,35 +71,42 @@ class PackedProduct:
         self._pool = pool
         self._dtype = weight.dtype
         self._out_features, self._in_features = weight.shape
-        groups, k_tiles = -(-self._out_features // GROUP), -(-self._in_features // TILE)
-        self._padding = k_tiles * TILE - self._in_features
+        self._num_slices = num_slices
+        self._out_dtype = torch.float32 if is_part else weight.dtype
+        slice_inputs = self._in_features // num_slices
+        groups, slice_tiles = -(-self._out_features // GROUP), -(-slice_inputs // TILE)
+        k_tiles = num_slices * slice_tiles
+        self._padding = slice_tiles * TILE - slice_inputs
         self._bias = None if bias is None else F.pad(bias.float(), (0, groups * GROUP - len(bias)))
         tiles = pool.arena.take(groups * GROUP * k_tiles * TILE * weight.itemsize)
-        self._pack(weight, groups * GROUP, k_tiles, tiles)
+        self._pack(weight, groups * GROUP, slice_tiles, tiles)
         self._linear = NativeLinear(
             tiles=tiles,
             bias=None if self._bias is None else self._bias.data_ptr(),
-            slices=1,
-            slice_tiles=k_tiles,
+            slices=num_slices,
+            slice_tiles=slice_tiles,
             groups=groups,
             outputs=self._out_features,
         )
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self._in_features).to(ROWS_AS[self._dtype])
-        rows = F.pad(rows, (0, self._padding)) if self._padding else rows.contiguous()
+        if self._padding:
+            rows = F.pad(rows.reshape(len(rows), self._num_slices, -1), (0, self._padding)).flatten(1)
+        rows = rows.contiguous()
         out = torch.empty(len(rows), self._out_features)
         pool, rows_in = self._pool, (rows.data_ptr(), rows.shape[1], len(rows))
         outcome = pool.library.native_multiply(
             pool.handle, byref(self._linear), DTYPES[self._dtype], *rows_in, out.data_ptr()
         )
         pool.check(outcome, "a product")
-        return out.to(self._dtype).view(*x.shape[:-1], self._out_features)
+        return out.to(self._out_dtype).view(*x.shape[:-1], self._out_features)
 
-    def _pack(self, weight: Tensor, num_rows: int, k_tiles: int, tiles: int) -> None:
+    def _pack(self, weight: Tensor, num_rows: int, slice_tiles: int, tiles: int) -> None:
         weight = weight if weight.stride(-1) == 1 else weight.contiguous()
         rows = np.zeros(num_rows, dtype=np.uint64)
         rows[: len(weight)] = weight.data_ptr() + np.arange(len(weight)) * weight.stride(0) * weight.itemsize
-        pool, shape = self._pool, (num_rows, 1, self._in_features, k_tiles)
+        slice_inputs = self._in_features // self._num_slices
+        pool, shape = self._pool, (num_rows, self._num_slices, slice_inputs, slice_tiles)
         outcome = pool.library.native_pack(pool.handle, rows.ctypes.data, *shape, DTYPES[self._dtype], tiles)
         pool.check(outcome, "the packing of a weight")

@@ -1,4 +1,4 @@
-"""Attention of models without a native backend on a GPU: the executor's paged kernels behind an `AttentionBackend`.
+"""Attention of models without a native backend on a GPU: the executor's paged kernels, as layers of a cache call them.
 
 Keys and values are read where they lie. All memory that a step uses is made before the first one and never moves, so a
 CUDA graph may hold a step.
@@ -27,9 +27,6 @@ from holdfast.worker.executors.gpu.step_arrays import StepArrays, tile_columns
 from holdfast.worker.executors.kv_cache import TILE_TOKENS, KVSpec, LayerCache
 from holdfast.worker.executors.layout import Attention, Linear
 
-NUMERICS: Final = "paged-1"
-"""The order of attention's additions and roundings. A change of any bit takes the next number."""
-
 MAX_HEAD_DIM: Final = 256
 MAX_GROUP: Final = 64
 """Query heads of one KV head."""
@@ -37,21 +34,21 @@ MAX_GROUP: Final = 64
 _NOTHING: Final = Linear(weights=())
 
 
-def unfit(specs: Sequence[KVSpec], block_size: int) -> str | None:
+def unfit(specs: Sequence[KVSpec]) -> str | None:
     """What of a model's attention layers these kernels do not run."""
-    if TILE_TOKENS % block_size and block_size % TILE_TOKENS:
-        return f"blocks of {block_size} tokens neither divide {TILE_TOKENS} nor are a multiple of it"
     widest = max(max(spec.key_dim, spec.value_dim) for spec in specs)
     if widest > MAX_HEAD_DIM:
-        return f"heads have {widest} dimensions, and {MAX_HEAD_DIM} are the most"
-    groups = sorted({spec.num_heads // spec.num_kv_heads for spec in specs})
-    if len(groups) > 1 or groups[-1] > MAX_GROUP:
-        return f"KV heads are shared by {groups} query heads: one number, at most {MAX_GROUP}, is the limit"
+        return f"has heads of {widest} dimensions, and {MAX_HEAD_DIM} are the most on a GPU"
+    largest = max(spec.num_heads // spec.num_kv_heads for spec in specs)
+    if largest > MAX_GROUP:
+        return f"shares a KV head among {largest} query heads, and {MAX_GROUP} are the most on a GPU"
     return None
 
 
 class PagedKernels:
-    """The attention kernels of one rank, for layers that are not `unfit`. See `AttentionBackend`."""
+    """The attention kernels of one rank, for layers that are not `unfit`. A query's bits depend on its sequence and
+    position, on nothing else.
+    """
 
     def __init__(
         self,
@@ -65,15 +62,18 @@ class PagedKernels:
         step_limit_s: float = 60.0,
     ) -> None:
         """Steps of more than `max_rows` tokens make new arrays; those that decode have arrays of their own. A step
-        that the device has not taken within `step_limit_s` fails the next one: `ReplicaError`.
+        that the device has not taken within `step_limit_s` fails the next one: `ReplicaError`. Raises ValueError for
+        a block size that neither divides a tile of keys nor is a multiple of it.
         """
+        if TILE_TOKENS % block_size and block_size % TILE_TOKENS:
+            raise ValueError(f"blocks of {block_size} tokens neither divide {TILE_TOKENS} nor are a multiple of it")
         self._launch = launch
         self._launches = Launches(launch)
         self._device = device
         self._wait = StepWait(step_limit_s)
         self._block_size = block_size
         self._max_positions = max_positions
-        self._group = specs[0].num_heads // specs[0].num_kv_heads
+        self._group = max(spec.num_heads // spec.num_kv_heads for spec in specs)  # its tiles hold those of others
         self._fewest_kv_heads = min(spec.num_kv_heads for spec in specs)
         self._head_dim = max(max(spec.key_dim, spec.value_dim) for spec in specs)
         self._arrays = self._make_arrays(max_rows)

@@ -160,7 +160,7 @@ def grouped_linear(
     x,  # [rows, inputs], dtype of the model
     weight,  # [experts, outputs, inputs], dtype of the model; experts lie `expert_stride` apart
     bias,  # [experts, outputs], float32
-    out,  # [slices, num_chosen, outputs], float32
+    out,  # [slices, num_chosen, outputs], float32, or the model's dtype: sums are rounded once
     tile_experts,  # [tiles], int32: -1 for a tile that is not needed
     tile_rows,  # [tiles, ROWS], int32: places of `out`, or -1
     num_chosen,
@@ -209,4 +209,4 @@ def grouped_linear(
     if HAS_BIAS:
         total += tl.load(bias + expert * num_outputs + outputs, mask=is_output, other=0.0)[:, None]
     to = out + (part.to(tl.int64) * num_chosen + places[None, :]) * num_outputs + outputs[:, None]
-    tl.store(to, total, mask=is_output[:, None] & is_row[None, :])
+    tl.store(to, total.to(out.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])

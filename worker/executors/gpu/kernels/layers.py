@@ -14,7 +14,7 @@ def linear(
     x,  # [rows, inputs], dtype of the model
     weight,  # [outputs, inputs], dtype of the model
     bias,  # [outputs], float32
-    out,  # [slices, rows, outputs], float32
+    out,  # [slices, rows, outputs], float32, or the model's dtype: sums are rounded once
     num_rows,
     num_inputs,
     num_outputs,
@@ -60,7 +60,7 @@ def linear(
     if HAS_SOFTCAP:
         total = softcap - 2.0 * softcap / (tl.exp(2.0 * total / softcap) + 1.0)
     places = out + (part.to(tl.int64) * num_rows + tokens[None, :]) * num_outputs + outputs[:, None]
-    tl.store(places, total, mask=is_output[:, None] & is_token[None, :])
+    tl.store(places, total.to(out.dtype.element_ty), mask=is_output[:, None] & is_token[None, :])
 
 
 NO_NORM = tl.constexpr(0)
@@ -124,6 +124,21 @@ def sum_parts(parts, out, num_values, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = places < num_values
     tl.store(out + places, tree_of(parts, num_values, places, mask, PARTS), mask=mask)
+
+
+@triton.jit
+def sum_rows(
+    x,  # [rows, length], of any dtype
+    out,  # [rows], likewise
+    length,
+    divisor,
+    BLOCK: tl.constexpr,
+):
+    """Sums of rows in float32, divided, and rounded once. Grid: (rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.arange(0, BLOCK)
+    values = tl.load(x + row * length + places, mask=places < length, other=0.0).to(tl.float32)
+    tl.store(out + row, (tl.sum(values, 0) / divisor).to(out.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
