@@ -66,7 +66,7 @@ def tried(library: Armed, work: Any, renew: Any) -> tuple[Any, int]:
         try:
             result = work()
         except ReplicaError as error:
-            if not re.search("no memory|threads could not be started", str(error)):
+            if not re.search("(no|out of) memory|threads could not be started", str(error)):
                 raise
             num_errors += 1
         else:
