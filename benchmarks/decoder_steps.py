@@ -95,10 +95,18 @@ def load(
     dtype: str = "bfloat16",
     *,
     keep: bool = True,
+    inputs: str = "auto",
     kept_as: KVCacheDtype = "auto",
 ) -> Timed:
+    settings = {
+        "model": model,
+        "executor": runs_on,
+        "dtype": dtype,
+        "keep_layout": keep,
+        "quantized_activations": inputs,
+    }
     config = WorkerConfig(
-        model=ModelConfig.model_validate({"model": model, "executor": runs_on, "dtype": dtype, "keep_layout": keep}),
+        model=ModelConfig.model_validate(settings),
         cache=CacheConfig(kv_cache_memory=1 << 30, kv_cache_dtype=kept_as),
     )
     loaded = load_model(located(config), SingleRank(), torch.device("cpu"), lambda phase, done, total: None)
@@ -154,6 +162,7 @@ def main() -> None:
     )
     parser.add_argument("--hf-backend", action="store_true", help="time the HF backend as well")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--int8-activations", action="store_true", help="time quantized weights in int8 as well")
     parser.add_argument("--one-slice", action="store_true", help="time row-parallel sums in one piece as well")
     parser.add_argument("--whole-weights", action="store_true", help="time weights that are not compact as well")
     parser.add_argument("--int8-cache", action="store_true", help="time keys and values in int8 as well")
@@ -165,6 +174,8 @@ def main() -> None:
     programs = [load("native", model, dtype=dtype)]
     if arguments.hf_backend:
         programs.append(load("hf", model, "hf", dtype))
+    if arguments.int8_activations:
+        programs.append(load("int8", model, dtype=dtype, inputs="int8"))
     if arguments.one_slice:
         programs.append(load_one_slice(model, dtype))
     if arguments.whole_weights:

@@ -87,6 +87,11 @@ class ModelConfig(Settings):
     quantization: Quantization | None = Field(
         None, description="quantize the weights of a plain checkpoint while they are loaded; unset: as they are"
     )
+    quantized_activations: Literal["auto", "bfloat16", "int8"] = Field(
+        "auto",
+        description="type of the inputs of quantized weights; int8: quantized too, on CPUs; bfloat16: the weights are "
+        "dequantized to the served type; auto: bfloat16",
+    )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, for benchmarks")
     max_model_len: int | None = Field(
         None, ge=1, description="maximum tokens of prompt plus output; unset: the model's context length"

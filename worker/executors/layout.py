@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.executors.slices import NUM_SLICES
+from holdfast.worker.executors.stored_matrix import StoredMatrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,19 +32,26 @@ class Norm:
 class Linear:
     """`x W^T + b`. The parts are stacked along the outputs: queries, keys and values, or gate and up."""
 
-    weights: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...] = ()
     """Each [out, in], in the serving dtype; views of the checkpoint's memory where possible."""
+    units: tuple[StoredMatrix, ...] = ()
+    """Instead of weights: quantized ones of the same `unit_form`, for inputs that are quantized in units too."""
     bias: Tensor | None = None
     """float32 [out of all parts]. Of a row-parallel linear: whole on every rank, added once after the sum. Of an
     expert's `down`: part of the first slice, and so of the first rank; zeros on the others."""
 
     @property
     def out_features(self) -> int:
-        return sum(int(weight.shape[0]) for weight in self.weights)
+        return sum(int(weight.shape[0]) for weight in self.parts)
 
     @property
     def in_features(self) -> int:
-        return int(self.weights[0].shape[1])
+        return int(self.parts[0].shape[1])
+
+    @property
+    def parts(self) -> tuple[Tensor | StoredMatrix, ...]:
+        """The weights, or the units."""
+        return self.units or self.weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +161,8 @@ class DecoderLayout:
     vocab_size: int
     """Of the whole model, without padding."""
     embedding: Tensor
-    """[rows of this rank, hidden], serving dtype. Rows of all ranks follow each other; the last rank's are padded."""
+    """[rows of this rank, hidden], serving dtype. Rows of all ranks follow each other; the last rank's are padded.
+    On the meta device where it is the head's too, whose units have its numbers."""
     embedding_scale: float = 1.0
     rotaries: tuple[Rotary, ...]
     layers: tuple[Layer, ...]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.executors.mapped_files import discard_contents
+from holdfast.worker.executors.units import UnitForm, Units
 
 AT_ONCE: Final = 2**18
 """Numbers that are dequantized together: few enough to stay in a core's cache."""
@@ -24,6 +25,8 @@ class StoredMatrix(ABC):
     rows: tuple[int, int]
     """The first one, and the one past the last."""
     columns: tuple[int, int]
+    padding: int = 0
+    """Rows of zeros behind those of the range."""
 
     @property
     @abstractmethod
@@ -35,9 +38,20 @@ class StoredMatrix(ABC):
         """Of these rows of the matrix, the numbers of the range's columns, float32."""
 
     @property
+    def unit_form(self) -> UnitForm | None:
+        """How the range lies in units; None where it does not: its numbers are no codes of a scale, or one unit has
+        several.
+        """
+        return None
+
+    def units(self, first: int, last: int) -> Units:
+        """Of these rows of the matrix, the units of the range's columns. Only where there is a `unit_form`."""
+        raise NotImplementedError(f"rows {first} to {last} of a {type(self).__name__} do not lie in units")
+
+    @property
     def num_rows_columns(self) -> tuple[int, int]:
-        """Of the range, rows and columns."""
-        return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
+        """Of the range, rows, padding included, and columns."""
+        return self.rows[1] - self.rows[0] + self.padding, self.columns[1] - self.columns[0]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,17 +65,23 @@ class StoredMatrix(ABC):
         """As torch's."""
         assert 0 <= start <= start + length <= self.num_rows_columns[dim], "a share lies within its tensor"
         if dim == 0:
-            return replace(self, rows=(self.rows[0] + start, self.rows[0] + start + length))
+            first, last = (min(self.rows[0] + row, self.rows[1]) for row in (start, start + length))
+            return replace(self, rows=(first, last), padding=length - (last - first))
         return replace(self, columns=(self.columns[0] + start, self.columns[0] + start + length))
 
     def __getitem__(self, rows: slice) -> Self:
         start, stop, _ = rows.indices(len(self))
         return self.narrow(0, start, max(0, stop - start))
 
+    def filled_up(self, num_rows: int) -> Self:
+        """With rows of zeros behind its own, so many in all."""
+        return replace(self, padding=num_rows - (self.rows[1] - self.rows[0]))
+
     def to(self, dtype: torch.dtype) -> Tensor:
         """Its numbers, each rounded once, in memory of their own."""
         first, last = self.rows
-        out = torch.empty(last - first, self.columns[1] - self.columns[0], dtype=dtype)
+        out = torch.empty(*self.num_rows_columns, dtype=dtype)
+        out[last - first :] = 0
         step = max(1, AT_ONCE // max(1, out.shape[1]))
 
         def write(start: int) -> None:

@@ -24,6 +24,7 @@ from holdfast.worker.models.memory import default_block_size
 from holdfast.worker.models.model import RankModel, build_rank_model, serving_dtype
 from holdfast.worker.models.model_facts import ModelFacts, facts_of
 from holdfast.worker.models.native_backend import (
+    UNIT_NUMERICS,
     NativeBackend,
     OverlappingExecutor,
     all_ranks,
@@ -34,6 +35,7 @@ from holdfast.worker.models.native_backend import (
 )
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.proof import Recognized
+from holdfast.worker.models.quantized_activations import refused
 from holdfast.worker.models.stated_layout import read_stated
 from holdfast.worker.models.weight_files import weight_files
 from holdfast.worker.models.weights import read_config
@@ -140,10 +142,22 @@ def load_backend(
     if device.type == "cpu":
         load_library()  # before anything large is read; compiles it where there is none
     stated = _stated(config, folder, group, device, progress)
+    _check_units(config, stated)
     if stated is not None:
         return stated
     kept = KeptLayout(config, folder, group, device)
     return _recalled(kept, config, group, device, progress) or _loaded(kept, config, folder, group, device, progress)
+
+
+def _check_units(config: WorkerConfig, stated: LoadedBackend | None) -> None:
+    """Raises `ConfigurationError` where products in units are asked for and there are none."""
+    if config.model.quantized_activations == "int8":
+        if stated is None:
+            raise refused(
+                "the model is not of a form that is read without Hugging Face's modules (docs/quantization.md)"
+            )
+        if UNIT_NUMERICS not in stated.backend.numerics:
+            raise refused("none of its weights has units of 32 inputs with a scale each (docs/quantization.md)")
 
 
 def _stated(

@@ -37,6 +37,7 @@ from holdfast.worker.models.memory import (
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.quantization.rule import rule_name
 from holdfast.worker.models.quantization.words import NOT_QUANTIZED
+from holdfast.worker.models.quantized_activations import check_quantized_activations
 from holdfast.worker.models.text_model import served_config, told_of_text_model
 from holdfast.worker.models.weight_files import checkpoint_digest, weight_bytes
 from holdfast.worker.models.weights import model_folder, read_json, tokenizer_folder
@@ -68,6 +69,7 @@ def load_model(
     Raises `ConfigurationError` or `UnsupportedModelError` where the model cannot be served so.
     """
     check_kv_cache_dtype(config, device.type)
+    check_quantized_activations(config.model, device.type)
     check_block_size(config.cache.block_size or default_block_size(device), device)
     has_weights = config.model.load_format != "dummy"
     folder = model_folder(config.model, with_weights=has_weights)

@@ -13,6 +13,7 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.executors.cpu.cache import MAX_HEAD_DIM, TiledCache
 from holdfast.worker.executors.cpu.executor import CpuExecutor
+from holdfast.worker.executors.cpu.tile_memory import linears
 from holdfast.worker.executors.gpu import weights
 from holdfast.worker.executors.kv_cache import KVCache
 from holdfast.worker.executors.layout import DecoderLayout, Experts
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 NUMERICS: Final = "native-2"
 """The order of all additions and roundings. A change that changes any bit of any output takes the next number."""
+
+UNIT_NUMERICS: Final = "int8-units-1"
+"""The rule of products in units (`executors/cpu/native/units.h`), beside those of a model that has some."""
 
 _CPU: Final = torch.device("cpu")
 
@@ -282,10 +286,17 @@ def _executor(
     """The executor of a device, and the name of its order of adding."""
     if device.type == "cpu":
         threads = torch.get_num_threads()
-        return CpuExecutor(layout, group, max_positions=max_positions, num_threads=threads, uses_up=True), NUMERICS
-    from holdfast.worker.executors.gpu import executor  # loads Triton
+        executor = CpuExecutor(layout, group, max_positions=max_positions, num_threads=threads, uses_up=True)
+        return executor, f"{NUMERICS}+{UNIT_NUMERICS}" if has_units(layout) else NUMERICS
+    from holdfast.worker.executors.gpu.executor import NUMERICS as GPU_NUMERICS  # loads Triton
+    from holdfast.worker.executors.gpu.executor import GpuExecutor
 
-    return executor.GpuExecutor(layout, group, max_positions=max_positions, device=device), executor.NUMERICS
+    return GpuExecutor(layout, group, max_positions=max_positions, device=device), GPU_NUMERICS
+
+
+def has_units(layout: DecoderLayout) -> bool:
+    """Whether any of its linears is multiplied in units."""
+    return any(linear.units for linear in linears(layout))
 
 
 def _unfit_for(layout: DecoderLayout, device: torch.device, tensor_parallel_size: int, block_size: int) -> str | None:

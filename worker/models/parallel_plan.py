@@ -167,6 +167,10 @@ class Stored(Protocol):
 
     def __getitem__(self, rows: slice, /) -> "Stored": ...
 
+    def filled_up(self, num_rows: int, /) -> "Stored":
+        """So many rows in all, zeros behind its own."""
+        ...
+
     def narrow(self, dim: int, start: int, length: int, /) -> "Stored":
         """As torch's."""
         ...
@@ -290,11 +294,18 @@ def vocabulary_rows(whole: Tensor | Stored, rank: int, size: int, dtype: torch.d
     """One rank's rows of a table over the vocabulary in a dtype, a view where they are of it already; the last rank's
     are filled up with zeros.
     """
+    rows: Tensor = share_of_vocabulary(whole, rank, size).to(dtype)
     num_rows = -(-len(whole) // size)
-    rows = whole[rank * num_rows : (rank + 1) * num_rows].to(dtype)
     if len(rows) == num_rows:
         return rows
     return torch.cat([rows, rows.new_zeros(num_rows - len(rows), *rows.shape[1:])])
+
+
+def share_of_vocabulary(whole: Tensor | Stored, rank: int, size: int) -> Any:
+    """One rank's rows of a table over the vocabulary, a view. Of the last rank, stored ones have zeros behind."""
+    num_rows = -(-len(whole) // size)
+    rows = whole[rank * num_rows : (rank + 1) * num_rows]
+    return rows if isinstance(rows, Tensor) else rows.filled_up(num_rows)
 
 
 def is_transposed_linear(module: object) -> bool:

@@ -2,6 +2,7 @@
 the oracle for the others.
 """
 
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -21,6 +22,8 @@ from holdfast.worker.executors.layout import (
     Rotary,
 )
 from holdfast.worker.executors.mapped_files import MappedFiles
+from holdfast.worker.executors.stored_matrix import StoredMatrix
+from holdfast.worker.executors.units import UNIT
 
 CONVERTED_AT_A_TIME: Final = 2**18
 """Weights that are converted to float32 together: few enough to stay in a core's cache until they are multiplied."""
@@ -77,7 +80,13 @@ class Reference:
         table = self._layout.embedding
         rows = token_ids - self._group.rank * len(table)
         elsewhere = (rows < 0) | (rows >= len(table))
-        x = F.embedding(rows.masked_fill(elsewhere, 0), table).masked_fill(elsewhere[:, None], 0)
+        rows = rows.masked_fill(elsewhere, 0)
+        if table.is_meta:
+            (stored,) = self._layout.head.units
+            x = torch.cat([stored[row : row + 1].to(table.dtype) for row in rows.tolist()])
+        else:
+            x = F.embedding(rows, table)
+        x = x.masked_fill(elsewhere[:, None], 0)
         return self._group.all_reduce(x.to(self._dtype)) * self._layout.embedding_scale
 
     def _out(self, layer: Layer, norm: Norm | None, y: Tensor) -> Tensor:
@@ -171,17 +180,23 @@ class Reference:
 
     def _linear(self, linear: Linear, x: Tensor) -> Tensor:
         x = self._round(x)
-        y = torch.cat([self._product(x, weight) for weight in linear.weights], -1)
+        if linear.units and self._rounded_to is not None:
+            x = rounded_in_units(x)
+        y = torch.cat([self._product(x, weight) for weight in linear.parts], -1)
         return y if linear.bias is None else y + linear.bias.to(self._dtype)
 
-    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        y = product(x, weight, None, max(1, CONVERTED_AT_A_TIME // weight.shape[1]))
+    def _product(self, x: Tensor, weight: Tensor | StoredMatrix) -> Tensor:
+        rows = max(1, CONVERTED_AT_A_TIME // weight.shape[1])
+        if isinstance(weight, StoredMatrix):
+            parts = [weight[first : first + rows].to(x.dtype) for first in range(0, len(weight), rows)]
+            return torch.cat([F.linear(x, part) for part in parts], -1)
+        y = product(x, weight, None, rows)
         if self._files is not None and weight.nbytes >= GIVEN_BACK_FROM:
             self._files.give_back(weight)
         return y
 
     def _row_parallel(self, linear: Linear, x: Tensor) -> Tensor:
-        y = self._group.all_reduce(self._linear(Linear(weights=linear.weights), x))
+        y = self._group.all_reduce(self._linear(replace(linear, bias=None), x))
         return y if linear.bias is None else y + linear.bias.to(self._dtype)
 
     def _kept(self, x: Tensor) -> Tensor:
@@ -204,6 +219,14 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor
         own_bias = None if bias is None else bias[first : first + rows].to(x.dtype)
         y[..., first : first + rows] = F.linear(x, part, own_bias)
     return y
+
+
+def rounded_in_units(x: Tensor) -> Tensor:
+    """x [..., inputs] as whole numbers of 8 bits times the scale of their unit, which products with units take."""
+    units = x.view(*x.shape[:-1], -1, UNIT)
+    scale = units.abs().amax(-1, keepdim=True).clamp_min(2.0**-100) / 127
+    rounded: Tensor = (units / scale).round() * scale
+    return rounded.view(x.shape)
 
 
 def rotated(x: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:

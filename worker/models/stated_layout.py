@@ -16,12 +16,15 @@ from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.executors.layout import Activation, Attention, DecoderLayout, Layer, Linear, Mlp, Norm
 from holdfast.worker.executors.slices import slices_of_rank
 from holdfast.worker.executors.stored_matrix import StoredMatrix
+from holdfast.worker.executors.units import UNIT
 from holdfast.worker.models.checks import check_heads
 from holdfast.worker.models.compact import compact_tensors
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.model import serving_dtype
 from holdfast.worker.models.model_facts import ModelFacts, facts_of
-from holdfast.worker.models.parallel_plan import ATTENTION_AND_MLP, ParallelPlan, vocabulary_rows
+from holdfast.worker.models.parallel_plan import ATTENTION_AND_MLP, ParallelPlan, share_of_vocabulary, vocabulary_rows
+from holdfast.worker.models.quantized_activations import asks_for_units
+from holdfast.worker.models.quantizing_tensors import PlainWeight
 from holdfast.worker.models.read import OFFSETS
 from holdfast.worker.models.rotary import make_rotary
 from holdfast.worker.models.safetensors_files import mapped_tensors
@@ -89,7 +92,15 @@ def read_stated(
         facts = facts_of(stated, folder, config.max_model_len)
         if device.type != "cpu":
             check_heads(stated, group.size)
-        return stated_layout(stated, folder, group, serving_dtype(config, stated), config.quantization), facts
+        layout = stated_layout(
+            stated,
+            folder,
+            group,
+            serving_dtype(config, stated),
+            config.quantization,
+            in_units=asks_for_units(config, device.type),
+        )
+        return layout, facts
     except (NotStated, ConfigurationError, UnsupportedModelError) as reason:
         return str(reason)
 
@@ -100,14 +111,16 @@ def stated_layout(
     group: TensorParallelGroup,
     dtype: torch.dtype,
     quantization: Quantization | None = None,
+    *,
+    in_units: bool = False,
 ) -> DecoderLayout:
     """This rank's share, to be served in `dtype`, and quantized now where `quantization` says so, of the checkpoint in
-    `folder`, whose config was read by `stated_config.py`.
+    `folder`, whose config was read by `stated_config.py`. `in_units`: quantized weights stay so where they are units.
 
     Raises `NotStated`, and `UnsupportedModelError` where so many ranks cannot share the model.
     """
     stored = StoredTensors(folder, config.dtype, quantization)
-    layout = _Builder(config, stored, group, dtype).layout()
+    layout = _Builder(config, stored, group, dtype, in_units).layout()
     stored.check_all_taken()
     return layout
 
@@ -115,11 +128,14 @@ def stated_layout(
 class _Builder:
     """Builds one rank's share."""
 
-    def __init__(self, config: Any, stored: StoredTensors, group: TensorParallelGroup, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: Any, stored: StoredTensors, group: TensorParallelGroup, dtype: torch.dtype, in_units: bool
+    ) -> None:
         self._config = config
         self._stored = stored
         self._rank, self._size = group.rank, group.size
         self._dtype = dtype
+        self._in_units = in_units
         self._family = FAMILIES[config.model_type]
         self._stated = STATED[config.model_type]
         self._plan = ParallelPlan(config, ATTENTION_AND_MLP, group.size, may_be_uneven=True)
@@ -127,21 +143,47 @@ class _Builder:
     def layout(self) -> DecoderLayout:
         config, family = self._config, self._family
         shape = (config.vocab_size, config.hidden_size)
-        table = self._rows(self._stored.take("model.embed_tokens.weight", shape))
-        head = table if config.tie_word_embeddings else self._rows(self._stored.take("lm_head.weight", shape))
+        table = self._stored.take("model.embed_tokens.weight", shape)
+        whole_head = table if config.tie_word_embeddings else self._stored.take("lm_head.weight", shape)
+        head = self._head(whole_head)
+        embedding = self._embedding(table, head if config.tie_word_embeddings else None)
         return DecoderLayout(
             dtype=self._dtype,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
-            embedding=table,
+            embedding=embedding,
             embedding_scale=self._embedding_scale() * family.embedding_scale(config),
             rotaries=(make_rotary(config.rope_parameters, config.head_dim, interleaved=family.interleaved),),
             layers=tuple(self._layer(index) for index in range(config.num_hidden_layers)),
             norm=self._norm(f"model.{family.final_norm}", config.hidden_size),
-            head=Linear(weights=(head,)),
+            head=head,
             logit_scale=family.logit_scale(config),
             logit_softcap=None if family.logit_softcap is None else getattr(config, family.logit_softcap),
         )
+
+    def _head(self, whole: Weight) -> Linear:
+        share = self._coded(share_of_vocabulary(whole, self._rank, self._size))
+        if isinstance(share, StoredMatrix) and self._are_units(share, 1):
+            return Linear(units=(share,))
+        return Linear(weights=(vocabulary_rows(whole, self._rank, self._size, self._dtype),))
+
+    def _embedding(self, whole: Weight, tied: Linear | None) -> Tensor:
+        """The table of this rank's rows; with a head of the same numbers, that one's."""
+        if tied is None:
+            return vocabulary_rows(whole, self._rank, self._size, self._dtype)
+        if tied.units:
+            return torch.empty(tied.units[0].shape, dtype=self._dtype, device="meta")
+        return tied.weights[0]
+
+    def _coded(self, share: Weight) -> Weight:
+        """With its codes chosen, where that is done at load and they may stay."""
+        if self._in_units and isinstance(share, PlainWeight):
+            return share.quantized().filled_up(len(share))
+        return share
+
+    def _are_units(self, share: StoredMatrix, slices: int) -> bool:
+        """Whether the executor may multiply it as units: each slice of a sum over its inputs has whole ones."""
+        return self._in_units and share.unit_form is not None and share.shape[1] % (slices * UNIT) == 0
 
     def _embedding_scale(self) -> float:
         if not self._stated.scales_embedding:
@@ -170,9 +212,9 @@ class _Builder:
             config.hidden_size,
             has_bias=stated.qkv_bias(config),
         )
-        output = self._linear(
-            prefix + family.output, (config.hidden_size, queries), has_bias=stated.output_bias(config)
-        )
+        num_slices = self._slices(config.num_attention_heads)
+        shape = config.hidden_size, queries
+        output = self._linear(prefix + family.output, shape, has_bias=stated.output_bias(config), slices=num_slices)
         num_heads = output.in_features // head_dim
         module = _attention_module(config, index)
         return Attention(
@@ -187,20 +229,21 @@ class _Builder:
             sliding_window=family.window(module),
             softcap=None if family.softcap is None else getattr(config, family.softcap),
             output=output,
-            num_slices=self._slices(config.num_attention_heads),
+            num_slices=num_slices,
         )
 
     def _mlp(self, prefix: str) -> Mlp:
         family, config = self._family, self._config
         inner, has_bias = config.intermediate_size, self._stated.mlp_bias(config)
         up = self._columns({prefix + name: inner for name in family.gate_up}, config.hidden_size, has_bias=has_bias)
-        down = self._linear(prefix + family.down, (config.hidden_size, inner), has_bias=has_bias)
+        slices = self._slices(inner)
+        down = self._linear(prefix + family.down, (config.hidden_size, inner), has_bias=has_bias, slices=slices)
         return Mlp(
             activation=_ACTIVATIONS[config.hidden_act],
             has_gate=family.has_gate,
             up=up,
             down=down,
-            num_slices=self._slices(inner),
+            num_slices=slices,
         )
 
     def _slices(self, length: int) -> int:
@@ -212,26 +255,29 @@ class _Builder:
         """Linears, by name and number of outputs, stacked."""
         parts = [self._linear(name, (size, num_inputs), has_bias=has_bias) for name, size in outputs.items()]
         biases = [part.bias for part in parts if part.bias is not None]
-        return Linear(
-            weights=tuple(weight for part in parts for weight in part.weights),
-            bias=torch.cat(biases) if biases else None,
-        )
+        bias = torch.cat(biases) if biases else None
+        units = tuple(weight for part in parts for weight in part.units)
+        if len(units) == len(parts) and len({weight.unit_form for weight in units}) == 1:
+            return Linear(units=units, bias=bias)
+        return Linear(weights=tuple(weight for part in parts for weight in self._numbers(part)), bias=bias)
 
-    def _linear(self, name: str, shape: tuple[int, int], *, has_bias: bool) -> Linear:
-        weight = self._share(f"{name}.weight", shape).to(self._dtype)
-        if not has_bias:
-            return Linear(weights=(weight,))
-        bias = self._share(f"{name}.bias", shape[:1]).to(self._dtype).float()
-        return Linear(weights=(weight,), bias=bias)
+    def _numbers(self, linear: Linear) -> tuple[Tensor, ...]:
+        """Its weights as numbers: the executor multiplies units of several forms one by one."""
+        return linear.weights + tuple(weight.to(self._dtype) for weight in linear.units)
+
+    def _linear(self, name: str, shape: tuple[int, int], *, has_bias: bool, slices: int = 1) -> Linear:
+        """`slices`: of this rank's share of a sum over its inputs."""
+        share = self._coded(self._share(f"{name}.weight", shape))
+        bias = self._share(f"{name}.bias", shape[:1]).to(self._dtype).float() if has_bias else None
+        if isinstance(share, StoredMatrix) and self._are_units(share, slices):
+            return Linear(units=(share,), bias=bias)
+        return Linear(weights=(share.to(self._dtype),), bias=bias)
 
     def _share(self, name: str, shape: tuple[int, ...]) -> Weight:
         """This rank's share of a tensor, a view."""
         cut = self._plan.cut(name, shape, self._config.head_dim if f".{self._family.attention}." in name else None)
         whole = self._stored.take(name, shape)
         return whole if cut is None else cut.take(whole, self._rank, self._size)
-
-    def _rows(self, whole: Weight) -> Tensor:
-        return vocabulary_rows(whole, self._rank, self._size, self._dtype)
 
     def _optional_norm(self, prefix: str, name: str | None) -> Norm | None:
         return None if name is None else self._norm(prefix + name, self._config.hidden_size)

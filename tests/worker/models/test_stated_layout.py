@@ -197,8 +197,8 @@ def without(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(patch: pytest.MonkeyPatch) -> None:
         linear = stated_layout._Builder._linear
 
-        def forgetful(self: Any, full_name: str, shape: tuple[int, int], *, has_bias: bool) -> Any:
-            found = linear(self, full_name, shape, has_bias=has_bias)
+        def forgetful(self: Any, full_name: str, *shape: Any, **how: Any) -> Any:
+            found = linear(self, full_name, *shape, **how)
             return stated_layout.Linear(weights=found.weights) if full_name.endswith(name) else found
 
         patch.setattr(stated_layout._Builder, "_linear", forgetful)

@@ -22,10 +22,11 @@ SOURCES: Final = Path(__file__).parent / "native"
 _COMMON: Final = ("-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-Wno-maybe-uninitialized")
 _AVX2: Final = ("-mavx2", "-mfma", "-mf16c")
 _AVX512: Final = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+_VNNI: Final = ("-mavx512vnni", "-DHF_VNNI")
 
 CLASSES: Final = {
-    "amx": (*_AVX512, "-mavx512bf16", "-DHF_AMX"),
-    "avx512bf16": (*_AVX512, "-mavx512bf16", "-DHF_PAIRS"),
+    "amx": (*_AVX512, *_VNNI, "-mavx512bf16", "-DHF_AMX"),
+    "avx512bf16": (*_AVX512, *_VNNI, "-mavx512bf16", "-DHF_PAIRS"),
     "avx512": _AVX512,
     "avx2": _AVX2,
 }
@@ -34,7 +35,7 @@ CLASSES: Final = {
 IN_SOFTWARE: Final = {
     "tiles512": (*_AVX512, "-DHF_SOFTWARE_TILES", "-DHF_BF16_ALONE"),
     "tiles2": (*_AVX2, "-DHF_SOFTWARE_TILES", "-DHF_BF16_ALONE"),
-    "pairs2": (*_AVX2, "-DHF_PAIRS", "-DHF_BF16_ALONE"),
+    "pairs2": (*_AVX2, "-DHF_PAIRS", "-DHF_VNNI", "-DHF_BF16_ALONE"),
 }
 """The logic of `amx` and `avx512bf16` with their instructions in software: for tests anywhere. For bf16 alone."""
 
@@ -123,7 +124,7 @@ def _parts(name: str) -> list[_Part]:
     lanes = "avx2" if name in ("avx2", "tiles2", "pairs2") else "avx512"
     order = "pairs" if "-DHF_PAIRS" in _ANY_CLASS[name] else "any"
     parts = [_Part("executor", name), _Part("sampler", lanes), _Part("packing", order)]
-    parts += [_Part("compact", "any"), _Part("pool", "any"), _Part("quantize", "avx2")]
+    parts += [_Part("packing_units", "any"), _Part("compact", "any"), _Part("pool", "any"), _Part("quantize", "avx2")]
     return [*parts, _Part("plain", lanes)] if name in CLASSES else parts
 
 

@@ -19,6 +19,7 @@ from holdfast.worker.executors.cpu.structures import (
     NativeLinear,
     NativeModel,
     NativeStep,
+    NativeUnits,
 )
 from holdfast.worker.user_folder import user_folder
 
@@ -32,8 +33,8 @@ _FLAGS: Final = {
     "avx512": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
 }
 _FLAGS_OF: Final = {
-    "amx": _FLAGS["avx512"] | {"amx_tile", "amx_bf16", "avx512_bf16"},
-    "avx512bf16": _FLAGS["avx512"] | {"avx512_bf16"},
+    "amx": _FLAGS["avx512"] | {"amx_tile", "amx_bf16", "avx512_bf16", "avx512_vnni"},
+    "avx512bf16": _FLAGS["avx512"] | {"avx512_bf16", "avx512_vnni"},
     "avx512": _FLAGS["avx512"],
     "tiles512": _FLAGS["avx512"],
     "avx2": _FLAGS["avx2"],
@@ -135,6 +136,11 @@ def _declared(library: CDLL) -> CDLL:
     _declare(library, "native_pool_create", c_void_p, c_int, c_int, c_void_p)
     _declare(library, "native_pool_destroy", None, c_void_p)
     _declare(library, "native_pack", c_int, c_void_p, c_void_p, c_long, c_int, c_int, c_int, c_int, c_void_p)
+    _declare(
+        library,
+        "native_pack_units",
+        *(c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_long, c_int, POINTER(NativeUnits), c_void_p),
+    )
     _declare(library, "native_compact_bytes", c_long, c_int)
     _declare(library, "native_compact", c_int, c_void_p, c_void_p, c_long, c_int, c_void_p)
     _declare(library, "native_expand", c_int, c_void_p, c_void_p, c_long, c_int, c_void_p)

@@ -21,6 +21,7 @@ from holdfast.worker.executors.cpu.structures import (
     NativeModel,
     NativeNorm,
     NativeRotary,
+    NativeUnits,
 )
 from holdfast.worker.executors.cpu.tile_memory import (
     Arena,
@@ -35,6 +36,7 @@ from holdfast.worker.executors.cpu.tile_memory import (
     linears,
     mapped_memory,
 )
+from holdfast.worker.executors.cpu.unit_packing import PackedUnits, pack_units
 from holdfast.worker.executors.layout import Activation, DecoderLayout, Experts, Layer, Linear, Mlp, Norm, Rotary
 
 GROUP: Final = 64
@@ -196,20 +198,30 @@ class PackedModel:
         rows = np.concatenate([rows, np.full(groups * GROUP - len(rows), _NO_ROW)])
         slice_tiles = -(-(linear.in_features // slices) // TILE)
         k_tiles = slices * slice_tiles
+        if linear.units:
+            spent = self._spent is not None
+            packed = pack_units(linear.units, rows, self._arena, self._library, self._pool, uses_up=spent)
+            return self._described(linear, rows, slices, slice_tiles, packed)
         memory = self._memory(TileShape(len(rows), k_tiles * TILE * self._itemsize, k_tiles))
         if self._arena.is_packed:
             if self._spent is not None:
                 self._spent.read(linear.weights, slice(None))
         else:
             self._pack(linear, rows, memory, slices=slices, in_order=in_order)
+        return self._described(linear, rows, slices, slice_tiles, memory)
+
+    def _described(
+        self, linear: Linear, rows: IntArray, slices: int, slice_tiles: int, memory: TileMemory | PackedUnits
+    ) -> NativeLinear:
         return NativeLinear(
             tiles=memory.address,
             bias=None if linear.bias is None else self._floats(_placed(linear.bias, rows)),
             slices=slices,
             slice_tiles=slice_tiles,
-            groups=groups,
+            groups=len(rows) // GROUP,
             outputs=linear.out_features,
             panel_bytes=memory.panel_bytes,
+            units=memory.form if isinstance(memory, PackedUnits) else NativeUnits(),
         )
 
     def _memory(self, shape: TileShape) -> TileMemory:

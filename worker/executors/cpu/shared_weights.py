@@ -209,7 +209,8 @@ def layout_digest(layout: DecoderLayout, form: str) -> str:
 def _describe(part: object, files: MappedFiles, digest: Any) -> None:
     if isinstance(part, Tensor):
         digest.update(f"{part.dtype} {tuple(part.shape)} ".encode())
-        digest.update(_state_in_file(part, files) or _bytes_of(part))
+        if not part.is_meta:
+            digest.update(_state_in_file(part, files) or _bytes_of(part))
     elif isinstance(part, tuple):
         digest.update(f"{len(part)}(".encode())
         for item in part:

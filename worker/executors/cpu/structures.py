@@ -11,6 +11,10 @@ KEPT_AS_INT8: Final = 1
 """Of `kept_as`: keys and values are codes; 0: numbers of the model's dtype."""
 
 
+class NativeUnits(Structure):
+    _fields_ = (("bits", c_int), ("offset", c_int), ("scales", c_int))
+
+
 class NativeLinear(Structure):
     _fields_ = (
         ("tiles", c_void_p),
@@ -20,6 +24,7 @@ class NativeLinear(Structure):
         ("groups", c_int),
         ("outputs", c_int),
         ("panel_bytes", c_long),
+        ("units", NativeUnits),
     )
 
 
@@ -203,6 +208,7 @@ SIZES = {
     kind.__name__: kind
     for kind in (
         *(
+            NativeUnits,
             NativeLinear,
             NativeNorm,
             NativeMlp,

@@ -225,8 +225,12 @@ def linears(part: object) -> Iterator[Linear]:
 
 def is_tied(layout: DecoderLayout) -> bool:
     """Whether the head's weights are the embedding's table: then it is kept packed, and once."""
-    (head,) = layout.head.weights
     table = layout.embedding
+    if table.is_meta:
+        return True
+    if layout.head.units:
+        return False
+    (head,) = layout.head.weights
     return (head.data_ptr(), head.shape, head.stride()) == (table.data_ptr(), table.shape, table.stride())
 
 

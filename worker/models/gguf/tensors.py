@@ -15,6 +15,7 @@ from torch import Tensor
 
 from holdfast.worker.executors.mapped_files import storage_of_file, tensor_in_file
 from holdfast.worker.executors.stored_matrix import StoredMatrix
+from holdfast.worker.executors.units import UNIT, Offset, UnitForm, Units
 from holdfast.worker.models.gguf.block_names import BLOCKS
 from holdfast.worker.models.gguf.folder import IndexedTensor, read_index
 
@@ -108,6 +109,34 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return codes.mul_(scales[..., None]).flatten(1)
 
 
+def units_of(kind: str, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Blocks of a type of `UNIT_FORMS` -> codes [n, 32], uint8, counted as its form says, and scales and minima [n],
+    float16.
+    """
+    codes = _UNIT_CODES[kind](blocks)
+    scales = blocks[:, :2].contiguous().view(torch.float16)[:, 0]
+    if UNIT_FORMS[kind].offset is not Offset.MINIMA:
+        return codes, scales, None
+    return codes, scales, blocks[:, 2:4].contiguous().view(torch.float16)[:, 0]
+
+
+UNIT_FORMS: Final = {
+    "Q8_0": UnitForm(bits=8, offset=Offset.MIDDLE, scales=torch.float16),
+    "Q4_0": UnitForm(bits=4, offset=Offset.MIDDLE, scales=torch.float16),
+    "Q4_1": UnitForm(bits=4, offset=Offset.MINIMA, scales=torch.float16),
+    "Q5_0": UnitForm(bits=8, offset=Offset.MIDDLE, scales=torch.float16),
+    "Q5_1": UnitForm(bits=8, offset=Offset.MINIMA, scales=torch.float16),
+}
+"""Types whose blocks are units."""
+
+_UNIT_CODES: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
+    "Q8_0": lambda blocks: blocks[:, 2:] ^ 128,
+    "Q4_0": lambda blocks: _codes(blocks, 2),
+    "Q4_1": lambda blocks: _codes(blocks, 4),
+    "Q5_0": lambda blocks: (_codes(blocks, 6) | _fifth_bits(blocks, 2)) + (128 - 16),
+    "Q5_1": lambda blocks: _codes(blocks, 8) | _fifth_bits(blocks, 4),
+}
+
 _FORMULAS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
@@ -148,9 +177,28 @@ class GgufWeight(StoredMatrix):
     def mapped(self) -> Tensor:
         return self.stored
 
+    @property
+    def unit_form(self) -> UnitForm | None:
+        is_cut_within = any(column % UNIT for column in self.columns)
+        return None if is_cut_within or self.plus or self.is_vector else UNIT_FORMS.get(self.kind)
+
+    def units(self, first: int, last: int) -> Units:
+        num_bytes = BLOCKS[self.kind][1]
+        start, end = (column // UNIT * num_bytes for column in self.columns)
+        blocks = self._stored(first, last)[:, start:end].reshape(-1, num_bytes)
+        codes, scales, minima = units_of(self.kind, blocks)
+        shape = last - first, -1
+        return Units(
+            codes=codes.view(shape),
+            scales=scales.view(shape),
+            offsets=None if minima is None else minima.view(shape),
+        )
+
+    def _stored(self, first: int, last: int) -> Tensor:
+        return self.stored[first:last] if self.order is None else self.stored[self.order[first:last]]
+
     def numbers(self, first: int, last: int) -> Tensor:
-        stored = self.stored[first:last] if self.order is None else self.stored[self.order[first:last]]
-        numbers = self._numbers(stored)
+        numbers = self._numbers(self._stored(first, last))
         return numbers + self.plus if self.plus else numbers
 
     def _numbers(self, stored: Tensor) -> Tensor:

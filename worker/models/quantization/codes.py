@@ -25,6 +25,27 @@ class Codes(Protocol):
         """[rows, columns], float32: those of a range, by the first one and the one past the last."""
         ...
 
+    @property
+    def unsigned(self) -> "UnsignedCodes | None":
+        """The same as unsigned codes; None where they are no whole numbers."""
+        ...
+
+
+class UnsignedCodes(Protocol):
+    """Codes of 4 or 8 bits."""
+
+    @property
+    def bits(self) -> int: ...
+
+    @property
+    def middle(self) -> int:
+        """Is taken from each unsigned code."""
+        ...
+
+    def read_unsigned(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """As `Codes.read`, uint8, with nothing taken from them."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class PlainCodes:
@@ -35,6 +56,24 @@ class PlainCodes:
     def read(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
         """See `Codes`."""
         return self.stored[slice(*rows), slice(*columns)].float()
+
+    @property
+    def unsigned(self) -> "UnsignedCodes | None":
+        """See `Codes`."""
+        return _SignedBytes(self.stored) if self.stored.dtype == torch.int8 else None
+
+
+@dataclass(frozen=True, slots=True)
+class _SignedBytes:
+    """Whole numbers of eight bits [out, in], int8, as `UnsignedCodes`."""
+
+    stored: Tensor
+    bits: int = 8
+    middle: int = 128
+
+    def read_unsigned(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """See `UnsignedCodes`."""
+        return self.stored[slice(*rows), slice(*columns)].view(torch.uint8) ^ 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +92,22 @@ class PackedCodes:
 
     def read(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
         """See `Codes`."""
+        codes = self._unpacked(rows, columns).float()
+        return codes.sub_(self.middle) if self.middle else codes
+
+    @property
+    def unsigned(self) -> "UnsignedCodes | None":
+        """See `Codes`."""
+        return self
+
+    def read_unsigned(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """See `UnsignedCodes`."""
+        return self._unpacked(rows, columns).to(torch.uint8)
+
+    def _unpacked(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
         ranges = (columns, rows) if self.is_transposed else (rows, columns)
         codes = unpacked(self.stored, self.bits, self.packed_dim, ranges, self.order)
-        codes = codes.T if self.is_transposed else codes
-        return codes.float().sub_(self.middle) if self.middle else codes.float()
+        return codes.T if self.is_transposed else codes
 
 
 def unpacked(
@@ -90,3 +141,8 @@ class Float4Codes:
         codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
         table = torch.tensor([*_E2M1, *(-number for number in _E2M1)])
         return table[codes[:, columns[0] - 2 * first : columns[1] - 2 * first].int()]
+
+    @property
+    def unsigned(self) -> "UnsignedCodes | None":
+        """See `Codes`."""
+        return None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.executors.stored_matrix import StoredMatrix
+from holdfast.worker.executors.units import SCALE_TYPES, UNIT, Offset, UnitForm, Units
 from holdfast.worker.models.quantization.codes import Codes
 
 
@@ -38,6 +39,37 @@ class QuantizedWeight(StoredMatrix):
         if self.zeros is not None:
             numbers = numbers - self._spread(self.zeros, blocks)
         return numbers * self._spread(self.scales, blocks)
+
+    @property
+    def unit_form(self) -> UnitForm | None:
+        codes = self.codes.unsigned
+        if codes is None or self.scales.dtype not in SCALE_TYPES or self._unit_groups() is None:
+            return None
+        has_own = self.zeros is not None or codes.middle != 1 << (codes.bits - 1)
+        offset = Offset.ZERO_POINTS if has_own else Offset.MIDDLE
+        return UnitForm(bits=codes.bits, offset=offset, scales=self.scales.dtype)
+
+    def units(self, first: int, last: int) -> Units:
+        codes, groups, form = self.codes.unsigned, self._unit_groups(), self.unit_form
+        if codes is None or groups is None or form is None:
+            raise ValueError("a weight that does not lie in units has none")
+        blocks = torch.arange(first, last)[:, None] // self.block_rows
+        offsets = None
+        if form.offset is Offset.ZERO_POINTS:
+            zeros = torch.zeros(()) if self.zeros is None else self.zeros[blocks, groups]
+            offsets = (zeros + codes.middle).to(torch.uint8).expand(last - first, len(groups)).contiguous()
+        return Units(
+            codes=codes.read_unsigned((first, last), self.columns).contiguous(),
+            scales=self.scales[blocks, groups],
+            offsets=offsets,
+        )
+
+    def _unit_groups(self) -> Tensor | None:
+        """[units]: the group of each unit of the range's columns; None where a unit is cut, or has several groups."""
+        if any(column % UNIT for column in self.columns):
+            return None
+        groups = self.groups[slice(*self.columns)].view(-1, UNIT)
+        return groups[:, 0] if bool((groups == groups[:, :1]).all()) else None
 
     def _spread(self, grid: Tensor, blocks: Tensor) -> Tensor:
         """The value for each number of some rows; one column where all inputs share it."""

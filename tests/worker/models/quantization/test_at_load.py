@@ -98,7 +98,7 @@ def test_a_weight_that_is_not_finite_is_named(quantization, bad, tmp_path):
 
 def read(folder: Path, group, **settings):
     """A rank's layout, stated or by Hugging Face's modules."""
-    config = ModelConfig(model=str(folder), **settings)
+    config = ModelConfig(model=str(folder), quantized_activations="bfloat16", **settings)
     if read_config(folder).model_type in STATED:
         layout, _ = read_stated(config, folder, group)
         return layout

@@ -51,7 +51,7 @@ def answers(folder: Path, size: int, executor: str = "auto") -> tuple[list[list[
         logits = [rows for chunk in (3, 8) for rows in logits_in_chunks(leader, prompts, chunk)]
         return greedy_tokens(leader, prompts, 8), logits
 
-    return on_ranks(worker_config(folder, size, executor=executor), work)
+    return on_ranks(worker_config(folder, size, executor=executor, quantized_activations="bfloat16"), work)
 
 
 @pytest.mark.parametrize(

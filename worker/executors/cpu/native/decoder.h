@@ -9,11 +9,19 @@ enum KeptAs { KEPT_AS_MODEL, KEPT_AS_INT8 };  // keys and values: in the model's
 
 extern "C" {
 
+// What the units of a quantized weight have beside codes and scales, and the type of the scales (`units.h`).
+enum NativeOffset { HF_MIDDLE, HF_ZERO_POINTS, HF_MINIMA };
+enum NativeScales { HF_HALF_SCALES, HF_BFLOAT_SCALES, HF_FLOAT_SCALES };
+struct NativeUnits {
+  int bits, offset, scales;  // bits of a code, 4 or 8; 0: there are no units
+};
+
 struct NativeLinear {
-  const void* tiles;  // packed (`linear.h`), or compact panels
+  const void* tiles;  // packed (`linear.h`), or compact panels, or panels of units
   const float* bias;  // [groups * 64], or null
   int slices, slice_tiles, groups, outputs;
-  long panel_bytes;  // of a compact panel (`compact_order.h`); 0: tiles
+  long panel_bytes;  // of a compact panel (`compact_order.h`) or one of units; 0: tiles
+  NativeUnits units;
 };
 
 struct NativeNorm {

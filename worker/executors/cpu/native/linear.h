@@ -12,6 +12,7 @@
 #include "compact_stream.h"
 #include "fma.h"
 #include "tile_rows.h"
+#include "unit_products.h"
 
 namespace {
 
@@ -29,11 +30,15 @@ template <> struct InputOf<Bf16> {
 template <class W> struct Packed {
   const W* tiles;
   int slices, slice_tiles, groups;
-  long panel_bytes;  // of compact panels (`compact_order.h`); 0: the tiles lie as they are
+  long panel_bytes;  // of compact panels (`compact_order.h`), or of panels of units; 0: the tiles lie as they are
+  UnitForm units;    // a unit lies where a k tile would
   int k_tiles() const { return slices * slice_tiles; }
   long row_length() const { return (long)k_tiles() * K_TILE; }
   const W* group(int g) const { return tiles + (long)g * k_tiles() * 4 * TILE; }
   CompactPanel panel(int i) const { return {(const char*)tiles + i * panel_bytes, k_tiles() * 2}; }
+  UnitPanel unit_panel(int i, int first, int count) const {
+    return {(const uint8_t*)tiles + i * panel_bytes + (long)first * units.unit_bytes(), count, units, UNITS_AHEAD_BYTES};
+  }
 };
 
 // Of 16 outputs, the tile of inputs 32 `k` onwards as it was packed; `read` is room for one that is compact.
@@ -141,6 +146,7 @@ template <class W> struct InputRows {
   int count;
   const Factor* factors;  // the same; null where tiles are used
   long factor_stride;
+  const RowUnit* units;  // the same, of a weight in units; there are no factors then
 };
 
 // One row streams faster by FMA, from two on tiles do: the bits are the same.
@@ -152,13 +158,23 @@ template <class W> HF_INLINE bool uses_tiles(int count) {
 #endif
 }
 
+template <class W> void unit_rows_of(Scratch& scratch, const Packed<W>& w, InputRows<W>& input, long call) {
+  const bool is_there = call && scratch.call == call && scratch.rows == input.rows;
+  RowUnit* units = (RowUnit*)scratch.factors_of((long)w.k_tiles() * input.count * sizeof(RowUnit));
+  for (int r = is_there ? input.count : 0; r < input.count; r++)
+    quantize_row(input.rows + r * input.stride, w.k_tiles(), w.units.bits, units + (long)r * w.k_tiles());
+  input.units = units, scratch.call = call, scratch.rows = input.rows;
+}
+
 // `call`: numbers a product of many tasks, whose rows stay as they are: a thread makes factors of them once. 0: there is
 // one task.
 template <class W>
-InputRows<W> input_rows(Scratch& scratch, const typename InputOf<W>::Type* rows, long stride, int count, long length,
+InputRows<W> input_rows(Scratch& scratch, const Packed<W>& w, const typename InputOf<W>::Type* rows, long stride, int count,
                         long call = 0) {
   typedef typename InputRows<W>::Factor Factor;
-  InputRows<W> input = {rows, stride, count, nullptr, factors_in<Factor>(length)};
+  const long length = w.row_length();
+  InputRows<W> input = {rows, stride, count, nullptr, factors_in<Factor>(length), nullptr};
+  if (w.units.is_there()) return unit_rows_of(scratch, w, input, call), input;
   if constexpr (std::is_same<Factor, typename InputOf<W>::Type>::value) {
     input.factors = rows, input.factor_stride = stride;
   } else if (!uses_tiles<W>(count)) {
@@ -224,6 +240,12 @@ template <class W>
 void slice_product(Scratch& scratch, const Packed<W>& w, int group, const InputRows<W>& in, int slice, float* sums,
                    int next_group = -1) {
   int first = slice * w.slice_tiles, end = first + w.slice_tiles;
+  if (w.units.is_there()) {
+    for (int half = 0; half < 2; half++)
+      unit_products(in.units + first, w.k_tiles(), in.count, w.unit_panel(2 * group + half, first, w.slice_tiles),
+                    sums + half * PANEL, GROUP);
+    return;
+  }
   if constexpr (std::is_same<W, Bf16>::value)
     if (w.panel_bytes)
       return compact_product<typename InputRows<W>::Factor>(scratch, w, group, in, first, end, sums, next_group);

@@ -107,8 +107,7 @@ template <class W> void Decoder<W>::expert_up(const NativeMlp& expert, int index
   Packed<W> w = packed<W>(expert.up);
   for (int first = first_of[index]; first < first_of[index + 1]; first += MAX_ROWS) {
     int count = std::min((int)MAX_ROWS, first_of[index + 1] - first);
-    InputRows<W> input =
-        input_rows<W>(own.scratch, expert_input.row(first), expert_input.stride, count, w.row_length());
+    InputRows<W> input = input_rows<W>(own.scratch, w, expert_input.row(first), expert_input.stride, count);
     product(own.scratch, w, group, input, own.scratch.sums);
     for (int r = 0; r < count; r++) activate(expert, group, own.scratch.sums + r * GROUP, inner_rows.row(first + r));
   }
@@ -128,7 +127,7 @@ void Decoder<W>::add_shared(const NativeExperts& e, int g, float* sums, Local& o
   Packed<W> w = packed<W>(e.shared->down);
   for (int first = 0; first < num_rows; first += MAX_ROWS) {
     int count = std::min((int)MAX_ROWS, num_rows - first);
-    InputRows<W> input = input_rows<W>(own.scratch, shared_rows.row(first), shared_rows.stride, count, w.row_length());
+    InputRows<W> input = input_rows<W>(own.scratch, w, shared_rows.row(first), shared_rows.stride, count);
     for (int slice = 0; slice < w.slices; slice++) {
       slice_product(own.scratch, w, g, input, slice, own.scratch.sums);
       for (int r = 0; r < count; r++) {
@@ -152,7 +151,7 @@ void Decoder<W>::expert_columns(const NativeLayer& l, const NativeExperts& e, in
     const float* bias = e.experts[index].down.bias;
     for (int first = first_of[index]; first < first_of[index + 1]; first += MAX_ROWS) {
       int count = std::min((int)MAX_ROWS, first_of[index + 1] - first);
-      InputRows<W> input = input_rows<W>(own.scratch, inner_rows.row(first), inner_rows.stride, count, w.row_length());
+      InputRows<W> input = input_rows<W>(own.scratch, w, inner_rows.row(first), inner_rows.stride, count);
       for (int slice = 0; slice < slices; slice++) {
         slice_product(own.scratch, w, g, input, slice, own.scratch.sums);
         for (int r = 0; r < count; r++) {

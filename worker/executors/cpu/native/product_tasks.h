@@ -9,7 +9,8 @@ namespace {
 const int LONG_ROW = 2560, MOST_GROUPS = 4;  // of a product of many rows: inputs, groups of a task
 
 template <class W> HF_INLINE Packed<W> packed(const NativeLinear& linear) {
-  return {(const W*)linear.tiles, linear.slices, linear.slice_tiles, linear.groups, linear.panel_bytes};
+  return {(const W*)linear.tiles, linear.slices, linear.slice_tiles, linear.groups, linear.panel_bytes,
+          {linear.units.bits, linear.units.offset, linear.units.scales}};
 }
 
 // So many that the rows of a task stay in the second cache.
@@ -37,7 +38,7 @@ bool product_tasks(holdfast::Run& run, int threads, const Packed<W>& w, int begi
     int first_row = task / runs * chunk, count = std::min(chunk, num_rows - first_row);
     int group = begin + task % runs * each, later = task + threads;
     int next = later < num_tasks ? begin + later % runs * each : -1;  // of this thread's next task, if all are as fast
-    InputRows<W> input = input_rows<W>(own, rows + first_row * stride, stride, count, w.row_length(), call);
+    InputRows<W> input = input_rows<W>(own, w, rows + first_row * stride, stride, count, call);
     for (int g = group, end = std::min(group + each, last); g < end; g++) {
       product(own, w, g, input, own.sums, g + 1 < end ? g + 1 : next);
       out(g, first_row, count, own.sums);

@@ -1,0 +1,213 @@
+"""Models in int8: which weights stay quantized, what their units say, and the same bits on any number of ranks."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.worker.config import ModelConfig
+from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.cpu.tile_memory import linears
+from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.stored_matrix import StoredMatrix
+from holdfast.worker.executors.units import Offset
+from holdfast.worker.models.gguf.folder import hf_folder
+from holdfast.worker.models.native_backend import NativeBackend, make_backend, recognized_of
+from holdfast.worker.models.proof import Recognized
+from holdfast.worker.models.quantized_activations import asks_for_units, check_quantized_activations
+from holdfast.worker.models.stated_config import read_stated_config
+from holdfast.worker.models.stated_layout import stated_layout
+from tests.fake_group import run_ranks
+from tests.reference.unit_products import UNIT, UnitWeight
+from tests.worker.executors.rank_scenarios import BLOCK_SIZE, MAX_LEN, NUM_BLOCKS, all_best, all_bits
+from tests.worker.models.gguf.files import write_model
+from tests.worker.models.quantization.folders import write
+
+SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
+"""Every slice of a sum has whole units."""
+
+THREE_HEADS = {
+    "hidden_size": 96,
+    "head_dim": 32,
+    "intermediate_size": 192,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+}
+"""Two ranks share them unequally."""
+
+
+def layout_in_units(folder: Path, group: TensorParallelGroup) -> DecoderLayout:
+    config = read_stated_config(json.loads((folder / "config.json").read_text()))
+    return stated_layout(config, folder, group, torch.bfloat16, in_units=True)
+
+
+def gguf_model(where: Path, kind: str, family: str = "llama", **changes: Any) -> Path:
+    return hf_folder(write_model(family, where, kind, **{**SIZES, **changes}).file, "model")
+
+
+def built(layout: DecoderLayout, group: TensorParallelGroup) -> NativeBackend | str:
+    """On the executor, which has to agree with the reference."""
+    recognized = recognized_of(layout, None, group, max_model_len=MAX_LEN, block_size=BLOCK_SIZE)
+    assert isinstance(recognized, Recognized), recognized
+    backend = make_backend(recognized, group, max_model_len=MAX_LEN, block_size=BLOCK_SIZE)
+    if isinstance(backend, NativeBackend):
+        backend.allocate_cache(NUM_BLOCKS, BLOCK_SIZE)
+    return backend
+
+
+def bits_of(folder: Path, group: TensorParallelGroup) -> tuple[str, list[list[int] | None], str]:
+    backend = built(layout_in_units(folder, group), group)
+    assert isinstance(backend, NativeBackend), backend
+    found = all_bits(backend), all_best(backend), backend.numerics
+    backend.close()
+    return found
+
+
+# --- units of files ---
+
+
+def numbers_of_units(stored: StoredMatrix) -> torch.Tensor:
+    first, last = stored.rows
+    form, units = stored.unit_form, stored.units(first, last)
+    assert form is not None
+    offsets = None if units.offsets is None else units.offsets.float().numpy()
+    weight = UnitWeight(
+        bits=form.bits,
+        codes=units.codes.numpy().astype(np.int64).reshape(last - first, -1, UNIT),
+        scales=units.scales.float().numpy(),
+        zeros=offsets.astype(np.int64) if offsets is not None and form.offset is Offset.ZERO_POINTS else None,
+        minima=offsets if form.offset is Offset.MINIMA else None,
+    )
+    return torch.from_numpy(weight.numbers())
+
+
+def unit_faults(layout: DecoderLayout) -> list[str]:
+    """Weights whose units are other numbers than those that they are dequantized to."""
+    stored = {id(part): part for linear in linears(layout) for part in linear.units}.values()
+    return [str(part.shape) for part in stored if not numbers_of_units(part).equal(part.numbers(*part.rows))]
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_units_of_a_gguf_file_are_its_numbers(tmp_path, kind):
+    folder = gguf_model(tmp_path, kind, num_hidden_layers=1)
+    for layout in run_ranks(2, lambda group: layout_in_units(folder, group)):
+        assert all(linear.units for linear in linears(layout))
+        assert unit_faults(layout) == []
+
+
+IN_UNITS = {
+    **dict.fromkeys(("gptq", "gptq sym, v2 zeros", "gptq v2", "gptq 8 bits", "awq", "ct w4a16", "ct w4a16 asym"), True),
+    **dict.fromkeys(("ct w4a16 channel", "ct w8a16", "ct w8a8", "ct w8a8 asym", "ct w8a8 tensor"), True),
+    **dict.fromkeys(("gptq one group",), True),
+    **dict.fromkeys(("gptq act-order", "gptq sym", "ct w4a16 act-order", "ct fp8", "ct fp8 block", "fp8 block"), False),
+    **dict.fromkeys(("fp8 tensor",), False),
+}
+"""Layouts of folders: whether their linears lie in units. Orders of activations and floating-point codes do not."""
+
+
+@pytest.mark.parametrize("layout", IN_UNITS)
+def test_units_of_a_folder_are_its_numbers(tmp_path, layout):
+    folder = write("llama", tmp_path, layout, **SIZES).folder
+    for found in run_ranks(2, lambda group: layout_in_units(folder, group)):
+        layer = found.layers[0]
+        parts = (layer.attention.qkv, layer.attention.output, layer.mlp.up, layer.mlp.down)  # type: ignore[union-attr]
+        assert {bool(part.units) for part in parts} == {IN_UNITS[layout]}
+        assert not found.head.units, "it is not quantized in the file"
+        assert unit_faults(found) == []
+
+
+def test_what_does_not_lie_in_whole_units_is_dequantized(tmp_path):
+    """A slice of a sum over 96 features in 4 slices has 24; one of 128 has a unit."""
+    layer = layout_in_units(gguf_model(tmp_path, "Q4_0", intermediate_size=96), SingleRank()).layers[0]
+    assert layer.mlp.up.units  # type: ignore[union-attr]
+    assert layer.attention.output.units
+    assert not layer.mlp.down.units  # type: ignore[union-attr]
+
+
+# --- models ---
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "changes"),
+    [
+        ("llama", "Q4_1", {"tie_word_embeddings": True}),
+        ("qwen2", "Q4_0", {"tie_word_embeddings": False}),
+        ("qwen3", "Q8_0", {}),
+    ],
+)
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_have_the_bits_of_one(tmp_path, family, kind, changes, size):
+    folder = gguf_model(tmp_path, kind, family, **changes)
+    whole = bits_of(folder, SingleRank())
+    assert whole[2] == "native-2+int8-units-1"
+    assert run_ranks(size, lambda group: bits_of(folder, group)) == [whole] * size
+
+
+def test_unequal_ranks_have_the_bits_of_one(tmp_path):
+    folder = gguf_model(tmp_path, "Q4_1", **THREE_HEADS)
+    whole = bits_of(folder, SingleRank())
+    assert [run_ranks(size, lambda group: bits_of(folder, group)) for size in (2, 3)] == [[whole] * 2, [whole] * 3]
+
+
+@pytest.mark.parametrize("layout", ["awq", "ct w8a8", "ct w4a16 asym"])
+def test_folders_run_on_ranks(tmp_path, layout):
+    folder = write("llama", tmp_path, layout, **SIZES).folder
+    whole = bits_of(folder, SingleRank())
+    assert run_ranks(2, lambda group: bits_of(folder, group)) == [whole] * 2
+
+
+def gates_for_ups(layout: DecoderLayout) -> DecoderLayout:
+    mlp = layout.layers[0].mlp
+    wrong = replace(mlp, up=replace(mlp.up, units=mlp.up.units[::-1]))  # type: ignore[union-attr, type-var]
+    return replace(layout, layers=(replace(layout.layers[0], mlp=wrong), *layout.layers[1:]))
+
+
+def another_head(layout: DecoderLayout) -> DecoderLayout:
+    (units,) = layout.head.units
+    moved = replace(units, order=torch.arange(len(units)).roll(1))
+    return replace(layout, head=replace(layout.head, units=(moved,)), embedding=moved.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("plant", [gates_for_ups, another_head])
+def test_an_executor_that_packs_other_units_is_not_used(
+    tmp_path, plant: Callable[[DecoderLayout], DecoderLayout]
+) -> None:
+    group = SingleRank()
+    layout = layout_in_units(gguf_model(tmp_path, "Q4_1", tie_word_embeddings=True), group)
+    right = recognized_of(layout, None, group, max_model_len=MAX_LEN, block_size=BLOCK_SIZE)
+    assert isinstance(right, Recognized)
+    wrong = replace(right, layout=plant(layout))
+    assert "times what is allowed" in str(make_backend(wrong, group, max_model_len=MAX_LEN, block_size=BLOCK_SIZE))
+
+
+# --- the setting ---
+
+
+def test_who_asks_for_units():
+    def asks(device: str = "cpu", **settings: Any) -> bool:
+        return asks_for_units(ModelConfig(**settings), device)
+
+    assert asks(quantized_activations="int8")
+    assert asks(quantized_activations="int8", dtype="float32")
+    assert not asks()
+    assert not asks(quantized_activations="bfloat16")
+    assert not asks("cuda", quantized_activations="int8")
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "reason"),
+    [
+        ("cuda", {}, "GPUs multiply quantized weights as bfloat16"),
+        ("cpu", {"executor": "hf"}, "the HF backend"),
+        ("cpu", {"load_format": "dummy"}, "random weights"),
+    ],
+)
+def test_int8_is_refused_where_it_cannot_be(device, settings, reason):
+    with pytest.raises(ConfigurationError, match=f"model.quantized_activations = 'int8': .*{reason}"):
+        check_quantized_activations(ModelConfig(quantized_activations="int8", **settings), device)

@@ -1,0 +1,122 @@
+// Products of rows in units with weights in units: for any number of rows, by the rule of `units.h`.
+//
+// Codes go from memory or a cache to registers for each block of rows anew, which is as fast as reading them once into bytes.
+#pragma once
+#include "unit_sums.h"
+#include "units.h"
+
+namespace {
+
+enum { UNIT_REGISTERS = UNIT_OUTPUTS / WIDTH, UNIT_COLUMNS = 2, UNIT_ROWS = 4 };  // of a block of many rows: registers, rows
+const int UNITS_AHEAD_BYTES = 3072;
+
+// Some units of a panel.
+struct UnitPanel {
+  const uint8_t* first;
+  int count;
+  UnitForm form;
+  int ahead;  // bytes by which they are fetched, or 0
+};
+
+HF_INLINE Wide wide_scales(const uint8_t* p, int type, int output) {
+  if (type == HF_HALF_SCALES) return wide_halves(p + 2 * output);
+  return type == HF_BFLOAT_SCALES ? wide_bfloats(p + 2 * output) : wide_load((const float*)p + output);
+}
+
+// What an output's unit has beside its codes, for a register of outputs.
+template <int OFFSET> struct UnitFactors {
+  Wide scale, minimum;
+  Whole zero;
+  HF_INLINE_MEMBER UnitFactors(const uint8_t* scales, const UnitForm& form, int output)
+      : scale(wide_scales(scales, form.scales, output)), minimum(), zero() {
+    const uint8_t* offsets = scales + form.scale_bytes();
+    if (OFFSET == HF_MINIMA) minimum = wide_scales(offsets, form.scales, output);
+    if (OFFSET == HF_ZERO_POINTS) zero = widened_bytes(offsets + output);
+  }
+};
+
+// A zero point is a word above which there is nothing, so that of a sum the lower word counts, which has all of it.
+template <int OFFSET>
+HF_INLINE Wide joined(Wide total, Whole products, const UnitFactors<OFFSET>& w, const RowUnit& x) {
+  if (OFFSET == HF_MIDDLE) products = whole_minus(products, whole_all(x.middle_sum));
+  if (OFFSET == HF_ZERO_POINTS) products = whole_minus(products, pair_products(w.zero, whole_all(x.sum)));
+  if (OFFSET == HF_MINIMA) total = wide_fma(w.minimum, wide_all(&x.scaled_sum), total);
+  return wide_fma(wide_of(products), wide_times(w.scale, wide_all(&x.scale)), total);
+}
+
+// out [R][C registers, from `output` on] = rows [R] times the units of a panel.
+template <int BITS, int OFFSET, int R, int C>
+__attribute__((noinline)) void unit_block(const RowUnit* rows, long stride, const UnitPanel& panel, int output, float* out,
+                                          long out_stride) {
+  const int lines = BITS == 4 ? 4 : 8, half_bytes = lines * CODE_LINE, step = panel.form.unit_bytes();
+  const UnitForm form = panel.form;
+  const int ahead = panel.ahead;
+  const uint8_t* unit = panel.first;
+  Wide total[R][C];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) total[r][c] = wide_zero();
+  for (int u = 0; u < panel.count; u++, unit += step, rows++) {
+    UnitSum<BITS> sums[R][C];
+#pragma GCC unroll 8
+    for (int i = 0; i < lines; i++)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) {
+        const int n = output + c * WIDTH;
+        const uint8_t* line = unit + n / 16 * half_bytes + i * CODE_LINE + n % 16 * 4;
+        if (c * WIDTH % 16 == 0 && ahead) _mm_prefetch((const char*)line + ahead, _MM_HINT_T0);
+        const CodeLine<BITS> codes(line);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) sums[r][c].add(i, codes, rows[r * stride].q);
+      }
+    const uint8_t* scales = unit + 2 * half_bytes;
+    if (ahead)
+      for (int at = 0; at < step - 2 * half_bytes; at += 64) _mm_prefetch((const char*)scales + ahead + at, _MM_HINT_T0);
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) {
+      const UnitFactors<OFFSET> factors(scales, form, output + c * WIDTH);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++)
+        total[r][c] = joined<OFFSET>(total[r][c], sums[r][c].total(), factors, rows[r * stride]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) wide_store(out + r * out_stride + c * WIDTH, total[r][c]);
+}
+
+// Of as many rows as there are.
+template <int BITS, int OFFSET, int R, int C>
+HF_INLINE int unit_blocks(int row, int count, const RowUnit* rows, long stride, UnitPanel& panel, int output, float* out,
+                          long out_stride) {
+  for (; count - row >= R; row += R, panel.ahead = 0)
+    unit_block<BITS, OFFSET, R, C>(rows + row * stride, stride, panel, output, out + row * out_stride, out_stride);
+  return row;
+}
+
+template <int BITS, int OFFSET>
+void unit_rows(const RowUnit* rows, long stride, int count, UnitPanel panel, float* out, long out_stride) {
+  if (count == 1) return unit_block<BITS, OFFSET, 1, UNIT_REGISTERS>(rows, stride, panel, 0, out, out_stride);
+  const int ahead = panel.ahead;
+  for (int output = 0; output < UNIT_OUTPUTS; output += UNIT_COLUMNS * WIDTH) {
+    float* to = out + output;
+    panel.ahead = ahead;  // the first rows fetch what all of them take
+    int row = unit_blocks<BITS, OFFSET, UNIT_ROWS, UNIT_COLUMNS>(0, count, rows, stride, panel, output, to, out_stride);
+    row = unit_blocks<BITS, OFFSET, 3, UNIT_COLUMNS>(row, count, rows, stride, panel, output, to, out_stride);
+    row = unit_blocks<BITS, OFFSET, 2, UNIT_COLUMNS>(row, count, rows, stride, panel, output, to, out_stride);
+    unit_blocks<BITS, OFFSET, 1, UNIT_COLUMNS>(row, count, rows, stride, panel, output, to, out_stride);
+  }
+}
+
+// out [count][32] = rows [count], whose units are `stride` apart, times the units of a panel.
+inline void unit_products(const RowUnit* rows, long stride, int count, const UnitPanel& panel, float* out, long out_stride) {
+  typedef void Product(const RowUnit*, long, int, UnitPanel, float*, long);
+  static Product* const products[2][3] = {
+      {unit_rows<4, HF_MIDDLE>, unit_rows<4, HF_ZERO_POINTS>, unit_rows<4, HF_MINIMA>},
+      {unit_rows<8, HF_MIDDLE>, unit_rows<8, HF_ZERO_POINTS>, unit_rows<8, HF_MINIMA>}};
+  products[panel.form.bits == 8][panel.form.offset](rows, stride, count, panel, out, out_stride);
+}
+
+}  // namespace

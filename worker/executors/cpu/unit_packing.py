@@ -1,0 +1,105 @@
+"""Packing of quantized weights into units (`native/units.h`): codes are read from their files piece by piece, so that
+few of them are in memory twice.
+"""
+
+from collections.abc import Sequence
+from ctypes import CDLL, byref
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from holdfast.worker.errors import ReplicaError
+from holdfast.worker.executors.cpu.structures import NativeUnits, array_address
+from holdfast.worker.executors.cpu.tile_memory import Arena
+from holdfast.worker.executors.mapped_files import discard_contents
+from holdfast.worker.executors.stored_matrix import StoredMatrix
+from holdfast.worker.executors.units import SCALE_TYPES, UNIT, Offset
+
+PIECE_CODES: Final = 4 << 20
+"""Codes that are read, a byte each, and then packed."""
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedUnits:
+    """Where the panels of a weight lie."""
+
+    address: int
+    panel_bytes: int
+    form: NativeUnits
+
+
+def pack_units(
+    weights: Sequence[StoredMatrix], rows: IntArray, arena: Arena, library: CDLL, pool: int, *, uses_up: bool
+) -> PackedUnits:
+    """Packs weights of one form, stacked along the outputs, on a pool's threads. `uses_up`: nobody reads them again.
+
+    `rows`, of which there are a multiple of 32, says which output each packed one is; -1: zeros.
+    """
+    form = weights[0].unit_form
+    assert form is not None, "they lie in units"
+    assert all(weight.unit_form == form for weight in weights), "they have one form"
+    num_units = weights[0].shape[1] // UNIT
+    panel_bytes = num_units * form.panel_unit_bytes
+    native = NativeUnits(bits=form.bits, offset=form.offset.value, scales=SCALE_TYPES.index(form.scales))
+    packed = PackedUnits(address=arena.take(len(rows) // UNIT * panel_bytes), panel_bytes=panel_bytes, form=native)
+    if not arena.is_packed:
+        step = max(1, PIECE_CODES // (num_units * UNIT * UNIT)) * UNIT
+        for first in range(0, len(rows), step):
+            piece = _Piece(weights, rows[first : first + step], has_offsets=form.offset is not Offset.MIDDLE)
+            out = packed.address + first // UNIT * panel_bytes
+            outcome = library.native_pack_units(pool, *piece.addresses, len(piece.codes), num_units, byref(native), out)
+            if outcome:
+                raise ReplicaError(f"the executor's threads did not pack a quantized weight ({outcome})")
+    for weight in weights if uses_up else ():
+        discard_contents(weight.mapped)
+    return packed
+
+
+class _Piece:
+    """Where the parts of some packed rows lie: addresses [rows], 0 for rows of zeros. They live as long as this."""
+
+    def __init__(self, weights: Sequence[StoredMatrix], rows: IntArray, *, has_offsets: bool) -> None:
+        self.codes = np.zeros(len(rows), dtype=np.uint64)
+        self.scales, self.offsets = np.zeros_like(self.codes), np.zeros_like(self.codes)
+        self._has_offsets = has_offsets
+        self._kept: list[object] = []
+        first = 0
+        for weight in weights:
+            there = weight.rows[1] - weight.rows[0]
+            places = np.flatnonzero((rows >= first) & (rows < first + there))
+            self._read(weight, rows[places] - first, places)
+            first += len(weight)
+
+    @property
+    def addresses(self) -> tuple[int, int, int | None]:
+        """Of the three arrays."""
+        offsets = array_address(self.offsets) if self._has_offsets else None
+        return array_address(self.codes), array_address(self.scales), offsets
+
+    def _read(self, weight: StoredMatrix, own: IntArray, places: IntArray) -> None:
+        """Rows of a weight, and where in the piece they are: runs of rows that follow one another are read at once."""
+        by_row = np.argsort(own, kind="stable")
+        own, places = own[by_row], places[by_row]
+        ends = [*(np.flatnonzero(np.diff(own) != 1) + 1), len(own)] if len(own) else []
+        start = 0
+        for end in ends:
+            first = weight.rows[0] + int(own[start])
+            units = weight.units(first, first + end - start)
+            run = places[start:end]
+            self.codes[run] = _row_addresses(units.codes)
+            self.scales[run] = _row_addresses(units.scales)
+            if units.offsets is not None:
+                self.offsets[run] = _row_addresses(units.offsets)
+            self._kept.append(units)
+            start = end
+
+
+def _row_addresses(tensor: Tensor) -> IntArray:
+    """Of a tensor whose rows lie in one piece each."""
+    assert tensor.stride(-1) == 1 or tensor.shape[-1] == 1, "a row lies in one piece"
+    return tensor.data_ptr() + np.arange(len(tensor), dtype=np.int64) * tensor.stride(0) * tensor.itemsize
