@@ -62,6 +62,9 @@ async def test_what_a_call_held_is_freed(end, method, message):
         before = tracemalloc.get_traced_memory()[0]
         for _ in range(NUM_CALLS):
             await end(place, method, message)
-        await asyncio.sleep(0)
-        kept = tracemalloc.get_traced_memory()[0] - before
-    assert kept < 3 * len(MESSAGE), "a call's message outlives it"
+        for _ in range(200):  # the last calls may still end on other threads
+            kept = tracemalloc.get_traced_memory()[0] - before
+            if kept < 3 * len(MESSAGE):
+                return
+            await asyncio.sleep(0.01)
+    pytest.fail(f"calls' messages outlive them: {kept} bytes")
