@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from holdfast.worker.errors import UnsupportedModelError
-from holdfast.worker.models.text_model import text_config, text_name
+from holdfast.worker.models.text_model import text_config, text_name, told_of_text_model
 from holdfast.worker.models.weight_files import weight_bytes
 from tests.parity.harness import is_run_by, load, logits_in_chunks, on_ranks, relative_difference, worker_config
 
@@ -136,6 +136,8 @@ def test_only_the_text_model_counts_for_memory(tmp_path):
     model = write(tmp_path, "qwen3_vl", MODELS["qwen3_vl"])
     text = sum(p.numel() for p in model.model.language_model.parameters()) + model.lm_head.weight.numel()
     assert weight_bytes(tmp_path) == 4 * text < 4 * sum(p.numel() for p in model.parameters())
+    num_others = sum("visual" in name for name in model.state_dict())
+    assert f"; {num_others} tensors of other models" in str(told_of_text_model(tmp_path))
 
 
 def test_a_missing_tensor_is_named(tmp_path):
