@@ -15,7 +15,7 @@ from tests.chaos.tally import Row, Tally
 LIMIT_S = 150
 
 MOST_TRIES = 10
-"""On a busy machine a signal may come after the end of a stream, which proves nothing: then it is asked for again."""
+"""A signal may come after the end of a stream, which proves nothing: then it is asked for again, and struck sooner."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,20 @@ class Sweep:
     async def strike(self, num_tokens: int, haste: float) -> bool:
         """Asks once, and strikes when that many tokens have come. Whether the request was open then.
 
-        `haste` below 1 is for an answer that comes whole, and came before the blow.
+        `haste` below 1 strikes that much sooner: the answer before was over when the blow came.
         """
+        wanted = haste * num_tokens
         await self.cluster.until_up()
         before = await self.cluster.num_computed()
         reached = asyncio.Event()
 
         def look(answer: Answer) -> None:
-            if answer.num_tokens >= num_tokens:
+            if answer.num_tokens >= wanted:
                 reached.set()
 
         asking = asyncio.create_task(ask(self.client, self.kind, look))
         if self.kind.is_whole:  # nobody sees its tokens: they come at a steady pace
-            await asyncio.sleep(haste * self.right_s * num_tokens / self.right.num_tokens)
+            await asyncio.sleep(self.right_s * wanted / self.right.num_tokens)
         else:
             await reached.wait()
         victim = await self.victim(asking.done)
@@ -71,7 +72,7 @@ class Sweep:
         self.row.num_faults += 1
         self.row.pauses_s += [pause_s for pause_s in [answer.longest_pause_after(struck_s)] if pause_s is not None]
         self.row.judge(answer, self.right)
-        self.row.num_recomputed += await self.num_recomputed(before, victim, num_tokens)
+        self.row.num_recomputed += await self.num_recomputed(before, victim, int(wanted))
         await self.fault.mend(self.cluster, victim)
         return True
 
