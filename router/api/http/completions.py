@@ -293,8 +293,8 @@ async def _all_of(answers: Sequence[SampledAnswer | BeamAnswer]) -> list[Complet
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
+        while tasks:  # an error's traceback has this frame: tasks that stay in it would be a cycle
+            tasks.pop().cancel()
 
 
 async def _side_by_side(answers: Sequence[SampledAnswer | BeamAnswer]) -> AsyncIterator[tuple[int, OutputDelta]]:

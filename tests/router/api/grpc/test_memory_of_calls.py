@@ -17,6 +17,7 @@ MESSAGE: bytes = b"x" * 400_000
 NUM_CALLS = 20
 REFUSED_BY_ITS_BYTES = inference_pb2.GenerateRequest(text="x" * 10**6)
 REFUSED_BY_ITS_TOKENS = inference_pb2.GenerateRequest(text=MESSAGE.decode())
+PAST_ITS_DEADLINE = request(text="x" * 90_000, max_tokens=5000, timeout_ms=50)
 
 
 @pytest.fixture
@@ -50,6 +51,8 @@ async def left(place, method: str, message: object) -> None:
         (refused, "Generate", REFUSED_BY_ITS_TOKENS),
         (refused, "GenerateStream", REFUSED_BY_ITS_BYTES),
         (refused, "GenerateStream", REFUSED_BY_ITS_TOKENS),
+        (refused, "Generate", PAST_ITS_DEADLINE),
+        (refused, "GenerateStream", PAST_ITS_DEADLINE),
         (left, "GenerateStream", None),
     ],
 )
