@@ -28,7 +28,7 @@ from holdfast.worker.structured_outputs import StructuredOutputs
 from holdfast.worker.value_types import SAMPLING_FIELDS, check_neutral, takes_neutral
 
 MAX_SEED: Final = 2**63 - 1
-"""Seeds are non-negative and fit a signed 64-bit integer, in every language that speaks the proto."""
+"""Requests are drawn with seeds from 0 to this."""
 
 GREEDY_TEMPERATURE: Final = 1e-5
 """Below this temperature a draw is an argmax."""
@@ -68,6 +68,11 @@ def _without_zero(number: int) -> int:
 
 def _or_zero(number: int) -> int:
     return max(number, 0)
+
+
+def _seed(number: int) -> int | None:
+    """vLLM's -1 is no seed; of another negative one the remainder is taken."""
+    return None if number == -1 else number % (MAX_SEED + 1)
 
 
 _draw = partial(Metadata, scope=Scope.TOKENS, group=Group.SAMPLING)
@@ -129,8 +134,9 @@ class SamplingParams(_Slots):
     ] = 0.0
     seed: Annotated[
         int | None,
-        Field(ge=0, le=MAX_SEED, description="key of the noise"),
-        _draw(draw_type="q", flag_default=0, neutral="from the request id", limits="0 to 2^63 - 1"),
+        Field(ge=-MAX_SEED - 1, le=MAX_SEED, description="key of the noise, modulo 2^63; -1: unset"),
+        AfterValidator(_seed),
+        _draw(draw_type="q", flag_default=0, neutral="from the request id", limits="-2^63 to 2^63 - 1"),
     ] = None
     repetition_penalty: Annotated[
         float,

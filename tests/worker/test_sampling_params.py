@@ -42,6 +42,18 @@ def test_numbers_of_numpy_are_numbers(name):
     assert getattr(whole, name) == 1
 
 
+@pytest.mark.parametrize(
+    ("seed", "taken"), [(0, 0), (2**63 - 1, 2**63 - 1), (-1, None), (-2, 2**63 - 2), (-(2**63), 0)]
+)
+def test_seeds_are_those_of_64_bits_and_minus_one_is_none_as_in_vllm(seed: int, taken: int | None):
+    params = SamplingParams(seed=5)
+    params.seed = seed
+    assert (params.seed, SamplingParams(seed=seed).seed) == (taken, taken)
+    for wrong in (2**63, -(2**63) - 1):
+        with pytest.raises(InvalidRequestError, match="9223372036854775807"):
+            SamplingParams(seed=wrong)
+
+
 @pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_tokens", "n", "length_penalty"])
 def test_none_is_no_value_of_a_parameter_that_always_has_one(name):
     with pytest.raises(InvalidRequestError, match=f"sampling_params.{name} = None"):

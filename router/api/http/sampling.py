@@ -13,8 +13,6 @@ from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
 from holdfast.worker.structured_outputs import StructuredOutputs
 
-_NUM_SEEDS: Final = 2**63
-"""Of a seed that is negative, the remainder is taken."""
 _MAX_NAMED: Final = 8
 """Wrong keys that an error names."""
 
@@ -71,14 +69,6 @@ def _all_if_negative(number: object) -> object:
     return max(0, number) if isinstance(number, int) else number
 
 
-def _not_negative(seed: object) -> object:
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        return seed
-    if not -_NUM_SEEDS <= seed < _NUM_SEEDS:
-        raise InvalidRequestError("seed", seed, f"must be in [{-_NUM_SEEDS}, {_NUM_SEEDS - 1}]: a 64-bit integer")
-    return seed % _NUM_SEEDS
-
-
 def _by_token_id(biases: object) -> object:
     if not isinstance(biases, Mapping):
         return biases
@@ -96,7 +86,7 @@ def _is_token_id(key: object) -> bool:
     return True
 
 
-_OTHER_VALUES: Final = {"top_k": _all_if_negative, "seed": _not_negative} | {"logit_bias": _by_token_id}
+_OTHER_VALUES: Final = {"top_k": _all_if_negative, "logit_bias": _by_token_id}
 
 
 def structure_of(body: Body) -> StructuredOutputs | None:

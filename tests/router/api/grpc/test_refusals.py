@@ -31,7 +31,6 @@ BAD_REQUESTS = {
     "top_p 0": (params(top_p=0), "sampling_params.top_p", "(0, 1]"),
     "top_p 2": (params(top_p=2), "sampling_params.top_p", "(0, 1]"),
     "top_k -2": (params(top_k=-2), "sampling_params.top_k", "at least 1"),
-    "negative seed": (params(seed=-1), "sampling_params.seed", "9223372036854775807"),
     "empty stop string": (params(stop=["a", ""]), "sampling_params.stop", "must not be empty"),
     "too many stop strings": (params(stop=["x"] * 65), "sampling_params.stop", "at most 64"),
     "long stop string": (params(stop=["x" * 1025]), "sampling_params.stop", "at most 1024"),

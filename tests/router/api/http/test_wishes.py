@@ -59,8 +59,8 @@ REFUSED = [
     ("/v1/completions", {"logprobs": -1}, "logprobs", "all 256 tokens"),
     ("/v1/completions", {"prompt_logprobs": -1}, "prompt_logprobs", "all 256 tokens"),
     ("/v1/completions", {"prompt_logprobs": -2}, "prompt_logprobs", "[-1, 1024]"),
-    ("/v1/completions", {"seed": 2**63}, "seed", "64-bit"),
-    ("/v1/completions", {"seed": -(2**63) - 1}, "seed", "64-bit"),
+    ("/v1/completions", {"seed": 2**63}, "seed", "9223372036854775807]"),
+    ("/v1/completions", {"seed": -(2**63) - 1}, "seed", "9223372036854775807]"),
     ("/v1/chat/completions", {"timeout": -1}, "timeout", "above 0"),
     ("/v1/chat/completions", {"messages": []}, "messages", ""),
     ("/v1/completions", {"logprobs": 21}, "logprobs", "[0, 20]"),
@@ -251,9 +251,12 @@ async def test_the_whole_vocabulary_may_be_asked_for_where_that_many_may():
 @on_a_loop
 async def test_every_64_bit_seed_is_taken():
     async with api() as (client, replica):
-        for seed, taken in ((2**63 - 1, 2**63 - 1), (-1, 2**63 - 1), (-(2**63), 0)):
+        for seed, taken in ((2**63 - 1, 2**63 - 1), (-5, 2**63 - 5), (-(2**63), 0)):
             await posted(client, "/v1/completions", seed=seed)
             assert replica.submits[-1].sampling_params.seed == taken
+        for _ in range(2):
+            await posted(client, "/v1/completions", seed=-1)
+        assert len({submit.sampling_params.seed for submit in replica.submits[-2:]}) == 2, "-1 is no seed"
 
 
 @on_a_loop

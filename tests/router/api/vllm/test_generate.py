@@ -162,7 +162,6 @@ async def test_a_stream_outlives_the_replica_it_runs_on():
         ({"sampling_params": pb.SamplingParams(structural_tag="{}")}, "sampling_params.structural_tag"),
         ({"sampling_params": pb.SamplingParams(temperature=-1)}, "sampling_params.temperature"),
         ({"sampling_params": pb.SamplingParams(logprobs=-1)}, "sampling_params.logprobs"),
-        ({"sampling_params": pb.SamplingParams(seed=-5)}, "sampling_params.seed"),
     ],
 )
 @on_each_loop
