@@ -10,8 +10,10 @@ here: compilation.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from typing import Final, NamedTuple
+from collections.abc import Hashable, Iterator, Mapping, Set
+from typing import Final
+
+from holdfast.router.text.grammar_rules import Piece, check_finite, derivable
 
 _START: Final = re.compile(r"\s*(?:#[^\n]*\n\s*)*[\w-]+[ \t]*::=")
 _TOKEN: Final = re.compile(
@@ -29,11 +31,6 @@ _CONTROLS: Final[Mapping[str, str]] = {"n": "\n", "r": "\r", "t": "\t", "b": "\b
 _MAX_COUNT: Final = 10_000
 
 
-class _Piece(NamedTuple):
-    kind: str
-    text: str
-
-
 def is_ebnf(grammar: str) -> bool:
     """Whether the first rule is written `name ::=`, which no Lark is."""
     return _START.match(grammar) is not None
@@ -48,55 +45,51 @@ def ebnf_as_lark(grammar: str) -> str:
         unknown = [piece.text for piece in pieces if piece.kind == "name" and piece.text not in rules]
         if unknown:
             raise ValueError(f"{name} refers to {unknown[0]}, which is not defined")
+    check_finite(rules)
     terminals = _terminals(rules)
     names = {name: f"{'T' if name in terminals else 'r'}_{index}" for index, name in enumerate(rules)}
     lines = [f"{names[name]}: {_body(pieces, names)}" for name, pieces in rules.items()]
     return "\n".join([f"start: {names['root']}", *lines]) + "\n"
 
 
-def _rules(grammar: str) -> dict[str, list[_Piece]]:
-    rules: dict[str, list[_Piece]] = {}
-    pieces: list[_Piece] | None = None
+def _rules(grammar: str) -> dict[str, list[Piece]]:
+    rules: dict[str, list[Piece]] = {}
+    pieces: list[Piece] | None = None
     for piece, position in _pieces(grammar):
-        line = grammar.count("\n", 0, position) + 1
         if piece.kind == "head":
             name = piece.text.removesuffix("::=").strip()
             if name in rules:
-                raise ValueError(f"line {line}: {name} is defined twice")
+                raise ValueError(f"{_line(grammar, position)}: {name} is defined twice")
             pieces = rules[name] = []
         elif pieces is None:
-            raise ValueError(f"line {line}: a rule must begin with its name and ::=")
+            raise ValueError(f"{_line(grammar, position)}: a rule must begin with its name and ::=")
         else:
             pieces.append(piece)
     return rules
 
 
-def _pieces(grammar: str) -> Iterator[tuple[_Piece, int]]:
+def _pieces(grammar: str) -> Iterator[tuple[Piece, int]]:
     """What is no space, with its position."""
     position = 0
     while position < len(grammar):
         found = _TOKEN.match(grammar, position)
         if found is None or found.lastgroup is None:
-            line = grammar.count("\n", 0, position) + 1
-            raise ValueError(f"line {line}: {grammar[position : position + 20]!r} is not EBNF")
+            raise ValueError(f"{_line(grammar, position)}: {grammar[position : position + 20]!r} is not EBNF")
         if found.lastgroup != "space":
-            yield _Piece(found.lastgroup, found[0]), position
+            yield Piece(found.lastgroup, found[0]), position
         position = found.end()
 
 
-def _terminals(rules: Mapping[str, list[_Piece]]) -> frozenset[str]:
+def _line(grammar: str, position: int) -> str:
+    return f"line {grammar.count(chr(10), 0, position) + 1}"
+
+
+def _terminals(rules: Mapping[str, list[Piece]]) -> Set[Hashable]:
     """The rules that neither refer to themselves nor to one that does."""
-    terminals: set[str] = set()
-    num_before = -1
-    while num_before < len(terminals):
-        num_before = len(terminals)
-        for name, pieces in rules.items():
-            if all(piece.kind != "name" or piece.text in terminals for piece in pieces):
-                terminals.add(name)
-    return frozenset(terminals)
+    return derivable((name, [piece.text for piece in pieces if piece.kind == "name"]) for name, pieces in rules.items())
 
 
-def _body(pieces: list[_Piece], names: Mapping[str, str]) -> str:
+def _body(pieces: list[Piece], names: Mapping[str, str]) -> str:
     return _alternatives(_written(piece, names) for piece in pieces)
 
 
@@ -112,7 +105,7 @@ def _alternatives(written: Iterator[str]) -> str:
     return " ".join([*out, '""'] if is_empty else out).replace(" {", "{")
 
 
-def _written(piece: _Piece, names: Mapping[str, str]) -> str:
+def _written(piece: Piece, names: Mapping[str, str]) -> str:
     match piece.kind:
         case "name":
             return names[piece.text]
@@ -130,6 +123,8 @@ def _count(text: str) -> str:
     counts = [int(number) for number in re.findall(r"\d+", text)]
     if max(counts) > _MAX_COUNT:
         raise ValueError(f"{text}: a count must be at most {_MAX_COUNT}")
+    if not counts[-1] and not text.rstrip("} ").endswith(","):
+        raise ValueError(f"{text}: the last count must be at least 1")
     if len(counts) == 2 and counts[0] > counts[1]:
         raise ValueError(f"{text}: the first count must not be above the second")
     return re.sub(r"\s", "", text)

@@ -16,6 +16,7 @@ from holdfast.router.schemas.normalizer import normalized_text
 from holdfast.router.schemas.patterns import with_ascii_classes
 from holdfast.router.schemas.places import SchemaError
 from holdfast.router.text.ebnf import ebnf_as_lark, is_ebnf
+from holdfast.router.text.grammar_rules import check_finite, lark_rules
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.grammar_matchers import grammar_tokenizer
@@ -38,6 +39,9 @@ _KEYWORDS: Final = (  # of a JSON schema, where llguidance's errors do not name 
     ("min/maxProperties", "minProperties, maxProperties"),
     ("required > maxProperties", "maxProperties"),
 )
+
+_BYTES: Final = LLTokenizer("byte")
+"""A vocabulary of single bytes, whose masks are quickly made."""
 
 KEPT: Final = 64
 """Grammars that are kept: most of a model's requests ask for one of a few shapes."""
@@ -69,6 +73,8 @@ class GrammarCompiler:
         if self._path is None:
             raise InvalidRequestError(FIELD, structure.kind, "is not possible here: the model has no tokenizer.json")
         self._check(grammar, field, structure.text, self._tokenizer)
+        if _has_no_beginning(grammar, _BYTES) and _has_no_beginning(grammar, self._tokenizer):
+            raise InvalidRequestError(field, structure.text, "cannot be enforced: no output matches it")
         return grammar
 
     def check_output(self, field: str, grammar: str, token_ids: Sequence[int], eos_token_ids: Collection[int]) -> None:
@@ -108,6 +114,13 @@ class GrammarCompiler:
             raise InvalidRequestError(field, text, f"cannot be enforced: {keyword}{message}")
 
 
+def _has_no_beginning(grammar: str, tokenizer: LLTokenizer) -> bool:
+    """Whether no token may come first, nor the end."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    matcher.compute_bitmask()
+    return matcher.is_error() and matcher.get_error().startswith("NoExtensionBias")
+
+
 def _grammar(structure: StructuredOutputs) -> str:
     """Raises ValueError for a schema or an EBNF that cannot be read, `SchemaError` for what cannot be enforced."""
     if structure.json_object:
@@ -122,5 +135,7 @@ def _grammar(structure: StructuredOutputs) -> str:
         texts = (json.dumps(text, ensure_ascii=False) for text in structure.choice)
         return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
     assert structure.grammar is not None
-    is_lark = not is_ebnf(structure.grammar)
-    return LLMatcher.grammar_from_lark(structure.grammar if is_lark else ebnf_as_lark(structure.grammar))
+    if is_ebnf(structure.grammar):
+        return LLMatcher.grammar_from_lark(ebnf_as_lark(structure.grammar))
+    check_finite(lark_rules(structure.grammar))
+    return LLMatcher.grammar_from_lark(structure.grammar)

@@ -5,6 +5,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from holdfast.router.text.ebnf import ebnf_as_lark, is_ebnf
 from holdfast.router.text.grammar import GrammarCompiler
+from holdfast.router.text.grammar_rules import derivable
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.structured_outputs import StructuredOutputs
@@ -55,17 +56,59 @@ def test_what_matches(grammar: str, texts: list[str], others: list[str]):
         ("root ::= [z-a]", "z-a"),
         ('root ::= "a"{3,2}', "{3,2}"),
         ('root ::= "a"{100000}', "at most"),
+        ('root ::= "a"{0}', "{0}: the last count must be at least 1"),
         (r'root ::= "\xZZ"', "escape"),
         (r"root ::= [\ud800]", "no character"),
         ("root ::= []", "must not be empty"),
         ('root ::= ("a"', "cannot be enforced"),
+        ("root ::= a\na ::= b\nb ::= a", "root matches no finite text"),
+        ('root ::= "a" root', "root matches no finite text"),
+        ('root ::= "x" | (a "y")\na ::= "(" a ")"', "a matches no finite text"),
+        ("root ::= [^\\x00-\\U0010FFFF]", "no output matches"),
+        ("start: a\na: b\nb: a", "start matches no finite text"),
+        ('start: "x" | a  // never\n!a.2: /b/ [a] a', "a matches no finite text"),
+        ("start: A\nA: /a/ & /b/", "no output matches"),
     ],
 )
-def test_what_is_none_is_refused_by_line_or_rule(grammar: str, named: str):
+def test_what_is_none_or_never_ends_is_refused_by_line_or_rule(grammar: str, named: str):
     with pytest.raises(InvalidRequestError) as refused:
         GrammarCompiler(Tokenizer.load(str(BUNDLED))).compile(StructuredOutputs(grammar=grammar))
     assert refused.value.field == "sampling_params.structured_outputs.grammar"
     assert named in refused.value.limit
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'root ::= root "a" | "a"',
+        'root ::= ("(" root ")")? "x"',
+        'root ::= ("x" | a){0,3} root{0,1} root*\na ::= "(" root ")"',
+        'start: "x" [start] | start "y"',
+        'start: item{2,}\nitem: "a" | item "b" | (item "c")',
+        "start: NUMBER\nNUMBER: /[0-9]+/",
+        '%llguidance {}\nstart: "a" %json {"type": "object"}',
+    ],
+)
+def test_rules_that_end_are_taken_however_they_refer_to_themselves(grammar: str):
+    GrammarCompiler(Tokenizer.load(str(BUNDLED))).compile(StructuredOutputs(grammar=grammar))
+
+
+def test_rules_cost_no_more_than_their_length_however_they_refer_to_each_other():
+    num_rules = 3000
+    chain = "\n".join(["root ::= r0", *(f"r{n} ::= r{n + 1}" for n in range(num_rules)), f'r{num_rules} ::= "a"'])
+    derived_from = []
+
+    class Watched(str):
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            derived_from.append(self)
+            return super().__hash__()
+
+    found = derivable((Watched(n), [Watched(n + 1)] * (n < num_rules)) for n in range(num_rules + 1))
+    assert len(found) == num_rules + 1
+    assert len(derived_from) < 8 * num_rules
+    assert "start: T_0" in ebnf_as_lark(chain)
 
 
 @pytest.mark.parametrize("lark", ['start: "a"', '// root ::= "x"\nstart: "::="', '%llguidance {}\nstart: "a"'])
