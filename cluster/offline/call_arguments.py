@@ -2,14 +2,21 @@
 not here.
 """
 
-from collections.abc import Sequence
-from typing import Any, Final, TypedDict
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Final, ParamSpec, TypedDict, TypeVar
 
 from holdfast.cluster.call_options import ServiceOptions
 from holdfast.cluster.offline.prompts import Given
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import Priority
 from holdfast.worker.value_types import is_list, is_whole
+
+Owner = TypeVar("Owner")
+Arguments = ParamSpec("Arguments")
+Read = TypeVar("Read")
+Returned = TypeVar("Returned")
 
 _UNUSED: Final = frozenset(
     {
@@ -34,6 +41,23 @@ def check_unused(**named: object) -> None:
             raise TypeError(f"unexpected keyword argument {name!r}")
         if value:
             raise InvalidRequestError(name, value, "must not be set: it is not supported")
+
+
+def takes_arguments_of(
+    read: Callable[Concatenate[Owner, Arguments], Read],
+) -> Callable[[Callable[[Owner, Read], Returned]], Callable[Concatenate[Owner, Arguments], Returned]]:
+    """A method is called with the arguments of `read`, and gets what that makes of them: a signature of several."""
+
+    def decorated(method: Callable[[Owner, Read], Returned]) -> Callable[Concatenate[Owner, Arguments], Returned]:
+        def call(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
+            return method(self, read(self, *args, **kwargs))
+
+        functools.update_wrapper(call, method)
+        returned = inspect.signature(method).return_annotation
+        call.__signature__ = inspect.signature(read).replace(return_annotation=returned)  # type: ignore[attr-defined]
+        return call
+
+    return decorated
 
 
 def either_prompts(prompts: Any, prompt_token_ids: Any) -> Any:

@@ -3,6 +3,7 @@
 A thin face on `InferenceEngine`: one process, no Ray, child processes for the other ranks of a tensor-parallel group.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,14 +12,20 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 from holdfast.cluster.config.chat_templates import template_text
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import keyword_layer
-from holdfast.cluster.offline.call_arguments import ServiceOfAll, check_unused, either_prompts, service_of_each
+from holdfast.cluster.offline.call_arguments import (
+    ServiceOfAll,
+    check_unused,
+    either_prompts,
+    service_of_each,
+    takes_arguments_of,
+)
 from holdfast.cluster.offline.chat_tokenizer import ChatTokenizer
 from holdfast.cluster.offline.engine_args import WHERE, EngineArgs, translated
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.cluster.offline.outputs import BeamSearchOutput, BeamSearchParams, RequestOutput, beam_sequence
 from holdfast.cluster.offline.prompts import ChatShape, Given, PromptInput, chat_list, prompt_list
 from holdfast.cluster.offline.request_handle import RequestHandle
-from holdfast.cluster.offline.together import Enqueued, outputs_of, run_together
+from holdfast.cluster.offline.together import CallRequests, Enqueued, outputs_of, run_together
 from holdfast.cluster.offline.vllm_methods import Metric, VllmMethods, default_params, metrics_of
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import Priority
@@ -107,8 +114,7 @@ class LLM(VllmMethods):
             )
         if prompts is None or prompt_token_ids is not None:
             prompts = either_prompts(prompts, prompt_token_ids)
-        given = prompt_list(prompts)
-        return self._run(given, self._params(sampling_params, len(given)), bool(use_tqdm), priority, service)
+        return self._run(self._requests(prompts, sampling_params, priority, service, show=bool(use_tqdm)))
 
     def enqueue(
         self,
@@ -128,21 +134,7 @@ class LLM(VllmMethods):
                 mm_processor_kwargs=mm_processor_kwargs,
                 tokenization_kwargs=tokenization_kwargs,
             )
-        given = prompt_list(prompts)
-        return self._enqueue(given, self._params(sampling_params, len(given)), priority, service)
-
-    def _enqueue(
-        self,
-        given: list[Given],
-        params: list[SamplingParams],
-        priority: Priority | int | Sequence[Priority | int] | None,
-        service: ServiceOfAll,
-    ) -> list[str]:
-        services = service_of_each(given, priority, service)
-        first, self._num_enqueued = self._num_enqueued, self._num_enqueued + len(given)
-        ids = [f"enqueued-{number}" for number in range(first, self._num_enqueued)]
-        self._enqueued += map(Enqueued, ids, given, params, services)
-        return ids
+        return self._enqueue(self._requests(prompts, sampling_params, priority, service))
 
     def wait_for_completion(
         self, output_type: type[RequestOutput] | None = None, *, use_tqdm: bool | Callable[..., object] = True
@@ -153,7 +145,7 @@ class LLM(VllmMethods):
         enqueued, self._enqueued = self._enqueued, []
         return outputs_of(enqueued, run_together(self._engine, enqueued, self._window, show=bool(use_tqdm)))
 
-    def chat(
+    def _chat_requests(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -169,61 +161,37 @@ class LLM(VllmMethods):
         tokenization_kwargs: None = None,
         mm_processor_kwargs: None = None,
         **service: Unpack[ServiceOfAll],
-    ) -> list[RequestOutput]:
+    ) -> CallRequests:
+        check_unused(
+            lora_request=lora_request,
+            mm_processor_kwargs=mm_processor_kwargs,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        given = self._chats(
+            messages,
+            chat_template_content_format,
+            template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=chat_template_kwargs or {},
+        )
+        params = self._params(sampling_params, len(given))
+        return CallRequests(given, params, service_of_each(given, priority, service), bool(use_tqdm))
+
+    @takes_arguments_of(_chat_requests)
+    def chat(self, requests: CallRequests) -> list[RequestOutput]:
         """The assistant's next turn in one conversation, or in each of several, by the model's chat template.
 
         The content of a message is text, or a list of texts in OpenAI's shape, which templates get as one text.
         `tools` are shown to the model; its calls are in the text as it writes them. Otherwise as `generate`.
         """
-        check_unused(
-            lora_request=lora_request,
-            mm_processor_kwargs=mm_processor_kwargs,
-            tokenization_kwargs=tokenization_kwargs,
-        )
-        given = self._chats(
-            messages,
-            chat_template_content_format,
-            template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            template_kwargs=chat_template_kwargs or {},
-        )
-        return self._run(given, self._params(sampling_params, len(given)), bool(use_tqdm), priority, service)
+        return self._run(requests)
 
-    def enqueue_chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool | Callable[..., object] = True,
-        lora_request: None = None,
-        priority: Priority | int | Sequence[Priority | int] | None = None,
-        chat_template: str | None = None,
-        chat_template_content_format: str = "auto",
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        tokenization_kwargs: None = None,
-        mm_processor_kwargs: None = None,
-        **service: Unpack[ServiceOfAll],
-    ) -> list[str]:
+    @takes_arguments_of(_chat_requests)
+    def enqueue_chat(self, requests: CallRequests) -> list[str]:
         """As `enqueue`, of what `chat` takes."""
-        check_unused(
-            lora_request=lora_request,
-            mm_processor_kwargs=mm_processor_kwargs,
-            tokenization_kwargs=tokenization_kwargs,
-        )
-        given = self._chats(
-            messages,
-            chat_template_content_format,
-            template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            template_kwargs=chat_template_kwargs or {},
-        )
-        return self._enqueue(given, self._params(sampling_params, len(given)), priority, service)
+        return self._enqueue(requests)
 
     def beam_search(
         self,
@@ -238,9 +206,7 @@ class LLM(VllmMethods):
         """
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequestError("params", params, "must be BeamSearchParams")
-        given = prompt_list(prompts)
-        services = service_of_each(given, None, service)
-        requests = list(map(Enqueued, [""] * len(given), given, [params.sampling_params()] * len(given), services))
+        requests = self._requests(prompts, params.sampling_params(), None, service).numbered(itertools.repeat(""))
         handles = run_together(self._engine, requests, self._window, show=False)
         return [self._beams(handle, keep_end=params.include_stop_str_in_output) for handle in handles]
 
@@ -331,14 +297,25 @@ class LLM(VllmMethods):
             raise InvalidRequestError("sampling_params", len(given), f"must be one, or {num_prompts} of them")
         return list(given)  # type: ignore[arg-type]  # each of them was looked at
 
-    def _run(
+    def _requests(
         self,
-        given: list[Given],
-        params: list[SamplingParams],
-        show: bool,
+        prompts: PromptInput | Sequence[PromptInput] | Sequence[int],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Priority | int | Sequence[Priority | int] | None,
         service: ServiceOfAll,
-    ) -> list[RequestOutput]:
-        services = service_of_each(given, priority, service)
-        requests = list(map(Enqueued, [""] * len(given), given, params, services))
-        return outputs_of(requests, run_together(self._engine, requests, self._window, show=show))
+        *,
+        show: bool = False,
+    ) -> CallRequests:
+        given = prompt_list(prompts)
+        params = self._params(sampling_params, len(given))
+        return CallRequests(given, params, service_of_each(given, priority, service), show)
+
+    def _run(self, requests: CallRequests) -> list[RequestOutput]:
+        numbered = requests.numbered(itertools.repeat(""))
+        return outputs_of(numbered, run_together(self._engine, numbered, self._window, show=requests.show))
+
+    def _enqueue(self, requests: CallRequests) -> list[str]:
+        first, self._num_enqueued = self._num_enqueued, self._num_enqueued + len(requests.given)
+        added = requests.numbered(f"enqueued-{number}" for number in range(first, self._num_enqueued))
+        self._enqueued += added
+        return [request.request_id for request in added]

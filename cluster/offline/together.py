@@ -1,7 +1,7 @@
 """Requests of one call that run together: submitted as the queue of the engine takes them; if one fails, all end."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent import futures
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,6 +21,21 @@ class Enqueued(NamedTuple):
     given: Given
     params: SamplingParams
     options: ServiceOptions
+
+
+class CallRequests(NamedTuple):
+    """What one call asks for."""
+
+    given: list[Given]
+    params: list[SamplingParams]
+    """One for each prompt, as the options."""
+    options: list[ServiceOptions]
+    show: bool
+    """Show a progress bar."""
+
+    def numbered(self, request_ids: Iterable[str]) -> list[Enqueued]:
+        """One request for each prompt. Empty ids are chosen by the engine."""
+        return list(map(Enqueued, request_ids, self.given, self.params, self.options))
 
 
 def run_together(

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import inspect
 
 import pytest
 
@@ -81,6 +82,9 @@ def test_what_is_not_supported_is_refused_by_name(llm, name):
 
 
 def test_enqueued_chats_give_what_chats_give(llm):
+    chat, enqueued = inspect.signature(LLM.chat), inspect.signature(LLM.enqueue_chat)
+    assert (chat.parameters, LLM.enqueue_chat.__name__) == (enqueued.parameters, "enqueue_chat")
+    assert list(chat.parameters)[:5] == ["self", "messages", "sampling_params", "use_tqdm", "lora_request"]
     chats = [[{"role": "user", "content": text}] for text in ("hello", "say hi")]
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     told = llm.chat(chats, GREEDY, chat_template=template, use_tqdm=False, mm_processor_kwargs=None)
