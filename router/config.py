@@ -41,6 +41,18 @@ def parse_origins(value: object) -> object:
     return tuple(_origin(item) for item in items)
 
 
+def parse_store(place: str) -> str:
+    """A folder by its whole path, or `postgresql://user@host/database`."""
+    if "://" not in place:
+        return str(Path(place).expanduser().absolute())
+    parts = urlsplit(place)
+    if parts.scheme != "postgresql" or not parts.path.strip("/"):
+        raise ValueError(f"{place!r} must be a folder, or a URL like postgresql://user@host/database")
+    if parts.password is not None:
+        raise ValueError("it must have no password, which process lists would show: put that into a file (PGPASSFILE)")
+    return place
+
+
 def _origin(item: object) -> str:
     parts = urlsplit(item) if isinstance(item, str) else None
     if item == "*":
@@ -307,6 +319,17 @@ class RouterConfig(Settings):
         (),
         description="origins of pages that browsers let call the HTTP API (CORS), e.g. https://app.example,"
         "http://localhost:3000, or * for any; unset: pages of the server's own origin alone",
+    )
+    store: Annotated[str, AfterValidator(parse_store)] | None = Field(
+        None,
+        description="where responses are stored for later turns: a folder (SQLite, for the routers of one host) or a "
+        "URL like postgresql://user@host/database; unset: nowhere",
+    )
+    store_max_bytes: Bytes = Field(
+        2**30, ge=2**20, description="size of stored responses beyond which the oldest are deleted"
+    )
+    store_retention_s: float = Field(
+        30 * 86400.0, gt=0, description="age in seconds at which a stored response is deleted"
     )
     killable: bool = Field(
         False, description="for demonstrations and tests: operators may end a replica's process as `kill -9` does"

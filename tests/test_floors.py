@@ -29,7 +29,7 @@ FLOORS = {  # from the ground up
     ),
     "router": (
         ("router", "router/schemas"),
-        ("router/overload", "router/security", "router/wire"),
+        ("router/overload", "router/security", "router/store", "router/wire"),
         ("router/text",),
         ("router/dispatch", "router/tools"),
         ("router/links", "router/requests"),

@@ -86,6 +86,15 @@ class UnknownModelError(CallerError):
         self.served = served
 
 
+class NotFoundError(CallerError):
+    """Nothing of this id is stored for the caller's tenant. `kind` is what was asked for."""
+
+    def __init__(self, kind: str, id: str) -> None:
+        super().__init__(f"{kind} {shortened(id)} is not stored")
+        self.kind = kind
+        self.id = id
+
+
 class AuthenticationError(CallerError):
     """No valid key was sent. The message is always the same, and tells nothing of what was sent."""
 
@@ -192,6 +201,10 @@ class RequestSupersededError(RequestAbortedError):
 
 class RequestQuarantinedError(HoldfastError):
     """Replicas died under the request again and again. It is not tried any more, lest it take all of them."""
+
+
+class StoreError(HoldfastError):
+    """The database of stored responses cannot be opened, read or written. The message has its own words."""
 
 
 class UpdateRolledBackError(HoldfastError):

@@ -13,7 +13,7 @@ from holdfast.cluster.config.model_files import check_files as check_model_files
 from holdfast.cluster.serve.kept_process import command_of
 from holdfast.cluster.serve.log_files import RAY_VARIABLES, ray_folder
 from holdfast.cluster.serve.security import check_exposed, check_files
-from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.errors import ConfigurationError, StoreError
 from holdfast.worker.wire.loopback import LOOPBACK, check_loopback
 
 _LONGEST_PATH: Final = 107
@@ -35,7 +35,20 @@ def check_here(config: HoldfastConfig) -> None:
     for one in config.each_model:
         check_model_files(one)
     check_fits(config.each_model, Machine.here())
+    check_store(config.router.store)
     check_ports(config)
+
+
+def check_store(place: str | None) -> None:
+    """Opens the store of responses, and makes it where it is a folder. Raises `ConfigurationError`."""
+    if place is None:
+        return
+    from holdfast.router.store.database import opened
+
+    try:
+        opened(place)[0].dispose()
+    except StoreError as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def check_ports(config: HoldfastConfig) -> None:

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Final, TypedDict, Unpack
 
 from holdfast.router.api.connection_guard import ConnectionGuard
@@ -36,6 +37,7 @@ from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_stats import SlowRequests
 from holdfast.router.security.gate import Gate
 from holdfast.router.server.ports import Ports
+from holdfast.router.store.response_store import ResponseStore, StoreLimits
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import ServiceOrderConfig, TelemetryConfig
 from holdfast.worker.log_level import PACKAGE, set_log_level
@@ -208,11 +210,14 @@ class Router:
 
         With an `http_port` it serves HTTP as well, with an `admin_port` channelz on loopback. Does not wait for
         replicas: until one is up, requests are UNAVAILABLE and health is NOT_SERVING. Raises `RuntimeError` if a port
-        is taken.
+        is taken, `StoreError` if the store of responses cannot be opened.
         """
         router = cls(config, limits, **options)
         if (prepare := options.get("before_opening")) is not None:
             prepare(router)
+        if config.store is not None:
+            store_limits = StoreLimits(max_bytes=config.store_max_bytes, retention_s=config.store_retention_s)
+            router._http_api.history.store = await ResponseStore.open(config.store, store_limits)
         await router._ports.serve_grpc(host, port)
         if http_port is not None:
             origins = RequestOrigins(host, config.http_allowed_hosts, config.http_cors_origin)
@@ -262,6 +267,7 @@ class Router:
             logger.info("%d requests did not end in time; they are ended", self._dispatch_host.dispatch.num_open)
         self._dispatch_host.close_all(stopping())
         await self._ports.stop(CLOSE_GRACE_S)
+        await self._http_api.history.close()
         self._decode_worker.close()
         for task in self._tasks:
             task.cancel()
@@ -294,7 +300,8 @@ class Router:
         return state_dump(*parts, self.overload, self._protection)
 
     def _all_warnings(self) -> tuple[str, ...]:
-        return *self.warnings, *self.overload.warnings, *self._certificates.warnings(time.time())
+        parts = self.warnings, self._http_api.history.warnings, self.overload.warnings
+        return *chain.from_iterable(parts), *self._certificates.warnings(time.time())
 
     async def _alone(self, change: Change) -> OperatorState:
         """For a router without a cluster."""

@@ -28,6 +28,7 @@ from holdfast.worker.errors import (
     InvalidRequestError,
     MediaTypeError,
     ModelPausedError,
+    NotFoundError,
     OverloadedError,
     PermissionDeniedError,
     QueueFullError,
@@ -36,6 +37,7 @@ from holdfast.worker.errors import (
     RequestAbortedError,
     RequestQuarantinedError,
     RequestSupersededError,
+    StoreError,
     UnknownModelError,
     UnsupportedModelError,
     UpdateRolledBackError,
@@ -89,6 +91,7 @@ KINDS: Final[dict[type[HoldfastError], Kind]] = {
     UnknownModelError: Kind(
         Code.NOT_FOUND, "UNKNOWN_MODEL", Http(404, BAD_REQUEST, "model_not_found"), ("model",), ("served",)
     ),
+    NotFoundError: Kind(Code.NOT_FOUND, "NOT_FOUND", Http(404, BAD_REQUEST, "not_found"), ("kind", "id")),
     ConfigurationError: Kind(Code.FAILED_PRECONDITION, "CONFIGURATION", Http(400, BAD_REQUEST, "invalid_request")),
     UnsupportedModelError: Kind(
         Code.FAILED_PRECONDITION,
@@ -125,6 +128,7 @@ KINDS: Final[dict[type[HoldfastError], Kind]] = {
     # A caller that has cancelled gets no status, so this one always means a server that is stopping.
     RequestAbortedError: Kind(Code.UNAVAILABLE, "STOPPING", Http(503, SERVER, "stopping", may_retry=True)),
     RequestQuarantinedError: Kind(Code.INTERNAL, "QUARANTINED", Http(500, SERVER, "quarantined")),
+    StoreError: Kind(Code.UNAVAILABLE, "STORE", Http(503, SERVER, "store_failed", may_retry=True)),
     # Of a command, in no router's answer.
     UpdateRolledBackError: Kind(Code.INTERNAL, "UPDATE_ROLLED_BACK", Http(500, SERVER, "internal_error")),
     InternalError: Kind(Code.INTERNAL, "INTERNAL", Http(500, SERVER, "internal_error")),

@@ -18,6 +18,7 @@ from holdfast.router.api.http.generation_endpoints import GenerationEndpoints
 from holdfast.router.api.http.page_files import PAGE, page_file
 from holdfast.router.api.http.request_origin import RequestOrigins, guarded, with_cors
 from holdfast.router.api.http.request_reader import RequestReader
+from holdfast.router.api.http.response_history import ResponseHistory
 from holdfast.router.api.http.server import CONNECTION, Connection
 from holdfast.router.api.http.state_endpoints import StateEndpoints, TokenEndpoints
 from holdfast.router.api.intake import DecodeWorker, Intake
@@ -81,9 +82,13 @@ class HttpApi:
         self._load_reports = load_reports
         watch = poison_watch or PoisonWatch()
         reader = RequestReader(request_processor, limits, decode_worker or DecodeWorker(), watch)
-        self._generation = GenerationEndpoints(request_processor, reader, self._load_header)
-        self._tokens = TokenEndpoints(request_processor, reader)
         self._gate = gate or Gate()
+        self.history = ResponseHistory(self._gate)
+        """Its store is set by the code that opens it."""
+        self._generation = GenerationEndpoints(
+            request_processor, reader, self._load_header, self.history, limits.max_message_bytes
+        )
+        self._tokens = TokenEndpoints(request_processor, reader)
         self._guard = guard
         self._intake = intake
         self._admin = [] if operators is None else AdminEndpoints(operators, reader.content, reader.bounds).routes()
@@ -115,6 +120,7 @@ class HttpApi:
             ("POST", "/tokenize", tokens.tokenize),
             ("POST", "/detokenize", tokens.detokenize),
             *self._state.routes(),
+            *self.history.routes(),
             *(("GET", path, page_file(path)) for path in PAGE),
             *self._admin,
         ]

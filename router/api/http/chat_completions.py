@@ -202,7 +202,7 @@ class ChatChunks:
     def holds(self, choice: int) -> bool:
         return choice in self._held
 
-    def end(self) -> bytes:
+    async def end(self) -> bytes:
         return DONE
 
     def _choice(self, index: int, delta: OutputDelta) -> bytes:

@@ -145,7 +145,7 @@ class Completions:
         """Whether tokens of a choice wait for their text."""
         return choice in self._waiting and self._waiting[choice].holds
 
-    def end(self) -> bytes:
+    async def end(self) -> bytes:
         """The usage of all prompts, and that it is done."""
         if not self._body.tells_usage:
             return DONE

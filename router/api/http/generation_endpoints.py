@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,6 +19,7 @@ from holdfast.router.api.http.messages import MessageEvents, whole_message
 from holdfast.router.api.http.messages_body import MessagesBody
 from holdfast.router.api.http.messages_body import chat_body as messages_chat
 from holdfast.router.api.http.request_reader import RequestReader, tenant_of
+from holdfast.router.api.http.response_history import ResponseHistory, Turn
 from holdfast.router.api.http.responses import RawMessages, ResponseEvents, whole_response
 from holdfast.router.api.http.responses_body import ResponsesBody
 from holdfast.router.api.http.responses_body import chat_body as responses_chat
@@ -49,11 +50,17 @@ class GenerationEndpoints:
         request_processor: RequestProcessor,
         reader: RequestReader,
         load_header: Callable[[Request], dict[str, str]],
+        history: ResponseHistory,
+        max_history_bytes: int,
     ) -> None:
-        """`load_header`: what the headers of a stream tell of the router's load, where a request asks for it."""
+        """A conversation has at most `max_history_bytes`. `load_header`: what the headers of a stream tell of the
+        router's load, where a request asks for it.
+        """
         self._requests = request_processor
         self._reader = reader
         self._load_header = load_header
+        self._history = history
+        self._max_history_bytes = max_history_bytes
 
     async def chat_completions(self, request: Request) -> ASGIApp:
         submission, content = await self._reader.submission(request)
@@ -140,9 +147,17 @@ class GenerationEndpoints:
     async def responses(self, request: Request) -> ASGIApp:
         submission, content = await self._reader.submission(request)
         tenant = tenant_of(request)
-        body, bare = await self._reader.decoded(
-            content, ResponsesBody, lambda one: chat_request(responses_chat(one), tenant)
+
+        def chat_of(one: ResponsesBody, earlier: Sequence[dict[str, Any]] = ()) -> GenerationRequest:
+            return chat_request(responses_chat(one, earlier), tenant)
+
+        body, first = await self._reader.decoded(
+            content, ResponsesBody, lambda one: None if one.previous_response_id is not None else chat_of(one)
         )
+        turn = Turn(self._history, request, body)
+        if (bare := first) is None:
+            earlier = await turn.earlier(self._max_history_bytes)
+            bare = await self._reader.made(self._max_history_bytes, partial(chat_of, body, earlier))
         submission = self._reader.named(submission, bare)
         plan = await self._reader.plan(bare, "text.format")
         generation, created = submission.of(plan.request), submission.identity.created
@@ -152,12 +167,16 @@ class GenerationEndpoints:
             async with self._requests.open(generation) as answer:
                 completed = await unless_gone(request, answer.whole())
             raw = None if prompt_text is None else RawMessages(prompt_text, answer.request.prompt_token_ids)
-            return json_response(whole_response(body, completed, created, plan.new_reader(), tokens, raw))
+            reader = plan.new_reader()
+            response = whole_response(body, completed, created, reader, tokens, raw, is_stored=turn.is_stored)
+            await turn.save(response)
+            return json_response(response)
+        save = turn.save if turn.is_stored else None
         return await self._streamed(
             request,
             submission,
             generation,
-            lambda answer: ResponseEvents(body, answer, created, plan.new_reader(), tokens, prompt_text),
+            lambda answer: ResponseEvents(body, answer, created, plan.new_reader(), tokens, prompt_text, save),
         )
 
     async def messages(self, request: Request) -> ASGIApp:

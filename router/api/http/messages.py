@@ -53,7 +53,7 @@ class MessageEvents:
         """False: this API sends no single tokens."""
         return False
 
-    def end(self) -> bytes:
+    async def end(self) -> bytes:
         return _event("message_stop", {})
 
     def _beginning(self, delta: OutputDelta) -> bytes:

@@ -74,6 +74,7 @@ def description() -> dict[str, Any]:
     paths["/admin/state"] = {"get": _of_operators(_get("A dump of the router's state, for a bug report.", _OBJECT))}
     paths["/v1/models/{model}"] = {"get": {**_get("One of them.", {"type": "object"}), "parameters": [_MODEL]}}
     paths |= {path: {"get": _state(path)} for path in ("/health", "/ready", "/ping")}
+    paths |= _stored_responses()
     paths["/metrics"] = {"get": {"summary": "Figures for Prometheus.", "responses": {"200": _content("text/plain")}}}
     return {
         "openapi": "3.1.0",
@@ -81,6 +82,25 @@ def description() -> dict[str, Any]:
         "paths": paths,
         "components": {"schemas": schemas | _ERROR_SCHEMAS},
     }
+
+
+def _stored_responses() -> dict[str, Any]:
+    """Of responses that are stored (`router.store`)."""
+    listed = [_query(name, kind) for name, kind in (("after", "string"), ("limit", "integer"), ("order", "string"))]
+    path, read, delete = (
+        "/v1/responses/{response_id}",
+        _get("A stored response.", _OBJECT),
+        _get("It is gone.", _OBJECT),
+    )
+    items = {**_get("Its input, in pages.", _OBJECT), "parameters": [_RESPONSE, *listed]}
+    return {
+        path: {"get": {**read, "parameters": [_RESPONSE]}, "delete": {**delete, "parameters": [_RESPONSE]}},
+        f"{path}/input_items": {"get": items},
+    }
+
+
+def _query(name: str, kind: str) -> dict[str, Any]:
+    return {"name": name, "in": "query", "required": False, "schema": {"type": kind}}
 
 
 def _draws(model: type[Reads]) -> bool:
@@ -151,6 +171,7 @@ def _error(path: str, summary: str) -> dict[str, Any]:
 
 _MODEL: Final = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 _REPLICA: Final = {"name": "replica_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+_RESPONSE: Final = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 _OBJECT: Final = {"type": "object"}
 _TEXT: Final = {"type": "string"}
 _ERROR_SCHEMAS: Final = {

@@ -85,6 +85,10 @@ class RequestReader:
 
         return await self._decode_worker.run(len(content), decode)
 
+    async def made(self, num_bytes: int, make: Callable[[], T]) -> T:
+        """What is made of so many bytes, off the event loop where they are many."""
+        return await self._decode_worker.run(num_bytes, make)
+
     async def plan(self, generation: GenerationRequest, shape_field: str = "response_format") -> ChatPlan:
         return await ChatPlan.of(generation, self._requests, shape_field=shape_field)
 

@@ -1,7 +1,7 @@
 """Endpoint `/v1/responses`: OpenAI's response objects, answered whole or as their stream of typed events."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
 from holdfast.router.api.http.choices import Block, BlockEvent, Blocks, TokenNames, listed_logprobs
@@ -47,6 +47,8 @@ def whole_response(
     reader: ChatReader | None,
     tokens: TokenTable,
     raw: RawMessages | None = None,
+    *,
+    is_stored: bool = False,
 ) -> dict[str, Any]:
     """The whole response."""
     output, blocks = completed.completions[0].output, Blocks(reader)
@@ -54,7 +56,7 @@ def whole_response(
         pass
     if raw is not None:
         raw.push(output)
-    made = _Response(body, completed.request_id, completed.model, created, TokenNames(tokens), raw)
+    made = _Response(body, completed.request_id, completed.model, created, TokenNames(tokens), raw, is_stored)
     return made.ended(blocks, output.finish_reason, completed.usage)
 
 
@@ -69,11 +71,17 @@ class ResponseEvents:
         reader: ChatReader | None,
         tokens: TokenTable,
         prompt_text: str | None = None,
+        save: Callable[[dict[str, Any]], Awaitable[None]] | None = None,
     ) -> None:
-        """`prompt_text`: the prompt, where the response tells it and the output as the model has them."""
+        """`prompt_text`: the prompt, where the response tells it and the output as the model has them. `save`: stores
+        the response before its last event, which says whether it is stored.
+        """
         self.num_events = 0
         self._raw = None if prompt_text is None else RawMessages(prompt_text, answer.request.prompt_token_ids)
-        self._made = _Response(body, answer.request.request_id, answer.model, created, TokenNames(tokens), self._raw)
+        names, request_id = TokenNames(tokens), answer.request.request_id
+        self._save = save
+        self._made = _Response(body, request_id, answer.model, created, names, self._raw, save is not None)
+        self._ended: dict[str, Any] | None = None
         self._blocks = Blocks(reader)
         self._has_begun = False
         self._holds = False
@@ -88,8 +96,7 @@ class ResponseEvents:
         events = b"" if self._has_begun else self._opening()
         events += b"".join(self._block_event(event, reason) for event in block_events)
         if reason is not None and delta.usage is not None:
-            ended = self._made.ended(self._blocks, reason, delta.usage)
-            events += self._event(f"response.{ended['status']}", {"response": ended})
+            self._ended = self._made.ended(self._blocks, reason, delta.usage)
         return events
 
     def plain(self, delta: OutputDelta) -> None:
@@ -99,8 +106,12 @@ class ResponseEvents:
         """Whether log-probabilities wait for the text of their tokens."""
         return self._holds
 
-    def end(self) -> bytes:
-        return b""
+    async def end(self) -> bytes:
+        if (ended := self._ended) is None:
+            return b""
+        if self._save is not None:
+            await self._save(ended)
+        return self._event(f"response.{ended['status']}", {"response": ended})
 
     def _opening(self) -> bytes:
         self._has_begun = True
@@ -159,6 +170,7 @@ class _Response:
         created: int,
         names: TokenNames,
         raw: RawMessages | None,
+        is_stored: bool,
     ) -> None:
         self._request_id = request_id
         self._raw = raw
@@ -174,9 +186,9 @@ class _Response:
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None, "summary": None, **(body.reasoning or {})},
-            "store": False,
+            "store": is_stored,
             "temperature": _or_one(body.given("temperature")),
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",

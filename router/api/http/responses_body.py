@@ -1,9 +1,6 @@
-"""Body of `/v1/responses`: OpenAI's newer conversations and tools, as the same chat in the older words.
+"""Body of `/v1/responses`: OpenAI's newer conversations and tools, as the same chat in the older words."""
 
-Nothing is stored: a response cannot be fetched or continued by its id, and a request that asks for either is refused.
-"""
-
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field
@@ -25,7 +22,6 @@ class ResponsesBody(Reads):
     neutral: ClassVar[Neutral] = {
         **Reads.neutral,
         **ONE_PLAIN_CHOICE,
-        "previous_response_id": (),
         "conversation": (),
         "background": (False,),
         "prompt": (),
@@ -57,6 +53,10 @@ class ResponsesBody(Reads):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include: Listed[str] | None = None
+    store: bool | None = None
+    """Whether the response can be read and continued later, where responses are stored; null is true."""
+    previous_response_id: str | None = None
+    """The stored response whose conversation goes on."""
     top_logprobs: int | None = None
     """Of each token of the text, with `LOGPROBS` in `include`."""
     enable_response_messages: bool | None = None
@@ -74,12 +74,14 @@ class ResponsesBody(Reads):
             raise InvalidRequestError("top_logprobs", self.top_logprobs, f"must come with include = [{LOGPROBS!r}]")
 
 
-def chat_body(body: ResponsesBody) -> ChatBody:
-    """The same request in the older words. Raises `InvalidRequestError`, naming the field."""
+def chat_body(body: ResponsesBody, earlier: Sequence[dict[str, Any]] = ()) -> ChatBody:
+    """The same request in the older words, after the items of `earlier` turns. Raises `InvalidRequestError`, naming
+    the field.
+    """
     own: dict[str, Any] = {
         "model": body.model,
         **body.given_renamed(),
-        "messages": list(_messages(body)),
+        "messages": list(_messages(body, earlier)),
         "response_format": _format(body),
         "parallel_tool_calls": body.parallel_tool_calls,
     }
@@ -112,15 +114,14 @@ def _choice(choice: object) -> object:
     return choice
 
 
-def _messages(body: ResponsesBody) -> Iterator[dict[str, Any]]:
+def _messages(body: ResponsesBody, earlier: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     if body.instructions:
         yield {"role": "system", "content": body.instructions}
-    if isinstance(body.input, str):
-        yield {"role": "user", "content": body.input}
-        return
+    given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     turn: dict[str, Any] = {}
-    for index, item in enumerate(body.input):
-        kind, field = item.get("type", "message"), f"input[{index}]"
+    for index, item in enumerate((*earlier, *given), -len(earlier)):
+        kind = item.get("type", "message")
+        field = f"input[{index}]" if index >= 0 else f"previous_response_id: item {index} before the input"
         if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
             if "tool_calls" in turn and kind != "function_call":  # what comes after calls is another turn
                 yield turn

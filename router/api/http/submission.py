@@ -186,7 +186,7 @@ class Encoder(Protocol):
         text is held back.
         """
 
-    def end(self) -> bytes:
+    async def end(self) -> bytes:
         """What comes after the last delta."""
 
 
@@ -222,7 +222,7 @@ async def encoded(
         num_open -= delta.usage is not None
         events = encoder.of(delta)
         if not num_open:
-            events += encoder.end()
+            events += await encoder.end()
         if submission.marks:
             events = submission.marked(events, delta, encoder, is_last=not num_open)
         if events:
