@@ -8,7 +8,7 @@ import pytest
 
 from tests.certificates import Authority
 from tests.integration.listening import counted, listeners
-from tests.integration.live_cluster.test_listening import LOOPBACK, OF_RAY
+from tests.integration.live_cluster.test_listening import LOOPBACK, OF_RAY, check_unix_sockets
 from tests.integration.test_commands import Command, start
 
 __all__ = ["start"]  # a fixture
@@ -24,6 +24,7 @@ def expected(tp: int, host: str) -> Counter[tuple[str, str, str]]:
     of_clients = Counter({("Router", "tcp", host): 1})
     of_clients += Counter({("Router", "tcp", of_grpc): 1, ("Replica", "tcp", of_grpc): 1})
     own = {"Directory": 2, "Router": 3, "Replica": 3, "RankActor": tp - 1, "starter": 1}
+    of_clients += Counter({("starter", "unix", "forks"): 1})  # of the fork server
     return OF_RAY + of_clients + Counter({(name, "tcp", LOOPBACK): number for name, number in own.items()})
 
 
@@ -47,3 +48,4 @@ def test_each_configuration_listens_where_it_says(
     command.wait_for(r"gRPC on (.*)")
     found = [one for one in listeners(command.descendants()) if one.process != "idle worker"]
     assert counted(found) == expected(tp, host or LOOPBACK)
+    check_unix_sockets(found)

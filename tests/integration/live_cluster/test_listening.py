@@ -47,6 +47,11 @@ def test_exactly_these_sockets_listen_and_all_on_loopback(found: list[Listener])
 
 
 def test_nobody_else_may_connect_to_the_unix_sockets(found: list[Listener]):
+    check_unix_sockets(found)
+
+
+def check_unix_sockets(found: list[Listener]) -> None:
+    """Of those that listen: only this account may connect."""
     for one in found:
         if one.kind == "unix":
             assert not one.host.startswith("@"), one
