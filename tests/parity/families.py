@@ -53,13 +53,14 @@ SERVED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENT, **MOE, **ROUTED, "topk_method": "greedy"},
     "deepseek_v3": {**LATENT, **MOE, **ROUTED},
     "ernie4_5": {},
+    "ernie4_5_moe": {**MOE, "moe_num_experts": 4, "moe_k": 2, "num_experts": 4, "moe_layer_start_index": 1},
     "exaone4": WINDOWS,
     "gemma": {},
     "gemma2": {**WINDOWS, "query_pre_attn_scalar": 8},
     "gemma3_text": {**WINDOWS, "query_pre_attn_scalar": 8},
     "glm": {},
     "glm4": {},
-    "glm4_moe": {**MOE, **ROUTED},
+    "glm4_moe": {**MOE, **ROUTED, "num_local_experts": 4, "use_qk_norm": True, "routed_scaling_factor": 1.5},
     "gpt2": MHA,
     "gpt_bigcode": {"head_dim": ..., "num_key_value_heads": ...},
     "gpt_neox": MHA,
@@ -68,9 +69,11 @@ SERVED: dict[str, dict[str, Any]] = {
     "granitemoe": {**MOE, "num_local_experts": 4},
     "helium": {},
     "hunyuan_v1_dense": {},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "llama": {"rope_parameters": {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
     "minimax_m2": {**MOE, "num_local_experts": 4},
     "ministral": WINDOWS,
+    "ministral3": {"rope_parameters": {**YARN, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3}},
     "mistral": {"sliding_window": 4},
     "mixtral": {**MOE, "num_local_experts": 4},
     "nemotron": {},
@@ -112,6 +115,7 @@ NOT_RECOGNIZED = {
 """Families and variants that the HF backend serves, and a word of why."""
 
 NOT_SPLIT = {
+    "minimax_m2": "is not split along its outputs",
     "olmo2": "is not split along its outputs",  # queries are normed over all heads, so ranks gather them
     "olmo3": "is not split along its outputs",
     "olmoe": "is not split along its outputs",
@@ -163,7 +167,7 @@ def save_tiny_model(family: str, folder: Path, seed: int = 0, **changes: Any) ->
 
 
 def randomize(model: torch.nn.Module, seed: int = 0, std: float = 0.15) -> None:
-    """Fills all parameters with noise; norms go on scaling by about one."""
+    """Fills all parameters with noise, and adds some to buffers that are saved; norms go on scaling by about one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -171,3 +175,7 @@ def randomize(model: torch.nn.Module, seed: int = 0, std: float = 0.15) -> None:
             scales = "Norm" in owner and name.endswith("weight") and not owner.endswith("1P")  # those scale by 1 + w
             noise = torch.empty_like(parameter).normal_(0.0, std, generator=generator)
             parameter.copy_(noise + parameter if scales else noise)
+        saved = model.state_dict()
+        for name, buffer in model.named_buffers():
+            if name in saved and buffer.is_floating_point():
+                buffer.add_(torch.empty_like(buffer).normal_(0.0, std, generator=generator))

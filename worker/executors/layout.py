@@ -6,6 +6,7 @@ A layer computes, with `x` [T, hidden] the residual stream (float32) and each no
     parallel:    x += attention(norm(x)) + mlp(norm of its own, or the same norm(x))
 """
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -72,6 +73,21 @@ class Rotary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueryScale:
+    """Queries grow with their position, after rotation: by `1 + beta * ln(1 + floor(position / length))`."""
+
+    beta: float
+    length: int
+    """Positions of a step; below it the factor is one."""
+
+    def factors(self, num_positions: int) -> Tensor:
+        """float32 [num_positions], each computed in double precision and rounded once."""
+        last = (num_positions - 1) // self.length
+        steps = torch.tensor([1.0 + self.beta * math.log1p(step) for step in range(last + 1)], dtype=torch.float64)
+        return steps.float().repeat_interleave(self.length)[:num_positions]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """Grouped-query attention over this rank's heads."""
 
@@ -83,6 +99,9 @@ class Attention:
     query_norm: Norm | None = None
     """Before rotation: over each head, or over all heads together where the weight is [num_heads * head_dim]."""
     key_norm: Norm | None = None
+    norms_after_rotation: bool = False
+    """Both norms, which are over each head then."""
+    query_scale: QueryScale | None = None
     rotary: int | None
     """Index into `DecoderLayout.rotaries`. None: no position embedding."""
     scaling: float
@@ -125,12 +144,22 @@ class Experts:
     """Mixture of experts: the sum over the chosen experts, by ascending expert, of weight times expert."""
 
     router: Linear
-    """[num_experts, hidden]; the same on every rank."""
+    """[num_experts, hidden], in the serving dtype or in float32; the same on every rank."""
     top_k: int
     scoring: Literal["softmax", "softmax_of_top", "sigmoid"]
     """Softmax over all experts, or over the chosen ones alone (gpt-oss)."""
+    selection_bias: Tensor | None = None
+    """float32 [num_experts]: added to the scores by which experts are chosen, not to their weights."""
+    num_groups: int = 1
+    """Neighbouring experts are a group; where there are several, only those of `top_groups` groups are chosen."""
+    top_groups: int = 1
+    """With the largest sums of their two best scores."""
     normalized: bool
     """The weights of the chosen experts are divided by their sum."""
+    least_sum: float = 0.0
+    """Where they are: the sum counts as this at least."""
+    scale: float = 1.0
+    """Multiplies the weights of the chosen experts."""
     experts: tuple[Mlp, ...]
     shared: Mlp | None = None
     """An expert that every token goes through."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Final, Literal
 
+from holdfast.worker.executors.layout import QueryScale
+
 Scale = Callable[[Any], float]
 """A constant of a model, by its Hugging Face config."""
 
@@ -36,9 +38,15 @@ class Moe:
     """A mixture of experts in place of the MLP, in the layers that have one."""
 
     router: str = "gate"
-    scoring: Literal["softmax", "softmax_of_top"] = "softmax"
+    scoring: Literal["softmax", "softmax_of_top", "sigmoid"] = "softmax"
+    selection_bias: str | None = None
+    """Where it is inside the block of experts."""
+    num_groups: Callable[[Any], int] = lambda config: 1
+    top_groups: Callable[[Any], int] = lambda config: 1
     normalized: Callable[[Any], bool] = lambda config: True
-    """By the Hugging Face config."""
+    """By the Hugging Face config, as the four beside it."""
+    least_sum: Scale = lambda config: 0.0
+    scale: Scale = lambda config: 1.0
     shared: str | None = None
     shared_gate: str | None = None
     clamped: bool = False
@@ -68,6 +76,9 @@ class Family:
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
     """Both only where the modules are there."""
+    norms_after_rotation: bool = False
+    query_scale: Callable[[Any], QueryScale | None] = lambda config: None
+    """By the config."""
     interleaved: bool = False
     """Rotary pairs are neighbours."""
     rotates: Callable[[Any], bool] = lambda attention: True
@@ -113,6 +124,12 @@ def _exaone_rotates(attention: Any) -> bool:
     return attention.sliding_window is None or bool(attention.is_sliding)
 
 
+def _llama4_scale(config: Any) -> QueryScale | None:
+    rope = config.rope_parameters
+    beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    return QueryScale(beta=float(beta), length=int(length)) if beta else None
+
+
 _LLAMA: Final = Family()
 _WINDOWED: Final = Family(window=_own_window)
 _GEMMA: Final = Family(norm=NormKind.RMS_PLUS_ONE)
@@ -146,6 +163,17 @@ _GRANITE: Final = Family(
     logit_scale=lambda config: 1.0 / config.logits_scaling,
 )
 _NORMALIZED_IF_SET: Final = Moe(normalized=lambda config: bool(config.norm_topk_prob))
+_SIGMOID_OF_GROUPS: Final = Moe(
+    scoring="sigmoid",
+    selection_bias="gate.e_score_correction_bias",
+    num_groups=lambda config: int(config.n_group),
+    top_groups=lambda config: int(config.topk_group),
+    normalized=lambda config: bool(config.norm_topk_prob),
+    least_sum=lambda config: 1e-20,
+    scale=lambda config: float(config.routed_scaling_factor),
+    shared="shared_experts",
+)
+_HUNYUAN: Final = Family(query_norm="query_layernorm", key_norm="key_layernorm", norms_after_rotation=True)
 
 FAMILIES: Final[Mapping[str, Family]] = {
     "arcee": replace(_LLAMA, gate_up=("up_proj",), has_gate=False),
@@ -153,6 +181,15 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "cohere2": replace(_COHERE, window=_own_window, rotates=_has_own_window),
     "cwm": _WINDOWED,
     "ernie4_5": replace(_LLAMA, interleaved=True),
+    "ernie4_5_moe": replace(
+        _LLAMA,
+        interleaved=True,
+        moe=Moe(
+            selection_bias="gate.moe_statics.e_score_correction_bias",
+            least_sum=lambda config: float(config.moe_norm_min),
+            shared="shared_experts",
+        ),
+    ),
     "exaone4": replace(_NORMS_AFTER, window=_exaone_window, rotates=_exaone_rotates),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
@@ -164,6 +201,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         attention_out_norm="post_self_attn_layernorm",
         mlp_out_norm="post_mlp_layernorm",
     ),
+    "glm4_moe": replace(_LLAMA, moe=_SIGMOID_OF_GROUPS),
     "gpt_neox": Family(
         final_norm="final_layer_norm",
         norm=NormKind.LAYER,
@@ -182,8 +220,12 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "granite": _GRANITE,
     "granitemoe": replace(_GRANITE, mlp="block_sparse_moe", moe=Moe(router="router", scoring="softmax_of_top")),
     "helium": replace(_LLAMA, interleaved=True),
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_v1_moe": replace(_HUNYUAN, moe=Moe(shared="shared_mlp")),
     "llama": _LLAMA,
+    "minimax_m2": replace(_LLAMA, moe=Moe(scoring="sigmoid", selection_bias="e_score_correction_bias")),
     "ministral": _WINDOWED,
+    "ministral3": replace(_LLAMA, window=_config_window, query_scale=_llama4_scale),
     "mistral": replace(_LLAMA, window=_config_window),
     "mixtral": replace(_LLAMA, window=_config_window, moe=Moe()),
     "nemotron": Family(norm=NormKind.LAYER_PLUS_ONE, gate_up=("up_proj",), has_gate=False),

@@ -44,16 +44,22 @@ class HfLayers:
         self._base = module.base_model
         self._layers = list(self._base.layers)[: module.config.num_hidden_layers]
         self._final_norm = getattr(self._base, final_norm)
-        self._arguments: dict[torch.dtype, list[dict[str, Any]]] = {}
+        self._arguments: dict[tuple[torch.dtype, int], list[dict[str, Any]]] = {}
         self._files = MappedFiles()
 
-    def run_layer(self, index: int, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, AttentionCall]:
-        """A layer on the residual stream [T, hidden] of one sequence, computed in `dtype`; and its attention call."""
-        if dtype not in self._arguments:
-            self._arguments[dtype] = self.layer_arguments(torch.arange(len(x)), dtype)
+    def run_layer(
+        self, index: int, x: Tensor, dtype: torch.dtype, positions: Tensor | None = None
+    ) -> tuple[Tensor, AttentionCall]:
+        """A layer on the residual stream [T, hidden] of one sequence, computed in `dtype`; and its attention call.
+        `positions` [T] are 0, 1, ... unless given, and follow each other.
+        """
+        positions = torch.arange(len(x)) if positions is None else positions
+        key = dtype, int(positions[0])
+        if key not in self._arguments:
+            self._arguments[key] = self.layer_arguments(positions, dtype)
         layer, calls = self._layers[index], list[AttentionCall]()
         with _attending(layer, calls), _computing_in(layer, dtype, self._files):
-            y = layer(x[None].to(dtype), **self._arguments[dtype][index])
+            y = layer(x[None].to(dtype), **self._arguments[key][index])
         return (y[0] if isinstance(y, tuple) else y)[0].float(), calls[0]
 
     def run_model(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:

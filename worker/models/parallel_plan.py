@@ -112,7 +112,9 @@ _OVERRIDES: Final[Mapping[str, Mapping[str, str]]] = {
     "granitemoe": _ATTENTION,
     "granitemoeshared": _ATTENTION,
     "hunyuan_v1_dense": _ATTENTION | _MLP,
-    "hunyuan_v1_moe": _ATTENTION,
+    "hunyuan_v1_moe": _ATTENTION
+    | _rules("model.layers.*.mlp.shared_mlp.", "colwise", "gate_proj", "up_proj")
+    | {"model.layers.*.mlp.shared_mlp.down_proj": "rowwise"},
     "nemotron": _ATTENTION | {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"},
     "opt": _attention("model.decoder.layers.*.self_attn.", "out_proj")
     | {"model.decoder.layers.*.fc1": "colwise", "model.decoder.layers.*.fc2": "rowwise"},

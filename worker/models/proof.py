@@ -199,7 +199,7 @@ class _Questions:
             return difference
         layers: list[LayerAnswer] = []
         for index in self._first_of_each_kind():
-            asked = self._ask_layer(index, _random_states(self._layout, num_tokens, self._generator))
+            asked = self._ask_layer(index, _random_states(self._layout, num_tokens, self._generator), max_len)
             if isinstance(asked, str):
                 return asked
             layers.append(asked)
@@ -224,7 +224,7 @@ class _Questions:
                     return f"the rotary angles of layer {index} differ"
         return None
 
-    def _ask_layer(self, index: int, x: Tensor) -> LayerAnswer | str:
+    def _ask_layer(self, index: int, x: Tensor, max_len: int) -> LayerAnswer | str:
         """What the Hugging Face layer makes of these states; or how that of the layout differs."""
         exact, call = self._hf_backend.run_layer(index, x, torch.float32)
         attention = self._layout.layers[index].attention
@@ -233,10 +233,19 @@ class _Questions:
         described = _answer(exact, exact, x, _EXACT).excess(self._reference.run_layer(index, x))
         if (error := _worst_of_ranks(described, self._group)) > 1.0:
             return f"layer {index} is not what its layout says: wrong by {error:.3g} times what is allowed"
+        if attention.query_scale is not None and (error := self._error_at_last_positions(index, x, max_len)) > 1.0:
+            return f"layer {index} is not what its layout says at its last positions: wrong by {error:.3g} times"
         own = exact
         if self._layout.dtype != torch.float32:
             own, _ = self._hf_backend.run_layer(index, x, self._layout.dtype)
         return LayerAnswer(index=index, states=x, answer=_answer(own, exact, x, _FLOORS[self._layout.dtype]))
+
+    def _error_at_last_positions(self, index: int, x: Tensor, max_len: int) -> float:
+        """Of the layout's layer, where queries grow with their position."""
+        positions = torch.arange(max_len - len(x), max_len)
+        exact, _ = self._hf_backend.run_layer(index, x, torch.float32, positions)
+        described = _answer(exact, exact, x, _EXACT).excess(self._reference.run_layer(index, x, positions))
+        return _worst_of_ranks(described, self._group)
 
     def _ask_model(self, token_ids: Tensor) -> Answer:
         exact = self._hf_backend.run_model(token_ids, torch.float32)

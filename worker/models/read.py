@@ -28,6 +28,9 @@ _EPS_NAMES: Final = ("variance_epsilon", "eps")
 _EPS_WITHOUT_WEIGHTS: Final = 1e-5
 """Written into the code of the one norm that has no weights (OLMo)."""
 
+_ROUTER_LINEARS: Final = ("wg",)
+"""Names of the linear inside a router that is none itself."""
+
 OFFSETS: Final = {NormKind.RMS_PLUS_ONE: 1.0, NormKind.LAYER_PLUS_ONE: 1.0}
 
 
@@ -91,10 +94,20 @@ def interleaved(linear: PlainLinear) -> Linear:
 def router(module: Any) -> tuple[Linear, int]:
     """An expert router, whole on every rank, and how many experts it chooses."""
     inner: Any = module.router if isinstance(module, ExpertRouter) else module
-    weight, bias = getattr(inner, "weight", None), getattr(inner, "bias", None)
+    linear = next((getattr(inner, name) for name in _ROUTER_LINEARS if hasattr(inner, name)), inner)
+    weight, bias = getattr(linear, "weight", None), getattr(linear, "bias", None)
     if not isinstance(weight, Tensor) or not hasattr(inner, "top_k"):
         raise NotReadable(f"its router is a {_kind(inner)}")
     return Linear(weights=(weight.detach(),), bias=_float(bias)), int(inner.top_k)
+
+
+def inner_tensor(module: Any, path: str) -> Tensor:
+    """A vector by its place inside a module, in float32; routers may be wrapped."""
+    for name in path.split("."):
+        module = child(module.router if isinstance(module, ExpertRouter) else module, name)
+    if not isinstance(module, Tensor):
+        raise NotReadable(f"its {path} is a {_kind(module)}")
+    return module.detach().float().flatten()
 
 
 def norm(module: Any, kind: NormKind, size: int) -> Norm:

@@ -24,7 +24,7 @@ from holdfast.worker.models.families import FAMILIES, Family, Moe, QkvPacking
 from holdfast.worker.models.linear import ScaledEmbedding, VocabParallelEmbedding, VocabParallelHead
 from holdfast.worker.models.read import NotReadable
 
-_ROPE_TYPES: Final = {"default", "linear", "llama3", "yarn", "dynamic", "longrope"}
+_ROPE_TYPES: Final = {"default", "linear", "llama3", "yarn", "ntk_alpha", "dynamic", "longrope"}
 """Angles are a function of the position alone; of the last two, up to the length that a model is served with at most
 (`worker/models/checks.py`)."""
 
@@ -156,6 +156,8 @@ class _Reader:
             qkv=qkv,
             query_norm=self._head_norm(module, family.query_norm, head_dim),
             key_norm=self._head_norm(module, family.key_norm, head_dim),
+            norms_after_rotation=family.norms_after_rotation,
+            query_scale=family.query_scale(self._config),
             rotary=self._rotary_index(module, rotaries),
             scaling=float(module.scaling),
             sliding_window=family.window(module),
@@ -216,11 +218,16 @@ class _Reader:
             router=router,
             top_k=top_k,
             scoring=moe.scoring,
+            selection_bias=None if moe.selection_bias is None else read.inner_tensor(module, moe.selection_bias),
+            num_groups=moe.num_groups(self._config),
+            top_groups=moe.top_groups(self._config),
             normalized=moe.normalized(self._config),
+            least_sum=moe.least_sum(self._config),
+            scale=moe.scale(self._config),
             experts=tuple(
                 self._expert(up, down, experts, moe) for up, down in zip(experts.up, experts.down, strict=True)
             ),
-            shared=None if moe.shared is None else self._mlp(read.child(module, moe.shared)),
+            shared=self._shared(module, moe),
             shared_gate=self._shared_gate(module, moe),
         )
 
@@ -240,6 +247,12 @@ class _Reader:
                 num_slices=self._slices(down.in_features),
             )
         )
+
+    def _shared(self, module: Any, moe: Moe) -> Mlp | None:
+        """The expert of all tokens; none where the module says that there is none."""
+        if moe.shared is None or getattr(module, moe.shared, self) is None:
+            return None
+        return self._mlp(read.child(module, moe.shared))
 
     def _shared_gate(self, module: Any, moe: Moe) -> Tensor | None:
         if moe.shared_gate is None:

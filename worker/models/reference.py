@@ -106,20 +106,25 @@ class Reference:
         qkv = self._linear(attention.qkv, self._norm(layer.attention_norm, x))
         q, k, v = torch.split(qkv, [heads * size, kv_heads * size, kv_heads * size], -1)
         q = self._heads(q, attention.query_norm, attention, positions)
-        k = self._kept(self._heads(k, attention.key_norm, attention, positions))
+        if attention.query_scale is not None:
+            q = q * attention.query_scale.factors(int(positions.max()) + 1)[positions, None, None]
+        q = self._round(q)
+        k = self._kept(self._round(self._heads(k, attention.key_norm, attention, positions)))
         v = self._kept(self._round(v.view(-1, kv_heads, size)))
         mixed = self._weights(attention, q, k, positions) @ v.repeat_interleave(heads // kv_heads, 1).transpose(0, 1)
         return self._row_parallel(attention.output, mixed.transpose(0, 1).flatten(1))
 
     def _heads(self, x: Tensor, norm: Norm | None, attention: Attention, positions: Tensor) -> Tensor:
         """Queries or keys [T, heads, head_dim], normed and rotated."""
-        over_all = norm is not None and norm.weight.shape == x.shape[-1:]
+        is_after = attention.norms_after_rotation
+        over_all = norm is not None and norm.weight.shape == x.shape[-1:] and not is_after
         x = self._norm(norm, x) if over_all else x
         x = x.view(len(x), -1, attention.head_dim)
-        x = x if over_all else self._norm(norm, x)
+        before, after = (None, norm) if is_after else (norm, None)
+        x = x if over_all else self._norm(before, x)
         if attention.rotary is not None:
             x = rotated(x, self._layout.rotaries[attention.rotary], positions)
-        return self._round(x)
+        return self._norm(after, x)
 
     def _weights(self, attention: Attention, q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
         """What each query takes of each value [heads, T, T]."""
@@ -175,8 +180,11 @@ class Reference:
             top, chosen = logits.topk(experts.top_k, -1)
             return chosen, top.softmax(-1)
         scores = logits.softmax(-1) if experts.scoring == "softmax" else logits.sigmoid()
-        weights, chosen = scores.topk(experts.top_k, -1)
-        return chosen, weights / weights.sum(-1, keepdim=True) if experts.normalized else weights
+        chosen = _scores_for_choice(experts, scores).topk(experts.top_k, -1).indices
+        weights = scores.gather(-1, chosen)
+        if experts.normalized:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(experts.least_sum)
+        return chosen, weights * experts.scale
 
     def _linear(self, linear: Linear, x: Tensor) -> Tensor:
         x = self._round(x)
@@ -219,6 +227,19 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor
         own_bias = None if bias is None else bias[first : first + rows].to(x.dtype)
         y[..., first : first + rows] = F.linear(x, part, own_bias)
     return y
+
+
+def _scores_for_choice(experts: Experts, scores: Tensor) -> Tensor:
+    """What experts are chosen by [T, experts]: -inf for those of groups that are not chosen."""
+    if experts.selection_bias is not None:
+        scores = scores + experts.selection_bias.to(scores.dtype)
+    if experts.num_groups == 1:
+        return scores
+    groups = scores.view(*scores.shape[:-1], experts.num_groups, -1)
+    best = groups.topk(2, -1).values.sum(-1).topk(experts.top_groups, -1).indices
+    kept = torch.zeros(groups.shape[:-1], dtype=torch.bool).scatter_(-1, best, True)
+    masked: Tensor = groups.masked_fill(~kept[..., None], -torch.inf).view(scores.shape)
+    return masked
 
 
 def rounded_in_units(x: Tensor) -> Tensor:

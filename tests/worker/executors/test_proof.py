@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast.worker.distributed.tensor_parallel import SingleRank
-from holdfast.worker.executors.layout import Attention, DecoderLayout, Layer, Norm
+from holdfast.worker.executors.layout import Attention, DecoderLayout, Experts, Layer, Norm, QueryScale
 from holdfast.worker.models.proof import Proof, prove
 from holdfast.worker.models.recognize import recognize
 from holdfast.worker.models.reference import Reference
@@ -77,6 +77,13 @@ def every_layer(change: Callable[[Layer], Layer]) -> Callable[[DecoderLayout], D
 
 def every_attention(change: Callable[[Attention], Attention]) -> Callable[[DecoderLayout], DecoderLayout]:
     return every_layer(lambda layer: replace(layer, attention=change(layer.attention)))
+
+
+def every_mixture(**changes: Any) -> Callable[[DecoderLayout], DecoderLayout]:
+    def changed(layer: Layer) -> Layer:
+        return replace(layer, mlp=replace(layer.mlp, **changes)) if isinstance(layer.mlp, Experts) else layer
+
+    return every_layer(changed)
 
 
 def without_offset(norm: Norm) -> Norm:
@@ -157,6 +164,19 @@ MISTAKES: dict[str, tuple[str, Callable[[DecoderLayout], DecoderLayout], str]] =
         every_layer(lambda layer: replace(layer, parallel=False)),
         "layer 0 is not what its layout says",
     ),
+    "bias of choice": ("minimax_m2", every_mixture(selection_bias=None), "layer 0 is not what its layout says"),
+    "groups of experts": ("glm4_moe, groups", every_mixture(num_groups=1), "layer 1 is not what its layout says"),
+    "scale of experts": ("glm4_moe", every_mixture(scale=1.0), "layer 1 is not what its layout says"),
+    "norms before rotation": (
+        "hunyuan_v1_dense",
+        every_attention(lambda attention: replace(attention, norms_after_rotation=False)),
+        "layer 0 is not what its layout says",
+    ),
+    "query scale": (
+        "ministral3",
+        every_attention(lambda attention: replace(attention, query_scale=None)),
+        "layer 0 is not what its layout says",
+    ),
     "the weights of another layer": ("llama", one_layer_swapped, "logits"),
 }
 """By name: a model, the mistake, and what is said of it."""
@@ -175,6 +195,16 @@ def test_a_mistake_of_the_layout_or_of_the_executor_is_found(name, dtype):
     assert subtle or found is not None
     assert subtle or "wrong by" in found
     assert words in str(proof_of(module, change).reason)
+
+
+def test_a_query_scale_that_begins_beyond_the_first_positions_is_proved_at_the_last():
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "llama_4_scaling_beta": 0.3}
+    module = parallelized(config_of("ministral3", rope_parameters={**rope, "original_max_position_embeddings": 20}))
+    assert proof_of(module).reason is None
+    for beta, length in ((0.31, 20), (0.3, 32)):
+        other = QueryScale(beta=beta, length=length)
+        reason = proof_of(module, every_attention(lambda attention, scale=other: replace(attention, query_scale=scale)))
+        assert "at its last positions" in str(reason.reason), (beta, length)
 
 
 def test_an_executor_that_gives_no_numbers_is_found():

@@ -37,7 +37,17 @@ from holdfast.worker.executors.cpu.tile_memory import (
     mapped_memory,
 )
 from holdfast.worker.executors.cpu.unit_packing import PackedUnits, pack_units
-from holdfast.worker.executors.layout import Activation, DecoderLayout, Experts, Layer, Linear, Mlp, Norm, Rotary
+from holdfast.worker.executors.layout import (
+    Activation,
+    DecoderLayout,
+    Experts,
+    Layer,
+    Linear,
+    Mlp,
+    Norm,
+    QueryScale,
+    Rotary,
+)
 
 GROUP: Final = 64
 """Outputs that are computed together."""
@@ -58,6 +68,8 @@ _ACTIVATIONS: Final = (
 _SCORINGS: Final = ("softmax", "softmax_of_top", "sigmoid")
 _EACH_HEAD, _ALL_HEADS, _OWN_WEIGHTS = 0, 1, 2
 _NO_ROW: Final = -1
+_MOST_PARTS: Final = 3
+"""Numbers in bfloat16 whose sum any number in float32 is."""
 
 IntArray = NDArray[np.int64]
 
@@ -85,6 +97,9 @@ class PackedModel:
         """
         self._spent = FreedWeights(layout) if uses_up else None
         self.dtype = DTYPES[layout.dtype]
+        self._layout_dtype = layout.dtype
+        self._max_positions = max_positions
+        self._scales_of: dict[QueryScale, int] = {}
         self._library = library
         self._pool = pool
         self._kept: list[Any] = []
@@ -92,9 +107,7 @@ class PackedModel:
         self._itemsize = layout.dtype.itemsize
         is_compact = compacts and layout.dtype == torch.bfloat16
         self._compactor = Compactor(library, pool, _room_bytes(layout)) if is_compact else None
-        self._rotaries = (NativeRotary * max(1, len(layout.rotaries)))(
-            *(self._rotary(rotary, max_positions) for rotary in layout.rotaries)
-        )
+        self._rotaries = (NativeRotary * max(1, len(layout.rotaries)))(*map(self._rotary, layout.rotaries))
         self.layers = (NativeLayer * len(layout.layers))(*(self._layer(layer) for layer in layout.layers))
         self.model = NativeModel(
             layers=self.layers,
@@ -127,6 +140,7 @@ class PackedModel:
             mlp=NativeMlp() if isinstance(mlp, Experts) else self._mlp(mlp),
             experts=self._experts(mlp) if isinstance(mlp, Experts) else None,
             sinks=None if attention.sinks is None else self._floats(attention.sinks),
+            query_scales=None if attention.query_scale is None else self._query_scales(attention.query_scale),
             scaling=attention.scaling,
             softcap=attention.softcap or 0.0,
             residual_scale=layer.residual_scale,
@@ -137,6 +151,7 @@ class PackedModel:
             window=attention.sliding_window or 0,
             rotary=-1 if attention.rotary is None else attention.rotary,
             head_norms=_head_norms(attention.query_norm, attention.head_dim, attention.num_heads),
+            norms_after_rotation=int(attention.norms_after_rotation),
             parallel=int(layer.parallel),
         )
 
@@ -156,7 +171,7 @@ class PackedModel:
         shared = None if experts.shared is None else self._mlp(experts.shared)
         gate = None if experts.shared_gate is None else self._linear(Linear(weights=(experts.shared_gate,)))
         described = NativeExperts(
-            router=self._linear(experts.router),
+            router=self._linear(_in_dtype(experts.router, self._layout_dtype)),
             experts=packed,
             shared=None if shared is None else ctypes.pointer(shared),
             shared_gate=None if gate is None else ctypes.pointer(gate),
@@ -164,13 +179,23 @@ class PackedModel:
             top_k=experts.top_k,
             scoring=_SCORINGS.index(experts.scoring),
             normalized=int(experts.normalized),
+            selection_bias=None if experts.selection_bias is None else self._floats(experts.selection_bias),
+            least_sum=experts.least_sum,
+            scale=experts.scale,
+            num_groups=experts.num_groups,
+            top_groups=experts.top_groups,
         )
         self._kept += [packed, shared, gate, described]
         return ctypes.pointer(described)
 
-    def _rotary(self, rotary: Rotary, max_positions: int) -> NativeRotary:
+    def _query_scales(self, scale: QueryScale) -> int:
+        if scale not in self._scales_of:
+            self._scales_of[scale] = self._floats(scale.factors(self._max_positions))
+        return self._scales_of[scale]
+
+    def _rotary(self, rotary: Rotary) -> NativeRotary:
         pairs = len(rotary.inverse_frequencies)
-        table = mapped_memory(max_positions * 2 * pairs * 4)
+        table = mapped_memory(self._max_positions * 2 * pairs * 4)
         self._kept.append(table)
         return NativeRotary(
             inverse_frequencies=self._floats(rotary.inverse_frequencies),
@@ -261,6 +286,21 @@ class PackedModel:
     def _address(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+
+def _in_dtype(router: Linear, dtype: torch.dtype) -> Linear:
+    """A router in the model's dtype. One in float32 that this does not hold becomes several linears, whose sum it is:
+    each has what the ones before left of its weights.
+    """
+    weight = router.weights[0] if router.weights else None
+    if weight is None or weight.dtype == dtype:
+        return router
+    parts: list[Tensor] = []
+    left = weight.detach().float()
+    while len(parts) < _MOST_PARTS and (not parts or bool(left.any())):
+        parts.append(left.to(dtype))
+        left = left - parts[-1].float()
+    return Linear(weights=tuple(parts), bias=router.bias)
 
 
 def _head_norms(norm: Norm | None, head_dim: int, num_heads: int) -> int:

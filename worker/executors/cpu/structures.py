@@ -42,10 +42,15 @@ class NativeExperts(Structure):
         ("experts", POINTER(NativeMlp)),
         ("shared", POINTER(NativeMlp)),
         ("shared_gate", POINTER(NativeLinear)),
+        ("selection_bias", c_void_p),
+        ("least_sum", c_float),
+        ("scale", c_float),
         ("num_experts", c_int),
         ("top_k", c_int),
         ("scoring", c_int),
         ("normalized", c_int),
+        ("num_groups", c_int),
+        ("top_groups", c_int),
     )
 
 
@@ -73,6 +78,7 @@ class NativeLayer(Structure):
         ("mlp", NativeMlp),
         ("experts", POINTER(NativeExperts)),
         ("sinks", c_void_p),
+        ("query_scales", c_void_p),
         ("pages", c_void_p),
         ("scaling", c_float),
         ("softcap", c_float),
@@ -84,6 +90,7 @@ class NativeLayer(Structure):
         ("window", c_int),
         ("rotary", c_int),
         ("head_norms", c_int),
+        ("norms_after_rotation", c_int),
         ("parallel", c_int),
     )
 

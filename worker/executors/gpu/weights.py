@@ -86,7 +86,13 @@ def unfit_mixture(experts: Experts) -> str | None:
         return f"it has {len(experts.experts)} experts, and {MOST_EXPERTS} are the most"
     if shared is not None and (shared.num_slices != first.num_slices or shared.down.bias is not None):
         return "the expert that all tokens share is cut into other slices than the others"
+    if experts.selection_bias is not None or experts.scale != 1.0 or experts.router.weights[0].dtype != _dtype(first):
+        return "its router has a bias of choice, a scale or a dtype of its own, which the kernels do not know"
     return None
+
+
+def _dtype(mlp: Mlp) -> torch.dtype:
+    return mlp.up.weights[0].dtype
 
 
 def _router(device: torch.device, experts: Experts) -> Linear:
@@ -218,6 +224,8 @@ def unfit(layout: DecoderLayout, tensor_parallel_size: int, block_size: int) -> 
         groups.add(attention.num_heads // attention.num_kv_heads)
         if isinstance(mlp, Experts) and (reason := unfit_mixture(mlp)):
             return reason
+        if attention.norms_after_rotation or attention.query_scale is not None:
+            return "queries are normed after rotation, or grow with their position, which the kernels do not do"
         if attention.head_dim > 256:
             return f"heads have {attention.head_dim} dimensions, and 256 are the most"
     if len(groups) > 1 or max(groups) > 64:

@@ -1,10 +1,13 @@
 """The native executor computes every family as the reference does, within what its roundings allow."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.cpu.packing import _in_dtype
+from holdfast.worker.executors.layout import DecoderLayout, Linear
 from holdfast.worker.models.native_backend import _unfit
 from holdfast.worker.models.reference import Reference
 from tests.worker.executors.cpu.native import BF16, F16, F32
@@ -13,8 +16,12 @@ from tests.worker.executors.models import MODELS
 
 FEW = (
     "cohere2",
+    "ernie4_5_moe",
     "gemma3_text, softcap",
+    "glm4_moe, groups",
     "gpt_oss",
+    "hunyuan_v1_moe",
+    "ministral3",
     "mixtral",
     "olmo2",
     "phi, norms of heads",
@@ -54,6 +61,25 @@ def test_a_family_is_computed_as_the_reference_does(model, dtype):
 def check(layout: DecoderLayout, dtype: torch.dtype) -> None:
     error, rounding, size = errors(layout)
     assert error <= (1e-5 * size if dtype == F32 else 1.5 * rounding), (error, rounding, size)
+
+
+def test_a_router_in_float32_is_the_sum_of_its_parts():
+    weight = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 32)
+    parts = _in_dtype(Linear(weights=(weight,)), BF16).weights
+    assert {part.dtype for part in parts} == {BF16}
+    assert torch.equal(sum(part.double() for part in parts), weight.double())
+    assert len(_in_dtype(Linear(weights=(weight.to(BF16).float(),)), BF16).weights) == 1
+
+
+def test_a_router_in_float32_is_multiplied_as_it_is():
+    layout = layout_of("hunyuan_v1_moe", BF16)
+    generator = torch.Generator().manual_seed(0)
+    routers = [torch.randn(4, 32, generator=generator) for _ in layout.layers]
+    mixed = [
+        replace(layer, mlp=replace(layer.mlp, router=Linear(weights=(weight,))))
+        for layer, weight in zip(layout.layers, routers, strict=True)
+    ]
+    check(replace(layout, layers=tuple(mixed)), BF16)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32, F16])

@@ -79,6 +79,8 @@ void Decoder<W>::prepare_queries(const HeadShape& s, const NativeLayer& l, Local
     for (int i = 0; i < s.group(); i++) {
       int head = kv_head * s.group() + i;
       float* q = rotated(l, own, from, head, l.query_norm, head, position, s.num_heads);
+      if (l.query_scales)
+        for (int j = 0; j < s.padded(); j += 16) store(q + j, load(q + j) * all(l.query_scales[position]));
       Input* out = queries.row(row) + head * s.padded();
       for (int j = 0; j < s.padded(); j += 16) store(out + j, load(q + j));
     }
@@ -106,7 +108,8 @@ float* Decoder<W>::rotated(const NativeLayer& l, Local& own, const float* from, 
   float* v = own.head.row(0);
   const float* raw = from + (long)head * dim;
   memset(v, 0, ((dim + 31) / 32 * 32 + 16) * 4);
-  if (norm.weight && l.head_norms == HF_NORM_ALL_HEADS) whole_norm_row(from, norm, num_heads * dim, head * dim, dim, v);
+  if (norm.weight && l.norms_after_rotation) memcpy(v, raw, dim * 4);
+  else if (norm.weight && l.head_norms == HF_NORM_ALL_HEADS) whole_norm_row(from, norm, num_heads * dim, head * dim, dim, v);
   else if (norm.weight) {
     NativeNorm one = norm;
     bool own_weights = l.head_norms == HF_NORM_OWN_WEIGHTS;
@@ -115,6 +118,7 @@ float* Decoder<W>::rotated(const NativeLayer& l, Local& own, const float* from, 
     norm_row(raw, one, dim, v);
   } else memcpy(v, raw, dim * 4);
   if (l.rotary >= 0) rotate(m.rotaries[l.rotary], position, v);
+  if (norm.weight && l.norms_after_rotation) norm_row(v, norm, dim, v);
   return v;
 }
 

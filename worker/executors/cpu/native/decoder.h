@@ -37,12 +37,15 @@ struct NativeMlp {
   int activation, has_gate;
 };
 
+enum NativeScoring { HF_SOFTMAX, HF_SOFTMAX_OF_TOP, HF_SIGMOID };
 struct NativeExperts {
-  NativeLinear router;
+  NativeLinear router;  // outputs: one an expert, or several times that many, which are summed: see `routing.h`
   const NativeMlp* experts;
   const NativeMlp* shared;          // an expert of all rows, with as many slices as the others; or null
   const NativeLinear* shared_gate;  // one output: the shared expert is weighted by its sigmoid; or null
-  int num_experts, top_k, scoring, normalized;
+  const float* selection_bias;      // [experts]: what experts are chosen by is their score and this; or null
+  float least_sum, scale;
+  int num_experts, top_k, scoring, normalized, num_groups, top_groups;
 };
 
 struct NativeRotary {
@@ -61,9 +64,10 @@ struct NativeLayer {
   NativeMlp mlp;
   const NativeExperts* experts;  // instead of `mlp`, or null
   const float* sinks;
+  const float* query_scales;  // [positions]: multiply queries; or null
   void* pages;
   float scaling, softcap, residual_scale;
-  int num_heads, num_kv_heads, head_dim, heads_per_slice, window, rotary, head_norms,
+  int num_heads, num_kv_heads, head_dim, heads_per_slice, window, rotary, head_norms, norms_after_rotation,
       parallel;  // head_norms: see `HeadNorms`
 };
 

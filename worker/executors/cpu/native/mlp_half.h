@@ -65,34 +65,6 @@ template <class W> bool Decoder<W>::experts_part(const NativeLayer& l, Rows rows
   return holdfast::tasks(t.run, e.experts[0].down.groups, [&](int g) { expert_columns(l, e, g, place, t); });
 }
 
-template <class W> void Decoder<W>::choose_experts(const NativeExperts& e, int row) {
-  const float* logits = router_logits.row(row);
-  int* chosen = &choices[row * e.top_k];
-  float* weight = &weights[row * e.top_k];
-  for (int k = 0; k < e.top_k; k++) {  // the largest that is left; of equal ones the first
-    int best = -1;
-    for (int i = 0; i < e.num_experts; i++)
-      if (std::find(chosen, chosen + k, i) == chosen + k && (best < 0 || logits[i] > logits[best])) best = i;
-    chosen[k] = best;
-  }
-  float largest = logits[chosen[0]], sum = 0, kept = 0;
-  if (e.scoring == 0)
-    for (int i = 0; i < e.num_experts; i++) sum += power_of_e(logits[i] - largest);
-  for (int k = 0; k < e.top_k; k++)
-    kept += weight[k] = e.scoring == 2 ? one_sigmoid(logits[chosen[k]]) : power_of_e(logits[chosen[k]] - largest);
-  for (int k = 0; k < e.top_k; k++) weight[k] /= e.normalized || e.scoring == 1 ? kept : e.scoring == 0 ? sum : 1.0f;
-}
-template <class W> float Decoder<W>::power_of_e(float x) {
-  alignas(64) float v[16] = {x};
-  store(v, exp_of(load(v)));
-  return v[0];
-}
-template <class W> float Decoder<W>::one_sigmoid(float x) {
-  alignas(64) float v[16] = {x};
-  store(v, sigmoid_of(load(v)));
-  return v[0];
-}
-
 // `order` lists (row, choice) by expert, rows ascending; `first_of` says where each expert's begin.
 template <class W> void Decoder<W>::sort_by_expert(const NativeExperts& e, int num_rows) {
   int assigned = num_rows * e.top_k;

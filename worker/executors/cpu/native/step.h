@@ -23,7 +23,8 @@ template <class W> class Decoder {
 
  public:
   Decoder(const NativeModel& model, int num_threads) : m(model), threads(num_threads), attention(num_threads) {
-    int qkv = 0, heads = 0, attended = 0, inner = 0, moe_rows = 1, experts = 0, shared = 0;
+    int qkv = 0, heads = 0, attended = 0, inner = 0, moe_rows = 1, experts = 0, shared = 0, logits = 0;
+    bool has_bias = false;
     for (int i = 0; i < m.num_layers; i++) {
       const NativeLayer& l = m.layers[i];
       HeadShape s = shape_of_heads(l.num_heads, l.num_kv_heads, l.head_dim, l.head_dim, m.block_size, l.window);
@@ -37,6 +38,7 @@ template <class W> class Decoder {
         for (int e = 0; e < l.experts->num_experts; e++) widest(l.experts->experts[e]);
         if (l.experts->shared) shared = std::max(shared, inner_length(*l.experts->shared));
         moe_rows = std::max(moe_rows, l.experts->top_k), experts = std::max(experts, l.experts->num_experts);
+        logits = std::max(logits, l.experts->router.outputs), has_bias |= l.experts->selection_bias != nullptr;
       }
     }
     long rows = m.max_rows;
@@ -45,10 +47,11 @@ template <class W> class Decoder {
     projected = Buffer<float>(rows, qkv), queries = Buffer<Input>(rows, heads);
     attention_out = Buffer<Input>(rows, attended), inner_rows = Buffer<Input>(rows * moe_rows, inner);
     if (experts) {
-      router_logits = Buffer<float>(rows, experts), expert_input = Buffer<Input>(rows * moe_rows, m.hidden);
+      router_logits = Buffer<float>(rows, logits), expert_input = Buffer<Input>(rows * moe_rows, m.hidden);
       choices.resize(rows * moe_rows), weights.resize(rows * moe_rows), first_of.resize(experts + 1),
           order.resize(rows * moe_rows);
     }
+    if (has_bias) choice_scores = Buffer<float>(rows, experts);
     if (shared) shared_rows = Buffer<Input>(rows, shared), shared_weights.assign(rows, 1.0f);
     for (int i = 0; i < threads; i++) local.emplace_back(new Local(m.hidden));
     num_tokens = std::max(0, std::min(m.vocab_rows, m.vocab_size - m.first_vocab_row));
@@ -326,12 +329,19 @@ template <class W> class Decoder {
   static int inner_length(const NativeMlp& mlp) { return mlp.down.slices * mlp.down.slice_tiles * K_TILE; }
   static void activate(const NativeMlp& mlp, int g, const float* sums, Input* out);
   bool experts_part(const NativeLayer& l, Rows rows, Thread& t);
-  void choose_experts(const NativeExperts& e, int row);
-  static float power_of_e(float x);
-  static float one_sigmoid(float x);
   void sort_by_expert(const NativeExperts& e, int num_rows);
   void expert_up(const NativeMlp& expert, int index, int group, Local& own);
   void expert_columns(const NativeLayer& l, const NativeExperts& e, int g, float* place, Thread& t);
+
+  // --- routing.h ---
+
+  void choose_experts(const NativeExperts& e, int row);
+  const float* summed_logits(const NativeExperts& e, int row);
+  static const float* scores_for_choice(const NativeExperts& e, const float* logits, float* scores);
+  static void keep_best_groups(const NativeExperts& e, float* scores);
+  static void choose_best_of(const float* values, int count, int most, int* chosen);
+  static float power_of_e(float x);
+  static float one_sigmoid(float x);
 
   // --- head.h ---
 
@@ -356,7 +366,7 @@ template <class W> class Decoder {
   bool narrows = false;
   Attention<W> attention;
   std::vector<std::unique_ptr<Local>> local;
-  Buffer<float> x, y, wanted_x, projected, group_best, router_logits;
+  Buffer<float> x, y, wanted_x, projected, group_best, router_logits, choice_scores;
   Buffer<Input> h, h2, queries, attention_out, inner_rows, expert_input, shared_rows;
   Buffer<int> group_at;
   std::vector<int> choices, first_of, order;

@@ -5,6 +5,7 @@
 #include "head.h"
 #include "mlp_half.h"
 #include "paged_attention.h"
+#include "routing.h"
 #include "wanted_rows.h"
 #include "step.h"
 
