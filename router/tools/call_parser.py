@@ -34,6 +34,8 @@ class ToolCallParser(ABC):
     """Texts that begin a call wherever they stand. None begins another."""
     CLOSINGS: ClassVar[tuple[str, ...]] = ()
     """Texts that end a call, or a part of one. After the first call they are no content wherever they stand."""
+    IN_THOUGHTS: ClassVar[str] = ""
+    """How a call begins that ends the reasoning where it stands in it; none."""
     BARE: ClassVar[str] = ""
     """A character that begins a call as the first one of a line, or of the output; none."""
     BARE_IN_EVERY_LINE: ClassVar[bool] = False

@@ -125,11 +125,14 @@ class ChatStyle:
         """Whether an output after this prompt begins within the reasoning."""
         return self.reasoning is not None and starts_in_reasoning(self.reasoning, prompt)
 
-    def thought_counter(self, begins_inside: bool) -> ThoughtCounter | None:
-        """None where a tag is several tokens."""
+    def thought_counter(self, begins_inside: bool, call: str = "") -> ThoughtCounter | None:
+        """None where a tag is several tokens. `call`: how calls begin that may end the reasoning."""
         tags = REASONING_TAGS[self.reasoning] if self.reasoning else ()
         ids = [self.token_ids[tag] for tag in tags if tag in self.token_ids]
-        return ThoughtCounter(ids[0], ids[1], starts_inside=begins_inside) if len(ids) == len(Tags._fields) else None
+        if len(ids) != len(Tags._fields):
+            return None
+        marker = next((token_id for text, token_id in self.token_ids.items() if text and call.startswith(text)), None)
+        return ThoughtCounter(ids[0], ids[1], starts_inside=begins_inside, call=marker)
 
     def grammar(self, tools: Sequence[Tool], choice: ToolChoice, prompt: str, *, is_parallel: bool) -> str:
         """As `tool_grammar`."""
@@ -169,11 +172,12 @@ class ChatReader:
         self._splitter: ReasoningSplitter | None = None
         self._thoughts: ThoughtCounter | None = None
         self._parser: ToolCallParser | None = None
-        if splits and style.reasoning is not None:
-            self._splitter = splitter_for(style.reasoning, starts_inside=begins_inside)
-            self._thoughts = style.thought_counter(begins_inside)
         if tools and style.call_format is not None:
             self._parser = parser_for(style.call_format, tools)
+        if splits and style.reasoning is not None:
+            call = "" if self._parser is None else self._parser.IN_THOUGHTS
+            self._splitter = splitter_for(style.reasoning, starts_inside=begins_inside, call=call)
+            self._thoughts = style.thought_counter(begins_inside, call)
 
     @property
     def num_calls(self) -> int:
@@ -204,6 +208,8 @@ class ChatReader:
         if self._splitter is None:
             return self._content(text)
         split = self._splitter.push(text)
+        if self._splitter.is_cut_off and self._thoughts is not None:
+            self._thoughts.cut_off()
         return [*_thought(split.reasoning), *self._content(split.content)]
 
     def _content(self, text: str) -> list[Reasoning | CallEvent]:

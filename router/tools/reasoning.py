@@ -31,6 +31,10 @@ class Tags(NamedTuple):
 class ReasoningSplitter(Protocol):
     """The pieces of each kind concatenate to the same text, however the output is cut."""
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a call has ended the reasoning."""
+
     def push(self, text: str) -> Split: ...
 
     def finish(self) -> Split:
@@ -51,8 +55,11 @@ REASONING_TAGS: Final[Mapping[str, Tags]] = MappingProxyType(
 class TaggedReasoning:
     """Reasoning between tags, at the start of an output. Without the opening tag there, all is content."""
 
-    def __init__(self, tags: Tags, *, starts_inside: bool = False) -> None:
+    def __init__(self, tags: Tags, *, starts_inside: bool = False, call: str = "") -> None:
+        """`call`: how calls begin, if one within the reasoning ends it as the closing tag does, and is content."""
         self._tags = tags
+        self._ends = (tags.closing, call) if call else (tags.closing,)
+        self.is_cut_off = False
         self._state = "inside" if starts_inside else "before"
         self._held = ""
         self._has_begun = False
@@ -87,11 +94,13 @@ class TaggedReasoning:
         if not self._has_begun:
             self._held = self._held.lstrip()
         text, closing = self._held, self._tags.closing
-        end = text.find(closing)
+        end = min((found for found in map(text.find, self._ends) if found >= 0), default=-1)
         if end >= 0:
-            self._state, self._held, self._has_begun = "after", text[end + len(closing) :], False
+            self.is_cut_off = not text.startswith(closing, end)
+            rest = end if self.is_cut_off else end + len(closing)
+            self._state, self._held, self._has_begun = "after", text[rest:], False
             return text[:end].rstrip()
-        reasoning = text[: len(text) - held_back(text, (closing,))].rstrip()
+        reasoning = text[: len(text) - held_back(text, self._ends)].rstrip()
         self._has_begun = self._has_begun or bool(reasoning)
         self._held = text[len(reasoning) :]
         return reasoning
@@ -109,10 +118,18 @@ class ThoughtCounter:
     content, whatever it has.
     """
 
-    def __init__(self, opening: int, closing: int, *, starts_inside: bool) -> None:
-        self._opening, self._closing = opening, closing
+    def __init__(self, opening: int, closing: int, *, starts_inside: bool, call: int | None = None) -> None:
+        """`call`: the token that calls begin with, if one within the reasoning may end it."""
+        self._opening, self._closing, self._call = opening, closing, call
         self._is_inside, self._is_over = starts_inside, False
+        self._num_before_call = 0
         self.num_tokens = 0
+
+    def cut_off(self) -> None:
+        """The last call token seen has ended the reasoning."""
+        if not self._is_over:
+            self._is_over = True
+            self.num_tokens = self._num_before_call if self._call is not None else self.num_tokens
 
     def push(self, token_ids: Sequence[int]) -> None:
         if self._is_over:
@@ -124,17 +141,20 @@ class ThoughtCounter:
             self._is_inside, begin = True, token_ids.index(self._opening) + 1
         self._is_over = self._closing in token_ids[begin:]
         end = token_ids.index(self._closing, begin) if self._is_over else len(token_ids)
+        if self._call in token_ids[begin:end]:
+            last = max(place for place in range(begin, end) if token_ids[place] == self._call)
+            self._num_before_call = self.num_tokens + last - begin
         self.num_tokens += end - begin
 
 
-def splitter_for(name: str, *, starts_inside: bool = False) -> ReasoningSplitter:
-    """A splitter for one output. `starts_inside`: see `starts_in_reasoning`.
+def splitter_for(name: str, *, starts_inside: bool = False, call: str = "") -> ReasoningSplitter:
+    """A splitter for one output. `starts_inside`: see `starts_in_reasoning`; `call`: see `TaggedReasoning`.
 
     Raises `InvalidRequestError` for an unknown name.
     """
     if name not in REASONING_TAGS:
         raise InvalidRequestError("reasoning_parser", name, f"must be one of {', '.join(REASONING_TAGS)}")
-    return TaggedReasoning(REASONING_TAGS[name], starts_inside=starts_inside)
+    return TaggedReasoning(REASONING_TAGS[name], starts_inside=starts_inside, call=call)
 
 
 def starts_in_reasoning(name: str, prompt: str) -> bool:

@@ -27,6 +27,7 @@ class XmlCallParser(ToolCallParser):
 
     MARKERS = ("<tool_call>", "<function=")
     CLOSINGS = ("</parameter>", "</function>", "</tool_call>")
+    IN_THOUGHTS = "<tool_call>\n<function="
 
     def __init__(self, tools: Iterable[Tool] = ()) -> None:
         self._tools = {tool.name: tool for tool in tools}
