@@ -160,6 +160,12 @@ class CacheConfig(Settings):
         0.9, gt=0, le=1, description="share of the GPU's memory that a rank may use in all"
     )
     num_blocks: int | None = Field(None, ge=1, description="KV blocks of each rank; overrides the memory settings")
+    num_state_slots: int | None = Field(
+        None,
+        ge=2,
+        description="slots for the states of sequences, of a model that keeps some (docs/state-cache.md); default: as "
+        "many as running sequences and cached prefixes can use, in at most half of the cache's memory",
+    )
     enable_prefix_caching: bool = Field(True, description="reuse the KV blocks of prompts with a common prefix")
 
 

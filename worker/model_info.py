@@ -32,6 +32,10 @@ class ModelInfo:
     num_blocks: int
     kv_bytes_per_token: int
     """On one rank, all layers together."""
+    num_state_slots: int = 0
+    """Slots for states of sequences; 0: the model keeps none."""
+    state_bytes: int = 0
+    """What a slot takes on one rank, all layers together."""
     quantization: str = "none"
     """How its weights are quantized, in words (`worker/models/checkpoint_scheme.py`)."""
     weight_bytes: int = 0

@@ -30,6 +30,7 @@ class DecodeColumns:
         "num_context_tokens",
         "ones",
         "sequence_ids",
+        "state_slots",
     )
 
     def __init__(
@@ -38,6 +39,7 @@ class DecodeColumns:
         first_positions: Sequence[int],
         first_output_indices: Sequence[int],
         draws: Sequence[DrawParams],
+        state_slots: Sequence[int] = (),
     ) -> None:
         self.sequence_ids = sequence_ids
         self.first_positions = array("q", first_positions)
@@ -46,6 +48,8 @@ class DecodeColumns:
         """At age 0."""
         self.draws = draws
         """At any output position; all of them without logits settings."""
+        self.state_slots = array("q", state_slots)
+        """Of each row, the slot of its sequence's state; empty for a model that keeps none."""
         self.need_logits = self.ask_for_logprobs = False
         """Whether some draw takes more than the argmax of its row, and whether some draw reports log-probabilities."""
         for draw in draws:
@@ -121,6 +125,10 @@ class BlockCopy:
     num_tokens: int
 
 
+StateCopy = tuple[int, int]
+"""The slot that is copied, and the one that it is copied to."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
     """What the draft model does for a sequence before the step: it reads `token_ids`, at positions `first_position`,
@@ -146,6 +154,10 @@ class ScheduledSequence:
     """None for a chunk of the prompt that is not the last: nothing is drawn."""
     num_draws: int = 0
     """How many of the last rows are drawn from: 1 when `draw` is set; more when drafted tokens are verified."""
+    state_slot: int | None = None
+    """Where the state of the sequence is, of a model that keeps states."""
+    num_drafts: int = 0
+    """How many of the last tokens are drafts."""
     prompt_logprobs: PromptLogprobParams | None = None
     """None where no logprobs of prompt tokens are asked for, which is nearly always."""
     drafting: Drafting | None = None
@@ -153,7 +165,8 @@ class ScheduledSequence:
 
     def with_drafts(self, drafts: tuple[int, ...]) -> "ScheduledSequence":
         """This share with these tokens, guessed to follow, to be verified."""
-        return replace(self, token_ids=self.token_ids + drafts, num_draws=self.num_draws + len(drafts))
+        num_draws, num_drafts = self.num_draws + len(drafts), self.num_drafts + len(drafts)
+        return replace(self, token_ids=self.token_ids + drafts, num_draws=num_draws, num_drafts=num_drafts)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -168,6 +181,8 @@ class StepPlan:
     block_copies: tuple[BlockCopy, ...] = ()
     """To be made before anything is computed, on every rank. A block may be the source of several, and also a
     destination: all sources are read before any destination is written."""
+    state_copies: tuple[StateCopy, ...] = ()
+    """To be made before anything is computed, on every rank, one after the other in this order."""
     num_steps: int = field(init=False)
     """Steps that are run on this plan: 1, but for decodes that nobody waits for (`DecodeRows.num_steps`)."""
     num_tokens: int = field(init=False)
@@ -221,9 +236,17 @@ def _shares(rows: DecodeRows) -> list[ScheduledSequence]:
             block_ids=block_ids,
             draw=draw,
             num_draws=1,
+            state_slot=columns.state_slots[row] if columns.state_slots else None,
         )
-        for sequence_id, first_position, token_id, block_ids, draw in zip(
-            columns.sequence_ids, columns.first_positions, rows.token_ids, rows.blocks.tables, rows.draws(), strict=True
+        for row, (sequence_id, first_position, token_id, block_ids, draw) in enumerate(
+            zip(
+                columns.sequence_ids,
+                columns.first_positions,
+                rows.token_ids,
+                rows.blocks.tables,
+                rows.draws(),
+                strict=True,
+            )
         )
     ]
 

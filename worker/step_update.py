@@ -96,6 +96,15 @@ class EngineStats:
     num_wasted_slots: int = 0
     """Slots of the used blocks that are kept for no token that exists: with continuous batching, less than a block
     for each sequence; with static batching also what is reserved for the future, and all of a sequence that ended."""
+    num_snapshot_hits: int = 0
+    """Requests that began, when first admitted, from a state that was kept."""
+    num_snapshot_evictions: int = 0
+    """Kept states whose slots were handed out for other sequences."""
+    num_used_slots: int = 0
+    """Slots with the state of a sequence that runs; of a model that keeps states."""
+    num_cached_slots: int = 0
+    """Slots with a kept state that belongs to no running sequence."""
+    num_total_slots: int = 0
     prefill_tokens_per_s: float = 0.0
     """The best of the last steps that computed prompts for the most part; 0 before there were some."""
     gpu_utilization: float = 0.0

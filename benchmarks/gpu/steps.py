@@ -21,7 +21,7 @@ from benchmarks.gpu.models import MAX_POSITIONS, MODELS
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.executors.gpu.executor import GpuExecutor
-from holdfast.worker.executors.layout import DecoderLayout, Experts, Layer, Linear, Mlp, Norm
+from holdfast.worker.executors.layout import DecoderLayout, Experts, Layer, Linear, Mlp, Norm, attention_of
 from holdfast.worker.models.roofline import Device, ModelShape, step_of
 from holdfast.worker.sampling_params import SamplingParams
 from scripts.gpu_kernels import Shape, decode_batch, layout_of, prompt_batch
@@ -209,7 +209,7 @@ def random_layout(shape: Shape, num_layers: int, device: torch.device) -> Decode
         return replace(like, router=linear(like.router), experts=tuple(map(dense, like.experts)))
 
     def layer(like: Layer) -> Layer:
-        attention, mlp = like.attention, like.mlp
+        attention, mlp = attention_of(like), like.mlp
         return replace(
             like,
             attention_norm=norm(like.attention_norm),

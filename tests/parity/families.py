@@ -130,7 +130,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "diffllama": {},
     "falcon": {"head_dim": ...},
     "gptj": {"rotary_dim": 4},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {},
     "mamba": {},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},

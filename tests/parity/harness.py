@@ -26,6 +26,8 @@ T = TypeVar("T")
 BLOCK_SIZE = 16
 """The smallest that a CPU's cache can have, since mistakes are made at the borders of blocks."""
 NUM_BLOCKS = 64
+NUM_SLOTS = 8
+"""Of models that keep states."""
 GREEDY = draw_params(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0)
 
 
@@ -34,7 +36,7 @@ def worker_config(folder: Path, size: int = 1, *, executor: str = "auto", **mode
     return WorkerConfig(
         model=ModelConfig(model=str(folder), device="cpu", executor=executor, **model),
         parallel=ParallelConfig(tensor_parallel_size=size),
-        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, num_state_slots=NUM_SLOTS),
     )
 
 
@@ -85,6 +87,7 @@ class Sequences:
     def __init__(self, leader: LeaderRunner, prompts: Sequence[Sequence[int]], num_new: int = 0) -> None:
         self.tokens = [list(prompt) for prompt in prompts]
         self._block_size = leader._runner.info.block_size
+        self._has_states = leader._runner.info.num_state_slots > 0
         shuffled = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(0)).tolist()
         needs = [-(-(len(prompt) + num_new) // self._block_size) for prompt in prompts]
         assert sum(needs) <= NUM_BLOCKS
@@ -98,6 +101,7 @@ class Sequences:
             block_ids=tuple(self._tables[number][: -(-(start + count) // self._block_size)]),
             draw=GREEDY if num_draws else None,
             num_draws=num_draws,
+            state_slot=number if self._has_states else None,
         )
 
 
@@ -148,7 +152,7 @@ def relative_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> flo
 def reference_logits(model: Any, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
     """Hugging Face's logits, one sequence at a time."""
     with torch.inference_mode():
-        return [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
+        return [model(torch.tensor([prompt]), use_cache=False).logits[0] for prompt in prompts]
 
 
 def likeliest_tokens(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:

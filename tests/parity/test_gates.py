@@ -41,7 +41,6 @@ REASONS = {
     "diffllama": "several times a token (4 attention calls in 2 modules)",
     "falcon": "does not accept an attention function",
     "gptj": "does not accept an attention function",
-    "lfm2": "conv layers",
     "llama4_text": "chunked_attention layers",
     "mamba": "linear_attention layers",
     "mpt": "alibi",

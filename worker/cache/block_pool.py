@@ -68,6 +68,10 @@ class PrefixCache:
             block_ids.append(block_id)
         return block_ids
 
+    def place_of(self, chain: HashChain, token_ids: Sequence[int], index: int) -> int | None:
+        """What holds block number `index` of a sequence; None if nothing does."""
+        return self._block_ids.get(chain.hash_of(index, token_ids, self._block_size)) if self._block_ids else None
+
     def store(self, block_id: int, chain: HashChain, token_ids: Sequence[int], index: int) -> None:
         """Block number `index` of a sequence is computed and in `block_id`, which is not written to again."""
         if not self.enabled:
@@ -199,6 +203,13 @@ class BlockAllocator:
                 self._evictable[block_id] = None
             else:
                 self._blank.append(block_id)
+
+    def make_blank(self, block_id: int) -> None:
+        """Evicts a cached block that has no owner."""
+        assert block_id in self._evictable, f"block {block_id} is not cached, or has an owner"
+        del self._evictable[block_id]
+        self.prefix_cache.evict(block_id)
+        self._blank.append(block_id)
 
     def forget_cached(self) -> None:
         """Evicts all blocks from the prefix cache. None may have an owner."""

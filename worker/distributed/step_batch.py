@@ -1,14 +1,16 @@
 """Step batch: a plan as arrays, and the one array in which the leader broadcasts a step to the other ranks.
 
-    packed:  [S, T, B, C, P, step id, with logits, with masses, steps | S first positions | S token counts |
-              S draw counts | S block counts | T ids | B blocks | C sources | C destinations | C slot counts | P rows]
+    packed:  [S, T, B, C, P, A, D, step id, with logits, with masses, steps | S first positions | S token counts |
+              S draw counts | S block counts | T ids | B blocks | C sources | C destinations | C slot counts | P rows |
+              A state slots | A draft counts | D sources | D destinations]
 
-It is one int64 array. C, the block copies, and P, the rows that give prompt log-probabilities, are nearly always 0.
+It is one int64 array. C, the block copies, and P, the rows that give prompt log-probabilities, are nearly always 0. A
+is S for a model that keeps states, else 0; D are the copies of states.
 """
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -20,10 +22,11 @@ from holdfast.worker.step_plan import DecodeRows, ScheduledSequence, StepPlan
 
 IntArray = NDArray[np.int64]
 
-_HEADER_WORDS: Final = 9
+_HEADER_WORDS: Final = 11
 
 _NO_ROWS: Final = np.zeros(0, dtype=np.int64)
 _NO_COPIES: Final = np.zeros((3, 0), dtype=np.int64)
+_NO_STATE_COPIES: Final = np.zeros((2, 0), dtype=np.int64)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,6 +54,13 @@ class StepBatch:
     logits_rows: IntArray
     """[R] rows among T whose logits are wanted: all that are drawn from, in the order of the plan, and after them all
     that tell prompt logprobs."""
+    state_slots: IntArray = field(default_factory=lambda: _NO_ROWS)
+    """[S] the slot of each sequence's state; empty for a model that keeps none."""
+    num_drafts: IntArray = field(default_factory=lambda: _NO_ROWS)
+    """[S] how many of a sequence's last tokens are drafts, of a model that keeps states: its next step begins behind
+    those of them that were right, so the state before each of them can be had again. Empty like `state_slots`."""
+    state_copies: IntArray = field(default_factory=lambda: _NO_STATE_COPIES)
+    """[2, D] sources and destinations among the slots, to be copied before the step, one after the other."""
     with_logits: bool = True
     """False: their argmax is enough."""
     with_masses: bool = False
@@ -62,7 +72,9 @@ class StepBatch:
 
     @classmethod
     def decoding(cls, count: int, context: int, block_size: int) -> "StepBatch":
-        """A step for warming up: `count` sequences, each with the last of `context` tokens, all in the first block."""
+        """A step for warming up: `count` sequences, each with the last of `context` tokens, all in the first block. For
+        a model that keeps no states.
+        """
         num_blocks = -(-context // block_size)
         return cls(
             step_id=0,
@@ -96,8 +108,8 @@ class StepBatch:
         parts, prompt_rows = _row_arrays(plan.decodes), _NO_ROWS
         if plan.others:
             of_others, prompt_rows = _share_arrays(plan.others, len(plan.decodes.token_ids))
-            parts = tuple(map(np.concatenate, zip(parts, of_others, strict=True)))
-        first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids = parts
+            parts = tuple(np.concatenate(pair) for pair in zip(parts, of_others, strict=True))
+        first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids, state_slots, num_drafts = parts
         if before is not None and has_pending(plan):
             rows = np.frombuffer(drawing_rows(plan, before), np.int64)
             token_ids = np.where(rows == KNOWN, token_ids, -1 - rows)
@@ -111,6 +123,9 @@ class StepBatch:
             num_blocks=num_blocks,
             block_copies=_copies(plan) if plan.block_copies else _NO_COPIES,
             logits_rows=_logits_rows(num_tokens, num_draws, len(token_ids), prompt_rows),
+            state_slots=state_slots,
+            num_drafts=num_drafts,
+            state_copies=_state_copies(plan) if plan.state_copies else _NO_STATE_COPIES,
             with_logits=with_logits,
             with_masses=with_logits and plan.asks_for_logprobs,
             num_steps=plan.num_steps,
@@ -125,13 +140,16 @@ class StepBatch:
             len(self.block_ids),
             self.block_copies.shape[1],
             len(prompt_rows),
+            len(self.state_slots),
+            self.state_copies.shape[1],
             self.step_id,
             self.with_logits,
             self.with_masses,
             self.num_steps,
         )
         of_sequences = (self.first_positions, self.num_tokens, self.num_draws, self.num_blocks)
-        rest = (self.token_ids, self.block_ids, self.block_copies.ravel(), prompt_rows)
+        states = (self.state_slots, self.num_drafts, self.state_copies.ravel())
+        rest = (self.token_ids, self.block_ids, self.block_copies.ravel(), prompt_rows, *states)
         return np.concatenate((np.array(header, dtype=np.int64), *of_sequences, *rest))
 
     @property
@@ -149,14 +167,17 @@ class StepBatch:
     def unpack(cls, packed: IntArray) -> "StepBatch":
         """The step that was packed. Its fields are views of `packed` where they can be."""
         header = packed[:_HEADER_WORDS].tolist()
-        num_sequences, total_tokens, total_blocks, num_copies, num_prompt_rows, step_id, *flags, num_steps = header
+        num_sequences, total_tokens, total_blocks, num_copies, num_prompt_rows, num_slots, num_states, *rest = header
+        step_id, *flags, num_steps = rest
         with_logits, with_masses = flags
-        sizes = (num_sequences,) * 4 + (total_tokens, total_blocks, 3 * num_copies, num_prompt_rows)
+        sizes = [num_sequences] * 4 + [total_tokens, total_blocks, 3 * num_copies, num_prompt_rows]
+        sizes += [num_slots, num_slots, 2 * num_states]
         parts, start = [], _HEADER_WORDS
         for size in sizes:
             parts.append(packed[start : start + size])
             start += size
-        first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids, copies, prompt_rows = parts
+        first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids, copies, prompt_rows, *states = parts
+        state_slots, num_drafts, state_copies = states
         return cls(
             step_id=step_id,
             token_ids=token_ids,
@@ -167,6 +188,9 @@ class StepBatch:
             num_blocks=num_blocks,
             block_copies=copies.reshape(3, num_copies),
             logits_rows=_logits_rows(num_tokens, num_draws, total_tokens, prompt_rows),
+            state_slots=state_slots,
+            num_drafts=num_drafts,
+            state_copies=state_copies.reshape(2, num_states),
             with_logits=with_logits != 0,
             with_masses=with_masses != 0,
             num_steps=num_steps,
@@ -188,7 +212,9 @@ def _logits_rows(num_tokens: IntArray, num_draws: IntArray, total_tokens: int, p
 
 
 def _row_arrays(rows: DecodeRows) -> tuple[IntArray, ...]:
-    """First positions, token counts, draw counts, block counts, tokens and blocks of decode rows."""
+    """First positions, token counts, draw counts, block counts, tokens, blocks, state slots and draft counts of decode
+    rows.
+    """
     columns, blocks = rows.columns, rows.blocks
     ones = np.frombuffer(columns.ones, np.int64)
     return (
@@ -198,6 +224,8 @@ def _row_arrays(rows: DecodeRows) -> tuple[IntArray, ...]:
         np.frombuffer(blocks.num_blocks, np.int64),
         np.frombuffer(rows.token_ids, np.int64),
         np.frombuffer(blocks.packed, np.int64),
+        np.frombuffer(columns.state_slots, np.int64),
+        np.zeros(len(columns.state_slots), dtype=np.int64),
     )
 
 
@@ -207,6 +235,7 @@ def _share_arrays(shares: Sequence[ScheduledSequence], first_row: int) -> tuple[
     """
     first_positions, num_tokens, num_draws, num_blocks = array("q"), array("q"), array("q"), array("q")
     token_ids, block_ids, prompt_rows = array("q"), array("q"), array("q")
+    state_slots, num_drafts = array("q"), array("q")
     for share in shares:
         first_positions.append(share.first_position)
         num_tokens.append(len(share.token_ids))
@@ -217,7 +246,10 @@ def _share_arrays(shares: Sequence[ScheduledSequence], first_row: int) -> tuple[
             prompt_rows.extend(range(start, start + len(prompt.token_ids)))
         token_ids.extend(share.token_ids)
         block_ids.extend(share.block_ids)
-    columns = (first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids)
+        if share.state_slot is not None:
+            state_slots.append(share.state_slot)
+            num_drafts.append(share.num_drafts)
+    columns = (first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids, state_slots, num_drafts)
     return columns, np.frombuffer(prompt_rows, np.int64)
 
 
@@ -225,3 +257,7 @@ def _copies(plan: StepPlan) -> IntArray:
     copies = plan.block_copies
     fields = ([copy.source for copy in copies], [c.destination for c in copies], [c.num_tokens for c in copies])
     return np.array(fields, dtype=np.int64)
+
+
+def _state_copies(plan: StepPlan) -> IntArray:
+    return np.array(plan.state_copies, dtype=np.int64).T

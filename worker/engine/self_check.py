@@ -124,4 +124,5 @@ class SelfCheck:
             block_ids=tuple(self._blocks[number][:num_blocks]),
             draw=_GREEDY,
             num_draws=count,
+            state_slot=number if self._info.num_state_slots else None,
         )

@@ -9,7 +9,7 @@ A layer computes, with `x` [T, hidden] the residual stream (float32) and each no
 import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -116,6 +116,39 @@ class Attention:
     """Slices of this rank's inputs of `output`."""
 
 
+MAX_CONV_WIDTH: Final = 8
+"""Tokens that a convolution sees at most (`cpu/native/short_conv.h`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConv:
+    """Short convolution over this rank's channels: `output(C * conv(B * x))`, where `conv` is causal and depthwise.
+
+    The state of a sequence: the last inputs of the convolution, `B * x`, in float32 (docs/state-cache.md).
+    """
+
+    num_channels: int
+    """Of this rank."""
+    inputs: Linear
+    """Outputs: B of all channels, then C, then x."""
+    kernel: Tensor
+    """float32 [channels, width]: the last column weighs a token itself, the one before it the token before."""
+    bias: Tensor | None = None
+    """float32 [channels], of the convolution."""
+    output: Linear
+    """Row-parallel."""
+    num_slices: int = NUM_SLICES
+    """Slices of this rank's inputs of `output`."""
+
+    @property
+    def width(self) -> int:
+        return int(self.kernel.shape[1])
+
+    def state_length(self, num_drafts: int) -> int:
+        """Numbers that a slot keeps: the inputs before a token, and those of drafts that may turn out wrong."""
+        return self.num_channels * (self.width - 1 + num_drafts)
+
+
 class Activation(Enum):
     SILU = "silu"
     GELU = "gelu"
@@ -170,7 +203,10 @@ class Experts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     attention_norm: Norm | None
-    attention: Attention
+    """Of attention, or of what is in its place."""
+    attention: Attention | None
+    state: ShortConv | None = None
+    """Exactly one of both mixes tokens: attention, which keeps keys and values, or what keeps a state."""
     attention_out_norm: Norm | None = None
     mlp_norm: Norm | None
     mlp: Mlp | Experts
@@ -200,3 +236,14 @@ class DecoderLayout:
     """[rows of this rank, hidden]; may be the embedding's own tensor."""
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+
+
+def attention_of(layer: Layer) -> Attention:
+    """The attention of a layer that has one."""
+    assert layer.attention is not None, "a layer with a state has no attention"
+    return layer.attention
+
+
+def has_state(layout: DecoderLayout) -> bool:
+    """Whether any layer keeps a state."""
+    return any(layer.state is not None for layer in layout.layers)

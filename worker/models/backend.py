@@ -38,7 +38,7 @@ from holdfast.worker.models.proof import Recognized
 from holdfast.worker.models.quantized_activations import refused
 from holdfast.worker.models.stated_layout import read_stated
 from holdfast.worker.models.weight_files import weight_files
-from holdfast.worker.models.weights import read_config
+from holdfast.worker.models.weights import read_config, read_json
 from holdfast.worker.progress import ProgressCounter
 
 logger = logging.getLogger(__name__)
@@ -89,6 +89,16 @@ class Backend(Protocol):
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> BlockCache:
         """The cache that steps use from now on. Raises ValueError where the block size does not fit."""
+        ...
+
+    def state_bytes(self, num_drafts: int) -> int:
+        """What the state of a sequence takes on this rank, all layers together, where a step has up to so many drafts
+        of it; 0: the model keeps none.
+        """
+        ...
+
+    def allocate_states(self, num_slots: int, num_drafts: int) -> None:
+        """The slots that steps use from now on, of a model that keeps states. After `allocate_cache`."""
         ...
 
     def drop_cache(self) -> None:
@@ -145,8 +155,19 @@ def load_backend(
     _check_units(config, stated)
     if stated is not None:
         return stated
+    _check_has_no_state(folder)
     kept = KeptLayout(config, folder, group, device)
     return _recalled(kept, config, group, device, progress) or _loaded(kept, config, folder, group, device, progress)
+
+
+def _check_has_no_state(folder: Path) -> None:
+    """Raises `UnsupportedModelError` for a family whose layers keep a state, once its checkpoint could not be read:
+    there is nothing else that serves it.
+    """
+    model_type = str(read_json(folder / "config.json").get("model_type"))
+    if model_type in FAMILIES and FAMILIES[model_type].keeps_state:
+        reason = "its layers keep a state, and the native backend on CPUs, which has slots for it, does not serve it so"
+        raise UnsupportedModelError(model_type, reason, "See the log for what stands against it, and docs/models.md")
 
 
 def _check_units(config: WorkerConfig, stated: LoadedBackend | None) -> None:

@@ -96,7 +96,7 @@ def _check_architecture(config: Any) -> None:
 
 def _check_layers(config: Any) -> None:
     others = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
-    if others:
+    if others and not (config.model_type in FAMILIES and FAMILIES[config.model_type].keeps_state):
         reason = f"it has {', '.join(others)} layers, whose state the paged cache does not hold"
         raise UnsupportedModelError(config.model_type, reason, OTHER_ENGINE)
     if getattr(config, "num_kv_shared_layers", 0):

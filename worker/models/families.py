@@ -99,6 +99,8 @@ class Family:
     residual_scale: Scale = lambda config: 1.0
     logit_softcap: str | None = None
     """The setting of the config that caps logits."""
+    keeps_state: bool = False
+    """Some layers keep a state in place of keys and values: it is read from its files alone (`stated_layout.py`)."""
 
 
 def _own_window(attention: Any) -> int | None:
@@ -222,6 +224,18 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "helium": replace(_LLAMA, interleaved=True),
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_v1_moe": replace(_HUNYUAN, moe=Moe(shared="shared_mlp")),
+    "lfm2": Family(
+        final_norm="embedding_norm",
+        attention_norm="operator_norm",
+        mlp_norm="ffn_norm",
+        output="out_proj",
+        query_norm="q_layernorm",
+        key_norm="k_layernorm",
+        mlp="feed_forward",
+        gate_up=("w1", "w3"),
+        down="w2",
+        keeps_state=True,
+    ),
     "llama": _LLAMA,
     "minimax_m2": replace(_LLAMA, moe=Moe(scoring="sigmoid", selection_bias="e_score_correction_bias")),
     "ministral": _WINDOWED,

@@ -151,6 +151,13 @@ class HfBackend:
         cache, self._steps = self._device.allocate(num_blocks, block_size, self.progress)
         return cache
 
+    def state_bytes(self, num_drafts: int) -> int:
+        """0: a model whose modules keep a state is refused by the dry run."""
+        return 0
+
+    def allocate_states(self, num_slots: int, num_drafts: int) -> None:
+        """Nothing: there are no states."""
+
     def drop_cache(self) -> None:
         if self._steps is not None:
             self._steps.close()

@@ -27,6 +27,7 @@ from holdfast.worker.models.memory import (
     check_num_blocks,
     check_weights,
     choose_num_blocks,
+    choose_num_slots,
     cpu_cache_bytes,
     default_block_size,
     gpu_cache_bytes,
@@ -81,7 +82,8 @@ def load_model(
     backend, facts, target = loaded.backend, loaded.facts, loaded.target
     check_own_dtype(config, str(target.dtype).removeprefix("torch."))
     draft = _load_draft(config, folder, facts.vocab_size, target)
-    cache = _allocate_cache(config, backend, draft, target, facts.max_model_len)
+    num_slots = _num_slots(config, backend, target)
+    cache = _allocate_cache(config, backend, draft, target, facts.max_model_len, num_slots)
     if draft is not None:
         draft.allocate_cache(cache.num_blocks, cache.block_size)
     num_tokens = cache.num_blocks * cache.block_size
@@ -100,6 +102,8 @@ def load_model(
         block_size=cache.block_size,
         num_blocks=cache.num_blocks,
         kv_bytes_per_token=backend.kv_bytes_per_token,
+        num_state_slots=num_slots,
+        state_bytes=backend.state_bytes(config.speculation.max_num_drafts),
         quantization=quantization_of(folder, config.model.quantization) if has_weights else NOT_QUANTIZED,
         weight_bytes=_all_bytes(config.model, folder) if has_weights else 0,
         row_invariant=False,
@@ -154,11 +158,16 @@ def reloaded_config(config: WorkerConfig, info: ModelInfo, folder: str) -> Worke
     found = {"model": folder, "served_model_name": info.model, "max_model_len": info.max_model_len}
     found |= {"keep_layout": False, "load_format": "auto", "revision": None, "tokenizer": info.path}
     cache = {"num_blocks": info.num_blocks, "block_size": info.block_size, "kv_cache_memory": None}
+    cache |= {"num_state_slots": info.num_state_slots or None}
+    speculation = config.speculation
+    if speculation.speculative == "draft":  # states keep room for as many drafts as before
+        drafts = {"speculative": "ngram", "num_speculative_tokens": speculation.max_num_drafts}
+        speculation = speculation.model_copy(update=drafts)
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=found),
             "cache": config.cache.model_copy(update=cache),
-            "speculation": config.speculation.model_copy(update={"speculative": "none"}),
+            "speculation": speculation,
         }
     )
 
@@ -183,10 +192,24 @@ def _load_draft(config: WorkerConfig, folder: Path, vocab_size: int, target: Tar
     return DraftModel.load(config, folder, vocab_size, target)
 
 
+def _num_slots(config: WorkerConfig, backend: Backend, target: Target) -> int:
+    """Slots for states, as many on every rank; 0 for a model that keeps none."""
+    state_bytes = backend.state_bytes(config.speculation.max_num_drafts)
+    cache_bytes = cpu_cache_bytes() if config.cache.kv_cache_memory is None else config.cache.kv_cache_memory
+    return smallest_of_all_ranks(choose_num_slots(config, cache_bytes, state_bytes), target.group, target.device)
+
+
 def _allocate_cache(
-    config: WorkerConfig, backend: Backend, draft: DraftModel | None, target: Target, max_model_len: int
+    config: WorkerConfig,
+    backend: Backend,
+    draft: DraftModel | None,
+    target: Target,
+    max_model_len: int,
+    num_slots: int,
 ) -> BlockCache:
-    """The cache, with the same number of blocks on every rank, and memory left for the draft model's."""
+    """The cache, with the same number of blocks on every rank, and memory left for the draft model's and for states."""
+    num_drafts = config.speculation.max_num_drafts
+    state_bytes = num_slots * backend.state_bytes(num_drafts)
     block_size = config.cache.block_size or default_block_size(target.device)
     draft_bytes = draft.kv_bytes_per_token if draft is not None else 0
     block_bytes = (backend.kv_bytes_per_token + draft_bytes) * block_size
@@ -199,17 +222,20 @@ def _allocate_cache(
     else:
         default_bytes = cpu_cache_bytes()
         most_blocks = useful_blocks(config, block_size, max_model_len)
-    chosen = choose_num_blocks(config.cache, default_bytes, block_bytes, most_blocks)
+    chosen = choose_num_blocks(config.cache, default_bytes, block_bytes, most_blocks, state_bytes)
     num_blocks = smallest_of_all_ranks(chosen, target.group, target.device)
     check_num_blocks(num_blocks, block_bytes)  # only now: all ranks come to the same answer
     if target.device.type == "cpu":
         left_bytes = smallest_of_all_ranks(available_memory(), target.group, target.device)
-        check_memory(num_blocks, block_bytes, left_bytes)
+        check_memory(num_blocks, block_bytes, left_bytes - state_bytes)
     logger.info("KV cache: %d blocks of %d tokens, %d MiB", num_blocks, block_size, num_blocks * block_bytes >> 20)
     try:
         cache = backend.allocate_cache(num_blocks, block_size)
     except ValueError as error:
         raise ConfigurationError(f"cache.{error}") from error
+    if num_slots:
+        logger.info("states: %d slots, %d MiB", num_slots, state_bytes >> 20)
+        backend.allocate_states(num_slots, num_drafts)
     if config.cache.kv_cache_memory is not None:
         cache.want_all()
     return cache

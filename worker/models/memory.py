@@ -118,17 +118,40 @@ def useful_blocks(config: WorkerConfig, block_size: int, max_model_len: int) -> 
     return max(MIN_BLOCKS, running * (PREFIX_CACHE_FACTOR if config.cache.enable_prefix_caching else 1))
 
 
-def choose_num_blocks(config: CacheConfig, default_bytes: int, block_bytes: int, most_blocks: int | None) -> int:
-    """Blocks of this rank's cache: as set, or as many as fit the memory that is set, or the default memory.
+def choose_num_blocks(
+    config: CacheConfig, default_bytes: int, block_bytes: int, most_blocks: int | None, state_bytes: int = 0
+) -> int:
+    """Blocks of this rank's cache: as set, or as many as fit the memory that is set, or the default memory, beside
+    `state_bytes` of states.
 
     `most_blocks` bounds the default where more would do little. The result may be too small to work with.
     """
     if config.num_blocks is not None:
         return config.num_blocks
+    num_bytes = default_bytes if config.kv_cache_memory is None else config.kv_cache_memory
+    num_blocks = max(0, num_bytes - state_bytes) // max(1, block_bytes)
     if config.kv_cache_memory is not None:
-        return config.kv_cache_memory // block_bytes
-    num_blocks = default_bytes // block_bytes
+        return num_blocks
     return num_blocks if most_blocks is None else min(num_blocks, most_blocks)
+
+
+STATE_SHARE: Final = 0.5
+"""Of the cache's memory, states of sequences take at most so much: keys and values have the rest."""
+
+MIN_SLOTS: Final = 2
+"""As `MIN_BLOCKS`."""
+
+
+def choose_num_slots(config: WorkerConfig, cache_bytes: int, state_bytes: int) -> int:
+    """Slots for states of `state_bytes` each: as set, or as many as running sequences and the snapshots of cached
+    prefixes can use, in at most `STATE_SHARE` of this much memory. 0 for a model that keeps no states.
+    """
+    if not state_bytes:
+        return 0
+    if config.cache.num_state_slots is not None:
+        return config.cache.num_state_slots
+    useful = config.scheduler.max_num_seqs * (PREFIX_CACHE_FACTOR if config.cache.enable_prefix_caching else 1)
+    return max(MIN_SLOTS, min(useful, int(cache_bytes * STATE_SHARE) // state_bytes))
 
 
 def check_num_blocks(num_blocks: int, block_bytes: int) -> None:

@@ -59,6 +59,16 @@ class Executor(Protocol):
         """The cache that steps use from now on. Raises ValueError where the block size does not fit."""
         ...
 
+    def state_bytes(self, num_drafts: int) -> int:
+        """What the state of a sequence takes on this rank, all layers together, where a step has up to so many drafts
+        of it; 0: the model keeps none.
+        """
+        ...
+
+    def allocate_states(self, num_slots: int, num_drafts: int) -> None:
+        """The slots that steps use from now on, of a model that keeps states."""
+        ...
+
     def drop_cache(self) -> None: ...
 
     def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
@@ -160,6 +170,14 @@ class NativeBackend:
     def allocate_cache(self, num_blocks: int, block_size: int) -> TiledCache | KVCache:
         """The cache that steps use. Raises ValueError where the block size does not fit."""
         return self.executor.allocate_cache(num_blocks, block_size)
+
+    def state_bytes(self, num_drafts: int) -> int:
+        """What a slot takes; 0: the model keeps no states."""
+        return self.executor.state_bytes(num_drafts)
+
+    def allocate_states(self, num_slots: int, num_drafts: int) -> None:
+        """The slots that steps use, of a model that keeps states."""
+        self.executor.allocate_states(num_slots, num_drafts)
 
     @property
     def runs_several_steps(self) -> bool:
@@ -309,7 +327,9 @@ def _unfit(layout: DecoderLayout) -> str | None:
     """What of a layout the executor for CPUs does not run."""
     for layer in layout.layers:
         attention = layer.attention
-        if attention.head_dim > MAX_HEAD_DIM:
+        if layer.state is not None and layer.parallel:
+            return "a layer with a state has its MLP beside it"
+        if attention is not None and attention.head_dim > MAX_HEAD_DIM:
             return f"heads have {attention.head_dim} dimensions, and {MAX_HEAD_DIM} are the most"
         if isinstance(layer.mlp, Experts) and _is_uneven(layer.mlp):
             return "the expert that all tokens share is cut into other slices than the others"
@@ -333,6 +353,9 @@ class _Provable:
         self._executor = executor
         self._block_size = block_size
         self._cache = executor.allocate_cache(-(-NUM_TOKENS // block_size), block_size)
+        self._has_state = executor.state_bytes(0) > 0
+        if self._has_state:
+            executor.allocate_states(1, 0)
 
     def run_layer(self, index: int, x: Tensor) -> Tensor:
         return self._executor.run_layer(index, x, self.batch_of(np.zeros(len(x), dtype=np.int64))).cpu()
@@ -357,4 +380,6 @@ class _Provable:
             num_blocks=np.array([num_blocks]),
             block_copies=np.zeros((3, 0), dtype=np.int64),
             logits_rows=np.arange(count),
+            state_slots=np.zeros(int(self._has_state), dtype=np.int64),
+            num_drafts=np.zeros(int(self._has_state), dtype=np.int64),
         )

@@ -50,6 +50,7 @@ STYLES: Final[Mapping[str, Style]] = {
     "colwise_gather_output": Style(split=Split.COLUMNS, whole_activations=True),
     "colwise_rep": Style(split=Split.COLUMNS, whole_activations=True),
     "packed_colwise": Style(split=Split.COLUMNS, num_packed=2),
+    "three_packed_colwise": Style(split=Split.COLUMNS, num_packed=3),  # this name is ours
     "rowwise": Style(split=Split.ROWS),
     "rowwise_split_input": Style(split=Split.ROWS, whole_activations=True),
     "rowwise_rep": Style(split=Split.ROWS, whole_activations=True),
@@ -115,6 +116,10 @@ _OVERRIDES: Final[Mapping[str, Mapping[str, str]]] = {
     "hunyuan_v1_moe": _ATTENTION
     | _rules("model.layers.*.mlp.shared_mlp.", "colwise", "gate_proj", "up_proj")
     | {"model.layers.*.mlp.shared_mlp.down_proj": "rowwise"},
+    "lfm2": _attention("model.layers.*.self_attn.", "out_proj")
+    | _rules("model.layers.*.conv.", "three_packed_colwise", "in_proj")
+    | {"model.layers.*.conv.out_proj": "rowwise", "model.layers.*.feed_forward.w2": "rowwise"}
+    | _rules("model.layers.*.feed_forward.", "colwise", "w1", "w3"),
     "nemotron": _ATTENTION | {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"},
     "opt": _attention("model.decoder.layers.*.self_attn.", "out_proj")
     | {"model.decoder.layers.*.fc1": "colwise", "model.decoder.layers.*.fc2": "rowwise"},

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
-from holdfast.worker.executors.layout import Attention, DecoderLayout, Rotary
+from holdfast.worker.executors.layout import Attention, DecoderLayout, Rotary, attention_of
 from holdfast.worker.executors.mapped_files import MappedFiles
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.hf_layers import AttentionCall, HfLayers
@@ -218,8 +218,9 @@ class _Questions:
         positions = torch.tensor(sorted({0, 1, max_len // 3, max_len - 1}))
         arguments = self._hf_backend.layer_arguments(positions, torch.float32)
         for index, (layer, given) in enumerate(zip(self._layout.layers, arguments, strict=True)):
-            if layer.attention.rotary is not None:
-                rotary = self._layout.rotaries[layer.attention.rotary]
+            index_of_rotary = None if layer.attention is None else layer.attention.rotary
+            if index_of_rotary is not None:
+                rotary = self._layout.rotaries[index_of_rotary]
                 if not _same_angles(rotary, positions, given.get("position_embeddings")):
                     return f"the rotary angles of layer {index} differ"
         return None
@@ -227,7 +228,7 @@ class _Questions:
     def _ask_layer(self, index: int, x: Tensor, max_len: int) -> LayerAnswer | str:
         """What the Hugging Face layer makes of these states; or how that of the layout differs."""
         exact, call = self._hf_backend.run_layer(index, x, torch.float32)
-        attention = self._layout.layers[index].attention
+        attention = attention_of(self._layout.layers[index])
         if (reason := self._agreed(_call_difference(attention, call))) is not None:
             return f"the attention of layer {index} {reason}"
         described = _answer(exact, exact, x, _EXACT).excess(self._reference.run_layer(index, x))

@@ -20,6 +20,8 @@ from holdfast.worker.executors.layout import (
     Mlp,
     Norm,
     Rotary,
+    ShortConv,
+    attention_of,
 )
 from holdfast.worker.executors.mapped_files import MappedFiles
 from holdfast.worker.executors.stored_matrix import StoredMatrix
@@ -69,7 +71,9 @@ class Reference:
         layer = self._layout.layers[index]
         positions = torch.arange(len(x)) if positions is None else positions
         x = x.to(self._dtype)
-        mixed = self._out(layer, layer.attention_out_norm, self._attend(layer, x, positions))
+        y = self._norm(layer.attention_norm, x)
+        y = self._convolve(layer.state, y) if layer.state is not None else self._attend(layer, y, positions)
+        mixed = self._out(layer, layer.attention_out_norm, y)
         if layer.parallel:
             own = layer.attention_norm if layer.mlp_norm is None else layer.mlp_norm
             return x + mixed + self._out(layer, layer.mlp_out_norm, self._feed(layer.mlp, self._norm(own, x)))
@@ -100,10 +104,20 @@ class Reference:
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.to(self._dtype)
         return y if norm.bias is None else y + norm.bias.to(self._dtype)
 
+    def _convolve(self, conv: ShortConv, x: Tensor) -> Tensor:
+        """The short convolution over [T, hidden] of one sequence from its first position on."""
+        b, c, x = self._linear(conv.inputs, x).chunk(3, -1)
+        before = x.new_zeros(conv.width - 1, conv.num_channels)
+        windows = torch.cat((before, b * x)).unfold(0, conv.width, 1)
+        sums = (windows * conv.kernel.to(self._dtype)).sum(-1)
+        sums = sums if conv.bias is None else sums + conv.bias.to(self._dtype)
+        return self._row_parallel(conv.output, c * sums)
+
     def _attend(self, layer: Layer, x: Tensor, positions: Tensor) -> Tensor:
-        attention = layer.attention
+        """Attention over the normed rows [T, hidden]."""
+        attention = attention_of(layer)
         heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
-        qkv = self._linear(attention.qkv, self._norm(layer.attention_norm, x))
+        qkv = self._linear(attention.qkv, x)
         q, k, v = torch.split(qkv, [heads * size, kv_heads * size, kv_heads * size], -1)
         q = self._heads(q, attention.query_norm, attention, positions)
         if attention.query_scale is not None:

@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import torch
 
+from holdfast.worker.executors.layout import MAX_CONV_WIDTH
+
 DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """By their names in config.json."""
 
@@ -262,11 +264,37 @@ def _complete_smollm3(config: Any) -> None:
     _check_layer_types(config)
 
 
+def _are_lfm2_layer_types(value: Any) -> bool:
+    return isinstance(value, list) and all(item in ("full_attention", "conv") for item in value)
+
+
+def _complete_lfm2(config: Any) -> None:
+    config.rms_norm_eps, config.hidden_act, config.head_dim = config.norm_eps, "silu", None
+    config.tie_word_embeddings = config.tie_word_embeddings if config.tie_embedding is None else config.tie_embedding
+    inner = config.intermediate_size if config.block_ff_dim is None else config.block_ff_dim
+    if config.block_auto_adjust_ff_dim:
+        inner, unit = int(config.block_ffn_dim_multiplier * int(2 * inner / 3)), config.block_multiple_of
+        inner = -(-inner // unit) * unit
+    config.intermediate_size = inner
+    if config.layer_types is None:
+        attending = range(config.num_hidden_layers) if config.full_attn_idxs is None else config.full_attn_idxs
+        config.layer_types = [
+            "full_attention" if index in attending else "conv" for index in range(config.num_hidden_layers)
+        ]
+    _check_layer_types(config)
+
+
 def _are_bits(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and item in (0, 1) for item in value)
 
 
 _GRANITE_SCALES: Final = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
+
+_LFM2_IGNORED: Final = (
+    *("block_dim", "block_norm_eps", "block_use_swiglu", "block_mlp_init_scale", "block_out_init_scale"),
+    *("block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads", "theta", "use_pos_enc"),
+)
+"""What its files say besides, which transformers does not read."""
 
 STATED: Final[Mapping[str, StatedFamily]] = {
     "gemma": StatedFamily(
@@ -299,6 +327,31 @@ STATED: Final[Mapping[str, StatedFamily]] = {
         output_bias=lambda config: bool(config.attention_bias),
         mlp_bias=lambda config: bool(config.mlp_bias),
         scaling=lambda config: float(config.attention_multiplier),
+    ),
+    "lfm2": StatedFamily(
+        architecture="Lfm2ForCausalLM",
+        settings={
+            **{key: _COMMON[key] for key in ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")},
+            **{key: _COMMON[key] for key in ("vocab_size", "hidden_size")},
+            "intermediate_size": Setting(accepts=_is_count, default=12288),
+            "num_key_value_heads": Setting(accepts=_is_count, default=8),
+            "eos_token_id": Setting(accepts=_are_tokens, default=2),
+            "tie_word_embeddings": Setting(accepts=_is_flag, default=True),
+            "tie_embedding": Setting(accepts=_is_flag, default=None),
+            "norm_eps": Setting(accepts=_is_float, default=1e-5),
+            "conv_bias": _OFF,
+            "conv_L_cache": Setting(accepts=lambda value: _is_count(value) and 2 <= value <= MAX_CONV_WIDTH, default=3),
+            "block_ff_dim": Setting(accepts=_is_count, default=None),
+            "block_multiple_of": Setting(accepts=_is_count, default=256),
+            "block_ffn_dim_multiplier": Setting(accepts=_is_positive, default=1.0),
+            "block_auto_adjust_ff_dim": Setting(accepts=_is_flag, default=True),
+            "full_attn_idxs": Setting(accepts=_or_none(_are_tokens), default=None),
+            "layer_types": Setting(accepts=_or_none(_are_lfm2_layer_types), default=None),
+            **dict.fromkeys(_LFM2_IGNORED, Setting(accepts=lambda value: True, default=None)),
+        },
+        complete=_complete_lfm2,
+        theta=1_000_000.0,
+        has_head_norms=True,
     ),
     "llama": _LLAMA,
     "mistral": StatedFamily(

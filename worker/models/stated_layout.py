@@ -13,7 +13,7 @@ from torch import Tensor
 from holdfast.worker.config import ModelConfig, Quantization
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
-from holdfast.worker.executors.layout import Activation, Attention, DecoderLayout, Layer, Linear, Mlp, Norm
+from holdfast.worker.executors.layout import Activation, Attention, DecoderLayout, Layer, Linear, Mlp, Norm, ShortConv
 from holdfast.worker.executors.slices import slices_of_rank
 from holdfast.worker.executors.stored_matrix import StoredMatrix
 from holdfast.worker.executors.units import UNIT
@@ -22,7 +22,13 @@ from holdfast.worker.models.compact import compact_tensors
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.model import serving_dtype
 from holdfast.worker.models.model_facts import ModelFacts, facts_of
-from holdfast.worker.models.parallel_plan import ATTENTION_AND_MLP, ParallelPlan, share_of_vocabulary, vocabulary_rows
+from holdfast.worker.models.parallel_plan import (
+    ATTENTION_AND_MLP,
+    ParallelPlan,
+    Segment,
+    share_of_vocabulary,
+    vocabulary_rows,
+)
 from holdfast.worker.models.quantized_activations import asks_for_units
 from holdfast.worker.models.quantizing_tensors import PlainWeight
 from holdfast.worker.models.read import OFFSETS
@@ -193,9 +199,12 @@ class _Builder:
 
     def _layer(self, index: int) -> Layer:
         family, prefix = self._family, f"model.layers.{index}."
+        types = getattr(self._config, "layer_types", None)
+        is_conv = types is not None and types[index] == "conv"
         return Layer(
             attention_norm=self._optional_norm(prefix, family.attention_norm),
-            attention=self._attention(index, f"{prefix}{family.attention}."),
+            attention=None if is_conv else self._attention(index, f"{prefix}{family.attention}."),
+            state=self._short_conv(f"{prefix}conv.") if is_conv else None,
             attention_out_norm=self._optional_norm(prefix, family.attention_out_norm),
             mlp_norm=self._optional_norm(prefix, family.mlp_norm),
             mlp=self._mlp(f"{prefix}{family.mlp}."),
@@ -231,6 +240,42 @@ class _Builder:
             output=output,
             num_slices=num_slices,
         )
+
+    def _short_conv(self, prefix: str) -> ShortConv:
+        config, hidden = self._config, self._config.hidden_size
+        has_bias, width, num_slices = config.conv_bias, config.conv_L_cache, self._slices(hidden)
+        kernel = self._channels(f"{prefix}conv.weight", (hidden, 1, width)).to(self._dtype).float().squeeze(1)
+        return ShortConv(
+            num_channels=len(kernel),
+            inputs=self._fused_columns(f"{prefix}in_proj", (3 * hidden, hidden), 3, has_bias=has_bias),
+            kernel=kernel,
+            bias=self._channels(f"{prefix}conv.bias", (hidden,)).to(self._dtype).float() if has_bias else None,
+            output=self._linear(f"{prefix}out_proj", (hidden, hidden), has_bias=has_bias, slices=num_slices),
+            num_slices=num_slices,
+        )
+
+    def _channels(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """This rank's channels of a tensor [channels, ...]."""
+        (part,) = self._parts(self._stored.take(name, shape), 1)
+        channels: Tensor = part.to(self._dtype)
+        return channels
+
+    def _parts(self, whole: Weight, count: int) -> list[Any]:
+        """This rank's share of each of so many equal parts that follow each other: views."""
+        shares = self._plan.shares
+        part = Segment(len(whole) // count, self._size if shares is None else sum(shares), shares)
+        first, length = part.of_rank(self._rank, self._size)
+        return [whole.narrow(0, number * part.length + first, length) for number in range(count)]
+
+    def _fused_columns(self, name: str, shape: tuple[int, int], count: int, *, has_bias: bool) -> Linear:
+        """So many linears of as many outputs, which the checkpoint has as one."""
+        parts = [self._coded(part) for part in self._parts(self._stored.take(f"{name}.weight", shape), count)]
+        bias = torch.cat(self._parts(self._stored.take(f"{name}.bias", shape[:1]), count)) if has_bias else None
+        bias = None if bias is None else bias.to(self._dtype).float()
+        units = tuple(part for part in parts if isinstance(part, StoredMatrix) and self._are_units(part, 1))
+        if len(units) == count:
+            return Linear(units=units, bias=bias)
+        return Linear(weights=tuple(part.to(self._dtype) for part in parts), bias=bias)
 
     def _mlp(self, prefix: str) -> Mlp:
         family, config = self._family, self._config

@@ -138,6 +138,7 @@ class Replica:
             max_model_len=info.max_model_len,
             eos_token_ids=info.eos_token_ids,
             prefix_caching=config.cache.enable_prefix_caching,
+            num_state_slots=info.num_state_slots,
             drafter=speculation,
         )
         tuner = StepTuner(

@@ -188,8 +188,11 @@ class ContinuousBatching:
         return budget
 
     def _has_place(self, queues: SequenceQueues) -> bool:
-        """Whether every running sequence still gets a token in each step if one more runs."""
-        return len(queues.running) < min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+        """Whether every running sequence still gets a token in each step if one more runs, and there is a slot for the
+        state of that one.
+        """
+        most = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+        return len(queues.running) < most and queues.has_slot
 
     def _has_memory(self, queues: SequenceQueues, sequence: Sequence, prefix: SharedPrefix) -> bool:
         """Whether there are blocks enough to admit a waiting sequence that can begin with `prefix`.

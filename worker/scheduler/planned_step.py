@@ -19,6 +19,7 @@ from holdfast.worker.scheduler.batching import Share
 from holdfast.worker.scheduler.prompt_sharing import prompt_logprob_params
 from holdfast.worker.scheduler.queues import SequenceQueues
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
+from holdfast.worker.scheduler.snapshots import keep_state, states_left_by
 from holdfast.worker.scheduler.speculation import NO_DRAFTS, Drafter, Drafts
 from holdfast.worker.step_plan import BlockTables, DecodeColumns, DecodeRows, ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.waiting_queue import Tenant
@@ -128,6 +129,8 @@ class DecodeBatch:
                 broken.append(sequence)
                 continue
             deltas.append(delta)
+            if sequence.is_broken:
+                broken.append(sequence)
             if num_steps > 1 and len(delta.token_ids) < num_steps and delta.finish_reason is None:
                 self.forget()  # it stopped short: its row is not where the columns say
         if num_steps > 1 or len(deltas) < len(sequences):
@@ -138,6 +141,8 @@ class DecodeBatch:
         for sequence in rows_in_flight.ending_block:
             if sequence.status is SequenceStatus.RUNNING and not sequence.is_broken:
                 self._queues.store_full_blocks(sequence, sequence.num_computed_tokens - 1)
+                if self._queues.slots is not None:
+                    keep_state(sequence, self._queues.slots, self._block_size, sequence.num_computed_tokens - 1, 1)
         if not was_foreseen:
             self._age += num_steps
         return deltas, broken
@@ -205,7 +210,8 @@ class DecodeBatch:
             ending_block[-(position + 1) % self._block_size].append(sequence)
         chosen = list(rows)
         self._sequences, self._rows, self._chosen_from, self._others = chosen, rows, sequences, others
-        self._columns = DecodeColumns(list(map(_sequence_id, chosen)), positions, indices, draws)
+        slots = [sequence.state_slot for sequence in chosen if sequence.state_slot is not None]
+        self._columns = DecodeColumns(list(map(_sequence_id, chosen)), positions, indices, draws, slots)
         self._num_by_tenant = num_by_tenant
         self._age, self._num_moves = 0, self._queues.num_moves
         self._ending_block = ending_block
@@ -239,6 +245,8 @@ def scheduled_sequence(sequence: Sequence, num_tokens: int, drafts: Drafts, bloc
         num_draws=1 + len(drafts.token_ids) if draws else 0,
         drafting=drafts.drafting,
         prompt_logprobs=prompt_logprobs,
+        state_slot=sequence.state_slot,
+        num_drafts=len(drafts.token_ids),
     )
 
 
@@ -293,6 +301,8 @@ class ShareCommit:
             self._drafter.settle(sequence, scheduled, gained, self._queues)
         if scheduled.first_position % self._block_size + len(scheduled.token_ids) >= self._block_size:
             self._queues.store_full_blocks(sequence, scheduled.first_position)
+            if (slots := self._queues.slots) is not None:
+                keep_state(sequence, slots, self._block_size, scheduled.first_position, states_left_by(scheduled))
 
 
 MAX_SHARE_HELD_UP: Final = 1 / 8

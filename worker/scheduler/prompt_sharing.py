@@ -6,6 +6,7 @@ from typing import Final
 
 from holdfast.worker.scheduler.queues import SequenceQueues, SharedPrefix
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
+from holdfast.worker.scheduler.snapshots import tokens_to_next_cut
 from holdfast.worker.step_plan import PromptLogprobParams
 
 
@@ -27,12 +28,15 @@ class Siblings:
         if num_common > 0 and sequence.request.group_id:
             siblings = self._siblings_of(sequence)
             parent = max(siblings, key=lambda sibling: sibling.num_computed_tokens, default=None)
+            if self._queues.slots is not None:  # of which one may still be where the prompt ends
+                parent = next((each for each in siblings if each.num_computed_tokens == num_common), parent)
         if parent is not None and parent.num_computed_tokens < num_common:
             return None
-        block_ids = self._queues.cached_prefix(sequence)
-        cached = SharedPrefix(tuple(block_ids), len(block_ids) * self._queues.allocator.block_size)
+        cached = self._queues.cached_prefix(sequence)
         if parent is None or num_common < cached.num_tokens:
             return cached
+        if self._queues.slots is not None and parent.num_computed_tokens != num_common:
+            return cached  # the parent's state is not that behind the prompt any more
         return self._fork(parent, num_common)
 
     def first_ready(self) -> tuple[Sequence, SharedPrefix] | None:
@@ -86,7 +90,7 @@ MAX_PROMPT_LOGPROBS: Final = 128
 
 def num_step_tokens(sequence: Sequence) -> int:
     """How many of a running sequence's tokens one step may compute."""
-    num_tokens = sequence.num_uncomputed_tokens
+    num_tokens = tokens_to_next_cut(sequence) if sequence.cuts else sequence.num_uncomputed_tokens
     return min(num_tokens, MAX_PROMPT_LOGPROBS) if sequence.num_missing_prompt_logprobs else num_tokens
 
 

@@ -14,10 +14,12 @@ from operator import attrgetter
 from typing import Final
 
 from holdfast.worker.cache.block_pool import BlockAllocator
+from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
-from holdfast.worker.step_plan import BlockCopy
+from holdfast.worker.scheduler.snapshots import cuts_of
+from holdfast.worker.step_plan import BlockCopy, StateCopy
 from holdfast.worker.step_update import EngineStats
 from holdfast.worker.timers import Timers
 from holdfast.worker.waiting_queue import TenantCounters, WaitingQueue
@@ -33,6 +35,10 @@ class SharedPrefix:
     """Tokens in `block_ids`; in a fork also those in the parent's next block, which is copied."""
     parent: Sequence | None = None
     """The running sequence to fork from; None: the prefix is from the prefix cache."""
+    snapshot: int | None = None
+    """The slot with the state behind a prefix from the cache, of a model that keeps states."""
+    num_known_tokens: int = 0
+    """Tokens whose keys and values are cached, of such a model: a state may be missing behind the last of them."""
 
 
 NOTHING = SharedPrefix()
@@ -51,10 +57,13 @@ class SequenceQueues:
         self,
         allocator: BlockAllocator,
         *,
+        slots: StateSlots | None = None,
         aging_s: float = math.inf,
         tenant_shares: Mapping[str, float] | None = None,
     ) -> None:
+        """`slots`: of a model that keeps states."""
         self.allocator = allocator
+        self.slots = slots
         self.waiting = WaitingQueue[Sequence](TenantCounters(tenant_shares or {}), aging_s)
         self.running: list[Sequence] = []
         self.num_moves = 0
@@ -72,10 +81,17 @@ class SequenceQueues:
         self.waiting.add(sequence)
         self.num_uncomputed_tokens += sequence.num_uncomputed_tokens
 
-    def cached_prefix(self, sequence: Sequence) -> list[int]:
-        """The cached full blocks that a waiting sequence can begin with."""
-        max_num_blocks = sequence.num_skippable_tokens // self.allocator.block_size
-        return self.allocator.prefix_cache.find(sequence.hash_chain, sequence.token_ids, max_num_blocks)
+    def cached_prefix(self, sequence: Sequence) -> SharedPrefix:
+        """The cached full blocks that a waiting sequence can begin with: of a model that keeps states, those up to the
+        deepest snapshot.
+        """
+        size = self.allocator.block_size
+        max_num_blocks = sequence.num_skippable_tokens // size
+        found = self.allocator.prefix_cache.find(sequence.hash_chain, sequence.token_ids, max_num_blocks)
+        if self.slots is None:
+            return SharedPrefix(tuple(found), len(found) * size)
+        count, snapshot = self.slots.deepest(sequence.hash_chain, sequence.token_ids, len(found))
+        return SharedPrefix(tuple(found[:count]), count * size, None, snapshot, len(found) * size)
 
     def admit(self, sequence: Sequence, num_blocks: int, prefix: SharedPrefix = NOTHING) -> None:
         """Moves a waiting sequence to the running, with `num_blocks` blocks in all, those of the prefix included.
@@ -95,6 +111,8 @@ class SequenceQueues:
         insort(self.running, sequence, key=_service_order)
         if prefix.parent is not None and (num_tokens := prefix.num_tokens % self.allocator.block_size):
             self._copy(prefix.parent.block_ids[len(prefix.block_ids)], own[0], num_tokens)
+        if self.slots is not None:
+            self._give_slot(self.slots, sequence, prefix)
         self._count_prompt(sequence, prefix.parent)
 
     def take_off(self, sequences: list[Sequence]) -> None:
@@ -116,6 +134,15 @@ class SequenceQueues:
         copies = tuple(self._copies.values())
         self._copies.clear()
         return copies
+
+    def take_state_copies(self) -> tuple[StateCopy, ...]:
+        """As `take_block_copies`, of states."""
+        return () if self.slots is None else self.slots.take_copies()
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether one more sequence may run, as far as states are concerned."""
+        return self.slots is None or self.slots.num_free > 0
 
     def grow(self, sequence: Sequence, num_blocks: int = 1) -> None:
         """Allocates more blocks for a running sequence."""
@@ -166,10 +193,15 @@ class SequenceQueues:
         self.num_uncomputed_tokens -= sequence.num_uncomputed_tokens
 
     def forget_prefix(self, sequence: Sequence) -> None:
-        """Evicts a running sequence's blocks from the prefix cache, both those it computed and those it found."""
+        """Evicts a running sequence's blocks from the prefix cache, both those it computed and those it found, and the
+        snapshots of its states.
+        """
         for block_id in sequence.block_ids:
             if block_id in self.allocator.prefix_cache:
                 self.allocator.prefix_cache.evict(block_id)
+        if self.slots is not None and self.slots.keeps_snapshots:
+            for num_blocks in range(1, sequence.num_computed_tokens // self.allocator.block_size + 1):
+                self.slots.drop(sequence.hash_chain, sequence.token_ids, num_blocks)
 
     def release_finished(self) -> None:
         """Removes finished sequences from `running` and frees their blocks, once no step in flight writes to them."""
@@ -197,6 +229,7 @@ class SequenceQueues:
         for block_id in range(self.allocator.num_blocks):
             counted, found = self.allocator.ref_count(block_id), owners[block_id]
             assert counted == found, f"block {block_id} has {found} owners and a reference count of {counted}"
+        self._check_slots()
         self.waiting.check_integrity()
         for sequence in self._held:
             assert any(sequence in members for members in self._in_flight), "blocks are held for no step in flight"
@@ -205,10 +238,30 @@ class SequenceQueues:
         for sequence in self.waiting:
             assert sequence.status is SequenceStatus.WAITING, f"waiting {sequence.sequence_id} is {sequence.status}"
             assert not sequence.block_ids, f"waiting sequence {sequence.sequence_id} owns blocks"
+            assert sequence.state_slot is None, f"waiting sequence {sequence.sequence_id} owns a slot"
             assert sequence.num_computed_tokens == 0, f"waiting sequence {sequence.sequence_id} has computed tokens"
         for sequence in self.running:
             assert sequence.status is not SequenceStatus.WAITING, f"running sequence {sequence.sequence_id} waits"
             self._check_blocks(sequence)
+
+    def _check_slots(self) -> None:
+        """Every sequence that owns blocks owns a slot, of a model that keeps states."""
+        owned = [sequence.state_slot for sequence in (*self.running, *self._held)]
+        if self.slots is None:
+            assert set(owned) <= {None}, "a sequence owns a slot where there are none"
+        else:
+            assert None not in owned, "a running sequence owns no slot"
+            self.slots.check_integrity([slot for slot in owned if slot is not None])
+
+    def _give_slot(self, slots: StateSlots, sequence: Sequence, prefix: SharedPrefix) -> None:
+        """Its state is the parent's, the snapshot's, or none yet."""
+        source = prefix.snapshot if prefix.parent is None else prefix.parent.state_slot
+        sequence.state_slot = slots.take() if source is None else slots.take_copy(source)
+        sequence.num_admitted_tokens = len(sequence.token_ids)
+        block_size, keeps = self.allocator.block_size, slots.keeps_snapshots
+        sequence.cuts = cuts_of(sequence, block_size, prefix.num_known_tokens, keeps_snapshots=keeps)
+        if prefix.snapshot is not None and sequence.num_discarded_tokens == 0:
+            self.counts.num_snapshot_hits += 1
 
     def _check_blocks(self, sequence: Sequence) -> None:
         """Blocks that a running sequence may still write to are its own and not cached; cached ones hold its tokens."""
@@ -267,6 +320,9 @@ class SequenceQueues:
             self._copies.pop(block_id, None)
         self.allocator.free(sequence.block_ids)
         sequence.block_ids = ()
+        if self.slots is not None and sequence.state_slot is not None:
+            self.slots.give_back(sequence.state_slot)
+            sequence.state_slot = None
 
 
 def check_can_end(request: EngineRequest, eos_token_ids: frozenset[int]) -> None:
@@ -330,5 +386,5 @@ class DeadlineWatch:
         is_new = sequence.status is SequenceStatus.WAITING and sequence.num_output_tokens == 0
         if self.tokens_per_s is None or not is_new:
             return sequence.deadline_s
-        num_cached = len(self._queues.cached_prefix(sequence)) * self._queues.allocator.block_size
+        num_cached = self._queues.cached_prefix(sequence).num_tokens
         return sequence.deadline_s - (len(sequence.token_ids) - num_cached) / self.tokens_per_s

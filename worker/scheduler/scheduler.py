@@ -13,6 +13,7 @@ from itertools import repeat
 from typing import NamedTuple
 
 from holdfast.worker.cache.block_pool import BlockAllocator
+from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
@@ -57,18 +58,25 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         prefix_caching: bool = True,
+        num_state_slots: int = 0,
         drafter: Drafter | None = None,
         make_policy: MakePolicy | None = None,
     ) -> None:
-        """`drafter` drafts tokens (speculative decoding); None: nobody does. `make_policy` makes the batching policy;
-        None: the one that the settings name.
+        """`num_state_slots`: slots for states of sequences; 0: the model keeps none. `drafter` drafts tokens
+        (speculative decoding); None: nobody does. `make_policy` makes the batching policy; None: the one that the
+        settings name.
         """
         self._max_num_waiting = config.max_num_waiting
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._drafter = drafter if drafter is not None and drafter.num_speculative_tokens else None
         self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=prefix_caching)
-        self._queues = SequenceQueues(self._allocator, aging_s=config.aging_s, tenant_shares=config.tenant_shares)
+        self._slots: StateSlots | None = None
+        if num_state_slots:
+            self._slots = StateSlots(num_state_slots, block_size, prefix_caching=prefix_caching)
+        self._queues = SequenceQueues(
+            self._allocator, slots=self._slots, aging_s=config.aging_s, tenant_shares=config.tenant_shares
+        )
         self._decode_batch = DecodeBatch(self._queues)
         self._share_commit = ShareCommit(self._queues, self._drafter, block_size, self._drop_broken)
         self.deadlines = DeadlineWatch(self._queues)
@@ -221,6 +229,8 @@ class Scheduler:
         assert not self._sequences, "what runs needs its cache"
         self.policy.release(self._queues)
         self._allocator.forget_cached()
+        if self._slots is not None:
+            self._slots.forget_cached()
 
     # --- State ---
 
@@ -256,6 +266,7 @@ class Scheduler:
             num_total_blocks=load.num_total_blocks,
             num_wasted_slots=self._queues.num_wasted_slots(),
             num_evictions=self.prefix_cache.num_evictions,
+            **({} if self._slots is None else _slot_stats(self._slots)),
         )
 
     def check_integrity(self) -> None:
@@ -298,6 +309,7 @@ class Scheduler:
             decodes=rows,
             others=scheduled,
             block_copies=self._queues.take_block_copies(),
+            state_copies=self._queues.take_state_copies(),
         )
         self._in_flight.append(StepInFlight(plan, in_rows, sequences))
         self._queues.take_off(sequences)
@@ -347,3 +359,13 @@ class Scheduler:
         if self._drafter is not None:
             self._drafter.forget(sequence)
         self.counts.num_finished += 1
+
+
+def _slot_stats(slots: StateSlots) -> dict[str, int]:
+    """By their names in `EngineStats`."""
+    return {
+        "num_used_slots": slots.num_slots - slots.num_free,
+        "num_cached_slots": slots.num_cached,
+        "num_total_slots": slots.num_slots,
+        "num_snapshot_evictions": slots.num_evictions,
+    }

@@ -47,6 +47,7 @@ class Sequence:
         "attempt",
         "awaits_result",
         "block_ids",
+        "cuts",
         "deadline_s",
         "due_s",
         "has_dead_end",
@@ -55,15 +56,18 @@ class Sequence:
         "is_pending",
         "logits_settings",
         "max_len",
+        "num_admitted_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_discarded_tokens",
         "num_prompt_tokens",
+        "num_rolling_blocks",
         "prompt_logprobs",
         "queued_s",
         "request",
         "sequence_id",
         "service_class",
+        "state_slot",
         "status",
         "stop_token_ids",
         "tenant",
@@ -126,6 +130,16 @@ class Sequence:
         """Hashes of its full blocks: their keys in the prefix cache."""
         self.block_ids: tuple[int, ...] = ()
         """Block of positions 0 to block_size - 1, and so on. A tuple, so that plans can share it instead of copying."""
+        self.state_slot: int | None = None
+        """Where its state is while it runs, of a model that keeps states."""
+        self.cuts: tuple[int, ...] = ()
+        """Positions, ascending, at which a step ends that computes it, whatever else there is room for
+        (`snapshots.py`).
+        """
+        self.num_admitted_tokens = 0
+        """Its tokens when it was admitted last."""
+        self.num_rolling_blocks = 0
+        """Blocks before the snapshot of its state that the next one takes the place of; 0: there is none."""
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
         """Its maximum length, prompt included."""
         # An output with a grammar has an end, so that `ignore_eos` can put it off but not away.
@@ -310,6 +324,7 @@ class Sequence:
         reason = None
         for token_id in drawn:
             if token_id == NO_TOKEN:  # the next step finds it again, as its first
+                self.is_broken = self.state_slot is not None  # its state is behind what came after
                 break
             token_ids.append(token_id)
             if token_id in self.stop_token_ids:

@@ -105,10 +105,10 @@ def test_a_preempted_sequence_may_stand_between_those_that_go_on():
 def test_a_full_block_is_shared_once_it_is_stored():
     queues = make_queues(Priority.NORMAL, Priority.NORMAL)
     first = admit_first(queues, 2)
-    assert queues.cached_prefix(queues.waiting.first()) == []
+    assert queues.cached_prefix(queues.waiting.first()).block_ids == ()
     first.num_computed_tokens = 6
     queues.store_full_blocks(first, 0)
-    second = admit_first(queues, 2, queues.cached_prefix(queues.waiting.first()))
+    second = admit_first(queues, 2, queues.cached_prefix(queues.waiting.first()).block_ids)
     assert (first.block_ids, second.block_ids) == ((0, 1), (0, 2))
     assert (second.num_computed_tokens, second.num_cached_tokens) == (4, 4)
     assert (queues.counts.num_prefix_query_tokens, queues.counts.num_prefix_hit_tokens) == (12, 4)
@@ -122,7 +122,7 @@ def test_a_cached_prefix_is_not_evicted_for_the_rest_of_the_same_sequence():
     queues.store_full_blocks(first, 0)
     queues.remove(first)
     others = queues.allocator.allocate(14)
-    second = admit_first(queues, 2, queues.cached_prefix(queues.waiting.first()))
+    second = admit_first(queues, 2, queues.cached_prefix(queues.waiting.first()).block_ids)
     assert sorted((*second.block_ids, *others)) == list(range(16))
     assert queues.allocator.prefix_cache.num_evictions == 0
 
@@ -133,7 +133,7 @@ def test_coming_back_from_a_preemption_counts_as_no_new_query():
     sequence.num_computed_tokens = 5
     queues.store_full_blocks(sequence, 0)
     queues.preempt(sequence)
-    admit_first(queues, 2, queues.cached_prefix(sequence))
+    admit_first(queues, 2, queues.cached_prefix(sequence).block_ids)
     assert (sequence.num_computed_tokens, sequence.num_cached_tokens) == (4, 0)
     assert (queues.counts.num_prefix_query_tokens, queues.counts.num_prefix_hit_tokens) == (6, 0)
 

@@ -20,6 +20,7 @@ from holdfast.worker.executors.cpu.library import class_of, load_library
 from holdfast.worker.executors.cpu.packing import PackedModel
 from holdfast.worker.executors.cpu.sampler import OUT_OF_MEMORY, NativeSampler
 from holdfast.worker.executors.cpu.shared_weights import arena_for
+from holdfast.worker.executors.cpu.states import VALUE_BYTES, StateCache
 from holdfast.worker.executors.cpu.structures import KEPT_AS_INT8, NativeStep, array_address
 from holdfast.worker.executors.cpu.tile_memory import COMPACT_CLASSES, Arena
 from holdfast.worker.executors.kv_cache import KVSpec
@@ -66,6 +67,9 @@ class CpuExecutor:
         self._decoder: int | None = None
         self._exchange: Exchange | None = None
         self._cache: TiledCache | None = None
+        self._states: StateCache | None = None
+        self._state_layers = [index for index, layer in enumerate(layout.layers) if layer.state is not None]
+        self._kept_states = [layer.state for layer in layout.layers if layer.state is not None]
         self._in_int8 = False
         self._pool = self._library.native_pool_create(num_threads, -1, None)
         if not self._pool:
@@ -149,14 +153,31 @@ class CpuExecutor:
         self._cache = TiledCache(
             self._kv_specs(), num_blocks, block_size, self._dtype, self._library, in_int8=self._in_int8
         )
-        for layer, address in zip(self.packed.layers, self._cache.addresses, strict=True):
+        attending = [layer for layer in self.packed.layers if not layer.conv]
+        for layer, address in zip(attending, self._cache.addresses, strict=True):
             layer.pages = address
         self.packed.model.block_size = block_size
         self.packed.model.kept_as = KEPT_AS_INT8 if self._in_int8 else 0
         return self._cache
 
+    def state_bytes(self, num_drafts: int) -> int:
+        """What a slot takes of this rank's memory, all layers together, where a step has up to so many drafts of one
+        sequence; 0 for a model whose layers all attend.
+        """
+        return VALUE_BYTES * sum(state.state_length(num_drafts) for state in self._kept_states)
+
+    def allocate_states(self, num_slots: int, num_drafts: int) -> None:
+        """The slots that steps use from now on, for a model that keeps states."""
+        self._drop_decoder()
+        lengths = [state.state_length(num_drafts) for state in self._kept_states]
+        self._states = StateCache(lengths, num_slots)
+        for index, address, length in zip(self._state_layers, self._states.addresses, lengths, strict=True):
+            layer = self.packed.layers[index]
+            layer.states, layer.state_length = address, length
+            layer.conv.contents.columns = layer.conv.contents.width - 1 + num_drafts
+
     def _kv_specs(self) -> list[KVSpec]:
-        """What each layer keeps."""
+        """What each layer that attends keeps."""
         return [
             KVSpec(
                 num_heads=layer.num_heads,
@@ -165,6 +186,7 @@ class CpuExecutor:
                 value_dim=layer.head_dim,
             )
             for layer in self.packed.layers
+            if not layer.conv
         ]
 
     def warm_up(self, max_rows: int) -> None:
@@ -215,8 +237,7 @@ class CpuExecutor:
         if batch.num_steps > 1:
             return self._run_several(batch)
         assert self._cache is not None, "a cache is allocated before steps run"
-        if batch.block_copies.size:
-            self._cache.copy(*torch.from_numpy(batch.block_copies))
+        self._copy(batch)
         ahead = self._cache.ahead
         if ahead.is_on:
             ahead.begin_step()
@@ -241,8 +262,7 @@ class CpuExecutor:
         assert batch.is_decode, "several steps are decodes"
         assert self._cache is not None, "a cache is allocated before steps run"
         batch = replace(batch, token_ids=batch.token_ids.copy(), first_positions=batch.first_positions.copy())
-        if batch.block_copies.size:
-            self._cache.copy(*torch.from_numpy(batch.block_copies))
+        self._copy(batch)
         drawn = []
         ahead = self._cache.ahead
         if ahead.is_on:
@@ -262,9 +282,21 @@ class CpuExecutor:
                 ahead.end_step(int(batch.block_ids.max(initial=-1)))
         return HeadOutput(None, None, steps=drawn)
 
+    def _copy(self, batch: StepBatch) -> None:
+        """What is copied before a step."""
+        if batch.block_copies.size:
+            assert self._cache is not None, "a cache is allocated before steps run"
+            self._cache.copy(*torch.from_numpy(batch.block_copies))
+        if batch.state_copies.size:
+            assert self._states is not None, "states are allocated before steps run"
+            self._states.copy(batch.state_copies)
+
     def _begin(self, batch: StepBatch, with_logits: bool, first_layer: int = 0) -> "_Step":
         if batch.token_ids.view(np.uint64).max(initial=0) >= self._vocab_size:  # negative ones are large numbers so
             raise ReplicaError(f"a step has a token beyond the vocabulary of {self._vocab_size}")
+        if self._state_layers:
+            assert self._states is not None, "states are allocated before steps run"
+            assert len(batch.state_slots) == len(batch.num_tokens), "each sequence of a step has a slot"
         self._make_room(max(len(batch.token_ids), len(batch.logits_rows)))
         step = _Step(batch, ctypes.addressof(self._layers_done))
         if with_logits or not self._in_one_call:
@@ -350,6 +382,8 @@ class _Step:
             array_address(batch.num_blocks),
             array_address(batch.block_ids),
             array_address(batch.logits_rows),
+            array_address(batch.state_slots),
+            array_address(batch.num_drafts),
             None,
             None,
             None,

@@ -21,6 +21,7 @@ from holdfast.worker.executors.cpu.structures import (
     NativeModel,
     NativeNorm,
     NativeRotary,
+    NativeShortConv,
     NativeUnits,
 )
 from holdfast.worker.executors.cpu.tile_memory import (
@@ -39,6 +40,7 @@ from holdfast.worker.executors.cpu.tile_memory import (
 from holdfast.worker.executors.cpu.unit_packing import PackedUnits, pack_units
 from holdfast.worker.executors.layout import (
     Activation,
+    Attention,
     DecoderLayout,
     Experts,
     Layer,
@@ -47,6 +49,7 @@ from holdfast.worker.executors.layout import (
     Norm,
     QueryScale,
     Rotary,
+    ShortConv,
 )
 
 GROUP: Final = 64
@@ -127,33 +130,54 @@ class PackedModel:
         self._spent = self._compactor = None
 
     def _layer(self, layer: Layer) -> NativeLayer:
-        attention, mlp = layer.attention, layer.mlp
-        return NativeLayer(
+        mlp = layer.mlp
+        native = NativeLayer(
             attention_norm=self._norm(layer.attention_norm),
             attention_out_norm=self._norm(layer.attention_out_norm),
             mlp_norm=self._norm(layer.mlp_norm),
             mlp_out_norm=self._norm(layer.mlp_out_norm),
-            query_norm=self._norm(attention.query_norm),
-            key_norm=self._norm(attention.key_norm),
-            qkv=self._linear(attention.qkv),
-            output=self._linear(attention.output, slices=attention.num_slices),
             mlp=NativeMlp() if isinstance(mlp, Experts) else self._mlp(mlp),
             experts=self._experts(mlp) if isinstance(mlp, Experts) else None,
-            sinks=None if attention.sinks is None else self._floats(attention.sinks),
-            query_scales=None if attention.query_scale is None else self._query_scales(attention.query_scale),
-            scaling=attention.scaling,
-            softcap=attention.softcap or 0.0,
             residual_scale=layer.residual_scale,
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            heads_per_slice=attention.num_heads // attention.num_slices,
-            window=attention.sliding_window or 0,
-            rotary=-1 if attention.rotary is None else attention.rotary,
-            head_norms=_head_norms(attention.query_norm, attention.head_dim, attention.num_heads),
-            norms_after_rotation=int(attention.norms_after_rotation),
             parallel=int(layer.parallel),
         )
+        if layer.attention is not None:
+            self._put_attention(native, layer.attention)
+        if layer.state is not None:
+            self._put_short_conv(native, layer.state)
+        return native
+
+    def _put_attention(self, native: NativeLayer, attention: Attention) -> None:
+        native.query_norm = self._norm(attention.query_norm)
+        native.key_norm = self._norm(attention.key_norm)
+        native.qkv = self._linear(attention.qkv)
+        native.output = self._linear(attention.output, slices=attention.num_slices)
+        native.sinks = None if attention.sinks is None else self._floats(attention.sinks)
+        if attention.query_scale is not None:
+            native.query_scales = self._query_scales(attention.query_scale)
+        native.norms_after_rotation = int(attention.norms_after_rotation)
+        native.scaling = attention.scaling
+        native.softcap = attention.softcap or 0.0
+        native.num_heads = attention.num_heads
+        native.num_kv_heads = attention.num_kv_heads
+        native.head_dim = attention.head_dim
+        native.heads_per_slice = attention.num_heads // attention.num_slices
+        native.window = attention.sliding_window or 0
+        native.rotary = -1 if attention.rotary is None else attention.rotary
+        native.head_norms = _head_norms(attention.query_norm, attention.head_dim, attention.num_heads)
+
+    def _put_short_conv(self, native: NativeLayer, conv: ShortConv) -> None:
+        """But for `columns`, which the states' memory decides."""
+        described = NativeShortConv(
+            inputs=self._linear(conv.inputs),
+            kernel=self._lines(conv.kernel.T),
+            bias=None if conv.bias is None else self._floats(conv.bias),
+            channels=conv.num_channels,
+            width=conv.width,
+        )
+        self._kept.append(described)
+        native.conv = ctypes.pointer(described)
+        native.output = self._linear(conv.output, slices=conv.num_slices)
 
     def _mlp(self, mlp: Mlp) -> NativeMlp:
         inner = mlp.down.in_features
@@ -282,6 +306,12 @@ class PackedModel:
         copy = torch.zeros(-(-len(flat) // 16) * 16 + 16)
         copy[: len(flat)] = flat
         return self._address(copy)
+
+    def _lines(self, rows: Tensor) -> int:
+        """A float32 copy of [rows, n], each row filled up to whole sixteens."""
+        filled = torch.zeros(len(rows), -(-rows.shape[1] // 16) * 16)
+        filled[:, : rows.shape[1]] = rows.detach().float()
+        return self._floats(filled)
 
     def _address(self, tensor: Tensor) -> int:
         self._kept.append(tensor)

@@ -65,6 +65,17 @@ class NativeRotary(Structure):
     )
 
 
+class NativeShortConv(Structure):
+    _fields_ = (
+        ("inputs", NativeLinear),
+        ("kernel", c_void_p),
+        ("bias", c_void_p),
+        ("channels", c_int),
+        ("width", c_int),
+        ("columns", c_int),
+    )
+
+
 class NativeLayer(Structure):
     _fields_ = (
         ("attention_norm", NativeNorm),
@@ -80,6 +91,9 @@ class NativeLayer(Structure):
         ("sinks", c_void_p),
         ("query_scales", c_void_p),
         ("pages", c_void_p),
+        ("conv", POINTER(NativeShortConv)),
+        ("states", c_void_p),
+        ("state_length", c_long),
         ("scaling", c_float),
         ("softcap", c_float),
         ("residual_scale", c_float),
@@ -167,6 +181,8 @@ class NativeStep(Structure):
         ("num_blocks", c_void_p),
         ("blocks", c_void_p),
         ("wanted", c_void_p),
+        ("state_slots", c_void_p),
+        ("num_drafts", c_void_p),
         ("logits", c_void_p),
         ("block_best", c_void_p),
         ("block_mass", c_void_p),
@@ -221,6 +237,7 @@ SIZES = {
             NativeMlp,
             NativeExperts,
             NativeRotary,
+            NativeShortConv,
             NativeLayer,
             NativeExchange,
             NativeModel,

@@ -38,7 +38,7 @@ from holdfast.worker.executors.gpu.sampler import DeviceSampler, Drawing, plain_
 from holdfast.worker.executors.gpu.step_arrays import StepArrays
 from holdfast.worker.executors.gpu.weights import DeviceWeights
 from holdfast.worker.executors.kv_cache import KVCache
-from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.layout import DecoderLayout, attention_of
 from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.step_plan import NO_TOKEN
 
@@ -115,13 +115,14 @@ class GpuExecutor:
         self._sampler = DeviceSampler(
             self._layers.buffers, launch=launch, capture=capture, drawn=self._drawn, wait=self._wait
         )
-        attention = layout.layers[0].attention
+        attentions = [attention_of(layer) for layer in layout.layers]
+        attention = attentions[0]
         self._query_group = attention.num_heads // attention.num_kv_heads
-        self._fewest_kv_heads = min(layer.attention.num_kv_heads for layer in layout.layers)
-        self._head_dim = max(layer.attention.head_dim for layer in layout.layers)
+        self._fewest_kv_heads = min(one.num_kv_heads for one in attentions)
+        self._head_dim = max(one.head_dim for one in attentions)
         self._arrays: StepArrays | None = None
         self._cache: KVCache | None = None
-        self._specs = [kv_spec(layer.attention) for layer in layout.layers]
+        self._specs = [kv_spec(one) for one in attentions]
         self._in_fp8 = False
 
     @property
@@ -166,6 +167,13 @@ class GpuExecutor:
         )
         self._make_arrays(self._max_rows)
         return self._cache
+
+    def state_bytes(self, num_drafts: int) -> int:
+        """0: a layout with states is refused."""
+        return 0
+
+    def allocate_states(self, num_slots: int, num_drafts: int) -> None:
+        """Nothing: there are no states."""
 
     def drop_cache(self) -> None:
         self._graphs.clear()

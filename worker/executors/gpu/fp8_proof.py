@@ -11,7 +11,7 @@ from holdfast.worker.executors import kv_cache as fp8
 from holdfast.worker.executors.gpu.launches import StepTensors
 from holdfast.worker.executors.gpu.layers import DeviceLayers, kv_spec
 from holdfast.worker.executors.kv_cache import KVCache, LayerCache
-from holdfast.worker.executors.layout import Attention, DecoderLayout
+from holdfast.worker.executors.layout import Attention, DecoderLayout, attention_of
 
 _SMALLEST, _LARGEST = -12, 8
 """Powers of two of rows."""
@@ -23,14 +23,14 @@ def fp8_difference(
     """What differs in a layer of each kind, run on random rows of a step; None: nothing."""
     kinds: dict[object, int] = {}
     for index, layer in enumerate(layout.layers):
-        kinds.setdefault(_kind(layer.attention), index)
+        kinds.setdefault(_kind(attention_of(layer)), index)
     for index in kinds.values():
-        spec, device = kv_spec(layout.layers[index].attention), layout.embedding.device
+        spec, device = kv_spec(attention_of(layout.layers[index])), layout.embedding.device
         plain, small = (
             KVCache.allocate([spec], num_blocks, block_size, layout.dtype, device, in_fp8=in_fp8).layers[0]
             for in_fp8 in (False, True)
         )
-        qkv = _rows(layout.layers[index].attention, step)
+        qkv = _rows(attention_of(layout.layers[index]), step)
         what = _difference(layers, index, qkv, step, plain, small)
         if what is not None:
             return f"{what} in fp8 of layer {index} differ from what they should be on this device"

@@ -9,7 +9,7 @@ from holdfast.worker.executors.gpu.rank_exchange import RankExchange
 from holdfast.worker.executors.gpu.step_arrays import tile_columns
 from holdfast.worker.executors.gpu.weights import DeviceWeights
 from holdfast.worker.executors.kv_cache import KVCache, KVSpec, LayerCache
-from holdfast.worker.executors.layout import Attention, DecoderLayout, Layer, Linear, Mlp, Norm
+from holdfast.worker.executors.layout import Attention, DecoderLayout, Layer, Linear, Mlp, Norm, attention_of
 
 
 class DeviceLayers:
@@ -64,7 +64,8 @@ class DeviceLayers:
 
     def mix(self, index: int, qkv: Tensor, step: StepTensors, pages: LayerCache) -> Tensor:
         """Attention of a layer: qkv [T, all heads], float32 -> [T, heads * dim]. Writes the step's keys and values."""
-        attention, rotary = self._layout.layers[index].attention, self._layout.layers[index].attention.rotary
+        attention = attention_of(self._layout.layers[index])
+        rotary = attention.rotary
         width = attention.num_heads * attention.head_dim
         queries = self.buffers.take("queries", (step.num_rows, width), self._layout.dtype)
         angles = None if rotary is None else self._weights.angles[rotary]
@@ -74,7 +75,7 @@ class DeviceLayers:
 
     def mix_again(self, index: int, step: StepTensors, pages: LayerCache) -> Tensor:
         """What the queries that were split last make of these pages."""
-        attention = self._layout.layers[index].attention
+        attention = attention_of(self._layout.layers[index])
         shape = (step.num_rows, attention.num_heads * attention.head_dim)
         queries, mixed = (self.buffers.take(name, shape, self._layout.dtype) for name in ("queries", "mixed"))
         self._launches.attend(attention, queries, pages, step, self._split_space(attention, step), mixed)
@@ -99,8 +100,9 @@ class DeviceLayers:
         if layer.parallel and layer.mlp_norm is not None:
             own = self._normed(step, "mlp normed")
             add(residual, None, layer.mlp_norm, own)
-        mixed = self._attention(index, layer.attention, normed, step, cache)
-        bias, out_norm, scale = layer.attention.output.bias, layer.attention_out_norm, layer.residual_scale
+        attention = attention_of(layer)
+        mixed = self._attention(index, attention, normed, step, cache)
+        bias, out_norm, scale = attention.output.bias, layer.attention_out_norm, layer.residual_scale
         if layer.parallel:
             add(residual, mixed, None, None, bias=bias, out_norm=out_norm, scale=scale)
         else:

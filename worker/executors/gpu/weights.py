@@ -7,7 +7,18 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.layout import Activation, DecoderLayout, Experts, Layer, Linear, Mlp, Norm, Rotary
+from holdfast.worker.executors.layout import (
+    Activation,
+    DecoderLayout,
+    Experts,
+    Layer,
+    Linear,
+    Mlp,
+    Norm,
+    Rotary,
+    attention_of,
+    has_state,
+)
 
 MOST_EXPERTS: Final = 1024
 
@@ -152,7 +163,7 @@ class DeviceWeights:
         self.angles = tuple(angle_table(rotary, max_positions).to(device) for rotary in layout.rotaries)
 
     def _layer(self, layer: Layer, mixture: DeviceMixture | None) -> Layer:
-        attention, mlp = layer.attention, layer.mlp
+        attention, mlp = attention_of(layer), layer.mlp
         return replace(
             layer,
             attention_norm=self._norm(layer.attention_norm),
@@ -218,9 +229,11 @@ def unfit(layout: DecoderLayout, tensor_parallel_size: int, block_size: int) -> 
         return f"sums over {tensor_parallel_size} ranks are not a binary tree"
     if 64 % block_size and block_size % 64:
         return f"blocks of {block_size} tokens neither divide 64 nor are a multiple of it"
+    if has_state(layout):
+        return "layers that keep a state run on CPUs alone"
     groups = set()
     for layer in layout.layers:
-        attention, mlp = layer.attention, layer.mlp
+        attention, mlp = attention_of(layer), layer.mlp
         groups.add(attention.num_heads // attention.num_kv_heads)
         if isinstance(mlp, Experts) and (reason := unfit_mixture(mlp)):
             return reason

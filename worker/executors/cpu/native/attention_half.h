@@ -9,6 +9,7 @@ template <class W> bool Decoder<W>::attention_half(int index, Thread& t) {
   const NativeLayer& l = m.layers[index];
   if (t.run.tid == 0 && step.progress) __atomic_fetch_add(step.progress, 1, __ATOMIC_RELAXED);
   if (index > t.first_layer && !finish(t, m.layers[index - 1], false)) return false;
+  if (l.conv) return state_half(index, t);
   if (t.narrows && index == m.num_layers - 1) return narrowing_half(l, t);
   Rows rows;
   if (!norm_inputs(t, l, rows)) return false;

@@ -58,6 +58,15 @@ struct NativeRotary {
 // What a norm of queries and keys goes over: each head with one weight, all heads together, each head with its own weight.
 enum NativeHeadNorms { HF_NORM_EACH_HEAD, HF_NORM_ALL_HEADS, HF_NORM_OWN_WEIGHTS };
 
+// A short convolution in place of attention (`short_conv.h`). Its output is the layer's.
+struct NativeShortConv {
+  NativeLinear inputs;   // outputs: B of all channels, then C, then x
+  const float* kernel;   // [width][channels, filled up]: the last row weighs a token itself
+  const float* bias;     // [channels, filled up], or null
+  int channels, width;
+  int columns;  // inputs of the convolution that a slot keeps, each at its position modulo this
+};
+
 struct NativeLayer {
   NativeNorm attention_norm, attention_out_norm, mlp_norm, mlp_out_norm, query_norm, key_norm;
   NativeLinear qkv, output;
@@ -66,6 +75,9 @@ struct NativeLayer {
   const float* sinks;
   const float* query_scales;  // [positions]: multiply queries; or null
   void* pages;
+  const NativeShortConv* conv;  // in place of attention, or null
+  float* states;                // [slots][state_length]: what such a layer keeps of sequences
+  long state_length;
   float scaling, softcap, residual_scale;
   int num_heads, num_kv_heads, head_dim, heads_per_slice, window, rotary, head_norms, norms_after_rotation,
       parallel;  // head_norms: see `HeadNorms`
@@ -112,6 +124,8 @@ struct NativeModel {
 
 struct NativeStep {
   const long *token_ids, *first_positions, *num_tokens, *num_blocks, *blocks, *wanted;
+  const long *state_slots, *num_drafts;  // of each sequence, where the model has states: its slot; how many of its last
+                                         // tokens are drafts, which its next step may follow only in part
   float* logits;      // [wanted][vocab rows], or null
   float* block_best;  // [wanted][groups of the head], or null: the largest of each 64 logits; NaN: not all are finite
   float* block_mass;  // [wanted][groups of the head], or null: the sum of exp(logit - the largest) of each 64 logits

@@ -25,12 +25,18 @@ template <class W> class Decoder {
   Decoder(const NativeModel& model, int num_threads) : m(model), threads(num_threads), attention(num_threads) {
     int qkv = 0, heads = 0, attended = 0, inner = 0, moe_rows = 1, experts = 0, shared = 0, logits = 0;
     bool has_bias = false;
+    bool has_states = false;
     for (int i = 0; i < m.num_layers; i++) {
       const NativeLayer& l = m.layers[i];
-      HeadShape s = shape_of_heads(l.num_heads, l.num_kv_heads, l.head_dim, l.head_dim, m.block_size, l.window);
-      scale_scores(s, l.scaling, l.softcap);
-      kind_of.push_back(attention.kind_like(s));
-      qkv = std::max(qkv, l.qkv.groups * GROUP), heads = std::max(heads, l.num_heads * s.padded());
+      if (l.conv) {
+        kind_of.push_back(-1), has_states = true;
+        qkv = std::max(qkv, l.conv->inputs.groups * GROUP);
+      } else {
+        HeadShape s = shape_of_heads(l.num_heads, l.num_kv_heads, l.head_dim, l.head_dim, m.block_size, l.window);
+        scale_scores(s, l.scaling, l.softcap);
+        kind_of.push_back(attention.kind_like(s));
+        qkv = std::max(qkv, l.qkv.groups * GROUP), heads = std::max(heads, l.num_heads * s.padded());
+      }
       attended = std::max(attended, l.output.slices * l.output.slice_tiles * K_TILE);
       auto widest = [&](const NativeMlp& mlp) { inner = std::max(inner, inner_length(mlp)); };
       if (!l.experts) widest(l.mlp);
@@ -46,6 +52,7 @@ template <class W> class Decoder {
     h = Buffer<Input>(rows, m.hidden), h2 = Buffer<Input>(rows, m.hidden);
     projected = Buffer<float>(rows, qkv), queries = Buffer<Input>(rows, heads);
     attention_out = Buffer<Input>(rows, attended), inner_rows = Buffer<Input>(rows * moe_rows, inner);
+    if (has_states) wanted_mixed = Buffer<Input>(rows, attended);
     if (experts) {
       router_logits = Buffer<float>(rows, logits), expert_input = Buffer<Input>(rows * moe_rows, m.hidden);
       choices.resize(rows * moe_rows), weights.resize(rows * moe_rows), first_of.resize(experts + 1),
@@ -64,7 +71,7 @@ template <class W> class Decoder {
     const int end = attention.begin(step);
     for (int i = 0; i < m.num_rotaries; i++) fill_rotary(m.rotaries[i], end);
     narrows = can_narrow() && step.num_wanted < step.num_rows;
-    if (narrows) list_wanted();
+    if (narrows && !ends_with_state()) list_wanted();
     make_room(step.num_wanted);
     next_segment = 0;
   }
@@ -313,6 +320,14 @@ template <class W> class Decoder {
   float* rotated(const NativeLayer& l, Local& own, const float* from, int head, const NativeNorm& norm, int norm_head,
                  int position, int num_heads);
 
+  // --- short_conv.h ---
+
+  bool ends_with_state() const { return m.layers[m.num_layers - 1].conv; }
+  bool state_half(int index, Thread& t);
+  void convolve(const NativeLayer& l, int sequence, int first, int end);
+  void put_mixed(const NativeLayer& l, int row, int c, int count, Lanes v);
+  bool narrow_mixed(Thread& t, Rows& mixed);
+
   // --- wanted_rows.h ---
 
   bool can_narrow() const { return m.tensor_parallel_size == 1 || exchange; }
@@ -367,7 +382,7 @@ template <class W> class Decoder {
   Attention<W> attention;
   std::vector<std::unique_ptr<Local>> local;
   Buffer<float> x, y, wanted_x, projected, group_best, router_logits, choice_scores;
-  Buffer<Input> h, h2, queries, attention_out, inner_rows, expert_input, shared_rows;
+  Buffer<Input> h, h2, queries, attention_out, wanted_mixed, inner_rows, expert_input, shared_rows;
   Buffer<int> group_at;
   std::vector<int> choices, first_of, order;
   std::vector<float> weights, shared_weights;

@@ -6,6 +6,7 @@
 #include "mlp_half.h"
 #include "paged_attention.h"
 #include "routing.h"
+#include "short_conv.h"
 #include "wanted_rows.h"
 #include "step.h"
 

@@ -1,0 +1,67 @@
+"""Models whose layers keep states compute what Hugging Face computes, however prompts are cut, packed and shared."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.worker.engine.model_runner import LeaderRunner
+from holdfast.worker.errors import UnsupportedModelError
+from tests.parity.harness import (
+    greedy_tokens,
+    hugging_face,
+    is_run_by,
+    likeliest_tokens,
+    load,
+    logits_in_chunks,
+    on_ranks,
+    reference_logits,
+    relative_difference,
+    worker_config,
+)
+from tests.parity.hybrids import PATTERNS, save_hybrid
+
+TOLERANCE = 1e-5
+"""Of the largest logit."""
+
+
+@pytest.fixture(scope="module", params=PATTERNS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_hybrid(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.fixture(scope="module")
+def leader(folder) -> LeaderRunner:
+    return load(worker_config(folder))
+
+
+def test_whole_and_in_chunks_they_have_the_logits_of_hugging_face_and_the_same_bits(folder, leader, prompts):
+    assert is_run_by(leader, "native")
+    assert leader._runner.info.row_invariant
+    whole = logits_in_chunks(leader, prompts, 70)
+    assert relative_difference(whole, reference_logits(hugging_face(folder), prompts)) <= TOLERANCE
+    for chunk in (1, 7, 64):
+        assert all(map(torch.equal, logits_in_chunks(leader, prompts, chunk), whole)), chunk
+
+
+def test_they_go_on_with_the_tokens_of_hugging_face(folder, leader, prompts):
+    tokens = greedy_tokens(leader, prompts, num_new=12)
+    model = hugging_face(folder)
+    assert [likeliest_tokens(model, *pair) for pair in zip(prompts, tokens, strict=True)] == tokens
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("pattern", ["attention last", "odd channels"])
+def test_on_several_ranks_they_have_the_bits_of_one(pattern, size, tmp_path, prompts):
+    folder = save_hybrid(tmp_path, pattern)
+    alone = logits_in_chunks(load(worker_config(folder)), prompts, 7)
+    shared = on_ranks(worker_config(folder, size), lambda leader: logits_in_chunks(leader, prompts, 7))
+    assert all(map(torch.equal, shared, alone))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"executor": "hf"}, {"load_format": "dummy"}, {"hf_overrides": {"norm_eps": 0.1}}]
+)
+def test_where_the_native_executor_does_not_serve_them_they_are_refused_by_name(settings, tmp_path):
+    with pytest.raises(UnsupportedModelError, match=r"lfm2.*keep a state"):
+        load(worker_config(save_hybrid(tmp_path, "attention last"), **settings))

@@ -1,0 +1,113 @@
+"""State slots: where the states of sequences are, and which slots hold a snapshot of one for a prefix.
+
+A model may have layers that keep a state of fixed size in place of keys and values (docs/state-cache.md). A sequence
+that runs owns one slot for the states of all of them. A slot without an owner may hold a snapshot: the state behind the
+first blocks of some sequence, found by the same hash as the last of these blocks. Slots are handed out and evicted as
+blocks are.
+"""
+
+from collections.abc import Sequence
+
+from holdfast.worker.block_hash import HashChain
+from holdfast.worker.cache.block_pool import BlockAllocator
+from holdfast.worker.step_plan import StateCopy
+
+
+class StateSlots:
+    """Slots 0 to `num_slots - 1`. Every call but `deepest` costs O(1).
+
+    Copies are made before the next step computes anything, in the order of the calls: what a slot held when it was
+    copied counts, whoever has it by then.
+    """
+
+    def __init__(self, num_slots: int, block_size: int, *, prefix_caching: bool) -> None:
+        self._allocator = BlockAllocator(num_slots, block_size, prefix_caching=prefix_caching)
+        self._cache = self._allocator.prefix_cache
+        self._copies: list[StateCopy] = []
+        self.keeps_snapshots = prefix_caching
+
+    @property
+    def num_slots(self) -> int:
+        return self._allocator.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Slots without an owner, those with a snapshot among them."""
+        return self._allocator.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Slots with a snapshot."""
+        return self._allocator.num_cached
+
+    @property
+    def num_evictions(self) -> int:
+        return self._cache.num_evictions
+
+    def deepest(self, chain: HashChain, token_ids: Sequence[int], max_num_blocks: int) -> tuple[int, int | None]:
+        """The most blocks, up to so many, behind which there is a snapshot of this prefix, and its slot; (0, None)
+        where there is none. O(`max_num_blocks`).
+        """
+        for num_blocks in range(max_num_blocks if self.num_cached else 0, 0, -1):
+            slot = self._cache.place_of(chain, token_ids, num_blocks - 1)
+            if slot is not None:
+                return num_blocks, slot
+        return 0, None
+
+    def take(self) -> int:
+        """A slot for a sequence that begins: what it holds does not count."""
+        (slot,) = self._allocator.allocate(1)
+        return slot
+
+    def take_copy(self, source: int) -> int:
+        """A slot with the state that is in `source`: a snapshot's, or that of a sequence that runs."""
+        if self._allocator.ref_count(source) == 0:  # used last, so that it is evicted last
+            self._allocator.share([source])
+            self._allocator.free([source])
+        slot = self.take()
+        if slot != source:  # else it was the last free one, and is the sequence's own from now on
+            self._copies.append((source, slot))
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """The sequence has ended, or is preempted."""
+        self._allocator.free([slot])
+
+    def keep(self, slot: int, chain: HashChain, token_ids: Sequence[int], num_blocks: int) -> bool:
+        """Copies the state in `slot`, which is that behind so many full blocks, to be found by their hash. False where
+        there is one already, or no slot is free.
+        """
+        if not self.keeps_snapshots or not self.num_free:
+            return False
+        if self._cache.place_of(chain, token_ids, num_blocks - 1) is not None:
+            return False
+        kept = self.take()
+        self._copies.append((slot, kept))
+        self._cache.store(kept, chain, token_ids, num_blocks - 1)
+        self._allocator.free([kept])
+        return True
+
+    def drop(self, chain: HashChain, token_ids: Sequence[int], num_blocks: int) -> None:
+        """Forgets the snapshot behind so many blocks, if there is one."""
+        slot = self._cache.place_of(chain, token_ids, num_blocks - 1)
+        if slot is not None:
+            self._allocator.make_blank(slot)
+
+    def take_copies(self) -> tuple[StateCopy, ...]:
+        """The copies that the next step makes; each is returned once."""
+        copies, self._copies = tuple(self._copies), []
+        return copies
+
+    def forget_cached(self) -> None:
+        """Forgets all snapshots. No slot may have an owner."""
+        self._allocator.forget_cached()
+
+    def check_integrity(self, owned: Sequence[int]) -> None:
+        """Raises AssertionError unless these slots, and no others, have one owner each. O(slots)."""
+        self._allocator.check_integrity()
+        owners = [self._allocator.ref_count(slot) for slot in range(self.num_slots)]
+        expected = [0] * self.num_slots
+        for slot in owned:
+            expected[slot] += 1
+        assert owners == expected, f"slots have {owners} owners, and {expected} were counted"
+        assert max(expected, default=0) <= 1, "two sequences have one slot"

@@ -1,0 +1,93 @@
+// First half of a layer that keeps a state in place of keys and values: a short convolution. Methods of `Decoder`.
+//
+//   s[t] = B[t] x[t];  out[t] = C[t] (bias + w[0] s[t - width + 1] + ... + w[width - 1] s[t]), by FMA, the oldest first
+//
+// A slot keeps s of the last tokens in float32, each at its position modulo `columns`: so tokens have the same bits however
+// a prompt is cut, and a draft that turned out wrong is written over by the token that is right. `columns` is width - 1 and
+// the most drafts of a step: the step after it finds what came before any of its drafts. A sequence's first token has zeros
+// before it, whatever the slot holds.
+#pragma once
+#include "step.h"
+
+namespace {
+
+enum { MAX_CONV_WIDTH = 8, CONV_RUN = 64 };  // CONV_RUN: channels that one task has at least
+
+inline void put_some(float* to, Lanes v, int count) {
+  if (count == 16) return store(to, v);
+  alignas(64) float all[16];
+  store(all, v);
+  memcpy(to, all, count * sizeof(float));
+}
+
+template <class W> bool Decoder<W>::state_half(int index, Thread& t) {
+  const NativeLayer& l = m.layers[index];
+  Rows rows;
+  if (!normed(t, l.attention_norm, rows)) return false;
+  if (!project(t, l.conv->inputs, 0, l.conv->inputs.groups, rows)) return false;
+  const int sequences = step.num_sequences, runs = (l.conv->channels + CONV_RUN - 1) / CONV_RUN;
+  const int pieces = std::max(1, std::min(runs, 4 * threads / std::max(1, sequences)));
+  const int each = (runs + pieces - 1) / pieces * CONV_RUN;
+  if (!holdfast::tasks(t.run, sequences * pieces, [&](int task) {
+        const int first = task % pieces * each;
+        convolve(l, task / pieces, first, std::min(l.conv->channels, first + each));
+      }))
+    return false;
+  Rows mixed = {attention_out.data, attention_out.stride};
+  if (t.narrows && index == m.num_layers - 1 && !narrow_mixed(t, mixed)) return false;
+  if (!t.num_rows) return true;
+  return row_parallel(t, l.output, mixed, l, false);
+}
+
+// Channels [first, end) of all tokens of a sequence.
+template <class W> void Decoder<W>::convolve(const NativeLayer& l, int sequence, int first, int end) {
+  const NativeShortConv& conv = *l.conv;
+  const SequenceView& seq = attention.sequences[sequence];
+  float* slot = l.states + step.state_slots[sequence] * l.state_length;
+  const long kernel_stride = (conv.channels + 15) / 16 * 16;
+  const int before = conv.width - 1;
+  for (int c = first; c < end; c += 16) {
+    const int count = std::min(16, end - c);
+    Lanes weights[MAX_CONV_WIDTH], window[MAX_CONV_WIDTH];  // window: of `width` tokens, the last one the token itself
+    for (int k = 0; k < conv.width; k++) weights[k] = load(conv.kernel + k * kernel_stride + c);
+    for (int k = 0; k < before; k++) {
+      const int position = seq.first_position - before + k;
+      window[k] = position < 0 ? zero() : load(slot + (long)(position % conv.columns) * conv.channels + c);
+    }
+    for (int i = 0; i < seq.num_tokens; i++) {
+      const float* b = projected.row(seq.first_row + i) + c;
+      window[before] = load(b) * load(b + 2 * conv.channels);
+      Lanes sum = conv.bias ? load(conv.bias + c) : zero();
+      for (int k = 0; k < conv.width; k++) sum = fma(weights[k], window[k], sum);
+      put_mixed(l, seq.first_row + i, c, count, load(b + conv.channels) * sum);
+      if (seq.num_tokens - i <= conv.columns)
+        put_some(slot + (long)((seq.first_position + i) % conv.columns) * conv.channels + c, window[before], count);
+      for (int k = 0; k < before; k++) window[k] = window[k + 1];
+    }
+  }
+}
+
+// Channels [c, c + count) of a row of the output's inputs, which lie in slices that are filled up.
+template <class W> void Decoder<W>::put_mixed(const NativeLayer& l, int row, int c, int count, Lanes v) {
+  alignas(64) Input rounded[16];
+  store(rounded, v);
+  const int length = l.conv->channels / l.output.slices, filled = l.output.slice_tiles * K_TILE;
+  Input* out = attention_out.row(row);
+  for (int from = 0; from < count;) {
+    const int slice = (c + from) / length, within = (c + from) % length, some = std::min(count - from, length - within);
+    memcpy((void*)(out + (long)slice * filled + within), rounded + from, some * sizeof(Input));
+    from += some;
+  }
+}
+
+// As `narrow`, once the states of all tokens are written: only the wanted rows go on.
+template <class W> bool Decoder<W>::narrow_mixed(Thread& t, Rows& mixed) {
+  if (!row_tasks(t.run, t.num_wanted, [&](int r) {
+        memcpy((void*)wanted_mixed.row(r), attention_out.row(step.wanted[r]), attention_out.stride * sizeof(Input));
+      }))
+    return false;
+  mixed = {wanted_mixed.data, wanted_mixed.stride};
+  return narrow(t);
+}
+
+}  // namespace

@@ -1,0 +1,44 @@
+"""State cache on CPUs: for each layer that keeps a state a pool of slots, one for a sequence. Here is only the memory;
+who owns which slot is the scheduler's (`worker/cache/state_slots.py`).
+"""
+
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from holdfast.worker.distributed.step_batch import IntArray
+from holdfast.worker.executors.cpu.tile_memory import address_of, mapped_memory
+
+VALUE_BYTES = 4
+"""float32, whatever the model's dtype: a state that is rounded on the way gives other bits when it is restored."""
+
+
+class StateCache:
+    """All layers' pools, [num_slots, length] float32 each. Memory is taken where it is written to.
+
+    What a slot holds counts only for a sequence that has computed a token: at position 0 all states are zeros.
+    """
+
+    def __init__(self, lengths: Sequence[int], num_slots: int) -> None:
+        """`lengths`: numbers that each layer keeps of a sequence, in the order of the layers that keep some."""
+        self.num_slots = num_slots
+        self._memory = [mapped_memory(num_slots * length * VALUE_BYTES) for length in lengths]
+        self.pools = [_pool(memory, num_slots, length) for memory, length in zip(self._memory, lengths, strict=True)]
+        """[num_slots, length] of each layer."""
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where each layer's pool begins."""
+        return [address_of(memory) for memory in self._memory]
+
+    def copy(self, copies: IntArray) -> None:
+        """Copies slots to others, `copies` [2, N]: sources and destinations, one after the other in this order."""
+        for source, destination in copies.T.tolist():
+            for pool in self.pools:
+                pool[destination].copy_(pool[source])
+
+
+def _pool(memory: mmap.mmap, num_slots: int, length: int) -> Tensor:
+    return torch.frombuffer(memory, dtype=torch.float32, count=num_slots * length).view(num_slots, length)

@@ -1,0 +1,79 @@
+"""Snapshots of states: at which positions a sequence's state is kept for others, and where its prompt is cut for that.
+
+All of them are multiples of the block size, for the keys and values before them are found by blocks:
+
+  - the last one in the prompt, which the same prompt again, and the next turn of a chat, begin with;
+  - where a prompt parts from what is cached: keys and values were found up to there and no state. Others part there
+    too;
+  - every 1,024 tokens;
+  - the last one of the output so far: the next turn begins with it, and so does the sequence itself, if it is
+    preempted.
+
+The state is that behind the last token of a step, or of any draft in it that was right. So a prompt is computed up to
+such a position first, and the rest in the next step. Outputs come by there by themselves.
+"""
+
+from typing import Final
+
+from holdfast.worker.cache.state_slots import StateSlots
+from holdfast.worker.scheduler.sequence import Sequence
+from holdfast.worker.step_plan import ScheduledSequence
+
+SPACING: Final = 1024
+"""Positions between snapshots of a long prompt or output."""
+
+WORTH_A_CUT: Final = 64
+"""Tokens of a prompt from which its last snapshot is worth a step more. Of a shorter one, as much is computed again."""
+
+
+def cuts_of(sequence: Sequence, block_size: int, branch: int, *, keeps_snapshots: bool) -> tuple[int, ...]:
+    """The positions, ascending, up to which a sequence is computed before it goes on, once it is admitted. `branch`:
+    how many of its first tokens have their keys and values cached.
+    """
+    first, last = sequence.num_computed_tokens, len(sequence.token_ids) - 1
+    cuts: set[int] = set()
+    if sequence.request.group_id and first < sequence.num_prompt_tokens - 1:
+        cuts.add(sequence.num_prompt_tokens - 1)  # where the others of its request fork
+    if keeps_snapshots:
+        cuts.update(range(first // SPACING * SPACING + SPACING, last, SPACING))
+        cuts.add(branch)
+        if last >= WORTH_A_CUT:
+            cuts.add(last // block_size * block_size)
+    return tuple(sorted(cut for cut in cuts if first < cut < len(sequence.token_ids)))
+
+
+def tokens_to_next_cut(sequence: Sequence) -> int:
+    """How many tokens a step may compute of a sequence at most."""
+    computed = sequence.num_computed_tokens
+    for cut in sequence.cuts:
+        if cut > computed:
+            return cut - computed
+    return sequence.num_uncomputed_tokens
+
+
+def keep_state(sequence: Sequence, slots: StateSlots, block_size: int, first: int, num_states: int) -> None:
+    """Keeps the state of a running sequence, if a step has brought it to such a position.
+
+    The step began at position `first`, and left the states behind the last `num_states` of the tokens it computed and
+    drafted, as far as they were right.
+    """
+    end = sequence.num_computed_tokens
+    position = end // block_size * block_size
+    if sequence.state_slot is None or not slots.keeps_snapshots or position <= first or end - position >= num_states:
+        return
+    in_output = position > sequence.num_admitted_tokens
+    is_spaced = position % SPACING == 0
+    if not (in_output or is_spaced or position in sequence.cuts):
+        return
+    num_blocks = position // block_size
+    if sequence.num_rolling_blocks:  # the last one of the output takes the place of the one before
+        slots.drop(sequence.hash_chain, sequence.token_ids, sequence.num_rolling_blocks)
+        sequence.num_rolling_blocks = 0
+    is_kept = slots.keep(sequence.state_slot, sequence.hash_chain, sequence.token_ids, num_blocks)
+    if is_kept and in_output and not is_spaced:
+        sequence.num_rolling_blocks = num_blocks
+
+
+def states_left_by(scheduled: ScheduledSequence) -> int:
+    """How many of a share's last tokens have left the state behind them: the last that is no draft, and the drafts."""
+    return 1 + scheduled.num_drafts
