@@ -52,6 +52,11 @@ class DraftModel:
         check_same_tokens(folder, draft_folder)
         # A group of its own: no token depends on the bits of a draft, so whatever runs it best will do.
         loaded = load_backend(_alone(config, draft_folder), draft_folder, SingleRank(), target.device, _silent)
+        if loaded.backend.state_bytes(0):
+            raise ConfigurationError(
+                f"speculation.draft_model = {config.speculation.draft_model!r}: {loaded.facts.model_type} keeps "
+                "states, which draft models have no slots for; name a model whose layers all attend"
+            )
         return cls(
             loaded.backend,
             target.device,
