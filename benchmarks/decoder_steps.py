@@ -30,7 +30,7 @@ from holdfast.worker.config import CacheConfig, KVCacheDtype, ModelConfig, Worke
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.cpu import executor, library
-from holdfast.worker.models import recognize
+from holdfast.worker.models import rank_share
 from holdfast.worker.models.loading import LoadedModel, load_model
 
 
@@ -94,7 +94,6 @@ def load(
     runs_on: str = "native",
     dtype: str = "bfloat16",
     *,
-    keep: bool = True,
     inputs: str = "auto",
     kept_as: KVCacheDtype = "auto",
 ) -> Timed:
@@ -102,7 +101,6 @@ def load(
         "model": model,
         "executor": runs_on,
         "dtype": dtype,
-        "keep_layout": keep,
         "quantized_activations": inputs,
     }
     config = WorkerConfig(
@@ -121,8 +119,8 @@ def most_blocks(block_size: int) -> int:
 
 def load_one_slice(model: str, dtype: str) -> Timed:
     """The native backend, its row-parallel sums in one piece."""
-    with patch.object(recognize._Reader, "_slices", lambda self, local: 1):
-        return load("one slice", model, dtype=dtype, keep=False)
+    with patch.object(rank_share.RankShare, "slices", lambda self, length: 1):
+        return load("one slice", model, dtype=dtype)
 
 
 def load_whole(model: str, dtype: str) -> Timed:

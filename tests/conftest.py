@@ -41,13 +41,6 @@ STARTS_RAY = (
 """What `pytest -n` runs in one process, and first: it takes longest, and one machine has room for one Ray."""
 
 
-@pytest.fixture(autouse=True)
-def _no_layout_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test has planted in this process is nothing that another one should find."""
-    if "holdfast.worker.models.kept_layout" in sys.modules:
-        monkeypatch.setattr("holdfast.worker.models.kept_layout.layouts_folder", lambda: Path("/dev/null/layouts"))
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "LoadScopeScheduling":
     """A file is the unit, so that its fixtures are made once. All that starts Ray is one, and all of its faults."""

@@ -97,7 +97,8 @@ def test_the_routing_policy_of_the_page_chooses_holders_of_the_longest_prefix():
 
 def test_the_entries_of_the_pages_that_add_something_are_entries():
     entry = eval("{" + program_of("add-a-model.md") + "}", dict(vars(families)))
-    assert entry["my_model_type"] == replace(families.FAMILIES["qwen2"], gate_up=("gate_up_proj",))
+    own = {"architecture": "MyModelForCausalLM", "gate_up": ("gate_up_proj",)}
+    assert entry["my_model_type"] == replace(families.FAMILIES["qwen2"], **own)
     assert indent(program_of("add-a-parameter.md"), "    ") in (ROOT / "worker" / "sampling_params.py").read_text()
 
 

@@ -101,9 +101,6 @@ class ModelConfig(Settings):
         "auto",
         description="what runs the layers; auto: the native backend where it knows the model, else the HF backend",
     )
-    keep_layout: bool = Field(
-        True, description="keep what was found out of a model in ~/.cache/holdfast/layouts: later starts are faster"
-    )
     seed: int = Field(0, ge=0, description="seed of dummy weights")
 
     @field_validator("executor", mode="before")

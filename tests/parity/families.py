@@ -108,9 +108,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Turns of a family that other code paths serve."""
 
 NOT_RECOGNIZED = {
-    **dict.fromkeys(SERVED.keys() - FAMILIES.keys(), "not among the known families"),
-    "deepseek_v3, whole queries": "not among the known families",
-    "olmo": "clipped",
+    **dict.fromkeys(SERVED.keys() - FAMILIES.keys(), "not among the stated families"),
+    "deepseek_v3, whole queries": "not among the stated families",
+    "olmo": "config.json has clip_qkv",
 }
 """Families and variants that the HF backend serves, and a word of why."""
 

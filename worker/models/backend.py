@@ -3,9 +3,9 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -19,26 +19,20 @@ from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler
 from holdfast.worker.models.checks import OTHER_ENGINE, check_kv_cache_dtype, kv_cache_dtype_refused
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.hf_backend import HfBackend
-from holdfast.worker.models.kept_layout import KeptLayout
 from holdfast.worker.models.memory import default_block_size
-from holdfast.worker.models.model import RankModel, build_rank_model, serving_dtype
+from holdfast.worker.models.model import build_rank_model, serving_dtype
 from holdfast.worker.models.model_facts import ModelFacts, facts_of
 from holdfast.worker.models.native_backend import (
     UNIT_NUMERICS,
-    NativeBackend,
     OverlappingExecutor,
-    all_ranks,
-    is_available,
     make_backend,
-    read_module,
     recognized_of,
 )
 from holdfast.worker.models.parallelize import Target
-from holdfast.worker.models.proof import Recognized
 from holdfast.worker.models.quantized_activations import refused
 from holdfast.worker.models.stated_layout import read_stated
 from holdfast.worker.models.weight_files import weight_files
-from holdfast.worker.models.weights import read_config, read_json
+from holdfast.worker.models.weights import read_config
 from holdfast.worker.progress import ProgressCounter
 
 logger = logging.getLogger(__name__)
@@ -153,30 +147,16 @@ def load_backend(
         load_library()  # before anything large is read; compiles it where there is none
     stated = _stated(config, folder, group, device, progress)
     _check_units(config, stated)
-    if stated is not None:
+    if isinstance(stated, LoadedBackend):
         return stated
-    _check_has_no_state(folder)
-    kept = KeptLayout(config, folder, group, device)
-    return _recalled(kept, config, group, device, progress) or _loaded(kept, config, folder, group, device, progress)
+    return _on_hf_backend(config, folder, group, device, progress, stated)
 
 
-def _check_has_no_state(folder: Path) -> None:
-    """Raises `UnsupportedModelError` for a family whose layers keep a state, once its checkpoint could not be read:
-    there is nothing else that serves it.
-    """
-    model_type = str(read_json(folder / "config.json").get("model_type"))
-    if model_type in FAMILIES and FAMILIES[model_type].keeps_state:
-        reason = "its layers keep a state, and the native backend on CPUs, which has slots for it, does not serve it so"
-        raise UnsupportedModelError(model_type, reason, "See the log for what stands against it, and docs/models.md")
-
-
-def _check_units(config: WorkerConfig, stated: LoadedBackend | None) -> None:
+def _check_units(config: WorkerConfig, stated: LoadedBackend | str) -> None:
     """Raises `ConfigurationError` where products in units are asked for and there are none."""
     if config.model.quantized_activations == "int8":
-        if stated is None:
-            raise refused(
-                "the model is not of a form that is read without Hugging Face's modules (docs/quantization.md)"
-            )
+        if isinstance(stated, str):
+            raise refused(f"the model has no native backend: {stated} (docs/quantization.md)")
         if UNIT_NUMERICS not in stated.backend.numerics:
             raise refused("none of its weights has units of 32 inputs with a scale each (docs/quantization.md)")
 
@@ -187,94 +167,55 @@ def _stated(
     group: TensorParallelGroup,
     device: torch.device,
     progress: Callable[[str, int, int], None],
-) -> LoadedBackend | None:
-    """The backend of a model that is read without Hugging Face's modules, if it is of a form that is stated."""
-    if config.model.executor == "hf" or config.model.load_format == "dummy":
-        return None
+) -> LoadedBackend | str:
+    """The native backend of a model of a stated family; or why there is none."""
+    if config.model.executor == "hf":
+        return "model.executor = 'hf'"
     read = read_stated(config.model, folder, group, device)
     layout, facts, reason = (None, None, read) if isinstance(read, str) else (*read, None)
+    block_size = config.cache.block_size or default_block_size(device)
+    max_model_len = 1 if facts is None else facts.max_model_len
     with _few_threads(folder, device):
         recognized = recognized_of(
-            layout,
-            reason,
-            group,
-            max_model_len=1 if facts is None else facts.max_model_len,
-            block_size=config.cache.block_size or default_block_size(device),
-            device=device,
+            layout, reason, group, max_model_len=max_model_len, block_size=block_size, device=device
         )
     if isinstance(recognized, str):
-        logger.info("read with Hugging Face's modules, which takes seconds: %s", recognized)
-        return None
+        return recognized
     assert facts is not None
     progress("load", 1, 1)
-    target = Target(group=group, device=device, dtype=recognized.layout.dtype)
-    backend = _made(recognized, config, target, facts)
+    backend = make_backend(
+        recognized,
+        group,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        device=device,
+        kv_cache_dtype=config.cache.kv_cache_dtype,
+    )
     if isinstance(backend, str):
-        logger.info("read with Hugging Face's modules, because the executor differs from the reference: %s", backend)
-        return None
-    logger.info("%s: read from config.json and the weights, without Hugging Face's modules", facts.model_type)
+        return backend
+    target = Target(group=group, device=device, dtype=recognized.layout.dtype)
     return LoadedBackend(backend=backend, facts=facts, target=target)
 
 
-def _recalled(
-    kept: KeptLayout,
-    config: WorkerConfig,
-    group: TensorParallelGroup,
-    device: torch.device,
-    progress: Callable[[str, int, int], None],
-) -> LoadedBackend | None:
-    """The native backend of a layout that an earlier start has kept, if all ranks have one."""
-    recalled = kept.recall()
-    if recalled is not None and not is_available(device):
-        recalled = None  # as at a first start, the HF backend serves, and the log says why
-    if not all_ranks(group, recalled is not None):
-        return None
-    assert recalled is not None
-    recognized, facts = recalled
-    progress("load", 1, 1)
-    target = Target(group=group, device=device, dtype=recognized.layout.dtype)
-    backend = _made(recognized, config, target, facts)
-    if isinstance(backend, str):
-        logger.info("the layout that was kept is not used: %s", backend)
-        return None
-    return LoadedBackend(backend=backend, facts=facts, target=target)
-
-
-def _loaded(
-    kept: KeptLayout,
+def _on_hf_backend(
     config: WorkerConfig,
     folder: Path,
     group: TensorParallelGroup,
     device: torch.device,
     progress: Callable[[str, int, int], None],
+    reason: str,
 ) -> LoadedBackend:
-    """The backend of a model whose Hugging Face modules are built first."""
+    """The backend of a model whose Hugging Face modules run, for a `reason`."""
     hf_config = read_config(folder, config.model.config_changes)
     check_kv_cache_dtype(config, device.type, hf_config)
     facts = facts_of(hf_config, folder, config.model.max_model_len)
+    _check_hf_backend_will_do(config, facts, reason)
+    logger.info("runs on the HF backend: %s", reason)
     if getattr(hf_config, "kv_lora_rank", None):
         logger.warning("latent attention is cached expanded, which takes many times the memory of the latents")
     target = Target(group=group, device=device, dtype=serving_dtype(config.model, hf_config))
-
-    reads = config.model.executor != "hf" and (device.type == "cpu" or facts.model_type in FAMILIES)
     with _few_threads(folder, device):
-        model = _built(config, folder, hf_config, _in_main_memory(target) if reads else target, progress)
-    if reads:
-        with _few_threads(folder, device):
-            recognized = _recognized(model, config, target, facts)
-        backend: NativeBackend | str = recognized if isinstance(recognized, str) else ""
-        if isinstance(recognized, Recognized):
-            kept.keep(recognized, facts)  # now: what is packed is used up
-            backend = _made(recognized, config, target, facts)
-        if isinstance(backend, NativeBackend):
-            return LoadedBackend(backend=backend, facts=facts, target=target)
-        kept.forget()
-        _check_hf_backend_will_do(config, facts, backend)
-        logger.info("runs on the HF backend: %s", backend)
-        if isinstance(recognized, Recognized) or device.type != "cpu":  # its weights are used up, or lie elsewhere
-            model = _built(config, folder, hf_config, target, progress)
-    else:
-        _check_hf_backend_will_do(config, facts, "it is no family of these")
+        model = build_rank_model(config.model, folder, hf_config, target, lambda *done: progress("load", *done))
     hf_backend = HfBackend.settled(
         model,
         target,
@@ -287,6 +228,9 @@ def _loaded(
 
 def _check_hf_backend_will_do(config: WorkerConfig, facts: ModelFacts, reason: str) -> None:
     """Whether a model without a native backend may be served all the same."""
+    if facts.model_type in FAMILIES and FAMILIES[facts.model_type].keeps_state:
+        reason = f"its layers keep a state, which only the native backend on CPUs has slots for ({reason})"
+        raise UnsupportedModelError(facts.model_type, reason, OTHER_ENGINE)
     if config.model.executor == "native":
         raise UnsupportedModelError(facts.model_type, f"no native backend: {reason}", OTHER_ENGINE)
     if config.cache.kv_cache_dtype == "fp8":
@@ -307,39 +251,3 @@ def _few_threads(folder: Path, device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(usual)
-
-
-def _built(
-    config: WorkerConfig, folder: Path, hf_config: Any, target: Target, progress: Callable[[str, int, int], None]
-) -> RankModel:
-    return build_rank_model(config.model, folder, hf_config, target, lambda *done: progress("load", *done))
-
-
-def _recognized(model: RankModel, config: WorkerConfig, target: Target, facts: ModelFacts) -> Recognized | str:
-    """The model as a layout; or why it has no native backend."""
-    block_size = config.cache.block_size or default_block_size(target.device)
-    return read_module(
-        model.module,
-        target.group,
-        max_model_len=facts.max_model_len,
-        block_size=block_size,
-        device=target.device,
-    )
-
-
-def _made(recognized: Recognized, config: WorkerConfig, target: Target, facts: ModelFacts) -> NativeBackend | str:
-    block_size = config.cache.block_size or default_block_size(target.device)
-    return make_backend(
-        recognized,
-        target.group,
-        max_model_len=facts.max_model_len,
-        block_size=block_size,
-        device=target.device,
-        kv_cache_dtype=config.cache.kv_cache_dtype,
-    )
-
-
-def _in_main_memory(target: Target) -> Target:
-    """Where a model is read: Hugging Face's modules are asked on the CPU, and the executor's answers compared there."""
-    cpu = torch.device("cpu")
-    return target if target.device == cpu else replace(target, device=cpu)

@@ -156,7 +156,7 @@ def _release() -> str:
 def reloaded_config(config: WorkerConfig, info: ModelInfo, folder: str) -> WorkerConfig:
     """The settings to load other weights by: a cache of the same size, and no draft model, for there is one."""
     found = {"model": folder, "served_model_name": info.model, "max_model_len": info.max_model_len}
-    found |= {"keep_layout": False, "load_format": "auto", "revision": None, "tokenizer": info.path}
+    found |= {"load_format": "auto", "revision": None, "tokenizer": info.path}
     cache = {"num_blocks": info.num_blocks, "block_size": info.block_size, "kv_cache_memory": None}
     cache |= {"num_state_slots": info.num_state_slots or None}
     speculation = config.speculation

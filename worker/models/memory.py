@@ -15,9 +15,9 @@ from holdfast.worker.executors.cpu.cache import SUB_PAGE, bytes_per_token
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.models.checkpoint_scheme import quantization_of
 from holdfast.worker.models.checks import check_kv_cache_dtype, choose_max_model_len
+from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.model import choose_device, register_attention, serving_dtype
 from holdfast.worker.models.parallel_plan import ParallelPlan, is_transposed_linear
-from holdfast.worker.models.stated_config import STATED
 from holdfast.worker.models.weights import build_hf_model, model_folder, read_config
 from holdfast.worker.process_memory import available_memory, readable_bytes
 
@@ -55,7 +55,9 @@ class MemoryEstimator:
         model = build_hf_model(hf_config)
         size = config.parallel.tensor_parallel_size
         device = choose_device(config.model)
-        may_be_uneven = config.model.executor != "hf" and device.type == "cpu" and hf_config.model_type in STATED
+        family = FAMILIES.get(hf_config.model_type)
+        is_native = family is not None and config.model.executor != "hf" and device.type == "cpu"
+        may_be_uneven = is_native and family is not None and family.may_be_uneven
         plan = ParallelPlan(hf_config, model.tp_plan or {}, size, may_be_uneven=may_be_uneven)
         self.shares = plan.shares
         """Slices of the model that each rank has, where they differ."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.executors.layout import Attention, DecoderLayout, Rotary, attention_of
 from holdfast.worker.executors.mapped_files import MappedFiles
-from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.hf_layers import AttentionCall, HfLayers
+from holdfast.worker.models.recognized_families import FAMILIES
 from holdfast.worker.models.reference import Reference
 
 NUM_TOKENS: Final = 16

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from holdfast.worker.executors.layout import Activation, Linear, Norm
 from holdfast.worker.models.experts import ExpertRouter
-from holdfast.worker.models.families import NormKind
 from holdfast.worker.models.linear import ColumnParallelLinear, RowActivation, RowParallelLinear
 from holdfast.worker.models.linear import Linear as PlainLinear
+from holdfast.worker.models.recognized_families import NormKind
 
 _ACTIVATIONS: Final = {
     "SiLU": Activation.SILU,

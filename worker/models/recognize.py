@@ -20,9 +20,9 @@ from holdfast.worker.executors.layout import (
 from holdfast.worker.executors.slices import slices_of_rank
 from holdfast.worker.models import read
 from holdfast.worker.models.experts import Experts as StoredExperts
-from holdfast.worker.models.families import FAMILIES, Family, Moe, QkvPacking
 from holdfast.worker.models.linear import ScaledEmbedding, VocabParallelEmbedding, VocabParallelHead
 from holdfast.worker.models.read import NotReadable
+from holdfast.worker.models.recognized_families import FAMILIES, Family, Moe, QkvPacking
 
 _ROPE_TYPES: Final = {"default", "linear", "llama3", "yarn", "ntk_alpha", "dynamic", "longrope"}
 """Angles are a function of the position alone; of the last two, up to the length that a model is served with at most

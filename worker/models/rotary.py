@@ -12,9 +12,13 @@ from torch import Tensor
 from holdfast.worker.executors.layout import Rotary
 
 
-def make_rotary(rope: Mapping[str, Any], head_dim: int, *, interleaved: bool = False) -> Rotary:
-    """The angles of a config's complete `rope_parameters`, for heads of `head_dim` dimensions."""
-    frequencies, scaling = _KINDS[rope["rope_type"]](rope, head_dim)
+def make_rotary(rope: Mapping[str, Any], head_dim: int, max_positions: int, *, interleaved: bool = False) -> Rotary:
+    """The angles of a config's complete `rope_parameters`, for heads of `head_dim` dimensions in a model of
+    `max_positions`.
+    """
+    num_dims = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    given = {**rope, "max_position_embeddings": max_positions}
+    frequencies, scaling = _KINDS[rope["rope_type"]](given, num_dims)
     return Rotary(inverse_frequencies=frequencies, scaling=scaling, interleaved=interleaved)
 
 
@@ -25,6 +29,28 @@ def _default(rope: Mapping[str, Any], dim: int) -> tuple[Tensor, float]:
 def _linear(rope: Mapping[str, Any], dim: int) -> tuple[Tensor, float]:
     frequencies, scaling = _default(rope, dim)
     return frequencies / rope["factor"], scaling
+
+
+def _dynamic(rope: Mapping[str, Any], dim: int) -> tuple[Tensor, float]:
+    """Up to the model's length."""
+    factor, length = rope["factor"], rope["max_position_embeddings"]
+    base = rope["rope_theta"] * ((factor * length / length) - (factor - 1)) ** (dim / (dim - 2))
+    return _default({"rope_theta": base}, dim)
+
+
+def _ntk_alpha(rope: Mapping[str, Any], dim: int) -> tuple[Tensor, float]:
+    return _default({"rope_theta": rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2))}, dim)
+
+
+def _longrope(rope: Mapping[str, Any], dim: int) -> tuple[Tensor, float]:
+    """Up to the original length."""
+    length = rope["original_max_position_embeddings"]
+    factor = rope.get("factor") or rope["max_position_embeddings"] / length
+    scaling = rope.get("attention_factor")
+    if scaling is None:
+        scaling = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(length))
+    powers = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    return 1.0 / (torch.tensor(rope["short_factor"]) * rope["rope_theta"] ** powers), float(scaling)
 
 
 def _llama3(rope: Mapping[str, Any], dim: int) -> tuple[Tensor, float]:
@@ -70,7 +96,7 @@ def _yarn_scaling(rope: Mapping[str, Any]) -> float:
     def scale(weight: float = 1) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    if "attention_factor" in rope:
+    if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
     if "mscale" in rope and "mscale_all_dim" in rope:
         return float(scale(rope["mscale"]) / scale(rope["mscale_all_dim"]))
@@ -80,6 +106,9 @@ def _yarn_scaling(rope: Mapping[str, Any]) -> float:
 _KINDS: Final[Mapping[str, Callable[[Mapping[str, Any], int], tuple[Tensor, float]]]] = {
     "default": _default,
     "linear": _linear,
+    "dynamic": _dynamic,
+    "ntk_alpha": _ntk_alpha,
+    "longrope": _longrope,
     "llama3": _llama3,
     "yarn": _yarn,
 }

@@ -153,6 +153,16 @@ def read_config(folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> An
     return config
 
 
+def torch_dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
+    """The type that a config.json names; None where it names none.
+
+    Raises `ConfigurationError` for one that no model is served in.
+    """
+    name = _written_dtype(raw)
+    dtype: torch.dtype | None = None if name is None else getattr(torch, name)
+    return dtype
+
+
 def _written_dtype(raw: Mapping[str, Any]) -> str | None:
     """The type that a config.json names, as torch spells it; None where it names none.
 

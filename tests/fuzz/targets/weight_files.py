@@ -1,4 +1,4 @@
-"""Weight files: safetensors and their index, as the memory estimate, digest, loader and layout files read them."""
+"""Weight files: safetensors and their index, as the memory estimate, digest and loader read them."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -7,9 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from holdfast.worker.models import kept_layout
 from holdfast.worker.models.weight_files import checkpoint_digest, weight_bytes
-from tests.fuzz.refusals import refused
 
 INDEX, CONFIG = 1, 2
 
@@ -39,7 +37,5 @@ def opened() -> Iterator[Callable[[bytes], None]]:
             with suppress(SafetensorError), safe_open(weights, framework="pt") as file:
                 for tensor in file.keys():  # noqa: SIM118  # it is no mapping
                     file.get_tensor(tensor)
-            with refused():
-                kept_layout.load(weights, folder)
 
         yield read

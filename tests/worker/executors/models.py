@@ -24,7 +24,7 @@ HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 
 """Rotary angles for half of each head."""
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, {}) for family in FAMILIES},
+    **{name: (name, {}) for name, family in FAMILIES.items() if not family.keeps_state},
     "olmo": ("olmo", {"clip_qkv": None}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "num_hidden_layers": 2}),
     "phi3, half of each head turned": ("phi3", {"rope_parameters": HALF}),

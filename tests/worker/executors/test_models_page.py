@@ -1,13 +1,14 @@
-"""The table of docs/models.md is that of the recognizer; this prints what it should be where it is not."""
+"""The table of docs/models.md is that of the stated families; this prints what it should be where it is not."""
 
 from pathlib import Path
 
-from holdfast.worker.models.families import FAMILIES, Family, NormKind, QkvPacking
+from holdfast.worker.models.families import FAMILIES
+from holdfast.worker.models.family import Family, NormKind, Packing, Windows
 from tests.parity.families import SERVED
 from tests.worker.executors.test_recognize import NOT_SPLIT
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
-LLAMA = Family()
+LLAMA = FAMILIES["llama"]
 NORMS = {
     NormKind.RMS_PLUS_ONE: "RMSNorm by 1 + w",
     NormKind.LAYER: "LayerNorm",
@@ -19,12 +20,14 @@ NORMS = {
 def table() -> list[str]:
     """Every family that the parity tests serve."""
     head = ["| model type | one rank | several ranks | differs from llama by |", "|---|---|---|---|"]
-    return head + [row(name, FAMILIES.get(name)) for name in sorted(SERVED)]
+    return head + [row(name, FAMILIES.get(name)) for name in sorted(SERVED.keys() | FAMILIES.keys())]
 
 
 def row(name: str, family: Family | None) -> str:
     if family is None:
         return f"| `{name}` | HF | HF | |"
+    if family.keeps_state:
+        return f"| `{name}` | native, on CPUs | native, on CPUs | {', '.join(differences(family))} |"
     several = "HF" if name in NOT_SPLIT else "native"
     return f"| `{name}` | native | {several} | {', '.join(differences(family))} |"
 
@@ -39,29 +42,30 @@ def differences(family: Family) -> list[str]:
         NORMS.get(family.norm, ""): family.norm in NORMS,
         "norms after": after,
         "norms before and after": sandwich,
-        "attention and MLP in parallel": family.parallel is not LLAMA.parallel,
-        "fused QKV": len(family.qkv) == 1 or family.packing is not QkvPacking.APART,
+        "attention and MLP in parallel": family.parallel is not False,
+        "fused QKV": family.packing is not Packing.APART,
         "fused gate and up": family.has_gate and len(family.gate_up) == 1,
-        "rotary pairs are neighbours": family.interleaved,
         "norms of queries and keys after rotation": family.norms_after_rotation,
         "queries that grow with their position": family.query_scale is not LLAMA.query_scale,
+        "rotary pairs are neighbours": family.interleaved,
         "layers without positions": family.rotates is not LLAMA.rotates,
-        "windows": family.window is not LLAMA.window,
+        "windows": family.windows is not Windows.NONE,
         "softcap": family.softcap is not None or family.logit_softcap is not None,
         "plain MLP": not family.has_gate,
         "experts": family.moe is not None,
         "a bias of choice": family.moe is not None and family.moe.selection_bias is not None,
-        "sinks": family.moe is not None and family.moe.clamped,
+        "sinks": family.sinks,
         "scales": scaled,
+        "[states](state-cache.md) in place of keys and values in some layers": family.keeps_state,
     }
     return [words for words, holds in said.items() if holds]
 
 
-def test_the_page_has_the_table_of_the_recognizer():
+def test_the_page_has_the_table_of_the_families():
     lines = PAGE.read_text().splitlines()
     shown = lines[lines.index(table()[0]) :]
     assert shown == table(), "\n".join(["it should be:", *table()])
 
 
 def test_all_known_families_are_served():
-    assert FAMILIES.keys() <= SERVED.keys()
+    assert {name for name, family in FAMILIES.items() if not family.keeps_state} <= SERVED.keys()

@@ -1,6 +1,5 @@
 """Models in int8: which weights stay quantized, what their units say, and the same bits on any number of ranks."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +20,11 @@ from holdfast.worker.models.gguf.folder import hf_folder
 from holdfast.worker.models.native_backend import NativeBackend, make_backend, recognized_of
 from holdfast.worker.models.proof import Recognized
 from holdfast.worker.models.quantized_activations import asks_for_units, check_quantized_activations
-from holdfast.worker.models.stated_config import read_stated_config
-from holdfast.worker.models.stated_layout import stated_layout
 from tests.fake_group import run_ranks
 from tests.reference.unit_products import UNIT, UnitWeight
 from tests.worker.executors.rank_scenarios import BLOCK_SIZE, MAX_LEN, NUM_BLOCKS, all_best, all_bits
 from tests.worker.models.gguf.files import write_model
+from tests.worker.models.layouts import stated
 from tests.worker.models.quantization.folders import write
 
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
@@ -43,8 +41,8 @@ THREE_HEADS = {
 
 
 def layout_in_units(folder: Path, group: TensorParallelGroup) -> DecoderLayout:
-    config = read_stated_config(json.loads((folder / "config.json").read_text()))
-    return stated_layout(config, folder, group, torch.bfloat16, in_units=True)
+    layout: DecoderLayout = stated(folder, group, "bfloat16", quantized_activations="int8")
+    return layout
 
 
 def gguf_model(where: Path, kind: str, family: str = "llama", **changes: Any) -> Path:

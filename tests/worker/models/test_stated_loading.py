@@ -1,4 +1,4 @@
-"""A model of a stated family is loaded without Hugging Face's modules, with the same bits; or with them."""
+"""A model of a stated family is loaded onto the native backend, or onto the HF backend on all ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.models import backend as backend
 from holdfast.worker.models import proof
 from holdfast.worker.models.backend import LoadedBackend, load_backend
+from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.models.native_backend import NativeBackend
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def loaded(folder: Path, group: TensorParallelGroup | None = None, **settings: object) -> LoadedBackend:
-    model = {"model": str(folder), "dtype": "bfloat16", "max_model_len": 200, "keep_layout": False, **settings}
+    model = {"model": str(folder), "dtype": "bfloat16", "max_model_len": 200, **settings}
     return load_backend(WorkerConfig(model=model), folder, group or SingleRank(), CPU, lambda *_: None)
 
 
@@ -35,36 +36,7 @@ def saved(family: str, folder: Path) -> Path:
     return save_tiny_model(family, folder, max_position_embeddings=256)
 
 
-@pytest.fixture
-def built(monkeypatch) -> list[Path]:
-    """The folders that Hugging Face's modules have been built for."""
-    folders: list[Path] = []
-    build = backend.build_rank_model
-
-    def noted(config: Any, folder: Path, *others: Any) -> Any:
-        folders.append(folder)
-        return build(config, folder, *others)
-
-    monkeypatch.setattr(backend, "build_rank_model", noted)
-    return folders
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_the_bits_are_those_of_what_is_recognized(tmp_path, monkeypatch, built, family, size):
-    folder = saved(family, tmp_path)
-    ours = run_ranks(size, lambda group: loaded(folder, group))
-    assert not built
-    monkeypatch.setattr(backend, "read_stated", lambda *_: "a test asks for it")
-    theirs = run_ranks(size, lambda group: loaded(folder, group))
-    assert len(built) == size
-    assert [one.facts for one in ours] == [one.facts for one in theirs]
-    assert run_ranks(size, lambda group: bits(ours[group.rank])) == run_ranks(
-        size, lambda group: bits(theirs[group.rank])
-    )
-
-
-def test_where_one_rank_cannot_read_its_share_hugging_face_is_asked_on_all(tmp_path, monkeypatch, built):
+def test_where_one_rank_cannot_read_its_share_all_run_on_the_hf_backend(tmp_path, monkeypatch):
     folder = saved("llama", tmp_path)
     read = backend.read_stated
 
@@ -72,16 +44,25 @@ def test_where_one_rank_cannot_read_its_share_hugging_face_is_asked_on_all(tmp_p
         return "this rank cannot" if group.rank == 1 else read(config, folder, group, device)
 
     monkeypatch.setattr(backend, "read_stated", on_one)
-    assert all(isinstance(one.backend, NativeBackend) for one in run_ranks(2, lambda group: loaded(folder, group)))
-    assert len(built) == 2
+    assert all(isinstance(one.backend, HfBackend) for one in run_ranks(2, lambda group: loaded(folder, group)))
 
 
-def test_a_model_that_the_executor_gets_wrong_is_left_to_hugging_face(tmp_path, monkeypatch, built):
+def test_a_model_that_the_executor_gets_wrong_runs_on_the_hf_backend_as_ever(tmp_path, monkeypatch):
+    """Its weights have been packed and given back by then."""
+    folder = saved("starcoder2", tmp_path)
+    expected = bits(loaded(folder, executor="hf"))
     made = backend.make_backend
-    answers = iter(["its logits are wrong"])
-    monkeypatch.setattr(backend, "make_backend", lambda *args, **named: next(answers, None) or made(*args, **named))
-    assert isinstance(loaded(saved("llama", tmp_path)).backend, NativeBackend)
-    assert len(built) == 1
+
+    def packed_in_vain(*args: Any, **settings: Any) -> str:
+        made(*args, **settings)
+        return "its logits are wrong"
+
+    monkeypatch.setattr(backend, "make_backend", packed_in_vain)
+    found = loaded(folder)
+    assert isinstance(found.backend, HfBackend)
+    assert bits(found) == expected
+    with pytest.raises(UnsupportedModelError, match="no native backend: its logits are wrong"):
+        loaded(folder, executor="native")
 
 
 @pytest.mark.parametrize("most_bytes", [1 << 30, 0])
@@ -98,7 +79,7 @@ def test_a_weight_that_is_no_number_is_named(tmp_path, monkeypatch, name, most_b
 
 
 @pytest.mark.parametrize("most_bytes", [1 << 30, 0])
-def test_a_large_model_is_checked_by_its_layers(tmp_path, monkeypatch, built, most_bytes):
+def test_a_large_model_is_checked_by_its_layers(tmp_path, monkeypatch, most_bytes):
     monkeypatch.setattr(proof, "_MOST_REFERENCE_BYTES", most_bytes)
     reference = proof.Reference.run_model
     calls: list[int] = []
@@ -110,4 +91,3 @@ def test_a_large_model_is_checked_by_its_layers(tmp_path, monkeypatch, built, mo
     monkeypatch.setattr(proof.Reference, "run_model", noted)
     assert isinstance(loaded(saved("mistral", tmp_path)).backend, NativeBackend)
     assert len(calls) == (2 if most_bytes else 0)
-    assert not built

@@ -1,6 +1,5 @@
 """GGUF models are what they are dequantized: the same layouts in every field and bit."""
 
-import json
 from pathlib import Path
 
 import gguf
@@ -8,14 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.models.gguf.block_names import BLOCKS
 from holdfast.worker.models.gguf.folder import hf_folder
 from holdfast.worker.models.gguf.tensors import dequantized
-from holdfast.worker.models.stated_config import STATED
-from tests.fake_group import run_ranks
 from tests.worker.models.gguf.files import ARCHITECTURES, K_KINDS, KINDS, Written, kind_of, write_model
-from tests.worker.models.test_stated_layout import differences, recognized, stated
+from tests.worker.models.layouts import differences_of
 
 
 def made(written: Written) -> Path:
@@ -24,14 +20,7 @@ def made(written: Written) -> Path:
 
 def differences_on(written: Written, size: int, dtype: str = "auto") -> list[str]:
     """Between what is read of the file and of the folder of its numbers."""
-    ours, theirs = made(written), written.folder
-    is_stated = json.loads((ours / "config.json").read_text())["model_type"] in STATED
-
-    def compared(group: TensorParallelGroup) -> list[str]:
-        read = stated if is_stated else recognized
-        return differences(read(ours, group, dtype), recognized(theirs, group, dtype))
-
-    return [found for rank in run_ranks(size, compared) for found in rank]
+    return differences_of(made(written), written.folder, size, dtype)
 
 
 @pytest.mark.parametrize("size", [1, 2])

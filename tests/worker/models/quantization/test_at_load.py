@@ -12,23 +12,17 @@ from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.searched_codes import searched_codes
 from holdfast.worker.models.compact import compact_tensors
 from holdfast.worker.models.loading import load_model
-from holdfast.worker.models.model import build_tree
-from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.quantization.codes import PackedCodes
 from holdfast.worker.models.quantization.eight_bits import eight_bit_codes
 from holdfast.worker.models.quantization.rule import scheme_for
 from holdfast.worker.models.quantizing_tensors import PlainWeight
-from holdfast.worker.models.recognize import recognize
-from holdfast.worker.models.stated_config import STATED
-from holdfast.worker.models.stated_layout import read_stated
 from holdfast.worker.models.weight_files import weight_bytes
-from holdfast.worker.models.weights import read_config
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
 from tests.parity.harness import worker_config
+from tests.worker.models.layouts import differences_of
 from tests.worker.models.quantization import reference_rule as reference
 from tests.worker.models.quantization.folders import SIZES, write
-from tests.worker.models.test_stated_layout import differences, recognized
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -96,22 +90,8 @@ def test_a_weight_that_is_not_finite_is_named(quantization, bad, tmp_path):
 # --- whole models ---
 
 
-def read(folder: Path, group, **settings):
-    """A rank's layout, stated or by Hugging Face's modules."""
-    config = ModelConfig(model=str(folder), quantized_activations="bfloat16", **settings)
-    if read_config(folder).model_type in STATED:
-        layout, _ = read_stated(config, folder, group)
-        return layout
-    hf_config = read_config(folder, config.config_changes)
-    tree = build_tree(config, folder, hf_config, Target(group=group, device=CPU, dtype=hf_config.dtype), lambda *_: 0)
-    return recognize(tree, group.size)
-
-
 def differences_on(plain: Path, quantization: str, numbers: Path, size: int) -> list[str]:
-    def compared(group):
-        return differences(read(plain, group, quantization=quantization), recognized(numbers, group))
-
-    return [found for rank in run_ranks(size, compared) for found in rank]
+    return differences_of(plain, numbers, size, quantization=quantization)
 
 
 @pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])

@@ -12,12 +12,10 @@ from holdfast.worker.models.checkpoint_scheme import quantization_of
 from holdfast.worker.models.quantization.stored_form import QUANTIZATION_OF
 from holdfast.worker.models.quantized_folder import write_quantized
 from holdfast.worker.models.weight_files import INDEX
-from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
+from tests.worker.models.layouts import differences_of
 from tests.worker.models.quantization import reference_rule as reference
 from tests.worker.models.quantization.folders import SIZES
-from tests.worker.models.quantization.test_at_load import read
-from tests.worker.models.test_stated_layout import differences, recognized
 
 WORDS = {
     "int4": "compressed-tensors W4A16 g32 + W8A16 per channel",
@@ -36,10 +34,7 @@ def plain(where: Path, family: str = "llama", **changes: object) -> Path:
 
 
 def differences_on(out: Path, numbers: Path, size: int) -> list[str]:
-    def compared(group):
-        return differences(read(out, group), recognized(numbers, group))
-
-    return [found for rank in run_ranks(size, compared) for found in rank]
+    return differences_of(out, numbers, size)
 
 
 @pytest.mark.parametrize("scheme", QUANTIZATION_OF)

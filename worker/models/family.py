@@ -1,0 +1,219 @@
+"""Form of a family's statement: how config.json and the names of tensors say what a model computes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Final, Literal
+
+from holdfast.worker.executors.layout import QueryScale
+
+REQUIRED: Final = object()
+"""Stands for the value of an entry that config.json must have."""
+
+
+class NormKind(Enum):
+    """A norm's formula, and where its weights are."""
+
+    RMS = auto()
+    RMS_PLUS_ONE = auto()
+    """The weights are stored less one."""
+    LAYER = auto()
+    LAYER_PLUS_ONE = auto()
+    LAYER_WITHOUT_WEIGHTS = auto()
+
+
+class HeadNorms(Enum):
+    """Norms of queries and keys before rotation, by the shape of their weights."""
+
+    ONE_FOR_EACH = auto()
+    """[head_dim]: the same for each head."""
+    ONE_FOR_ALL = auto()
+    """[heads * head_dim]: one norm over all heads together."""
+    OWN = auto()
+    """[heads, head_dim]: each head has its own."""
+    OWN_APART = auto()
+    """As `OWN`, in one tensor [head_dim] for each head, `norms.N`."""
+
+
+class Packing(Enum):
+    """How queries, keys and values are stored."""
+
+    APART = auto()
+    """Three linears."""
+    FUSED = auto()
+    """One linear: all queries, then all keys, then all values."""
+    HEAD_BY_HEAD = auto()
+    """One linear: query, key and value of the first head, then of the next."""
+
+
+class Windows(Enum):
+    """Which layers have the sliding window of the config."""
+
+    NONE = auto()
+    ALL = auto()
+    BY_TYPE = auto()
+    """Those whose `layer_types` entry is `sliding_attention`."""
+
+
+Setting = str | bool
+"""Whether something is there: always or never, or by the entry of config.json with this name."""
+
+
+def is_set(setting: Setting, config: Any) -> bool:
+    """A `Setting` for one model."""
+    return bool(getattr(config, setting)) if isinstance(setting, str) else setting
+
+
+def _every_layer(config: Any, index: int) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moe:
+    """A mixture of experts in place of the MLP, in the layers that have one."""
+
+    router: str = "gate"
+    has_router_bias: bool = False
+    exact_router: bool = False
+    """The router is kept in float32."""
+    top_k: str = "num_experts_per_tok"
+    """The entry of config.json."""
+    scoring: Literal["softmax", "softmax_of_top", "sigmoid"] = "softmax"
+    selection_bias: str | None = None
+    """The tensor that is added to the scores by which experts are chosen; [1, experts] if it `is_row`."""
+    is_row: bool = False
+    num_groups: Callable[[Any], int] = lambda config: 1
+    top_groups: Callable[[Any], int] = lambda config: 1
+    normalized: Setting = True
+    """The weights of the chosen experts are divided by their sum, or by `least_sum` where that is more."""
+    least_sum: Callable[[Any], float] = lambda config: 0.0
+    scale: Callable[[Any], float] = lambda config: 1.0
+    """Multiplies the weights of the chosen experts."""
+    num_experts: str = "num_local_experts"
+    """The entry of config.json; likewise of the inner features of an expert."""
+    inner: str = "intermediate_size"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Names of gate, up and down where the files have experts one by one (`experts.N.`). They may also have all of a
+    layer together: `experts.gate_up_proj` [experts, gate and up, in], `experts.down_proj` [experts, out, inner]."""
+    clamped: bool = False
+    """The experts are gpt-oss's: clamped SwiGLU, biases, gate and up interleaved, weights [experts, in, out]."""
+    shared: str | None = None
+    """The expert that every token goes through, with so many inner features; 0: there is none. Its weight is the
+    sigmoid of the linear `shared_gate`."""
+    shared_inner: Callable[[Any], int] = lambda config: 0
+    shared_gate: str | None = None
+    in_layer: Callable[[Any, int], bool] = _every_layer
+    """Whether a layer, by config and index, has the mixture; the others have the family's MLP."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One `model_type`. The defaults are those of llama. Names are those of Hugging Face's modules."""
+
+    architecture: str
+
+    # config.json
+    entries: Mapping[str, Any] = field(default_factory=dict)
+    """Entries that the family reads beside the common ones, or with other defaults, and the value of one that is not
+    there. `stated_config.py` knows the kind of each by its name."""
+    derive: Callable[[Any], None] = lambda config: None
+    """Sets values of the config that follow from others, as transformers' config does."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of entries, and the names that are used here."""
+
+    layer_types: frozenset[str] = frozenset({"full_attention", "sliding_attention"})
+    """Kinds of layers that `layer_types` may name."""
+
+    # tensors
+    base: str = "model."
+    embedding: str = "embed_tokens"
+    head_bias: bool = False
+    stored_as: tuple[tuple[str, str], ...] = ()
+    """Parts of the names of Hugging Face's modules, and what some files have in their place."""
+    unused: tuple[str, ...] = ()
+    """Patterns of the names of tensors that only draft; `{entry}` is an entry of config.json."""
+
+    # norms
+    norm: NormKind = NormKind.RMS
+    norm_bias: bool = False
+    eps: str = "rms_norm_eps"
+    """The entry of config.json."""
+    final_norm: str = "norm"
+    attention_norm: str | None = "input_layernorm"
+    attention_out_norm: str | None = None
+    mlp_norm: str | None = "post_attention_layernorm"
+    mlp_out_norm: str | None = None
+    parallel: Setting = False
+    """Attention and MLP read the same residual."""
+    shared_norm: bool = False
+    """Where they do, they also share `attention_norm`."""
+
+    # attention
+    attention: str = "self_attn"
+    packing: Packing = Packing.APART
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    qkv_bias: Setting = False
+    output: str = "o_proj"
+    output_bias: Setting = False
+    head_norms: HeadNorms | None = None
+    has_head_norms: Setting = True
+    head_norm_bias: bool = False
+    query_norm: str = "q_norm"
+    key_norm: str = "k_norm"
+    norms_after_rotation: bool = False
+    query_scale: Callable[[Any], QueryScale | None] = lambda config: None
+    scaling: Callable[[Any], float] = lambda config: float(config.head_dim**-0.5)
+    """Of attention scores."""
+    windows: Windows = Windows.NONE
+    softcap: str | None = None
+    """The entry of config.json that caps attention scores."""
+    sinks: bool = False
+
+    # layers without attention
+    conv: str | None = None
+    """The short convolution of layers whose type is `conv`."""
+
+    # rotary angles
+    theta: float = 10_000.0
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    """The angles where config.json has none."""
+    rope_kinds: Mapping[str, str] = field(default_factory=dict)
+    """Kinds of angles that the family's code takes for others."""
+    local_theta: float | None = None
+    """Angles by kind of layer: `full_attention`, `sliding_attention`. The base of the latter, where none is given."""
+    partial: float | None = None
+    """The share of a head's dimensions that turns, where config.json says none; None: all turn."""
+    interleaved: bool = False
+    """Pairs are neighbours."""
+    rotates: Callable[[Any, int], bool] = _every_layer
+    """Whether a layer, by config and index, has position embeddings."""
+
+    # MLP
+    mlp: str = "mlp"
+    has_gate: bool = True
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    """One name: gate and up in one linear, gate first; without a gate, the first linear."""
+    down: str = "down_proj"
+    mlp_bias: Setting = False
+    activation: str = "hidden_act"
+    """The entry of config.json."""
+    moe: Moe | None = None
+
+    # scales
+    scales_embedding: bool = False
+    """By the square root of the hidden size, rounded to the dtypes of the checkpoint and of serving."""
+    embedding_scale: Callable[[Any], float] = lambda config: 1.0
+    residual_scale: Callable[[Any], float] = lambda config: 1.0
+    logit_scale: Callable[[Any], float] = lambda config: 1.0
+    logit_softcap: str | None = None
+    """The entry of config.json that caps logits."""
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether some layers keep a state in place of keys and values."""
+        return self.conv is not None
+
+    @property
+    def may_be_uneven(self) -> bool:
+        """Whether ranks may have unequal shares of a model on CPUs."""
+        return self.moe is None and self.packing is Packing.APART and (len(self.gate_up) == 2 or not self.has_gate)

@@ -1,0 +1,177 @@
+"""One rank's share of the tensors of a stated family: linears, norms and tables as parts of a decoder layout."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.executors.layout import Linear, Norm
+from holdfast.worker.executors.slices import slices_of_rank
+from holdfast.worker.executors.stored_matrix import StoredMatrix
+from holdfast.worker.executors.units import UNIT
+from holdfast.worker.models.checks import check_heads
+from holdfast.worker.models.family import Family, NormKind
+from holdfast.worker.models.parallel_plan import Segment, share_of_vocabulary
+from holdfast.worker.models.quantizing_tensors import PlainWeight
+from holdfast.worker.models.stated_tensors import StoredTensors, Weight
+
+_OFFSETS = {NormKind.RMS_PLUS_ONE: 1.0, NormKind.LAYER_PLUS_ONE: 1.0}
+_EPS_WITHOUT_WEIGHTS = 1e-5
+"""Written into the code of the one norm that has no weights (OLMo)."""
+
+Outputs = Sequence[tuple[int, int | None]]
+"""Of linears that are stacked: the number of outputs, and in how many equal chunks at most ranks share them."""
+
+
+class RankShare:
+    """Takes tensors by the names of Hugging Face's modules. All are of `dtype` afterwards, norms and biases float32."""
+
+    def __init__(
+        self,
+        config: Any,
+        family: Family,
+        tensors: StoredTensors,
+        group: TensorParallelGroup,
+        dtype: torch.dtype,
+        *,
+        in_units: bool,
+    ) -> None:
+        """`in_units`: quantized weights stay so where they are units.
+
+        Raises `UnsupportedModelError` where so many ranks cannot share the model.
+        """
+        self.config = config
+        self.family = family
+        self.tensors = tensors
+        self.rank, self.size = group.rank, group.size
+        self.dtype = dtype
+        self._in_units = in_units
+        self._shares: tuple[int, ...] | None = None
+        if group.size > 1:
+            self._shares = check_heads(config, group.size, may_be_uneven=family.may_be_uneven)
+
+    def part(self, length: int, num_chunks: int | None = None) -> tuple[int, int]:
+        """Where this rank's share of so many features begins, and its length. Of fewer chunks than ranks, neighbours
+        have the same.
+        """
+        if self._shares is None:
+            segment = Segment(length, self.size if num_chunks is None else min(num_chunks, self.size))
+        else:
+            segment = Segment(length, sum(self._shares), self._shares)
+        if length % segment.num_chunks:
+            reason = f"{length} features cannot be shared by {self.size} ranks"
+            raise UnsupportedModelError(self.config.model_type, reason, "Choose another tensor_parallel_size")
+        return segment.of_rank(self.rank, self.size)
+
+    def slices(self, length: int) -> int:
+        """Of this rank's share of a sum over so many heads, or inputs, of the whole model."""
+        config = self.config
+        return slices_of_rank(length, config.num_attention_heads, config.num_key_value_heads, self.rank, self.size)
+
+    # --- linears ---
+
+    def columns(
+        self, names: Sequence[str], outputs: Outputs, num_inputs: int, *, has_bias: bool, in_units: bool = True
+    ) -> Linear:
+        """Linears whose outputs ranks share, stacked: one for each of `outputs`, or one that is fused."""
+        sizes = [size for size, _ in outputs]
+        lengths = sizes if len(names) == len(sizes) else [sum(sizes)]
+        wholes = [self.tensors.take(f"{name}.weight", (n, num_inputs)) for name, n in zip(names, lengths, strict=True)]
+        biases = [self.tensors.take(f"{name}.bias", (n,)) for name, n in zip(names, lengths, strict=True) if has_bias]
+        shares = [self._coded(share) for share in self._shared(wholes, outputs)]
+        bias = torch.cat([self.floats(share) for share in self._shared(biases, outputs)]) if biases else None
+        units = [
+            share for share in shares if isinstance(share, StoredMatrix) and in_units and self._are_units(share, 1)
+        ]
+        if len(units) == len(shares) and len({share.unit_form for share in units}) == 1:
+            return Linear(units=tuple(units), bias=bias)
+        return Linear(weights=tuple(self.numbers(share) for share in shares), bias=bias)
+
+    def _shared(self, wholes: Sequence[Weight], outputs: Outputs) -> list[Weight]:
+        """This rank's share of each of the outputs, views; of one whole, they follow each other in it."""
+        shares: list[Weight] = []
+        start = 0
+        for index, (size, num_chunks) in enumerate(outputs if wholes else ()):
+            first, length = self.part(size, num_chunks)
+            whole = wholes[index if len(wholes) == len(outputs) else 0]
+            shares.append(whole.narrow(0, start + first, length))
+            start += size if len(wholes) != len(outputs) else 0
+        return shares
+
+    def rows(self, name: str, shape: tuple[int, int], slices: int, *, has_bias: bool, in_units: bool = True) -> Linear:
+        """A linear whose inputs ranks share; `slices` of this rank's share of the sum. Its bias is whole."""
+        share = self._coded(self.tensors.take(f"{name}.weight", shape).narrow(1, *self.part(shape[1])))
+        bias = self.floats(self.tensors.take(f"{name}.bias", shape[:1])) if has_bias else None
+        if isinstance(share, StoredMatrix) and in_units and self._are_units(share, slices):
+            return Linear(units=(share,), bias=bias)
+        return Linear(weights=(self.numbers(share),), bias=bias)
+
+    def whole(self, name: str, shape: tuple[int, int], *, has_bias: bool = False, exact: bool = False) -> Linear:
+        """A linear that every rank has all of; `exact`: in float32, as it is stored."""
+        bias = self.floats(self.tensors.take(f"{name}.bias", shape[:1])) if has_bias else None
+        weight = self.tensors.take(f"{name}.weight", shape)
+        return Linear(weights=(weight.to(torch.float32) if exact else self.numbers(weight),), bias=bias)
+
+    def vector(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """In float32, as it is stored."""
+        return self.tensors.take(name, shape).to(torch.float32).flatten()
+
+    def _coded(self, share: Weight) -> Weight:
+        """With its codes chosen, where that is done at load and they may stay."""
+        if self._in_units and isinstance(share, PlainWeight):
+            return share.quantized().filled_up(len(share))
+        return share
+
+    def _are_units(self, share: StoredMatrix, slices: int) -> bool:
+        """Whether the executor may multiply it as units: each slice of a sum over its inputs has whole ones."""
+        return self._in_units and share.unit_form is not None and share.shape[1] % (slices * UNIT) == 0
+
+    def numbers(self, share: Weight) -> Tensor:
+        """In the served type."""
+        return self.tensors.numbers(share, self.dtype)
+
+    def floats(self, share: Weight) -> Tensor:
+        """Numbers of the served type, as float32."""
+        return self.numbers(share).float()
+
+    # --- the vocabulary ---
+
+    def head(self, whole: Weight, bias: Weight | None) -> Linear:
+        """This rank's rows of the head."""
+        own = None if bias is None else self._table(bias).float()
+        share = self._coded(share_of_vocabulary(whole, self.rank, self.size))
+        if isinstance(share, StoredMatrix) and self._are_units(share, 1):
+            return Linear(units=(share,), bias=own)
+        return Linear(weights=(self._table(whole),), bias=own)
+
+    def embedding(self, whole: Weight, tied: Linear | None) -> Tensor:
+        """This rank's rows of the table; with a head of the same numbers, that one's."""
+        if tied is None:
+            return self._table(whole)
+        if tied.units:
+            return torch.empty(tied.units[0].shape, dtype=self.dtype, device="meta")
+        return tied.weights[0]
+
+    def _table(self, whole: Weight) -> Tensor:
+        rows = self.numbers(share_of_vocabulary(whole, self.rank, self.size))
+        missing = -(-len(whole) // self.size) - len(rows)
+        return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+
+    # --- norms ---
+
+    def norm(self, name: str, shape: tuple[int, ...], *, has_bias: bool) -> Norm:
+        """A norm of the family's kind."""
+        kind = self.family.norm
+        if kind is NormKind.LAYER_WITHOUT_WEIGHTS:
+            return Norm(kind="layer", weight=torch.ones(shape), eps=_EPS_WITHOUT_WEIGHTS)
+        weight = self.floats(self.tensors.take(f"{name}.weight", shape))
+        bias = self.floats(self.tensors.take(f"{name}.bias", shape)) if has_bias else None
+        return Norm(
+            kind="rms" if kind in (NormKind.RMS, NormKind.RMS_PLUS_ONE) else "layer",
+            weight=weight + _OFFSETS.get(kind, 0.0),
+            bias=bias,
+            eps=float(getattr(self.config, self.family.eps)),
+        )

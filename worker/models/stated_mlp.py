@@ -1,0 +1,139 @@
+"""MLPs and mixtures of experts of stated families, as parts of a decoder layout."""
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from holdfast.worker.executors.layout import Activation, Experts, Linear, Mlp
+from holdfast.worker.models.family import Moe, is_set
+from holdfast.worker.models.rank_share import RankShare
+from holdfast.worker.models.stated_config import NotStated
+
+_ACTIVATIONS: Final = {
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu": Activation.RELU,
+    "relu2": Activation.RELU_SQUARED,
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+}
+"""By their names in config.json."""
+
+
+class MlpBuilder:
+    """Builds what a layer has after attention."""
+
+    def __init__(self, share: RankShare) -> None:
+        """Raises `NotStated` for an activation that no layout can say."""
+        self._share = share
+        self._config, self._family = share.config, share.family
+        name = getattr(self._config, self._family.activation)
+        if name not in _ACTIVATIONS:
+            raise NotStated(f"its activation is {name!r}")
+        self._activation = _ACTIVATIONS[name]
+
+    def build(self, index: int, prefix: str) -> Mlp | Experts:
+        """Of one layer."""
+        moe = self._family.moe
+        if moe is not None and moe.in_layer(self._config, index):
+            return self._experts(moe, prefix)
+        return self._mlp(prefix, self._config.intermediate_size)
+
+    def _mlp(self, prefix: str, inner: int, names: tuple[str, ...] | None = None, *, in_units: bool = True) -> Mlp:
+        """`names` of gate, up and down, if they are not the family's."""
+        family, share, hidden = self._family, self._share, self._config.hidden_size
+        *gate_up, down = names or (*family.gate_up, family.down)
+        has_bias, slices = is_set(family.mlp_bias, self._config), share.slices(inner)
+        outputs = [(inner, None)] * (1 + family.has_gate)
+        return Mlp(
+            activation=self._activation,
+            has_gate=family.has_gate,
+            up=share.columns([prefix + one for one in gate_up], outputs, hidden, has_bias=has_bias, in_units=in_units),
+            down=share.rows(prefix + down, (hidden, inner), slices, has_bias=has_bias, in_units=in_units),
+            num_slices=slices,
+        )
+
+    def _experts(self, moe: Moe, prefix: str) -> Experts:
+        config, share, hidden = self._config, self._share, self._config.hidden_size
+        count = getattr(config, moe.num_experts)
+        router = share.whole(prefix + moe.router, (count, hidden), has_bias=moe.has_router_bias, exact=moe.exact_router)
+        experts = self._experts_together(moe, prefix + "experts.", count)
+        shared_inner = moe.shared_inner(config)
+        shared = self._mlp(f"{prefix}{moe.shared}.", shared_inner) if shared_inner else None
+        gate = None if moe.shared_gate is None else share.whole(prefix + moe.shared_gate, (1, hidden)).weights[0]
+        return Experts(
+            router=router,
+            top_k=getattr(config, moe.top_k),
+            scoring=moe.scoring,
+            selection_bias=self._selection_bias(moe, prefix, count),
+            num_groups=moe.num_groups(config),
+            top_groups=moe.top_groups(config),
+            normalized=is_set(moe.normalized, config),
+            least_sum=moe.least_sum(config),
+            scale=moe.scale(config),
+            experts=experts,
+            shared=shared,
+            shared_gate=gate,
+        )
+
+    def _selection_bias(self, moe: Moe, prefix: str, count: int) -> Tensor | None:
+        if moe.selection_bias is None:
+            return None
+        return self._share.vector(prefix + moe.selection_bias, (1, count) if moe.is_row else (count,))
+
+    def _experts_together(self, moe: Moe, prefix: str, count: int) -> tuple[Mlp, ...]:
+        """From one tensor for all; or one by one, where there is none."""
+        inner, hidden = getattr(self._config, moe.inner), self._config.hidden_size
+        first, length = self._share.part(inner)
+        up = self._stack(f"{prefix}gate_up_proj", (count, 2 * inner, hidden), transposed=moe.clamped)
+        if up is None:
+            return tuple(self._mlp(f"{prefix}{number}.", inner, moe.parts, in_units=False) for number in range(count))
+        down = self._stack(f"{prefix}down_proj", (count, hidden, inner), transposed=moe.clamped)
+        if down is None:
+            raise NotStated(f"the tensor {prefix}down_proj is missing")
+        up_biases = down_biases = [None] * count
+        if moe.clamped:
+            up_biases = self._biases(f"{prefix}gate_up_proj_bias", (count, 2 * inner))
+            down_biases = self._biases(f"{prefix}down_proj_bias", (count, hidden))
+        return tuple(
+            Mlp(
+                activation=Activation.CLAMPED_SWIGLU if moe.clamped else self._activation,
+                has_gate=True,
+                up=_gate_and_up(up[number], up_biases[number], first, length, interleaved=moe.clamped),
+                down=self._down(down[number].narrow(1, first, length), down_biases[number]),
+                num_slices=self._share.slices(inner),
+            )
+            for number in range(count)
+        )
+
+    def _stack(self, name: str, shape: tuple[int, int, int], *, transposed: bool) -> Tensor | None:
+        """Weights [experts, out, in] of the whole model; stored [experts, in, out], if `transposed`."""
+        count, out_features, in_features = shape
+        found = self._share.tensors.find(name, (count, in_features, out_features) if transposed else shape)
+        if found is None:
+            return None
+        numbers = self._share.numbers(found)
+        return numbers.transpose(1, 2) if transposed else numbers
+
+    def _biases(self, name: str, shape: tuple[int, int]) -> Any:
+        return self._share.floats(self._share.tensors.take(name, shape))
+
+    def _down(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """A bias is the first rank's, for the results of all ranks are added."""
+        own = bias if bias is None or self._share.rank == 0 else torch.zeros_like(bias)
+        return Linear(weights=(weight,), bias=own)
+
+
+def _gate_and_up(weight: Tensor, bias: Tensor | None, first: int, length: int, *, interleaved: bool) -> Linear:
+    """A rank's share of the outputs of one expert [gate and up, in]; `interleaved`: gate, up, gate, up, ..."""
+    if interleaved:
+        parts = [weight[start : 2 * (first + length) : 2] for start in (2 * first, 2 * first + 1)]
+        biases = (
+            [] if bias is None else [bias[start : 2 * (first + length) : 2] for start in (2 * first, 2 * first + 1)]
+        )
+        return Linear(weights=tuple(parts), bias=torch.cat(biases) if biases else None)
+    inner = len(weight) // 2
+    assert bias is None, "experts that have biases are interleaved"
+    return Linear(weights=tuple(weight.narrow(0, start + first, length) for start in (0, inner)))
