@@ -43,10 +43,10 @@ def check_store(place: str | None) -> None:
     """Opens the store of responses, and makes it where it is a folder. Raises `ConfigurationError`."""
     if place is None:
         return
-    from holdfast.router.store.database import opened
+    from holdfast.router.store.database import Database
 
     try:
-        opened(place)[0].dispose()
+        Database(place).engine.dispose()
     except StoreError as error:
         raise ConfigurationError(str(error)) from error
 

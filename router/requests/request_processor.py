@@ -83,6 +83,10 @@ class RequestProcessor:
         """As `RequestAdmission.check_overload`, for what is asked before a request is known, or is none."""
         self._admission.check_overload(priority, is_resumed=is_resumed)
 
+    def charge(self, request: GenerationRequest) -> None:
+        """Checks what the caller may ask for, and takes it off its rate of requests, for one that runs later."""
+        self._gate.caller().charged(request, self._dispatch_host.now())
+
     @property
     def pauses(self) -> Pauses:
         """Which models take no new requests for now."""

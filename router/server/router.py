@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -13,6 +14,7 @@ from holdfast.router.api.connection_guard import ConnectionGuard
 from holdfast.router.api.grpc import admin, endpoint_picker, server
 from holdfast.router.api.grpc import standard_services as health
 from holdfast.router.api.http.app import HttpApi
+from holdfast.router.api.http.background import BackgroundResponses
 from holdfast.router.api.http.body_bounds import body_bounds
 from holdfast.router.api.http.request_origin import RequestOrigins
 from holdfast.router.api.intake import DecodeWorker, Intake
@@ -37,6 +39,8 @@ from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_stats import SlowRequests
 from holdfast.router.security.gate import Gate
 from holdfast.router.server.ports import Ports
+from holdfast.router.store.database import Database
+from holdfast.router.store.job_store import JobStore
 from holdfast.router.store.response_store import ResponseStore, StoreLimits
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import ServiceOrderConfig, TelemetryConfig
@@ -112,7 +116,7 @@ class Router:
             (*health.OVERALL, *(endpoint_picker.HEALTH_NAMES if picks else ())), ("liveness",) if picks else ()
         )
         self._picker = endpoint_picker.EndpointPicker(self._as_endpoint, random.Random().randrange) if picks else None
-        gate = options.get("gate") or Gate()
+        gate = self._gate = options.get("gate") or Gate()
         self.poison_watch = PoisonWatch(now=WallClock(time.time(), time.monotonic))
         """Requests that routers were lost with."""
         self._protection = options.get("overload") or OverloadConfig()
@@ -216,8 +220,7 @@ class Router:
         if (prepare := options.get("before_opening")) is not None:
             prepare(router)
         if config.store is not None:
-            store_limits = StoreLimits(max_bytes=config.store_max_bytes, retention_s=config.store_retention_s)
-            router._http_api.history.store = await ResponseStore.open(config.store, store_limits)
+            await router._open_store(config.store)
         await router._ports.serve_grpc(host, port)
         if http_port is not None:
             origins = RequestOrigins(host, config.http_allowed_hosts, config.http_cors_origin)
@@ -231,6 +234,14 @@ class Router:
             asyncio.create_task(probe.run(), name="overload probe"),
         ]
         return router
+
+    async def _open_store(self, place: str) -> None:
+        limits = StoreLimits(max_bytes=self._config.store_max_bytes, retention_s=self._config.store_retention_s)
+        store = ResponseStore(await Database.open(place), limits)
+        await store.purge()
+        api, jobs = self._http_api, JobStore(store, uuid.uuid4().hex)
+        api.history.store = store
+        api.history.background = BackgroundResponses(jobs, api.responses.job, self._gate.enter_trusted)
 
     @property
     def address(self) -> str:
@@ -255,6 +266,8 @@ class Router:
         """
         self._health.stop()
         self._http_api.stop()
+        if (background := self._http_api.history.background) is not None:
+            await background.stop()
         self._request_processor.close()
         if hands_over:
             self._dispatch_host.hand_over(stopping())

@@ -18,6 +18,7 @@ from holdfast.router.api.http.generation_endpoints import GenerationEndpoints
 from holdfast.router.api.http.page_files import PAGE, page_file
 from holdfast.router.api.http.request_origin import RequestOrigins, guarded, with_cors
 from holdfast.router.api.http.request_reader import RequestReader
+from holdfast.router.api.http.response_endpoints import ResponseEndpoints
 from holdfast.router.api.http.response_history import ResponseHistory
 from holdfast.router.api.http.server import CONNECTION, Connection
 from holdfast.router.api.http.state_endpoints import StateEndpoints, TokenEndpoints
@@ -84,9 +85,10 @@ class HttpApi:
         reader = RequestReader(request_processor, limits, decode_worker or DecodeWorker(), watch)
         self._gate = gate or Gate()
         self.history = ResponseHistory(self._gate)
-        """Its store is set by the code that opens it."""
-        self._generation = GenerationEndpoints(
-            request_processor, reader, self._load_header, self.history, limits.max_message_bytes
+        """What it stores, if anything."""
+        self._generation = GenerationEndpoints(request_processor, reader, self._load_header)
+        self.responses = ResponseEndpoints(
+            request_processor, reader, self._generation, self.history, watch, limits.max_message_bytes
         )
         self._tokens = TokenEndpoints(request_processor, reader)
         self._guard = guard
@@ -116,11 +118,10 @@ class HttpApi:
         routes = [
             ("POST", "/v1/chat/completions", generation.chat_completions),
             ("POST", "/v1/completions", generation.completions),
-            ("POST", "/v1/responses", generation.responses),
             ("POST", "/tokenize", tokens.tokenize),
             ("POST", "/detokenize", tokens.detokenize),
             *self._state.routes(),
-            *self.history.routes(),
+            *self.responses.routes(),
             *(("GET", path, page_file(path)) for path in PAGE),
             *self._admin,
         ]

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,10 +19,6 @@ from holdfast.router.api.http.messages import MessageEvents, whole_message
 from holdfast.router.api.http.messages_body import MessagesBody
 from holdfast.router.api.http.messages_body import chat_body as messages_chat
 from holdfast.router.api.http.request_reader import RequestReader, tenant_of
-from holdfast.router.api.http.response_history import ResponseHistory, Turn
-from holdfast.router.api.http.responses import RawMessages, ResponseEvents, whole_response
-from holdfast.router.api.http.responses_body import ResponsesBody
-from holdfast.router.api.http.responses_body import chat_body as responses_chat
 from holdfast.router.api.http.server import CONNECTION, Connection
 from holdfast.router.api.http.submission import (
     Encoder,
@@ -50,17 +46,11 @@ class GenerationEndpoints:
         request_processor: RequestProcessor,
         reader: RequestReader,
         load_header: Callable[[Request], dict[str, str]],
-        history: ResponseHistory,
-        max_history_bytes: int,
     ) -> None:
-        """A conversation has at most `max_history_bytes`. `load_header`: what the headers of a stream tell of the
-        router's load, where a request asks for it.
-        """
+        """`load_header`: what the headers of a stream tell of the router's load, where a request asks for it."""
         self._requests = request_processor
         self._reader = reader
         self._load_header = load_header
-        self._history = history
-        self._max_history_bytes = max_history_bytes
 
     async def chat_completions(self, request: Request) -> ASGIApp:
         submission, content = await self._reader.submission(request)
@@ -71,9 +61,9 @@ class GenerationEndpoints:
         view = ChatView(
             body=body,
             created=submission.identity.created,
-            tokens=self._tokens(generation),
+            tokens=self.tokens(generation),
             new_reader=plan.new_reader,
-            prompt_text=await self._prompt_text(generation) if body.return_prompt_text else None,
+            prompt_text=await self.prompt_text(generation) if body.return_prompt_text else None,
         )
         if not body.streams:
             answer: SampledAnswer | BeamAnswer
@@ -82,12 +72,12 @@ class GenerationEndpoints:
                 completed = await unless_gone(request, answer.whole())
             return json_response(whole_chat(view, completed, answer.request.prompt_token_ids))
         generation.check_streamable()
-        return await self._streamed(request, submission, generation, lambda answer: ChatChunks(view, answer))
+        return await self.streamed(request, submission, generation, lambda answer: ChatChunks(view, answer))
 
-    def _tokens(self, generation: GenerationRequest) -> TokenTable:
+    def tokens(self, generation: GenerationRequest) -> TokenTable:
         return self._requests.tokenizer(self._requests.model(generation.model).name).tokens
 
-    async def _prompt_text(self, generation: GenerationRequest) -> str:
+    async def prompt_text(self, generation: GenerationRequest) -> str:
         assert generation.chat is not None, "a chat's request has one"
         return await self._requests.render(generation.model, generation.chat)
 
@@ -144,41 +134,6 @@ class GenerationEndpoints:
             async for event in encoded(encoder.numbered(), encoder, submission, sinks, connection):
                 yield event
 
-    async def responses(self, request: Request) -> ASGIApp:
-        submission, content = await self._reader.submission(request)
-        tenant = tenant_of(request)
-
-        def chat_of(one: ResponsesBody, earlier: Sequence[dict[str, Any]] = ()) -> GenerationRequest:
-            return chat_request(responses_chat(one, earlier), tenant)
-
-        body, first = await self._reader.decoded(
-            content, ResponsesBody, lambda one: None if one.previous_response_id is not None else chat_of(one)
-        )
-        turn = Turn(self._history, request, body)
-        if (bare := first) is None:
-            earlier = await turn.earlier(self._max_history_bytes)
-            bare = await self._reader.made(self._max_history_bytes, partial(chat_of, body, earlier))
-        submission = self._reader.named(submission, bare)
-        plan = await self._reader.plan(bare, "text.format")
-        generation, created = submission.of(plan.request), submission.identity.created
-        tokens = self._tokens(generation)
-        prompt_text = await self._prompt_text(generation) if body.enable_response_messages else None
-        if not body.stream:
-            async with self._requests.open(generation) as answer:
-                completed = await unless_gone(request, answer.whole())
-            raw = None if prompt_text is None else RawMessages(prompt_text, answer.request.prompt_token_ids)
-            reader = plan.new_reader()
-            response = whole_response(body, completed, created, reader, tokens, raw, is_stored=turn.is_stored)
-            await turn.save(response)
-            return json_response(response)
-        save = turn.save if turn.is_stored else None
-        return await self._streamed(
-            request,
-            submission,
-            generation,
-            lambda answer: ResponseEvents(body, answer, created, plan.new_reader(), tokens, prompt_text, save),
-        )
-
     async def messages(self, request: Request) -> ASGIApp:
         submission, content = await self._reader.submission(request)
         tenant = tenant_of(request)
@@ -191,7 +146,7 @@ class GenerationEndpoints:
         if not body.stream:
             async with self._requests.open(generation) as answer:
                 return json_response(whole_message(await unless_gone(request, answer.whole()), plan.new_reader()))
-        return await self._streamed(
+        return await self.streamed(
             request, submission, generation, lambda answer: MessageEvents(answer, plan.new_reader()), ANTHROPIC
         )
 
@@ -214,7 +169,7 @@ class GenerationEndpoints:
         ]
         return known, requests
 
-    async def _streamed(
+    async def streamed(
         self,
         request: Request,
         submission: Submission,

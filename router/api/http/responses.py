@@ -60,6 +60,13 @@ def whole_response(
     return made.ended(blocks, output.finish_reason, completed.usage)
 
 
+def queued_response(
+    body: ResponsesBody, request_id: str, model: str, created: int, tokens: TokenTable
+) -> dict[str, Any]:
+    """A response that is stored, before anything of it is computed."""
+    return _Response(body, request_id, model, created, TokenNames(tokens), None, is_stored=True).begun("queued")
+
+
 class ResponseEvents:
     """Writes the numbered events of one stream: its items, from the response's creation to its end."""
 
@@ -178,6 +185,7 @@ class _Response:
         self._head: dict[str, Any] = {
             "id": f"resp_{request_id}",
             "object": "response",
+            "background": body.background is True,
             "created_at": created,
             "model": model,
             "error": None,
@@ -200,8 +208,8 @@ class _Response:
             "usage": None,
         }
 
-    def begun(self) -> dict[str, Any]:
-        return {**self._head, "status": "in_progress"}
+    def begun(self, status: str = "in_progress") -> dict[str, Any]:
+        return {**self._head, "status": status}
 
     def ended(self, made: Blocks, reason: FinishReason | None, usage: Usage) -> dict[str, Any]:
         """The object at its end."""

@@ -23,7 +23,6 @@ class ResponsesBody(Reads):
         **Reads.neutral,
         **ONE_PLAIN_CHOICE,
         "conversation": (),
-        "background": (False,),
         "prompt": (),
         "truncation": ("disabled",),
         "max_tool_calls": (),
@@ -55,6 +54,8 @@ class ResponsesBody(Reads):
     include: Listed[str] | None = None
     store: bool | None = None
     """Whether the response can be read and continued later, where responses are stored; null is true."""
+    background: bool | None = None
+    """The response is computed whether its client stays or not, and is read later; it must be stored."""
     previous_response_id: str | None = None
     """The stored response whose conversation goes on."""
     top_logprobs: int | None = None
@@ -70,6 +71,8 @@ class ResponsesBody(Reads):
         for item in self.include or ():
             if item not in (LOGPROBS, NOTHING):
                 raise InvalidRequestError("include", item, f"must be {LOGPROBS} or {NOTHING}")
+        if self.background and self.store is False:
+            raise InvalidRequestError("background", True, "must come with store = true")
         if self.top_logprobs and not self.tells_logprobs:
             raise InvalidRequestError("top_logprobs", self.top_logprobs, f"must come with include = [{LOGPROBS!r}]")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.router.config import RouterConfig
-from holdfast.router.store.database import FILE
+from holdfast.router.store.database import FILE, Database
 from holdfast.router.store.response_store import ResponseStore, StoredResponse, StoreLimits
 from holdfast.worker.errors import InvalidRequestError, NotFoundError, StoreError
 from tests.loops import on_a_loop
@@ -64,7 +64,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 async def opened(place: str, now: Callable[[], float] = lambda: 1000.0, **limits: float) -> ResponseStore:
-    return await ResponseStore.open(place, StoreLimits(**limits), now)
+    return ResponseStore(await Database.open(place, now), StoreLimits(**limits))
 
 
 @on_a_loop
@@ -87,7 +87,7 @@ async def test_a_conversation_is_read_oldest_turn_first_within_its_tenant(place)
         await store.turns("t", "d", 10)
     for tenant, name in (("t", "a"), ("t", "c"), ("t", "d"), ("u", "a")):
         await store.delete(tenant, name)
-    await store.close()
+    await store.database.close()
 
 
 @on_a_loop
@@ -97,7 +97,7 @@ async def test_the_same_response_takes_its_own_place_and_may_hold_any_text(place
     await store.save("t", response("a", text=odd))
     assert (await store.get("t", "a")).input[0]["content"] == odd
     await store.delete("t", "a")
-    await store.close()
+    await store.database.close()
 
 
 @on_a_loop
@@ -118,7 +118,7 @@ async def test_old_responses_and_the_oldest_of_too_many_are_deleted(place):
     for number in range(4):
         with pytest.raises(NotFoundError):
             await store.get("t", f"r{number}")
-    await store.close()
+    await store.database.close()
 
 
 @on_a_loop
@@ -133,7 +133,7 @@ async def test_routers_write_at_the_same_time(place):
         for number in range(20):
             await stores[0].delete("t", f"{index}-{number}")
     for store in stores:
-        await store.close()
+        await store.database.close()
 
 
 WRITER = """
@@ -163,7 +163,7 @@ def test_a_writer_that_is_killed_loses_nothing_that_it_had_stored(tmp_path):
             store = await opened(str(tmp_path))
             for number in range(told + 1):
                 assert len((await store.get("t", f"r{number}")).input[0]["content"]) == 3000
-            await store.close()
+            await store.database.close()
 
         asyncio.run(check(told))
 
@@ -188,4 +188,4 @@ async def test_a_place_that_cannot_be_opened_is_named(tmp_path):
     (tmp_path / FILE).write_bytes(b"no database, but long enough to be taken for one" * 100)
     for place in (str(tmp_path / "file"), str(tmp_path), "postgresql://nobody@/none?host=/nowhere"):
         with pytest.raises(StoreError, match="cannot be opened"):
-            await opened(place)
+            await Database.open(place)

@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.router.api.http.request_reader import TENANT
 from holdfast.router.config import RouterConfig
+from holdfast.router.store.database import Database
 from holdfast.router.store.response_store import ResponseStore, StoreLimits
 from holdfast.worker.errors import StoreError
 from tests.fakes import FakeReplica
@@ -36,13 +37,13 @@ def prompt_of(place: Site) -> str:
 
 @on_a_loop
 async def test_a_response_is_read_again_from_another_router_and_after_a_restart(tmp_path):
-    other = await ResponseStore.open(str(tmp_path / "store"), StoreLimits())
+    other = ResponseStore(await Database.open(str(tmp_path / "store")), StoreLimits())
     async with storing(tmp_path / "store") as (_, client):
         made = await client.responses.create(input="hello", metadata={"a": "b"}, **SHORT)
         assert made.store
         assert await client.responses.retrieve(made.id) == made
         assert (await other.get("", made.id)).response["output"][0]["content"][0]["text"] == made.output_text
-    await other.close()
+    await other.database.close()
     async with storing(tmp_path / "store") as (_, client):
         assert (await client.responses.retrieve(made.id)).output_text == made.output_text
 

@@ -1,0 +1,129 @@
+"""Background responses as OpenAI's client uses them: computed without a client, and continued by another router."""
+
+import asyncio
+from itertools import pairwise
+
+import openai
+import pytest
+
+from holdfast.router.api.http import background
+from holdfast.router.api.http.request_reader import TENANT
+from tests.loops import on_a_loop
+from tests.router.api.http.test_stored_responses import SHORT, storing
+
+LONG = {"model": "fake", "max_output_tokens": 60, "extra_body": {"seed": 5, "request_id": "same"}}
+
+
+async def until_over(client: openai.AsyncOpenAI, response_id: str, **options):
+    async with asyncio.timeout(20):
+        while (found := await client.responses.retrieve(response_id, **options)).status in ("queued", "in_progress"):
+            await asyncio.sleep(0.02)
+    return found
+
+
+async def events_of(client: openai.AsyncOpenAI, response_id: str, after: int | None = None) -> list:
+    more = {} if after is None else {"starting_after": after}
+    return [event async for event in await client.responses.retrieve(response_id, stream=True, **more)]
+
+
+@on_a_loop
+async def test_it_is_the_response_that_a_client_that_waits_gets_and_its_events_are_replayed(tmp_path):
+    async with storing(tmp_path) as (_, client):
+        waited_for = await client.responses.create(input="hello", **LONG)
+        await client.responses.delete(waited_for.id)
+        queued = await client.responses.create(input="hello", background=True, **LONG)
+        assert (queued.status, queued.background, queued.output) == ("queued", True, [])
+        made = await until_over(client, queued.id)
+        assert made.output_text == waited_for.output_text
+        events = await events_of(client, queued.id)
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert "".join(one.delta for one in events if one.type == "response.output_text.delta") == made.output_text
+        assert events[-1].response == made
+        for after in (0, 1, len(events) // 2, len(events) - 2, len(events) - 1):
+            assert await events_of(client, queued.id, after) == events[after + 1 :]
+        follows = await client.responses.create(input="more", previous_response_id=queued.id, **SHORT)
+        assert follows.status == "incomplete"
+
+
+@on_a_loop
+async def test_a_stream_of_it_may_be_left_and_joined_again(tmp_path):
+    async with storing(tmp_path) as (place, client):
+        stream = await client.responses.create(input="hello", background=True, stream=True, **LONG)
+        first = [await anext(stream) for _ in range(3)]
+        await stream.close()
+        rest = await events_of(client, first[0].response.id, first[-1].sequence_number)
+        numbers = [event.sequence_number for event in [*first, *rest]]
+        assert numbers == list(range(len(numbers)))
+        assert rest[-1].type == "response.incomplete"
+        await place.until_idle()
+
+
+@on_a_loop
+async def test_another_router_goes_on_where_the_first_one_has_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "STORE_EVERY_S", 0.01)
+    async with storing(tmp_path / "whole") as (_, client):
+        whole = await until_over(client, (await client.responses.create(input="hello", background=True, **LONG)).id)
+    async with storing(tmp_path / "cut") as (place, client):
+        place.replicas[0].step_s = 0.02
+        made = await client.responses.create(input="hello", background=True, stream=True, **LONG)
+        async for event in made:
+            if event.type == "response.output_text.delta" and event.sequence_number > 8:
+                break
+        response_id = whole.id
+        await place.router.stop()
+    async with storing(tmp_path / "cut") as (place, client):
+        found = await until_over(client, response_id)
+        assert found.output == whole.output
+        assert len(place.replicas[0].submits[-1].output_token_ids) > 0, "it was begun anew"
+        events = await events_of(client, response_id)
+        assert all(after.sequence_number == before.sequence_number + 1 for before, after in pairwise(events))
+        deltas = [event for event in events if event.type == "response.output_text.delta"]
+        assert "".join(event.delta for event in deltas) == whole.output_text
+        assert [event.type for event in events].count("response.created") == 1
+
+
+@on_a_loop
+async def test_it_is_cancelled_and_its_replica_is_told(tmp_path):
+    async with storing(tmp_path) as (place, client):
+        place.replicas[0].pause()
+        made = await client.responses.create(input="hello", background=True, **LONG)
+        cancelled = await client.responses.cancel(made.id)
+        assert cancelled.status == "cancelled"
+        assert (await client.responses.cancel(made.id)).status == "cancelled"
+        place.replicas[0].resume()
+        await place.until_idle()
+        assert [event.type for event in await events_of(client, made.id)][-1:] != ["response.completed"]
+
+
+@on_a_loop
+async def test_a_request_that_fails_says_so_in_its_object_and_its_stream(tmp_path):
+    async with storing(tmp_path) as (place, client):
+        place.replicas[0].max_model_len = 10
+    async with storing(tmp_path) as (place, client):
+        made = await client.responses.create(
+            input="hello", background=True, extra_body={"timeout": 0.001}, model="fake"
+        )
+        failed = await until_over(client, made.id)
+        assert (failed.status, failed.error.code) == ("failed", "deadline_exceeded")
+        assert [event.type for event in await events_of(client, made.id)] == ["response.failed"]
+
+
+@on_a_loop
+async def test_tenants_are_apart_and_what_cannot_be_is_refused_by_name(tmp_path):
+    async with storing(tmp_path) as (_, client):
+        headers = {TENANT: "a"}
+        made = await client.responses.create(input="hello", background=True, extra_headers=headers, **SHORT)
+        for call in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
+            with pytest.raises(openai.NotFoundError):
+                await call(made.id)
+        await until_over(client, made.id, extra_headers=headers)
+        with pytest.raises(openai.BadRequestError, match="must come with store = true"):
+            await client.responses.create(input="x", background=True, store=False, **SHORT)
+        plain = await client.responses.create(input="hello", **SHORT)
+        with pytest.raises(openai.BadRequestError, match="only events of background responses"):
+            await events_of(client, plain.id)
+        with pytest.raises(openai.BadRequestError, match="must be a background response"):
+            await client.responses.cancel(plain.id)
+    async with storing(None) as (_, client):
+        with pytest.raises(openai.BadRequestError, match="--store"):
+            await client.responses.create(input="hello", background=True, **SHORT)
