@@ -98,13 +98,17 @@ def _print_estimate(config: "WorkerConfig") -> None:
 
     needs = MemoryEstimator(config)
     cache_bytes = _cache_bytes_here(config, needs)
-    num_sequences = needs.num_sequences(cache_bytes, needs.max_model_len)
+    num_slots = needs.num_slots(config, cache_bytes)
+    num_sequences = needs.num_sequences(cache_bytes, needs.max_model_len, num_slots)
     print(f"weights     {readable_bytes(needs.weight_bytes)}, quantization {needs.quantization}")
     if needs.shares is not None:
         shares = " : ".join(map(str, needs.shares))
         print(f"            of the rank with most: ranks have {shares} of its heads and inner features")
     print(f"KV cache    {readable_bytes(needs.kv_bytes_per_token)} a token, {needs.block_size} tokens a block")
-    print(f"in {readable_bytes(cache_bytes)}  {needs.num_blocks(cache_bytes)} blocks")
+    if needs.state_bytes:
+        print(f"states      {readable_bytes(needs.state_bytes)} a sequence, and as much for each kept prefix")
+    slots = f" and {num_slots} slots for states" if num_slots else ""
+    print(f"in {readable_bytes(cache_bytes)}  {needs.num_blocks(cache_bytes, num_slots)} blocks{slots}")
     print(f"            {num_sequences} sequences of {needs.max_model_len} tokens, the longest this model takes")
 
 

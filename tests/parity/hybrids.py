@@ -1,5 +1,6 @@
 """Tiny random models whose layers keep states, and requests that run on them by way of the scheduler."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,13 +65,20 @@ def scheduler_of(leader: LeaderRunner, drafts: int = 0, **values: Any) -> Schedu
 Said = dict[str, list[TokenLogprob]]
 
 
-def run_all(scheduler: Scheduler, leader: LeaderRunner, requests: Sequence[EngineRequest]) -> Said:
-    """What each request is told, all of them together."""
-    said: Said = {each.request_id: [] for each in requests}
+def start(scheduler: Scheduler, leader: LeaderRunner, requests: Sequence[EngineRequest], num_steps: int) -> Said:
+    """What each request is told in so many steps, all of them together. They go on in the next `run_all`."""
     for each in requests:
         scheduler.add(each)
-    while (plan := scheduler.plan()) is not None:
+    said: Said = defaultdict(list)
+    for _ in range(num_steps):
+        if (plan := scheduler.plan()) is None:
+            break
         for delta in scheduler.commit(plan, leader.run(plan)):
             said[str(delta.attempt)] += delta.logprobs
         scheduler.check_integrity()
     return said
+
+
+def run_all(scheduler: Scheduler, leader: LeaderRunner, requests: Sequence[EngineRequest]) -> Said:
+    """What each request is told until all have ended, those that run already included."""
+    return dict(start(scheduler, leader, requests, num_steps=10_000))

@@ -68,6 +68,10 @@ def _derive_lfm2(config: Any) -> None:
         ]
 
 
+def _short_conv_length(config: Any, num_drafts: int) -> int:
+    return int(config.hidden_size) * (int(config.conv_L_cache) - 1 + num_drafts)
+
+
 def _is_sparse(config: Any, index: int) -> bool:
     return index not in (config.mlp_only_layers or ()) and (index + 1) % config.decoder_sparse_step == 0
 
@@ -541,6 +545,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         query_norm="q_layernorm",
         key_norm="k_layernorm",
         conv="conv",
+        state_lengths={"conv": _short_conv_length},
         theta=1_000_000.0,
         mlp="feed_forward",
         gate_up=("w1", "w3"),

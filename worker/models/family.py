@@ -172,6 +172,10 @@ class Family:
     # layers without attention
     conv: str | None = None
     """The short convolution of layers whose type is `conv`."""
+    state_lengths: Mapping[str, Callable[[Any, int], int]] = field(default_factory=dict)
+    """By type of layer, of those that keep a state in place of keys and values: how many numbers the state of a
+    sequence is on one rank of one, by the config and the most drafts of a step.
+    """
 
     # rotary angles
     theta: float = 10_000.0
@@ -211,7 +215,7 @@ class Family:
     @property
     def keeps_state(self) -> bool:
         """Whether some layers keep a state in place of keys and values."""
-        return self.conv is not None
+        return bool(self.state_lengths)
 
     @property
     def may_be_uneven(self) -> bool:

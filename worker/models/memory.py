@@ -12,6 +12,7 @@ from holdfast.worker.config import CacheConfig, WorkerConfig
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.cache import SUB_PAGE, bytes_per_token
+from holdfast.worker.executors.cpu.states import VALUE_BYTES
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.models.checkpoint_scheme import quantization_of
 from holdfast.worker.models.checks import check_kv_cache_dtype, choose_max_model_len
@@ -69,20 +70,29 @@ class MemoryEstimator:
         check_block_size(self.block_size, device)
         in_tiles = device.type == "cpu"
         self.kv_bytes_per_token = _kv_bytes_per_token(config, hf_config, plan, dtype, in_tiles=in_tiles)
+        self.state_bytes = _state_bytes(hf_config, plan, config.speculation.max_num_drafts)
+        """What the states of a sequence take; 0: the model keeps none."""
 
     def default_cache_bytes(self, config: WorkerConfig, default_bytes: int, *, is_gpu: bool) -> int:
         """Memory of the cache that loading would choose where `default_bytes` are there for it."""
         block_bytes = self.kv_bytes_per_token * self.block_size
         most_blocks = None if is_gpu else useful_blocks(config, self.block_size, self.max_model_len)
-        return choose_num_blocks(config.cache, default_bytes, block_bytes, most_blocks) * block_bytes
+        states = self.num_slots(config, default_bytes) * self.state_bytes
+        return choose_num_blocks(config.cache, default_bytes, block_bytes, most_blocks, states) * block_bytes + states
 
-    def num_blocks(self, cache_bytes: int) -> int:
-        """Blocks that fit into this much memory for the cache."""
-        return cache_bytes // (self.kv_bytes_per_token * self.block_size)
+    def num_slots(self, config: WorkerConfig, default_bytes: int) -> int:
+        """Slots for states that loading would choose where `default_bytes` are there for the cache."""
+        cache_bytes = default_bytes if config.cache.kv_cache_memory is None else config.cache.kv_cache_memory
+        return choose_num_slots(config, cache_bytes, self.state_bytes)
 
-    def num_sequences(self, cache_bytes: int, num_tokens: int) -> int:
+    def num_blocks(self, cache_bytes: int, num_slots: int = 0) -> int:
+        """Blocks that fit into this much memory for the cache, beside so many states."""
+        return max(0, cache_bytes - num_slots * self.state_bytes) // max(1, self.kv_bytes_per_token * self.block_size)
+
+    def num_sequences(self, cache_bytes: int, num_tokens: int, num_slots: int = 0) -> int:
         """Sequences of `num_tokens`, prompt and output together, that fit at the same time."""
-        return self.num_blocks(cache_bytes) // -(-num_tokens // self.block_size)
+        fitting = self.num_blocks(cache_bytes, num_slots) // -(-num_tokens // self.block_size)
+        return min(fitting, num_slots) if self.state_bytes else fitting
 
 
 def default_block_size(device: torch.device) -> int:
@@ -247,4 +257,18 @@ def _kv_bytes_per_token(
         of_layer = bytes_per_token(spec, dtype, in_int8=kept == "int8")
     else:
         of_layer = spec.fp8_bytes_per_token if kept == "fp8" else spec.values_per_token * dtype.itemsize
-    return int(hf_config.num_hidden_layers) * of_layer
+    family = FAMILIES.get(hf_config.model_type)
+    types = getattr(hf_config, "layer_types", None)
+    if family is None or not family.keeps_state or not types:
+        return int(hf_config.num_hidden_layers) * of_layer
+    return sum(layer_type not in family.state_lengths for layer_type in types) * of_layer
+
+
+def _state_bytes(hf_config: Any, plan: ParallelPlan, num_drafts: int) -> int:
+    """Of the rank with the most channels or heads."""
+    family = FAMILIES.get(hf_config.model_type)
+    if family is None or not family.keeps_state:
+        return 0
+    lengths = [family.state_lengths[kind] for kind in hf_config.layer_types if kind in family.state_lengths]
+    share = 1 / plan.size if plan.shares is None else max(plan.shares) / sum(plan.shares)
+    return int(VALUE_BYTES * share * sum(length(hf_config, num_drafts) for length in lengths))

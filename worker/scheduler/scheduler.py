@@ -180,8 +180,8 @@ class Scheduler:
         assert len(self._in_flight) == 1, "one plan is in flight, and one is ahead of it"
         self._let_time_pass(now)
         (step,) = self._in_flight
-        if not self._sequences or self._drafter is not None:
-            return None
+        if not self._sequences or self._drafter is not None or self._slots is not None:
+            return None  # with slots: states are copied as the last step has left them
         step.foresee(self._queues)
         self._decode_batch.foresee()
         if step.holds_up_too_many:

@@ -104,8 +104,10 @@ class ReplicaShape:
     vocab_size: int
     prefix_caching: bool
     step_costs: StepCosts
-    make_runner: Callable[[int, int], Runner]
-    """From the number of blocks and their size."""
+    make_runner: Callable[[int, int, int], Runner]
+    """From the number of blocks, their size and the number of slots for states."""
+    num_state_slots: int = 0
+    """0: the model keeps no states."""
     num_drafts: int = 0
     """Tokens guessed ahead for a sequence, at most."""
     make_proposer: Callable[[], Proposer] | None = None
@@ -119,6 +121,7 @@ class ReplicaShape:
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
             prefix_caching=self.prefix_caching,
+            num_state_slots=self.num_state_slots,
             drafter=self._speculation(),
         )
 

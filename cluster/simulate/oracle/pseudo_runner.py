@@ -1,7 +1,8 @@
 """Step runner of the simulator's pseudo-model, with what a real leader keeps of its own: blocks, and grammar matchers.
 
 The keys and values are the tokens themselves, in real blocks, and the whole prefix is read back from them before each
-draw. So a block that is used twice, freed too early or listed in the wrong order changes the output. Everything else
+draw. So a block that is used twice, freed too early or listed in the wrong order changes the output. A model that keeps
+states has a digest of its tokens in slots beside them: where it is not that of the prefix, it shows. Everything else
 comes from the plan, as in `worker/engine/model_runner.py`. `PROPOSERS` are draft proposers of such a replica: the real
 n-gram lookup, one that is nearly always right, one that never is.
 """
@@ -22,6 +23,7 @@ from holdfast.cluster.simulate.oracle.pseudo_model import (
     drawn_token,
     token_logprob,
 )
+from holdfast.cluster.simulate.oracle.pseudo_state import PseudoStates, digest_of
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.grammar_matchers import GrammarMatchers
 from holdfast.worker.request import TokenLogprob
@@ -33,6 +35,9 @@ from holdfast.worker.step_plan import BlockCopy, DecodeRows, ScheduledSequence, 
 _EMPTY: Final = b"\xff"
 """Content of slots that were never written: no token."""
 
+_WITHOUT_STATE: Final = b"\xfe"
+"""In place of the first token where a state is not that of the tokens: it is none, and every draw is another."""
+
 Row = tuple[DrawParams, bytes | None]
 """A draw and the mask of its grammar."""
 
@@ -40,9 +45,11 @@ Row = tuple[DrawParams, bytes | None]
 class PseudoRunner:
     """One replica's runner, from its start to its end."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_state_slots: int = 0) -> None:
+        """`num_state_slots`: 0 for a model that keeps no states."""
         self._block_size = block_size
         self._slots = bytearray(_EMPTY * (num_blocks * block_size))
+        self._states = PseudoStates(num_state_slots) if num_state_slots else None
         self._grammars = GrammarMatchers(PseudoMatcher, frozenset({EOS_TOKEN_ID}))
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -56,6 +63,9 @@ class PseudoRunner:
         masks = self._grammars.masks(plan) if plan.has_grammars else {}
         rows = ((params, masks.get(number)) for number, params in enumerate(draws_of(plan)))
         prefixes = [self._read_back(sequence) for sequence in sequences]
+        if self._states is not None:
+            self._states.copy(plan.state_copies)
+            prefixes = [self._with_state(self._states, *pair) for pair in zip(sequences, prefixes, strict=True)]
         pairs = list(zip(sequences, prefixes, strict=True))
         drawn = [_draw(sequence, prefix, rows) for sequence, prefix in pairs]
         logprobs = [_say(sequence, prefix, tokens) for (sequence, prefix), tokens in zip(pairs, drawn, strict=True)]
@@ -79,6 +89,11 @@ class PseudoRunner:
         size, block_ids = self._block_size, sequence.block_ids
         for position, token_id in enumerate(sequence.token_ids, sequence.first_position):
             self._slots[block_ids[position // size] * size + position % size] = token_id
+
+    def _with_state(self, states: PseudoStates, sequence: ScheduledSequence, prefix: bytes) -> bytes:
+        """The prefix, if the state is that of its tokens."""
+        digest = states.advance(sequence)
+        return prefix if not prefix or digest == digest_of(prefix) else _WITHOUT_STATE + prefix[1:]
 
     def _read_back(self, sequence: ScheduledSequence) -> bytes:
         """What the blocks hold, up to the last token of the step; nothing where nobody asks."""
@@ -132,8 +147,8 @@ def run_each(plan: StepPlan, run: Callable[[StepPlan], StepResult]) -> StepResul
     token_ids = list(rows.token_ids)
     for number in range(plan.num_steps):
         single = DecodeRows(rows.columns, rows.age + number, token_ids, rows.blocks)
-        copies = () if number else plan.block_copies
-        result = run(replace(plan, decodes=single, block_copies=copies))
+        copies, states = ((), ()) if number else (plan.block_copies, plan.state_copies)
+        result = run(replace(plan, decodes=single, block_copies=copies, state_copies=states))
         token_ids = [token_id for (token_id,) in result.token_ids]
         drawn.append(token_ids)
     return StepResult(step_id=plan.step_id, token_ids=tuple(zip(*drawn, strict=True)))

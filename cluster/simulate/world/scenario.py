@@ -56,6 +56,9 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
     num_routers, num_replicas = rng.randint(1, 3), rng.randint(1, 4)
     span_s = rng.uniform(1.0, 5.0)
     replica = _draw_shape(rng, async_scheduling)
+    if not async_scheduling:  # states are on CPUs, where steps are planned in turn
+        slots = random.Random(f"states {seed}").choice((0, 0, 2, replica.scheduler.max_num_seqs, 64))
+        replica = replace(replica, num_state_slots=slots)
     attack_rng = random.Random(f"attack {seed}")
     limits = LimitsConfig(max_queued=random.Random(f"limits {seed}").choice((4, 1024, 1024, 1024)))
     attack = draw_attack(attack_rng, seed, span_s, num_routers, limits)

@@ -1,0 +1,135 @@
+"""A model whose layers keep states says the same, to the last bit, whatever its requests share and go through."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from holdfast.worker.engine.model_runner import LeaderRunner
+from holdfast.worker.executors.cpu.states import StateCache
+from holdfast.worker.request import EngineRequest, Priority
+from tests.parity.harness import load, on_ranks, worker_config
+from tests.parity.hybrids import Said, request, run_all, save_hybrid, scheduler_of, start
+
+NUM_NEW = 14
+SHARED = 66
+"""Tokens that prompts have in common: above what a snapshot is worth, and no multiple of a block."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_hybrid(tmp_path_factory.mktemp("model"), "conv, attention, conv")
+
+
+def config(folder: Path, size: int = 1):
+    worker = worker_config(folder, size)
+    return worker.model_copy(update={"speculation": worker.speculation.model_copy(update={"speculative": "ngram"})})
+
+
+@pytest.fixture(scope="module")
+def leader(folder) -> LeaderRunner:
+    """With room for drafts."""
+    return load(config(folder))
+
+
+@pytest.fixture(scope="module")
+def requests(prompts) -> list[EngineRequest]:
+    """Short ones, and two that have the beginning of a long one."""
+    long = prompts[0]
+    assert len(long) >= SHARED
+    texts = [*prompts, long[:SHARED] + prompts[2], long[:SHARED] + prompts[1] * 3]
+    return [request(str(number), text, NUM_NEW) for number, text in enumerate(texts)]
+
+
+@pytest.fixture(scope="module")
+def alone(leader, requests) -> Said:
+    """What each is told by itself, without a cache."""
+    said: Said = {}
+    for each in requests:
+        said |= run_all(scheduler_of(leader, prefix_caching=False), leader, [each])
+    return said
+
+
+SETTINGS = {
+    "together": {},
+    "in chunks of 7": {"max_num_batched_tokens": 8},
+    "a token at a time": {"max_num_batched_tokens": 1, "max_num_seqs": 1},
+    "with two slots": {"num_state_slots": 2},
+    "with drafts": {"drafts": 8},
+    "without a cache": {"prefix_caching": False},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_requests_are_told_the_same_in_any_company(name, leader, requests, alone):
+    scheduler = scheduler_of(leader, **SETTINGS[name])
+    assert run_all(scheduler, leader, requests) == alone
+    if "drafts" in name:
+        assert scheduler.stats().num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("drafts", [0, 8])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_preempted_they_are_told_the_same(drafts, prefix_caching, leader, requests, alone):
+    """By one of a better class that finds no place."""
+    scheduler = scheduler_of(leader, drafts, max_num_seqs=2, prefix_caching=prefix_caching)
+    first = start(scheduler, leader, [replace(each, priority=Priority.LOW) for each in requests[1:3]], num_steps=9)
+    rest = run_all(scheduler, leader, [requests[0]])
+    assert {name: first.get(name, []) + said for name, said in rest.items()} == {
+        name: alone[name] for name in ("0", "1", "2")
+    }
+    assert scheduler.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("drafts", [0, 8])
+def test_from_snapshots_they_are_told_the_same(drafts, leader, requests, alone):
+    scheduler = scheduler_of(leader, drafts)
+    for each in (*requests, *requests):  # the first time they learn where prompts part
+        assert run_all(scheduler, leader, [each]) == {each.request_id: alone[each.request_id]}
+    assert scheduler.stats().num_snapshot_hits >= 4
+
+
+def test_after_each_of_its_tokens_a_request_goes_on_elsewhere(leader, requests, alone):
+    whole = requests[0]
+    said = alone[whole.request_id]
+    for count in (1, 5, NUM_NEW - 1):
+        tokens = tuple(token.token_id for token in said[:count])
+        rest = run_all(scheduler_of(leader), leader, [replace(whole, output_token_ids=tokens)])
+        assert rest[whole.request_id] == said[count:]
+
+
+def test_forks_are_told_what_they_are_told_alone(leader, prompts):
+    siblings = [
+        replace(one, sampling_params=replace(one.sampling_params, seed=number), group_id="group")
+        for number, one in enumerate(request(str(number), prompts[2], NUM_NEW) for number in range(3))
+    ]
+    ungrouped = [replace(one, group_id="") for one in siblings]
+    apart = [run_all(scheduler_of(leader, prefix_caching=False), leader, [one]) for one in ungrouped]
+    scheduler = scheduler_of(leader, prefix_caching=False)
+    assert run_all(scheduler, leader, siblings) == {name: said for each in apart for name, said in each.items()}
+    assert scheduler.stats().num_forked_tokens == 2 * (len(prompts[2]) - 1)
+
+
+def test_ranks_share_snapshots(folder, requests, alone):
+    def twice(leader: LeaderRunner) -> list[Said]:
+        scheduler = scheduler_of(leader, 8)
+        return [run_all(scheduler, leader, requests) for _ in range(2)]
+
+    assert on_ranks(config(folder, 2), twice) == [alone, alone]
+
+
+def test_a_window_that_is_off_by_one_after_a_chunk_shows(leader, requests, alone, monkeypatch):
+    """Planted: between two steps each slot's inputs move by a position."""
+    run = leader.run
+
+    def shifted(plan):
+        result = run(plan)
+        for pool in states.pools:
+            pool.copy_(pool.view(len(pool), -1, channels).roll(1, 1).flatten(1))
+        return result
+
+    executor = leader._runner.backend.executor
+    states: StateCache = executor._states
+    channels = executor.packed.layers[0].conv.contents.channels
+    monkeypatch.setattr(leader, "run", shifted)
+    assert run_all(scheduler_of(leader, max_num_batched_tokens=8), leader, requests[:1]) != {"0": alone["0"]}

@@ -1,0 +1,229 @@
+"""Slots for states: whatever happens to a sequence, its state is that of its tokens: the pseudo-model would show it."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from holdfast.cluster.simulate.oracle.oracle import right_token
+from holdfast.cluster.simulate.oracle.pseudo_runner import PROPOSERS, PseudoRunner
+from holdfast.worker.cache.state_slots import StateSlots
+from holdfast.worker.config import SchedulerConfig, SpeculationConfig
+from holdfast.worker.request import EngineRequest
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.scheduler import planned_step
+from holdfast.worker.scheduler.scheduler import Scheduler
+from holdfast.worker.scheduler.snapshots import WORTH_A_CUT
+from holdfast.worker.scheduler.speculation import Speculation
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 128
+
+
+class Machine:
+    """A scheduler of a model with states, its runner, and what each request has got."""
+
+    def __init__(self, num_slots: int, *, proposer: str | None = None, num_blocks: int = NUM_BLOCKS, **values) -> None:
+        caching = values.pop("prefix_caching", True)
+        config = SchedulerConfig(**{"max_num_batched_tokens": 16, "max_num_seqs": 8} | values)
+        speculation = SpeculationConfig(speculative="ngram", num_speculative_tokens=3)
+        self.scheduler = Scheduler(
+            config,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_model_len=256,
+            eos_token_ids=frozenset(),
+            prefix_caching=caching,
+            num_state_slots=num_slots,
+            drafter=Speculation(speculation, config, PROPOSERS[proposer]()) if proposer else None,
+        )
+        self.runner = PseudoRunner(num_blocks, BLOCK_SIZE, num_slots)
+        self.requests: dict[str, EngineRequest] = {}
+        self.got: dict[str, bytes] = {}
+
+    def add(self, name: str, prompt: bytes, num_tokens: int = 20, **values) -> None:
+        params = SamplingParams(seed=len(self.got), max_tokens=num_tokens, ignore_eos=True)
+        request = EngineRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling_params=params, **values)
+        self.requests[name], self.got[name] = request, b""
+        self.scheduler.add(request)
+
+    def step(self, max_steps: int = 1) -> bool:
+        plan = self.scheduler.plan(max_steps=max_steps)
+        if plan is None:
+            return False
+        for delta in self.scheduler.commit(plan, self.runner.run(plan)):
+            self.got[str(delta.attempt)] += bytes(delta.token_ids)
+        self.scheduler.check_integrity()
+        return True
+
+    def run(self, max_steps: int = 1) -> None:
+        while self.step(max_steps):
+            pass
+
+    @property
+    def wrong(self) -> list[str]:
+        """Requests that have got other tokens than the model draws."""
+        return [name for name in self.got if self.got[name] != self._right(name)]
+
+    def _right(self, name: str) -> bytes:
+        output = b""
+        while len(output) < len(self.got[name]):
+            output += bytes((right_token(self.requests[name], output),))
+        return output
+
+
+def tokens(seed: int, length: int) -> bytes:
+    return bytes(random.Random(seed).choices(range(3, 60), k=length))
+
+
+def chat(machine: Machine) -> None:
+    """A prompt, its repetition, its next turn, and another that parts from it."""
+    prompt = tokens(1, 70)
+    for name, text in (("first", prompt), ("again", prompt)):
+        machine.add(name, text)
+        machine.run()
+    machine.add("next turn", prompt + machine.got["first"] + tokens(2, 9))
+    machine.add("parts", prompt[:42] + tokens(3, 30))
+    machine.run()
+
+
+def forks(machine: Machine) -> None:
+    for index in range(3):
+        machine.add(f"sibling {index}", tokens(4, 23), group_id="group")
+    machine.run()
+
+
+def with_drafts(machine: Machine) -> None:
+    for index in range(3):
+        machine.add(str(index), tokens(index, 30), num_tokens=50)
+    machine.run()
+
+
+SITUATIONS: dict[str, tuple[dict, Callable[[Machine], None]]] = {
+    "a chat": ({"num_slots": 16}, chat),
+    "a chat, few slots": ({"num_slots": 2}, chat),
+    "a chat, no cache": ({"num_slots": 4, "prefix_caching": False}, chat),
+    "forks": ({"num_slots": 8}, forks),
+    "forks, no cache": ({"num_slots": 3, "prefix_caching": False}, forks),
+    "forks that come too late": ({"num_slots": 2}, forks),
+    "drafts that are right": ({"num_slots": 8, "proposer": "right"}, with_drafts),
+    "drafts that are wrong": ({"num_slots": 8, "proposer": "wrong"}, with_drafts),
+    "drafts in a chat": ({"num_slots": 16, "proposer": "right"}, chat),
+    "preemption": ({"num_slots": 8, "num_blocks": 41}, with_drafts),
+    "preemption, with drafts": ({"num_slots": 8, "num_blocks": 41, "proposer": "right"}, with_drafts),
+}
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_a_state_is_that_of_the_tokens(name):
+    values, situation = SITUATIONS[name]
+    machine = Machine(**values)
+    situation(machine)
+    assert not machine.wrong
+    stats = machine.scheduler.stats()
+    assert stats.num_used_slots == 0
+    assert stats.num_preemptions > 0 or "preemption" not in name
+
+
+def test_several_steps_on_one_plan_leave_the_state_of_the_last():
+    machine = Machine(4)
+    machine.add("a", tokens(1, 10))
+    machine.add("b", tokens(2, 13))
+    machine.run(max_steps=4)
+    assert not machine.wrong
+
+
+def test_a_repetition_a_turn_and_a_branch_begin_from_snapshots():
+    machine = Machine(16)
+    prompt = tokens(1, WORTH_A_CUT + 6)
+
+    def computed(name: str, text: bytes) -> int:
+        before = machine.scheduler.stats().num_prefix_hit_tokens
+        machine.add(name, text)
+        machine.run()
+        return len(text) - (machine.scheduler.stats().num_prefix_hit_tokens - before)
+
+    assert computed("first", prompt) == len(prompt)
+    assert computed("again", prompt) == len(prompt) % BLOCK_SIZE
+    history = prompt + machine.got["first"]
+    assert computed("next turn", history + tokens(2, 9)) == 9 + len(history) % BLOCK_SIZE + (
+        BLOCK_SIZE if len(history) % BLOCK_SIZE == 0 else 0
+    )
+    branch = prompt[:42] + tokens(3, 30)
+    assert computed("parts", branch) == len(branch)  # keys and values up to 40 are there, and no state
+    assert computed("parts there too", prompt[:42] + tokens(4, 30)) == 32
+    assert not machine.wrong
+    assert machine.scheduler.stats().num_snapshot_hits == 3
+
+
+def test_only_as_many_run_as_there_are_slots_and_snapshots_make_room_for_them():
+    machine = Machine(2)
+    for index in range(3):
+        machine.add(str(index), tokens(index, 10))
+    machine.step()
+    machine.step()
+    assert machine.scheduler.stats().num_running == 2
+    machine.run()
+    for index in range(3, 6):  # one after the other: each leaves snapshots
+        machine.add(str(index), tokens(index, 80))
+        machine.run()
+    assert not machine.wrong
+    stats = machine.scheduler.stats()
+    assert stats.num_snapshot_evictions > 0
+    assert (stats.num_used_slots, stats.num_total_slots) == (0, 2)
+
+
+def test_other_weights_forget_all_snapshots():
+    machine = Machine(8)
+    machine.add("a", tokens(1, 80))
+    machine.run()
+    assert machine.scheduler.stats().num_cached_slots > 0
+    machine.scheduler.forget_cache()
+    assert machine.scheduler.stats().num_cached_slots == 0
+
+
+# --- mistakes, planted ---
+
+
+def fork_without_copy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StateSlots, "take_copy", lambda slots, source: slots.take())
+
+
+def snapshot_a_step_late(patch: pytest.MonkeyPatch) -> None:
+    """Copies are made once the sequence has gone on: by a token, where it decodes."""
+    taken, late = StateSlots.take_copies, []
+
+    def take_late(slots: StateSlots):
+        late.append(taken(slots))
+        return late.pop(0) if len(late) > 1 else ()
+
+    patch.setattr(StateSlots, "take_copies", take_late)
+
+
+def drafts_taken_for_certain(patch: pytest.MonkeyPatch) -> None:
+    """The state goes on past drafts that turn out wrong."""
+    planned = planned_step.scheduled_sequence
+
+    def careless(*arguments):
+        share = planned(*arguments)
+        share.num_drafts = 0
+        return share
+
+    patch.setattr("holdfast.worker.scheduler.scheduler.scheduled_sequence", careless)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "name"),
+    [
+        (fork_without_copy, "forks, no cache"),
+        (fork_without_copy, "a chat"),
+        (snapshot_a_step_late, "a chat"),
+        (drafts_taken_for_certain, "drafts that are wrong"),
+    ],
+)
+def test_a_planted_mistake_shows(mistake, name, monkeypatch):
+    mistake(monkeypatch)
+    values, situation = SITUATIONS[name]
+    machine = Machine(**values)
+    situation(machine)
+    assert machine.wrong
