@@ -59,7 +59,6 @@ def test_on_several_ranks_they_have_the_bits_of_one(pattern, size, tmp_path, pro
     assert all(map(torch.equal, shared, alone))
 
 
-@pytest.mark.parametrize("settings", [{"executor": "hf"}, {"hf_overrides": {"hidden_size": 64}}])
-def test_where_the_native_executor_does_not_serve_them_they_are_refused_by_name(settings, tmp_path):
+def test_the_hf_backend_does_not_serve_them(tmp_path):
     with pytest.raises(UnsupportedModelError, match=r"lfm2.*keep a state"):
-        load(worker_config(save_hybrid(tmp_path, "attention last"), **settings))
+        load(worker_config(save_hybrid(tmp_path, "attention last"), executor="hf"))
