@@ -87,16 +87,20 @@ def description() -> dict[str, Any]:
 def _stored_responses() -> dict[str, Any]:
     """Of responses that are stored (`router.store`)."""
     listed = [_query(name, kind) for name, kind in (("after", "string"), ("limit", "integer"), ("order", "string"))]
-    path, read, delete = (
-        "/v1/responses/{response_id}",
-        _get("A stored response.", _OBJECT),
-        _get("It is gone.", _OBJECT),
-    )
-    items = {**_get("Its input, in pages.", _OBJECT), "parameters": [_RESPONSE, *listed]}
-    return {
-        path: {"get": {**read, "parameters": [_RESPONSE]}, "delete": {**delete, "parameters": [_RESPONSE]}},
-        f"{path}/input_items": {"get": items},
+    followed = [_query("stream", "boolean"), _query("starting_after", "integer")]
+    path = "/v1/responses/{response_id}"
+    summaries = {
+        (path, "get"): "A stored response, or the events of one that is computed in the background.",
+        (path, "delete"): "Deletes a stored response.",
+        (f"{path}/cancel", "post"): "Ends a background response.",
+        (f"{path}/input_items", "get"): "The input of a stored response, in pages.",
     }
+    queries = {(path, "get"): followed, (f"{path}/input_items", "get"): listed}
+    paths: dict[str, Any] = {}
+    for (place, method), summary in summaries.items():
+        parameters = [_RESPONSE, *queries.get((place, method), [])]
+        paths.setdefault(place, {})[method] = {**_get(summary, _OBJECT), "parameters": parameters}
+    return paths
 
 
 def _query(name: str, kind: str) -> dict[str, Any]:
