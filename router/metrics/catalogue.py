@@ -93,6 +93,12 @@ OF_FAILOVER: Final = (
     ),
     Metric("holdfast_model_replicas", G, _MODEL, "Replicas of a model that are up"),
     Metric(
+        "holdfast_model_state_bytes",
+        G,
+        ("model",),
+        "Memory of a slot for the states of one sequence, on one rank, of a model that keeps some",
+    ),
+    Metric(
         "holdfast_model_weight_bytes",
         G,
         ("model", "quantization"),
@@ -171,6 +177,14 @@ OF_REPLICAS: Final = (
     ),
     Metric("holdfast_replica_preemptions_total", C, _REPLICA, "Sequences whose blocks were taken"),
     Metric("holdfast_replica_evictions_total", C, _REPLICA, "Cached blocks that were handed out for other tokens"),
+    Metric(
+        "holdfast_replica_state_slots",
+        G,
+        ("model", "replica", "state"),
+        "Slots for states of sequences, of a model that keeps some: used, with the snapshot of a prefix, or empty",
+    ),
+    Metric("holdfast_replica_snapshot_hits_total", C, _REPLICA, "Requests that began from a snapshot of a state"),
+    Metric("holdfast_replica_snapshot_evictions_total", C, _REPLICA, "Snapshots whose slots were handed out"),
     Metric("holdfast_replica_expired_total", C, _REPLICA, "Requests dropped because their deadline was, or would be"),
     Metric("holdfast_replica_prefix_query_tokens_total", C, _REPLICA, "Tokens looked up in the prefix cache"),
     Metric("holdfast_replica_prefix_hit_tokens_total", C, _REPLICA, "Those of them that were cached"),

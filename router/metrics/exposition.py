@@ -91,6 +91,8 @@ COUNTS: Final = {
     "num_tokens_recomputed": "recomputed_tokens",
     "num_preemptions": "preemptions",
     "num_evictions": "evictions",
+    "num_snapshot_hits": "snapshot_hits",
+    "num_snapshot_evictions": "snapshot_evictions",
     "num_expired": "expired",
     "num_prefix_query_tokens": "prefix_query_tokens",
     "num_prefix_hit_tokens": "prefix_hit_tokens",
@@ -118,6 +120,11 @@ def replica_samples(model: str, replica: str, load: EngineLoad, stats: EngineSta
     }
     for state, count in blocks.items():
         yield Sample(f"{prefix}kv_blocks", (*labels, state), count)
+    if stats.num_total_slots:
+        num_empty = stats.num_total_slots - stats.num_used_slots - stats.num_cached_slots
+        slots = {"used": stats.num_used_slots, "snapshot": stats.num_cached_slots, "empty": num_empty}
+        for state, count in slots.items():
+            yield Sample(f"{prefix}state_slots", (*labels, state), count)
     for field, name in COUNTS.items():
         yield Sample(f"{prefix}{name}_total", labels, getattr(stats, field))
     times = {"plan": stats.plan_time_s, "run": stats.step_time_s, "commit": stats.commit_time_s}
@@ -255,6 +262,8 @@ def _of_replicas(host: DispatchHost) -> Iterator[Sample]:
         yield Sample("holdfast_model_replicas", (model,), status.num_replicas)
         weights = status.facts
         yield Sample("holdfast_model_weight_bytes", (model, weights.quantization), weights.weight_bytes)
+        if status.facts.state_bytes:
+            yield Sample("holdfast_model_state_bytes", (model,), status.facts.state_bytes)
         queued = {priority.name.lower(): by_class[model, priority.name.lower()] for priority in Priority}
         for priority, count in queued.items():
             yield Sample("holdfast_requests_queued_by_class", (model, priority), count)
