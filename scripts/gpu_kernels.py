@@ -23,6 +23,7 @@ from torch import Tensor
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.draws import DrawParams, LogitsSettings
+from holdfast.worker.executors.coded import CodedMatrix, CodeForm, CodeKind
 from holdfast.worker.executors.kv_cache import KVCache, KVSpec
 from holdfast.worker.executors.layout import (
     Activation,
@@ -35,6 +36,7 @@ from holdfast.worker.executors.layout import (
     Norm,
     Rotary,
 )
+from holdfast.worker.executors.units import Offset
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 
@@ -129,6 +131,8 @@ class Use:
         """One line that tells it from others."""
         shown = [f"{name}={value}" for name, value in self.constants if name.isupper() and value not in (False, 0)]
         out = dict(self.arguments).get("out", "*fp32")
+        if dict(self.constants).get("CODE"):
+            shown.append(f"scales {dict(self.arguments)['scales'].removeprefix('*')}")
         rounds = f" -> {out.removeprefix('*')}" if self.name in _ROUNDING and out != "*fp32" else ""
         return f"{self.name}({', '.join(shown)}){rounds}"
 
@@ -165,6 +169,7 @@ def uses_of(shapes: Iterable[Shape], decode_rows: Iterable[int], prompt_rows: in
             executor.make_sampler().launch(logits, draws, masks)
     _run_paged_kernels(record, prompt_rows)
     _run_modules(record, (*decode_rows, prompt_rows))
+    _run_codes(record, (*decode_rows, prompt_rows))
     _run_exchange(record)
     return sorted(found.values(), key=lambda use: use.title)
 
@@ -205,6 +210,52 @@ def _run_modules(record: Any, counts: Iterable[int]) -> None:
         experts(x, x.new_empty((count, 6), dtype=torch.int64), weight(count, 6))
         with RowFunctions(record, x.device):
             x.float().mean(-1)
+
+
+CODES: Final[Mapping[str, tuple[CodeForm, int]]] = {
+    "int4 g32": (CodeForm(kind=CodeKind.FOUR_BITS, offset=Offset.MIDDLE, scales=torch.bfloat16), 32),
+    "int4 g128, zero points": (
+        CodeForm(kind=CodeKind.FOUR_BITS, offset=Offset.ZERO_POINTS, scales=torch.bfloat16),
+        128,
+    ),
+    "int4 in order of activations": (
+        CodeForm(kind=CodeKind.FOUR_BITS, offset=Offset.ZERO_POINTS, scales=torch.bfloat16),
+        0,
+    ),
+    "Q4_1": (CodeForm(kind=CodeKind.FOUR_BITS, offset=Offset.MINIMA, scales=torch.float16), 32),
+    "int8 by output": (CodeForm(kind=CodeKind.EIGHT_BITS, offset=Offset.MIDDLE, scales=torch.bfloat16), 4096),
+    "fp8 by block": (CodeForm(kind=CodeKind.E4M3, offset=Offset.MIDDLE, scales=torch.float32), 128),
+    "fp8 by output": (CodeForm(kind=CodeKind.E4M3, offset=Offset.MIDDLE, scales=torch.bfloat16), 4096),
+}
+"""Forms of codes, and inputs with one scale; 0: each names its group."""
+
+
+def coded_matrix(form: CodeForm, group: int, outputs: int = 4096, inputs: int = 4096) -> CodedMatrix:
+    """Without memory."""
+    meta, is_packed = torch.device("meta"), form.kind is CodeKind.FOUR_BITS
+    shape = outputs, inputs // (group or 128)
+    kept = {Offset.ZERO_POINTS: torch.uint8, Offset.MINIMA: form.scales}.get(form.offset)
+    width, dtype = (inputs // 8, torch.int32) if is_packed else (inputs, torch.uint8)
+    return CodedMatrix(
+        form=form,
+        num_inputs=inputs,
+        codes=torch.empty((outputs, width), dtype=dtype, device=meta),
+        scales=torch.empty(shape, dtype=form.scales, device=meta),
+        offsets=None if kept is None else torch.empty(shape, dtype=kept, device=meta),
+        group_inputs=group,
+        groups=None if group else torch.empty(inputs, dtype=torch.int32, device=meta),
+    )
+
+
+def _run_codes(record: Any, counts: Iterable[int]) -> None:
+    """Linears of quantized weights."""
+    from holdfast.worker.executors.gpu.launches import Launches
+
+    for count in counts:
+        x = torch.empty((count, 4096), dtype=torch.bfloat16, device="meta")
+        for form, group in CODES.values():
+            out = torch.empty((1, count, 4096), device="meta")
+            Launches(record).linear(x, Linear(codes=(coded_matrix(form, group),)), out)
 
 
 def _run_exchange(record: Any) -> None:

@@ -1,5 +1,8 @@
 """Roofline for people: what the steps of a model should take on a GPU that need not be here."""
 
+from pathlib import Path
+from typing import Any
+
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.models.roofline import DEVICES, ModelShape, Step, kv_bytes_per_token, step_of, weight_bytes
@@ -7,6 +10,7 @@ from holdfast.worker.process_memory import readable_bytes
 
 _DECODES = ((1, 1024), (8, 1024), (64, 1024), (256, 1024))
 _PROMPT = 2048
+_NUMBER_BITS = 16.0
 
 
 def print_roofline(config: WorkerConfig, device_name: str) -> None:
@@ -15,10 +19,11 @@ def print_roofline(config: WorkerConfig, device_name: str) -> None:
     from holdfast.worker.models.weights import model_folder, read_config
 
     device, tp = DEVICES[device_name], config.parallel.tensor_parallel_size
-    hf_config = read_config(model_folder(config.model, with_weights=False), config.model.config_changes)
+    folder = model_folder(config.model, with_weights=False)
+    hf_config = read_config(folder, config.model.config_changes)
     check_kv_cache_dtype(config, "cuda", hf_config)
     try:
-        shape = ModelShape.of(hf_config, kv_in_fp8=config.cache.kv_cache_dtype == "fp8")
+        shape = _shape(config, folder, hf_config)
         decodes = [
             step_of(shape, device, num_sequences=count, num_tokens=1, context=context, tp=tp)
             for count, context in _DECODES
@@ -27,7 +32,8 @@ def print_roofline(config: WorkerConfig, device_name: str) -> None:
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     weights = weight_bytes(shape, tp)
-    print(f"{device_name}, tensor parallel {tp}, bfloat16: {weights / 1e9:.3g} GB of weights a rank")
+    linears = "bfloat16" if shape.weight_bits == _NUMBER_BITS else f"{shape.weight_bits:.4g} bits a weight of a linear"
+    print(f"{device_name}, tensor parallel {tp}, {linears}: {weights / 1e9:.3g} GB of weights a rank")
     if weights > device.memory_bytes:
         print(f"does not fit: a device has {device.memory_bytes / 1e9:.3g} GB")
     else:
@@ -49,6 +55,20 @@ def print_roofline(config: WorkerConfig, device_name: str) -> None:
         more = (other.num_bytes / 1e9, other.flops / 1e9, other.seconds(device) * 1e3)
         cells = "".join(f"{figure:10.3g}" for figure in (*figures, *more))
         print(f"{one.name:19}{cells}")
+
+
+def _shape(config: WorkerConfig, folder: Path, hf_config: Any) -> ModelShape:
+    """With the bits of what stays codes on a GPU. Raises ValueError as `ModelShape.of`."""
+    from holdfast.worker.models.quantized_activations import coded_bytes
+
+    coded = coded_bytes(config.model, folder, "cuda", hf_config.model_type)
+    of_linears = coded and coded.bits("model.layers.0.mlp.down_proj.weight")
+    return ModelShape.of(
+        hf_config,
+        kv_in_fp8=config.cache.kv_cache_dtype == "fp8",
+        weight_bits=of_linears or _NUMBER_BITS,
+        head_bits=(coded and coded.bits("lm_head.weight")) or _NUMBER_BITS,
+    )
 
 
 def _print_sums(decode: Step, prompt: Step, tp: int) -> None:

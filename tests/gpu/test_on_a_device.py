@@ -15,6 +15,7 @@ if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "0":
 
 from holdfast.worker.executors import kv_cache as fp8
 from holdfast.worker.executors.cpu.sampler import NativeSampler
+from holdfast.worker.executors.gpu.coded_weights import coded_on
 from holdfast.worker.executors.gpu.graphs import Buffers, cuda_capture
 from holdfast.worker.executors.gpu.launches import AttentionTiles, Launches, SplitSpace, StepTensors
 from holdfast.worker.executors.gpu.layers import kv_spec
@@ -30,6 +31,7 @@ from tests.worker.executors.cpu.native import library_or_skip
 from tests.worker.executors.cpu.runs import layout_of, tokens
 from tests.worker.executors.gpu import fp8_kernels
 from tests.worker.executors.gpu.cancelling import cancelling_product
+from tests.worker.executors.gpu.coded import FORMS, weight_of
 from tests.worker.executors.gpu.drawn import FILTERS, edited_batch, made, sampled, seeded
 from tests.worker.executors.gpu.runs import Fp8Reference, Part, Runner, batch_of
 from tests.worker.executors.models import MODELS
@@ -69,6 +71,35 @@ def test_a_linear_is_exact():
     out = torch.empty(1, 200, 6144, device=CUDA)
     Launches().linear(x, Linear(weights=(weight,)), out)
     torch.testing.assert_close(out[0].double(), x.double() @ weight.double().T, rtol=1e-5, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, F32])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_linear_of_codes_has_the_bits_of_the_dequantized_one(form, dtype):
+    """As the interpreter's has: registers and the matrix instruction take the same numbers."""
+    weight, launches = weight_of(outputs=300, **FORMS[form]), Launches()
+    numbers = weight.to(dtype).to(CUDA)
+    coded = coded_on(CUDA, [weight], 1)
+    x = torch.randn(2048, numbers.shape[1], device=CUDA).to(dtype)
+    for count in COUNTS:
+        found, expected = (torch.empty(1, count, 300, device=CUDA) for _ in range(2))
+        launches.linear(x[:count], Linear(codes=(coded,)), found)
+        launches.linear(x[:count], Linear(weights=(numbers,)), expected)
+        assert torch.equal(found, expected), count
+
+
+@pytest.mark.parametrize(("num_outputs", "num_inputs", "slices"), SHAPES_OF_8B[:4])
+@pytest.mark.parametrize("group", [32, 128])
+def test_a_large_linear_of_four_bits_has_the_bits_of_the_dequantized_one(num_outputs, num_inputs, slices, group):
+    weight, launches = weight_of("int4", num_outputs, num_inputs, group, zeros=group == 128), Launches()
+    numbers = weight.to(BF16).to(CUDA)
+    coded = coded_on(CUDA, [weight], slices)
+    for count in (1, 16, 64, 512):
+        x = torch.randn(count, num_inputs, device=CUDA).to(BF16)
+        found, expected = (torch.empty(slices, count, num_outputs, device=CUDA) for _ in range(2))
+        launches.linear(x, Linear(codes=(coded,)), found)
+        launches.linear(x, Linear(weights=(numbers,)), expected)
+        assert torch.equal(found, expected), count
 
 
 @pytest.mark.parametrize(("num_experts", "top_k", "hidden", "inner"), [(128, 8, 2048, 768), (32, 4, 2880, 2880)])

@@ -14,6 +14,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from holdfast.worker.executors.coded import CodedMatrix
 from holdfast.worker.executors.slices import NUM_SLICES
 from holdfast.worker.executors.stored_matrix import StoredMatrix
 
@@ -37,6 +38,9 @@ class Linear:
     """Each [out, in], in the serving dtype; views of the checkpoint's memory where possible."""
     units: tuple[StoredMatrix, ...] = ()
     """Instead of weights: quantized ones of the same `unit_form`, for inputs that are quantized in units too."""
+    codes: tuple[StoredMatrix | CodedMatrix, ...] = ()
+    """Instead of weights: quantized ones of the same `code_form` and with the same groups of inputs, whose numbers,
+    each rounded to the serving dtype, are the weights; on a device one of all parts."""
     bias: Tensor | None = None
     """float32 [out of all parts]. Of a row-parallel linear: whole on every rank, added once after the sum. Of an
     expert's `down`: part of the first slice, and so of the first rank; zeros on the others."""
@@ -50,9 +54,9 @@ class Linear:
         return int(self.parts[0].shape[1])
 
     @property
-    def parts(self) -> tuple[Tensor | StoredMatrix, ...]:
-        """The weights, or the units."""
-        return self.units or self.weights
+    def parts(self) -> tuple[Tensor | StoredMatrix | CodedMatrix, ...]:
+        """The weights, or the units, or the codes."""
+        return self.units or self.codes or self.weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
+from holdfast.worker.executors.coded import CodedRows, CodeForm
 from holdfast.worker.executors.mapped_files import discard_contents
 from holdfast.worker.executors.units import UnitForm, Units
 
@@ -31,7 +32,12 @@ class StoredMatrix(ABC):
     @property
     @abstractmethod
     def mapped(self) -> Tensor:
-        """The view of a file that its codes are read of."""
+        """The view of a file that its codes are read of; or their memory."""
+
+    @property
+    def can_be_read_again(self) -> bool:
+        """Whether what is read stays in a file when its memory is given back."""
+        return True
 
     @abstractmethod
     def numbers(self, first: int, last: int) -> Tensor:
@@ -47,6 +53,22 @@ class StoredMatrix(ABC):
     def units(self, first: int, last: int) -> Units:
         """Of these rows of the matrix, the units of the range's columns. Only where there is a `unit_form`."""
         raise NotImplementedError(f"rows {first} to {last} of a {type(self).__name__} do not lie in units")
+
+    @property
+    def code_form(self) -> CodeForm | None:
+        """How the range's codes lie; None where its numbers are to be dequantized."""
+        return None
+
+    @property
+    def input_groups(self) -> Tensor:
+        """[the range's columns], int64: the group of each, whose scales and offsets `coded` gives. Only where there is
+        a `code_form`.
+        """
+        raise NotImplementedError(f"a {type(self).__name__} has no codes")
+
+    def coded(self, first: int, last: int) -> CodedRows:
+        """Of these rows of the matrix, the codes of the range's columns. Only where there is a `code_form`."""
+        raise NotImplementedError(f"rows {first} to {last} of a {type(self).__name__} have no codes")
 
     @property
     def num_rows_columns(self) -> tuple[int, int]:
@@ -89,7 +111,8 @@ class StoredMatrix(ABC):
             out[start - first : end - first] = self.numbers(start, end)
 
         for_all(write, range(first, last, step))
-        discard_contents(self.mapped)  # pages of the file, which can be read again
+        if self.can_be_read_again:
+            discard_contents(self.mapped)
         return out
 
 

@@ -16,9 +16,11 @@ from holdfast.worker.executors.cpu.states import VALUE_BYTES
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.models.checkpoint_scheme import quantization_of
 from holdfast.worker.models.checks import check_kv_cache_dtype, choose_max_model_len
+from holdfast.worker.models.coded_bytes import CodedBytes
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.model import choose_device, register_attention, serving_dtype
 from holdfast.worker.models.parallel_plan import ParallelPlan, is_transposed_linear
+from holdfast.worker.models.quantized_activations import coded_bytes
 from holdfast.worker.models.weights import build_hf_model, model_folder, read_config
 from holdfast.worker.process_memory import available_memory, readable_bytes
 
@@ -65,7 +67,8 @@ class MemoryEstimator:
         dtype = serving_dtype(config.model, hf_config)
         self.max_model_len = choose_max_model_len(hf_config, config.model.max_model_len)
         self.block_size = config.cache.block_size or default_block_size(device)
-        self.weight_bytes = _weight_bytes(model, plan, dtype)
+        coded = coded_bytes(config.model, folder, device.type, hf_config.model_type)
+        self.weight_bytes = _weight_bytes(model, plan, dtype, coded)
         check_kv_cache_dtype(config, device.type, hf_config)
         check_block_size(self.block_size, device)
         in_tiles = device.type == "cpu"
@@ -216,7 +219,7 @@ def smallest_of_all_ranks(value: int, group: TensorParallelGroup, device: torch.
     return int(group.all_gather(torch.tensor([value], device=device), dim=0).min())
 
 
-def _weight_bytes(model: Any, plan: ParallelPlan, dtype: torch.dtype) -> int:
+def _weight_bytes(model: Any, plan: ParallelPlan, dtype: torch.dtype, coded: CodedBytes | None) -> int:
     tables = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
     stored_dtype, total = model.dtype, 0.0
     for name, parameter in model.named_parameters():
@@ -228,7 +231,9 @@ def _weight_bytes(model: Any, plan: ParallelPlan, dtype: torch.dtype) -> int:
         else:
             cut = plan.cut(name, shape, getattr(attention, "head_dim", None))
             share = 1.0 if cut is None else cut.share
-        itemsize = dtype.itemsize if parameter.dtype == stored_dtype else parameter.dtype.itemsize
+        itemsize: float = dtype.itemsize if parameter.dtype == stored_dtype else parameter.dtype.itemsize
+        if coded is not None and (bits := coded.bits(name)) is not None:
+            itemsize = bits / 8
         total += parameter.numel() * share * itemsize
     saved = model.state_dict()
     total += sum(buffer.nbytes for name, buffer in model.named_buffers() if name in saved)

@@ -1,14 +1,41 @@
-"""Which arithmetic quantized weights are served in: whether their inputs are quantized too."""
+"""Which arithmetic quantized weights are served in: whether their inputs are quantized too, and how they lie then."""
+
+from enum import Enum
+from pathlib import Path
 
 from holdfast.worker.config import ModelConfig
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.models.coded_bytes import CodedBytes
+from holdfast.worker.models.families import FAMILIES
 
 _WAY_OUT = "leave --quantized-activations at auto, or set bfloat16"
 
 
-def asks_for_units(config: ModelConfig, device: str) -> bool:
-    """Whether weights that lie in units stay in them. It never depends on what the machine's CPU is capable of."""
-    return config.quantized_activations == "int8" and device == "cpu"
+class Kept(Enum):
+    """What quantized weights are where they are multiplied, if their form allows it."""
+
+    NUMBERS = "numbers"
+    """They are dequantized while they are loaded."""
+    UNITS = "units"
+    """Units, whose inputs are quantized too: on CPUs."""
+    CODES = "codes"
+    """Codes, which become the numbers that they would be dequantized to at each product: on GPUs."""
+
+
+def kept_form(config: ModelConfig, device: str) -> Kept:
+    """It never depends on what the machine's CPU is capable of."""
+    if device != "cpu":
+        return Kept.CODES
+    return Kept.UNITS if config.quantized_activations == "int8" else Kept.NUMBERS
+
+
+def coded_bytes(config: ModelConfig, folder: Path, device: str, model_type: str) -> CodedBytes | None:
+    """The memory of what stays codes on a device; None where all weights are dequantized."""
+    family = FAMILIES.get(model_type)
+    is_read = config.executor != "hf" and config.load_format != "dummy"
+    if kept_form(config, device) is not Kept.CODES or not is_read or family is None or family.conv is not None:
+        return None
+    return CodedBytes(folder, config.quantization)
 
 
 def check_quantized_activations(config: ModelConfig, device: str) -> None:

@@ -71,6 +71,7 @@ class PlainWeight(StoredMatrix):
             zeros=None,
             block_rows=1,
             groups=torch.arange(last - first) // (group or last - first),
+            is_in_file=False,
         )
 
     def _chosen(self, own: Tensor, columns: tuple[int, int]) -> tuple[Codes, Tensor]:

@@ -15,6 +15,7 @@ from holdfast.worker.executors.units import UNIT
 from holdfast.worker.models.checks import check_heads
 from holdfast.worker.models.family import Family, NormKind
 from holdfast.worker.models.parallel_plan import Segment, share_of_vocabulary
+from holdfast.worker.models.quantized_activations import Kept
 from holdfast.worker.models.quantizing_tensors import PlainWeight
 from holdfast.worker.models.stated_tensors import StoredTensors, Weight
 
@@ -36,10 +37,9 @@ class RankShare:
         tensors: StoredTensors,
         group: TensorParallelGroup,
         dtype: torch.dtype,
-        *,
-        in_units: bool,
+        kept: Kept,
     ) -> None:
-        """`in_units`: quantized weights stay so where they are units.
+        """`kept`: what quantized weights stay, where their form allows it.
 
         Raises `UnsupportedModelError` where so many ranks cannot share the model.
         """
@@ -48,7 +48,7 @@ class RankShare:
         self.tensors = tensors
         self.rank, self.size = group.rank, group.size
         self.dtype = dtype
-        self._in_units = in_units
+        self._kept = kept
         self._shares: tuple[int, ...] | None = None
         if group.size > 1:
             self._shares = check_heads(config, group.size, may_be_uneven=family.may_be_uneven)
@@ -74,20 +74,23 @@ class RankShare:
     # --- linears ---
 
     def columns(
-        self, names: Sequence[str], outputs: Outputs, num_inputs: int, *, has_bias: bool, in_units: bool = True
+        self, names: Sequence[str], outputs: Outputs, num_inputs: int, *, has_bias: bool, may_stay: bool = True
     ) -> Linear:
-        """Linears whose outputs ranks share, stacked: one for each of `outputs`, or one that is fused."""
+        """Linears whose outputs ranks share, stacked: one for each of `outputs`, or one that is fused. `may_stay`:
+        quantized.
+        """
         sizes = [size for size, _ in outputs]
         lengths = sizes if len(names) == len(sizes) else [sum(sizes)]
         wholes = [self.tensors.take(f"{name}.weight", (n, num_inputs)) for name, n in zip(names, lengths, strict=True)]
         biases = [self.tensors.take(f"{name}.bias", (n,)) for name, n in zip(names, lengths, strict=True) if has_bias]
         shares = [self._coded(share) for share in self._shared(wholes, outputs)]
         bias = torch.cat([self.floats(share) for share in self._shared(biases, outputs)]) if biases else None
-        units = [
-            share for share in shares if isinstance(share, StoredMatrix) and in_units and self._are_units(share, 1)
-        ]
-        if len(units) == len(shares) and len({share.unit_form for share in units}) == 1:
-            return Linear(units=tuple(units), bias=bias)
+        stored = [share for share in shares if may_stay and isinstance(share, StoredMatrix)]
+        if len(stored) == len(shares) and all(self._are_units(share, 1) for share in stored):
+            if len({share.unit_form for share in stored}) == 1:
+                return Linear(units=tuple(stored), bias=bias)
+        elif len(stored) == len(shares) and all(map(self._are_codes, stored)) and _may_be_stacked(stored):
+            return Linear(codes=tuple(stored), bias=bias)
         return Linear(weights=tuple(self.numbers(share) for share in shares), bias=bias)
 
     def _shared(self, wholes: Sequence[Weight], outputs: Outputs) -> list[Weight]:
@@ -101,12 +104,14 @@ class RankShare:
             start += size if len(wholes) != len(outputs) else 0
         return shares
 
-    def rows(self, name: str, shape: tuple[int, int], slices: int, *, has_bias: bool, in_units: bool = True) -> Linear:
+    def rows(self, name: str, shape: tuple[int, int], slices: int, *, has_bias: bool, may_stay: bool = True) -> Linear:
         """A linear whose inputs ranks share; `slices` of this rank's share of the sum. Its bias is whole."""
         share = self._coded(self.tensors.take(f"{name}.weight", shape).narrow(1, *self.part(shape[1])))
         bias = self.floats(self.tensors.take(f"{name}.bias", shape[:1])) if has_bias else None
-        if isinstance(share, StoredMatrix) and in_units and self._are_units(share, slices):
+        if isinstance(share, StoredMatrix) and may_stay and self._are_units(share, slices):
             return Linear(units=(share,), bias=bias)
+        if isinstance(share, StoredMatrix) and may_stay and self._are_codes(share):
+            return Linear(codes=(share,), bias=bias)
         return Linear(weights=(self.numbers(share),), bias=bias)
 
     def whole(self, name: str, shape: tuple[int, int], *, has_bias: bool = False, exact: bool = False) -> Linear:
@@ -121,13 +126,18 @@ class RankShare:
 
     def _coded(self, share: Weight) -> Weight:
         """With its codes chosen, where that is done at load and they may stay."""
-        if self._in_units and isinstance(share, PlainWeight):
+        if self._kept is not Kept.NUMBERS and isinstance(share, PlainWeight):
             return share.quantized().filled_up(len(share))
         return share
 
     def _are_units(self, share: StoredMatrix, slices: int) -> bool:
         """Whether the executor may multiply it as units: each slice of a sum over its inputs has whole ones."""
-        return self._in_units and share.unit_form is not None and share.shape[1] % (slices * UNIT) == 0
+        is_fit = share.unit_form is not None and share.shape[1] % (slices * UNIT) == 0
+        return self._kept is Kept.UNITS and is_fit
+
+    def _are_codes(self, share: StoredMatrix) -> bool:
+        """Whether the executor may multiply it by its codes."""
+        return self._kept is Kept.CODES and share.code_form is not None
 
     def numbers(self, share: Weight) -> Tensor:
         """In the served type."""
@@ -139,12 +149,14 @@ class RankShare:
 
     # --- the vocabulary ---
 
-    def head(self, whole: Weight, bias: Weight | None) -> Linear:
-        """This rank's rows of the head."""
+    def head(self, whole: Weight, bias: Weight | None, *, is_table: bool) -> Linear:
+        """This rank's rows of the head. One that is the table too is no codes, for rows are read of it."""
         own = None if bias is None else self._table(bias).float()
         share = self._coded(share_of_vocabulary(whole, self.rank, self.size))
         if isinstance(share, StoredMatrix) and self._are_units(share, 1):
             return Linear(units=(share,), bias=own)
+        if isinstance(share, StoredMatrix) and self._are_codes(share) and not is_table:
+            return Linear(codes=(share,), bias=own)
         return Linear(weights=(self._table(whole),), bias=own)
 
     def embedding(self, whole: Weight, tied: Linear | None) -> Tensor:
@@ -175,3 +187,10 @@ class RankShare:
             bias=bias,
             eps=float(getattr(self.config, self.family.eps)),
         )
+
+
+def _may_be_stacked(codes: Sequence[StoredMatrix]) -> bool:
+    first, *others = codes
+    return all(
+        other.code_form == first.code_form and torch.equal(other.input_groups, first.input_groups) for other in others
+    )

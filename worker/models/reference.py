@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
+from holdfast.worker.executors.coded import CodedMatrix
 from holdfast.worker.executors.layout import (
     Activation,
     Attention,
@@ -204,13 +205,16 @@ class Reference:
         x = self._round(x)
         if linear.units and self._rounded_to is not None:
             x = rounded_in_units(x)
-        y = torch.cat([self._product(x, weight) for weight in linear.parts], -1)
+        y = torch.cat([self._product(x, weight, is_rounded=bool(linear.codes)) for weight in linear.parts], -1)
         return y if linear.bias is None else y + linear.bias.to(self._dtype)
 
-    def _product(self, x: Tensor, weight: Tensor | StoredMatrix) -> Tensor:
+    def _product(self, x: Tensor, weight: Tensor | StoredMatrix | CodedMatrix, *, is_rounded: bool) -> Tensor:
+        """`is_rounded`: of stored matrices' numbers, those of the serving dtype count."""
+        assert not isinstance(weight, CodedMatrix), "which lies on a device"
         rows = max(1, CONVERTED_AT_A_TIME // weight.shape[1])
         if isinstance(weight, StoredMatrix):
-            parts = [weight[first : first + rows].to(x.dtype) for first in range(0, len(weight), rows)]
+            dtype = self._layout.dtype if is_rounded else x.dtype
+            parts = [weight[first : first + rows].to(dtype).to(x.dtype) for first in range(0, len(weight), rows)]
             return torch.cat([F.linear(x, part) for part in parts], -1)
         y = product(x, weight, None, rows)
         if self._files is not None and weight.nbytes >= GIVEN_BACK_FROM:

@@ -57,7 +57,7 @@ _BEST_COLUMNS, _BEST_BYTES = 1024, 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder whose MLPs, or experts, have gates, in bfloat16."""
+    """A decoder whose MLPs, or experts, have gates. Inputs, and weights that are no codes, are bfloat16."""
 
     num_layers: int
     hidden: int
@@ -74,6 +74,9 @@ class ModelShape:
     """Of the expert that all tokens go through. 0: there is none."""
     kv_in_fp8: bool = False
     """Keys and values are kept in fp8."""
+    weight_bits: float = 16.0
+    """Of the linears of layers, scales and zero points included."""
+    head_bits: float = 16.0
 
     @property
     def kv_row_bytes(self) -> int:
@@ -81,7 +84,9 @@ class ModelShape:
         return self.head_dim + 1 if self.kv_in_fp8 else self.head_dim * _HALF
 
     @classmethod
-    def of(cls, config: Any, *, kv_in_fp8: bool = False) -> "ModelShape":
+    def of(
+        cls, config: Any, *, kv_in_fp8: bool = False, weight_bits: float = 16.0, head_bits: float = 16.0
+    ) -> "ModelShape":
         """Of a Hugging Face config. Raises ValueError where it is not of this kind."""
         names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
         missing = [name for name in names if not isinstance(getattr(config, name, None), int)]
@@ -105,6 +110,8 @@ class ModelShape:
             experts_per_token=config.num_experts_per_tok if num_experts else 0,
             shared_inner=(num_experts and getattr(config, "shared_expert_intermediate_size", None)) or 0,
             kv_in_fp8=kv_in_fp8,
+            weight_bits=weight_bits,
+            head_bits=head_bits,
         )
 
     def experts_read(self, num_rows: int) -> float:
@@ -250,20 +257,21 @@ def _layers(shape: ModelShape, num_sequences: int, num_tokens: int, context: int
     kv_bytes = 2 * num_sequences * context * kv_heads * shape.kv_row_bytes
     split_bytes = rows * (both * _FLOAT + width * _HALF + 2 * kv_heads * shape.kv_row_bytes)
     return [
-        _linear("qkv", layers, rows, hidden, both, 1),
+        _linear("qkv", layers, rows, hidden, both, 1, shape.weight_bits),
         Kernel("heads", layers, layers * split_bytes, 0.0),
         Kernel("attention", layers, layers * (kv_bytes + 2 * rows * width * _HALF), layers * 4.0 * seen * width),
-        _linear("output", layers, rows, width, hidden, parts),
-        *(_experts(shape, rows, tp, parts) if shape.num_experts else _mlp("", layers, rows, hidden, inner, parts)),
+        _linear("output", layers, rows, width, hidden, parts, shape.weight_bits),
+        *(_experts(shape, rows, tp, parts) if shape.num_experts else _mlp(shape, rows, inner, parts)),
         Kernel("add and norm", 2 * layers, layers * rows * hidden * (_FLOAT * (parts + fed + 4) + 2 * _HALF), 0.0),
     ]
 
 
-def _mlp(prefix: str, layers: int, rows: int, hidden: int, inner: int, parts: int) -> list[Kernel]:
+def _mlp(shape: ModelShape, rows: int, inner: int, parts: int, prefix: str = "") -> list[Kernel]:
+    layers, hidden, bits = shape.num_layers, shape.hidden, shape.weight_bits
     return [
-        _linear(f"{prefix}gate and up", layers, rows, hidden, 2 * inner, 1),
+        _linear(f"{prefix}gate and up", layers, rows, hidden, 2 * inner, 1, bits),
         Kernel(f"{prefix}activation", layers, layers * rows * inner * (2 * _FLOAT + _HALF), 0.0),
-        _linear(f"{prefix}down", layers, rows, inner, hidden, parts),
+        _linear(f"{prefix}down", layers, rows, inner, hidden, parts, bits),
     ]
 
 
@@ -272,15 +280,15 @@ def _experts(shape: ModelShape, rows: int, tp: int, parts: int) -> list[Kernel]:
     layers, hidden, inner, count = shape.num_layers, shape.hidden, shape.inner // tp, shape.num_experts
     chosen, read = rows * shape.experts_per_token, shape.experts_read(rows)
     has_shared = shape.shared_inner > 0
-    shared = _mlp("shared ", layers, rows, hidden, shape.shared_inner // tp, parts) if has_shared else []
+    shared = _mlp(shape, rows, shape.shared_inner // tp, parts, "shared ") if has_shared else []
     sums = parts * (chosen + rows * has_shared) + rows
     return [
-        _linear("router", layers, rows, hidden, count + has_shared, 1),
+        _linear("router", layers, rows, hidden, count + has_shared, 1, 16.0),
         Kernel("choice", 2 * layers, layers * (rows * count + 4 * chosen) * _FLOAT, 0.0),
         *shared,
-        _linear("gate and up", layers, chosen, hidden, 2 * inner, 1, read),
+        _linear("gate and up", layers, chosen, hidden, 2 * inner, 1, shape.weight_bits, read),
         Kernel("activation", layers, layers * chosen * inner * (2 * _FLOAT + _HALF), 0.0),
-        _linear("down", layers, chosen, inner, hidden, parts, read),
+        _linear("down", layers, chosen, inner, hidden, parts, shape.weight_bits, read),
         Kernel("sum of experts", layers, layers * sums * hidden * _FLOAT, 0.0),
     ]
 
@@ -289,16 +297,16 @@ def _ends(shape: ModelShape, num_sequences: int, num_tokens: int, tp: int) -> tu
     vocab, rows = shape.vocab_size // tp, num_sequences * num_tokens
     return (
         Kernel("embedding", 2, rows * shape.hidden * (_HALF + _FLOAT), 0.0),
-        _linear("head", 1, num_sequences, shape.hidden, vocab, 1),
+        _linear("head", 1, num_sequences, shape.hidden, vocab, 1, shape.head_bits),
         Kernel("best token", 2, num_sequences * vocab * _FLOAT, 0.0),
     )
 
 
 def _linear(
-    name: str, launches: int, rows: int, inputs: int, outputs: int, parts: int, num_weights: float = 1.0
+    name: str, launches: int, rows: int, inputs: int, outputs: int, parts: int, bits: float, num_weights: float = 1.0
 ) -> Kernel:
-    """Weights and inputs are read once, and float32 outputs written, one for each part of the sum."""
-    num_bytes = num_weights * inputs * outputs * _HALF + rows * inputs * _HALF + parts * rows * outputs * _FLOAT
+    """Weights of so many bits and inputs are read once, and float32 outputs written, one for each part of the sum."""
+    num_bytes = num_weights * inputs * outputs * bits / 8 + rows * inputs * _HALF + parts * rows * outputs * _FLOAT
     return Kernel(name, launches, launches * num_bytes, launches * 2.0 * rows * inputs * outputs)
 
 
@@ -307,8 +315,9 @@ def weight_bytes(shape: ModelShape, tp: int = 1) -> int:
     heads = shape.num_heads // tp + 2 * max(1, shape.num_kv_heads // tp) + shape.num_heads // tp
     inner = max(1, shape.num_experts) * (shape.inner // tp) + shape.shared_inner // tp
     router = shape.num_experts + (shape.shared_inner > 0)
-    layer = shape.hidden * (heads * shape.head_dim + 3 * inner + router)
-    return _HALF * (shape.num_layers * layer + 2 * shape.hidden * (shape.vocab_size // tp))
+    of_linears = shape.hidden * (heads * shape.head_dim + 3 * inner)
+    layers = shape.num_layers * (of_linears * shape.weight_bits / 8 + shape.hidden * router * _HALF)
+    return int(layers + shape.hidden * (shape.vocab_size // tp) * (_HALF + shape.head_bits / 8))
 
 
 def kv_bytes_per_token(shape: ModelShape, tp: int = 1) -> int:

@@ -16,7 +16,7 @@ from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.family import HeadNorms, Packing, Windows, is_set
 from holdfast.worker.models.model import serving_dtype
 from holdfast.worker.models.model_facts import ModelFacts, facts_of
-from holdfast.worker.models.quantized_activations import asks_for_units
+from holdfast.worker.models.quantized_activations import Kept, kept_form
 from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.rotary import make_rotary
 from holdfast.worker.models.stated_config import NotStated, read_stated_config
@@ -42,21 +42,20 @@ def read_stated(
             check_heads(stated, group.size)
         dtype = serving_dtype(config, stated)
         tensors = stored_tensors(config, stated, folder, FAMILIES[stated.model_type])
-        in_units = asks_for_units(config, device.type)
-        return stated_layout(stated, tensors, group, dtype, in_units=in_units), facts
+        return stated_layout(stated, tensors, group, dtype, kept_form(config, device.type)), facts
     except (NotStated, ConfigurationError, UnsupportedModelError) as reason:
         return str(reason)
 
 
 def stated_layout(
-    config: Any, tensors: StoredTensors, group: TensorParallelGroup, dtype: torch.dtype, *, in_units: bool = False
+    config: Any, tensors: StoredTensors, group: TensorParallelGroup, dtype: torch.dtype, kept: Kept = Kept.NUMBERS
 ) -> DecoderLayout:
-    """This rank's share, to be served in `dtype`, of a model whose config was read by `stated_config.py`. `in_units`:
-    quantized weights stay so where they are units.
+    """This rank's share, to be served in `dtype`, of a model whose config was read by `stated_config.py`. `kept`: what
+    quantized weights stay, where their form allows it.
 
     Raises `NotStated`, and `UnsupportedModelError` where so many ranks cannot share the model.
     """
-    share = RankShare(config, FAMILIES[config.model_type], tensors, group, dtype, in_units=in_units)
+    share = RankShare(config, FAMILIES[config.model_type], tensors, group, dtype, kept)
     layout = _Builder(share).layout()
     tensors.check_all_taken(config)
     return layout
@@ -76,7 +75,7 @@ class _Builder:
         table = share.tensors.take(f"{family.base}{family.embedding}.weight", shape)
         whole_head = self._own_head(table)
         bias = share.tensors.take("lm_head.bias", shape[:1]) if family.head_bias else None
-        head = share.head(table if whole_head is None else whole_head, bias)
+        head = share.head(table if whole_head is None else whole_head, bias, is_table=whole_head is None)
         rotaries = self._rotaries()
         return DecoderLayout(
             dtype=share.dtype,
@@ -186,7 +185,7 @@ class _Builder:
             outputs,
             config.hidden_size,
             has_bias=is_set(family.qkv_bias, config),
-            in_units=family.packing is not Packing.HEAD_BY_HEAD,
+            may_stay=family.packing is not Packing.HEAD_BY_HEAD,
         )
         return _by_kind(qkv, config.head_dim) if family.packing is Packing.HEAD_BY_HEAD else qkv
 

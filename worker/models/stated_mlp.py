@@ -41,7 +41,7 @@ class MlpBuilder:
             return self._experts(moe, prefix)
         return self._mlp(prefix, self._config.intermediate_size)
 
-    def _mlp(self, prefix: str, inner: int, names: tuple[str, ...] | None = None, *, in_units: bool = True) -> Mlp:
+    def _mlp(self, prefix: str, inner: int, names: tuple[str, ...] | None = None, *, may_stay: bool = True) -> Mlp:
         """`names` of gate, up and down, if they are not the family's."""
         family, share, hidden = self._family, self._share, self._config.hidden_size
         *gate_up, down = names or (*family.gate_up, family.down)
@@ -50,8 +50,8 @@ class MlpBuilder:
         return Mlp(
             activation=self._activation,
             has_gate=family.has_gate,
-            up=share.columns([prefix + one for one in gate_up], outputs, hidden, has_bias=has_bias, in_units=in_units),
-            down=share.rows(prefix + down, (hidden, inner), slices, has_bias=has_bias, in_units=in_units),
+            up=share.columns([prefix + one for one in gate_up], outputs, hidden, has_bias=has_bias, may_stay=may_stay),
+            down=share.rows(prefix + down, (hidden, inner), slices, has_bias=has_bias, may_stay=may_stay),
             num_slices=slices,
         )
 
@@ -89,7 +89,7 @@ class MlpBuilder:
         first, length = self._share.part(inner)
         up = self._stack(f"{prefix}gate_up_proj", (count, 2 * inner, hidden), transposed=moe.clamped)
         if up is None:
-            return tuple(self._mlp(f"{prefix}{number}.", inner, moe.parts, in_units=False) for number in range(count))
+            return tuple(self._mlp(f"{prefix}{number}.", inner, moe.parts, may_stay=False) for number in range(count))
         down = self._stack(f"{prefix}down_proj", (count, hidden, inner), transposed=moe.clamped)
         if down is None:
             raise NotStated(f"the tensor {prefix}down_proj is missing")

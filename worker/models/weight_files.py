@@ -56,6 +56,11 @@ def weight_bytes(folder: Path, dtype: str = "auto", quantization: Quantization |
     return sum(_bytes_of(path, served, scheme) for path in files) + (_head_bytes(files, served) if quantization else 0)
 
 
+def served_itemsize(folder: Path, dtype: str = "auto") -> int:
+    """Bytes of a number of the type that is served."""
+    return _SERVED.get(_checkpoint_dtype(folder) if dtype == "auto" else dtype, _SERVED["float32"])
+
+
 def _head_bytes(files: Sequence[Path], dtype: str) -> int:
     """What a head takes that the files do not have, and that is made of the table; 0 where they have one."""
     try:
@@ -69,14 +74,14 @@ def _head_bytes(files: Sequence[Path], dtype: str) -> int:
 def _scheme(folder: Path) -> QuantizationScheme | None:
     """None also for one that is not read: a gate refuses it."""
     try:
-        return read_scheme(served_config(_read_object(folder / "config.json"), folder))
+        return read_scheme(served_config(read_object(folder / "config.json"), folder))
     except UnsupportedModelError:
         return None
 
 
 def _checkpoint_dtype(folder: Path) -> str:
     """As config.json has it: files may hold another one, which loading converts."""
-    config = served_config(_read_object(folder / "config.json"), folder)
+    config = served_config(read_object(folder / "config.json"), folder)
     return str(config.get("dtype", config.get("torch_dtype", "")))
 
 
@@ -152,7 +157,7 @@ def check_folder(folder: Path, given: str, *, with_weights: bool = True) -> None
         return
     _check_shards(folder, given)
     is_quantized = "quantization_config" in served_config(
-        _read_object(folder / "config.json"), folder
+        read_object(folder / "config.json"), folder
     )  # whose tensors are checked when read
     for path in [] if is_made_of_gguf(folder) else weight_files(folder):  # which was made of what was checked
         _check_weights(path, given, check_dtypes=not is_quantized)
@@ -161,7 +166,7 @@ def check_folder(folder: Path, given: str, *, with_weights: bool = True) -> None
 def _check_no_adapter(folder: Path, given: str) -> None:
     if (folder / "config.json").is_file() or not (folder / _ADAPTER).is_file():
         return
-    base = _read_object(folder / _ADAPTER).get("base_model_name_or_path")
+    base = read_object(folder / _ADAPTER).get("base_model_name_or_path")
     of = f" of {base}" if base else ""
     raise ConfigurationError(
         f"{given}: this is the folder of an adapter{of} (it has {_ADAPTER} and no config.json), and adapters are not "
@@ -193,7 +198,7 @@ def _content(path: Path, given: str) -> bytes:
 
 def _check_shards(folder: Path, given: str) -> None:
     """All files that an index names are there."""
-    named = _read_object(folder / INDEX).get("weight_map")
+    named = read_object(folder / INDEX).get("weight_map")
     if not isinstance(named, Mapping):
         return
     for name in sorted({str(name) for name in named.values()}):
@@ -243,7 +248,7 @@ def _check_dtypes(path: Path, given: str, dtypes: Mapping[str, tuple[str, int]])
             )
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """What a file of JSON holds; nothing where it is not there or holds something else."""
     try:
         found = json.loads(path.read_bytes())

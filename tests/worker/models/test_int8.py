@@ -19,7 +19,7 @@ from holdfast.worker.executors.units import Offset
 from holdfast.worker.models.gguf.folder import hf_folder
 from holdfast.worker.models.native_backend import NativeBackend, make_backend, recognized_of
 from holdfast.worker.models.proof import Recognized
-from holdfast.worker.models.quantized_activations import asks_for_units, check_quantized_activations
+from holdfast.worker.models.quantized_activations import Kept, check_quantized_activations, kept_form
 from tests.fake_group import run_ranks
 from tests.reference.unit_products import UNIT, UnitWeight
 from tests.worker.executors.rank_scenarios import BLOCK_SIZE, MAX_LEN, NUM_BLOCKS, all_best, all_bits
@@ -187,15 +187,15 @@ def test_an_executor_that_packs_other_units_is_not_used(
 # --- the setting ---
 
 
-def test_who_asks_for_units():
-    def asks(device: str = "cpu", **settings: Any) -> bool:
-        return asks_for_units(ModelConfig(**settings), device)
+def test_what_quantized_weights_stay():
+    def kept(device: str = "cpu", **settings: Any) -> Kept:
+        return kept_form(ModelConfig(**settings), device)
 
-    assert asks(quantized_activations="int8")
-    assert asks(quantized_activations="int8", dtype="float32")
-    assert not asks()
-    assert not asks(quantized_activations="bfloat16")
-    assert not asks("cuda", quantized_activations="int8")
+    assert kept(quantized_activations="int8") is Kept.UNITS
+    assert kept(quantized_activations="int8", dtype="float32") is Kept.UNITS
+    assert kept() is Kept.NUMBERS
+    assert kept(quantized_activations="bfloat16") is Kept.NUMBERS
+    assert kept("cuda") is Kept.CODES
 
 
 @pytest.mark.parametrize(

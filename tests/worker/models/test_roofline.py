@@ -173,3 +173,13 @@ def test_other_kinds_of_models_are_refused():
     )
     with pytest.raises(ValueError, match="tensor_parallel_size = 3"):
         step_of(ModelShape.of(config), H200, num_sequences=1, num_tokens=1, context=1, tp=3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_codes_of_four_bits_at_one_row_take_little_more_than_their_bytes(device):
+    """With half of a bit for scales, and the head in 8 bits; keys, values and what goes between kernels included."""
+    small = replace(LLAMA_8B, weight_bits=4.5, head_bits=8.0)
+    assert weight_bytes(small) == 32 * 218_103_808 * 4.5 / 8 + 525_336_576 * 3
+    step = step_of(small, DEVICES[device], num_sequences=1, num_tokens=1, context=1024)
+    by_codes = (32 * 218_103_808 * 4 / 8 + 525_336_576) / DEVICES[device].bytes_per_s
+    assert by_codes < step.kernel_s < 1.3 * by_codes

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-import torch
 from torch import Tensor
 
 from holdfast.worker.executors.gpu.kernels.attention import KEYS, SPLIT, attend, merge_splits
 from holdfast.worker.executors.gpu.kernels.heads import split_heads
 from holdfast.worker.executors.gpu.kernels.layers import activate, add_norm, embed, linear, sum_parts
 from holdfast.worker.executors.gpu.kernels.reports import COLUMNS, best_of_blocks, best_of_rows
+from holdfast.worker.executors.gpu.linear_tiles import linear_tile, tile_for, weight_arguments
 from holdfast.worker.executors.kv_cache import LayerCache
 from holdfast.worker.executors.layout import Activation, Attention, Linear, Norm
 
@@ -43,37 +43,6 @@ def triton_launch(
     round alike.
     """
     kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False)
-
-
-@dataclass(frozen=True, slots=True)
-class LinearTile:
-    """Of a linear: outputs and tokens of a program, inputs of a step of its loop."""
-
-    outputs: int
-    tokens: int
-    inputs: int
-    num_warps: int
-    num_stages: int
-
-
-_HALF_TILES: Final = (
-    LinearTile(64, 16, 128, 4, 4),
-    LinearTile(64, 32, 128, 4, 4),
-    LinearTile(64, 64, 64, 4, 4),
-    LinearTile(128, 128, 64, 8, 3),
-)
-_FLOAT_TILES: Final = (LinearTile(64, 16, 32, 4, 2), LinearTile(64, 64, 32, 4, 2))
-
-
-def linear_tiles(dtype: torch.dtype) -> tuple[LinearTile, ...]:
-    """All that are used, the narrowest first."""
-    return _FLOAT_TILES if dtype == torch.float32 else _HALF_TILES
-
-
-def linear_tile(num_rows: int, dtype: torch.dtype) -> LinearTile:
-    """The narrowest that holds all rows, or the widest."""
-    tiles = linear_tiles(dtype)
-    return next((tile for tile in tiles if num_rows <= tile.tokens), tiles[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +122,14 @@ class Launches:
         self, x: Tensor, weights: Linear, out: Tensor, *, scale: float = 1.0, softcap: float | None = None
     ) -> None:
         """x [T, in] -> out [slices, T, out], float32. The bias only of a linear of one slice."""
-        (weight,) = weights.weights
+        (weight,) = weights.parts
         num_slices, num_rows, num_outputs = out.shape
-        num_inputs = weight.shape[1]
-        tile = linear_tile(num_rows, x.dtype)
+        num_inputs = weights.in_features
+        tile = tile_for(weight, linear_tile(num_rows, x.dtype), num_inputs // num_slices)
         bias = weights.bias if num_slices == 1 else None
         arguments = {
             "x": x,
-            "weight": weight,
+            **weight_arguments(weight, tile.inputs),
             "bias": out if bias is None else bias,
             "out": out,
             "num_rows": num_rows,

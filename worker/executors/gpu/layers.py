@@ -1,5 +1,7 @@
 """Layers of a decoder on a device: the order in which the kernels run on a step, and the buffers between them."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from holdfast.worker.executors.gpu.graphs import Buffers
@@ -189,7 +191,7 @@ class DeviceLayers:
         """The parts of a sum over all ranks' inputs [parts, T, hidden]."""
         shape = (len(x), self._layout.hidden_size)
         parts = self.buffers.take("parts", (num_slices, *shape))
-        self._launches.linear(x, Linear(weights=linear.weights), parts)
+        self._launches.linear(x, replace(linear, bias=None), parts)
         return self._exchange.add(parts, self.buffers)
 
 

@@ -4,7 +4,7 @@ Rows are grouped by expert on the device: there is room for any choice, and tile
 may not live here: arithmetic (`kernels/`), tiles (`mixtures.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -19,9 +19,10 @@ from holdfast.worker.executors.gpu.kernels.experts import (
     group_rows,
     grouped_linear,
 )
-from holdfast.worker.executors.gpu.launches import Launch, Launches, LinearTile, linear_tile, linear_tiles
+from holdfast.worker.executors.gpu.launches import Launch, Launches
+from holdfast.worker.executors.gpu.linear_tiles import LinearTile, linear_tile, linear_tiles
 from holdfast.worker.executors.gpu.weights import MOST_EXPERTS, DeviceMixture
-from holdfast.worker.executors.layout import Linear, Mlp
+from holdfast.worker.executors.layout import Mlp
 
 _SCORINGS: Final = ("softmax", "softmax_of_top", "sigmoid")
 _FEWEST_BINS: Final = 16
@@ -243,7 +244,7 @@ class DeviceMixtures:
         inner = take("inner", (rows, mlp.down.in_features), x.dtype)
         self._launches.activate(up[0], mlp.activation, mlp.has_gate, inner)
         parts = take("parts", (mlp.num_slices, *x.shape))
-        self._launches.linear(inner, Linear(weights=mlp.down.weights), parts)
+        self._launches.linear(inner, replace(mlp.down, bias=None), parts)
         return parts
 
     def _pieces(self, mixture: DeviceMixture, num_chosen: int, hidden: int) -> list[slice]:

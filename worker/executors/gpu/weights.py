@@ -7,6 +7,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from holdfast.worker.executors.gpu.coded_weights import coded_on
 from holdfast.worker.executors.layout import (
     Activation,
     DecoderLayout,
@@ -19,6 +20,7 @@ from holdfast.worker.executors.layout import (
     attention_of,
     has_state,
 )
+from holdfast.worker.executors.stored_matrix import StoredMatrix
 
 MOST_EXPERTS: Final = 1024
 
@@ -173,7 +175,7 @@ class DeviceWeights:
             attention=replace(
                 attention,
                 qkv=self._linear(attention.qkv),
-                output=self._linear(attention.output),
+                output=self._linear(attention.output, num_slices=_slices(attention.num_slices)),
                 query_norm=self._norm(attention.query_norm),
                 key_norm=self._norm(attention.key_norm),
                 sinks=None if attention.sinks is None else self._floats(attention.sinks),
@@ -188,13 +190,19 @@ class DeviceWeights:
         return mixture_on(self._device, mlp, None if mlp.shared is None else self._mlp(mlp.shared))
 
     def _mlp(self, mlp: Mlp) -> Mlp:
-        return replace(mlp, up=self._linear(mlp.up), down=self._linear(mlp.down))
+        num_slices = _slices(mlp.num_slices)
+        down = self._linear(mlp.down, num_slices=num_slices)
+        return replace(mlp, up=self._linear(mlp.up), down=down, num_slices=num_slices)
 
-    def _linear(self, linear: Linear, weight: Tensor | None = None) -> Linear:
+    def _linear(self, linear: Linear, weight: Tensor | None = None, num_slices: int = 1) -> Linear:
+        bias = None if linear.bias is None else self._floats(linear.bias)
+        if linear.codes:
+            stored = [part for part in linear.codes if isinstance(part, StoredMatrix)]
+            return Linear(codes=(coded_on(self._device, stored, num_slices),), bias=bias)
         if weight is None:
             parts = [part.to(self._device) for part in linear.weights]
             weight = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
-        return Linear(weights=(weight,), bias=None if linear.bias is None else self._floats(linear.bias))
+        return Linear(weights=(weight,), bias=bias)
 
     def _norm(self, norm: Norm | None) -> Norm | None:
         return None if norm is None else self._copied(norm)

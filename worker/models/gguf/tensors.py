@@ -13,6 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from holdfast.worker.executors.coded import CodedRows, CodeForm, CodeKind
 from holdfast.worker.executors.mapped_files import storage_of_file, tensor_in_file
 from holdfast.worker.executors.stored_matrix import StoredMatrix
 from holdfast.worker.executors.units import UNIT, Offset, UnitForm, Units
@@ -193,6 +194,22 @@ class GgufWeight(StoredMatrix):
             scales=scales.view(shape),
             offsets=None if minima is None else minima.view(shape),
         )
+
+    @property
+    def code_form(self) -> CodeForm | None:
+        form = self.unit_form
+        if form is None:
+            return None
+        kind = CodeKind.FOUR_BITS if form.bits == 4 else CodeKind.EIGHT_BITS
+        return CodeForm(kind=kind, offset=form.offset, scales=form.scales)
+
+    @property
+    def input_groups(self) -> Tensor:
+        return torch.arange(self.columns[1] - self.columns[0]) // UNIT
+
+    def coded(self, first: int, last: int) -> CodedRows:
+        units = self.units(first, last)
+        return CodedRows(codes=units.codes, scales=units.scales, offsets=units.offsets)
 
     def _stored(self, first: int, last: int) -> Tensor:
         return self.stored[first:last] if self.order is None else self.stored[self.order[first:last]]

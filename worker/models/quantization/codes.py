@@ -6,10 +6,13 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from holdfast.worker.executors.coded import CodeKind
+
 IN_ORDER: Final = tuple(range(8))
 AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """In which four bits of a word each of eight neighbours lies."""
 
+_FLOATING: Final = {torch.float8_e4m3fn: CodeKind.E4M3, torch.float8_e5m2: CodeKind.E5M2}
 _E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -30,6 +33,11 @@ class Codes(Protocol):
         """The same as unsigned codes; None where they are no whole numbers."""
         ...
 
+    @property
+    def floating(self) -> "FloatingCodes | None":
+        """The same as floating-point codes of eight bits; None where they are others."""
+        ...
+
 
 class UnsignedCodes(Protocol):
     """Codes of 4 or 8 bits."""
@@ -48,6 +56,19 @@ class UnsignedCodes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class FloatingCodes:
+    """Floating-point numbers of eight bits [out, in]."""
+
+    kind: CodeKind
+    stored: Tensor
+    """Their bits, uint8."""
+
+    def read_bits(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """As `Codes.read`, uint8."""
+        return self.stored[slice(*rows), slice(*columns)]
+
+
+@dataclass(frozen=True, slots=True)
 class PlainCodes:
     """Numbers of eight bits [out, in], int8 or fp8."""
 
@@ -61,6 +82,12 @@ class PlainCodes:
     def unsigned(self) -> "UnsignedCodes | None":
         """See `Codes`."""
         return _SignedBytes(self.stored) if self.stored.dtype == torch.int8 else None
+
+    @property
+    def floating(self) -> "FloatingCodes | None":
+        """See `Codes`."""
+        kind = _FLOATING.get(self.stored.dtype)
+        return None if kind is None else FloatingCodes(kind, self.stored.view(torch.uint8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +126,11 @@ class PackedCodes:
     def unsigned(self) -> "UnsignedCodes | None":
         """See `Codes`."""
         return self
+
+    @property
+    def floating(self) -> "FloatingCodes | None":
+        """See `Codes`."""
+        return None
 
     def read_unsigned(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
         """See `UnsignedCodes`."""
@@ -144,5 +176,10 @@ class Float4Codes:
 
     @property
     def unsigned(self) -> "UnsignedCodes | None":
+        """See `Codes`."""
+        return None
+
+    @property
+    def floating(self) -> "FloatingCodes | None":
         """See `Codes`."""
         return None

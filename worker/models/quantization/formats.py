@@ -155,7 +155,8 @@ def _plain(parts: Parts, scheme: WeightScheme, shape: tuple[int, ...]) -> Quanti
     part = "weight_scale_inv" if parts.has("weight_scale_inv") else "weight_scale"
     scales = parts.take(part, (*_FLOATS, torch.float8_e8m0fnu), *_shapes_of(grid)).reshape(grid)
     zeros = _signed_zeros(parts, scheme, shape)
-    return _weight(scheme, shape, PlainCodes(values), scales.float(), zeros)
+    scales = scales if scales.dtype in _FLOATS else scales.float()
+    return _weight(scheme, shape, PlainCodes(values), scales, zeros)
 
 
 def _mxfp4(parts: Parts, scheme: WeightScheme, shape: tuple[int, ...]) -> TransposedExperts:

@@ -7,12 +7,14 @@ of outputs and inputs: each input finds its group in the whole weight's scales, 
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from holdfast.worker.executors.coded import CodedRows, CodeForm, CodeKind
 from holdfast.worker.executors.stored_matrix import StoredMatrix
 from holdfast.worker.executors.units import SCALE_TYPES, UNIT, Offset, UnitForm, Units
-from holdfast.worker.models.quantization.codes import Codes
+from holdfast.worker.models.quantization.codes import Codes, UnsignedCodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +30,16 @@ class QuantizedWeight(StoredMatrix):
     """Outputs that share a scale."""
     groups: Tensor
     """[inputs of the whole weight], int64: the group of each."""
+    is_in_file: bool = True
+    """The codes lie in a file, and were not made here."""
 
     @property
     def mapped(self) -> Tensor:
         return self.codes.stored
+
+    @property
+    def can_be_read_again(self) -> bool:
+        return self.is_in_file
 
     def numbers(self, first: int, last: int) -> Tensor:
         numbers = self.codes.read((first, last), self.columns)
@@ -45,9 +53,9 @@ class QuantizedWeight(StoredMatrix):
         codes = self.codes.unsigned
         if codes is None or self.scales.dtype not in SCALE_TYPES or self._unit_groups() is None:
             return None
-        has_own = self.zeros is not None or codes.middle != 1 << (codes.bits - 1)
-        offset = Offset.ZERO_POINTS if has_own else Offset.MIDDLE
-        return UnitForm(bits=codes.bits, offset=offset, scales=self.scales.dtype)
+        if not self._zeros_fit(codes):
+            return None
+        return UnitForm(bits=codes.bits, offset=self._offset(codes), scales=self.scales.dtype)
 
     def units(self, first: int, last: int) -> Units:
         codes, groups, form = self.codes.unsigned, self._unit_groups(), self.unit_form
@@ -63,6 +71,57 @@ class QuantizedWeight(StoredMatrix):
             scales=self.scales[blocks, groups],
             offsets=offsets,
         )
+
+    @property
+    def code_form(self) -> CodeForm | None:
+        scales = self.scales.dtype if self.scales.dtype in SCALE_TYPES else torch.float32
+        codes, floating = self.codes.unsigned, self.codes.floating
+        if codes is not None and not self._zeros_fit(codes):
+            return None
+        if codes is not None:
+            kind = CodeKind.FOUR_BITS if codes.bits == 4 else CodeKind.EIGHT_BITS
+            return CodeForm(kind=kind, offset=self._offset(codes), scales=scales)
+        if floating is None or self.zeros is not None:
+            return None
+        return CodeForm(kind=floating.kind, offset=Offset.MIDDLE, scales=scales)
+
+    @property
+    def input_groups(self) -> Tensor:
+        return self._used_groups()[1]
+
+    def coded(self, first: int, last: int) -> CodedRows:
+        form, codes, floating = self.code_form, self.codes.unsigned, self.codes.floating
+        used, _ = self._used_groups()
+        if form is None:
+            raise ValueError("a weight without a form of codes has none")
+        blocks = torch.arange(first, last)[:, None] // self.block_rows
+        offsets = None
+        if form.offset is Offset.ZERO_POINTS:
+            assert codes is not None, "floating-point codes have no zero points"
+            zeros = torch.zeros(1, 1) if self.zeros is None else self.zeros[blocks, used]
+            offsets = (zeros + codes.middle).to(torch.uint8).expand(last - first, len(used))
+        ranges = (first, last), self.columns
+        if codes is not None:
+            stored = codes.read_unsigned(*ranges)
+        else:
+            assert floating is not None, "the form says so"
+            stored = floating.read_bits(*ranges)
+        return CodedRows(codes=stored, scales=self.scales[blocks, used].to(form.scales), offsets=offsets)
+
+    def _used_groups(self) -> tuple[Tensor, Tensor]:
+        """Groups of the whole weight that the range's columns have, and the place among these of each column."""
+        used, places = np.unique(self.groups[slice(*self.columns)].numpy(), return_inverse=True)
+        return torch.from_numpy(used), torch.from_numpy(places)
+
+    def _zeros_fit(self, codes: UnsignedCodes) -> bool:
+        """Whether zero points, counted as unsigned codes are, have eight bits: GPTQ's first version may say 256."""
+        if self.zeros is None:
+            return True
+        return bool(self.zeros.min() >= -codes.middle and self.zeros.max() <= 255 - codes.middle)
+
+    def _offset(self, codes: UnsignedCodes) -> Offset:
+        has_own = self.zeros is not None or codes.middle != 1 << (codes.bits - 1)
+        return Offset.ZERO_POINTS if has_own else Offset.MIDDLE
 
     def _unit_groups(self) -> Tensor | None:
         """[units]: the group of each unit of the range's columns; None where a unit is cut, or has several groups."""

@@ -121,6 +121,22 @@ interpreter.InterpreterBuilder.create_dot = _dot
 interpreter.InterpreterBuilder.create_splat = _splat
 interpreter.InterpreterBuilder.create_fma = _fma
 
+
+def _rounding_once(plain: Any) -> Any:
+    """An operation of two bfloat16 tensors, which the interpreter takes for whole numbers: rounded once."""
+
+    def run(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.dtype.scalar != tl.bfloat16:
+            return plain(self, lhs, rhs)
+        wide = [interpreter.TensorHandle(_floats(one.data, tl.bfloat16), tl.float32) for one in (lhs, rhs)]
+        return interpreter.TensorHandle(_rounded(plain(self, *wide).data), tl.bfloat16)
+
+    return run
+
+
+for _name in ("create_fadd", "create_fsub", "create_fmul"):
+    setattr(interpreter.InterpreterBuilder, _name, _rounding_once(getattr(interpreter.InterpreterBuilder, _name)))
+
 _LOCK = threading.Lock()
 
 

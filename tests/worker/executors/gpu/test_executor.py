@@ -11,7 +11,7 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.gpu.executor import NUMERICS, GpuExecutor
 from holdfast.worker.executors.gpu.graphs import bucket_of
-from holdfast.worker.executors.gpu.weights import unfit
+from holdfast.worker.executors.gpu.weights import DeviceWeights, unfit
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.models import native_backend as backend
@@ -211,6 +211,16 @@ def test_a_model_is_read_on_the_cpu_and_proved_on_its_device(monkeypatch):
     assert made.kv_bytes_per_token > 0
     mixture = backend.read_module(parallelized(config_of("mixtral"), dtype=BF16), group, **sizes)
     assert isinstance(backend.make_backend(mixture, group, **sizes), backend.NativeBackend)
+
+
+def test_sums_that_are_no_power_of_two_slices_are_taken_in_one():
+    """3 heads and 96 features, as 9 and 1,536 of SmolLM2: kernels add 1, 2, 4 or 8 slices."""
+    config = config_of("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48, intermediate_size=96)
+    layout = recognize(parallelized(config), size=1)
+    assert isinstance(layout, DecoderLayout)
+    assert layout.layers[0].mlp.num_slices == 3
+    layer = DeviceWeights(layout, torch.device("cpu"), 8).layout.layers[0]
+    assert (layer.attention.num_slices, layer.mlp.num_slices) == (1, 1)
 
 
 def test_what_does_not_fit_is_refused():

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
-from holdfast.worker.executors.gpu.launches import Launches, LinearTile
+from holdfast.worker.executors.gpu.launches import Launches
+from holdfast.worker.executors.gpu.linear_tiles import LinearTile
 from holdfast.worker.executors.gpu.mixtures import MixtureLaunches, RowGroups, most_tiles
 from holdfast.worker.executors.gpu.weights import DeviceMixture
 from holdfast.worker.executors.layout import Activation, Linear

@@ -220,3 +220,17 @@ def test_a_draft_model_stays_as_it_is(tmp_path):
 
     config = WorkerConfig(model=ModelConfig(quantization="int4"))
     assert _alone(config, tmp_path).model.quantization is None
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.down_proj.weight", "lm_head.weight"])
+def test_codes_that_were_made_can_be_read_again(name):
+    """They lie in no file: a first reader, such as the proof at load, may not give back their memory."""
+    source = weight_of(torch.bfloat16, 64, 256)
+    scheme = scheme_for("int4", name, tuple(source.shape))
+    assert scheme is not None
+    plain = PlainWeight(rows=(0, 64), columns=(0, 256), name=name, source=source.clone(), scheme=scheme)
+    made = plain.quantized()
+    first = made[:32].to(torch.bfloat16)
+    assert first.any()
+    assert made.to(torch.bfloat16)[:32].equal(first)
+    assert made.to(torch.bfloat16)[32:].any()

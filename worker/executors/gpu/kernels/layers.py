@@ -1,29 +1,40 @@
 """Triton kernel of a linear: `x W^T + b`, with one order of adding for any number of rows.
 
 Outputs lie on the M axis of the matrix instruction and tokens on its N axis: a token's sum is taken by the same
-instruction over the same 16 inputs at a time, from first to last, whether a tile holds 16 tokens or 128. What may not
-live here: which tile is used when (`worker/executors/gpu/launches.py`).
+instruction over the same 16 inputs at a time, from first to last, whether a tile holds 16 tokens or 128, and whether
+the weights are numbers or codes that become these numbers. What may not live here: which tile is used when
+(`worker/executors/gpu/linear_tiles.py`).
 """
 
 import triton
 import triton.language as tl
 
+from holdfast.worker.executors.gpu.kernels.codes import NUMBERS, coded_tile
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def linear(
     x,  # [rows, inputs], dtype of the model
-    weight,  # [outputs, inputs], dtype of the model
+    weight,  # [outputs, inputs], dtype of the model; or codes
+    scales,  # of codes, as the next four (`codes.py`)
+    offsets,
+    groups,
     bias,  # [outputs], float32
     out,  # [slices, rows, outputs], float32, or the model's dtype: sums are rounded once
     num_rows,
     num_inputs,
     num_outputs,
     slice_inputs,  # inputs of a slice
+    num_groups,
+    group_inputs,
     scale,
     softcap,
     OUTPUTS: tl.constexpr,
     TOKENS: tl.constexpr,
     INPUTS: tl.constexpr,
+    CODE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GROUP: tl.constexpr,
     EVEN: tl.constexpr,  # a slice is a whole number of tiles of INPUTS
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
@@ -43,12 +54,36 @@ def linear(
     columns = x + tokens[None, :].to(tl.int64) * num_inputs + part * slice_inputs + inputs[:, None]
     total = tl.zeros((OUTPUTS, TOKENS), dtype=tl.float32)
     for first in range(0, slice_inputs, INPUTS):
-        if EVEN:
+        if CODE != NUMBERS:
+            w = coded_tile(
+                weight,
+                scales,
+                offsets,
+                groups,
+                outputs,
+                is_output,
+                part * slice_inputs + first,
+                slice_inputs - first,
+                num_inputs,
+                num_groups,
+                group_inputs,
+                OUTPUTS,
+                INPUTS,
+                CODE,
+                OFFSET,
+                GROUP,
+                EVEN,
+                x.dtype.element_ty,
+            )
+        elif EVEN:
             w = tl.load(weights, mask=is_output[:, None], other=0.0)
-            column = tl.load(columns, mask=is_token[None, :], other=0.0)
         else:
             is_input = first + inputs < slice_inputs
             w = tl.load(weights, mask=is_output[:, None] & is_input[None, :], other=0.0)
+        if EVEN:
+            column = tl.load(columns, mask=is_token[None, :], other=0.0)
+        else:
+            is_input = first + inputs < slice_inputs
             column = tl.load(columns, mask=is_token[None, :] & is_input[:, None], other=0.0)
         total = tl.dot(w, column, total, input_precision="ieee")
         weights += INPUTS
