@@ -13,7 +13,7 @@ from holdfast.worker.config import ModelConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.executors.coded import CodedMatrix, CodeKind
 from holdfast.worker.executors.gpu.weights import DeviceWeights
-from holdfast.worker.executors.layout import DecoderLayout, Linear, Mlp
+from holdfast.worker.executors.layout import DecoderLayout, Experts, Linear, Mlp
 from holdfast.worker.executors.units import Offset
 from holdfast.worker.models import memory
 from holdfast.worker.models.coded_bytes import CodedBytes
@@ -45,10 +45,12 @@ def layout_in(
 
 
 def linears(layout: DecoderLayout) -> list[Linear]:
-    found = []
+    found: list[Linear] = []
     for layer in layout.layers:
-        assert isinstance(layer.mlp, Mlp)
-        found += [layer.attention.qkv, layer.attention.output, layer.mlp.up, layer.mlp.down]
+        assert layer.attention is not None
+        found += [layer.attention.qkv, layer.attention.output]
+        mlps = [layer.mlp] if isinstance(layer.mlp, Mlp) else [*layer.mlp.experts, layer.mlp.shared]
+        found += [linear for mlp in mlps if mlp is not None for linear in (mlp.up, mlp.down)]
     return [*found, layout.head]
 
 
@@ -104,6 +106,24 @@ def test_codes_of_a_folder_are_the_numbers_of_the_dequantized_one(tmp_path, layo
 
 def gguf_model(where: Path, kind: str, **changes: Any) -> Path:
     return hf_folder(write_model("llama", where, kind, **{**SIZES, "num_hidden_layers": 1, **changes}).file, "model")
+
+
+@pytest.mark.parametrize(("family", "layout"), [("qwen2_moe", "ct w4a16"), ("mixtral", "fp8 block")])
+def test_experts_are_dequantized_and_what_stands_beside_them_is_not(tmp_path, family, layout):
+    """The expert that all tokens share is codes, too."""
+    sizes = {**SIZES, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    written = write(family, tmp_path, layout, **sizes)
+
+    def compared(group: TensorParallelGroup) -> list[str]:
+        found = layout_in(written.folder, group)
+        mlp = found.layers[0].mlp
+        assert isinstance(mlp, Experts)
+        assert all(linear.codes for linear in linears(found)[:2])
+        assert not any(expert.up.codes or expert.down.codes for expert in mlp.experts)
+        assert mlp.shared is None or (mlp.shared.up.codes and mlp.shared.down.codes)
+        return faults(found, layout_in(written.dequantized, group, None, "cpu"))
+
+    assert run_ranks(2, compared) == [[], []]
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
