@@ -8,8 +8,13 @@ import pytest
 
 from holdfast.router.api.http import background
 from holdfast.router.api.http.request_reader import TENANT
+from holdfast.router.config import RouterConfig
+from tests.fakes import FakeReplica
 from tests.loops import on_a_loop
 from tests.router.api.http.test_stored_responses import SHORT, storing
+from tests.router.api.test_keys_by_api import locked
+from tests.router.security.test_gate import key_of, secret_of
+from tests.router.site import site
 
 LONG = {"model": "fake", "max_output_tokens": 60, "extra_body": {"seed": 5, "request_id": "same"}}
 
@@ -127,3 +132,29 @@ async def test_tenants_are_apart_and_what_cannot_be_is_refused_by_name(tmp_path)
     async with storing(None) as (_, client):
         with pytest.raises(openai.BadRequestError, match="--store"):
             await client.responses.create(input="hello", background=True, **SHORT)
+
+
+@on_a_loop
+async def test_keys_see_the_responses_of_their_own_tenant_also_those_made_in_the_background(tmp_path):
+    replica = await FakeReplica.start()
+    config = RouterConfig(max_reconnect_s=0.1, store=str(tmp_path))
+    keys = locked(key_of("a"), key_of("b"), key_of("low", max_priority="low"))
+    async with site(replica, config=config, http=True, **keys) as place:
+        url = f"http://{place.router.http_address}/v1"
+        a, b, low = (
+            openai.AsyncOpenAI(base_url=url, api_key=secret_of(name), max_retries=0) for name in ("a", "b", "low")
+        )
+        plain = await a.responses.create(input="hello", **SHORT)
+        made = await a.responses.create(input="hello", background=True, **SHORT)
+        assert (await until_over(a, made.id)).output_text == plain.output_text
+        assert {submit.tenant for submit in replica.submits} == {"a"}
+        for response_id in (plain.id, made.id):
+            for call in (b.responses.retrieve, b.responses.delete, b.responses.input_items.list):
+                with pytest.raises(openai.NotFoundError):
+                    await call(response_id)
+            with pytest.raises(openai.PermissionDeniedError):
+                await b.responses.retrieve(response_id, extra_headers={TENANT: "a"})
+        with pytest.raises(openai.PermissionDeniedError, match="low at most"):
+            await low.responses.create(input="hello", background=True, **SHORT)
+        for client in (a, b, low):
+            await client.close()
