@@ -42,8 +42,34 @@ VISION = {
     "patch_size": 14,
     "deepstack_visual_indexes": [0],
 }
+VISION_OF = {
+    "gemma4": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+}
+"""Of those that do not take these entries."""
+
 MODELS = {
     "gemma3": {"model_type": "gemma3_text", "sliding_window": 16, "query_pre_attn_scalar": 16},
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+        "tie_word_embeddings": True,
+    },
     "idefics3": {"model_type": "llama"},
     "internvl": {"model_type": "qwen2"},
     "llava": {"model_type": "llama"},
@@ -72,7 +98,9 @@ def write(folder: Path, kind: str, text: dict[str, Any]) -> Any:
 
     torch.manual_seed(0)
     config = CONFIG_MAPPING[kind](
-        text_config={**TEXT, **text}, vision_config=VISION, tie_word_embeddings=text.get("tie_word_embeddings", False)
+        text_config={**TEXT, **text},
+        vision_config=VISION_OF.get(kind, VISION),
+        tie_word_embeddings=text.get("tie_word_embeddings", False),
     )
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     for parameter in model.parameters():

@@ -105,6 +105,8 @@ class Attention:
     key_norm: Norm | None = None
     norms_after_rotation: bool = False
     """Both norms, which are over each head then."""
+    value_norm: Norm | None = None
+    """Over each head."""
     query_scale: QueryScale | None = None
     rotary: int | None
     """Index into `DecoderLayout.rotaries`. None: no position embedding."""
@@ -195,13 +197,28 @@ class Experts:
     """The weights of the chosen experts are divided by their sum."""
     least_sum: float = 0.0
     """Where they are: the sum counts as this at least."""
-    scale: float = 1.0
-    """Multiplies the weights of the chosen experts."""
+    scales: Tensor | None = None
+    """float32 [num_experts]: multiply the weights of the chosen experts."""
     experts: tuple[Mlp, ...]
     shared: Mlp | None = None
     """An expert that every token goes through."""
     shared_gate: Tensor | None = None
     """[1, hidden], serving dtype: the shared expert is weighted by the sigmoid of this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """A mixture of experts beside a layer's MLP (Gemma 4), in place of the MLP alone:
+
+    mlp_out_norm(mlp(mlp_norm(x))) + out_norm(experts(norm(x))), where the router is given router_norm(x)
+    """
+
+    experts: Experts
+    """Without an expert that every token goes through."""
+    norm: Norm
+    router_norm: Norm
+    out_norm: Norm
+    mlp_out_norm: Norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,8 +231,12 @@ class Layer:
     attention_out_norm: Norm | None = None
     mlp_norm: Norm | None
     mlp: Mlp | Experts
+    beside: Beside | None = None
+    """Only where `mlp` is an `Mlp` and there is an `mlp_out_norm`."""
     mlp_out_norm: Norm | None = None
     residual_scale: float = 1.0
+    output_scale: float = 1.0
+    """Multiplies the residual stream at the end of the layer. Only where there is an `mlp_out_norm`."""
     parallel: bool = False
     """Attention and MLP read the same residual; without an `mlp_norm` they share `attention_norm`."""
 

@@ -7,6 +7,7 @@ from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.executors.slices import shares_evenly, uneven_shares
 from holdfast.worker.models.families import FAMILIES
+from holdfast.worker.models.layer_shapes import kv_head_counts
 from holdfast.worker.models.quantization.scheme import read_scheme
 
 CAUSAL_SUFFIXES: Final = ("ForCausalLM", "LMHeadModel")
@@ -171,11 +172,15 @@ def check_heads(config: Any, tensor_parallel_size: int, *, may_be_uneven: bool =
     where shares `may_be_uneven`, each rank has whole slices (`uneven_shares`), which are returned.
     """
     num_heads = config.num_attention_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    uneven = uneven_shares(num_heads, num_kv_heads, tensor_parallel_size) if may_be_uneven else None
-    if uneven is None and not shares_evenly(num_heads, num_kv_heads, tensor_parallel_size):
-        reason = f"{num_heads} query and {num_kv_heads} KV heads cannot be shared by {tensor_parallel_size} ranks"
-        raise UnsupportedModelError(config.model_type, reason, "Choose another tensor_parallel_size")
+    kv_heads = kv_head_counts(config)
+    uneven = None
+    for count in kv_heads:
+        uneven = (
+            uneven_shares(num_heads, count, tensor_parallel_size) if may_be_uneven and kv_heads == [count] else None
+        )
+        if uneven is None and not shares_evenly(num_heads, count, tensor_parallel_size):
+            reason = f"{num_heads} query and {count} KV heads cannot be shared by {tensor_parallel_size} ranks"
+            raise UnsupportedModelError(config.model_type, reason, "Choose another tensor_parallel_size")
     return uneven
 
 

@@ -5,10 +5,11 @@ entry with the pinned transformers (docs/add-a-model.md); a model of another typ
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Final
 
 from holdfast.worker.executors.layout import QueryScale
-from holdfast.worker.models.family import Family, HeadNorms, Moe, NormKind, Packing, Windows
+from holdfast.worker.models.family import Family, HeadNorms, Moe, MoeBeside, NormKind, Packing, Windows
 
 
 def _layer_types(kind_of: Callable[[Any, int], bool]) -> Callable[[Any], None]:
@@ -34,6 +35,23 @@ def _slides_by_pattern(config: Any, index: int) -> bool:
 
 
 _FULL_BY_PATTERN: Final = _layer_types(_slides_by_pattern)
+
+
+def _derive_gemma4(config: Any) -> None:
+    """Layers without a window have heads of another size, and maybe another number of KV heads."""
+    _full_every(6)(config)
+    config.layer_types = [*config.layer_types[:-1], "full_attention"]
+    full = {"head_dim": config.global_head_dim}
+    if config.attention_k_eq_v and config.num_global_key_value_heads is not None:
+        full["num_key_value_heads"] = config.num_global_key_value_heads
+    own = config.per_layer_config
+    if own is None:
+        own = {str(index): full for index, kind in enumerate(config.layer_types) if kind == "full_attention"}
+    heads = {"head_dim": config.head_dim, "num_key_value_heads": config.num_key_value_heads}
+    config.is_heterogeneous = True
+    config.per_layer_config = [
+        SimpleNamespace(**{**heads, **own.get(str(index), {})}) for index in range(config.num_hidden_layers)
+    ]
 
 
 def _derive_qwen(kind_of: Callable[[Any, int], bool]) -> Callable[[Any], None]:
@@ -373,6 +391,56 @@ FAMILIES: Final[Mapping[str, Family]] = {
         softcap=None,
         theta=1_000_000.0,
         local_theta=10_000.0,
+    ),
+    "gemma4_text": replace(
+        _GEMMA2,
+        architecture="Gemma4ForCausalLM",
+        entries={
+            **_GEMMA.entries,
+            **_TYPES,
+            "num_key_value_heads": 4,
+            "sliding_window": 512,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "final_logit_softcapping": None,
+            "global_head_dim": 512,
+            "num_global_key_value_heads": None,
+            "attention_k_eq_v": False,
+            "per_layer_config": None,
+            "hidden_size_per_layer_input": 256,
+            "num_kv_shared_layers": 0,
+            "enable_moe_block": False,
+            "num_experts": None,
+            "top_k_experts": None,
+            "moe_intermediate_size": None,
+        },
+        derive=_derive_gemma4,
+        norm=NormKind.RMS,
+        qkv_bias="attention_bias",
+        head_norms=HeadNorms.ONE_FOR_EACH,
+        scaling=lambda config: 1.0,
+        softcap=None,
+        norms_values=True,
+        values_are_keys=lambda config, index: config.attention_k_eq_v and not _has_window(config, index),
+        rope={"rope_type": "proportional", "partial_rotary_factor": 0.25},
+        theta=1_000_000.0,
+        local_theta=10_000.0,
+        reads_old_rope=False,
+        partial=1.0,
+        beside=MoeBeside(
+            moe=Moe(
+                router="router.proj",
+                top_k="top_k_experts",
+                scales="router.per_expert_scale",
+                num_experts="num_experts",
+                inner="moe_intermediate_size",
+            ),
+            is_there="enable_moe_block",
+            norm="pre_feedforward_layernorm_2",
+            out_norm="post_feedforward_layernorm_2",
+            mlp_out_norm="post_feedforward_layernorm_1",
+            router_scale="router.scale",
+        ),
+        output_scale="layer_scalar",
     ),
     "glm": _GLM,
     "glm4": replace(

@@ -89,6 +89,8 @@ class Moe:
     least_sum: Callable[[Any], float] = lambda config: 0.0
     scale: Callable[[Any], float] = lambda config: 1.0
     """Multiplies the weights of the chosen experts."""
+    scales: str | None = None
+    """The tensor [experts] that multiplies them, instead."""
     num_experts: str = "num_local_experts"
     """The entry of config.json; likewise of the inner features of an expert."""
     inner: str = "intermediate_size"
@@ -104,6 +106,19 @@ class Moe:
     shared_gate: str | None = None
     in_layer: Callable[[Any, int], bool] = _every_layer
     """Whether a layer, by config and index, has the mixture; the others have the family's MLP."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeBeside:
+    """A mixture of experts beside the MLP, in all layers of a model that has one. Names are of modules in a layer."""
+
+    moe: Moe
+    is_there: Setting
+    norm: str
+    out_norm: str
+    mlp_out_norm: str
+    router_scale: str
+    """Weights of the norm of the router's input; they are divided by the root of the hidden size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +176,10 @@ class Family:
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
     norms_after_rotation: bool = False
+    norms_values: bool = False
+    """Over each head, without weights."""
+    values_are_keys: Callable[[Any, int], bool] = lambda config, index: False
+    """Whether a layer, by config and index, has no linear of values: they are keys before norm and rotation."""
     query_scale: Callable[[Any], QueryScale | None] = lambda config: None
     scaling: Callable[[Any], float] = lambda config: float(config.head_dim**-0.5)
     """Of attention scores."""
@@ -181,6 +200,8 @@ class Family:
     theta: float = 10_000.0
     rope: Mapping[str, Any] = field(default_factory=dict)
     """The angles where config.json has none."""
+    reads_old_rope: bool = True
+    """Entries of config.json from before `rope_parameters` count, such as `rope_theta`."""
     rope_kinds: Mapping[str, str] = field(default_factory=dict)
     """Kinds of angles that the family's code takes for others."""
     local_theta: float | None = None
@@ -202,8 +223,11 @@ class Family:
     activation: str = "hidden_act"
     """The entry of config.json."""
     moe: Moe | None = None
+    beside: MoeBeside | None = None
 
     # scales
+    output_scale: str | None = None
+    """The tensor [1] that multiplies the residual stream at the end of a layer."""
     scales_embedding: bool = False
     """By the square root of the hidden size, rounded to the dtypes of the checkpoint and of serving."""
     embedding_scale: Callable[[Any], float] = lambda config: 1.0

@@ -83,7 +83,8 @@ class HfLayers:
         """What the model gives each layer beside the hidden states, such as its rotary angles, for these positions."""
         seen: list[dict[str, Any]] = []
 
-        def note(hidden_states: Tensor, **arguments: Any) -> Tensor:
+        def note(hidden_states: Tensor, *others: Any, **arguments: Any) -> Tensor:
+            assert all(other is None for other in others), "a layer's further inputs have names"
             seen.append(arguments)
             return hidden_states
 

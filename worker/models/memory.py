@@ -4,6 +4,7 @@ sizes are bytes of one rank; of the one with most, where shares differ.
 
 import errno
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,7 @@ from holdfast.worker.models.checkpoint_scheme import quantization_of
 from holdfast.worker.models.checks import check_kv_cache_dtype, choose_max_model_len
 from holdfast.worker.models.coded_bytes import CodedBytes
 from holdfast.worker.models.families import FAMILIES
+from holdfast.worker.models.layer_shapes import head_dim, num_kv_heads
 from holdfast.worker.models.model import choose_device, register_attention, serving_dtype
 from holdfast.worker.models.parallel_plan import ParallelPlan, is_transposed_linear
 from holdfast.worker.models.quantized_activations import coded_bytes
@@ -244,29 +246,36 @@ def _kv_bytes_per_token(
     config: WorkerConfig, hf_config: Any, plan: ParallelPlan, dtype: torch.dtype, *, in_tiles: bool
 ) -> int:
     """`in_tiles`: of a cache that fills up heads to whole tiles."""
-    num_heads = hf_config.num_attention_heads
+    kept = config.cache.kv_cache_dtype
+    total = 0
+    for layer in filter(partial(_keeps_kv, hf_config), range(hf_config.num_hidden_layers)):
+        spec = _kv_spec(hf_config, plan, layer)
+        if in_tiles:
+            total += bytes_per_token(spec, dtype, in_int8=kept == "int8")
+        else:
+            total += spec.fp8_bytes_per_token if kept == "fp8" else spec.values_per_token * dtype.itemsize
+    return total
+
+
+def _kv_spec(hf_config: Any, plan: ParallelPlan, layer: int) -> KVSpec:
+    """What a rank keeps of a layer."""
     if getattr(hf_config, "qk_nope_head_dim", None):  # latent attention is cached expanded
-        num_kv_heads = num_heads
+        kv_heads = hf_config.num_attention_heads
         key_dim = hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim
         value_dim = hf_config.v_head_dim
     else:
-        num_kv_heads = getattr(hf_config, "num_key_value_heads", None) or num_heads
-        key_dim = value_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // num_heads
+        kv_heads = num_kv_heads(hf_config, layer)
+        key_dim = value_dim = head_dim(hf_config, layer)
     if plan.shares is not None:
-        local = num_kv_heads // sum(plan.shares) * max(plan.shares)
+        local = kv_heads // sum(plan.shares) * max(plan.shares)
     else:
-        local = max(1, num_kv_heads // plan.size) if plan.splits_attention else num_kv_heads
-    spec = KVSpec(num_heads=local, num_kv_heads=local, key_dim=key_dim, value_dim=value_dim)
-    kept = config.cache.kv_cache_dtype
-    if in_tiles:
-        of_layer = bytes_per_token(spec, dtype, in_int8=kept == "int8")
-    else:
-        of_layer = spec.fp8_bytes_per_token if kept == "fp8" else spec.values_per_token * dtype.itemsize
-    family = FAMILIES.get(hf_config.model_type)
-    types = getattr(hf_config, "layer_types", None)
-    if family is None or not family.keeps_state or not types:
-        return int(hf_config.num_hidden_layers) * of_layer
-    return sum(layer_type not in family.state_lengths for layer_type in types) * of_layer
+        local = max(1, kv_heads // plan.size) if plan.splits_attention else kv_heads
+    return KVSpec(num_heads=local, num_kv_heads=local, key_dim=key_dim, value_dim=value_dim)
+
+
+def _keeps_kv(hf_config: Any, layer: int) -> bool:
+    family, types = FAMILIES.get(hf_config.model_type), getattr(hf_config, "layer_types", None)
+    return family is None or not types or types[layer] not in family.state_lengths
 
 
 def _state_bytes(hf_config: Any, plan: ParallelPlan, num_drafts: int) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.models.checks import check_heads
+from holdfast.worker.models.layer_shapes import num_kv_heads
 
 
 class Split(Enum):
@@ -281,8 +282,8 @@ class ParallelPlan:
             return Segment(queries, self.size), keys, keys
         is_kv = bool({"k_proj", "v_proj"} & set(name.split("."))) and not style.whole_activations
         if is_kv and style.split is Split.COLUMNS:
-            num_kv_heads = getattr(self.config, "num_key_value_heads", None) or num_heads
-            return (Segment(length, min(length // head_dim if head_dim else num_kv_heads, self.size)),)
+            chunks = length // head_dim if head_dim else num_kv_heads(self.config)
+            return (Segment(length, min(chunks, self.size)),)
         return (Segment(length // style.num_packed, self.size),) * style.num_packed
 
     def _check(self) -> None:

@@ -14,6 +14,7 @@ from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.executors.slices import slices_of_rank
 from holdfast.worker.models.experts import ExpertRouter, Experts
+from holdfast.worker.models.layer_shapes import num_kv_heads
 from holdfast.worker.models.linear import (
     ColumnParallelLinear,
     Linear,
@@ -138,8 +139,8 @@ class _Share:
         """In which this rank adds up its inputs of a row-parallel linear, as the native executors do."""
         config, group = self._model.config, self._target.group
         num_heads = getattr(config, "num_attention_heads", 1)
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-        return slices_of_rank(num_inputs * group.size, num_heads, num_kv_heads, group.rank, group.size)
+        kv_heads = num_kv_heads(config) if hasattr(config, "num_attention_heads") else num_heads
+        return slices_of_rank(num_inputs * group.size, num_heads, kv_heads, group.rank, group.size)
 
     def _embedding(self, name: str, module: nn.Embedding) -> nn.Module:
         """The vocabulary's embedding, by rows; a kind with a forward of its own, whole, unless it only scales."""

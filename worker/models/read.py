@@ -28,7 +28,7 @@ _EPS_NAMES: Final = ("variance_epsilon", "eps")
 _EPS_WITHOUT_WEIGHTS: Final = 1e-5
 """Written into the code of the one norm that has no weights (OLMo)."""
 
-_ROUTER_LINEARS: Final = ("wg",)
+_ROUTER_LINEARS: Final = ("wg", "proj")
 """Names of the linear inside a router that is none itself."""
 
 OFFSETS: Final = {NormKind.RMS_PLUS_ONE: 1.0, NormKind.LAYER_PLUS_ONE: 1.0}
@@ -96,9 +96,10 @@ def router(module: Any) -> tuple[Linear, int]:
     inner: Any = module.router if isinstance(module, ExpertRouter) else module
     linear = next((getattr(inner, name) for name in _ROUTER_LINEARS if hasattr(inner, name)), inner)
     weight, bias = getattr(linear, "weight", None), getattr(linear, "bias", None)
-    if not isinstance(weight, Tensor) or not hasattr(inner, "top_k"):
+    top_k = getattr(inner, "top_k", None) or getattr(getattr(inner, "config", None), "top_k_experts", None)
+    if not isinstance(weight, Tensor) or top_k is None:
         raise NotReadable(f"its router is a {_kind(inner)}")
-    return Linear(weights=(weight.detach(),), bias=_float(bias)), int(inner.top_k)
+    return Linear(weights=(weight.detach(),), bias=_float(bias)), int(top_k)
 
 
 def inner_tensor(module: Any, path: str) -> Tensor:

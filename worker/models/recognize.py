@@ -1,14 +1,16 @@
 """Recognizer: reads one rank's parallelized Hugging Face model as a decoder layout, or says why it cannot."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from holdfast.worker.executors.layout import (
     Activation,
     Attention,
+    Beside,
     DecoderLayout,
     Experts,
     Layer,
@@ -24,9 +26,11 @@ from holdfast.worker.models.linear import ScaledEmbedding, VocabParallelEmbeddin
 from holdfast.worker.models.read import NotReadable
 from holdfast.worker.models.recognized_families import FAMILIES, Family, Moe, QkvPacking
 
-_ROPE_TYPES: Final = {"default", "linear", "llama3", "yarn", "ntk_alpha", "dynamic", "longrope"}
+_ROPE_TYPES: Final = {"default", "linear", "proportional", "llama3", "yarn", "ntk_alpha", "dynamic", "longrope"}
 """Angles are a function of the position alone; of the last two, up to the length that a model is served with at most
 (`worker/models/checks.py`)."""
+
+_NORMS_BESIDE: Final = ("norm", "out_norm", "mlp_out_norm")
 
 _CLAMP: Final = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 """The constants of `Activation.CLAMPED_SWIGLU`, by their names in a config."""
@@ -67,6 +71,8 @@ class _Reader:
 
     def layout(self) -> DecoderLayout:
         family, config = self._family, self._config
+        if getattr(config, "hidden_size_per_layer_input", None):
+            raise NotReadable("its layers have inputs of their own beside the hidden states")
         if getattr(config, "clip_qkv", None) is not None:
             raise NotReadable("its queries, keys and values are clipped")
         table, scale = self._embedding()
@@ -129,10 +135,21 @@ class _Reader:
             attention_out_norm=self._optional_norm(layer, family.attention_out_norm),
             mlp_norm=None if shares_norm else self._optional_norm(layer, family.mlp_norm),
             mlp=self._mlp_or_experts(read.child(layer, family.mlp)),
+            beside=self._beside(layer),
             mlp_out_norm=self._optional_norm(layer, family.mlp_out_norm),
             residual_scale=family.residual_scale(self._config),
+            output_scale=1.0 if family.output_scale is None else float(read.inner_tensor(layer, family.output_scale)),
             parallel=parallel,
         )
+
+    def _beside(self, layer: Any) -> Beside | None:
+        beside = self._family.beside
+        if beside is None or not hasattr(layer, "experts"):
+            return None
+        norms = {name: self._norm(read.child(layer, getattr(beside, name))) for name in _NORMS_BESIDE}
+        scale = read.inner_tensor(layer, beside.router_scale) * self._hidden_size**-0.5
+        router_norm = replace(norms["norm"], weight=scale, eps=float(read.child(layer, beside.moe.router).eps))
+        return Beside(experts=self._experts(layer, beside.moe), router_norm=router_norm, **norms)
 
     def _optional_norm(self, layer: Any, name: str | None) -> Norm | None:
         return None if name is None else self._norm(read.child(layer, name))
@@ -145,7 +162,7 @@ class _Reader:
         if not getattr(module, "is_causal", True):
             raise NotReadable("its attention is not causal")
         head_dim = int(read.child(module, family.head_dim))
-        qkv = self._qkv([read.child(module, name) for name in family.qkv], head_dim)
+        qkv = self._qkv(self._qkv_modules(module), head_dim)
         output = read.rows(read.child(module, family.output), self._size)
         num_heads = output.in_features // head_dim
         sinks = getattr(module, "sinks", None)
@@ -157,6 +174,7 @@ class _Reader:
             query_norm=self._head_norm(module, family.query_norm, head_dim),
             key_norm=self._head_norm(module, family.key_norm, head_dim),
             norms_after_rotation=family.norms_after_rotation,
+            value_norm=None if family.value_norm is None else self._value_norm(module, head_dim),
             query_scale=family.query_scale(self._config),
             rotary=self._rotary_index(module, rotaries),
             scaling=float(module.scaling),
@@ -166,6 +184,20 @@ class _Reader:
             output=output,
             num_slices=self._slices(num_heads),
         )
+
+    def _qkv_modules(self, module: Any) -> list[Any]:
+        """The last two are one where values are keys before norm and rotation."""
+        modules = [read.child(module, name) for name in self._family.qkv if getattr(module, name, self) is not None]
+        is_shared = len(modules) == 2 and getattr(module, "use_alternative_attention", False)
+        return [*modules, modules[1]] if is_shared else modules
+
+    def _value_norm(self, module: Any, head_dim: int) -> Norm:
+        """A norm without weights."""
+        assert self._family.value_norm is not None
+        norm = read.child(module, self._family.value_norm)
+        if list(norm.parameters()) or norm.with_scale:
+            raise NotReadable("the norm of its values has weights")
+        return Norm(kind="rms", weight=torch.ones(head_dim), eps=float(norm.eps))
 
     def _qkv(self, modules: list[Any], head_dim: int) -> Linear:
         if self._family.packing is QkvPacking.HEAD_BY_HEAD:
@@ -223,7 +255,7 @@ class _Reader:
             top_groups=moe.top_groups(self._config),
             normalized=moe.normalized(self._config),
             least_sum=moe.least_sum(self._config),
-            scale=moe.scale(self._config),
+            scales=self._scales(module, moe, len(experts.up)),
             experts=tuple(
                 self._expert(up, down, experts, moe) for up, down in zip(experts.up, experts.down, strict=True)
             ),
@@ -247,6 +279,12 @@ class _Reader:
                 num_slices=self._slices(down.in_features),
             )
         )
+
+    def _scales(self, module: Any, moe: Moe, num_experts: int) -> Tensor | None:
+        if moe.scales is not None:
+            return read.inner_tensor(module, moe.scales)
+        scale = moe.scale(self._config)
+        return None if scale == 1.0 else torch.full((num_experts,), scale)
 
     def _shared(self, module: Any, moe: Moe) -> Mlp | None:
         """The expert of all tokens; none where the module says that there is none."""

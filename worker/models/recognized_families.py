@@ -47,10 +47,25 @@ class Moe:
     """By the Hugging Face config, as the four beside it."""
     least_sum: Scale = lambda config: 0.0
     scale: Scale = lambda config: 1.0
+    """Of the weights of all experts."""
+    scales: str | None = None
+    """Where those of each expert are inside the block, instead."""
     shared: str | None = None
     shared_gate: str | None = None
     clamped: bool = False
     """The experts have gpt-oss's clamped SwiGLU, gate and up interleaved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeBeside:
+    """A mixture of experts beside the MLP, in layers where there is one. Names of modules inside the layer."""
+
+    moe: Moe
+    norm: str
+    out_norm: str
+    mlp_out_norm: str
+    router_scale: str
+    """Weights of the router's norm, inside the router; they are multiplied by the root of the hidden size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +91,8 @@ class Family:
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
     """Both only where the modules are there."""
+    value_norm: str | None = None
+    """A norm without weights."""
     norms_after_rotation: bool = False
     query_scale: Callable[[Any], QueryScale | None] = lambda config: None
     """By the config."""
@@ -94,6 +111,9 @@ class Family:
     down: str = "down_proj"
     activation: str = "act_fn"
     moe: Moe | None = None
+    beside: MoeBeside | None = None
+    output_scale: str | None = None
+    """A tensor of a layer, of one number."""
     embedding_scale: Scale = lambda config: 1.0
     logit_scale: Scale = lambda config: 1.0
     residual_scale: Scale = lambda config: 1.0
@@ -196,6 +216,20 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3_text": replace(_GEMMA2, softcap=None),
+    "gemma4_text": replace(
+        _GEMMA2,
+        norm=NormKind.RMS,
+        softcap=None,
+        value_norm="v_norm",
+        output_scale="layer_scalar",
+        beside=MoeBeside(
+            moe=Moe(router="router", scales="router.per_expert_scale"),
+            norm="pre_feedforward_layernorm_2",
+            out_norm="post_feedforward_layernorm_2",
+            mlp_out_norm="post_feedforward_layernorm_1",
+            router_scale="router.scale",
+        ),
+    ),
     "glm": replace(_FUSED_MLP, interleaved=True),
     "glm4": replace(
         _FUSED_MLP,

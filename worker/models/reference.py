@@ -14,6 +14,7 @@ from holdfast.worker.executors.coded import CodedMatrix
 from holdfast.worker.executors.layout import (
     Activation,
     Attention,
+    Beside,
     DecoderLayout,
     Experts,
     Layer,
@@ -79,7 +80,14 @@ class Reference:
             own = layer.attention_norm if layer.mlp_norm is None else layer.mlp_norm
             return x + mixed + self._out(layer, layer.mlp_out_norm, self._feed(layer.mlp, self._norm(own, x)))
         x = x + mixed
-        return x + self._out(layer, layer.mlp_out_norm, self._feed(layer.mlp, self._norm(layer.mlp_norm, x)))
+        y = self._feed(layer.mlp, self._norm(layer.mlp_norm, x))
+        if layer.beside is not None:
+            y = self._norm(layer.beside.mlp_out_norm, y) + self._beside(layer.beside, x)
+        return (x + self._out(layer, layer.mlp_out_norm, y)) * layer.output_scale
+
+    def _beside(self, beside: Beside, x: Tensor) -> Tensor:
+        routed = self._norm(beside.router_norm, x)
+        return self._norm(beside.out_norm, self._mixture(beside.experts, self._norm(beside.norm, x), routed))
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         table = self._layout.embedding
@@ -125,7 +133,7 @@ class Reference:
             q = q * attention.query_scale.factors(int(positions.max()) + 1)[positions, None, None]
         q = self._round(q)
         k = self._kept(self._round(self._heads(k, attention.key_norm, attention, positions)))
-        v = self._kept(self._round(v.view(-1, kv_heads, size)))
+        v = self._kept(self._round(self._norm(attention.value_norm, v.view(-1, kv_heads, size))))
         mixed = self._weights(attention, q, k, positions) @ v.repeat_interleave(heads // kv_heads, 1).transpose(0, 1)
         return self._row_parallel(attention.output, mixed.transpose(0, 1).flatten(1))
 
@@ -173,8 +181,9 @@ class Reference:
             return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
         return activated(mlp.activation, gate) * up
 
-    def _mixture(self, experts: Experts, x: Tensor) -> Tensor:
-        chosen, weights = self._route(experts, x)
+    def _mixture(self, experts: Experts, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """`routed`: what the router is given, if it is not the experts' input."""
+        chosen, weights = self._route(experts, x if routed is None else routed)
         total = torch.zeros_like(x)
         for number, expert in enumerate(experts.experts):
             tokens, slots = torch.where(chosen == number)
@@ -199,7 +208,7 @@ class Reference:
         weights = scores.gather(-1, chosen)
         if experts.normalized:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(experts.least_sum)
-        return chosen, weights * experts.scale
+        return chosen, weights if experts.scales is None else weights * experts.scales.to(weights.dtype)[chosen]
 
     def _linear(self, linear: Linear, x: Tensor) -> Tensor:
         x = self._round(x)

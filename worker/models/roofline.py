@@ -94,7 +94,8 @@ class ModelShape:
             raise ValueError(f"the config has no {missing[0]}: `holdfast estimate --device` cannot model it")
         num_layers, hidden, inner, num_heads, vocab_size = (getattr(config, name) for name in names)
         num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
-        if getattr(config, "n_routed_experts", None) or (num_experts and _has_dense_layers(config)):
+        is_mixed = getattr(config, "is_heterogeneous", False) or getattr(config, "n_routed_experts", None)
+        if is_mixed or (num_experts and _has_dense_layers(config)):
             raise ValueError(
                 f"{config.model_type} has layers of several kinds: `holdfast estimate --device` cannot model it"
             )

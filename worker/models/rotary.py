@@ -16,7 +16,8 @@ def make_rotary(rope: Mapping[str, Any], head_dim: int, max_positions: int, *, i
     """The angles of a config's complete `rope_parameters`, for heads of `head_dim` dimensions in a model of
     `max_positions`.
     """
-    num_dims = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    turning = 1.0 if rope["rope_type"] == "proportional" else rope.get("partial_rotary_factor", 1.0)
+    num_dims = int(head_dim * turning)
     given = {**rope, "max_position_embeddings": max_positions}
     frequencies, scaling = _KINDS[rope["rope_type"]](given, num_dims)
     return Rotary(inverse_frequencies=frequencies, scaling=scaling, interleaved=interleaved)
@@ -24,6 +25,14 @@ def make_rotary(rope: Mapping[str, Any], head_dim: int, max_positions: int, *, i
 
 def _default(rope: Mapping[str, Any], dim: int) -> tuple[Tensor, float]:
     return 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)), 1.0
+
+
+def _proportional(rope: Mapping[str, Any], dim: int) -> tuple[Tensor, float]:
+    """Pairs are of the whole head, and those beyond a share of it do not turn."""
+    turning = int(rope.get("partial_rotary_factor", 1.0) * dim // 2)
+    powers = torch.arange(0, 2 * turning, 2, dtype=torch.int64).to(dtype=torch.float) / dim
+    frequencies = torch.cat((1.0 / (rope["rope_theta"] ** powers), torch.zeros(dim // 2 - turning)))
+    return frequencies / rope.get("factor", 1.0), 1.0
 
 
 def _linear(rope: Mapping[str, Any], dim: int) -> tuple[Tensor, float]:
@@ -106,6 +115,7 @@ def _yarn_scaling(rope: Mapping[str, Any]) -> float:
 _KINDS: Final[Mapping[str, Callable[[Mapping[str, Any], int], tuple[Tensor, float]]]] = {
     "default": _default,
     "linear": _linear,
+    "proportional": _proportional,
     "dynamic": _dynamic,
     "ntk_alpha": _ntk_alpha,
     "longrope": _longrope,

@@ -17,6 +17,7 @@ from holdfast.worker.models.weights import torch_dtype
 _ROPE_NEEDS: Final[Mapping[str, frozenset[str]]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
+    "proportional": frozenset(),
     "dynamic": frozenset({"factor"}),
     "ntk_alpha": frozenset({"alpha"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
@@ -99,6 +100,8 @@ def _check_layers(config: Any, family: Family) -> None:
 
 def _rope_by_type(raw: Mapping[str, Any], family: Family, config: Any) -> dict[str, Any]:
     """The parameters of the rotary angles, complete; of a family with several, by kind of layer."""
+    if not family.reads_old_rope:
+        raw = {"rope_parameters": raw.get("rope_parameters")}
     given = [raw[key] for key in ("rope_scaling", "rope_parameters") if raw.get(key)]
     if len(given) > 1 or not all(isinstance(item, Mapping) for item in given):
         raise NotStated("config.json has rotary angles in two forms")
@@ -191,6 +194,17 @@ def _are_tokens(value: Any) -> bool:
     return value is None or _is_index(value) or _each(_is_index)(value)
 
 
+def _are_heads_of_layers(value: Any) -> bool:
+    """By index of a layer, as text."""
+    return isinstance(value, Mapping) and all(
+        str(layer).isdecimal()
+        and isinstance(heads, Mapping)
+        and heads.keys() <= _HEADS
+        and all(map(_is_count, heads.values()))
+        for layer, heads in value.items()
+    )
+
+
 def _is_conv_width(value: Any) -> bool:
     return type(value) is int and 2 <= value <= MAX_CONV_WIDTH
 
@@ -214,13 +228,15 @@ _COMMON: Final[Mapping[str, Any]] = {
 
 _READ_APART: Final = frozenset({"dtype", "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"})
 
+_HEADS: Final = frozenset({"head_dim", "num_key_value_heads"})
+
 _FIXED: Final[Mapping[str, tuple[Any, ...]]] = {
     "clip_qkv": (None,),
     "is_llama_config": (None, True),
     "rope_interleaved": (None, False),
     "swiglu_alpha": (1.702,),
     "swiglu_limit": (7.0,),
-    "use_bidirectional_attention": (None, False),
+    "use_bidirectional_attention": (None, False, "vision"),  # among the tokens of an image
     "use_mrope": (None, False),
 }
 """Entries that no layout can say, and the values under which they change nothing."""
@@ -230,16 +246,20 @@ _KINDS: Final[Mapping[str, Callable[[Any], bool]]] = {
     for kind, names in (
         (_is_count, "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"),
         (_is_count, "max_position_embeddings no_rope_layer_interval decoder_sparse_step"),
-        (_is_count, "num_experts_per_tok num_experts num_local_experts moe_intermediate_size"),
+        (_is_count, "num_experts_per_tok num_local_experts"),
+        (_or_none(_is_count), "num_experts moe_intermediate_size"),
         (_is_count, "shared_expert_intermediate_size moe_num_experts moe_k moe_topk moe_layer_interval"),
         (_is_count, "n_routed_experts n_group topk_group block_multiple_of"),
         (_or_none(_is_count), "num_key_value_heads head_dim original_max_position_embeddings rotary_dim"),
-        (_or_none(_is_count), "block_ff_dim"),
+        (_or_none(_is_count), "block_ff_dim global_head_dim num_global_key_value_heads top_k_experts"),
+        (_or_none(_is_index), "hidden_size_per_layer_input num_kv_shared_layers"),
+        (_or_none(_are_heads_of_layers), "per_layer_config"),
         (_or_none(_is_index), "sliding_window"),
         (_is_index, "max_window_layers sliding_window_pattern n_shared_experts moe_num_shared_experts"),
         (_is_index, "moe_layer_start_index first_k_dense_replace"),
         (_is_index_or_last, "moe_layer_end_index"),
         (_is_flag, "tie_word_embeddings attention_bias attention_out_bias mlp_bias qkv_bias use_bias use_qkv_bias"),
+        (_is_flag, "attention_k_eq_v enable_moe_block"),
         (_is_flag, "conv_bias block_auto_adjust_ff_dim"),
         (_or_none(_is_flag), "tie_embedding"),
         (_is_flag, "use_sliding_window use_qk_norm qk_layernorm use_parallel_residual norm_topk_prob"),

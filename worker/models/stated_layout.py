@@ -14,6 +14,7 @@ from holdfast.worker.executors.layout import Attention, DecoderLayout, Layer, Li
 from holdfast.worker.models.checks import check_heads
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.family import HeadNorms, Packing, Windows, is_set
+from holdfast.worker.models.layer_shapes import head_dim, num_kv_heads
 from holdfast.worker.models.model import serving_dtype
 from holdfast.worker.models.model_facts import ModelFacts, facts_of
 from holdfast.worker.models.quantized_activations import Kept, kept_form
@@ -71,6 +72,8 @@ class _Builder:
 
     def layout(self) -> DecoderLayout:
         config, family, share = self._config, self._family, self._share
+        if any(getattr(config, name, None) for name in ("hidden_size_per_layer_input", "num_kv_shared_layers")):
+            raise NotStated("its layers have inputs of their own, or share keys and values")
         shape = (config.vocab_size, config.hidden_size)
         table = share.tensors.take(f"{family.base}{family.embedding}.weight", shape)
         whole_head = self._own_head(table)
@@ -114,7 +117,10 @@ class _Builder:
             by_type = {kind: config.rope_parameters[kind] for kind in sorted(set(config.layer_types))}
         return {
             kind: make_rotary(
-                rope, config.head_dim, config.max_position_embeddings, interleaved=self._family.interleaved
+                rope,
+                head_dim(config, config.layer_types.index(kind) if kind else 0),
+                config.max_position_embeddings,
+                interleaved=self._family.interleaved,
             )
             for kind, rope in by_type.items()
         }
@@ -130,26 +136,30 @@ class _Builder:
             attention_out_norm=self._optional_norm(prefix, family.attention_out_norm),
             mlp_norm=None if parallel and family.shared_norm else self._optional_norm(prefix, family.mlp_norm),
             mlp=self._mlps.build(index, f"{prefix}{family.mlp}."),
+            beside=self._mlps.beside(prefix),
             mlp_out_norm=self._optional_norm(prefix, family.mlp_out_norm),
             residual_scale=family.residual_scale(self._config),
+            output_scale=self._output_scale(prefix),
             parallel=parallel,
         )
 
     def _attention(self, index: int, prefix: str, rotaries: tuple[str, ...]) -> Attention:
         family, config, share = self._family, self._config, self._share
-        qkv = self._qkv(prefix)
+        size, kv_heads = head_dim(config, index), num_kv_heads(config, index)
+        qkv = self._qkv(index, prefix)
         slices = share.slices(config.num_attention_heads)
-        shape = config.hidden_size, config.num_attention_heads * config.head_dim
+        shape = config.hidden_size, config.num_attention_heads * size
         output = share.rows(prefix + family.output, shape, slices, has_bias=is_set(family.output_bias, config))
-        num_heads = output.in_features // config.head_dim
+        num_heads = output.in_features // size
         return Attention(
             num_heads=num_heads,
-            num_kv_heads=(qkv.out_features // config.head_dim - num_heads) // 2,
-            head_dim=config.head_dim,
+            num_kv_heads=(qkv.out_features // size - num_heads) // 2,
+            head_dim=size,
             qkv=qkv,
-            query_norm=self._head_norm(prefix + family.query_norm, config.num_attention_heads),
-            key_norm=self._head_norm(prefix + family.key_norm, config.num_key_value_heads),
+            query_norm=self._head_norm(prefix + family.query_norm, config.num_attention_heads, size),
+            key_norm=self._head_norm(prefix + family.key_norm, kv_heads, size),
             norms_after_rotation=family.norms_after_rotation,
+            value_norm=self._value_norm(size) if family.norms_values else None,
             query_scale=family.query_scale(config),
             rotary=self._rotary_index(index, rotaries),
             scaling=family.scaling(config),
@@ -174,10 +184,21 @@ class _Builder:
             num_slices=slices,
         )
 
-    def _qkv(self, prefix: str) -> Linear:
+    def _value_norm(self, size: int) -> Norm:
+        return Norm(kind="rms", weight=torch.ones(size), eps=float(getattr(self._config, self._family.eps)))
+
+    def _output_scale(self, prefix: str) -> float:
+        name = self._family.output_scale
+        return 1.0 if name is None else float(self._share.floats(self._share.tensors.take(prefix + name, (1,))))
+
+    def _qkv(self, index: int, prefix: str) -> Linear:
         family, config = self._family, self._config
-        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        outputs = [(queries, None), *[(keys, config.num_key_value_heads)] * 2]
+        size, kv_heads = head_dim(config, index), num_kv_heads(config, index)
+        queries, keys = config.num_attention_heads * size, kv_heads * size
+        outputs = [(queries, None), *[(keys, kv_heads)] * 2]
+        if family.values_are_keys(config, index):
+            names, has_bias = [prefix + name for name in family.qkv[:2]], is_set(family.qkv_bias, config)
+            return _values_from_keys(self._share.columns(names, outputs[:2], config.hidden_size, has_bias=has_bias))
         if family.packing is Packing.HEAD_BY_HEAD:
             outputs = [(3 * queries, None)]
         qkv = self._share.columns(
@@ -187,10 +208,10 @@ class _Builder:
             has_bias=is_set(family.qkv_bias, config),
             may_stay=family.packing is not Packing.HEAD_BY_HEAD,
         )
-        return _by_kind(qkv, config.head_dim) if family.packing is Packing.HEAD_BY_HEAD else qkv
+        return _by_kind(qkv, size) if family.packing is Packing.HEAD_BY_HEAD else qkv
 
-    def _head_norm(self, name: str, num_heads: int) -> Norm | None:
-        family, head_dim = self._family, self._config.head_dim
+    def _head_norm(self, name: str, num_heads: int, head_dim: int) -> Norm | None:
+        family = self._family
         if family.head_norms is None or not is_set(family.has_head_norms, self._config):
             return None
         if family.head_norms is HeadNorms.ONE_FOR_EACH:
@@ -226,6 +247,14 @@ class _Builder:
 
     def _norm(self, prefix: str, name: str) -> Norm:
         return self._share.norm(prefix + name, (self._config.hidden_size,), has_bias=self._family.norm_bias)
+
+
+def _values_from_keys(linear: Linear) -> Linear:
+    """Queries and keys, and the keys again as values."""
+    bias = linear.bias
+    if bias is not None:
+        bias = torch.cat((bias, bias[-int(linear.parts[-1].shape[0]) :]))
+    return Linear(weights=(*linear.weights, *linear.weights[-1:]), units=(*linear.units, *linear.units[-1:]), bias=bias)
 
 
 def _by_kind(linear: Linear, head_dim: int) -> Linear:

@@ -1,11 +1,12 @@
 """MLPs and mixtures of experts of stated families, as parts of a decoder layout."""
 
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.layout import Activation, Experts, Linear, Mlp
+from holdfast.worker.executors.layout import Activation, Beside, Experts, Linear, Mlp
 from holdfast.worker.models.family import Moe, is_set
 from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.stated_config import NotStated
@@ -72,11 +73,32 @@ class MlpBuilder:
             top_groups=moe.top_groups(config),
             normalized=is_set(moe.normalized, config),
             least_sum=moe.least_sum(config),
-            scale=moe.scale(config),
+            scales=self._scales(moe, prefix, count),
             experts=experts,
             shared=shared,
             shared_gate=gate,
         )
+
+    def beside(self, prefix: str) -> Beside | None:
+        """The mixture beside the MLP of the layer whose names begin so, if the model has some."""
+        beside, share, hidden = self._family.beside, self._share, self._config.hidden_size
+        if beside is None or not is_set(beside.is_there, self._config):
+            return None
+        norm = share.norm(prefix + beside.norm, (hidden,), has_bias=False)
+        weight = share.floats(share.tensors.take(prefix + beside.router_scale, (hidden,))) * hidden**-0.5
+        return Beside(
+            experts=self._experts(beside.moe, prefix),
+            norm=norm,
+            router_norm=replace(norm, weight=weight),
+            out_norm=share.norm(prefix + beside.out_norm, (hidden,), has_bias=False),
+            mlp_out_norm=share.norm(prefix + beside.mlp_out_norm, (hidden,), has_bias=False),
+        )
+
+    def _scales(self, moe: Moe, prefix: str, count: int) -> Tensor | None:
+        if moe.scales is not None:
+            return self._share.floats(self._share.tensors.take(prefix + moe.scales, (count,)))
+        scale = moe.scale(self._config)
+        return None if scale == 1.0 else torch.full((count,), scale)
 
     def _selection_bias(self, moe: Moe, prefix: str, count: int) -> Tensor | None:
         if moe.selection_bias is None:

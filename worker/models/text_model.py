@@ -12,6 +12,7 @@ from holdfast.worker.models.safetensors_header import INDEX, read_header
 
 _TEXT_TYPES: Final[Mapping[str, str]] = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "idefics3": "llama",
     "internvl": "qwen2",
     "llava": "llama",

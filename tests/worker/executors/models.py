@@ -35,6 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox, one after the other": ("gpt_neox", {"use_parallel_residual": False}),
     "gemma3_text, softcap": ("gemma3_text", {"final_logit_softcapping": 3.0}),
     "phi, norms of heads": ("phi", {"qk_layernorm": True}),
+    "gemma4_text, dense": ("gemma4_text", {"enable_moe_block": False, "attention_k_eq_v": False}),
     "glm4_moe, groups": ("glm4_moe", {"n_routed_experts": 8, "num_local_experts": 8, "n_group": 4, "topk_group": 2}),
     "hunyuan_v1_dense, dynamic": (
         "hunyuan_v1_dense",

@@ -17,7 +17,7 @@ from holdfast.worker.models.proof import Recognized
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 from tests.worker.executors.models import config_of, parallelized
 
-MODELS = ("llama", "mixtral", "gemma2", "glm4_moe, groups", "ministral3")
+MODELS = ("llama", "mixtral", "gemma2", "gemma4_text", "glm4_moe, groups", "ministral3")
 BLOCK_SIZE = 16
 NUM_BLOCKS = 32
 MAX_LEN = 200

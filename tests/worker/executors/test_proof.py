@@ -164,9 +164,34 @@ MISTAKES: dict[str, tuple[str, Callable[[DecoderLayout], DecoderLayout], str]] =
         every_layer(lambda layer: replace(layer, parallel=False)),
         "layer 0 is not what its layout says",
     ),
+    "scale of a layer": (
+        "gemma4_text, dense",
+        every_layer(lambda layer: replace(layer, output_scale=1.0)),
+        "layer 0 is not what its layout says",
+    ),
+    "norm of values": (
+        "gemma4_text, dense",
+        every_attention(lambda attention: replace(attention, value_norm=None)),
+        "layer 0 is not what its layout says",
+    ),
+    "input of a router": (
+        "gemma4_text",
+        every_layer(lambda layer: replace(layer, beside=replace(layer.beside, router_norm=layer.beside.norm))),
+        "layer 0 is not what its layout says",
+    ),
+    "norms of a mixture and an MLP exchanged": (
+        "gemma4_text",
+        every_layer(
+            lambda layer: replace(
+                layer,
+                beside=replace(layer.beside, out_norm=layer.beside.mlp_out_norm, mlp_out_norm=layer.beside.out_norm),
+            )
+        ),
+        "layer 0 is not what its layout says",
+    ),
     "bias of choice": ("minimax_m2", every_mixture(selection_bias=None), "layer 0 is not what its layout says"),
     "groups of experts": ("glm4_moe, groups", every_mixture(num_groups=1), "layer 1 is not what its layout says"),
-    "scale of experts": ("glm4_moe", every_mixture(scale=1.0), "layer 1 is not what its layout says"),
+    "scale of experts": ("glm4_moe", every_mixture(scales=None), "layer 1 is not what its layout says"),
     "norms before rotation": (
         "hunyuan_v1_dense",
         every_attention(lambda attention: replace(attention, norms_after_rotation=False)),

@@ -226,7 +226,7 @@ class CpuExecutor:
     def _meet_ranks(self) -> None:
         """Shares memory with the other ranks where that can be had."""
         model = self.packed.model
-        num_bytes = self._library.native_exchange_bytes(self._group.size, model.max_rows, model.hidden)
+        num_bytes = self._library.native_exchange_bytes(self._group.size, model.max_rows, model.hidden, model.sum_parts)
         if self._group.size > 1 and num_bytes > 0:
             self._exchange = attach(self._group, num_bytes)
             self._in_one_call = self._group.size == 1 or self._exchange is not None
@@ -339,22 +339,23 @@ class CpuExecutor:
         for segment in range(first, end):
             self._go(segment, segment + 1)
             if segment < self._num_segments - 1:
-                partial = self._view(self._library.native_decoder_partial(self._decoder), num_rows)
+                columns = self._hidden if self.packed.model.sum_parts == 1 else self._stride
+                partial = self._view(self._library.native_decoder_partial(self._decoder), num_rows, columns)
                 partial.copy_(tree_sum(self._group, partial))
 
-    def _view(self, address: int, num_rows: int) -> Tensor:
-        """[num_rows, hidden] of the decoder's own memory."""
+    def _view(self, address: int, num_rows: int, columns: int) -> Tensor:
+        """[num_rows, columns] of the decoder's own memory."""
         count = num_rows * self._stride
         memory = (ctypes.c_float * count).from_address(address)
         rows: Tensor = torch.frombuffer(memory, dtype=torch.float32).view(num_rows, self._stride)
-        return rows[:, : self._hidden]
+        return rows[:, :columns]
 
     # --- for proofs ---
 
     def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:
         """The residual stream [T, hidden] after one layer, of the step's tokens. Overwrites their pages."""
         step = self._begin(batch, False, first_layer=index)
-        residual = self._view(self._library.native_decoder_residual(self._decoder), len(x))
+        residual = self._view(self._library.native_decoder_residual(self._decoder), len(x), self._hidden)
         residual.copy_(x)
         if self._in_one_call:
             self._go(2 * index + 1, 2 * index + 3, index)

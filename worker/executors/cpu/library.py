@@ -154,7 +154,7 @@ def _declared(library: CDLL) -> CDLL:
     _declare(library, "native_decoder_partial", c_void_p, c_void_p)
     _declare(library, "native_decoder_residual", c_void_p, c_void_p)
     _declare(library, "native_decoder_stride", c_long, c_void_p)
-    _declare(library, "native_exchange_bytes", c_long, c_int, c_long, c_int)
+    _declare(library, "native_exchange_bytes", c_long, c_int, c_long, c_int, c_int)
     _declare(library, "native_sampler_create", c_void_p, c_void_p)
     _declare(library, "native_sampler_destroy", c_int, c_void_p)
     _declare(

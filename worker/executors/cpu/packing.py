@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.worker.errors import ReplicaError
+from holdfast.worker.executors.cpu.router_parts import in_dtype
 from holdfast.worker.executors.cpu.structures import (
+    NativeBeside,
     NativeExperts,
     NativeLayer,
     NativeLinear,
@@ -41,6 +43,7 @@ from holdfast.worker.executors.cpu.unit_packing import PackedUnits, pack_units
 from holdfast.worker.executors.layout import (
     Activation,
     Attention,
+    Beside,
     DecoderLayout,
     Experts,
     Layer,
@@ -71,8 +74,6 @@ _ACTIVATIONS: Final = (
 _SCORINGS: Final = ("softmax", "softmax_of_top", "sigmoid")
 _EACH_HEAD, _ALL_HEADS, _OWN_WEIGHTS = 0, 1, 2
 _NO_ROW: Final = -1
-_MOST_PARTS: Final = 3
-"""Numbers in bfloat16 whose sum any number in float32 is."""
 
 IntArray = NDArray[np.int64]
 
@@ -125,20 +126,24 @@ class PackedModel:
             num_rotaries=len(layout.rotaries),
             hidden=layout.hidden_size,
             vocab_rows=len(layout.embedding),
+            sum_parts=2 if any(layer.beside for layer in layout.layers) else 1,
         )
         self._arena.finish()
         self._spent = self._compactor = None
 
     def _layer(self, layer: Layer) -> NativeLayer:
-        mlp = layer.mlp
+        mlp, beside = layer.mlp, layer.beside
+        experts = mlp if isinstance(mlp, Experts) else None if beside is None else beside.experts
         native = NativeLayer(
             attention_norm=self._norm(layer.attention_norm),
             attention_out_norm=self._norm(layer.attention_out_norm),
             mlp_norm=self._norm(layer.mlp_norm),
             mlp_out_norm=self._norm(layer.mlp_out_norm),
             mlp=NativeMlp() if isinstance(mlp, Experts) else self._mlp(mlp),
-            experts=self._experts(mlp) if isinstance(mlp, Experts) else None,
+            experts=None if experts is None else self._experts(experts),
+            beside=None if beside is None else self._beside(beside),
             residual_scale=layer.residual_scale,
+            output_scale=layer.output_scale,
             parallel=int(layer.parallel),
         )
         if layer.attention is not None:
@@ -150,6 +155,7 @@ class PackedModel:
     def _put_attention(self, native: NativeLayer, attention: Attention) -> None:
         native.query_norm = self._norm(attention.query_norm)
         native.key_norm = self._norm(attention.key_norm)
+        native.value_norm = self._norm(attention.value_norm)
         native.qkv = self._linear(attention.qkv)
         native.output = self._linear(attention.output, slices=attention.num_slices)
         native.sinks = None if attention.sinks is None else self._floats(attention.sinks)
@@ -195,7 +201,7 @@ class PackedModel:
         shared = None if experts.shared is None else self._mlp(experts.shared)
         gate = None if experts.shared_gate is None else self._linear(Linear(weights=(experts.shared_gate,)))
         described = NativeExperts(
-            router=self._linear(_in_dtype(experts.router, self._layout_dtype)),
+            router=self._linear(in_dtype(experts.router, self._layout_dtype)),
             experts=packed,
             shared=None if shared is None else ctypes.pointer(shared),
             shared_gate=None if gate is None else ctypes.pointer(gate),
@@ -205,12 +211,22 @@ class PackedModel:
             normalized=int(experts.normalized),
             selection_bias=None if experts.selection_bias is None else self._floats(experts.selection_bias),
             least_sum=experts.least_sum,
-            scale=experts.scale,
+            scales=None if experts.scales is None else self._floats(experts.scales),
             num_groups=experts.num_groups,
             top_groups=experts.top_groups,
         )
         self._kept += [packed, shared, gate, described]
         return ctypes.pointer(described)
+
+    def _beside(self, beside: Beside) -> Any:
+        norms = NativeBeside(
+            norm=self._norm(beside.norm),
+            router_norm=self._norm(beside.router_norm),
+            out_norm=self._norm(beside.out_norm),
+            mlp_out_norm=self._norm(beside.mlp_out_norm),
+        )
+        self._kept.append(norms)
+        return ctypes.pointer(norms)
 
     def _query_scales(self, scale: QueryScale) -> int:
         if scale not in self._scales_of:
@@ -316,21 +332,6 @@ class PackedModel:
     def _address(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
         return tensor.data_ptr()
-
-
-def _in_dtype(router: Linear, dtype: torch.dtype) -> Linear:
-    """A router in the model's dtype. One in float32 that this does not hold becomes several linears, whose sum it is:
-    each has what the ones before left of its weights.
-    """
-    weight = router.weights[0] if router.weights else None
-    if weight is None or weight.dtype == dtype:
-        return router
-    parts: list[Tensor] = []
-    left = weight.detach().float()
-    while len(parts) < _MOST_PARTS and (not parts or bool(left.any())):
-        parts.append(left.to(dtype))
-        left = left - parts[-1].float()
-    return Linear(weights=tuple(parts), bias=router.bias)
 
 
 def _head_norms(norm: Norm | None, head_dim: int, num_heads: int) -> int:

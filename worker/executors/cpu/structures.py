@@ -43,14 +43,23 @@ class NativeExperts(Structure):
         ("shared", POINTER(NativeMlp)),
         ("shared_gate", POINTER(NativeLinear)),
         ("selection_bias", c_void_p),
+        ("scales", c_void_p),
         ("least_sum", c_float),
-        ("scale", c_float),
         ("num_experts", c_int),
         ("top_k", c_int),
         ("scoring", c_int),
         ("normalized", c_int),
         ("num_groups", c_int),
         ("top_groups", c_int),
+    )
+
+
+class NativeBeside(Structure):
+    _fields_ = (
+        ("norm", NativeNorm),
+        ("router_norm", NativeNorm),
+        ("out_norm", NativeNorm),
+        ("mlp_out_norm", NativeNorm),
     )
 
 
@@ -84,10 +93,12 @@ class NativeLayer(Structure):
         ("mlp_out_norm", NativeNorm),
         ("query_norm", NativeNorm),
         ("key_norm", NativeNorm),
+        ("value_norm", NativeNorm),
         ("qkv", NativeLinear),
         ("output", NativeLinear),
         ("mlp", NativeMlp),
         ("experts", POINTER(NativeExperts)),
+        ("beside", POINTER(NativeBeside)),
         ("sinks", c_void_p),
         ("query_scales", c_void_p),
         ("pages", c_void_p),
@@ -97,6 +108,7 @@ class NativeLayer(Structure):
         ("scaling", c_float),
         ("softcap", c_float),
         ("residual_scale", c_float),
+        ("output_scale", c_float),
         ("num_heads", c_int),
         ("num_kv_heads", c_int),
         ("head_dim", c_int),
@@ -170,6 +182,7 @@ class NativeModel(Structure):
         ("block_size", c_int),
         ("tensor_parallel_size", c_int),
         ("kept_as", c_int),
+        ("sum_parts", c_int),
     )
 
 

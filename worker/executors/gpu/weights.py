@@ -99,8 +99,12 @@ def unfit_mixture(experts: Experts) -> str | None:
         return f"it has {len(experts.experts)} experts, and {MOST_EXPERTS} are the most"
     if shared is not None and (shared.num_slices != first.num_slices or shared.down.bias is not None):
         return "the expert that all tokens share is cut into other slices than the others"
-    if experts.selection_bias is not None or experts.scale != 1.0 or experts.router.weights[0].dtype != _dtype(first):
-        return "its router has a bias of choice, a scale or a dtype of its own, which the kernels do not know"
+    if (
+        experts.selection_bias is not None
+        or experts.scales is not None
+        or experts.router.weights[0].dtype != _dtype(first)
+    ):
+        return "its router has a bias of choice, scales or a dtype of its own, which the kernels do not know"
     return None
 
 
@@ -247,6 +251,8 @@ def unfit(layout: DecoderLayout, tensor_parallel_size: int, block_size: int) -> 
             return reason
         if attention.norms_after_rotation or attention.query_scale is not None:
             return "queries are normed after rotation, or grow with their position, which the kernels do not do"
+        if layer.beside is not None or layer.output_scale != 1.0 or attention.value_norm is not None:
+            return "it has a mixture beside an MLP, scaled layers or norms of values, which the kernels do not do"
         if attention.head_dim > 256:
             return f"heads have {attention.head_dim} dimensions, and 256 are the most"
     if len(groups) > 1 or max(groups) > 64:

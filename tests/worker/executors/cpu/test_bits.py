@@ -14,6 +14,7 @@ CASES = {
     "windows, softcap": ("gemma2", (("sliding_window", 70),)),
     "sinks, clamped experts": ("gpt_oss", ()),
     "experts": ("mixtral", ()),
+    "a mixture beside an MLP, norms of values": ("gemma4_text", (("sliding_window", 70),)),
     "groups of experts, a bias of choice": ("glm4_moe, groups", ()),
     "norms after rotation, a shared expert": ("hunyuan_v1_moe", ()),
     "queries that grow": ("ministral3", ()),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.cpu.packing import _in_dtype
+from holdfast.worker.executors.cpu.router_parts import in_dtype
 from holdfast.worker.executors.layout import DecoderLayout, Linear
 from holdfast.worker.models.native_backend import _unfit
 from holdfast.worker.models.reference import Reference
@@ -18,6 +18,7 @@ FEW = (
     "cohere2",
     "ernie4_5_moe",
     "gemma3_text, softcap",
+    "gemma4_text",
     "glm4_moe, groups",
     "gpt_oss",
     "hunyuan_v1_moe",
@@ -65,10 +66,10 @@ def check(layout: DecoderLayout, dtype: torch.dtype) -> None:
 
 def test_a_router_in_float32_is_the_sum_of_its_parts():
     weight = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 32)
-    parts = _in_dtype(Linear(weights=(weight,)), BF16).weights
+    parts = in_dtype(Linear(weights=(weight,)), BF16).weights
     assert {part.dtype for part in parts} == {BF16}
     assert torch.equal(sum(part.double() for part in parts), weight.double())
-    assert len(_in_dtype(Linear(weights=(weight.to(BF16).float(),)), BF16).weights) == 1
+    assert len(in_dtype(Linear(weights=(weight.to(BF16).float(),)), BF16).weights) == 1
 
 
 def test_a_router_in_float32_is_multiplied_as_it_is():

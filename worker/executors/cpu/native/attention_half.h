@@ -15,7 +15,8 @@ template <class W> bool Decoder<W>::attention_half(int index, Thread& t) {
   if (!norm_inputs(t, l, rows)) return false;
   if (!project(t, l.qkv, 0, l.qkv.groups, rows)) return false;
   if (!attend(l, attention.kinds[kind_of[index]], t)) return false;
-  return row_parallel(t, l.output, {attention_out.data, attention_out.stride}, l, false);
+  return row_parallel(t, l.output, {attention_out.data, attention_out.stride}, l,
+                      place_of_sum(t, l.attention_out_norm));
 }
 
 // The rows that attention takes in, and those of an MLP beside it (`h` or `h2`).
@@ -97,7 +98,9 @@ void Decoder<W>::prepare_keys(const Pages<K>& pages, const NativeLayer& l, Local
     const float* keys = of_keys + (seq.first_row + t) * projected.stride;
     write_key(pages, seq, kv_head, position,
               rotated(l, own, keys, kv_head, l.key_norm, kv_head, position, l.num_kv_heads));
-    write_value(pages, seq, kv_head, position, keys + (l.num_kv_heads + kv_head) * l.head_dim);
+    const float* value = keys + (l.num_kv_heads + kv_head) * l.head_dim;
+    if (l.value_norm.weight) norm_row(value, l.value_norm, l.head_dim, own.head.row(0)), value = own.head.row(0);
+    write_value(pages, seq, kv_head, position, value);
   }
 }
 

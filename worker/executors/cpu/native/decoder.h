@@ -44,8 +44,14 @@ struct NativeExperts {
   const NativeMlp* shared;          // an expert of all rows, with as many slices as the others; or null
   const NativeLinear* shared_gate;  // one output: the shared expert is weighted by its sigmoid; or null
   const float* selection_bias;      // [experts]: what experts are chosen by is their score and this; or null
-  float least_sum, scale;
+  const float* scales;              // [experts]: multiply the weights of chosen experts; or null
+  float least_sum;
   int num_experts, top_k, scoring, normalized, num_groups, top_groups;
+};
+
+// A mixture beside an MLP: mlp_out_norm(MLP) + out_norm(experts of norm(x)), with a router that is given router_norm(x).
+struct NativeBeside {
+  NativeNorm norm, router_norm, out_norm, mlp_out_norm;
 };
 
 struct NativeRotary {
@@ -68,17 +74,18 @@ struct NativeShortConv {
 };
 
 struct NativeLayer {
-  NativeNorm attention_norm, attention_out_norm, mlp_norm, mlp_out_norm, query_norm, key_norm;
+  NativeNorm attention_norm, attention_out_norm, mlp_norm, mlp_out_norm, query_norm, key_norm, value_norm;
   NativeLinear qkv, output;
   NativeMlp mlp;
-  const NativeExperts* experts;  // instead of `mlp`, or null
+  const NativeExperts* experts;  // instead of `mlp`, or beside it, or null
+  const NativeBeside* beside;    // the norms of a mixture beside `mlp`, which has an `mlp_out_norm`; or null
   const float* sinks;
   const float* query_scales;  // [positions]: multiply queries; or null
   void* pages;
   const NativeShortConv* conv;  // in place of attention, or null
   float* states;                // [slots][state_length]: what such a layer keeps of sequences
   long state_length;
-  float scaling, softcap, residual_scale;
+  float scaling, softcap, residual_scale, output_scale;  // output_scale: of a layer with an `mlp_out_norm`
   int num_heads, num_kv_heads, head_dim, heads_per_slice, window, rotary, head_norms, norms_after_rotation,
       parallel;  // head_norms: see `HeadNorms`
 };
@@ -120,6 +127,7 @@ struct NativeModel {
   int num_layers, num_rotaries, hidden, first_vocab_row, vocab_rows,
       vocab_size;  // rows: of this rank; the last ranks' may lie beyond the vocabulary
   int max_rows, block_size, tensor_parallel_size, kept_as;  // kept_as: see `KeptAs`
+  int sum_parts;  // sums that a half of a layer leaves beside each other: 2 with a mixture beside an MLP, else 1
 };
 
 struct NativeStep {

@@ -46,8 +46,9 @@ int native_decoder_run(void* decoder, int first, int end, int finished_layer) {
   return ((AnyDecoder*)decoder)->run(first, end, finished_layer);
 }
 // Bytes of the memory that ranks share for an exchange (`NativeExchange`); -1: there are more ranks than it can have.
-long native_exchange_bytes(int ranks, long rows, int hidden) {
-  return ranks > holdfast::Exchange::kMostRanks ? -1 : holdfast::Exchange::bytes(ranks, rows, stride_of(hidden));
+long native_exchange_bytes(int ranks, long rows, int hidden, int parts) {
+  if (ranks > holdfast::Exchange::kMostRanks) return -1;
+  return holdfast::Exchange::bytes(ranks, rows, stride_of(sum_columns(hidden, parts)));
 }
 // What a sum over ranks is due of after a segment, and the residual stream: [rows][stride].
 float* native_decoder_partial(void* decoder) { return ((AnyDecoder*)decoder)->partial(); }

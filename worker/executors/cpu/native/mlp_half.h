@@ -13,9 +13,19 @@ template <class W> bool Decoder<W>::mlp_half(int index, Thread& t) {
   if (!finish(t, l, true)) return false;
   Rows rows = l.mlp_norm.weight ? Rows{h2.data, h2.stride} : Rows{h.data, h.stride};
   if (!l.parallel && !normed(t, l.mlp_norm, rows)) return false;
-  if (l.experts) return experts_part(l, rows, t);
+  if (l.experts && !l.beside) return experts_part(l, rows, rows, place_of_sum(t, l.mlp_out_norm), t);
   if (!up_part(t, l.mlp, rows, inner_rows)) return false;
-  return row_parallel(t, l.mlp.down, {inner_rows.data, inner_rows.stride}, l, true);
+  float* place = place_of_sum(t, l.mlp_out_norm);
+  if (!row_parallel(t, l.mlp.down, {inner_rows.data, inner_rows.stride}, l, place)) return false;
+  return !l.beside || beside_part(l, place + part_stride, t);
+}
+
+// A mixture of experts beside an MLP: what it leaves lies beside what the MLP has left.
+template <class W> bool Decoder<W>::beside_part(const NativeLayer& l, float* place, Thread& t) {
+  Rows routed, rows;
+  if (!normed_together(t, l.beside->router_norm, h, routed)) return false;
+  if (!normed_together(t, l.beside->norm, h2, rows)) return false;
+  return experts_part(l, routed, rows, place, t);
 }
 
 template <class W> bool Decoder<W>::up_part(Thread& t, const NativeMlp& mlp, Rows rows, Buffer<Input>& out) {
@@ -36,9 +46,10 @@ template <class W> void Decoder<W>::activate(const NativeMlp& mlp, int g, const 
       if (g * GROUP + 16 * j < inner_length(mlp)) store(out + g * GROUP + 16 * j, activated(mlp.activation, v[j]));
 }
 
-template <class W> bool Decoder<W>::experts_part(const NativeLayer& l, Rows rows, Thread& t) {
+template <class W>
+bool Decoder<W>::experts_part(const NativeLayer& l, Rows routed, Rows rows, float* place, Thread& t) {
   const NativeExperts& e = *l.experts;
-  if (!linear(t, e.router, rows, t.num_rows, [&](int g, int first, int count, const float* sums) {
+  if (!linear(t, e.router, routed, t.num_rows, [&](int g, int first, int count, const float* sums) {
         for (int r = 0; r < count; r++)
           for (int j = 0; j < GROUP; j += 16) {
             Lanes v = load(sums + r * GROUP + j);
@@ -61,7 +72,6 @@ template <class W> bool Decoder<W>::experts_part(const NativeLayer& l, Rows rows
                        [&](int task) { expert_up(e.experts[task / runs], task / runs, task % runs, t.own); }))
     return false;
   if (e.shared && !shared_part(t, e, rows)) return false;
-  float* place = place_of_sum(t, l.mlp_out_norm);
   return holdfast::tasks(t.run, e.experts[0].down.groups, [&](int g) { expert_columns(l, e, g, place, t); });
 }
 
@@ -143,7 +153,7 @@ void Decoder<W>::expert_columns(const NativeLayer& l, const NativeExperts& e, in
     float* slice = sums + (long)row * slices * GROUP;
     for (int apart = 1; apart < slices; apart *= 2)
       for (int s = 0; s + apart < slices; s += 2 * apart) add_to(slice + s * GROUP, slice + (s + apart) * GROUP, GROUP);
-    for (int j = 0; j < GROUP && g * GROUP + j < y.stride; j += 16)
+    for (int j = 0; j < GROUP && g * GROUP + j < part_stride; j += 16)
       put(t, place, l, e.experts[0].down, row, g * GROUP + j, load(slice + j), false);
   }
 }

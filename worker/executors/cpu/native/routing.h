@@ -23,7 +23,7 @@ template <class W> void Decoder<W>::choose_experts(const NativeExperts& e, int r
   else kept = std::max(kept, e.least_sum);
   for (int k = 0; k < e.top_k; k++) {
     weight[k] /= e.normalized || e.scoring == HF_SOFTMAX_OF_TOP ? kept : e.scoring == HF_SOFTMAX ? sum : 1.0f;
-    if (e.scale != 1.0f) weight[k] *= e.scale;
+    if (e.scales) weight[k] *= e.scales[chosen[k]];
   }
 }
 

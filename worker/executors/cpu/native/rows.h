@@ -12,6 +12,8 @@
 namespace {
 
 inline long stride_of(long columns) { return (columns + 31) / 32 * 32 + 32; }
+// Of a row of sums that lie beside each other, each in a stride of its own.
+inline long sum_columns(int hidden, int parts) { return parts == 1 ? hidden : parts * stride_of(hidden); }
 
 // A [rows][columns] buffer, zeroed, in large pages where it is large, with rows aligned and set apart from powers of two.
 template <class T> struct Buffer {

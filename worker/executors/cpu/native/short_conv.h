@@ -36,7 +36,7 @@ template <class W> bool Decoder<W>::state_half(int index, Thread& t) {
   Rows mixed = {attention_out.data, attention_out.stride};
   if (t.narrows && index == m.num_layers - 1 && !narrow_mixed(t, mixed)) return false;
   if (!t.num_rows) return true;
-  return row_parallel(t, l.output, mixed, l, false);
+  return row_parallel(t, l.output, mixed, l, place_of_sum(t, l.attention_out_norm));
 }
 
 // Channels [first, end) of all tokens of a sequence.

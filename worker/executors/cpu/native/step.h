@@ -39,8 +39,8 @@ template <class W> class Decoder {
       }
       attended = std::max(attended, l.output.slices * l.output.slice_tiles * K_TILE);
       auto widest = [&](const NativeMlp& mlp) { inner = std::max(inner, inner_length(mlp)); };
-      if (!l.experts) widest(l.mlp);
-      else {
+      if (!l.experts || l.beside) widest(l.mlp);
+      if (l.experts) {
         for (int e = 0; e < l.experts->num_experts; e++) widest(l.experts->experts[e]);
         if (l.experts->shared) shared = std::max(shared, inner_length(*l.experts->shared));
         moe_rows = std::max(moe_rows, l.experts->top_k), experts = std::max(experts, l.experts->num_experts);
@@ -48,7 +48,9 @@ template <class W> class Decoder {
       }
     }
     long rows = m.max_rows;
-    x = Buffer<float>(rows, m.hidden), y = Buffer<float>(rows, m.hidden), wanted_x = Buffer<float>(rows, m.hidden);
+    part_stride = stride_of(m.hidden);
+    const long columns = sum_columns(m.hidden, m.sum_parts);
+    x = Buffer<float>(rows, columns), y = Buffer<float>(rows, columns), wanted_x = Buffer<float>(rows, columns);
     h = Buffer<Input>(rows, m.hidden), h2 = Buffer<Input>(rows, m.hidden);
     projected = Buffer<float>(rows, qkv), queries = Buffer<Input>(rows, heads);
     attention_out = Buffer<Input>(rows, attended), inner_rows = Buffer<Input>(rows * moe_rows, inner);
@@ -248,11 +250,10 @@ template <class W> class Decoder {
     return is_direct(out_norm) ? nullptr : exchange ? exchange->own(t.sum) : y.data;
   }
 
-  bool row_parallel(Thread& t, const NativeLinear& w, Rows in, const NativeLayer& l, bool is_mlp) {
-    float* place = place_of_sum(t, is_mlp ? l.mlp_out_norm : l.attention_out_norm);
+  bool row_parallel(Thread& t, const NativeLinear& w, Rows in, const NativeLayer& l, float* place) {
     return linear(t, w, in, t.num_rows, [&](int g, int first, int count, const float* sums) {
       for (int r = 0; r < count; r++)
-        for (int j = 0; j < GROUP && g * GROUP + j < y.stride; j += 16)
+        for (int j = 0; j < GROUP && g * GROUP + j < part_stride; j += 16)
           put(t, place, l, w, first + r, g * GROUP + j, load(sums + r * GROUP + j));
     });
   }
@@ -277,34 +278,13 @@ template <class W> class Decoder {
                      }) &&
            !exchange->outcome();
   }
-  // Ranks hold neighbouring subtrees of the tree over slices: theirs are added as its upper part.
-  void sum_over_ranks(Exchange::Sum sum, int row, float* out) const {
-    int ranks = m.tensor_parallel_size;
-    const float* parts[Exchange::kMostRanks];
-    for (int i = 0; i < ranks; i++) parts[i] = exchange->buffer(i, sum) + row * y.stride;
-    for (int j = 0; j < m.hidden; j += 16) {
-      Lanes v[Exchange::kMostRanks];
-      for (int i = 0; i < ranks; i++) v[i] = tail_of(parts[i] + j, m.hidden - j);
-      for (int apart = 1; apart < ranks; apart *= 2)
-        for (int i = 0; i + apart < ranks; i += 2 * apart) v[i] = v[i] + v[i + apart];
-      store(out + j, v[0]);
-    }
-  }
 
-  // What a half of a layer left goes to the residual: in `y`, summed over ranks by now, or with all ranks.
-  bool finish(Thread& t, const NativeLayer& l, bool is_attention) {
-    const NativeNorm& norm = is_attention ? l.attention_out_norm : l.mlp_out_norm;
-    if (is_direct(norm)) return true;
-    const float* bias = is_attention ? l.output.bias : l.experts ? nullptr : l.mlp.down.bias;
-    return summed_tasks(t, t.num_rows, [&](int r) {
-      float* sums = y.row(r);
-      if (exchange) sum_over_ranks(t.sum, r, sums);
-      if (bias)
-        for (int j = 0; j < m.hidden; j += 16) store(sums + j, load(sums + j) + load(bias + j));
-      if (norm.weight) norm_row(sums, norm, m.hidden, sums);
-      for (int j = 0; j < m.hidden; j += 16) put_residual(t, l, r, j, tail_of(sums + j, m.hidden - j));
-    });
-  }
+  // --- residual.h ---
+
+  void sum_over_ranks(Exchange::Sum sum, int row, float* out, long first = 0) const;
+  bool finish(Thread& t, const NativeLayer& l, bool is_attention);
+  void add_beside(Thread& t, const NativeBeside& beside, int row, float* sums);
+  void scale_residual(const Thread& t, const NativeLayer& l, int row);
 
   // --- attention_half.h ---
 
@@ -343,7 +323,8 @@ template <class W> class Decoder {
   void add_shared(const NativeExperts& e, int g, float* sums, Local& own, int num_rows);
   static int inner_length(const NativeMlp& mlp) { return mlp.down.slices * mlp.down.slice_tiles * K_TILE; }
   static void activate(const NativeMlp& mlp, int g, const float* sums, Input* out);
-  bool experts_part(const NativeLayer& l, Rows rows, Thread& t);
+  bool experts_part(const NativeLayer& l, Rows routed, Rows rows, float* place, Thread& t);
+  bool beside_part(const NativeLayer& l, float* place, Thread& t);
   void sort_by_expert(const NativeExperts& e, int num_rows);
   void expert_up(const NativeMlp& expert, int index, int group, Local& own);
   void expert_columns(const NativeLayer& l, const NativeExperts& e, int g, float* place, Thread& t);
@@ -375,6 +356,7 @@ template <class W> class Decoder {
   NativeModel m;
   int threads;
   NativeStep step = {};
+  long part_stride = 0;  // of a sum that a half of a layer leaves
   int next_segment = 0, num_tokens = 0;  // tokens of the vocabulary whose logits are this rank's
   Exchange::Sum last_sum = 0;
   std::unique_ptr<Exchange> exchange;  // or none

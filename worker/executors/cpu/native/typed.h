@@ -5,6 +5,7 @@
 #include "head.h"
 #include "mlp_half.h"
 #include "paged_attention.h"
+#include "residual.h"
 #include "routing.h"
 #include "short_conv.h"
 #include "wanted_rows.h"

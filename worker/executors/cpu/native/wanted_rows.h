@@ -55,7 +55,8 @@ template <class W> bool Decoder<W>::narrowing_half(const NativeLayer& l, Thread&
                                 [](const AttentionTask&) {});
       }))
     return false;
-  return row_parallel(t, l.output, {attention_out.data, attention_out.stride}, l, false);
+  return row_parallel(t, l.output, {attention_out.data, attention_out.stride}, l,
+                      place_of_sum(t, l.attention_out_norm));
 }
 
 // From here on the residual stream has the wanted rows alone.
