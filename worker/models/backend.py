@@ -15,8 +15,10 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.executors.cpu.library import load_library
+from holdfast.worker.executors.finite import NotFiniteError
 from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler
 from holdfast.worker.models.checks import OTHER_ENGINE, check_kv_cache_dtype, kv_cache_dtype_refused
+from holdfast.worker.models.damaged_weights import damaged
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.models.memory import default_block_size
@@ -145,6 +147,19 @@ def load_backend(
     """
     if device.type == "cpu":
         load_library()  # before anything large is read; compiles it where there is none
+    try:
+        return _backend(config, folder, group, device, progress)
+    except NotFiniteError as found:
+        raise damaged(folder, found) from None
+
+
+def _backend(
+    config: WorkerConfig,
+    folder: Path,
+    group: TensorParallelGroup,
+    device: torch.device,
+    progress: Callable[[str, int, int], None],
+) -> LoadedBackend:
     stated = _stated(config, folder, group, device, progress)
     _check_units(config, stated)
     if isinstance(stated, LoadedBackend):

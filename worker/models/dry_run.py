@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.executors.finite import NotFiniteError
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.models.checks import OTHER_ENGINE, check_attention_calls, first_line
 from holdfast.worker.models.linear import Linear, PackedWeight
@@ -25,7 +26,8 @@ def find_attention(model: Any, forward: Callable[[], object], target: Target) ->
     """The attention modules of a Hugging Face model in calling order, one for each layer.
 
     `forward` runs the model on a few tokens; all ranks of the group do so together. Raises `UnsupportedModelError`
-    where the paged cache would not hold the model's whole state, or where ranks come to different results.
+    where the paged cache would not hold the model's whole state, or where ranks come to different results, and
+    `NotFiniteError` where these are not finite.
     """
     calls: list[Call] = []
     states: list[Tensor] = []
@@ -122,28 +124,7 @@ def _check_states(model: Any, states: list[Tensor], target: Target) -> None:
         mine = state.contiguous()
         everyones = target.group.all_gather(mine, dim=0)
         if not everyones.isfinite().all():
-            raise _not_finite(model, target.dtype)
+            raise NotFiniteError(f"its hidden states are NaN or infinite in {target.dtype}")
         if not torch.equal(everyones, torch.cat([mine] * target.group.size)):
             reason = f"its {target.group.size} ranks do not agree: its tensor-parallel plan has a gap"
             raise UnsupportedModelError(model.config.model_type, reason, "Serve it with tensor_parallel_size 1")
-
-
-def _not_finite(model: Any, dtype: torch.dtype) -> UnsupportedModelError:
-    """Of a model whose last hidden states have a NaN or an infinity, on one of the ranks at least."""
-    for name, weight in _weights(model):
-        if weight.is_floating_point() and not weight.float().isfinite().all():
-            reason = f"its weight {name} has numbers that are NaN or infinite in {dtype}"
-            return UnsupportedModelError(
-                model.config.model_type, reason, "Fetch its files again, or choose another dtype"
-            )
-    reason = f"its hidden states are NaN or infinite in {dtype}: it overflows there, or its files are damaged"
-    return UnsupportedModelError(model.config.model_type, reason, "Choose another dtype, or fetch its files again")
-
-
-def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """By the names of the model's own files. Linears keep theirs as plain attributes of a module below their own."""
-    yield from model.named_parameters()
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, Tensor):
-                yield f"{name.removesuffix('.linear')}.{key}", value

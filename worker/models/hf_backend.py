@@ -20,6 +20,7 @@ from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.kv_cache import KVCache
 from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.models.checks import OTHER_ENGINE
+from holdfast.worker.models.damaged_weights import made_by_all
 from holdfast.worker.models.hf_steps import HfDevice, HfSteps, PagedAttention
 from holdfast.worker.models.linear import Kernel
 from holdfast.worker.models.model import RankModel
@@ -122,15 +123,15 @@ class HfBackend:
         """Packs the linears of a model that is not settled, for the target's device. No sequence is longer than
         `max_positions`. Keys and values in int8 are for CPUs alone. `progress` gets linears done and in all.
 
-        Raises `UnsupportedModelError` for attention that the device has no kernel for, and `ConfigurationError` where
-        Triton is missing on a GPU.
+        Raises `UnsupportedModelError` for attention that the device has no kernel for, `ConfigurationError` where
+        Triton is missing on a GPU, and `NotFiniteError` where a rank finds a weight with a NaN or an infinity.
         """
         device: HfDevice
         if target.device.type == "cpu":
             device = HfCpuBackend(model, target, in_int8=kv_cache_dtype == "int8")
         else:
             device = _gpu_backend(model, target, max_positions)
-        model.settle(device.linear, progress)
+        made_by_all(lambda: model.settle(device.linear, progress), target.group, lambda _: None)
         return cls(model, target, device)
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor
 from holdfast.worker.config import ModelConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
+from holdfast.worker.executors.finite import check_finite
 from holdfast.worker.models.checks import OTHER_ENGINE
 from holdfast.worker.models.compact import CompactSource, compact_tensors
 from holdfast.worker.models.dry_run import find_attention
@@ -64,8 +65,11 @@ class RankModel:
     ) -> None:
         """Gives the linears their kernels, once and before the first step; until then they are plain.
 
-        `progress` gets linears done and in all.
+        `progress` gets linears done and in all. Raises `NotFiniteError` for a weight with a NaN or an infinity.
         """
+        shares = (buffer for name, buffer in self.module.named_buffers() if name.endswith(".weight"))
+        for weight in (*self.module.parameters(), *shares):
+            check_finite(weight)
         settle(self.module, kernel_of, progress)
 
     def attach(self, attention: Callable[[int], Callable[..., Tensor]]) -> None:

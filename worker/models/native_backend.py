@@ -18,6 +18,7 @@ from holdfast.worker.executors.gpu import weights
 from holdfast.worker.executors.kv_cache import KVCache
 from holdfast.worker.executors.layout import DecoderLayout, Experts
 from holdfast.worker.executors.step_sampler import HeadOutput, OverlappingSampler, StepSampler
+from holdfast.worker.models.damaged_weights import made_by_all
 from holdfast.worker.models.proof import NUM_TOKENS, Recognized, ask, ask_reference, check
 from holdfast.worker.models.recognize import Unrecognized, recognize
 from holdfast.worker.progress import ProgressCounter
@@ -275,9 +276,13 @@ def make_backend(
     int8 are for executors on CPUs alone, in fp8 for those on GPUs.
 
     The memory of the layout's linears is given back while they are packed: afterwards only those in files can be read.
-    All ranks of the group call this together and come to the same answer. Raises `Unavailable`.
+    All ranks of the group call this together and come to the same answer. Raises `Unavailable`, and `NotFiniteError`
+    where a rank finds a weight with a NaN or an infinity.
     """
-    executor, numerics = _executor(recognized.layout, group, max_model_len, device)
+    layout = recognized.layout
+    executor, numerics = made_by_all(
+        lambda: _executor(layout, group, max_model_len, device), group, lambda made: made[0].close()
+    )
     provable = _Provable(executor, block_size)
     proof = check(provable, recognized.answers, group)
     if proof.reason is not None:

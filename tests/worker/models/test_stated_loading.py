@@ -74,8 +74,57 @@ def test_a_weight_that_is_no_number_is_named(tmp_path, monkeypatch, name, most_b
     tensors = load_file(folder / "model.safetensors")
     tensors[name].fill_(torch.nan)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UnsupportedModelError, match=f"its weight {name}|its hidden states"):
+    with pytest.raises(UnsupportedModelError, match=f"its weight {name} has numbers"):
         loaded(folder)
+
+
+def spoil(folder: Path, name: str, row: int, number: float) -> None:
+    """One number of a weight that no check of a model uses."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][row, 3] = number
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("number", [torch.nan, -torch.inf])
+@pytest.mark.parametrize(
+    ("family", "name", "settings"),
+    [
+        ("llama", "model.embed_tokens.weight", {}),
+        ("llama", "model.embed_tokens.weight", {"executor": "hf"}),
+        ("mixtral", "model.layers.1.mlp.experts.gate_up_proj", {}),
+        ("gpt2", "transformer.wte.weight", {}),
+    ],
+)
+def test_a_number_that_no_check_comes_to_is_found_while_weights_are_packed(tmp_path, number, family, name, settings):
+    folder = saved(family, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    name = name if name in tensors else min(key for key in tensors if "experts.1." in key)
+    row = len(tensors[name]) - 1
+    spoil(folder, name, row, number)
+    with pytest.raises(UnsupportedModelError, match=rf"its weight {name} has numbers .* at \[{row}, 3\] in "):
+        loaded(folder, **settings)
+
+
+def test_a_number_of_one_rank_alone_is_found_by_all(tmp_path):
+    folder = saved("llama", tmp_path)
+    spoil(folder, "model.embed_tokens.weight", 1, torch.nan)
+
+    def refusal(group: TensorParallelGroup) -> str:
+        with pytest.raises(UnsupportedModelError) as refused:
+            loaded(folder, group)
+        return refused.value.reason
+
+    first, second = run_ranks(2, refusal)
+    assert first == second
+    assert "model.embed_tokens.weight" in first
+
+
+def test_a_number_that_the_chosen_dtype_does_not_have_is_an_overflow(tmp_path):
+    folder = saved("llama", tmp_path)
+    spoil(folder, "model.embed_tokens.weight", 1, 1e30)
+    loaded(folder)
+    with pytest.raises(UnsupportedModelError, match=r"it overflows, or .*torch.float16. Choose another dtype"):
+        loaded(folder, dtype="float16")
 
 
 @pytest.mark.parametrize("most_bytes", [1 << 30, 0])

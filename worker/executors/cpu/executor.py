@@ -23,6 +23,7 @@ from holdfast.worker.executors.cpu.shared_weights import arena_for
 from holdfast.worker.executors.cpu.states import VALUE_BYTES, StateCache
 from holdfast.worker.executors.cpu.structures import KEPT_AS_INT8, NativeStep, array_address
 from holdfast.worker.executors.cpu.tile_memory import COMPACT_CLASSES, Arena
+from holdfast.worker.executors.finite import NotFiniteError
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.step_sampler import HeadOutput
@@ -56,7 +57,7 @@ class CpuExecutor:
         ones with other processes that have the same. `compacts`: whether weights of bfloat16 are kept in 12 bits, which
         changes no bit of what is computed; None: where that is faster.
 
-        Raises `Unavailable` where this machine cannot run it.
+        Raises `Unavailable` where this machine cannot run it, `NotFiniteError` for a weight with a NaN or an infinity.
         """
         self._library = load_library(instruction_class)
         self.instruction_class = class_of(self._library)
@@ -77,15 +78,19 @@ class CpuExecutor:
         if compacts is None:
             compacts = self.instruction_class in COMPACT_CLASSES
         form = self.instruction_class + " compact" * compacts
-        self.packed = PackedModel(
-            layout,
-            self._library,
-            self._pool,
-            max_positions=max_positions,
-            uses_up=uses_up,
-            compacts=compacts,
-            arena=arena_for(layout, form) if uses_up else Arena(),
-        )
+        try:
+            self.packed = PackedModel(
+                layout,
+                self._library,
+                self._pool,
+                max_positions=max_positions,
+                uses_up=uses_up,
+                compacts=compacts,
+                arena=arena_for(layout, form) if uses_up else Arena(),
+            )
+        except NotFiniteError:
+            self.close()
+            raise
         self._rows = self.packed.model.vocab_rows
         self._num_segments = 2 * len(self.packed.layers) + 2
         self._in_one_call = group.size == 1

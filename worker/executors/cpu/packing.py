@@ -40,6 +40,7 @@ from holdfast.worker.executors.cpu.tile_memory import (
     mapped_memory,
 )
 from holdfast.worker.executors.cpu.unit_packing import PackedUnits, pack_units
+from holdfast.worker.executors.finite import check_finite
 from holdfast.worker.executors.layout import (
     Activation,
     Attention,
@@ -95,6 +96,7 @@ class PackedModel:
         arena: Arena | None = None,
     ) -> None:
         """Packs all weights, on the pool's threads, into `arena`. Rotary tables have room for `max_positions`.
+        Raises `NotFiniteError` for a weight with a NaN or an infinity.
 
         With `uses_up`, the memory of the layout's linears is given back: only what lies in a file can be read again.
         With `compacts`, weights of bfloat16 are kept in 12 bits each (`tile_memory.py`).
@@ -116,7 +118,7 @@ class PackedModel:
         self.model = NativeModel(
             layers=self.layers,
             rotaries=self._rotaries,
-            embedding=None if is_tied(layout) else self._address(layout.embedding.contiguous()),
+            embedding=None if is_tied(layout) else self._embedding(layout.embedding),
             norm=self._norm(layout.norm),
             head=self._linear(layout.head),
             embedding_scale=layout.embedding_scale,
@@ -304,8 +306,12 @@ class PackedModel:
         addresses = _row_addresses(weights)
         pointers = np.where(rows == _NO_ROW, 0, addresses[rows]).astype(np.uint64)
         step = _rows_of_piece(slices * slice_tiles * TILE * self._itemsize)
+        for weight in () if in_order else weights:
+            check_finite(weight)
         for first in range(0, len(rows), step):
             piece = pointers[first : first + step]
+            if in_order:
+                check_finite(weights[0][first : first + step])
             layout = (slices, slice_length, slice_tiles, self.dtype)
             outcome = self._library.native_pack(self._pool, piece.ctypes.data, len(piece), *layout, memory.room(first))
             if outcome:
@@ -315,6 +321,12 @@ class PackedModel:
                 self._spent.read(linear.weights, slice(first, first + step))
         if self._spent is not None and not in_order:
             self._spent.read(linear.weights, slice(None))
+
+    def _embedding(self, table: Tensor) -> int:
+        """The table as it is: rows are read from it, in a file or in memory."""
+        if not self._arena.is_packed:
+            check_finite(table)
+        return self._address(table.contiguous())
 
     def _floats(self, tensor: Tensor) -> int:
         """A float32 copy, readable somewhat beyond its end: rows are read sixteen numbers at a time."""

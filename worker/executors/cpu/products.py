@@ -17,6 +17,7 @@ from holdfast.worker.executors.cpu.packing import DTYPES, GROUP, TILE
 from holdfast.worker.executors.cpu.sampler import OUT_OF_MEMORY
 from holdfast.worker.executors.cpu.structures import NativeLinear
 from holdfast.worker.executors.cpu.tile_memory import Arena
+from holdfast.worker.executors.finite import check_finite
 
 _FORKED: Final = -1
 
@@ -63,11 +64,12 @@ class PackedProduct:
         """`weight` [out_features, in_features] is copied, and so is `bias` [out_features]. Inputs are summed in
         `num_slices`, added as a binary tree. Results are float32 where they are a part of a sum over ranks.
 
-        Raises `ConfigurationError` for a dtype that is not in `DTYPES`.
+        Raises `ConfigurationError` for a dtype that is not in `DTYPES`, `NotFiniteError` for a NaN or an infinity.
         """
         if weight.dtype not in DTYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise ConfigurationError(f"a weight is {weight.dtype}: a CPU multiplies in {names} (set model.dtype)")
+        check_finite(weight)
         self._pool = pool
         self._dtype = weight.dtype
         self._out_features, self._in_features = weight.shape

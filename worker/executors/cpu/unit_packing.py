@@ -14,6 +14,7 @@ from torch import Tensor
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.structures import NativeUnits, array_address
 from holdfast.worker.executors.cpu.tile_memory import Arena
+from holdfast.worker.executors.finite import check_finite
 from holdfast.worker.executors.mapped_files import discard_contents
 from holdfast.worker.executors.stored_matrix import StoredMatrix
 from holdfast.worker.executors.units import SCALE_TYPES, UNIT, Offset
@@ -37,6 +38,7 @@ def pack_units(
     weights: Sequence[StoredMatrix], rows: IntArray, arena: Arena, library: CDLL, pool: int, *, uses_up: bool
 ) -> PackedUnits:
     """Packs weights of one form, stacked along the outputs, on a pool's threads. `uses_up`: nobody reads them again.
+    Raises `NotFiniteError` for scales or minima with a NaN or an infinity.
 
     `rows`, of which there are a multiple of 32, says which output each packed one is; -1: zeros.
     """
@@ -90,10 +92,12 @@ class _Piece:
         for end in ends:
             first = weight.rows[0] + int(own[start])
             units = weight.units(first, first + end - start)
+            check_finite(units.scales)
             run = places[start:end]
             self.codes[run] = _row_addresses(units.codes)
             self.scales[run] = _row_addresses(units.scales)
             if units.offsets is not None:
+                check_finite(units.offsets)
                 self.offsets[run] = _row_addresses(units.offsets)
             self._kept.append(units)
             start = end

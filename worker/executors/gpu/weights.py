@@ -7,6 +7,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from holdfast.worker.executors.finite import check_finite
 from holdfast.worker.executors.gpu.coded_weights import coded_on
 from holdfast.worker.executors.layout import (
     Activation,
@@ -130,6 +131,7 @@ def _weights(device: torch.device, linears: Sequence[Linear]) -> Tensor:
         parts = torch.split(place, [len(part) for part in linear.weights])
         for part, its_place in zip(linear.weights, parts, strict=True):
             its_place.copy_(part)
+    check_finite(whole)
     return whole
 
 
@@ -151,10 +153,11 @@ class DeviceWeights:
 
     def __init__(self, layout: DecoderLayout, device: torch.device, max_positions: int) -> None:
         """Copies all weights, one after the other. Parts of a linear are stacked, and the experts of a mixture; a head
-        that is the embedding's own table is there once.
+        that is the embedding's own table is there once. Raises `NotFiniteError` for a weight with a NaN or an infinity.
         """
         self._device = device
         embedding = layout.embedding.to(device).contiguous()
+        check_finite(embedding)
         is_tied = len(layout.head.weights) == 1 and layout.head.weights[0] is layout.embedding
         head = self._linear(layout.head, embedding if is_tied else None)
         self.mixtures = tuple(self._mixture(layer.mlp) for layer in layout.layers)
@@ -206,6 +209,7 @@ class DeviceWeights:
         if weight is None:
             parts = [part.to(self._device) for part in linear.weights]
             weight = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+            check_finite(weight)
         return Linear(weights=(weight,), bias=bias)
 
     def _norm(self, norm: Norm | None) -> Norm | None:

@@ -1,0 +1,46 @@
+"""Weights with numbers that are NaN or infinite: what one rank finds in its share all ranks refuse, by its name in the
+files.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.executors.finite import NotFiniteError, check_finite
+from holdfast.worker.models.safetensors_files import mapped_tensors
+from holdfast.worker.models.weights import read_json
+
+Made = TypeVar("Made")
+
+
+def made_by_all(make: Callable[[], Made], group: TensorParallelGroup, undo: Callable[[Made], None]) -> Made:
+    """What `make` returns; `NotFiniteError` on all ranks where one raises it. Others `undo` what they have made."""
+    made: list[Made] = []
+    found = NotFiniteError("a weight of another rank has NaN or infinite numbers")
+    try:
+        made.append(make())
+    except NotFiniteError as error:
+        found = NotFiniteError(str(error))  # without the frames, which hold the weights
+    if group.all_gather(torch.tensor([len(made)]), dim=0).all():
+        return made[0]
+    for one in made:
+        undo(one)
+    raise found
+
+
+def damaged(folder: Path, found: NotFiniteError) -> UnsupportedModelError:
+    """The refusal of a model for what a rank has `found` in its weights. Reads the folder's files to the weight."""
+    model_type = str(read_json(folder / "config.json").get("model_type"))
+    for name, tensor in mapped_tensors(folder).items():
+        try:
+            check_finite(tensor.values)
+        except NotFiniteError:
+            place = torch.nonzero(~tensor.values.float().isfinite())[0].tolist()
+            reason = f"its weight {name} has numbers that are NaN or infinite, at {place} in {tensor.file}"
+            return UnsupportedModelError(model_type, reason, "Fetch its files again")
+    way_out = "Choose another dtype, or fetch its files again"
+    return UnsupportedModelError(model_type, f"it overflows, or its files are damaged: {found}", way_out)
