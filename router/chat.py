@@ -93,11 +93,16 @@ def check_messages(messages: Sequence[Message]) -> None:
 def _check_message(name: str, message: Message) -> None:
     if not isinstance(message, Mapping):
         raise InvalidRequestError(name, message, "must be an object with role and content")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not _ROLE.fullmatch(role):
-        raise InvalidRequestError(f"{name}.role", role, "must be a name like user or assistant")
+    role, content = checked_role(message.get("role"), f"{name}.role"), message.get("content")
     if not isinstance(content, str | list) and not (content is None and role in _MAY_BE_EMPTY):
         raise InvalidRequestError(f"{name}.content", content, "must be text")
+
+
+def checked_role(role: object, field: str) -> str:
+    """Any name: which ones there are is the template's to say. Raises `InvalidRequestError`, naming the field."""
+    if not isinstance(role, str) or not _ROLE.fullmatch(role):
+        raise InvalidRequestError(field, role, "must be a name like user or assistant")
+    return role
 
 
 def _num_bytes(part: object) -> int:

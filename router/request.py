@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Final, TypeAlias
 
 from holdfast.router.chat import Chat
@@ -21,7 +22,7 @@ from holdfast.worker.value_types import checked_prompt, checked_seconds, checked
 @dataclass(frozen=True, slots=True)
 class FieldNames:
     """Client's names by fields of a request. A name ends with `.` where it is a prefix; else it is a field with all
-    that is in it. The longest that fits counts.
+    that is in it. `[]` is any element of a list, and the same one in the client's name. The longest that fits counts.
     """
 
     names: Mapping[str, str]
@@ -31,9 +32,11 @@ class FieldNames:
     def of(self, field: str) -> str:
         """The client's name of a field, or of a part of it, such as `stop[2]`."""
         for name in sorted(self.names, key=len, reverse=True):
-            rest = field.removeprefix(name)
-            if field.startswith(name) and (name.endswith(".") or rest[:1] in ("", ".", "[")):
-                field = self.names[name] + rest
+            if found := _pattern(name).match(field):
+                own = self.names[name]
+                for element in found.groups():
+                    own = own.replace("[]", element, 1)
+                field = own + field[found.end() :]
                 break
         return field if self.then is None else self.then.of(field)
 
@@ -50,6 +53,13 @@ class FieldNames:
         """Of a parameter that the limit of another one names."""
         is_renamed = f"{FIELD}.{parameter}" in self.names or (self.then is not None and parameter in self.then.names)
         return self.of(f"{FIELD}.{parameter}") if is_renamed else parameter
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    """Of a field, or of what begins with a prefix."""
+    whole = re.escape(name).replace(r"\[\]", r"(\[\d+\])")
+    return re.compile(whole if not name or name.endswith(".") else whole + r"(?=[.\[]|$)")
 
 
 _PARAMETER: Final = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")

@@ -7,7 +7,6 @@ from pydantic import Field
 
 from holdfast.router.api.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, Reads
 from holdfast.router.chat import content_text
-from holdfast.router.tools.tools import checked_tool
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.value_types import Neutral
 
@@ -32,6 +31,12 @@ class MessagesBody(Reads):
         "output_config.format.schema": "response_format.json_schema.schema",
         "output_format": "response_format",
         "output_format.schema": "response_format.json_schema.schema",
+    }
+
+    fixed_names: ClassVar[Mapping[str, str]] = {
+        "tools[].function": "tools[]",
+        "tools[].function.parameters": "tools[].input_schema",
+        "tool_choice.function": "tool_choice",
     }
 
     lists_of_objects = ("messages", "system", "tools")
@@ -131,10 +136,8 @@ def _thinks(thinking: Mapping[str, Any]) -> bool:
 def _tool(tool: Mapping[str, Any], field: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise InvalidRequestError(f"{field}.type", tool["type"], "must be custom: this server runs no tools itself")
-    name, schema, description = tool.get("name"), tool.get("input_schema"), tool.get("description")
-    checked_tool(field, name, schema, description, tool.get("strict"))
-    function = {"name": name, "description": description, "parameters": schema, "strict": tool.get("strict")}
-    return {"type": "function", "function": function}
+    function = {name: tool.get(name) for name in ("name", "description", "strict")}
+    return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}
 
 
 def _choice(choice: Mapping[str, Any]) -> object:
@@ -156,11 +159,18 @@ def _messages(body: MessagesBody) -> Iterator[Mapping[str, Any]]:
         if role not in ("user", "assistant", "system"):
             raise InvalidRequestError(f"messages[{index}].role", role, "must be user or assistant")
         if not isinstance(content, list):
-            yield {"role": role, "content": content}
+            yield {"role": role, "content": _text(content, field, may_lack=role == "assistant")}
         elif role == "assistant":
             yield _said(content, field)
         else:
             yield from _asked(str(role), content, field)
+
+
+def _text(content: object, field: str, *, may_lack: bool) -> str:
+    """Of a content that is no list of blocks."""
+    if isinstance(content, str) or (content is None and may_lack):
+        return content or ""
+    raise InvalidRequestError(field, content, "must be text, or a list of blocks")
 
 
 def _said(content: Sequence[object], field: str) -> Mapping[str, Any]:

@@ -6,8 +6,7 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import Field
 
 from holdfast.router.api.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, Reads
-from holdfast.router.chat import call_arguments, content_text
-from holdfast.router.tools.tools import checked_tool
+from holdfast.router.chat import call_arguments, checked_role, content_text
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.value_types import Neutral
 
@@ -38,6 +37,8 @@ class ResponsesBody(Reads):
         "text.format.schema": "response_format.json_schema.schema",
         "reasoning.effort": "reasoning_effort",
     }
+
+    fixed_names: ClassVar[Mapping[str, str]] = {"tools[].function": "tools[]", "tool_choice.function": "tool_choice"}
 
     lists_of_objects = ("input", "tools")
     model: str | None = None
@@ -104,9 +105,8 @@ def chat_body(body: ResponsesBody, earlier: Sequence[dict[str, Any]] = ()) -> Ch
 def _tool(tool: Mapping[str, Any], field: str) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise InvalidRequestError(f"{field}.type", tool.get("type"), "must be function: this server has no other tools")
-    parts = {name: tool.get(name) for name in ("name", "parameters", "description", "strict")}
-    checked_tool(field, *parts.values())
-    return {"type": "function", "function": parts}
+    parts = ("name", "parameters", "description", "strict")
+    return {"type": "function", "function": {name: tool.get(name) for name in parts}}
 
 
 def _choice(choice: object) -> object:
@@ -148,7 +148,7 @@ def _add_to_turn(turn: dict[str, Any], kind: str, item: Mapping[str, Any], field
         if not isinstance(name, str):
             raise InvalidRequestError(f"{field}.name", name, "must be text")
         function = {"name": name, "arguments": call_arguments(arguments, f"{field}.arguments")}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        call = {"id": _call_id(item, field), "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)
     elif kind == "reasoning":
         turn["reasoning_content"] = turn.get("reasoning_content", "") + _thoughts(item, field)
@@ -167,13 +167,21 @@ def _told(kind: object, item: Mapping[str, Any], field: str) -> dict[str, Any]:
     """A message of somebody else than the model."""
     if kind == "function_call_output":
         output = content_text(item.get("output"), f"{field}.output")
-        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+        return {"role": "tool", "tool_call_id": _call_id(item, field), "content": output}
     if kind != "message":
         raise InvalidRequestError(f"{field}.type", kind, "must be message, function_call, its output, or reasoning")
     content = item.get("content")
     if content is None:
         raise InvalidRequestError(f"{field}.content", content, "must be text")
-    return {"role": item.get("role"), "content": content_text(content, f"{field}.content")}
+    role = checked_role(item.get("role"), f"{field}.role")
+    return {"role": role, "content": content_text(content, f"{field}.content")}
+
+
+def _call_id(item: Mapping[str, Any], field: str) -> str | None:
+    call_id = item.get("call_id")
+    if not isinstance(call_id, str | None):
+        raise InvalidRequestError(f"{field}.call_id", call_id, "must be text")
+    return call_id
 
 
 def _format(body: ResponsesBody) -> dict[str, Any] | None:

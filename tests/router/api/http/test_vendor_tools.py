@@ -18,6 +18,11 @@ from tests.router.site import site
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FOR_MESSAGES = [{"name": "weather", "description": "of a city", "input_schema": SCHEMA}]
 FOR_RESPONSES = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": None}]
+CALL_ITEM = {"type": "function_call", "name": "weather", "arguments": "{}"}
+RESULT_ITEM = {"type": "function_call_output", "call_id": 5, "output": "x"}
+LISTS = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+UNIQUE = {"name": "unique", "strict": True}
+"""Of a function whose lists cannot be enforced."""
 SAID = "<think>hm, so</think>\n\nLet me see. " + CALL + CALL
 
 CALLED = {"type": "tool_use", "id": "1", "name": "weather", "input": {}}
@@ -123,7 +128,11 @@ async def test_earlier_calls_and_their_results_are_rendered(script):  # noqa: F8
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
         ({"tool_choice": {"type": "always"}}, "tool_choice.type"),
-        ({"tools": FOR_MESSAGES, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.function.name"),
+        ({"tools": FOR_MESSAGES, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
+        ({"tools": [{"name": "a", "input_schema": {"type": "array"}}]}, "tools[0].input_schema.type"),
+        ({"tools": [*FOR_MESSAGES, *FOR_MESSAGES]}, "tools[1].name must differ"),
+        ({"tools": [{**UNIQUE, "input_schema": LISTS}]}, "tools[0].input_schema: properties.a.uniqueItems"),
+        ({"messages": [{"role": "user", "content": None}], "system": "x"}, "messages[0].content must be text"),
         ({"thinking": {"type": "much"}}, "thinking.type"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
@@ -148,8 +157,14 @@ async def test_messages_that_are_wrong_are_refused_by_name(fields, said, script)
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tools": FOR_RESPONSES, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tools": FOR_RESPONSES, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
+        ({"tools": [{"type": "function", "name": "a", "parameters": {"type": "array"}}]}, "tools[0].parameters.type"),
+        ({"tools": [{"type": "function", **UNIQUE, "parameters": LISTS}]}, "tools[0].parameters"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format"),
+        ({"input": [{"role": 5, "content": "x"}], "instructions": "x"}, "input[0].role"),
+        ({"input": [*ASKED, {**CALL_ITEM, "call_id": 5}], "instructions": "x"}, "input[1].call_id"),
+        ({"input": [*ASKED, RESULT_ITEM], "instructions": "x"}, "input[1].call_id"),
         ({"extra_body": {"n": 2}}, "n"),
     ],
 )
