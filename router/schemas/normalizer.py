@@ -20,6 +20,8 @@ from holdfast.router.schemas.satisfiability import Disjointness, FiniteValues, t
 
 _TYPES: Final = frozenset({"null", "boolean", "number", "integer", "string", "array", "object"})
 _NUMERIC: Final = frozenset({*LOWER, *UPPER, "multipleOf"})
+_MOST: Final = 2**31 - 1
+"""More characters, elements or properties than any output has."""
 _SPELLED: Final = frozenset("\b\f\n\r\t")
 """Control characters that JSON has an escape of two characters for."""
 
@@ -160,13 +162,17 @@ def _check_types(node: _Node) -> None:
 
 
 def _count(keyword: str) -> Keyword:
-    """A whole number of at least 0, which may be written as a decimal: 1.0."""
+    """A whole number of at least 0, also written as a decimal: 1.0. What no output reaches is no upper bound."""
 
     def normalize(node: _Node, value: Any) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or value < 0 or value != value // 1:
             raise node.refuse(keyword, "must be a whole number of at least 0")
         node.schema[keyword] = int(value)
+        if value > _MOST and keyword.startswith("max"):
+            del node.schema[keyword]
+        elif value > _MOST:
+            raise node.refuse(keyword, f"cannot be enforced: no output has more than {_MOST}")
 
     return normalize
 

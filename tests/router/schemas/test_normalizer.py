@@ -53,6 +53,8 @@ ENFORCED: list[Any] = [
     # decimals that are whole
     {"type": "array", "minItems": 1.0, "maxItems": 2.0, "items": DIGIT},
     {"type": "string", "minLength": 1.0, "maxLength": 3.0},
+    {"type": "string", "pattern": "^[ab]{1,3}$", "maxLength": 2**70},
+    {"type": "array", "items": DIGIT, "minItems": 1, "maxItems": 1e30},
     obj({"a": DIGIT, "b": DIGIT}, minProperties=1.0, additionalProperties=False),
     # what says nothing
     {"type": "array", "minContains": 2, "items": DIGIT, "maxItems": 2},
@@ -97,6 +99,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({"$defs": {"node": NODE}, "$ref": "#/$defs/node"}, "$ref"),
     (obj({"c": {"$ref": "#"}}, required=["c"]), "required"),
     ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "minItems"),
+    ({"type": "string", "minLength": 2**53 + 1}, "minLength"),
+    ({"properties": {"a": {"type": "array", "minItems": 1e10}}}, "properties.a.minItems"),
     ({"type": "object", "additionalProperties": {"$ref": "#"}, "minProperties": 1}, "minProperties"),
     ({"type": "object", "patternProperties": {"^a": {"$ref": "#"}}, "minProperties": 1, **CLOSED}, "minProperties"),
     ({"allOf": [{"$ref": "#"}]}, "allOf"),
