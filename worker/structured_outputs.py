@@ -55,7 +55,8 @@ class StructuredOutputs:
         texts = self.choice if self.choice is not None else (self.text,)
         are_texts = bool(texts) and all(is_text(text) and text for text in texts)
         if not are_texts and not self.json_object:
-            limit = "must be text in valid Unicode, and not empty"
+            what = "an object, true, or a JSON text" if self.kind == "json" else "text"
+            limit = f"must be {what} in valid Unicode, and not empty"
             raise InvalidRequestError(f"{FIELD}.{self.kind}", getattr(self, self.kind), limit)
 
     @classmethod

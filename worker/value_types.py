@@ -125,7 +125,7 @@ SAMPLING_FIELDS: Final[Neutral] = {
 }
 
 STRUCTURE_FIELDS: Final[Neutral] = {
-    "disable_any_whitespace": (False, None),
+    "disable_any_whitespace": (False, True, None),  # there is none here anyway
     "disable_additional_properties": (False, None),
     "whitespace_pattern": (None,),
     "structural_tag": (None,),

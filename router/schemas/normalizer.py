@@ -187,6 +187,16 @@ def _schemas(keyword: str) -> Keyword:
     return check
 
 
+def _schema(keyword: str, *others: type) -> Keyword:
+    """A schema, or one of `others`."""
+
+    def check(node: _Node, value: Any) -> None:
+        if not isinstance(value, (dict, bool, *others)):
+            raise node.refuse(keyword, "must be a schema: an object, true or false")
+
+    return check
+
+
 def _members(keyword: str) -> Keyword:
     """An object of schemas."""
 
@@ -278,9 +288,11 @@ def _property_names(node: _Node, value: Any) -> None:
 
 def _unevaluated(keyword: str, plain: str, type_name: str) -> Keyword:
     """Where nothing else evaluates, it is the plain keyword."""
+    check = _schema(keyword)
     applicators = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "contains", "$dynamicRef"}
 
     def normalize(node: _Node, value: Any) -> None:
+        check(node, value)
         if plain in node.schema and keyword == "unevaluatedProperties":
             value = True  # every property is evaluated
         if value is True or value == {} or type_name not in types_of(node.schema):
@@ -312,6 +324,7 @@ _KEYWORDS: Final[Mapping[str, Keyword]] = MappingProxyType(
         # objects
         "properties": _members("properties"),
         "patternProperties": _members("patternProperties"),
+        "additionalProperties": _schema("additionalProperties"),
         "required": _required,
         "propertyNames": _property_names,
         "dependentRequired": _only("dependentRequired", {}),
@@ -319,6 +332,7 @@ _KEYWORDS: Final[Mapping[str, Keyword]] = MappingProxyType(
         "dependencies": _only("dependencies", {}),
         "unevaluatedProperties": _unevaluated("unevaluatedProperties", "additionalProperties", "object"),
         # arrays
+        "items": _schema("items", list),
         "uniqueItems": _unique_items,
         "contains": _contains,
         "minContains": _contains_count("minContains"),
@@ -329,7 +343,7 @@ _KEYWORDS: Final[Mapping[str, Keyword]] = MappingProxyType(
         "$recursiveRef": _only("$recursiveRef"),
     }
 )
-"""What is not here is enforced by llguidance as it stands (`type`, `items`, `prefixItems`, `additionalProperties`), by
+"""What is not here is enforced by llguidance as it stands (`type`, `prefixItems`), by
 the passes of `_Walk.visit` (bounds, strings, objects), or is an annotation."""
 
 

@@ -108,6 +108,12 @@ def test_a_schema_may_be_given_as_an_object_or_as_its_text():
     hash(SamplingParams(structured_outputs={"json": schema}))
 
 
+def test_vllms_wish_for_no_whitespace_is_what_is_done_anyway():
+    assert StructuredOutputs(json={}, disable_any_whitespace=True) == StructuredOutputs(json={})
+    with pytest.raises(InvalidRequestError, match="disable_additional_properties"):
+        StructuredOutputs(json={}, disable_additional_properties=True)
+
+
 def test_no_wish_is_no_grammar_and_needs_no_tokenizer():
     assert GrammarCompiler(byte_tokenizer()).compile(None) == ""
 
