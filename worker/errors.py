@@ -159,6 +159,10 @@ class ReplicaError(HoldfastError):
         self.retry_after_s = retry_after_s
 
 
+class OnTrialError(ReplicaError):
+    """Routers were lost with this request and with another, which is being read now: this one waits for its turn."""
+
+
 class VersionGoneError(ReplicaError):
     """The model's version that the output so far came from is not served any more, so that output is all there is.
 

@@ -23,7 +23,13 @@ from holdfast.router.wire.request_codec import generation_request_message
 from holdfast.router.wire.response_codec import chunk, generation
 from holdfast.router.wire.statuses import error_of
 from holdfast.v1 import inference_pb2
-from holdfast.worker.errors import InternalError, InvalidRequestError, RequestAbortedError, VersionGoneError
+from holdfast.worker.errors import (
+    InternalError,
+    InvalidRequestError,
+    OnTrialError,
+    RequestAbortedError,
+    VersionGoneError,
+)
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.wire.tls import Tls
 
@@ -228,6 +234,8 @@ class AsyncClient:
             retry_policy.note_router_lost()
         elif isinstance(error, RequestAbortedError):
             retry_policy.note_router_gone()
+        elif isinstance(error, OnTrialError):
+            retry_policy.note_suspected()
         may_begin_anew = is_whole and isinstance(error, VersionGoneError)
         if may_begin_anew or is_worth_another_try(failure.status, was_taken=retry_policy.was_taken):
             pause_s = retry_policy.pause_s(self._clock.now(), error.retry_after_s)

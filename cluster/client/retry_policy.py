@@ -112,6 +112,10 @@ class RetryPolicy:
                 "not sent again, lest it end all of them"
             )
 
+    def note_suspected(self) -> None:
+        """A router knows that another one was lost while it was reading the request, which looked unread from here."""
+        self._note_reached()
+
     def note_router_gone(self) -> None:
         """The router that had the request was lost, or stops, as opposed to one that cannot have it served."""
         self._is_router_gone = True

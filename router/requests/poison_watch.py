@@ -18,7 +18,7 @@ from hashlib import blake2b
 from typing import Final, Protocol, TypeAlias
 
 from holdfast.router.router_losses import MAX_ROUTERS_LOST, RouterLoss
-from holdfast.worker.errors import ReplicaError, RequestQuarantinedError
+from holdfast.worker.errors import OnTrialError, RequestQuarantinedError
 from holdfast.worker.request import PoisonRisk
 
 WHOLE_BYTES: Final = 2**18
@@ -232,7 +232,7 @@ class PoisonWatch:
     def begin(self, digest: str) -> "Reading":
         """A request is read from here on.
 
-        Raises `RequestQuarantinedError` for one that is convicted, and `ReplicaError` for a suspect while another one
+        Raises `RequestQuarantinedError` for one that is convicted, and `OnTrialError` for a suspect while another one
         is on trial.
         """
         known = self._losses.get(digest)
@@ -245,10 +245,10 @@ class PoisonWatch:
         return Reading(self, digest, PoisonRisk.ON_TRIAL)
 
     def begin_trial(self) -> None:
-        """Raises `ReplicaError` while another suspect is on trial."""
+        """Raises `OnTrialError` while another suspect is on trial."""
         if self._is_trial_on:
             message = "another request that routers were lost with is being read here, and two are never read at a time"
-            raise ReplicaError(message, RETRY_S)
+            raise OnTrialError(message, RETRY_S)
         self._is_trial_on = True
         self.num_trials += 1
 
@@ -277,7 +277,7 @@ class Reading:
         self._place = watch.journal.enter(digest, poison_risk, is_known_good=watch.is_known_good(digest))
 
     def suspect(self, num_lost: int) -> None:
-        """Its client says that so many routers were lost with it. Raises `ReplicaError` as `PoisonWatch.begin` does."""
+        """Its client says that so many routers were lost with it. Raises `OnTrialError` as `PoisonWatch.begin` does."""
         watch = self._watch
         if watch is None or not num_lost or self.poison_risk is not PoisonRisk.NONE:
             return

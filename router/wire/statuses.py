@@ -29,6 +29,7 @@ from holdfast.worker.errors import (
     MediaTypeError,
     ModelPausedError,
     NotFoundError,
+    OnTrialError,
     OverloadedError,
     PermissionDeniedError,
     QueueFullError,
@@ -120,6 +121,7 @@ KINDS: Final[dict[type[HoldfastError], Kind]] = {
     ModelPausedError: Kind(
         Code.UNAVAILABLE, "MODEL_PAUSED", Http(503, SERVER, "model_paused", may_retry=True), ("model",)
     ),
+    OnTrialError: Kind(Code.UNAVAILABLE, "ON_TRIAL", Http(503, SERVER, "on_trial", may_retry=True)),
     ReplicaError: Kind(
         Code.UNAVAILABLE, "REPLICA_UNAVAILABLE", Http(503, SERVER, "replica_unavailable", may_retry=True)
     ),

@@ -18,6 +18,7 @@ from holdfast.worker.errors import (
     HoldfastError,
     InternalError,
     InvalidRequestError,
+    OnTrialError,
     QueueFullError,
     ReplicaError,
     RequestAbortedError,
@@ -338,3 +339,20 @@ async def test_a_gap_is_an_error_and_a_repeated_end_is_none():
     with pytest.raises(InternalError, match="does not continue where it was cut off"):
         await streamed(client_of(ChangedTransport(lambda answers: answers[:2] + answers[3:])))
     assert await streamed(client_of(ChangedTransport(lambda answers: [*answers, answers[-1]]))) == RIGHT
+
+
+@on_a_loop
+async def test_a_request_that_waits_for_others_to_be_read_is_not_given_up_after_the_time_to_connect():
+    """Its router was lost in a way that looked from here as if it had not read it; the other one knows better."""
+    waits = refuses(OnTrialError("another one is being read", 0.05))
+    unread = Script(num_chunks=0, status=broken(), is_taken=False)
+    for num_others, is_served in ((30, True), (500, False)):
+        transport = ScriptedTransport(a=[unread, UNREACHABLE], b=[*[waits] * num_others, ANSWERS])
+        clock = MovedClock()
+        if is_served:
+            assert await streamed(client_of(transport, clock)) == RIGHT
+            assert sum(clock.pauses) > 5.0, "longer than `connect_s`"
+        else:
+            with pytest.raises(ReplicaError):
+                await streamed(client_of(transport, clock))
+            assert sum(clock.pauses) <= RECONNECT_S
