@@ -10,6 +10,7 @@ from torch import Tensor
 
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.coded import CodedMatrix, CodedRows, CodeForm, CodeKind
+from holdfast.worker.executors.finite import check_finite
 from holdfast.worker.executors.mapped_files import discard_contents
 from holdfast.worker.executors.stored_matrix import AT_ONCE, StoredMatrix
 from holdfast.worker.executors.units import UNIT, Offset
@@ -100,9 +101,11 @@ class _Matrix:
             raise ConfigurationError("a weight in fp8 has codes that are no numbers; fetch its file again")
         codes = rows.codes + self._adds if self._adds else rows.codes
         self.codes[place] = in_words(codes) if self._is_packed else codes
+        check_finite(rows.scales)
         self.scales[place] = self._in_order(rows.scales)
         if self.offsets is not None:
             assert rows.offsets is not None, "a form says what it has"
+            check_finite(rows.offsets)
             self.offsets[place] = self._in_order(rows.offsets)
 
     def _in_order(self, grid: Tensor) -> Tensor:
