@@ -27,13 +27,24 @@ PATTERNS: dict[str, dict[str, Any]] = {
 """By name: what is changed of a tiny LFM2."""
 
 
-def save_hybrid(folder: Path, pattern: str, **changes: Any) -> Path:
-    """Writes a random LFM2 of a pattern to `folder` and returns it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def config_of(pattern: str, **changes: Any) -> Any:
+    """The config of an LFM2 of a pattern, as transformers has it."""
+    from transformers import AutoConfig
 
     values = {**BASE, **LFM2, **PATTERNS[pattern], **changes}
-    config = AutoConfig.for_model("lfm2", **{key: value for key, value in values.items() if value is not ...})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return AutoConfig.for_model("lfm2", **{key: value for key, value in values.items() if value is not ...})
+
+
+def save_config(folder: Path, pattern: str, **changes: Any) -> None:
+    """Writes the config of an LFM2 to `folder`, whose weights are to be made up."""
+    config_of(pattern, architectures=["Lfm2ForCausalLM"], **changes).save_pretrained(folder)
+
+
+def save_hybrid(folder: Path, pattern: str, **changes: Any) -> Path:
+    """Writes a random LFM2 of a pattern to `folder` and returns it."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config_of(pattern, **changes), dtype=torch.float32)
     randomize(model)
     model.save_pretrained(folder)
     return folder

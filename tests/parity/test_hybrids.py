@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from holdfast.worker.config import WorkerConfig
 from holdfast.worker.engine.model_runner import LeaderRunner
 from holdfast.worker.errors import UnsupportedModelError
 from tests.parity.harness import (
@@ -19,7 +20,7 @@ from tests.parity.harness import (
     relative_difference,
     worker_config,
 )
-from tests.parity.hybrids import PATTERNS, save_hybrid
+from tests.parity.hybrids import PATTERNS, save_config, save_hybrid
 
 TOLERANCE = 1e-5
 """Of the largest logit."""
@@ -62,3 +63,30 @@ def test_on_several_ranks_they_have_the_bits_of_one(pattern, size, tmp_path, pro
 def test_the_hf_backend_does_not_serve_them(tmp_path):
     with pytest.raises(UnsupportedModelError, match=r"lfm2.*keep a state"):
         load(worker_config(save_hybrid(tmp_path, "attention last"), executor="hf"))
+
+
+REAL = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12288}
+"""Of LFM2-1.2B."""
+
+
+def real_config(folder: Path, size: int) -> WorkerConfig:
+    """Two layers of real width, with weights that are made up."""
+    sizes = {**REAL, "block_multiple_of": 256, "vocab_size": 512}
+    save_config(folder, "attention last", **sizes, layer_types=["conv", "full_attention"], num_hidden_layers=2)
+    return worker_config(folder, size, load_format="dummy", dtype="bfloat16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_ranks_of_a_real_width_have_the_bits_of_one_in_every_form(quantization, tmp_path, prompts):
+    def logits(leader: LeaderRunner) -> list[torch.Tensor]:
+        assert leader._runner.info.row_invariant
+        assert leader._runner.info.state_bytes * leader._runner.info.tensor_parallel_size == 2048 * 3 * 4
+        return logits_in_chunks(leader, prompts[1:], 7)
+
+    def configured(size: int) -> WorkerConfig:
+        config = real_config(tmp_path, size)
+        return config.model_copy(update={"model": config.model.model_copy(update={"quantization": quantization})})
+
+    alone = logits(load(configured(1)))
+    assert all(map(torch.equal, on_ranks(configured(2), logits), alone))

@@ -87,9 +87,13 @@ class PrefixCache:
 
     def evict(self, block_id: int) -> None:
         """The block is handed out for other tokens."""
+        self.num_evictions += 1
+        self.forget(block_id)
+
+    def forget(self, block_id: int) -> None:
+        """What the block holds is not to be found any more."""
         block_hash = self._contents.pop(block_id).block_hash
         del self._block_ids[block_hash]
-        self.num_evictions += 1
         self._note(BlockEvicted(block_hash=block_hash), BlockStored)
 
     def take_events(self) -> list[CacheEvent]:
@@ -205,10 +209,10 @@ class BlockAllocator:
                 self._blank.append(block_id)
 
     def make_blank(self, block_id: int) -> None:
-        """Evicts a cached block that has no owner."""
+        """What a cached block without an owner holds is of no use any more."""
         assert block_id in self._evictable, f"block {block_id} is not cached, or has an owner"
         del self._evictable[block_id]
-        self.prefix_cache.evict(block_id)
+        self.prefix_cache.forget(block_id)
         self._blank.append(block_id)
 
     def forget_cached(self) -> None:
