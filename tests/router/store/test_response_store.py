@@ -3,10 +3,10 @@
 import asyncio
 import os
 import pwd
-import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,28 +34,28 @@ def response(name: str, previous: str | None = None, *, text: str = "") -> Store
 
 
 @pytest.fixture(scope="module")
-def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def postgresql() -> Iterator[str]:
     """A server of its own, which listens on a socket in its folder alone."""
     if not SERVERS:
         pytest.skip("needs a PostgreSQL server (apt install postgresql)")
-    folder, binaries = tmp_path_factory.mktemp("pg"), SERVERS[-1].parent
-    account = pwd.getpwnam("nobody")
-    for place in (folder, *folder.parents[:2]):
-        os.chmod(place, 0o711)
-    os.chown(folder, account.pw_uid, account.pw_gid)
-    user = {"user": "nobody", "cwd": folder} if os.geteuid() == 0 else {"cwd": folder}
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **user}
-    subprocess.run([binaries / "initdb", "-D", folder / "data", "-U", "holdfast", "-A", "trust"], check=True, **quiet)
-    options = ["-c", "listen_addresses=", "-k", folder, "-c", "fsync=off"]
-    server = subprocess.Popen([binaries / "postgres", "-D", folder / "data", *options], **quiet)
-    ready = [binaries / "pg_isready", "-q", "-h", folder, "-t", "30"]
-    while subprocess.run(ready, check=False, **quiet).returncode and server.poll() is None:
-        pass
-    assert server.poll() is None, "the server has ended"
-    yield f"postgresql://holdfast@/postgres?host={folder}"
-    server.send_signal(signal.SIGINT)
-    server.wait(30)
-    shutil.rmtree(folder)
+    # Not below pytest's folder, which any run of pytest closes to other accounts: the server does not run as root.
+    with tempfile.TemporaryDirectory(prefix="holdfast-pg-") as name:
+        folder, binaries, account = Path(name), SERVERS[-1].parent, pwd.getpwnam("nobody")
+        user = {}
+        if os.geteuid() == 0:
+            os.chown(folder, account.pw_uid, account.pw_gid)
+            user = {"user": account.pw_uid, "group": account.pw_gid}
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": folder, **user}
+        subprocess.run([binaries / "initdb", "-D", "data", "-U", "holdfast", "-A", "trust"], check=True, **quiet)
+        options = ["-c", "listen_addresses=", "-k", folder, "-c", "fsync=off"]
+        server = subprocess.Popen([binaries / "postgres", "-D", "data", *options], **quiet)
+        ready = [binaries / "pg_isready", "-q", "-h", folder, "-t", "30"]
+        while subprocess.run(ready, check=False, **quiet).returncode and server.poll() is None:
+            pass
+        assert server.poll() is None, "the server has ended"
+        yield f"postgresql://holdfast@/postgres?host={folder}"
+        server.send_signal(signal.SIGINT)
+        server.wait(30)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
