@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from holdfast.cluster.offline.prompts import TextPrompt, TokensPrompt
     from holdfast.cluster.offline.vllm_engines import AsyncLLMEngine, LLMEngine
     from holdfast.cluster.serve.app import build_app, build_model
-    from holdfast.router.generation import Chunk
+    from holdfast.router.generation import OutputDelta
     from holdfast.worker.errors import HoldfastError
     from holdfast.worker.request import FinishReason, Priority
     from holdfast.worker.sampling_params import RequestOutputKind, SamplingParams
@@ -39,7 +39,6 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLMEngine",
     "BeamSearchParams",
-    "Chunk",
     "Client",
     "CompletionOutput",
     "EngineArgs",
@@ -49,6 +48,7 @@ __all__ = [
     "HoldingTransport",
     "InferenceEngine",
     "LLMEngine",
+    "OutputDelta",
     "Priority",
     "RequestMetrics",
     "RequestOutput",
@@ -70,7 +70,7 @@ HOMES = {  # the module of each name
     "AsyncEngineArgs": "holdfast.cluster.offline.engine_args",
     "AsyncLLMEngine": "holdfast.cluster.offline.vllm_engines",
     "LLMEngine": "holdfast.cluster.offline.vllm_engines",
-    "Chunk": "holdfast.router.generation",
+    "OutputDelta": "holdfast.router.generation",
     "Client": "holdfast.cluster.client.blocking_client",
     "LLM": "holdfast.cluster.offline.llm",
     "BeamSearchParams": "holdfast.cluster.offline.outputs",

@@ -4,11 +4,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
+from holdfast.router.generation import OutputDelta
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, SequenceKey, TokenLogprob
+from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, SequenceKey
 from holdfast.worker.step_update import EngineStats
 
 # --- in: the text of one sequence ---
@@ -68,16 +69,6 @@ FRESH: Final = CaughtUp()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """The token counts of a request."""
-
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    num_cached_tokens: int = 0
-    """Those of `num_prompt_tokens` that were cached, in the first attempt that brought a token."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SendSubmit:
     """Submit a request to a replica, which continues after the output tokens it carries."""
 
@@ -92,40 +83,6 @@ class SendAbort:
 
     replica_id: str
     attempt: int
-
-
-NO_SEQUENCE: Final = SequenceKey("", "")
-
-
-class OutputDelta(NamedTuple):
-    """New output of one sequence. A sequence's deltas follow each other without gap or overlap.
-
-    One is made for every token of every stream, and a frozen dataclass takes twice as long to make.
-    """
-
-    request_id: str
-    first_token_index: int
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason | None = None
-    """Set on the last delta, and `usage` with it: the request is over."""
-    usage: Usage | None = None
-    logprobs: tuple[TokenLogprob, ...] = ()
-    """One for each of `token_ids` where the request asks for them; else empty."""
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """One for each prompt token from the second on where the request asks for them; on the first delta alone."""
-    sequence_index: int = 0
-    """The sequence of the client's request that it belongs to."""
-    num_cached_tokens: int = 0
-    """As in the final `Usage`."""
-    fingerprint: str = ""
-    """`ModelInfo.fingerprint` of the replica that the tokens come from."""
-    identity_guaranteed: bool = True
-    """False once the request continued where equal tokens are not guaranteed: valid output, but a rerun may differ."""
-    replica_id: str = ""
-    """Of the replica that the tokens come from."""
-    key: SequenceKey = NO_SEQUENCE
-    """By which the dispatch host finds the reader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,104 +1,112 @@
-"""Responses of the public API as plain data: stream chunks and whole generations. Fields are named as in the proto."""
+"""Output of a request as plain data, from the dispatcher to the client: deltas, and the finished result. Fields are
+named as in the proto.
+"""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
-from holdfast.router.events import Usage
-from holdfast.worker.request import FinishReason, TokenLogprob
+from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """The token counts of a request."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int = 0
+    """Those of `num_prompt_tokens` that were cached, in the first attempt that brought a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call of a tool. `arguments` is a JSON object, as text."""
+    """A call of a tool, or what is new of one: then `id` and `name` are set where it begins."""
 
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCallDelta:
-    """What is new of a call. `id` and `name` are set where it begins; pieces of `arguments` follow each other."""
-
-    index: int
+    index: int = 0
     """Counts the calls of one completion, from 0."""
     id: str = ""
     name: str = ""
     arguments: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatDelta:
-    """What new text of a chat's answer says."""
-
-    reasoning: str = ""
-    content: str = ""
-    tool_calls: tuple[ToolCallDelta, ...] = ()
+    """A JSON object, as text; of a delta the next piece of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOutput:
-    """What the text of a chat's answer says."""
+    """A chat's output, or its new part, after tool calls and reasoning are parsed."""
 
     reasoning: str = ""
     content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """New output of one completion. Its chunks follow each other without gap or overlap."""
+NO_SEQUENCE: Final = SequenceKey("", "")
+
+
+class OutputDelta(NamedTuple):
+    """New output of one sequence. A sequence's deltas follow each other without gap or overlap, and a completion as a
+    whole is one delta.
+
+    One is made for every token of every stream, and a frozen dataclass takes twice as long to make.
+    """
 
     request_id: str
-    sequence_index: int = 0
-    """Which of the request's completions it belongs to."""
     first_token_index: int
     token_ids: tuple[int, ...]
     text: str
-    finish_reason: FinishReason | None
-    """Set on the last chunk of a completion."""
+    finish_reason: FinishReason | None = None
+    """Set on the last delta of a sequence. A client gets None as well for a reason that it does not know."""
+    usage: Usage | None = None
+    """Of the sequence, on its last delta; clients get that of the request, on the last delta of all."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `token_ids` where the request asks for them; else empty."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    """One for each prompt token, None for the first, where the request asks for them and the prompt has more than one;
-    on the first chunk alone."""
-    usage: Usage | None = None
-    """Set on the very last chunk."""
-    chat: ChatDelta | None = None
-    """What the new text says, for chats with tools or `split_reasoning`."""
+    """One for each prompt token, None for the first, where the request asks for them and the prompt has more than one
+    token; on the first delta alone."""
+    sequence_index: int = 0
+    """Which of the request's sequences it belongs to."""
+    num_cached_tokens: int = 0
+    """As in the final `Usage`; 0 in clients, which have that."""
+    system_fingerprint: str = ""
+    """`ModelInfo.fingerprint` of the replica that the tokens come from: all that they depend on except the request."""
     replayed_without_guarantee: bool = False
     """The request continued where equal tokens are not guaranteed: nothing is missing, but a rerun may differ."""
-    system_fingerprint: str = ""
-    """Identifies everything that the tokens depend on, except the request."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratedSequence:
-    """One completion as a whole."""
-
-    sequence_index: int
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason | None
-    """None only if the server sent a reason that is not known here."""
-    logprobs: tuple[TokenLogprob, ...] = ()
-    """One for each of `token_ids` where the request asks for them; else empty."""
-    cumulative_logprob: float | None = None
-    """The sum of the tokens' log-probabilities; set with `logprobs`, `best_of` and `beam_width`."""
+    replica_id: str = ""
+    """Of the replica that the tokens come from."""
+    key: SequenceKey = NO_SEQUENCE
+    """By which the dispatch host finds the reader."""
+    stop_reason: str | int | None = None
+    """The stop string or the stop token of the request that has ended the sequence, if one has; on its last delta."""
     chat: ChatOutput | None = None
-    """What the text says, for chats with tools or `split_reasoning`."""
+    """For chats with tools or `split_reasoning`; set where the API reads them."""
+    cumulative_logprob: float | None = None
+    """Sum of the tokens' log-probabilities; of whole completions with `logprobs`, `best_of` or `beam_width`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """The whole response. With `best_of` and `beam_width` the completions are sorted, best first."""
+    """A finished request. With `best_of` and `beam_width` the completions are sorted, best first."""
 
     request_id: str
     model: str
-    completions: tuple[GeneratedSequence, ...]
+    completions: tuple[OutputDelta, ...]
+    """Each is a whole completion. The prompt's log-probabilities come with the first."""
     usage: Usage
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    """One for each prompt token, None for the first, as in `Chunk`."""
-    replayed_without_guarantee: bool = False
-    """As in `Chunk`."""
-    system_fingerprint: str = ""
-    """As in `Chunk`."""
+    candidates: Sequence[Sequence[Sequence[tuple[int, float]]]] = ()
+    """Only of a beam search, in the process that has made it: for each token of each completion, the likeliest
+    (token id, logprob) at that position, best first."""
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:
+        """As in `OutputDelta`."""
+        return self.completions[0].prompt_logprobs if self.completions else ()
+
+    @property
+    def replayed_without_guarantee(self) -> bool:
+        """Whether one of the completions was."""
+        return any(one.replayed_without_guarantee for one in self.completions)
+
+    @property
+    def system_fingerprint(self) -> str:
+        """Of the first completion."""
+        return self.completions[0].system_fingerprint if self.completions else ""

@@ -10,7 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Self
 
-from holdfast.router.events import CaughtUp, OutputDelta, TextState, Usage
+from holdfast.router.events import CaughtUp, TextState
+from holdfast.router.generation import OutputDelta, Usage
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import GREEDY_TEMPERATURE, SamplingParams
@@ -192,7 +193,7 @@ def received_delta(
         text=echo + caught_up.sent_text,
         finish_reason=received.finish_reason,
         sequence_index=request.sequence_index,
-        fingerprint=resume.fingerprint,
+        system_fingerprint=resume.fingerprint,
     )
 
 
@@ -206,5 +207,5 @@ def final_delta(request: EngineRequest, caught_up: CaughtUp) -> OutputDelta:
         text=caught_up.unsent_text,
         finish_reason=caught_up.finish_reason,
         usage=Usage(num_prompt_tokens=len(request.prompt_token_ids), num_completion_tokens=num_tokens),
-        fingerprint=caught_up.fingerprint,
+        system_fingerprint=caught_up.fingerprint,
     )

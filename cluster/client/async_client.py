@@ -16,11 +16,11 @@ from holdfast.cluster.client.resumable_call import ResumableCall
 from holdfast.cluster.client.retry_policy import RECONNECT_S, RetryPolicy, is_worth_another_try
 from holdfast.cluster.client.transport import CallFailed, GrpcTransport, Transport
 from holdfast.router.chat import Chat, Message
-from holdfast.router.generation import Chunk, Generation
+from holdfast.router.generation import Generation, OutputDelta
 from holdfast.router.request import GenerationRequest
 from holdfast.router.resume import ResumeRecord, SequenceDelta
 from holdfast.router.wire.request_codec import generation_request_message
-from holdfast.router.wire.response_codec import chunk, generation
+from holdfast.router.wire.response_codec import generation, output_delta
 from holdfast.router.wire.statuses import error_of
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import (
@@ -109,7 +109,7 @@ class AsyncClient:
         model: str = "",
         request_id: str = "",
         **options: Unpack[CallOptions],
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> AsyncGenerator[OutputDelta, None]:
         """The completions as they come. Leaving the iteration, or cancelling the task, aborts the request.
 
         Instead of a prompt, `messages` may be given, each with `role` and `content`: the model's own chat template
@@ -125,10 +125,10 @@ class AsyncClient:
             try:
                 async with aclosing(self._call("GenerateStream", request, call)) as answers:
                     async for message in answers:
-                        one = chunk(message)
+                        one = output_delta(message)
                         if _merged(call, one):
                             has_guarantee = has_guarantee and not one.replayed_without_guarantee
-                            yield one if has_guarantee else replace(one, replayed_without_guarantee=True)
+                            yield one if has_guarantee else one._replace(replayed_without_guarantee=True)
                 return
             except CallFailed as failure:
                 if call.is_over:
@@ -311,7 +311,7 @@ def _parted(options: CallOptions) -> tuple[dict[str, Any], dict[str, Any]]:
     return service, {name: value for name, value in given.items() if name in of_chat}
 
 
-def _merged(call: ResumableCall, one: Chunk) -> bool:
+def _merged(call: ResumableCall, one: OutputDelta) -> bool:
     """Whether a chunk is new output. Raises `InternalError` for a gap or an overlap."""
     delta = SequenceDelta(
         first_token_index=one.first_token_index,

@@ -12,7 +12,7 @@ from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.client.retry_policy import RECONNECT_S
 from holdfast.cluster.loop_thread import LoopThread
 from holdfast.router.chat import Message
-from holdfast.router.generation import Chunk, Generation
+from holdfast.router.generation import Generation, OutputDelta
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.wire.tls import Tls
 
@@ -125,7 +125,7 @@ class Client:
         self._thread = LoopThread("holdfast client", _closed)
         self._gate = threading.Lock()
         self._is_closed = False
-        self._open: set[Handover[Chunk]] = set()
+        self._open: set[Handover[OutputDelta]] = set()
         """Streams that are iterated over. Empty for good once the client is closed."""
         try:
             options = {"connect_s": connect_s, "reconnect_s": reconnect_s, "api_key": api_key, "tls": tls, "draw": draw}
@@ -158,7 +158,7 @@ class Client:
         model: str = "",
         request_id: str = "",
         **options: Unpack[CallOptions],
-    ) -> Iterator[Chunk]:
+    ) -> Iterator[OutputDelta]:
         """The completions as they come, as `AsyncClient.stream`. Leaving the iteration aborts the request."""
         chunks = self._client.stream(
             prompt,
@@ -209,7 +209,7 @@ class Client:
 
     # --- inside ---
 
-    async def _end(self, open_streams: set[Handover[Chunk]]) -> None:
+    async def _end(self, open_streams: set[Handover[OutputDelta]]) -> None:
         for handover in open_streams:
             await handover.end()
         await self._client.close()

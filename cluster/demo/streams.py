@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cluster.client.async_client import AsyncClient
-from holdfast.router.generation import Chunk
+from holdfast.router.generation import OutputDelta
 from holdfast.worker.sampling_params import SamplingParams
 
 
@@ -30,7 +30,7 @@ class Stream:
     token_times_s: list[float] = field(default_factory=list)
     is_finished: bool = False
 
-    def take(self, chunk: Chunk, now_s: float) -> None:
+    def take(self, chunk: OutputDelta, now_s: float) -> None:
         self.text += chunk.text
         self.token_ids += chunk.token_ids
         self.is_finished = chunk.finish_reason is not None

@@ -261,8 +261,8 @@ class LLM(VllmMethods):
         prompt_token_ids = handle.result().prompt_token_ids
         return BeamSearchOutput(
             sequences=[
-                beam_sequence(completion, prompt_token_ids, self._engine.tokenizer, keep_end=keep_end)
-                for completion in handle.beams
+                beam_sequence(beam, candidates, prompt_token_ids, self._engine.tokenizer, keep_end=keep_end)
+                for beam, candidates in handle.beams
             ]
         )
 

@@ -16,7 +16,7 @@ from holdfast.cluster.tokenizers import load_tokenizer
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.events import SendAbort, SendSubmit
-from holdfast.router.requests.answer import CompletedSequence
+from holdfast.router.generation import OutputDelta
 from holdfast.router.requests.pipeline import Pipeline
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.security.gate import Gate
@@ -155,7 +155,7 @@ class LocalRouter:
         self._loop = self._thread.loop
         self._gate = threading.Lock()
         self._is_closed = False
-        self._open: dict[RequestHandle, asyncio.Task[tuple[CompletedSequence, ...]]] = {}
+        self._open: dict[RequestHandle, asyncio.Task[tuple[OutputDelta, ...]]] = {}
         self._processor: RequestProcessor
         self._replica: LocalReplica
         self._engine_replica: Replica
@@ -269,7 +269,7 @@ class LocalRouter:
         self._open[request] = task
         task.add_done_callback(partial(self._end, request))
 
-    def _end(self, request: RequestHandle, task: asyncio.Task[tuple[CompletedSequence, ...]]) -> None:
+    def _end(self, request: RequestHandle, task: asyncio.Task[tuple[OutputDelta, ...]]) -> None:
         del self._open[request]
         request.end(task, self._replica.failure)
 

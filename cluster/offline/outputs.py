@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
-from holdfast.router.requests.answer import CompletedSequence
+from holdfast.router.generation import OutputDelta
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.request import FinishReason, TokenLogprob
@@ -122,26 +122,25 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-def completion_output(completion: CompletedSequence, params: SamplingParams, tokenizer: Tokenizer) -> CompletionOutput:
+def completion_output(output: OutputDelta, params: SamplingParams, tokenizer: Tokenizer) -> CompletionOutput:
     """One completion, of a request with `params`."""
-    output = completion.output
     has_logprobs = params.logprobs is not None
     return CompletionOutput(
         index=output.sequence_index,
         text=output.text,
         token_ids=list(output.token_ids),
         finish_reason=output.finish_reason,
-        stop_reason=completion.stop_reason,
-        cumulative_logprob=completion.cumulative_logprob,
+        stop_reason=output.stop_reason,
+        cumulative_logprob=output.cumulative_logprob,
         logprobs=[_output_logprobs(item, params, tokenizer) for item in output.logprobs] if has_logprobs else None,
     )
 
 
-def prompt_logprobs(first: CompletedSequence, tokenizer: Tokenizer) -> list[dict[int, Logprob] | None]:
+def prompt_logprobs(first: OutputDelta, tokenizer: Tokenizer) -> list[dict[int, Logprob] | None]:
     """Those of the prompt, where they are asked for: they come with the first completion. The prompt's first token has
     none.
     """
-    return [None, *(by_token_id(item, tokenizer) for item in first.output.prompt_logprobs)]
+    return [None if item is None else by_token_id(item, tokenizer) for item in first.prompt_logprobs or (None,)]
 
 
 def _output_logprobs(item: TokenLogprob, params: SamplingParams, tokenizer: Tokenizer) -> dict[int, Logprob]:
@@ -209,19 +208,25 @@ class BeamSearchParams:
 
 
 def beam_sequence(
-    completion: CompletedSequence, prompt_token_ids: Sequence[int], tokenizer: Tokenizer, *, keep_end: bool
+    output: OutputDelta,
+    candidates: Sequence[Sequence[tuple[int, float]]],
+    prompt_token_ids: Sequence[int],
+    tokenizer: Tokenizer,
+    *,
+    keep_end: bool,
 ) -> BeamSearchSequence:
-    """A beam as vLLM shows it: after its prompt, and without its end of sequence unless `keep_end`."""
-    output = completion.output
+    """A beam as vLLM shows it: after its prompt, and without its end of sequence unless `keep_end`. `candidates` are
+    those of each of its tokens, as in `Generation`.
+    """
     assert output.finish_reason is not None, "a beam is returned when it has ended"
-    assert completion.cumulative_logprob is not None, "a beam is ranked by it"
+    assert output.cumulative_logprob is not None, "a beam is ranked by it"
     is_cut = output.finish_reason is FinishReason.STOP and not keep_end
     shown = output.token_ids[:-1] if is_cut else output.token_ids
     tokens = [*prompt_token_ids, *shown]
     return BeamSearchSequence(
         tokens=tokens,
-        logprobs=[ranked(candidates, tokenizer) for candidates in completion.candidates[: len(shown)]],
-        cum_logprob=completion.cumulative_logprob,
+        logprobs=[ranked(one, tokenizer) for one in candidates[: len(shown)]],
+        cum_logprob=output.cumulative_logprob,
         text=tokenizer.decode(tokens),
         finish_reason=output.finish_reason,
     )

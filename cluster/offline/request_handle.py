@@ -9,9 +9,9 @@ from operator import attrgetter
 from typing import Final
 
 from holdfast.cluster.offline.outputs import RequestMetrics, RequestOutput, completion_output, prompt_logprobs
-from holdfast.router.events import OutputDelta
+from holdfast.router.generation import OutputDelta
 from holdfast.router.request import GenerationRequest
-from holdfast.router.requests.answer import CompletedSequence, SampledAnswer
+from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_search import BeamAnswer
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.text.tokenizer import Tokenizer
@@ -52,8 +52,8 @@ class RequestHandle:
         self.future.set_running_or_notify_cancel()  # it is cancelled through the router, not through the future
         self.admitted: Future[None] = Future()
         """Done when the request has passed its checks, or when it has ended before."""
-        self.beams: tuple[CompletedSequence, ...] = ()
-        """What a beam search that has finished has found."""
+        self.beams: list[tuple[OutputDelta, Sequence[Sequence[tuple[int, float]]]]] = []
+        """What a beam search that has finished has found: completions, each with the candidates for its tokens."""
         self._request = request
         self._tokenizer = tokenizer
         self._cancel = cancel
@@ -73,15 +73,16 @@ class RequestHandle:
 
     # --- on the router's event loop ---
 
-    async def run(self, processor: RequestProcessor) -> tuple[CompletedSequence, ...]:
+    async def run(self, processor: RequestProcessor) -> tuple[OutputDelta, ...]:
         """From admission to the end. Raises `HoldfastError`; cancelling it cancels the request."""
         params = self._request.sampling_params
         if params.beam_width is not None:
             async with processor.search(self._request) as search:
                 self._answer = search
                 self.admitted.set_result(None)
-                self.beams = (await search.whole()).completions
-            return self.beams
+                found = await search.whole()
+            self.beams = list(zip(found.completions, found.candidates, strict=True))
+            return found.completions
         async with processor.open(self._request) as answer:
             self._answer = answer
             answer.admitted.on_first_token = self._note_output
@@ -90,7 +91,7 @@ class RequestHandle:
             is_streamed = self._callback is not None and params.num_sequences == params.n
             return answer.completions(await answer.outputs(self._show if is_streamed else None))
 
-    def end(self, task: asyncio.Task[tuple[CompletedSequence, ...]], failure: HoldfastError | None) -> None:
+    def end(self, task: asyncio.Task[tuple[OutputDelta, ...]], failure: HoldfastError | None) -> None:
         """Answers the caller for good. `failure` is why the engine has ended, if it has."""
         try:
             error = None if task.cancelled() else task.exception()
@@ -115,26 +116,24 @@ class RequestHandle:
         """Calls back with what there is before the end."""
         self._call_back(self._output(self._so_far()))
 
-    def _so_far(self) -> tuple[CompletedSequence, ...]:
+    def _so_far(self) -> tuple[OutputDelta, ...]:
         if isinstance(self._answer, SampledAnswer):
             return self._answer.completions(self._answer.so_far())
-        return tuple([CompletedSequence(output=output) for output in self._nothing()])
+        return self._nothing()
 
-    def _nothing(self) -> list[OutputDelta]:
+    def _nothing(self) -> tuple[OutputDelta, ...]:
         """The outputs of a request that has no answer, or of a search that has not finished."""
         n = self._request.sampling_params.n
-        return [OutputDelta(self.request_id, 0, (), "", sequence_index=index) for index in range(n)]
+        return tuple([OutputDelta(self.request_id, 0, (), "", sequence_index=index) for index in range(n)])
 
     # --- the end ---
 
-    def _aborted(self) -> tuple[CompletedSequence, ...]:
+    def _aborted(self) -> tuple[OutputDelta, ...]:
         """What there is, where the caller has cancelled."""
         answer = self._answer
         outputs = answer.read_rest() if isinstance(answer, SampledAnswer) else self._nothing()
         ended = [output._replace(finish_reason=output.finish_reason or FinishReason.ABORT) for output in outputs]
-        if isinstance(answer, SampledAnswer):
-            return answer.completions(ended)
-        return tuple([CompletedSequence(output=output) for output in ended])
+        return answer.completions(ended) if isinstance(answer, SampledAnswer) else tuple(ended)
 
     def _fail(self, error: HoldfastError) -> None:
         if isinstance(error, CallerError) and self._is_awaited and not self.admitted.done():
@@ -154,7 +153,7 @@ class RequestHandle:
     # --- outputs ---
 
     def _output(
-        self, completions: Sequence[CompletedSequence], *, finished: bool = False, error: HoldfastError | None = None
+        self, completions: Sequence[OutputDelta], *, finished: bool = False, error: HoldfastError | None = None
     ) -> RequestOutput:
         prompt, params = self._request.prompt, self._request.sampling_params
         answer, tokenizer = self._answer, self._tokenizer
@@ -173,7 +172,7 @@ class RequestHandle:
         for completion in completions:
             outputs.append(completion_output(completion, params, tokenizer))
             if params.beam_width is not None:
-                num_cached_tokens = completion.output.num_cached_tokens
+                num_cached_tokens = completion.num_cached_tokens
         given = () if isinstance(prompt, str) else prompt
         return RequestOutput(
             request_id=self.request_id,

@@ -44,7 +44,7 @@ from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
 from holdfast.cluster.tokenizers import load_tokenizer
 from holdfast.router.chat import Message
 from holdfast.router.events import ModelStatus
-from holdfast.router.generation import Chunk, Generation
+from holdfast.router.generation import Generation, OutputDelta
 from holdfast.router.operator_state import Change, OperatorState
 from holdfast.router.request import GenerationRequest
 from holdfast.router.server.router import SWITCH_INTERVAL_S, Router, RouterOptions
@@ -232,7 +232,7 @@ class RouterDeployment:
         model: str = "",
         request_id: str = "",
         **options: Unpack[CallOptions],
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> AsyncGenerator[OutputDelta, None]:
         """For handles with `stream=True`: the completions as they come. Takes and raises what `generate` does."""
         request = called(prompt, params, messages, model=model, request_id=request_id, **options)
         async with aclosing(self._started.in_process.stream(request)) as chunks:

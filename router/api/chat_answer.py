@@ -8,8 +8,7 @@ from functools import partial
 from typing import Final, Self
 
 from holdfast.router.chat import Chat
-from holdfast.router.events import OutputDelta
-from holdfast.router.generation import ChatDelta, ChatOutput, Generation, ToolCall, ToolCallDelta
+from holdfast.router.generation import ChatOutput, Generation, OutputDelta, ToolCall
 from holdfast.router.request import GenerationRequest, naming
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.tools.call_events import CallArguments, CallBegin, CallEvent, Content
@@ -96,7 +95,7 @@ class ChatPlan:
         if self.style is None:
             return generation
         completions = tuple(
-            replace(one, chat=self._whole(generation.request_id, one.sequence_index, one.text))
+            one._replace(chat=self._whole(generation.request_id, one.sequence_index, one.text))
             for one in generation.completions
         )
         return replace(generation, completions=completions)
@@ -118,14 +117,14 @@ class ChatDeltas:
         for delta in received:
             self.of(delta)
 
-    def of(self, delta: OutputDelta) -> ChatDelta | None:
+    def of(self, delta: OutputDelta) -> ChatOutput | None:
         """What new text says; None where the text is all that was asked for."""
         if self._plan.style is None:
             return None
         index = delta.sequence_index
         reader = self._readers.get(index) or self._plan.new_reader()
         if reader is None:
-            return ChatDelta(content=delta.text)
+            return ChatOutput(content=delta.text)
         self._readers[index] = reader
         events = reader.push(delta.text)
         if delta.finish_reason is not None:
@@ -197,24 +196,26 @@ def call_prefix(request_id: str, index: int) -> str:
     return f"call_{request_id[:24]}{index}"
 
 
-def _delta(prefix: str, events: Iterable[Reasoning | CallEvent]) -> ChatDelta:
-    reasoning, content, calls = "", "", list[ToolCallDelta]()
+def _delta(prefix: str, events: Iterable[Reasoning | CallEvent]) -> ChatOutput:
+    reasoning, content, calls = "", "", list[ToolCall]()
     for event in events:
         if isinstance(event, Reasoning):
             reasoning += event.text
         elif isinstance(event, Content):
             content += event.text
         elif isinstance(event, CallBegin):
-            calls.append(ToolCallDelta(index=event.index, id=f"{prefix}_{event.index}", name=event.name))
+            calls.append(ToolCall(index=event.index, id=f"{prefix}_{event.index}", name=event.name))
         elif isinstance(event, CallArguments):
-            calls.append(ToolCallDelta(index=event.index, arguments=event.json))
-    return ChatDelta(reasoning=reasoning, content=content, tool_calls=tuple(calls))
+            calls.append(ToolCall(index=event.index, arguments=event.json))
+    return ChatOutput(reasoning=reasoning, content=content, tool_calls=tuple(calls))
 
 
-def _joined(delta: ChatDelta) -> ChatOutput:
+def _joined(delta: ChatOutput) -> ChatOutput:
     calls: list[ToolCall] = []
     for piece in delta.tool_calls:
         if piece.name:
-            calls.append(ToolCall(id=piece.id, name=piece.name, arguments=""))
-        calls[piece.index] = replace(calls[piece.index], arguments=calls[piece.index].arguments + piece.arguments)
-    return ChatOutput(reasoning=delta.reasoning, content=delta.content, tool_calls=tuple(calls))
+            calls.append(piece)
+        else:
+            begun = calls[piece.index]
+            calls[piece.index] = replace(begun, arguments=begun.arguments + piece.arguments)
+    return replace(delta, tool_calls=tuple(calls))

@@ -30,11 +30,7 @@ from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.dispatch.versions import VersionCounts
-from holdfast.router.events import (
-    Action,
-    ModelStatus,
-    ReplicaLoad,
-)
+from holdfast.router.events import Action, ModelStatus, ReplicaLoad
 from holdfast.router.operator_state import OperatorState
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import (

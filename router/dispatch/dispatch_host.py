@@ -12,14 +12,8 @@ from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_stream import OutputStream, Sink, UnreadLimit
-from holdfast.router.events import (
-    Action,
-    ClusterEvent,
-    Fail,
-    OutputDelta,
-    SendAbort,
-    SendSubmit,
-)
+from holdfast.router.events import Action, ClusterEvent, Fail, SendAbort, SendSubmit
+from holdfast.router.generation import OutputDelta
 from holdfast.router.operator_state import OperatorState
 from holdfast.worker.errors import HoldfastError, InternalError
 from holdfast.worker.model_info import ReplicaFacts

@@ -7,8 +7,9 @@ from holdfast.router.dispatch.prefix_index import PromptPrefix
 from holdfast.router.dispatch.replica_state import ReplicaState
 from holdfast.router.dispatch.request_status import TRANSITIONS, RequestEvent, RequestStatus, Standing
 from holdfast.router.dispatch.timeline import Timeline
-from holdfast.router.events import FRESH, CaughtUp, OutputDelta, TextState, Usage
-from holdfast.router.text.text_stream import shown_tokens
+from holdfast.router.events import FRESH, CaughtUp, TextState
+from holdfast.router.generation import OutputDelta, Usage
+from holdfast.router.text.text_stream import shown_tokens, stop_reason
 from holdfast.worker.errors import InternalError
 from holdfast.worker.model_info import version_of
 from holdfast.worker.request import (
@@ -75,7 +76,7 @@ class RequestState:
     _prefix: PromptPrefix | None = field(default=None, repr=False)
     fingerprint: str = field(init=False)
     """Model fingerprint of the last replica that it ran on; of a resumed request, perhaps behind another router."""
-    identity_guaranteed: bool = True
+    replayed_without_guarantee: bool = False
     bound_version: str = field(init=False)
     """Of a resumed request: the version of the output that its client has, of other sequences of it too."""
     parked_for: str = ""
@@ -197,9 +198,12 @@ class RequestState:
             0,  # the sequence's index is its request stream's to say
             self.num_cached_tokens,
             self.fingerprint,
-            self.identity_guaranteed,
+            self.replayed_without_guarantee,
             self.replica_id,
             self.key,
+            None if finish_reason is None else self.stop_reason(finish_reason),
+            None,
+            None,
         )
         return tuple.__new__(OutputDelta, fields)  # by names it takes four times as long, for every token
 
@@ -225,26 +229,33 @@ class RequestState:
             0,
             self.num_cached_tokens,
             self.fingerprint,
-            self.identity_guaranteed,
+            self.replayed_without_guarantee,
             self.replica_id,
             self.key,
+            None,
+            None,
+            None,
         )
         return tuple.__new__(OutputDelta, fields)
+
+    def stop_reason(self, finish_reason: FinishReason) -> str | int | None:
+        """The stop string or the stop token of the request that has ended its output; None for another end."""
+        return stop_reason(self.request.sampling_params, finish_reason, self.output_token_ids, self.text.matched)
 
     def note_replica(self, replica: ReplicaState) -> None:
         """The request runs on a replica now. If it has output, only a bitwise-identical replica keeps the guarantee."""
         is_identical = replica.facts.row_invariant and replica.fingerprint == self.fingerprint
         if self.output_token_ids and not is_identical:
-            self.identity_guaranteed = False
+            self.replayed_without_guarantee = True
         self.fingerprint, self.replica_id = replica.fingerprint, replica.facts.replica_id
 
-    def _of_prompt(self, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
-        """The prompt's log-probabilities, of which `logprobs` are the last. Raises ValueError if their number is
-        wrong.
+    def _of_prompt(self, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob | None, ...]:
+        """The prompt's log-probabilities by position, of which `logprobs` are the last. Raises ValueError if their
+        number is wrong.
         """
         if self.early_prompt_logprobs:
             logprobs = (*self.early_prompt_logprobs, *logprobs)
             self.early_prompt_logprobs.clear()
         if len(logprobs) != len(self.request.prompt_token_ids) - 1:
             raise ValueError(f"{len(logprobs)} logprobs for a prompt of {len(self.request.prompt_token_ids)} tokens")
-        return logprobs
+        return (None, *logprobs) if logprobs else ()

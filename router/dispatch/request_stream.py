@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.timeline import Timeline
-from holdfast.router.events import OutputDelta, Usage
+from holdfast.router.generation import OutputDelta, Usage
 from holdfast.router.resume import final_delta
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.request import EngineRequest, SequenceKey, TokenLogprob
@@ -341,5 +341,6 @@ def merged_usage(usages: Sequence[Usage]) -> Usage:
 def _ended(state: RequestState, sink: Sink) -> OutputStream:
     """The stream of a sequence whose end its client has, or all but its end."""
     stream = OutputStream(state.key, sink)
-    stream.push(final_delta(state.request, state.caught_up))
+    delta, reason = final_delta(state.request, state.caught_up), state.caught_up.finish_reason
+    stream.push(delta if reason is None else delta._replace(stop_reason=state.stop_reason(reason)))
     return stream

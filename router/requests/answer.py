@@ -5,40 +5,15 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Protocol
 
 from holdfast.router.dispatch.parallel_sampling import best
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_stream import RequestStream, merged
-from holdfast.router.events import OutputDelta, Usage
+from holdfast.router.generation import Generation, OutputDelta
 from holdfast.router.requests.request_stats import AdmittedRequest
-from holdfast.router.text.text_stream import stop_reason
 from holdfast.worker.errors import HoldfastError
-from holdfast.worker.request import FinishReason, RequestKey, TokenLogprob
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletedSequence:
-    """The whole output of one sequence."""
-
-    output: OutputDelta
-    cumulative_logprob: float | None = None
-    """The sum of the tokens' log-probabilities, if they are known."""
-    stop_reason: str | int | None = None
-    """The stop string or the stop token of the request that has ended it, if one has."""
-    candidates: Sequence[Sequence[tuple[int, float]]] = ()
-    """Only of a beam: for each of its tokens, the likeliest (token id, logprob) at that position, best first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletedRequest:
-    """All completions of a request, and its usage."""
-
-    request_id: str
-    model: str
-    completions: tuple[CompletedSequence, ...]
-    usage: Usage
+from holdfast.worker.request import RequestKey
 
 
 class SampledAnswer(RequestStream):
@@ -145,63 +120,40 @@ class SampledAnswer(RequestStream):
                 self._pieces[delta.sequence_index].append(delta)
         return self.so_far()
 
-    async def whole(self) -> CompletedRequest:
+    async def whole(self) -> Generation:
         """All completions; with `best_of`, the best ones, best first."""
         completions = self.completions(await self.outputs())
-        return CompletedRequest(
+        return Generation(
             request_id=self.request.request_id, model=self.model, completions=completions, usage=self.usage
         )
 
-    def stop_reason(self, index: int, delta: OutputDelta) -> str | int | None:
-        """What has ended sequence `index`, whose last delta this is: a stop string or token of the request, or None
-        for another end.
-        """
-        if delta.finish_reason is not FinishReason.STOP:
-            return None
-        token_ids = delta.token_ids
-        for one in () if token_ids else self.received:
-            if one.sequence_index == index:
-                token_ids = one.token_ids
-        matched = self.sequences[index].text.matched if index < len(self.sequences) else None
-        return stop_reason(self.request.sampling_params, delta.finish_reason, token_ids, matched)
-
-    def completions(self, outputs: Sequence[OutputDelta]) -> tuple[CompletedSequence, ...]:
+    def completions(self, outputs: Sequence[OutputDelta]) -> tuple[OutputDelta, ...]:
         """The completions to return, from the whole output of every sequence. Each output is one delta."""
         completions = tuple(map(self._completion, outputs))
         return self._chosen(outputs, completions) if self._is_ranked else completions
 
-    def _chosen(
-        self, outputs: Sequence[OutputDelta], completions: Sequence[CompletedSequence]
-    ) -> tuple[CompletedSequence, ...]:
+    def _chosen(self, outputs: Sequence[OutputDelta], completions: Sequence[OutputDelta]) -> tuple[OutputDelta, ...]:
         """The best ones, with new indices. The prompt's log-probabilities, which sequence 0 has, go to the first."""
         ranking = best(
             [[item.logprob for item in output.logprobs] for output in outputs], self.request.sampling_params.n
         )
-        prompt_logprobs = outputs[0].prompt_logprobs
-        return tuple(_as_number(number, completions[index], prompt_logprobs) for number, index in enumerate(ranking))
+        of_prompt = (outputs[0].prompt_logprobs, *[()] * len(ranking))
+        return tuple(
+            completions[index]._replace(sequence_index=number, prompt_logprobs=of_prompt[number])
+            for number, index in enumerate(ranking)
+        )
 
-    def _completion(self, output: OutputDelta) -> CompletedSequence:
+    def _completion(self, output: OutputDelta) -> OutputDelta:
         """Log-probabilities that only the ranking needed are left out; their sum is kept."""
-        are_told, total, stopped = self.request.sampling_params.logprobs is not None, None, None
-        if are_told or self._is_ranked:
+        is_asked_for = self.request.sampling_params.logprobs is not None
+        if is_asked_for or self._is_ranked:
             total = math.fsum([item.logprob for item in output.logprobs])
-        if output.logprobs and not are_told:
-            output = output._replace(logprobs=())
-        if output.finish_reason is FinishReason.STOP:
-            stopped = self.stop_reason(output.sequence_index, output)
-        return CompletedSequence(output=output, cumulative_logprob=total, stop_reason=stopped)
+            output = output._replace(cumulative_logprob=total, logprobs=output.logprobs if is_asked_for else ())
+        return output
 
 
 def _not_taken(delta: OutputDelta) -> bool:
     return False
-
-
-def _as_number(
-    number: int, completion: CompletedSequence, prompt_logprobs: tuple[TokenLogprob, ...]
-) -> CompletedSequence:
-    """The completion with another index, the first of all with the prompt's log-probabilities."""
-    first = prompt_logprobs if number == 0 else ()
-    return replace(completion, output=completion.output._replace(sequence_index=number, prompt_logprobs=first))
 
 
 class Abortable(Protocol):

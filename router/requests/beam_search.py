@@ -19,8 +19,9 @@ from typing import Final
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.timeline import Timeline
-from holdfast.router.events import FRESH, CaughtUp, OutputDelta, Usage
-from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
+from holdfast.router.events import FRESH, CaughtUp
+from holdfast.router.generation import Generation, OutputDelta, Usage
+from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.request_stats import AdmittedRequest
 from holdfast.router.text.text_stream import TextStream, shown_tokens, stop_reason
 from holdfast.router.text.tokenizer import Tokenizer
@@ -183,7 +184,7 @@ class BeamAnswer:
         """Output tokens so far, of all beams, whether they were kept or not."""
         return self._num_extensions
 
-    async def whole(self) -> CompletedRequest:
+    async def whole(self) -> Generation:
         """The best beams, best first. Raises what ended one of the requests with an error."""
         while self._search.live and not self._is_aborted:
             outputs = await self._extend(self._search.live)
@@ -194,9 +195,13 @@ class BeamAnswer:
         completions = tuple(self._completion(index, beam) for index, beam in enumerate(beams))
         self._is_over = True
         if completions:
-            self._admitted.note(completions[0].output)
-        return CompletedRequest(
-            request_id=self.request.request_id, model=self.model, completions=completions, usage=self._usage()
+            self._admitted.note(completions[0])
+        return Generation(
+            request_id=self.request.request_id,
+            model=self.model,
+            completions=completions,
+            usage=self._usage(),
+            candidates=[beam.candidates for beam in beams],
         )
 
     @property
@@ -219,7 +224,7 @@ class BeamAnswer:
         self.timelines = self.timelines or [stream.timeline for stream in call.streams]
         with closing(call):
             outputs = await call.outputs()
-        seen = dict.fromkeys([*self._fingerprints, *(output.fingerprint for output in outputs)])
+        seen = dict.fromkeys([*self._fingerprints, *(output.system_fingerprint for output in outputs)])
         self._fingerprints = list(seen)
         if not beams[0].token_ids:
             self._num_cached_tokens = call.usage.num_cached_tokens
@@ -239,25 +244,23 @@ class BeamAnswer:
             client_attempt=self._admitted.client_attempt,
         )
 
-    def _completion(self, index: int, beam: Beam) -> CompletedSequence:
+    def _completion(self, index: int, beam: Beam) -> OutputDelta:
         params = self.request.sampling_params
         text = TextStream(self._tokenizer, params, self.request.prompt_token_ids)
         finish_reason = self._finish_reason(beam)
         shown = shown_tokens(beam.token_ids, finish_reason, params)
-        output = OutputDelta(
+        return OutputDelta(
             request_id=self.request.request_id,
             sequence_index=index,
             first_token_index=0,
             token_ids=beam.token_ids,
             text=self.echo + text.push(shown).text + text.finish(),
             finish_reason=finish_reason,
-            fingerprint=self._fingerprints[0] if self._fingerprints else "",
-            identity_guaranteed=len(self._fingerprints) <= 1,
+            system_fingerprint=self._fingerprints[0] if self._fingerprints else "",
+            replayed_without_guarantee=len(self._fingerprints) > 1,
             num_cached_tokens=self._num_cached_tokens,
-        )
-        reason = stop_reason(params, output.finish_reason, beam.token_ids, text.matched)
-        return CompletedSequence(
-            output=output, cumulative_logprob=beam.logprob, stop_reason=reason, candidates=beam.candidates
+            stop_reason=stop_reason(params, finish_reason, beam.token_ids, text.matched),
+            cumulative_logprob=beam.logprob,
         )
 
     def _finish_reason(self, beam: Beam) -> FinishReason:

@@ -11,7 +11,8 @@ from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.parallel_sampling import siblings
 from holdfast.router.dispatch.request_state import RequestState
-from holdfast.router.events import ModelStatus, OutputDelta
+from holdfast.router.events import ModelStatus
+from holdfast.router.generation import OutputDelta
 from holdfast.router.overload.byte_ledger import CURRENT_LEASE
 from holdfast.router.overload.overload import Overload
 from holdfast.router.request import GenerationRequest, check_text, naming

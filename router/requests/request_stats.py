@@ -9,7 +9,8 @@ from typing import Final, Protocol
 
 from holdfast.router.dispatch.request_stream import OutputStream
 from holdfast.router.dispatch.timeline import Phases, Timeline, longest
-from holdfast.router.events import ModelStatus, OutputDelta
+from holdfast.router.events import ModelStatus
+from holdfast.router.generation import OutputDelta
 from holdfast.router.overload.byte_ledger import Lease
 from holdfast.router.security.gate import ANYONE, Caller
 from holdfast.worker.errors import (

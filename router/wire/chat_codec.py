@@ -4,11 +4,11 @@ On the wire tools and calls have fields of their own; as plain data they have Op
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from holdfast.router.chat import Chat, Message, plain_message
-from holdfast.router.generation import ChatDelta, ChatOutput, ToolCall, ToolCallDelta
+from holdfast.router.generation import ChatOutput, ToolCall
 from holdfast.router.wire.json_bounds import check_inner
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
@@ -164,25 +164,21 @@ def _json_text(field: str, value: object) -> str:
 # --- answers ---
 
 
-def chat_delta(message: inference_pb2.ChatDelta) -> ChatDelta:
-    calls = (
-        ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
-        for call in message.tool_calls
-    )
-    return ChatDelta(reasoning=message.reasoning, content=message.content, tool_calls=tuple(calls))
+def chat_output(message: inference_pb2.ChatOutput | inference_pb2.ChatDelta) -> ChatOutput:
+    given: Sequence[inference_pb2.ToolCall | inference_pb2.ToolCallDelta] = message.tool_calls
+    calls: list[ToolCall] = []
+    for number, call in enumerate(given):
+        index = call.index if isinstance(call, inference_pb2.ToolCallDelta) else number
+        calls.append(ToolCall(index=index, id=call.id, name=call.name, arguments=call.arguments))
+    return ChatOutput(reasoning=message.reasoning, content=message.content, tool_calls=tuple(calls))
 
 
-def chat_delta_message(delta: ChatDelta) -> inference_pb2.ChatDelta:
+def chat_delta_message(new: ChatOutput) -> inference_pb2.ChatDelta:
     calls = [
         inference_pb2.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
-        for call in delta.tool_calls
+        for call in new.tool_calls
     ]
-    return inference_pb2.ChatDelta(reasoning=delta.reasoning, content=delta.content, tool_calls=calls)
-
-
-def chat_output(message: inference_pb2.ChatOutput) -> ChatOutput:
-    calls = (ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls)
-    return ChatOutput(reasoning=message.reasoning, content=message.content, tool_calls=tuple(calls))
+    return inference_pb2.ChatDelta(reasoning=new.reasoning, content=new.content, tool_calls=calls)
 
 
 def chat_output_message(output: ChatOutput) -> inference_pb2.ChatOutput:

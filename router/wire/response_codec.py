@@ -2,10 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
-from holdfast.router.events import ModelStatus, ReplicaLoad, Usage
-from holdfast.router.generation import Chunk, GeneratedSequence, Generation
+from holdfast.router.events import ModelStatus, ReplicaLoad
+from holdfast.router.generation import Generation, OutputDelta, Usage
 from holdfast.router.wire.chat_codec import (
-    chat_delta,
     chat_delta_message,
     chat_output,
     chat_output_message,
@@ -16,8 +15,8 @@ from holdfast.worker.request import TokenLogprob
 from holdfast.worker.step_update import EngineStats
 
 
-def chunk(message: inference_pb2.GenerateStreamResponse) -> Chunk:
-    return Chunk(
+def output_delta(message: inference_pb2.GenerateStreamResponse) -> OutputDelta:
+    return OutputDelta(
         request_id=message.request_id,
         sequence_index=message.sequence_index,
         first_token_index=message.first_token_index,
@@ -27,26 +26,26 @@ def chunk(message: inference_pb2.GenerateStreamResponse) -> Chunk:
         logprobs=_logprobs(message.logprobs) if message.logprobs else (),
         prompt_logprobs=_prompt_logprobs(message.prompt_logprobs) if message.prompt_logprobs else (),
         usage=_usage(message.usage) if message.HasField("usage") else None,
-        chat=chat_delta(message.chat) if message.HasField("chat") else None,
+        chat=chat_output(message.chat) if message.HasField("chat") else None,
         replayed_without_guarantee=message.replayed_without_guarantee,
         system_fingerprint=message.system_fingerprint,
     )
 
 
-def chunk_message(chunk: Chunk) -> inference_pb2.GenerateStreamResponse:
+def delta_message(delta: OutputDelta) -> inference_pb2.GenerateStreamResponse:
     return inference_pb2.GenerateStreamResponse(
-        request_id=chunk.request_id,
-        sequence_index=chunk.sequence_index,
-        first_token_index=chunk.first_token_index,
-        token_ids=chunk.token_ids,
-        text=chunk.text,
-        finish_reason=FINISH_REASONS[chunk.finish_reason],
-        logprobs=map(_logprob_message, chunk.logprobs),
-        prompt_logprobs=map(_logprob_message, filter(None, chunk.prompt_logprobs)),
-        usage=None if chunk.usage is None else _usage_message(chunk.usage),
-        chat=None if chunk.chat is None else chat_delta_message(chunk.chat),
-        replayed_without_guarantee=chunk.replayed_without_guarantee,
-        system_fingerprint=chunk.system_fingerprint,
+        request_id=delta.request_id,
+        sequence_index=delta.sequence_index,
+        first_token_index=delta.first_token_index,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        finish_reason=FINISH_REASONS[delta.finish_reason],
+        logprobs=map(_logprob_message, delta.logprobs),
+        prompt_logprobs=map(_logprob_message, filter(None, delta.prompt_logprobs)),
+        usage=None if delta.usage is None else _usage_message(delta.usage),
+        chat=None if delta.chat is None else chat_delta_message(delta.chat),
+        replayed_without_guarantee=delta.replayed_without_guarantee,
+        system_fingerprint=delta.system_fingerprint,
     )
 
 
@@ -54,49 +53,49 @@ def generation(message: inference_pb2.GenerateResponse) -> Generation:
     return Generation(
         request_id=message.request_id,
         model=message.model,
-        completions=tuple(map(_sequence, message.completions)),
+        completions=tuple(_completion(message, one) for one in message.completions),
         usage=_usage(message.usage),
-        prompt_logprobs=_prompt_logprobs(message.completions[0].prompt_logprobs if message.completions else ()),
-        replayed_without_guarantee=message.replayed_without_guarantee,
-        system_fingerprint=message.system_fingerprint,
     )
 
 
 def generation_message(generation: Generation) -> inference_pb2.GenerateResponse:
-    message = inference_pb2.GenerateResponse(
+    return inference_pb2.GenerateResponse(
         request_id=generation.request_id,
         model=generation.model,
-        completions=map(_sequence_message, generation.completions),
+        completions=map(_completion_message, generation.completions),
         usage=_usage_message(generation.usage),
         replayed_without_guarantee=generation.replayed_without_guarantee,
         system_fingerprint=generation.system_fingerprint,
     )
-    if logprobs := [item for item in generation.prompt_logprobs if item is not None]:
-        message.completions[0].prompt_logprobs.extend(map(_logprob_message, logprobs))
-    return message
 
 
-def _sequence(message: inference_pb2.Completion) -> GeneratedSequence:
-    return GeneratedSequence(
+def _completion(generation: inference_pb2.GenerateResponse, message: inference_pb2.Completion) -> OutputDelta:
+    return OutputDelta(
+        request_id=generation.request_id,
+        first_token_index=0,
         sequence_index=message.sequence_index,
         token_ids=tuple(message.token_ids),
         text=message.text,
         finish_reason=FINISH_REASONS_READ.get(message.finish_reason),
         logprobs=_logprobs(message.logprobs),
+        prompt_logprobs=_prompt_logprobs(message.prompt_logprobs),
         cumulative_logprob=message.cumulative_logprob if message.HasField("cumulative_logprob") else None,
         chat=chat_output(message.chat) if message.HasField("chat") else None,
+        replayed_without_guarantee=generation.replayed_without_guarantee,
+        system_fingerprint=generation.system_fingerprint,
     )
 
 
-def _sequence_message(sequence: GeneratedSequence) -> inference_pb2.Completion:
+def _completion_message(completion: OutputDelta) -> inference_pb2.Completion:
     return inference_pb2.Completion(
-        sequence_index=sequence.sequence_index,
-        token_ids=sequence.token_ids,
-        text=sequence.text,
-        finish_reason=FINISH_REASONS[sequence.finish_reason],
-        logprobs=map(_logprob_message, sequence.logprobs),
-        cumulative_logprob=sequence.cumulative_logprob,
-        chat=None if sequence.chat is None else chat_output_message(sequence.chat),
+        sequence_index=completion.sequence_index,
+        token_ids=completion.token_ids,
+        text=completion.text,
+        finish_reason=FINISH_REASONS[completion.finish_reason],
+        logprobs=map(_logprob_message, completion.logprobs),
+        prompt_logprobs=map(_logprob_message, filter(None, completion.prompt_logprobs)),
+        cumulative_logprob=completion.cumulative_logprob,
+        chat=None if completion.chat is None else chat_output_message(completion.chat),
     )
 
 

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from holdfast.cluster.bundled_model.bundled_model import BUNDLED, bundled_path
 from holdfast.cluster.client.async_client import AsyncClient
-from holdfast.router.events import Usage
-from holdfast.router.generation import Chunk, Generation
+from holdfast.router.generation import Generation, OutputDelta, Usage
 from holdfast.router.text.chat import render_chat
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import HoldfastError
@@ -170,7 +169,7 @@ class Answer:
             f"{name}: {message[name]}, not {wanted.get(name)}" for name in compared if message[name] != wanted.get(name)
         )
 
-    def take(self, chunk: Chunk) -> None:
+    def take(self, chunk: OutputDelta) -> None:
         self.arrivals_s.append(time.monotonic())
         sequence = self.sequences.setdefault(chunk.sequence_index, Completion())
         self.num_doubled += max(0, len(sequence.token_ids) - chunk.first_token_index)

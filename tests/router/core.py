@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.request_state import RequestState
-from holdfast.router.events import Action, Fail, OutputDelta, SendAbort, SendSubmit
+from holdfast.router.events import Action, Fail, SendAbort, SendSubmit
+from holdfast.router.generation import OutputDelta
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.request import (

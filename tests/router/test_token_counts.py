@@ -171,7 +171,7 @@ def test_a_token_takes_few_calls_from_a_link_to_a_chunk():
     assert counts["all of Python"] <= 11 * NUM_STREAMS
     assert counts["all of C"] <= 19 * NUM_STREAMS
     assert counts["merged"] == 0, "nothing waits, so nothing is to be merged"
-    assert counts["public_chunk"] == counts["chunk_message"] == 0, "only the parts that are new are written"
+    assert counts["delta_message"] == 0, "only the parts that are new are written"
 
 
 def test_tokens_that_wait_while_a_chunk_is_written_leave_in_one():
@@ -242,7 +242,7 @@ def test_a_chunk_takes_few_calls_in_a_client():
     counts, token_ids = loops.run(read(), "asyncio")
     num_chunks = NUM_TOKENS - 1 - WARM
     assert token_ids == [300 + index for index in range(NUM_TOKENS)]
-    assert counts["chunk"] == num_chunks
+    assert counts["output_delta"] == num_chunks
     assert counts["replace"] == 0, "no chunk is made twice"
     assert counts["all of Python"] <= 9.5 * num_chunks
     assert counts["all of C"] <= 25 * num_chunks

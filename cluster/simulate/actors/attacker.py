@@ -13,7 +13,8 @@ from holdfast.cluster.simulate.actors.costly_message import CostlyMessage
 from holdfast.cluster.simulate.actors.messages import Admitted, Generate, Resets
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.kernel.network import Connection, Network
-from holdfast.router.events import Fail, OutputDelta
+from holdfast.router.events import Fail
+from holdfast.router.generation import OutputDelta
 from holdfast.worker.errors import (
     HoldfastError,
     OverloadedError,

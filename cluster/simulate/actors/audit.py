@@ -8,7 +8,8 @@ from holdfast.cluster.simulate.kernel.timeline import Violation, require
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import FINEST_S, DispatchHost
-from holdfast.router.events import Action, Fail, OutputDelta, SendAbort, SendSubmit
+from holdfast.router.events import Action, Fail, SendAbort, SendSubmit
+from holdfast.router.generation import OutputDelta
 from holdfast.worker.errors import (
     HoldfastError,
     QueueFullError,

@@ -16,7 +16,8 @@ from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.timeline import Violation, require
 from holdfast.cluster.simulate.oracle.oracle import ExpectedCompletion, expected_completion
 from holdfast.router.dispatch.parallel_sampling import siblings
-from holdfast.router.events import Fail, OutputDelta, Usage
+from holdfast.router.events import Fail
+from holdfast.router.generation import OutputDelta, Usage
 from holdfast.router.resume import ResumeRecord, SequenceDelta, SequenceRecord
 from holdfast.worker.errors import (
     CapacityError,
@@ -246,9 +247,9 @@ class SimulatedClient:
             raise Violation(f"{self}: tokens {delta.token_ids} at {first}, expected {expected.token_ids}")
         self._check_reports(expected, delta)
         sequence.text += delta.text
-        if before and version_of(delta.fingerprint) != version_of(before):
+        if before and version_of(delta.system_fingerprint) != version_of(before):
             raise Violation(f"{self}: {delta} is of another version than what has come: {before}")
-        if not delta.identity_guaranteed:
+        if delta.replayed_without_guarantee:
             raise Violation(f"{self}: {delta} says that it may differ")
         if not expected.text.startswith(sequence.text):
             raise Violation(f"{self}: text {sequence.text!r}, expected {expected.text!r}")
@@ -265,7 +266,7 @@ class SimulatedClient:
             text_length=len(output_delta.text),
             finish_reason=output_delta.finish_reason,
             sequence_index=output_delta.sequence_index,
-            fingerprint=output_delta.fingerprint,
+            fingerprint=output_delta.system_fingerprint,
         )
         try:
             self._record.merge(delta)
@@ -277,7 +278,7 @@ class SimulatedClient:
         first, end = delta.first_token_index, delta.first_token_index + len(delta.token_ids)
         if delta.logprobs != expected.logprobs[first:end]:
             raise Violation(f"{self}: logprobs {delta.logprobs} at {first}, expected {expected.logprobs[first:end]}")
-        of_prompt = expected.prompt_logprobs if first == 0 else ()
+        of_prompt = (None, *expected.prompt_logprobs) if first == 0 and expected.prompt_logprobs else ()
         if delta.prompt_logprobs != of_prompt:
             raise Violation(f"{self}: prompt logprobs {delta.prompt_logprobs} at {first}, expected {of_prompt}")
 

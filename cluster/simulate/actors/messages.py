@@ -12,7 +12,8 @@ from typing import Any
 from holdfast.cluster.simulate.actors.costly_message import CostlyMessage
 from holdfast.cluster.simulate.kernel.network import Connection, Network, Path
 from holdfast.cluster.simulate.kernel.process import Process
-from holdfast.router.events import Fail, OutputDelta
+from holdfast.router.events import Fail
+from holdfast.router.generation import OutputDelta
 from holdfast.router.resume import ResumeRecord
 from holdfast.worker.errors import RequestSupersededError
 from holdfast.worker.request import EngineRequest

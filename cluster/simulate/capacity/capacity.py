@@ -14,7 +14,7 @@ from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.timeline import Timeline
 from holdfast.router.config import LimitsConfig, PolicyName, RouterConfig
-from holdfast.router.events import OutputDelta
+from holdfast.router.generation import OutputDelta
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams

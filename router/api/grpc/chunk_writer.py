@@ -7,14 +7,12 @@ woken for a token.
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from typing import Any, Final
 
 from holdfast.router.api.chat_answer import ChatDeltas
-from holdfast.router.api.public_answer import public_chunk
-from holdfast.router.events import OutputDelta
+from holdfast.router.generation import OutputDelta
 from holdfast.router.requests.answer import SampledAnswer
-from holdfast.router.wire.response_codec import chunk_message
+from holdfast.router.wire.response_codec import delta_message
 from holdfast.v1.inference_pb2 import GenerateStreamResponse
 
 
@@ -133,14 +131,13 @@ class ChunkEncoder:
 
     def encode(self, delta: OutputDelta) -> bytes:
         if self._chat_deltas is not None:
-            chunk = replace(public_chunk(delta), chat=self._chat_deltas.of(delta))
-            return chunk_message(chunk).SerializeToString()
-        _, first, token_ids, text, finish_reason, usage, logprobs, of_prompt, number, _, origin, is_sure, _, _ = delta
+            return delta_message(delta._replace(chat=self._chat_deltas.of(delta))).SerializeToString()
+        _, first, token_ids, text, finish_reason, usage, logprobs, of_prompt, number, _, origin, is_replayed, *_ = delta
         if finish_reason is not None or usage is not None or logprobs or of_prompt:
-            return chunk_message(public_chunk(delta)).SerializeToString()
-        shared = self._shared.get((number, origin, is_sure))
+            return delta_message(delta).SerializeToString()
+        shared = self._shared.get((number, origin, is_replayed))
         if shared is None:
-            shared = self._shared[number, origin, is_sure] = _shared(delta)
+            shared = self._shared[number, origin, is_replayed] = _shared(delta)
         try:
             (token_id,) = token_ids
             token, said = _VARINTS[token_id] if token_id < 2**14 else varint(token_id), text.encode()
@@ -153,7 +150,7 @@ class ChunkEncoder:
 
 def _shared(delta: OutputDelta) -> bytes:
     """All that a chunk says besides its tokens and text."""
-    message = chunk_message(public_chunk(delta))
+    message = delta_message(delta)
     for name in ("first_token_index", "token_ids", "text"):
         message.ClearField(name)
     return message.SerializeToString()

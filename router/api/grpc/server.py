@@ -25,7 +25,6 @@ from holdfast.router.api.grpc.interceptors import (
 )
 from holdfast.router.api.grpc.standard_services import add_reflection
 from holdfast.router.api.intake import DecodeWorker, Intake
-from holdfast.router.api.public_answer import public_generation
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.request import GenerationRequest
@@ -82,7 +81,7 @@ class InferenceServicer:
         )
         async with opening(plan.request, context.time_remaining()) as answer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request.request_id),))
-            return generation_message(plan.read(public_generation(await answer.whole())))
+            return generation_message(plan.read(await answer.whole()))
 
     async def GenerateStream(self, message: inference_pb2.GenerateRequest, context: Context) -> None:
         """What comes while a chunk is being written goes into the next one."""

@@ -23,9 +23,9 @@ from holdfast.router.api.http.event_stream import PLACE, Frame, frame_of, json_t
 from holdfast.router.api.http.sampling import chat_params, service_of
 from holdfast.router.chat import Chat, plain_message
 from holdfast.router.dispatch.request_stream import merged
-from holdfast.router.events import OutputDelta, Usage
+from holdfast.router.generation import Generation, OutputDelta, Usage
 from holdfast.router.request import GenerationRequest, naming
-from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
+from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.text.token_table import TokenTable
 from holdfast.router.tools.call_events import CallEvent
 from holdfast.router.tools.chat_style import ChatReader, Reasoning
@@ -109,10 +109,9 @@ class ChatView:
         return ids if self.prompt_text is None else {**ids, "prompt_text": self.prompt_text}
 
 
-def whole_chat(view: ChatView, completed: CompletedRequest, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+def whole_chat(view: ChatView, completed: Generation, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
     """The whole response."""
     body = view.body
-    first = completed.completions[0].output
     readers = [view.new_reader() for _ in completed.completions]
     response: dict[str, Any] = {
         "id": chat_id(completed.request_id),
@@ -121,19 +120,18 @@ def whole_chat(view: ChatView, completed: CompletedRequest, prompt_token_ids: Se
         "model": completed.model,
         "choices": [_whole_choice(view, *one) for one in zip(completed.completions, readers, strict=True)],
         "usage": usage_of(completed.usage, num_reasoning_tokens(readers)),
-        "system_fingerprint": first.fingerprint or None,
+        "system_fingerprint": completed.system_fingerprint or None,
         "service_tier": None,
         "prompt_logprobs": None,
         "prompt_token_ids": None,
         **view.of_prompt(prompt_token_ids),
     }
     if body.given("prompt_logprobs") is not None:
-        response["prompt_logprobs"] = prompt_logprobs_of(first.prompt_logprobs, view.tokens)
+        response["prompt_logprobs"] = prompt_logprobs_of(completed.prompt_logprobs, view.tokens)
     return response
 
 
-def _whole_choice(view: ChatView, completion: CompletedSequence, reader: ChatReader | None) -> dict[str, Any]:
-    output = completion.output
+def _whole_choice(view: ChatView, output: OutputDelta, reader: ChatReader | None) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None, "reasoning": None}
     if reader is not None:
         read = view.read([*reader.push(output.text, output.token_ids), *reader.finish()])
@@ -146,7 +144,7 @@ def _whole_choice(view: ChatView, completion: CompletedSequence, reader: ChatRea
         "message": message,
         "logprobs": chat_logprobs(output.logprobs, view.names) if tells_tokens else None,
         "finish_reason": finish_after_calls(output.finish_reason, reader),
-        "stop_reason": completion.stop_reason,
+        "stop_reason": output.stop_reason,
         "token_ids": list(output.token_ids) if view.body.return_token_ids and tells_tokens else None,
     }
 
@@ -193,7 +191,7 @@ class ChatChunks:
 
     def plain(self, delta: OutputDelta) -> bytes | None:
         frame = self._plain.get(delta.sequence_index)
-        if frame is None or not delta.text or delta.logprobs or delta.fingerprint != self._fingerprint:
+        if frame is None or not delta.text or delta.logprobs or delta.system_fingerprint != self._fingerprint:
             return None
         if delta.sequence_index in self._held:  # they come with this text
             return None
@@ -206,9 +204,9 @@ class ChatChunks:
         return DONE
 
     def _choice(self, index: int, delta: OutputDelta) -> bytes:
-        if delta.fingerprint != self._fingerprint:
-            self._fingerprint = delta.fingerprint
-            self._head["system_fingerprint"] = delta.fingerprint or None
+        if delta.system_fingerprint != self._fingerprint:
+            self._fingerprint = delta.system_fingerprint
+            self._head["system_fingerprint"] = delta.system_fingerprint or None
             self._plain.clear()
         if index not in self._readers:
             self._readers[index] = self._view.new_reader()
@@ -240,7 +238,7 @@ class ChatChunks:
         if self._body.return_token_ids and tells_tokens:
             extra["token_ids"] = list(output_delta.token_ids)
         if output_delta.finish_reason is not None:
-            extra["stop_reason"] = self._answer.stop_reason(index, output_delta)
+            extra["stop_reason"] = output_delta.stop_reason
         events += self._event(index, last, logprobs, finish_reason, extra)
         self._note(index, output_delta)
         return events

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from holdfast.router.api.public_answer import by_token_id, logprob_of
-from holdfast.router.events import OutputDelta, Usage
+from holdfast.router.generation import OutputDelta, Usage
 from holdfast.router.text.token_table import TokenTable
 from holdfast.router.tools.call_events import CallArguments, CallBegin, CallEnd, CallEvent, Content
 from holdfast.router.tools.chat_style import ChatReader, Reasoning
@@ -113,9 +113,9 @@ def _best(item: TokenLogprob, names: TokenNames) -> dict[str, float]:
     return {keys[token_id]: logprob_of(logprob) for token_id, logprob in said.items()}
 
 
-def prompt_logprobs_of(logprobs: Sequence[TokenLogprob], tokens: TokenTable) -> list[dict[str, Any] | None]:
+def prompt_logprobs_of(logprobs: Sequence[TokenLogprob | None], tokens: TokenTable) -> list[dict[str, Any] | None]:
     """vLLM's `prompt_logprobs`: by prompt position, null for the first, entries by token id."""
-    return [None, *(by_token_id(item, tokens) for item in logprobs)]
+    return [None if item is None else by_token_id(item, tokens) for item in logprobs or (None,)]
 
 
 Kind: TypeAlias = Literal["text", "thinking", "call"]

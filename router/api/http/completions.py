@@ -20,9 +20,9 @@ from holdfast.router.api.http.choices import (
 from holdfast.router.api.http.event_stream import PLACE, Frame, frame_of, json_text
 from holdfast.router.api.http.sampling import completion_params, scores_only, service_of
 from holdfast.router.api.http.tokens_with_text import TextOffsets, TokensWithText
-from holdfast.router.events import OutputDelta, Usage
+from holdfast.router.generation import Generation, OutputDelta, Usage
 from holdfast.router.request import GenerationRequest, naming
-from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
+from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_search import BeamAnswer
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError
@@ -108,13 +108,13 @@ class Completions:
             self._whole_choice(number, one, item) for number, one in enumerate(completed) for item in one.completions
         ]
         usage = _sum([one.usage for one in completed])
-        fingerprint = completed[0].completions[0].output.fingerprint or None
+        fingerprint = completed[0].system_fingerprint or None
         return {**self._head, "choices": choices, "usage": usage_of(usage), "system_fingerprint": fingerprint}
 
-    def _whole_choice(self, number: int, request: CompletedRequest, item: CompletedSequence) -> dict[str, Any]:
+    def _whole_choice(self, number: int, request: Generation, item: OutputDelta) -> dict[str, Any]:
         """The prompt's log-probabilities, which the first completion has, are those of all."""
-        output = item.output._replace(prompt_logprobs=request.completions[0].output.prompt_logprobs)
-        choice = self._choice(self._numbered(number, output), self._answers[number], item.stop_reason)
+        output = item._replace(prompt_logprobs=request.prompt_logprobs)
+        choice = self._choice(self._numbered(number, output), self._answers[number])
         return {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None, **choice}
 
     def of(self, delta: OutputDelta) -> bytes:
@@ -130,7 +130,7 @@ class Completions:
         return events
 
     def plain(self, delta: OutputDelta) -> bytes | None:
-        index, fingerprint, text = delta.sequence_index, delta.fingerprint, delta.text
+        index, fingerprint, text = delta.sequence_index, delta.system_fingerprint, delta.text
         if delta.logprobs or not self._is_plain or index not in self._lengths:
             return None
         frame = self._plain.get((index, fingerprint))
@@ -182,11 +182,8 @@ class Completions:
                 yield from (self._numbered(number, delta) for delta in answer.received)
 
     def _chunk(self, delta: OutputDelta) -> bytes:
-        number, index = divmod(delta.sequence_index, self._per_prompt)
-        answer = self._answers[number]
-        stop_reason = answer.stop_reason(index, delta) if isinstance(answer, SampledAnswer) else None
-        choice = self._choice(delta, answer, stop_reason)
-        chunk = {**self._head, "choices": [choice], "system_fingerprint": delta.fingerprint or None}
+        choice = self._choice(delta, self._answers[delta.sequence_index // self._per_prompt])
+        chunk = {**self._head, "choices": [choice], "system_fingerprint": delta.system_fingerprint or None}
         self._num_tokens += len(delta.token_ids)
         if self._body.tells_usage_always:
             num_prompt_tokens = sum(len(answer.request.prompt_token_ids) for answer in self._answers)
@@ -207,9 +204,7 @@ class Completions:
             self._body.given("echo") and self._tells_logprobs
         )
 
-    def _choice(
-        self, output: OutputDelta, answer: SampledAnswer | BeamAnswer, stop_reason: str | int | None
-    ) -> dict[str, Any]:
+    def _choice(self, output: OutputDelta, answer: SampledAnswer | BeamAnswer) -> dict[str, Any]:
         index, text = output.sequence_index, output.text
         is_first = index not in self._lengths
         if scores_only(self._body):  # what the one drawn token adds is left out
@@ -219,7 +214,7 @@ class Completions:
             "text": text,
             "logprobs": self._logprobs(output, answer, len(text)) if self._tells_logprobs else None,
             "finish_reason": finish_of(output.finish_reason),
-            "stop_reason": stop_reason,
+            "stop_reason": output.stop_reason,
         }
         self._lengths[index] = self._lengths.get(index, 0) + len(text)
         if self._body.return_token_ids:
@@ -239,7 +234,7 @@ class Completions:
             self._offsets[index] = self._new_offsets(answer)
         has_prompt = bool(output.prompt_logprobs) or len(answer.request.prompt_token_ids) == 1
         if self._body.given("echo") and index not in self._lengths and has_prompt:
-            said, places = [None, *output.prompt_logprobs], self._prompt_offsets(answer)
+            said, places = list(output.prompt_logprobs or (None,)), self._prompt_offsets(answer)
         offsets = [self._offsets[index].push(token_id) for token_id in output.token_ids]
         if output.finish_reason is not None:  # a stop string is not part of the text
             most = self._lengths.get(index, 0) + num_chars
@@ -262,7 +257,7 @@ class _PromptsFirst:
 
     def __init__(self, num_prompts: int, num_choices: int) -> None:
         """With one choice nothing is held back."""
-        self._known: list[tuple[TokenLogprob, ...] | None] = [None if num_choices > 1 else ()] * num_prompts
+        self._known: list[tuple[TokenLogprob | None, ...] | None] = [None if num_choices > 1 else ()] * num_prompts
         self._held: list[list[OutputDelta]] = [[] for _ in range(num_prompts)]
         self._is_alone = num_choices == 1
 
@@ -287,7 +282,7 @@ class _PromptsFirst:
         return delta._replace(prompt_logprobs=known) if delta.first_token_index == 0 and known else delta
 
 
-async def _all_of(answers: Sequence[SampledAnswer | BeamAnswer]) -> list[CompletedRequest]:
+async def _all_of(answers: Sequence[SampledAnswer | BeamAnswer]) -> list[Generation]:
     """All completed requests; the first error ends the others."""
     tasks = [asyncio.create_task(answer.whole()) for answer in answers]
     try:

@@ -160,8 +160,7 @@ class GenerationEndpoints:
             if (again := submission.until_there(bare, number * choices)) is not None:
                 async with self._requests.open(again) as answer:
                     completed = (await answer.whole()).completions
-                outputs = [one.output for one in completed]
-                tokens |= {number * choices + one.sequence_index: one.token_ids for one in outputs}
+                tokens |= {number * choices + one.sequence_index: one.token_ids for one in completed}
         known = submission.with_tokens(tokens)
         requests = [
             known.of(one, number=number, num_prompts=len(generations), choices=choices)

@@ -6,23 +6,23 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from holdfast.router.api.http.choices import Block, BlockEvent, Blocks
-from holdfast.router.events import OutputDelta, Usage
-from holdfast.router.requests.answer import CompletedRequest, SampledAnswer
+from holdfast.router.generation import Generation, OutputDelta, Usage
+from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.tools.chat_style import ChatReader
 from holdfast.worker.request import FinishReason
 
 _STOP_REASONS: Final = {FinishReason.LENGTH: "max_tokens"}
 
 
-def whole_message(completed: CompletedRequest, reader: ChatReader | None) -> dict[str, Any]:
+def whole_message(completed: Generation, reader: ChatReader | None) -> dict[str, Any]:
     """The whole response."""
     first, blocks = completed.completions[0], Blocks(reader)
-    for _ in blocks.push(first.output):
+    for _ in blocks.push(first):
         pass
     return {
         **_message(completed.request_id, completed.model),
         "content": [_whole_block(completed.request_id, block) for block in blocks.blocks],
-        **_stop(first.output.finish_reason, first.stop_reason, blocks.num_calls),
+        **_stop(first.finish_reason, first.stop_reason, blocks.num_calls),
         "usage": _usage(completed.usage),
     }
 
@@ -42,7 +42,7 @@ class MessageEvents:
         self._num_tokens += len(delta.token_ids)
         events += b"".join(map(self._block_event, self._blocks.push(delta)))
         if delta.finish_reason is not None:
-            ended = _stop(delta.finish_reason, self._answer.stop_reason(0, delta), self._blocks.num_calls)
+            ended = _stop(delta.finish_reason, delta.stop_reason, self._blocks.num_calls)
             events += _event("message_delta", {"delta": ended, "usage": _usage(self._usage(self._num_tokens))})
         return events
 

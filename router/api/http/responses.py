@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from holdfast.router.api.http.choices import Block, BlockEvent, Blocks, TokenNames, listed_logprobs
 from holdfast.router.api.http.responses_body import ResponsesBody
-from holdfast.router.events import OutputDelta, Usage
-from holdfast.router.requests.answer import CompletedRequest, SampledAnswer
+from holdfast.router.generation import Generation, OutputDelta, Usage
+from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.text.token_table import TokenTable
 from holdfast.router.tools.chat_style import ChatReader
 from holdfast.worker.request import FinishReason, TokenLogprob
@@ -42,7 +42,7 @@ _PARTS: Final = {"text": "response.output_text", "thinking": "response.reasoning
 
 def whole_response(
     body: ResponsesBody,
-    completed: CompletedRequest,
+    completed: Generation,
     created: int,
     reader: ChatReader | None,
     tokens: TokenTable,
@@ -51,7 +51,7 @@ def whole_response(
     is_stored: bool = False,
 ) -> dict[str, Any]:
     """The whole response."""
-    output, blocks = completed.completions[0].output, Blocks(reader)
+    output, blocks = completed.completions[0], Blocks(reader)
     for _ in blocks.push(output):
         pass
     if raw is not None:

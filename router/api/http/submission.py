@@ -11,7 +11,7 @@ from holdfast.router.api.http.event_stream import EVENT_IDS, LAST_EVENT_ID, Even
 from holdfast.router.api.http.server import Connection
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.request_stream import merged
-from holdfast.router.events import OutputDelta
+from holdfast.router.generation import OutputDelta
 from holdfast.router.request import GenerationRequest, check_request_id
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.poison_watch import PoisonWatch, begin_reading
@@ -135,7 +135,7 @@ class Submission:
             text_length=len(output_delta.text),
             finish_reason=output_delta.finish_reason,
             sequence_index=choice,
-            fingerprint=output_delta.fingerprint,
+            fingerprint=output_delta.system_fingerprint,
             num_events=encoder.num_events,
             is_last=is_last,
         )

@@ -8,7 +8,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Final
 
-from holdfast.router.events import OutputDelta
+from holdfast.router.generation import OutputDelta
 from holdfast.router.text.token_table import REPLACEMENT, is_nothing
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.request import TokenLogprob

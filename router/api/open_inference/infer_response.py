@@ -6,31 +6,18 @@ Each output has one element for each completion; in a stream, what is new of it.
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from holdfast.foreign import grpc_service_pb2
 from holdfast.router.api.open_inference.infer_request import OUTPUTS, VERSION, InferRequest
 from holdfast.router.api.open_inference.tensors import Tensor, Value, add_outputs
 from holdfast.router.api.public_answer import by_token_id
-from holdfast.router.generation import Chunk, Generation
+from holdfast.router.generation import Generation, OutputDelta
 from holdfast.router.text.token_table import TokenTable
 from holdfast.router.wire.statuses import call_status
 from holdfast.worker.errors import HoldfastError
-from holdfast.worker.request import FinishReason, TokenLogprob
 
 FINAL: Final = "triton_final_response"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Row:
-    """One completion's elements of an answer."""
-
-    text: str = ""
-    finish_reason: FinishReason | None = None
-    cumulative_logprob: float | None = None
-    logprobs: tuple[TokenLogprob, ...] = ()
-    num_tokens: int = 0
 
 
 class InferResponses:
@@ -41,35 +28,23 @@ class InferResponses:
         self._model = model
         self._num_input_tokens = num_input_tokens
         self._tokens = tokens
-        self._rows = [_Row() for _ in range(request.generation.sampling_params.n)]
+        self._rows = [OutputDelta("", 0, (), "")] * request.generation.sampling_params.n
 
     def whole(self, generation: Generation) -> grpc_service_pb2.ModelInferResponse:
         """All completions at once."""
-        return self._message(
-            [
-                _Row(
-                    text=completion.text,
-                    finish_reason=completion.finish_reason,
-                    cumulative_logprob=completion.cumulative_logprob,
-                    logprobs=completion.logprobs,
-                    num_tokens=len(completion.token_ids),
-                )
-                for completion in generation.completions
-            ]
-        )
+        return self._message(generation.completions)
 
-    def step(self, chunk: Chunk) -> grpc_service_pb2.ModelInferResponse:
-        """What is new. Of the completions that a chunk is not of, nothing is; finish reasons and sums stay."""
-        row = self._rows[chunk.sequence_index]
-        row.text, row.logprobs, row.num_tokens = chunk.text, chunk.logprobs, len(chunk.token_ids)
-        row.finish_reason = chunk.finish_reason
-        if chunk.logprobs:
-            row.cumulative_logprob = (row.cumulative_logprob or 0.0) + math.fsum(one.logprob for one in chunk.logprobs)
+    def step(self, delta: OutputDelta) -> grpc_service_pb2.ModelInferResponse:
+        """What is new. Of the completions that a delta is not of, nothing is; finish reasons and sums stay."""
+        index, total = delta.sequence_index, self._rows[delta.sequence_index].cumulative_logprob
+        if delta.logprobs:
+            total = (total or 0.0) + math.fsum(one.logprob for one in delta.logprobs)
+        self._rows[index] = delta._replace(cumulative_logprob=total)
         message = self._message(self._rows)
-        row.text, row.logprobs, row.num_tokens = "", (), 0
+        self._rows[index] = self._rows[index]._replace(text="", logprobs=(), token_ids=())
         return message
 
-    def _message(self, rows: Sequence[_Row]) -> grpc_service_pb2.ModelInferResponse:
+    def _message(self, rows: Sequence[OutputDelta]) -> grpc_service_pb2.ModelInferResponse:
         message = empty(self._request, self._model)
         tensors = [
             Tensor(name=name, datatype=OUTPUTS[name], values=self._values(name, rows)) for name in self._request.outputs
@@ -77,7 +52,7 @@ class InferResponses:
         add_outputs(message, tensors, are_raw=self._request.are_raw)
         return message
 
-    def _values(self, name: str, rows: Sequence[_Row]) -> list[Value]:
+    def _values(self, name: str, rows: Sequence[OutputDelta]) -> list[Value]:
         match name:
             case "text_output":
                 return [row.text.encode() for row in rows]
@@ -94,7 +69,7 @@ class InferResponses:
             case "num_input_tokens":
                 return [self._num_input_tokens]
             case _:
-                return [row.num_tokens for row in rows]
+                return [len(row.token_ids) for row in rows]
 
 
 def empty(request: InferRequest, model: str) -> grpc_service_pb2.ModelInferResponse:

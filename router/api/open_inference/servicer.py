@@ -24,7 +24,6 @@ from holdfast.router.api.open_inference.infer_request import (
 )
 from holdfast.router.api.open_inference.infer_response import InferResponses, empty, failed, streamed
 from holdfast.router.api.open_inference.model_info import InferCounts, model_config, model_metadata, server_metadata
-from holdfast.router.api.public_answer import public_chunk, public_generation
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.events import ModelStatus
 from holdfast.router.requests.answer import SampledAnswer
@@ -225,7 +224,7 @@ class InferenceProtocolServicer:
             async with self._request_processor.open(request.generation, context.time_remaining()) as answer:
                 responses = self._responses(request, answer)
                 async for delta in answer:
-                    yield responses.step(public_chunk(delta)), delta.usage is not None
+                    yield responses.step(delta), delta.usage is not None
 
     async def _whole(
         self, request: InferRequest, context: Context, *, is_unary: bool = True
@@ -237,7 +236,7 @@ class InferenceProtocolServicer:
             async with opening(generation, context.time_remaining()) as answer:
                 if is_unary:
                     await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request.request_id),))
-                return self._responses(request, answer).whole(public_generation(await answer.whole()))
+                return self._responses(request, answer).whole(await answer.whole())
 
     def _responses(self, request: InferRequest, answer: SampledAnswer | BeamAnswer) -> InferResponses:
         tokens = self._request_processor.tokenizer(answer.model).tokens

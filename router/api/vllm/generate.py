@@ -2,11 +2,11 @@
 and what is refused.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from holdfast.foreign import vllm_engine_pb2
-from holdfast.router.events import OutputDelta
+from holdfast.router.generation import OutputDelta
 from holdfast.router.request import GenerationRequest
 from holdfast.router.wire.resume_codec import in_pieces
 from holdfast.worker.errors import InvalidRequestError
@@ -101,16 +101,8 @@ def _structure(message: vllm_engine_pb2.SamplingParams) -> StructuredOutputs | N
 class GenerateResponses:
     """Of one request."""
 
-    def __init__(
-        self,
-        prompt_token_ids: Sequence[int],
-        stop_reason: Callable[[int, OutputDelta], str | int | None],
-        *,
-        stream: bool,
-    ) -> None:
-        """`stop_reason` as of `SampledAnswer`."""
+    def __init__(self, prompt_token_ids: Sequence[int], *, stream: bool) -> None:
         self._prompt_token_ids = prompt_token_ids
-        self._stop_reason = stop_reason
         self._stream = stream
 
     def of(self, delta: OutputDelta) -> Iterator[vllm_engine_pb2.GenerateResponse]:
@@ -143,7 +135,7 @@ class GenerateResponses:
             input_logprobs=input_logprobs(self._prompt_token_ids, delta.prompt_logprobs),
             index=delta.sequence_index,
         )
-        matched = self._stop_reason(delta.sequence_index, delta)
+        matched = delta.stop_reason
         if isinstance(matched, int):
             complete.matched_token_id = matched
         elif matched is not None:
@@ -163,16 +155,17 @@ def output_logprobs(logprobs: Sequence[TokenLogprob]) -> vllm_engine_pb2.OutputL
 
 
 def input_logprobs(
-    prompt_token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+    prompt_token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]
 ) -> vllm_engine_pb2.InputLogProbs | None:
-    """None where there are none. `logprobs` begin with the second token: the first has none."""
-    if not logprobs:
+    """None where there are none; the first token has none."""
+    known = [item for item in logprobs if item is not None]
+    if not known:
         return None
-    tops = _tops(logprobs)
+    tops = _tops(known)
     return vllm_engine_pb2.InputLogProbs(
         token_logprobs=[
             vllm_engine_pb2.InputTokenLogProb(),
-            *(vllm_engine_pb2.InputTokenLogProb(value=item.logprob) for item in logprobs),
+            *(vllm_engine_pb2.InputTokenLogProb(value=item.logprob) for item in known),
         ],
         token_ids=prompt_token_ids,
         top_logprobs=[vllm_engine_pb2.TopLogProbs(), *tops] if tops else [],

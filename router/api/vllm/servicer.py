@@ -145,7 +145,7 @@ class VllmEngineServicer:
         request = await self._decode_worker.run(message.ByteSize(), made)
         request.check_streamable()
         async with self._request_processor.open(request, context.time_remaining()) as answer:
-            responses = GenerateResponses(answer.request.prompt_token_ids, answer.stop_reason, stream=message.stream)
+            responses = GenerateResponses(answer.request.prompt_token_ids, stream=message.stream)
             if not message.stream:
                 for whole in await answer.outputs():
                     for response in responses.of(whole):

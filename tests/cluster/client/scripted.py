@@ -6,17 +6,16 @@ its client is, as real ones do.
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from holdfast.cluster.client.transport import CallFailed
-from holdfast.router.events import Usage
-from holdfast.router.generation import Chunk, GeneratedSequence, Generation
+from holdfast.router.generation import Generation, OutputDelta, Usage
 from holdfast.router.request import GenerationRequest
 from holdfast.router.wire.request_codec import generation_request
-from holdfast.router.wire.response_codec import chunk_message, generation_message
+from holdfast.router.wire.response_codec import delta_message, generation_message
 from holdfast.router.wire.statuses import CallStatus, call_status
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import HoldfastError
@@ -130,7 +129,7 @@ class ScriptedTransport:
             return [getattr(inference_pb2, f"{method}Response")()]
         wish = generation_request(request)
         self.wishes.append(wish)
-        return [generation_message(whole(wish))] if method == "Generate" else list(map(chunk_message, pieces(wish)))
+        return [generation_message(whole(wish))] if method == "Generate" else list(map(delta_message, pieces(wish)))
 
 
 def tokens(wish: GenerationRequest, index: int = 0) -> tuple[int, ...]:
@@ -140,19 +139,19 @@ def tokens(wish: GenerationRequest, index: int = 0) -> tuple[int, ...]:
     return tuple(fake_tokens(prompt, (params.seed or 0) + index, params.max_tokens or 0))
 
 
-def pieces(wish: GenerationRequest) -> list[Chunk]:
+def pieces(wish: GenerationRequest) -> list[OutputDelta]:
     """What is left to be streamed, the completions by turns."""
     every = [_rest(wish, index) for index in range(wish.sampling_params.n)]
     longest = max(map(len, every))
     chunks = [rest[turn] for turn in range(longest) for rest in every if turn < len(rest)]
-    return [*chunks[:-1], replace(chunks[-1], usage=USAGE)] if chunks else []
+    return [*chunks[:-1], chunks[-1]._replace(usage=USAGE)] if chunks else []
 
 
-def _rest(wish: GenerationRequest, index: int) -> list[Chunk]:
+def _rest(wish: GenerationRequest, index: int) -> list[OutputDelta]:
     token_ids = tokens(wish, index)
     begin = 0 if wish.resume is None else len(wish.resume.sequence(index).token_ids)
     return [
-        Chunk(
+        OutputDelta(
             request_id=wish.request_id,
             sequence_index=index,
             first_token_index=place,
@@ -167,7 +166,9 @@ def _rest(wish: GenerationRequest, index: int) -> list[Chunk]:
 
 def whole(wish: GenerationRequest) -> Generation:
     completions = tuple(
-        GeneratedSequence(
+        OutputDelta(
+            request_id=wish.request_id,
+            first_token_index=0,
             sequence_index=index,
             token_ids=tokens(wish, index),
             text=bytes(tokens(wish, index)).decode(),

@@ -5,7 +5,7 @@ import grpc
 import pytest
 
 from holdfast.cluster.client.async_client import AsyncClient
-from holdfast.router.generation import Chunk
+from holdfast.router.generation import OutputDelta
 from holdfast.router.wire.statuses import call_status
 from holdfast.v1 import inference_pb2, inference_pb2_grpc
 from holdfast.worker.errors import (
@@ -58,7 +58,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
             raise
 
 
-async def _ask(router: FakeRouter, **options: object) -> list[Chunk]:
+async def _ask(router: FakeRouter, **options: object) -> list[OutputDelta]:
     server = grpc.aio.server()
     inference_pb2_grpc.add_InferenceServicer_to_server(router, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -77,7 +77,7 @@ async def _ask(router: FakeRouter, **options: object) -> list[Chunk]:
     return chunks
 
 
-def ask(router: FakeRouter, **options: object) -> list[Chunk]:
+def ask(router: FakeRouter, **options: object) -> list[OutputDelta]:
     return loops.run(_ask(router, **options))
 
 

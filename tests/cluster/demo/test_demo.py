@@ -5,12 +5,12 @@ from rich.console import Console
 
 from holdfast.cluster.demo.run import Loss
 from holdfast.cluster.demo.streams import LinePrinter, Stream
-from holdfast.router.generation import Chunk
+from holdfast.router.generation import OutputDelta
 from holdfast.worker.request import FinishReason
 
 
-def chunk(text: str, num_tokens: int, finish_reason: FinishReason | None = None) -> Chunk:
-    return Chunk(
+def chunk(text: str, num_tokens: int, finish_reason: FinishReason | None = None) -> OutputDelta:
+    return OutputDelta(
         request_id="r", first_token_index=0, token_ids=(1,) * num_tokens, text=text, finish_reason=finish_reason
     )
 
@@ -44,7 +44,7 @@ def streamed(number: int, *pieces: tuple[float, int]) -> Stream:
     for at_s, token_id in pieces:
         text = f"{token_id} "
         stream.take(
-            Chunk(request_id="r", first_token_index=0, token_ids=(token_id,), text=text, finish_reason=None), at_s
+            OutputDelta(request_id="r", first_token_index=0, token_ids=(token_id,), text=text, finish_reason=None), at_s
         )
     return stream
 

@@ -119,7 +119,7 @@ def test_an_end_is_left_out_unless_it_is_asked_for(llm: LLM):
     output = handle.result(60).outputs[0]
     assert output.token_ids[-1] == end
     without, kept = (
-        beam_sequence(handle.beams[0], prompt, llm.get_tokenizer(), keep_end=keep_end) for keep_end in (False, True)
+        beam_sequence(*handle.beams[0], prompt, llm.get_tokenizer(), keep_end=keep_end) for keep_end in (False, True)
     )
     assert kept.tokens == [*without.tokens, end]
     assert (len(without.logprobs), len(kept.logprobs)) == (len(output.token_ids) - 1, len(output.token_ids))

@@ -1,8 +1,7 @@
 """Completions of the router as offline callers see them."""
 
 from holdfast.cluster.offline.outputs import by_token_id, completion_output, prompt_logprobs
-from holdfast.router.events import OutputDelta
-from holdfast.router.requests.answer import CompletedSequence
+from holdfast.router.generation import OutputDelta
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import byte_tokenizer
@@ -14,7 +13,10 @@ DELIVERY = OutputDelta(
     token_ids=(ord("a"),),
     text="a",
     logprobs=(SAID,),
-    prompt_logprobs=(TokenLogprob(token_id=ord("p"), logprob=-3.0, rank=9, top=((ord("q"), -0.1),)),),
+    prompt_logprobs=(
+        None,
+        TokenLogprob(token_id=ord("p"), logprob=-3.0, rank=9, top=((ord("q"), -0.1),)),
+    ),
 )
 
 
@@ -27,12 +29,11 @@ def test_a_token_comes_once_with_its_rank_and_its_text():
 
 
 def test_what_is_said_of_the_prompt_begins_with_nothing():
-    first = CompletedSequence(output=DELIVERY)
-    nothing, said = prompt_logprobs(first, byte_tokenizer())
+    nothing, said = prompt_logprobs(DELIVERY, byte_tokenizer())
     assert nothing is None
     assert [(item.decoded_token, item.rank) for item in said.values()] == [("p", 9), ("q", 1)]
 
 
 def test_what_was_not_asked_for_is_none():
-    output = completion_output(CompletedSequence(output=DELIVERY), SamplingParams(), byte_tokenizer())
+    output = completion_output(DELIVERY, SamplingParams(), byte_tokenizer())
     assert (output.logprobs, output.cumulative_logprob) == (None, None)

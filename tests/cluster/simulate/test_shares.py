@@ -17,7 +17,7 @@ from holdfast.cluster.simulate.capacity.capacity import AnyTokenRunner, NoText
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.timeline import Timeline
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.events import OutputDelta
+from holdfast.router.generation import OutputDelta
 from holdfast.worker.config import SchedulerConfig, ServiceOrderConfig
 from holdfast.worker.request import EngineRequest, Priority
 from holdfast.worker.sampling_params import SamplingParams

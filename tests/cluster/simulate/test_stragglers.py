@@ -7,7 +7,8 @@ from holdfast.cluster.simulate.actors.messages import Generate, Straggler
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.process import Process
 from holdfast.cluster.simulate.kernel.timeline import Timeline
-from holdfast.router.events import Fail, OutputDelta
+from holdfast.router.events import Fail
+from holdfast.router.generation import OutputDelta
 from holdfast.worker.errors import RequestAbortedError, RequestSupersededError
 from holdfast.worker.request import EngineRequest, SequenceKey
 from holdfast.worker.sampling_params import SamplingParams

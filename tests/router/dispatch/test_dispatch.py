@@ -1,6 +1,6 @@
 """The dispatch core, event by event: no mocks, no sleeps, time moved by hand."""
 
-from holdfast.router.events import Usage
+from holdfast.router.generation import Usage
 from holdfast.worker.errors import (
     InternalError,
 )

@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.request_state import RequestState
-from holdfast.router.events import Action, Fail, OutputDelta, SendAbort, SendSubmit
+from holdfast.router.events import Action, Fail, SendAbort, SendSubmit
+from holdfast.router.generation import OutputDelta
 from holdfast.worker.errors import HoldfastError, QueueFullError, ReplicaError, RequestAbortedError
 from holdfast.worker.request import EngineRequest, FinishReason, Priority, SequenceKey, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams

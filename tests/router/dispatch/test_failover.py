@@ -5,7 +5,7 @@ import pytest
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.placement import MAX_REFUSALS
 from holdfast.router.dispatch.request_state import RequestState
-from holdfast.router.events import OutputDelta, Usage
+from holdfast.router.generation import OutputDelta, Usage
 from holdfast.router.text.text_stream import TextStream
 from holdfast.worker.errors import (
     DeadlineExceededError,

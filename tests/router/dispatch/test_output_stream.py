@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from holdfast.router.dispatch.request_stream import MERGED_AT, OutputStream, WakingSink
-from holdfast.router.events import OutputDelta, Usage
+from holdfast.router.generation import OutputDelta, Usage
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob
 
@@ -36,10 +36,10 @@ def stream(*deltas: OutputDelta) -> OutputStream:
 
 
 def test_what_is_merged_comes_from_where_the_last_of_it_came_from():
-    first = piece(0, 0)._replace(fingerprint="first")
-    second = piece(1, 1)._replace(fingerprint="second", identity_guaranteed=False)
+    first = piece(0, 0)._replace(system_fingerprint="first")
+    second = piece(1, 1)._replace(system_fingerprint="second", replayed_without_guarantee=True)
     merged = stream(first, second).poll()
-    assert (merged.fingerprint, merged.identity_guaranteed) == ("second", False)
+    assert (merged.system_fingerprint, merged.replayed_without_guarantee) == ("second", True)
 
 
 def test_what_is_not_read_yet_is_merged():

@@ -4,7 +4,7 @@ import math
 
 from holdfast.router.dispatch.parallel_sampling import best, siblings
 from holdfast.router.dispatch.request_stream import merged_usage
-from holdfast.router.events import Usage
+from holdfast.router.generation import Usage
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import MAX_SEED, SamplingParams
 

@@ -1,6 +1,6 @@
 """Log-probabilities of a prompt that come in pieces before the first token."""
 
-from holdfast.router.events import OutputDelta
+from holdfast.router.generation import OutputDelta
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.request import FinishReason, TokenDelta, TokenLogprob
 from tests.router.core import Core, delivered, failure, sent

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.router.config import RouterConfig
-from holdfast.router.events import Action, Fail, OutputDelta, SendAbort, SendSubmit
+from holdfast.router.events import Action, Fail, SendAbort, SendSubmit
+from holdfast.router.generation import OutputDelta
 from holdfast.worker.engine.request_guards import Suspects
 from holdfast.worker.errors import HoldfastError, RequestQuarantinedError
 from holdfast.worker.request import FinishReason, PoisonRisk, TokenDelta

@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.router.events import OutputDelta
+from holdfast.router.generation import OutputDelta
 from holdfast.worker.errors import ReplicaError, UnknownModelError
 from holdfast.worker.request import FinishReason
 from tests.router.core import Core, aborts, delivered, delta, failure, sent

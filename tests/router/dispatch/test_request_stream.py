@@ -6,7 +6,8 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_stream import OutputStream, RequestStream, WakingSink
-from holdfast.router.events import CaughtUp, OutputDelta, Usage
+from holdfast.router.events import CaughtUp
+from holdfast.router.generation import OutputDelta, Usage
 from holdfast.worker.errors import QueueFullError, ReplicaError
 from holdfast.worker.request import EngineRequest, FinishReason, SequenceKey
 from holdfast.worker.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ import pytest
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.request_stream import OutputStream
-from holdfast.router.events import OutputDelta, Usage
+from holdfast.router.generation import OutputDelta, Usage
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.v1 import engine_pb2, inference_pb2
 from holdfast.worker.errors import ReplicaError

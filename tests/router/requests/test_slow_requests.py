@@ -6,7 +6,8 @@ import pytest
 
 from holdfast.router.dispatch.request_stream import OutputStream, WakingSink
 from holdfast.router.dispatch.timeline import AttemptTimes, Cause, Phases, Timeline
-from holdfast.router.events import ModelStatus, OutputDelta
+from holdfast.router.events import ModelStatus
+from holdfast.router.generation import OutputDelta
 from holdfast.router.requests.request_stats import AdmittedRequest, EndedRequest, RequestStats, SlowRequests
 from holdfast.worker.request import EngineRequest, FinishReason, SequenceKey
 from holdfast.worker.sampling_params import SamplingParams

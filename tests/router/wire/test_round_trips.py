@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.router.chat import Chat
-from holdfast.router.events import Usage
-from holdfast.router.generation import Chunk, GeneratedSequence, Generation
+from holdfast.router.generation import NO_SEQUENCE, Generation, OutputDelta, Usage
 from holdfast.router.request import GenerationRequest
 from holdfast.router.resume import ResumeRecord, SequenceRecord
 from holdfast.router.wire import request_codec, response_codec
@@ -75,8 +74,12 @@ said = st.lists(logprobs, max_size=3).map(tuple)
 said_of_prompt = said.map(lambda items: (None, *items) if items else ())
 usages = st.builds(Usage, num_prompt_tokens=counts, num_completion_tokens=counts, num_cached_tokens=counts)
 certainty = {"replayed_without_guarantee": st.booleans(), "system_fingerprint": texts}
+in_process = {"num_cached_tokens": 0, "replica_id": "", "key": NO_SEQUENCE, "stop_reason": None, "chat": None}
+left_out = {name: st.just(value) for name, value in in_process.items()}
 chunks = st.builds(
-    Chunk,
+    OutputDelta,
+    **left_out,
+    cumulative_logprob=st.none(),
     request_id=texts,
     sequence_index=counts,
     first_token_index=counts,
@@ -88,24 +91,31 @@ chunks = st.builds(
     usage=st.none() | usages,
     **certainty,
 )
-sequences = st.builds(
-    GeneratedSequence,
-    sequence_index=counts,
-    token_ids=token_ids,
-    text=texts,
-    finish_reason=reasons,
-    logprobs=said,
-    cumulative_logprob=st.none() | st.floats(allow_nan=False),
-)
-generations = st.builds(
-    Generation,
-    request_id=texts,
-    model=texts,
-    completions=st.lists(sequences, min_size=1, max_size=3).map(tuple),
-    usage=usages,
-    prompt_logprobs=said_of_prompt,
-    **certainty,
-)
+
+
+@st.composite
+def generations(draw: st.DrawFn) -> Generation:
+    of_all = {name: draw(values) for name, values in {"request_id": texts, **certainty}.items()}
+    completions = st.builds(
+        OutputDelta,
+        **left_out,
+        usage=st.none(),
+        **{name: st.just(value) for name, value in of_all.items()},
+        first_token_index=st.just(0),
+        sequence_index=counts,
+        token_ids=token_ids,
+        text=texts,
+        finish_reason=reasons,
+        logprobs=said,
+        prompt_logprobs=said_of_prompt,
+        cumulative_logprob=st.none() | st.floats(allow_nan=False),
+    )
+    return Generation(
+        request_id=of_all["request_id"],
+        model=draw(texts),
+        completions=draw(st.lists(completions, min_size=1, max_size=3).map(tuple)),
+        usage=draw(usages),
+    )
 
 
 @given(requests)
@@ -116,11 +126,11 @@ def test_requests(request):
 
 @given(chunks)
 def test_chunks(chunk):
-    data = response_codec.chunk_message(chunk).SerializeToString()
-    assert response_codec.chunk(inference_pb2.GenerateStreamResponse.FromString(data)) == chunk
+    data = response_codec.delta_message(chunk).SerializeToString()
+    assert response_codec.output_delta(inference_pb2.GenerateStreamResponse.FromString(data)) == chunk
 
 
-@given(generations)
+@given(generations())
 def test_generations(generation):
     data = response_codec.generation_message(generation).SerializeToString()
     assert response_codec.generation(inference_pb2.GenerateResponse.FromString(data)) == generation
@@ -136,11 +146,13 @@ def test_variables_of_a_template_keep_their_order_and_their_types():
 
 def test_every_field_of_the_messages_is_carried():
     """A field that is in the proto alone would be left behind both ways, and no round trip would tell."""
+    delta, of_stream = {*OutputDelta._fields}, {"request_id", "first_token_index", "usage"}
+    of_all = {"replayed_without_guarantee", "system_fingerprint"}
     filled = {
         inference_pb2.GenerateRequest: {*GenerationRequest.__dataclass_fields__},
-        inference_pb2.GenerateStreamResponse: {*Chunk.__dataclass_fields__},
-        inference_pb2.GenerateResponse: {*Generation.__dataclass_fields__} - {"prompt_logprobs"},
-        inference_pb2.Completion: {*GeneratedSequence.__dataclass_fields__, "prompt_logprobs"},
+        inference_pb2.GenerateStreamResponse: delta - (in_process.keys() - {"chat"}) - {"cumulative_logprob"},
+        inference_pb2.GenerateResponse: {*Generation.__dataclass_fields__} - {"candidates"} | of_all,
+        inference_pb2.Completion: delta - (in_process.keys() - {"chat"}) - of_all - of_stream,
         inference_pb2.Chat: {*Chat.__dataclass_fields__},
     }
     renamed = {"text": "prompt", "token_ids": "prompt", "timeout_ms": "timeout_s"}

@@ -4,9 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.router.api.grpc.chunk_writer import ChunkEncoder, varint
-from holdfast.router.api.public_answer import public_chunk
-from holdfast.router.events import OutputDelta
-from holdfast.router.wire.response_codec import chunk_message
+from holdfast.router.generation import OutputDelta
+from holdfast.router.wire.response_codec import delta_message
 from holdfast.v1.inference_pb2 import GenerateStreamResponse
 from tests.examples import examples
 
@@ -15,15 +14,17 @@ numbers = st.integers(0, 2**32 - 1) | edges
 texts = st.text(max_size=12) | st.sampled_from(["", "a" * 127, "a" * 128, "é" * 8_192, "a" * 2**14])
 
 
-def made(first: int, token_ids: tuple[int, ...], text: str, index: int, fingerprint: str, is_sure: bool) -> OutputDelta:
+def made(
+    first: int, token_ids: tuple[int, ...], text: str, index: int, fingerprint: str, is_replayed: bool
+) -> OutputDelta:
     return OutputDelta(
         "x",
         first,
         token_ids,
         text,
         sequence_index=index,
-        fingerprint=fingerprint,
-        identity_guaranteed=is_sure,
+        system_fingerprint=fingerprint,
+        replayed_without_guarantee=is_replayed,
     )
 
 
@@ -38,7 +39,7 @@ output_deltas = st.tuples(*fields).map(lambda said: made(*said))
 def test_every_chunk_reads_as_the_message_that_its_delivery_makes(several):
     encode = ChunkEncoder().encode
     for delta in several:
-        assert GenerateStreamResponse.FromString(encode(delta)) == chunk_message(public_chunk(delta))
+        assert GenerateStreamResponse.FromString(encode(delta)) == delta_message(delta)
 
 
 @given(number=numbers)

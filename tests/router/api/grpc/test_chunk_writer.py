@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from holdfast.router.api.grpc.chunk_writer import ChunkWriter
-from holdfast.router.events import OutputDelta
+from holdfast.router.generation import OutputDelta
 from tests.loops import on_each_loop
 from tests.router.answers import new_answer
 

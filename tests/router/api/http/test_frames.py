@@ -12,7 +12,7 @@ from holdfast.router.api.http.chat_completions import DONE, ChatChunks, ChatView
 from holdfast.router.api.http.completions import Completions
 from holdfast.router.api.http.submission import Encoder, Submission, encoded
 from holdfast.router.dispatch.request_stream import OutputStream
-from holdfast.router.events import OutputDelta, Usage
+from holdfast.router.generation import OutputDelta, Usage
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.resume import Identity
 from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob
@@ -43,7 +43,7 @@ def completion(fields: dict, one: SampledAnswer) -> Encoder:
 
 
 def piece(index: int, text: str, choice: int = 0, fingerprint: str = "m/1", **fields) -> OutputDelta:
-    return OutputDelta("x", index, (7,), text, sequence_index=choice, fingerprint=fingerprint, **fields)
+    return OutputDelta("x", index, (7,), text, sequence_index=choice, system_fingerprint=fingerprint, **fields)
 
 
 def objects(events: bytes) -> list:

@@ -15,7 +15,7 @@ from holdfast.router.api.grpc import server
 from holdfast.router.api.vllm.generate import GenerateResponses
 from holdfast.router.api.vllm.servicer import SERVICE, LoadReport, VllmEngineServicer, model_info
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.events import OutputDelta, Usage
+from holdfast.router.generation import OutputDelta, Usage
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.request import EngineLoad, FinishReason, TokenLogprob
 from tests.fakes import FakeReplica, fake_tokens
@@ -233,16 +233,16 @@ def output_delta(*token_ids: int, text: str = "", finish: FinishReason | None = 
     ("reason", "matched"), [(5, {"matched_token_id": 5}), ("END", {"matched_stop_str": "END"}), (None, {})]
 )
 def test_what_ended_a_completion_is_named(reason, matched):
-    responses = GenerateResponses(HELLO, lambda index, last: reason, stream=False)
-    (end,) = responses.of(output_delta(5, text="so", finish=FinishReason.STOP))
+    responses = GenerateResponses(HELLO, stream=False)
+    (end,) = responses.of(output_delta(5, text="so", finish=FinishReason.STOP, stop_reason=reason))
     kind = end.complete.WhichOneof("matched_stop")
     assert ({kind: getattr(end.complete, kind)} if kind else {}) == matched
 
 
 def test_logprobs_have_a_place_for_each_token_and_none_for_the_first_of_a_prompt():
     known = TokenLogprob(token_id=7, logprob=-0.5, rank=2, top=((8, -0.25), (7, -0.5)))
-    responses = GenerateResponses(HELLO, lambda index, last: None, stream=True)
-    (chunk,) = responses.of(output_delta(7, logprobs=(known,), prompt_logprobs=(known,)))
+    responses = GenerateResponses(HELLO, stream=True)
+    (chunk,) = responses.of(output_delta(7, logprobs=(known,), prompt_logprobs=(None, known)))
     output, prompt = chunk.chunk.output_logprobs, chunk.chunk.input_logprobs
     assert (list(output.token_ids), list(output.token_logprobs)) == ([7], [-0.5])
     assert list(output.top_logprobs[0].token_ids) == [8, 7]
