@@ -1,4 +1,4 @@
-"""A free TCP port, for what must be told a port before it listens."""
+"""A free TCP port, for servers that need a port number before they listen."""
 
 import socket
 

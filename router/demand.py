@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDemand:
-    """One replica that is up and takes requests, as it has last told a router."""
+    """One replica that is up and takes requests, as it last reported to a router."""
 
     replica_id: str
     num_running: int

@@ -246,7 +246,9 @@ class SpeculationConfig(Settings):
 
     @property
     def max_num_drafts(self) -> int:
-        """Most tokens guessed ahead for one sequence; 0 where nobody guesses. A draft model pays for each of them."""
+        """Most tokens guessed ahead for one sequence; 0 without speculative decoding. A draft model pays for each of
+        them.
+        """
         if self.speculative == "none":
             return 0
         return self.num_speculative_tokens or (4 if self.speculative == "draft" else 8)

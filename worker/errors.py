@@ -9,7 +9,7 @@ HoldfastError
 │   ├── PermissionDeniedError    the key may not do this
 │   ├── ConfigurationError       a setting (also a ValueError)
 │   └── UnsupportedModelError    a model that would run wrongly is refused (also a ValueError)
-├── CapacityError            nobody's fault; try again after `retry_after_s`
+├── CapacityError            no capacity now; try again after `retry_after_s`
 │   ├── QueueFullError
 │   ├── RateLimitError           the caller's own rate is used up
 │   │   └── ByteBudgetError          the bytes that it may have in flight are used up
@@ -238,7 +238,7 @@ def shortened(value: object, limit: int = 80) -> str:
 
 
 def _written(value: object, limit: int) -> Iterator[str]:
-    """The pieces of a `repr`, made one by one: nobody waits for what is cut away."""
+    """The pieces of a `repr`, made one by one: what is cut away is never made."""
     if type(value) is dict:
         yield "{"
         for index, (name, item) in enumerate(value.items()):

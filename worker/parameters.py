@@ -49,7 +49,7 @@ class Kind:
     prepare: Callable[[object], object]
     """Brings what is good enough into a form that those rules take; what is not, it leaves or refuses."""
     wish: str
-    """What a value of another type is told."""
+    """Error text for a value of another type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Metadata:
     scope: Scope
     group: Group
     limit: str = ""
-    """What a value outside its limits is told, where the range alone does not say it."""
+    """Error text for a value outside its limits, where the range alone is not enough."""
     limits: str = ""
     """The same in a table of parameters."""
     neutral: str = ""

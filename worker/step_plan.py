@@ -184,7 +184,7 @@ class StepPlan:
     state_copies: tuple[StateCopy, ...] = ()
     """To be made before anything is computed, on every rank, one after the other in this order."""
     num_steps: int = field(init=False)
-    """Steps that are run on this plan: 1, but for decodes that nobody waits for (`DecodeRows.num_steps`)."""
+    """Steps that are run on this plan: more than 1 only for decodes while no request waits (`DecodeRows.num_steps`)."""
     num_tokens: int = field(init=False)
     """Computed, in all its steps."""
     needs_logits: bool = field(init=False)

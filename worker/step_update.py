@@ -46,7 +46,7 @@ class EngineStats:
     """Counts since the start, and what the engine holds now: one flat set of figures.
 
     The scheduler and the engine count in one record, in place. What `Scheduler.stats` returns is a copy of it, with the
-    levels of now; nobody changes that copy.
+    levels of now; that copy is never changed.
     """
 
     num_requests: int = 0

@@ -161,7 +161,7 @@ class WaitingQueue(Generic[AnyWaiter]):
         return self.num_waiting
 
     def __iter__(self) -> Iterator[AnyWaiter]:
-        """In order of service, as if nobody's counter changed on the way."""
+        """In order of service, as if no tenant's counter changed on the way."""
         for _, lane in self._lanes:
             yield from lane
 
@@ -172,7 +172,7 @@ class WaitingQueue(Generic[AnyWaiter]):
 
     @property
     def best_class(self) -> Priority | None:
-        """The class of the first, or None if nobody is ready."""
+        """The class of the first, or None if no request is ready."""
         if self.num_waiting == 0:
             return None
         for priority, lane in self._lanes:  # at every step, so no generator
@@ -189,7 +189,7 @@ class WaitingQueue(Generic[AnyWaiter]):
         for _, lane in self._lanes:
             if lane.num_waiting:
                 return lane.first()
-        raise AssertionError("nobody waits")
+        raise AssertionError("the queue is empty")
 
     def add(self, waiter: AnyWaiter) -> None:
         # Looked up anew: an account that was idle while its requests ran may have been forgotten.

@@ -14,7 +14,7 @@ import grpc
 
 from benchmarks.router_parts.clients import METHOD, asked
 from benchmarks.router_parts.load import prefixed_prompt
-from benchmarks.router_parts.orders import obey, run, say
+from benchmarks.router_parts.orders import run, say, take_orders
 from holdfast.cluster.bench.workload import Arrivals
 from holdfast.v1 import inference_pb2
 
@@ -31,7 +31,7 @@ class ArrivingRequests:
         self._numbers = itertools.count()
         self._loop = asyncio.get_running_loop()
 
-    async def obey(self, order: dict[str, Any]) -> dict[str, Any]:
+    async def carry_out(self, order: dict[str, Any]) -> dict[str, Any]:
         times = itertools.takewhile(lambda at: at < order["seconds"], Arrivals(rate=order["rate"]).times(order["seed"]))
         due = [(at, self._prompt()) for at in times]
         began_s = self._loop.time()
@@ -61,7 +61,7 @@ class ArrivingRequests:
 async def main(address: str, num_prefixes: int) -> None:
     requests = ArrivingRequests(address, num_prefixes)
     say()
-    await obey(requests.obey)
+    await take_orders(requests.carry_out)
 
 
 if __name__ == "__main__":

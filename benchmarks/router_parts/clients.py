@@ -12,7 +12,7 @@ from typing import Any, Final
 import grpc
 
 from benchmarks.router_parts.load import PROMPT
-from benchmarks.router_parts.orders import obey, run, say
+from benchmarks.router_parts.orders import run, say, take_orders
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.client.blocking_client import Client
 from holdfast.v1 import inference_pb2
@@ -37,7 +37,7 @@ class Streams:
         self.counts = Counts()
         self._running: asyncio.Future[Any] | None = None
 
-    async def obey(self, order: dict[str, Any]) -> dict[str, Any]:
+    async def carry_out(self, order: dict[str, Any]) -> dict[str, Any]:
         match order["what"]:
             case "begin":
                 every = [self.repeated(order["tokens"], order["repeats"]) for _ in range(order["streams"])]
@@ -150,7 +150,7 @@ KINDS: Final[dict[str, Callable[[str], Streams]]] = {
 async def main(kind: str, address: str) -> None:
     streams = KINDS[kind](address)
     say()
-    await obey(streams.obey)
+    await take_orders(streams.carry_out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.router_parts.clients import Streams
 from benchmarks.router_parts.load import PROMPT
-from benchmarks.router_parts.orders import obey, run, say
+from benchmarks.router_parts.orders import run, say, take_orders
 
 _END = b"data: [DONE]"
 
@@ -69,7 +69,7 @@ class CompletionStreams(HttpStreams):
 async def main(address: str, *, completions: bool) -> None:
     streams = (CompletionStreams if completions else HttpStreams)(address)
     say()
-    await obey(streams.obey)
+    await take_orders(streams.carry_out)
 
 
 if __name__ == "__main__":

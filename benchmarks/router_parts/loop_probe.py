@@ -24,7 +24,7 @@ class LoopProbe:
         self._schedule = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
         self._probing: asyncio.Task[None] | None = None
 
-    async def obey(self, order: dict[str, Any]) -> dict[str, Any]:
+    async def carry_out(self, order: dict[str, Any]) -> dict[str, Any]:
         """`look`: what was the longest since the last look, in seconds, and the resident memory in bytes."""
         assert order["what"] == "look"
         if self._probing is None:

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from benchmarks.router_parts.load import PROMPT
-from benchmarks.router_parts.orders import obey, run, say
+from benchmarks.router_parts.orders import run, say, take_orders
 from holdfast.cluster.offline.llm import LLM
 from holdfast.worker.sampling_params import SamplingParams
 
@@ -25,7 +25,7 @@ async def main(model: str) -> None:
         return await asyncio.to_thread(generate, order)
 
     say()
-    await obey(carry_out)
+    await take_orders(carry_out)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,14 @@ from typing import Any, TypeAlias
 
 import uvloop
 
-Obey: TypeAlias = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+CarryOut: TypeAlias = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 def say(**news: object) -> None:
     print(json.dumps(news), flush=True)
 
 
-async def obey(carry_out: Obey) -> None:
+async def take_orders(carry_out: CarryOut) -> None:
     """Carries out orders, one after the other, until there are no more."""
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):

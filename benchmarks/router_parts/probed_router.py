@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from benchmarks.router_parts.load import info, model_path
 from benchmarks.router_parts.loop_probe import LoopProbe
-from benchmarks.router_parts.orders import obey, run, say
+from benchmarks.router_parts.orders import run, say, take_orders
 from benchmarks.router_parts.served_router import until_up
 from benchmarks.static_directory import StaticDirectory
 from holdfast.router.api.grpc import server
@@ -37,7 +37,7 @@ async def main(replica: str, limits: LimitsConfig) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     set_aside()  # as a router of a cluster does once it serves
     say(address=" ".join((router.address, router.http_address, f"127.0.0.1:{port}")))
-    await obey(LoopProbe().obey)
+    await take_orders(LoopProbe().carry_out)
     await vllm.stop(None)
     await router.stop()
 

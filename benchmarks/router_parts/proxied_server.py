@@ -13,7 +13,7 @@ import psutil
 from benchmarks.free_port import pick_port
 from benchmarks.router_parts.bare_server import Steps
 from benchmarks.router_parts.load import prepared
-from benchmarks.router_parts.orders import obey, run, say
+from benchmarks.router_parts.orders import run, say, take_orders
 from holdfast.cluster.config.config import ClusterConfig
 from holdfast.cluster.serve.local import ray_connection
 from holdfast.v1 import inference_pb2
@@ -64,7 +64,7 @@ def serve_until_the_end(steps_per_s: float) -> None:
         )
         serve.run(deployment.bind(steps_per_s), route_prefix="/")  # one that has a route is found without metadata
         say(address=f"127.0.0.1:{port}")
-        run(obey(carry_out))
+        run(take_orders(carry_out))
 
 
 if __name__ == "__main__":

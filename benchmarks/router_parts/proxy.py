@@ -16,7 +16,7 @@ from typing import Any, Final
 import psutil
 
 from benchmarks.free_port import pick_port
-from benchmarks.router_parts.orders import obey, run, say
+from benchmarks.router_parts.orders import run, say, take_orders
 
 _CPU_CLOCK: Final = 2
 START_S: Final = 10.0
@@ -105,7 +105,7 @@ def serve_until_the_end(kind: str, program: str, backend: str, num_servers: int)
                 return {"proxy": sum(time.clock_gettime((~each.pid << 3) | _CPU_CLOCK) for each in every)}
 
             say(address=f"127.0.0.1:{port}")
-            run(obey(carry_out))
+            run(take_orders(carry_out))
         finally:
             process.terminate()
             process.wait()

@@ -17,7 +17,7 @@ from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.wire.tls import Tls
 
 MAX_AHEAD: Final = 64
-"""So many are read ahead at most. Then the stream waits for its reader, as a stream that nobody reads does."""
+"""Most deltas that are read ahead. Then the stream waits for its reader."""
 
 GOES_ON_AT: Final = MAX_AHEAD // 2
 

@@ -16,13 +16,13 @@ from holdfast.worker.errors import RequestQuarantinedError
 MAX_PAUSE_S: Final = 2.0
 
 NEWS_S: Final = 15.0
-"""By then a router that was started in the place of one that ended has told all routers what that was reading."""
+"""Seconds by which the successor of a router that ended has reported to all routers what that one was reading."""
 
 SERVED_S: Final = 10.0
 """A router that had a request for so long before it was lost has served it: its loss is the first of a new row."""
 
 RECONNECT_S: Final = 120.0
-"""How long a client looks for a router after a loss, unless it is told otherwise: more than twice what a restart of a
+"""How long a client looks for a router after a loss, by default: more than twice what a restart of a
 whole cluster takes on a machine with ten times as much work as it has cores for."""
 
 _BROKEN_CODES: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}

@@ -42,7 +42,7 @@ _NO_LOSS: Final = ("ping timeout", "keepalive watchdog timeout", "GOAWAY", "Canc
 """What grpcio's core (read in 1.85) says of connections besides "Socket closed" and the like."""
 
 _UNREAD: Final = ("sendmsg", "recvmsg", "Transport closed")
-"""What it says where a connection had ended before the call was written, or with bytes that nobody had read: the kernel
+"""What it says where a connection had ended before the call was written, or with bytes that were not read: the kernel
 resets it then. Of a router that has read all that came, the kernel closes it: "Stream removed (Socket closed)"."""
 
 
@@ -71,7 +71,8 @@ class Transport(Protocol):
         method answers with one. Closing the generator cancels the call.
 
         `on_taken` is called when the router has let the request in, which may be long before it answers. The router is
-        told of `num_routers_lost`, which have ended while they were reading the request. Raises `CallFailed`.
+        sent `num_routers_lost`: the number of those that have ended while they were reading the request. Raises
+        `CallFailed`.
         """
 
     async def close(self) -> None:

@@ -1,9 +1,10 @@
-"""Commands of operators: `holdfast drain`, `undrain`, `pause`, `resume`, `log-level` and `dump`."""
+"""Commands of operators: `holdfast drain-node`, `drain`, `undrain`, `pause`, `resume`, `log-level` and `dump`."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from holdfast.cluster.config.flags import takes_settings
 from holdfast.cluster.config.layers import Layer
@@ -13,6 +14,8 @@ Server = Annotated[
 ]
 Model = Annotated[str, Parameter(help="the model's name in the API")]
 Replica = Annotated[str, Parameter(help="the replica's id, as `holdfast stats` shows it")]
+
+Seconds = Annotated[float, Parameter(validator=Number(gte=0))]
 
 _LOCAL = "localhost:50051"
 
@@ -86,6 +89,24 @@ def dump(
         output.write_text(text)
         print(f"written: {output}")
     return 0
+
+
+def drain_node(*, notice_s: Seconds = 30.0, limit_s: Seconds = 600.0) -> int:
+    """Drain the Ray node on this machine: end its routers and replicas gracefully, before the machine or pod goes away.
+
+    Parameters
+    ----------
+    notice_s
+        Seconds that Ray Serve has to start replacements on other nodes; then the processes here get SIGTERM.
+    limit_s
+        Timeout of the whole drain in seconds; longer than cluster.drain_timeout_s. The head waits for all other nodes.
+    """
+    from holdfast.cluster.serve.node_drain import drain_this_node
+
+    if drain_this_node(notice_s, limit_s):
+        return 0
+    print(f"holdfast: routers or replicas still run on this node after {limit_s:g} s (--limit-s)")
+    return 1
 
 
 def _ask(server: str, settings: Layer, method: str, **fields: object) -> Any:

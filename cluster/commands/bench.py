@@ -45,7 +45,7 @@ def bench(
     """Put a load on a server, ours or another's, and report what its clients would see.
 
     TTFT and end-to-end count from when a request was due, TPOT is of the tokens after the first. Examples: holdfast
-    bench --concurrency 1,8,32; holdfast bench --server http://localhost:8000 --protocol chat --rate 4 --html page.html;
+    bench --concurrency 1,8,32; holdfast bench --server http://localhost:8000 --protocol chat --rate 4;
     holdfast bench --find-max --slo ttft=500ms,tpot=50ms
     """
     from rich.console import Console
@@ -54,25 +54,20 @@ def bench(
 
     console = Console() if sys.stdout.isatty() else Console(width=120)
     if result.compare is not None:
-        return _compare(console, *result.compare, result.html)
+        return _compare(console, *result.compare)
     from holdfast.cluster.bench.display import print_report
     from holdfast.cluster.bench.runs import Target
 
     target = Target.parsed(server, protocol)
     plan = plan_of(load, work, result, target)
-    for name, path in (("json", result.json), ("html", result.html)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigurationError(f"--{name} {path}: no such folder: {path.absolute().parent}")
+    if result.json is not None and not result.json.absolute().parent.is_dir():
+        raise ConfigurationError(f"--json {result.json}: no such folder: {result.json.absolute().parent}")
     open_sender = partial(target.sender, model, params_of(work), **load_config(settings).config.client.options)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         report, is_interrupted = runner.run(_run(plan, target, open_sender, load.trace))
     print_report(console, report)
     if result.json is not None:
         report.write(result.json)
-    if result.html is not None:
-        from holdfast.cluster.bench.page import page, write_page
-
-        write_page(result.html, page(report))
     if is_interrupted:
         from holdfast.cluster.commands.entry import EXIT_INTERRUPTED
 
@@ -151,15 +146,11 @@ def _machine() -> Any:
     )
 
 
-def _compare(console: Any, one: Path, other: Path, html: Path | None) -> int:
+def _compare(console: Any, one: Path, other: Path) -> int:
     from holdfast.cluster.bench.display import print_comparison
     from holdfast.cluster.bench.report import read_report
 
     reports = read_report(one), read_report(other)
     names = (one.stem, other.stem) if one.stem != other.stem else (str(one), str(other))
     print_comparison(console, *reports, names)
-    if html is not None:
-        from holdfast.cluster.bench.page import comparison_page, write_page
-
-        write_page(html, comparison_page(*reports, names))
     return 0

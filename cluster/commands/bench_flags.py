@@ -97,7 +97,6 @@ class ResultFlags:
     ] = False
     max_tries: Annotated[int, Parameter(group=_RESULT, help="runs of a search, at most")] = 12
     json: Annotated[Path | None, Parameter(group=_RESULT, help="write the report here, as JSON")] = None
-    html: Annotated[Path | None, Parameter(group=_RESULT, help="write a page with plots here")] = None
     compare: Annotated[
         tuple[Path, Path] | None, Parameter(group=_RESULT, help="two reports instead of a load: show both, and ratios")
     ] = None

@@ -88,7 +88,7 @@ COMMANDS: Final = (
         ),
         examples=(
             "bench --concurrency 1,8,32",
-            "bench --server http://localhost:8000 --protocol chat --rate 4 --html page.html",
+            "bench --server http://localhost:8000 --protocol chat --rate 4",
             "bench --find-max --slo ttft=500ms,tpot=50ms",
         ),
     ),

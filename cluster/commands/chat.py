@@ -1,8 +1,8 @@
 """Command `holdfast chat`: a conversation in the terminal, with a model in this process or on a server."""
 
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -11,11 +11,16 @@ from cyclopts import Parameter
 from holdfast.cluster.commands.sampling_flags import SamplingFlags
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
 from holdfast.cluster.config.layers import Layer
+from holdfast.router.chat import Message
 from holdfast.worker.errors import ConfigurationError, HoldfastError
 
 if TYPE_CHECKING:
-    from holdfast.cluster.commands.answerers import Answerer
-    from holdfast.router.chat import Message
+    from holdfast.cluster.config.config import HoldfastConfig
+    from holdfast.cluster.offline.outputs import RequestOutput
+    from holdfast.worker.sampling_params import SamplingParams
+
+Answerer = Callable[[Sequence[Message], Callable[[str], None]], str]
+"""`answer(messages, show)`: calls `show` with each new piece, and returns the whole."""
 
 _FLAGS: Any = SamplingFlags  # a class made from the declarations
 _DEFAULTS: Final = _FLAGS(max_tokens=512)
@@ -46,7 +51,6 @@ def chat(
     Lines that are piped in are messages, one each. /help lists what else can be typed. Answers have up to 512 tokens
     unless --max-tokens says otherwise.
     """
-    from holdfast.cluster.commands.answerers import answering_here, answering_server
     from holdfast.cluster.commands.generate import check_for_server, clients_options
     from holdfast.cluster.config.config import load_config
 
@@ -151,3 +155,56 @@ def _reader() -> Callable[[], str]:
     with suppress(ImportError):
         import readline  # noqa: F401  # `input` edits lines by it, and the arrows bring earlier ones back
     return lambda: input("> ")
+
+
+@contextmanager
+def answering_here(config: "HoldfastConfig", params: "SamplingParams") -> Iterator[Answerer]:
+    """Loads the model first."""
+    from holdfast.cluster.commands.generate import engine_here
+    from holdfast.cluster.offline.prompts import chat_list
+
+    engine = engine_here(config)
+
+    def answer(messages: Sequence[Message], show: Callable[[str], None]) -> str:
+        shown = 0
+
+        def take(output: "RequestOutput") -> None:
+            nonlocal shown
+            text = output.outputs[0].text
+            show(text[shown:])
+            shown = len(text)
+
+        handle = engine.submit_request(chat_list(engine.tokenizer, messages)[0].prompt, params, callback=take)
+        try:
+            output = handle.result()
+        except KeyboardInterrupt:
+            handle.cancel()
+            output = handle.result()
+        return str(output.outputs[0].text)
+
+    try:
+        yield answer
+    finally:
+        engine.stop()
+
+
+@contextmanager
+def answering_server(
+    server: str, model: str, params: "SamplingParams", options: Mapping[str, Any]
+) -> Iterator[Answerer]:
+    from holdfast.cluster.client.blocking_client import Client
+
+    with Client(server.split(","), **options) as client:
+
+        def answer(messages: Sequence[Message], show: Callable[[str], None]) -> str:
+            pieces: list[str] = []
+            chunks = client.stream(messages=list(messages), params=params, model=model)
+            try:
+                for chunk in chunks:
+                    pieces.append(chunk.text)
+                    show(chunk.text)
+            except KeyboardInterrupt:
+                print("[ended]", file=sys.stderr)
+            return "".join(pieces)
+
+        yield answer

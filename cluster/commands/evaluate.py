@@ -79,7 +79,7 @@ def _evaluated(
     from holdfast.cluster.progress_bars import progress
 
     context, top = sizes
-    limits = config.limits.model_copy(update={"max_logprobs": _MOST})  # the caller is whoever runs this
+    limits = config.limits.model_copy(update={"max_logprobs": _MOST})  # the caller is the user of this command
     config = config.model_copy(update={"limits": limits})
     with ExitStack() as stack:
         engine = engine_here(config)

@@ -13,7 +13,7 @@ _RAY_NODE: Final = "it drains the Ray node of the machine it runs on: run it the
 OPERATING: Final = (
     Command(
         name="drain-node",
-        target="drain_node:drain_node",
+        target="admin:drain_node",
         help="Drain this machine's Ray node: end its routers and replicas gracefully.",
         details="For a pod or machine that is about to end. Ray Serve starts replacements on other nodes first.",
         examples=("drain-node", "drain-node --notice-s 60 --limit-s 900"),

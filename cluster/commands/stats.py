@@ -29,7 +29,7 @@ def stats(
     Blocks are used by requests, or free; cached ones are free and still hold a prefix; slots of used ones that hold no
     token are wasted. Completions of one request have shared so many tokens; of drafts, the share that came true. Counts
     are since a replica's start, as of one of its last steps; tokens/s are output tokens in a second of stepping. A
-    dash: not told yet, or there were none.
+    dash: not reported yet, or there were none.
     """
     from rich.console import Console
     from rich.table import Table

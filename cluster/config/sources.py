@@ -164,7 +164,7 @@ def _shown(tree: type[BaseModel], path: str, setting: Setting) -> Setting:
 
 
 def _explain(problem: Mapping[str, object], chosen: Layer) -> str:
-    """One line for one of pydantic's complaints. A problem inside a list or mapping is told of its setting."""
+    """One line for one of pydantic's errors. An error inside a list or mapping names its setting."""
     location = problem["loc"]
     assert isinstance(location, tuple)
     path = ".".join(str(part) for part in location)

@@ -88,16 +88,16 @@ class Loss:
     streams: list[Stream]
 
     def is_unseen(self, expected: Sequence[Stream]) -> bool:
-        """Whether every stream is as the one of the same number that nobody disturbed."""
+        """Whether every stream is as the one of the same number of the undisturbed run."""
         return are_the_same(self.streams, expected)
 
     def table(self, expected: Sequence[Stream]) -> Table:
-        """Each stream against the one that nobody disturbed."""
+        """Each stream against the one of the undisturbed run."""
         return against(expected, self.streams, self.at_s, f"kill -9 {self.pid}")
 
 
 def against(expected: Sequence[Stream], streams: Sequence[Stream], at_s: float, title: str) -> Table:
-    """Streams beside those that nobody disturbed, with their longest pause since `at_s`."""
+    """Streams beside those of the undisturbed run, with their longest pause since `at_s`."""
     table = Table("stream", "tokens", "longest pause", "against before", title=title)
     for stream, other in zip(streams, expected, strict=True):
         pause_s = stream.longest_pause_s(at_s)
@@ -190,11 +190,11 @@ class Blackout:
     streams: list[Stream]
 
     def is_unseen(self, expected: Sequence[Stream]) -> bool:
-        """Whether every stream is as the one of the same number that nobody disturbed."""
+        """Whether every stream is as the one of the same number of the undisturbed run."""
         return are_the_same(self.streams, expected)
 
     def table(self, expected: Sequence[Stream]) -> Table:
-        """Each stream against the one that nobody disturbed."""
+        """Each stream against the one of the undisturbed run."""
         title = f"kill -9 of all {self.num_killed} processes; up again after {self.dark_s:.1f} s"
         return against(expected, self.streams, self.at_s, title)
 

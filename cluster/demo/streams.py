@@ -69,7 +69,7 @@ def are_under_way(streams: Sequence[Stream], num_tokens: int) -> bool:
 
 
 def are_the_same(streams: Sequence[Stream], expected: Sequence[Stream]) -> bool:
-    """Whether every stream is as the one of the same number that nobody disturbed."""
+    """Whether every stream is as the one of the same number of the undisturbed run."""
     return all(stream.is_same_as(other) for stream, other in zip(streams, expected, strict=True))
 
 

@@ -32,7 +32,7 @@ MAX_HELD_BYTES: Final = 512 * 2**20
 SMALL_BYTES: Final = 2**16
 
 STOP_S: Final = 1.0
-"""Open responses have so long to be sent once the front is told to end."""
+"""Seconds that open responses have to be sent once the front was ordered to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,7 +168,7 @@ class Relay:
         return await self._comes_again(None)
 
     async def _comes_again(self, hint_s: float | None) -> bool:
-        """Waits until the request may be asked again; False: its client was told that it is not."""
+        """Waits until the request may be sent again; False: it may not, and its client has got the error."""
         if (pause_s := self._call.pause_s(self._loop.time(), hint_s)) is None:
             await self._give_up(503, b"no router answers")
             return False

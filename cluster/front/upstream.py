@@ -102,7 +102,7 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def close(self) -> None:
-        """Ends the connection: nobody wants the rest."""
+        """Ends the connection and discards the rest."""
         self._on_data, self._on_end = _nothing, lambda: None
         if not self.is_lost:
             self.is_lost = True

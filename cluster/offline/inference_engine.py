@@ -154,7 +154,7 @@ class InferenceEngine:
         if is_awaited:
             try:
                 request.admitted.result()
-            except BaseException:  # an interrupt as well: nobody has the handle
+            except BaseException:  # an interrupt as well: the caller has no handle
                 router.cancel(request)
                 raise
         return request

@@ -41,7 +41,7 @@ class RequestHandle:
         name: str,
         is_awaited: bool,
     ) -> None:
-        """`name` is what outputs call it; without an id of its own the router chooses one that nobody can write.
+        """`name` is what outputs call it; without an id of its own the router chooses one that no caller can give.
         `cancel` ends it from any thread. `is_awaited`: the caller waits for `admitted`, which alone then reports what
         is wrong with the request.
         """

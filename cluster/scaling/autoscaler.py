@@ -50,7 +50,7 @@ class Seen:
     num_wanted: int
     """Replicas as decided last: those that serve, and those that start."""
     demand: ModelDemand | None
-    """None: no router has told of it lately."""
+    """None: no router has reported it lately."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Demand book: which models are scaled by their load, and what each router has told of them lately. A core.
+"""Demand book: which models are scaled by their load, and each router's last report on them. A core.
 
 Time is passed in, in seconds of any one clock.
 """
@@ -13,10 +13,10 @@ from holdfast.router.demand import ModelDemand, merged, with_counts_of, with_cou
 from holdfast.worker.config import Settings
 
 FRESH_S: Final = 5.0
-"""What a router has told counts for so long: it tells every second or so."""
+"""Seconds for which a router's report counts; one comes every second or so."""
 
 FOLLOWED_S: Final = 30.0
-"""A model that nobody has asked about for so long is scaled no more."""
+"""Seconds without a question about a model after which it is no longer scaled."""
 
 PINNED_S: Final = 3600.0
 """A number that an update has set holds for so long at most, should the update have been killed."""
@@ -54,7 +54,7 @@ class DemandBook:
         self._told[router_id] = now_s, demands
 
     def demand(self, model: str, now_s: float) -> ModelDemand | None:
-        """What routers see of a model together; None if none has told of it lately. Counts are those since the book
+        """What routers see of a model together; None if none has reported it lately. Counts are those since the book
         knows its routers.
         """
         fresh = [demands for told_s, demands in self._told.values() if now_s - told_s <= FRESH_S]

@@ -201,7 +201,7 @@ def _router_options(cluster: ClusterConfig, *, replaces: bool) -> dict[str, Any]
 
 
 def number_of_replicas(config: HoldfastConfig) -> dict[str, Any]:
-    """What Serve is told of the number of replicas: that it is fixed, or that our policy decides it, without delay.
+    """Serve's settings for the number of replicas: fixed, or decided by Holdfast's policy without delay.
 
     A deployment that runs already keeps the number that it has.
     """

@@ -59,7 +59,7 @@ class CrashJournals:
     """The journal of this router, and the watch over those of the other routers of this machine."""
 
     def __init__(self, folder: Path, watch: PoisonWatch) -> None:
-        """`watch` notes what it reads here from now on, and is told of what others were reading. Raises OSError."""
+        """`watch` notes what it reads here from now on, and gets what others were reading. Raises OSError."""
         self._folder = folder
         self.own = CrashJournal(folder)
         self._others: dict[Path, tuple[LeftJournal, int]] = {}

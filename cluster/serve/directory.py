@@ -35,10 +35,10 @@ RENEW_S: Final = 5.0
 """A call through Serve takes milliseconds of CPU on both sides: this is most of what an idle cluster takes."""
 
 SETTLED_S: Final = 8.0
-"""By then every member has told a new directory of itself."""
+"""Seconds by which every member has registered with a new directory."""
 
 WATCH_S: Final = 20.0
-"""A watch without news answers after this long, so that nobody waits on a directory that has been replaced."""
+"""A watch without news answers after this long, so that no caller waits on a directory that has been replaced."""
 
 _SETTLE_CHECK_S: Final = 0.2
 
@@ -105,7 +105,7 @@ class Snapshot:
     version: int
     members: tuple[Member, ...]
     is_settled: bool
-    """False while the directory is so young that members may not have told it of themselves."""
+    """False while the directory is so young that members may not have registered yet."""
     removed_models: frozenset[str] = frozenset()
     """Models that someone has taken away, and that no replica has begun to serve since."""
     followed: Followed = ()
@@ -243,7 +243,7 @@ class DirectoryDeployment:
     async def order(self, change: Change) -> OperatorState:
         """Applies a change and returns the state after it. Raises `CallerError` for one that cannot be.
 
-        A directory that has just been replaced waits until routers have told it what held before.
+        A directory that has just been replaced waits until routers have reported the state before.
         """
         while not self._directory.snapshot(time.monotonic()).is_settled:
             await asyncio.sleep(_SETTLE_CHECK_S)

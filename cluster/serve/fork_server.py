@@ -29,7 +29,7 @@ from holdfast.cluster.serve.kept_process import tables_folder
 from holdfast.cluster.serve.life_starter import IMPORTED, import_for_forks
 
 READ_LIMIT_S: Final = 10.0
-"""How long a launcher may take to send its request. The fork server serves nobody meanwhile."""
+"""How long a launcher may take to send its request. The fork server is blocked meanwhile."""
 
 END_LIMIT_S: Final = 10.0
 """How long a fork server may take to end its workers."""

@@ -1,5 +1,5 @@
 """Kept processes of a cluster on this machine: Ray's GCS and the front, which start again when they have ended, and the
-raylet, whose end is told.
+raylet, whose end is reported.
 
 Streams do not need the GCS. What dies while it is away is replaced once it is back.
 """
@@ -116,7 +116,7 @@ def _keep(it: Kept, say: Callable[[str], None], is_over: int) -> None:
             pause_s = backoff.pause_s(random.random())
             reason = f"{_reason(it.process.wait())} after {lasted_s:.1f} s"
             say(f"{it.name} has ended ({reason}); it restarts in {pause_s:.1f} s; {it.effect}")
-        except Exception:  # no descriptors, or nobody who hears it
+        except Exception:  # no descriptors, or no reader
             logger.exception("the keeper of %s has met an error", it.name)
         if select.select([is_over], [], [], pause_s)[0]:
             return

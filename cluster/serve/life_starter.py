@@ -94,7 +94,7 @@ def import_for_forks(modules: Iterable[str]) -> None:
     """Imports in a new process, which owns what it forks. A worker of Ray ends with the parent of this process."""
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else NumPy starts threads when it is imported
     os.environ["RAY_JOB_ID"], os.environ["RAY_RAYLET_PID"] = NO_JOB, str(os.getppid())  # Ray reads them once
-    os.environ["RAY_AUTH_MODE"] = "token"  # as well: a fork that was told of the mode later would present no token
+    os.environ["RAY_AUTH_MODE"] = "token"  # as well: a fork that reads the mode later would present no token
     for name in modules:
         if name.startswith(("ray.", "holdfast.cluster.")):
             draw_class_ids_from_the_kernel()

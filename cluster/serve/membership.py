@@ -129,7 +129,7 @@ class WatchedDirectory:
 async def tell_demand(handle: Any, router_id: str, directory: WatchedDirectory, read: Callable[[], Demands]) -> None:
     """Tells the directory what a router sees of the models that are followed, until it is cancelled.
 
-    What has not changed is told now and then, so that it is known to be true still.
+    What has not changed is sent again from time to time, as a sign of life.
     """
     last: Demands = ()
     told_s = 0.0

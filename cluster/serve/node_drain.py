@@ -1,8 +1,8 @@
 """Drain of the Ray node that this process runs on: what a pod does before it ends.
 
-Ray is told that the node goes, so nothing is placed there any more and Serve starts successors elsewhere; then the
-routers and replicas here end gracefully. The head, which does nothing but control, waits for all other nodes. Whatever
-Ray does not answer, the processes themselves are told. One Ray node per pod or machine is assumed.
+The node is marked as draining in Ray, so nothing is placed there any more and Serve starts successors elsewhere; then
+the routers and replicas here end gracefully. The head, which does nothing but control, waits for all other nodes.
+Whatever Ray does not answer, the processes themselves get the signal. One Ray node per pod or machine is assumed.
 """
 
 import logging
@@ -147,7 +147,7 @@ def _tell_ray(notice_s: float) -> bool:
 
 
 def _num_other_nodes() -> int:
-    """0 as well where Ray has gone: then nobody can be waited for."""
+    """Also 0 where Ray has ended: then there is no node to wait for."""
     import ray
 
     try:

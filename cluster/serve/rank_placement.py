@@ -21,7 +21,7 @@ from holdfast.cluster.serve.ray_internals import check_labels, free_resources, i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A living node: what it has, and what of that nobody uses now."""
+    """A living node: its resources, and which of them are free now."""
 
     labels: Mapping[str, str]
     total: Resources
@@ -94,7 +94,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlacement:
-    """What Ray is told of one model's ranks, as the nodes are now."""
+    """Placement of one model's ranks for Ray, as the nodes are now."""
 
     bundle: dict[str, float]
     """What each rank takes."""

@@ -88,7 +88,7 @@ class HeadNode:
         """The command line that starts the GCS again, at the same address."""
         port = self.address.rpartition(":")[2]
         words = map(str, self.gcs.args)  # type: ignore[arg-type]
-        # It was told to choose its port when it started first.
+        # At its first start it chose a free port.
         return [_PORT_OPTION + port if word.startswith(_PORT_OPTION) else word for word in words]
 
     def ask_gcs(self, timeout_s: float) -> None:
@@ -142,7 +142,7 @@ def read_environment_again() -> None:
 def draw_class_ids_from_the_kernel() -> None:
     """Ray draws the id of each class of actors from a generator whose state all forks would have: equal ids of tasks.
 
-    A generator that nobody has used before a fork takes its seed from the kernel. To be called before the fork.
+    A generator that was not used before a fork takes its seed from the kernel. To be called before the fork.
     """
     if "ray.actor" in sys.modules:
         return

@@ -121,7 +121,7 @@ class ReplicaDeployment:
         )
 
     async def _watch(self) -> None:
-        """From here on a failure ends this process, and a node that runs full is told of."""
+        """From here on a failure ends this process, and a node whose disk runs full is reported."""
         self._replica.on_failure(ProcessEnd(self._close_soon).because)
         lower_oom_score(OomScore.SERVING_REPLICA, self._replica.processes_here())  # the hang supervisor inherits it
         heartbeat_pipe = await asyncio.to_thread(self._replica.guard)
@@ -205,7 +205,7 @@ class ReplicaDeployment:
 
 
 def _kill_this_process() -> None:
-    """As a crash would: nothing is flushed, and nobody is told."""
+    """As a crash would: nothing is flushed, and no peer is notified."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

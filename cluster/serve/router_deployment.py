@@ -172,7 +172,7 @@ class RouterDeployment:
         return all(linked.get(name, 0) >= number for name, number in wanted.items())
 
     def _say_linked(self, models: Sequence[ModelStatus]) -> None:
-        """Tells the directory which replicas this router reaches, so that nobody has to call it to find out."""
+        """Tells the directory which replicas this router reaches, so that no caller has to ask it."""
         linked = tuple((model.name, model.num_replicas) for model in models)
         self._lease.update(replace(self._lease.member, linked=linked))
 

@@ -59,9 +59,9 @@ def supervise(
     with LifeStarter(starter) as lives, stop_signals() as news:
         while True:
             started_s = time.monotonic()
-            code, was_told = _run_once(lives, line, stop_limit_s, news)
+            code, was_ordered = _run_once(lives, line, stop_limit_s, news)
             kill_descendants(lives.pid)  # where the reaper itself was killed
-            if was_told or code not in may_restart:
+            if was_ordered or code not in may_restart:
                 return code
             may_restart = (*LOST, EXIT_FAILED)
             watch.look()
@@ -132,7 +132,7 @@ class LifeStarter:
 
 
 def _run_once(lives: LifeStarter, line: str, stop_limit_s: float, news: int) -> tuple[int, bool]:
-    """The exit code of one life, and whether it was told to end."""
+    """The exit code of one life, and whether it was ordered to end."""
     read_end, write_end = os.pipe()
     with open(write_end, "wb", buffering=0) as stdin:
         try:

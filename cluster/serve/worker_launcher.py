@@ -23,7 +23,7 @@ LANGUAGE: Final = "--language="
 NO_ENVIRONMENT: Final = ("{}", "")
 
 EXIT_UNKNOWN: Final = 1
-"""Exit code of a worker whose fork server was lost: nobody knows the worker's own."""
+"""Exit code of a worker whose fork server was lost: the worker's own code is unknown."""
 
 _SIZE: Final = struct.Struct("!I")
 

@@ -125,13 +125,13 @@ class ConnectionGuard:
         return self._guarded.suspects(self._clock())
 
     def call(self, grpc_peer: str, *, has_key: bool) -> bool:
-        """A call has begun on this connection. False if the connection is cut off, and nobody waits for an answer."""
+        """A call has begun on this connection. False if the connection is cut off and the call gets no answer."""
         is_served = self._guarded.call(grpc_peer, has_key=has_key, now=self._clock())
         self._wake()
         return is_served
 
     def reset(self, grpc_peer: str, began_at: float) -> None:
-        """The client has ended a call of this connection that began then; an empty name: nobody knows which one's."""
+        """The client has ended a call of this connection that began then; an empty name: the connection is unknown."""
         self._guarded.reset(grpc_peer, began_at=began_at, now=self._clock())
         self._wake()
 

@@ -1,4 +1,4 @@
-"""Demand of each model in one router, read off its tables: what an autoscaler is told."""
+"""Demand of each model in one router, read off its tables, for the autoscaler."""
 
 from collections.abc import Iterable, Mapping
 

@@ -141,7 +141,7 @@ class Dispatch:
         if state is None:
             return []
         delta = state.take((), FinishReason.ABORT)
-        assert delta is not None, "an end is always told"
+        assert delta is not None, "the end of a sequence always makes a delta"
         return [delta, *self._endings.close(state, RequestEvent.CANCEL), *self._drain(state.model, now)]
 
     def suspend(self, key: SequenceKey, now: float) -> list[Action]:

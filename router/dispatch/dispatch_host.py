@@ -254,7 +254,7 @@ class DispatchHost:
                 self._end_stream(action.key)
 
     def _end_broken(self, action: Action) -> None:
-        """Ends the request of an action that raised. An abort has nobody who waits for it."""
+        """Ends the request of an action that raised. No caller waits for an abort."""
         if not isinstance(action, SendAbort):
             key = action.request.sequence_key if isinstance(action, SendSubmit) else action.key
             if key in self._streams:

@@ -55,7 +55,7 @@ class Endings:
         *,
         replica_has_it: bool = True,
     ) -> list[Action]:
-        """Ends one with an error, which its client is told."""
+        """Ends one with an error, which its client gets."""
         is_told = event is RequestEvent.FAIL and state.attempt is not None
         if is_told and (error.fault in _OF_SERVERS or isinstance(error, DeadlineExceededError)):
             assert state.attempt is not None

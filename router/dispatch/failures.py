@@ -1,4 +1,4 @@
-"""Outages: how long requests wait for a replica of a model that has none, and what they are told once that is over.
+"""Outages: how long requests wait for a replica of a model that has none, and the error that they get after that.
 
 It is the same wait whether the replicas were lost or the model is at rest, where the first request wakes it; only the
 limits differ.
@@ -48,7 +48,7 @@ class Outages:
                 yield down_since + self._limit_s(model)
 
     def error(self, model: str) -> ReplicaError:
-        """What those are told who have waited in vain."""
+        """The error of requests that have waited for the whole outage."""
         cold_start_s = self._registry.asleep.get(model)
         if cold_start_s is None:
             return ReplicaError(f"no replica of model {model!r} is up")

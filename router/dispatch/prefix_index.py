@@ -72,7 +72,7 @@ class PrefixHolders:
         """Replicas by block size: those of a model may differ in it, and then share no hash."""
 
     def match(self, prefix: PromptPrefix) -> PrefixMatch:
-        """Looks up a prompt's blocks one by one, up to the first that nobody has."""
+        """Looks up a prompt's blocks one by one, up to the first that no replica has."""
         if not self._masks:
             return NO_MATCH
         runs = [run for block_size in self._num_by_size for run in self._runs(prefix, block_size)]

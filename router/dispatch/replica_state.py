@@ -135,7 +135,9 @@ TTFT_SHARE: Final = 0.3
 
 
 class ReplicaState:
-    """One replica that is up. Whatever changes its load or whether it is open is told to its model's load table."""
+    """One replica that is up. Each change of its load, and of whether it takes requests, is written to its model's load
+    table.
+    """
 
     def __init__(
         self,

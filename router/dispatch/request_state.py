@@ -208,7 +208,7 @@ class RequestState:
         return tuple.__new__(OutputDelta, fields)  # by names it takes four times as long, for every token
 
     def take_one(self, token_id: int) -> OutputDelta:
-        """As `take`, of one token after others that were told, and nothing else. It is made for nearly every token."""
+        """As `take`, of one token that is neither the first nor the last. Called for nearly every token."""
         output = self.output_token_ids
         index = len(output)
         text = None if self.unsent_text else self.text.push_one(token_id)

@@ -1,9 +1,9 @@
 """Output of a request: one buffer for each of its sequences, between the dispatch host and the request's sink, and the
 stream that opens them together and reads them as one. A pure core.
 
-Output that the sink does not take waits for its reader, and is merged into one delta: a slow reader delays nobody.
-A buffer is bounded by its sequence's output, and where there is a limit (`UnreadLimit`), its request is suspended soon
-after the buffer has exceeded that.
+Output that the sink does not take waits for its reader, and is merged into one delta: a slow reader delays no other
+request. A buffer is bounded by its sequence's output, and where there is a limit (`UnreadLimit`), its request is
+suspended soon after the buffer has exceeded that.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ _NOBODY: Final = WakingSink(lambda: None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadLimit:
-    """When a stream's reader is too far behind for its request to keep a replica, and who is told."""
+    """When a stream's reader is too far behind for its request to keep a replica, and whom to call."""
 
     num_tokens: int
     """That wait for a reader which has been behind for `BEHIND_AT_LEAST_S`."""
@@ -104,7 +104,7 @@ class OutputStream:
         self.timeline = timeline or Timeline()
         """Of its sequence; the dispatcher fills it."""
         self.behind_s = 0.0
-        """Seconds in which more waited for the reader than it was told of last, and in which the end waited for it."""
+        """Seconds in which more output waited than the reader had taken, and in which the end waited for it."""
         self._now = now
         self._behind_since: float | None = None
         self.notifies_each_step = True
@@ -116,7 +116,7 @@ class OutputStream:
         """Comes before its text."""
         self._pending: list[OutputDelta] = []
         self.watch: Callable[[OutputDelta], None] | None = None
-        """Is told of what comes up to the first token, and of the last delta."""
+        """Called with each delta up to the first token, and with the last delta."""
         self.num_tokens = 0
         """Delivered so far."""
         self.error: HoldfastError | None = None
@@ -247,8 +247,8 @@ class RequestStream:
         `DispatchHost.supersede` and `open` raise.
 
         With `goes_on` it is a further call of one submission, whose earlier calls are over: a later submission ends it.
-        The output of all sequences goes to `sink`. `echo` comes before the text of each. `watch` is told of every
-        delta of all of them.
+        The output of all sequences goes to `sink`. `echo` comes before the text of each. `watch` is called
+        with every delta of all of them.
         """
         if goes_on:
             host.dispatch.check_newest(self.request.key)

@@ -104,7 +104,7 @@ COUNTS: Final = {
 
 
 def replica_samples(model: str, replica: str, load: EngineLoad, stats: EngineStats | None) -> Iterator[Sample]:
-    """`stats` None: the replica has not told any yet."""
+    """`stats` None: the replica has reported none yet."""
     labels, prefix = (model, replica), "holdfast_replica_"
     yield Sample(f"{prefix}requests_running", labels, load.num_running)
     yield Sample(f"{prefix}requests_waiting", labels, load.num_waiting)

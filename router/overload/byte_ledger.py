@@ -32,7 +32,7 @@ class Ending(Protocol):
         """Output tokens that wait for their reader."""
 
     def fail(self, error: HoldfastError) -> None:
-        """Ends it with an error, which the client is told."""
+        """Ends it with an error, which its client gets."""
 
 
 class Lease:

@@ -264,7 +264,7 @@ class OverloadWatch:
     """Of one router, on its event loop."""
 
     def __init__(self, overload: Overload, on_closing: Callable[[Lease], None] = lambda lease: None) -> None:
-        """`on_closing` is told of each request that is ended for what it holds, before it is."""
+        """`on_closing` is called with each request before it is ended for the memory that it holds."""
         self._overload = overload
         self._on_closing = on_closing
         self._shrunk_at: float | None = None

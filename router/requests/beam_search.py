@@ -156,7 +156,7 @@ class BeamAnswer:
     """One beam search on a router. `whole` opens its requests step by step and leaves none open."""
 
     def __init__(self, admitted: AdmittedRequest, dispatch_host: DispatchHost, tokenizer: Tokenizer) -> None:
-        """The admitted request is told of all deltas of requests for candidates, and last of the completions."""
+        """The admitted request counts all deltas of the requests for candidates, and the completions last."""
         self.request = request = admitted.request
         self.model = admitted.model
         self.echo = admitted.echo

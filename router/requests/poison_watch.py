@@ -137,7 +137,7 @@ class Journal(Protocol):
 
 
 class NoJournal:
-    """For a router whose end nobody looks into."""
+    """For a router without a watch for poison requests."""
 
     def enter(self, digest: str, poison_risk: PoisonRisk, *, is_known_good: bool) -> int:
         return 0
@@ -157,7 +157,7 @@ class Entry:
 def losses_of(entries: Sequence[Entry], router: str, now: float, *, is_own_fault: bool) -> tuple[RouterLoss, ...]:
     """What the end of a router says of the requests that it was reading.
 
-    `is_own_fault`: it hung, or had no memory; nobody has killed it for another reason. One on trial is the cause, and
+    `is_own_fault`: it hung, or had no memory; it was not killed for another reason. One on trial is the cause, and
     the others are not even suspected.
     """
     on_trial = {entry.digest: entry for entry in entries if entry.poison_risk is PoisonRisk.ON_TRIAL}

@@ -32,7 +32,7 @@ from holdfast.worker.errors import (
 from holdfast.worker.request import EngineRequest, Priority
 
 RETRY_S: Final = 5.0
-"""When to come again where a paused model refuses: nobody knows how long a pause takes."""
+"""Retry delay in seconds where a paused model refuses: the length of a pause is unknown."""
 
 
 class Pauses:

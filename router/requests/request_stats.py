@@ -143,7 +143,9 @@ class AdmittedRequest:
         client_attempt: int = 0,
         echo: str = "",
     ) -> None:
-        """It begins now, by a clock in seconds. `client_attempt`: above 0 if the client submits again when told to."""
+        """It begins now, by a clock in seconds. `client_attempt`: above 0 if the client submits again after a retryable
+        error.
+        """
         self.request = request
         self.model = model.name
         self.facts = model.facts
@@ -186,7 +188,7 @@ class AdmittedRequest:
             self._reason, self._last_at = str(delta.finish_reason), self._now()
 
     def note_read(self, streams: Iterable[OutputStream]) -> None:
-        """What has come of the request, by its sequences' streams, now that nobody reads them any more."""
+        """Outcome of the request, by its sequences' streams, after their last read."""
         self.timelines = timelines = list[Timeline]()
         for stream in streams:
             self.num_tokens += stream.num_tokens

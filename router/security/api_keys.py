@@ -1,6 +1,6 @@
 """API keys: what each may do, and the ring of them that a presented key is looked up in. Plain data, without IO.
 
-A file holds the SHA-256 of each key and never a key. Keys have 256 random bits, so nobody finds one by guessing, and a
+A file holds the SHA-256 of each key and never a key. Keys have 256 random bits, so none is found by guessing, and a
 slow hash such as scrypt would protect nothing; it would cost tens of milliseconds for every request, also for those of
 strangers.
 """

@@ -22,7 +22,7 @@ limits are for.
 """
 
 SUSPECT_S: Final = 5.0
-"""How long connections are told apart after too many calls were reset by nobody knows whom."""
+"""Seconds for which connections are counted one by one after too many resets of unknown origin."""
 
 ENDING_STREAMS: Final = 128
 """Streams of one connection that have ended, or were reset, and that this process still has to look at, beside
@@ -145,7 +145,7 @@ class ConnectionBudgets:
     asks_for_keys: bool
     _buckets: dict[str, _Buckets] = field(default_factory=dict)
     _unknown: TokenBucket | None = None
-    """For resets of which nobody knows whose they are."""
+    """For resets whose connection is unknown."""
     _suspects_until: float = float("-inf")
     _prune_at: int = LEAST_PRUNED
 
@@ -159,7 +159,7 @@ class ConnectionBudgets:
         return self._charge(bucket, now, Reason.CALLS_WITHOUT_KEY)
 
     def reset(self, connection: ClientConnection | None, now: float) -> Reason | None:
-        """A call was reset within `PREMATURE_S`. None: nobody knows on which connection."""
+        """A call was reset within `PREMATURE_S`. None: on an unknown connection."""
         if connection is None:
             self._unknown = self._unknown or TokenBucket(self.limits.max_resets_per_s)
             if self._unknown.wait_s(now, 1.0):
@@ -219,7 +219,7 @@ class GuardedConnections:
         asks_for_keys: bool,
         on_cut: Callable[[ClientConnection, Reason], None] = lambda connection, reason: None,
     ) -> None:
-        """`on_cut` is told of each connection that is to be closed, and why."""
+        """`on_cut` is called with each connection that is to be closed, and the reason."""
         self.budgets = ConnectionBudgets(limits, asks_for_keys)
         self._on_cut = on_cut
         self._by_name: dict[str, ClientConnection] = {}
@@ -244,7 +244,7 @@ class GuardedConnections:
         return self.budgets.suspects(now)
 
     def call(self, name: str, *, has_key: bool, now: float) -> bool:
-        """A call has begun on this connection. False if the connection is cut off, and nobody waits for an answer."""
+        """A call has begun on this connection. False if the connection is cut off and the call gets no answer."""
         connection = self._named(name, now)
         if connection is None:
             return True
@@ -253,7 +253,7 @@ class GuardedConnections:
         return not connection.is_cut
 
     def reset(self, name: str, *, began_at: float, now: float) -> None:
-        """The client has ended a call of this connection that began then; an empty name: nobody knows which one's."""
+        """The client has ended a call of this connection that began then; an empty name: the connection is unknown."""
         if now - began_at > PREMATURE_S:
             return
         self.num_resets += 1

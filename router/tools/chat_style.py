@@ -94,7 +94,7 @@ class ChatStyle:
     call_format: str | None = None
     """Of `FORMATS`; None: its template writes no calls that are known."""
     is_generic: bool = False
-    """Its template knows no tools: they are told in the system message."""
+    """Its template has no place for tools: they are described in the system message."""
     reasoning: str | None = None
     """Of `REASONING_TAGS`; None: its template knows no reasoning."""
     unwanted: tuple[str, ...] | None = None

@@ -92,7 +92,7 @@ def pass_space(source: TextSource, emit: Emit) -> Reading[None]:
 
 
 def ignore(text: str) -> None:
-    """Takes what nobody needs."""
+    """Ignores its input."""
 
 
 def _read_escape(source: TextSource, emit: Emit) -> Reading[None]:

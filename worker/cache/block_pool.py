@@ -115,7 +115,7 @@ class PrefixCache:
             assert isinstance(event, BlockStored) == is_stored, f"{event} is pending, and the block is in another state"
 
     def _note(self, event: CacheEvent, opposite: type[CacheEvent]) -> None:
-        """Keep a change to be told; with its opposite, which has not been told either, it is none."""
+        """Record a change for the next report. A change and its opposite in one report cancel out."""
         if self._changes is None:
             return
         if isinstance(self._changes.get(event.block_hash), opposite):

@@ -274,7 +274,7 @@ class _Arrivals:
 def call(host: str, port: int, rank: int, secret: str, timeout_s: float) -> socket.socket:
     """This rank's connection to the listener of another one, which has shown that it knows the secret too.
 
-    Calls again where nobody listens yet, or the connection is lost in the handshake. Raises TimeoutError after
+    Connects again where no peer listens yet, or the connection is lost in the handshake. Raises TimeoutError after
     `timeout_s`, PermissionError where the other end does not know the secret.
     """
     end_s = time.monotonic() + timeout_s

@@ -32,7 +32,7 @@ class TensorParallelGroup(Protocol):
     data_timeout_s: float = 60.0
     """After this long a rank that others wait for in a sum counts as lost."""
     is_aborted: bool = False
-    """Whether a rank was lost: nobody waits for others any more. Any thread may look."""
+    """Whether a rank was lost: no rank waits for others any more. Any thread may look."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, added in rank order. May overwrite `x`. Raises `ReplicaError` if a rank is lost."""
@@ -207,7 +207,7 @@ class DistributedGroup(TensorParallelGroup):
 def _served_store(host: str, size: int, timeout_s: float) -> TCPStore:
     """Where NCCL's ranks find its unique id, which is all that lies in it: on the one address that ranks reach.
 
-    torch's store authenticates nobody, and would listen on every interface by itself.
+    torch's store has no authentication, and would listen on every interface by itself.
     """
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     listening = socket.create_server((host, 0), family=family)

@@ -108,7 +108,7 @@ class Engine:
         num_scheduler_steps: int = 1,
     ) -> None:
         """`runner` has two steps in flight if it is an `OverlappingRunner`. `progress` is what it moves inside a step,
-        if it does. `tuner` watches the steps and sets their limits, as far as it is told to; `clock` gives seconds.
+        if it does. `tuner` watches the steps and sets their limits where tuning is on; `clock` gives seconds.
         `gpu` measures the GPU, if there is one. Decodes may take up to `num_scheduler_steps` steps on one plan, if the
         runner runs several.
         """
@@ -127,7 +127,7 @@ class Engine:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.on_end: Callable[[HoldfastError], None] | None = None
-        """Called once with the reason when the engine ends, before its listeners are told. Set before `start`."""
+        """Called once with the reason when the engine ends, before its listeners are notified. Set before `start`."""
         self._has_started = False
         self._starting = threading.Lock()
         """Of the start, and of an end before it."""
@@ -252,7 +252,7 @@ class Engine:
 
     @property
     def told_stats(self) -> EngineStats:
-        """As listeners were last told: from one of the last steps. Waits for nothing."""
+        """The load as last reported to listeners, from one of the last steps. Does not block."""
         return self._core.told_stats
 
     @property
@@ -345,7 +345,7 @@ class Engine:
 
     def _deliver(self) -> None:
         if self._inbox.closed_by is not None:
-            return  # it was given up meanwhile, and everyone has been told so
+            return  # it was given up meanwhile, and all listeners have been notified
         for listener, update in self._core.take_updates():
             try:
                 listener.on_update(update)
@@ -373,7 +373,7 @@ class Engine:
 
     def _end(self, error: HoldfastError) -> None:
         """The one way out of the loop: closes the inbox, runs what is still in it, and tells every listener."""
-        ends_now = self._inbox.close(error)  # else it was given up, and everyone has been told so
+        ends_now = self._inbox.close(error)  # else it was given up, and all listeners have been notified
         self._stopping = True
         for command in self._inbox.take():
             self._attempt("a command that came too late", command)

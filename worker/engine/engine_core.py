@@ -34,7 +34,7 @@ MIN_PREFILL_TOKENS: Final = 64
 """Steps with fewer prompt tokens say little of the speed of prefill: their fixed costs are most of their time."""
 
 NUM_FIRST_PREFILLS: Final = 8
-"""So many such steps before a speed is told: the first ones after a load are slow, and nobody would ask again."""
+"""Number of such steps before a speed is reported: the first ones after a load are slow."""
 
 PREFILL_SPEED_LOSS: Final = 0.01
 """The share of a speed that is forgotten with each such step that does not reach it."""
@@ -78,7 +78,7 @@ class EngineCore:
         self._feeds: dict[StepListener, CacheFeed] = {}  # of those that follow the cache
         self._owners: dict[Hashable, StepListener] = {}  # by the keys of requests that have not ended
         self.suspects: Suspects[StepListener] = Suspects()
-        """While it `has_news`, listeners must be told them before a plan is run: it may be the last that they hear."""
+        """While it `has_news`, it must be sent to the listeners before a plan is run: the step may end the process."""
         self._non_finite_guard = NonFiniteGuard()
         self.numbers_check: NumbersCheck | None = None
         """Without one, several requests without finite logits are proof against the replica."""
@@ -89,10 +89,10 @@ class EngineCore:
         self._best_prefill_speed = 0.0
         self._num_prefills = 0
         self._step_id = 0
-        self._told_step_id = 0  # of the step that listeners were last told of
-        self._stats_step_id = 0  # of the step that statistics were last told of
+        self._reported_step_id = 0  # of the last step that was reported to listeners
+        self._stats_step_id = 0  # of the last step whose statistics were reported
         self.load = scheduler.load()
-        """As last told, for a listener that has nothing here. To be read only."""
+        """Load as last reported, for a listener without requests here. Read only."""
         self.told_stats = scheduler.stats()
         """As of the last time that they were worked out for listeners."""
 
@@ -125,7 +125,7 @@ class EngineCore:
     # --- requests ---
 
     def submit(self, request: EngineRequest, listener: StepListener, now: float, attempt: Hashable = None) -> None:
-        """Takes in a request of `listener`, which is told its outcome in any case. `now` as for `plan`.
+        """Takes in a request of `listener`, which gets its outcome in any case. `now` as for `plan`.
 
         `attempt` is the key that the request is known by from here on, None its own id.
         """
@@ -166,7 +166,7 @@ class EngineCore:
     def commit(self, plan: StepPlan, result: StepResult, step_s: float) -> int:
         """Takes in what the oldest plan in flight drew, and the seconds that took. Returns how many tokens were gained.
 
-        Raises `ReplicaError` if the model's logits are NaN or infinite whatever the request, and nobody can be asked.
+        Raises `ReplicaError` if the model's logits are NaN or infinite and no single request is the cause.
         """
         self._step_id = plan.step_id
         self._counts.step_time_s += step_s
@@ -229,14 +229,14 @@ class EngineCore:
         self._step_counts[bisect_left(TOKEN_TIMES_S, step_s)] += num_steps  # of each step, so no call more
 
     def take_updates(self) -> list[tuple[StepListener, StepUpdate]]:
-        """What has to be told now, and to whom: to all after a step or a change of load, else where there is news."""
+        """The updates to send now, by listener: to all after a step or a change of load, else to those with news."""
         if self.scheduler.dropped:
             self._reject_dropped()
         before, self.load = self.load, self.scheduler.load()
         if self.suspects.requests:
             self.load = self.suspects.load_for(None, self.load)
-        concerns_all = self._step_id != self._told_step_id or self.load != before or self.suspects.has_news
-        self._told_step_id, self.suspects.has_news = self._step_id, False
+        concerns_all = self._step_id != self._reported_step_id or self.load != before or self.suspects.has_news
+        self._reported_step_id, self.suspects.has_news = self._step_id, False
         stats = None
         if concerns_all:
             is_busy = self.scheduler.has_work
@@ -259,7 +259,7 @@ class EngineCore:
         """Raise AssertionError unless scheduler, blocks and output queues agree. For idle times, as the scheduler's."""
         self.scheduler.check_integrity()
         left_behind = [attempt for attempt, owner in self._owners.items() if owner not in self._output_queues]
-        assert not left_behind, f"nobody waits for {left_behind}"
+        assert not left_behind, f"no listener has the requests {left_behind}"
         load = self.scheduler.load()
         num_alive = load.num_running + load.num_waiting + len(self._in_doubt) + len(self.scheduler.dropped)
         assert num_alive == len(self._owners), f"{num_alive} requests are alive, and {len(self._owners)} are waited for"

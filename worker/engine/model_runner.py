@@ -212,7 +212,7 @@ class LaunchedStep(NamedTuple):
     dead_ends: frozenset[int] = frozenset()
     """Logits rows whose grammars leave no token."""
     chosen: ChosenLogprobs | None = None
-    """What is told of tokens that draws name, on its way."""
+    """Log-probabilities of tokens that were asked for by id, while they are computed."""
 
 
 class LeaderRunner:
@@ -291,7 +291,7 @@ class LeaderRunner:
         return logits.clone()
 
     def _ordered(self, plan: StepPlan, before: StepPlan | None = None) -> StepBatch:
-        """A step that the other ranks have been told to run. The device may draw in place of giving logits."""
+        """A step that was sent to the other ranks. The device may draw in place of giving logits."""
         batch = StepBatch.of(plan, with_logits=plan.needs_logits, before=before)
         if self._group.size > 1:
             self._group.broadcast(batch.packed())

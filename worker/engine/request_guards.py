@@ -23,7 +23,7 @@ class NumbersCheck(StepListener, Protocol):
     """Whom to ask whether the replica is well. A listener of the engine, whose own requests are its questions."""
 
     def ask_in_doubt(self) -> bool:
-        """Asks at once. False: nobody can say. Else the engine is told to settle, or to fail."""
+        """Checks at once. False: the result is unknown. Otherwise the engine settles the request or fails."""
 
 
 class NonFiniteGuard:

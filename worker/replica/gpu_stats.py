@@ -26,7 +26,7 @@ class Driver(Protocol):
 
 
 class GpuWatch:
-    """Measures one device. What its driver refuses is told once, and then not asked again."""
+    """Measures one device. A query that its driver refuses is logged once and not repeated."""
 
     def __init__(self, driver: Driver, device: "torch.device") -> None:
         self._driver = driver

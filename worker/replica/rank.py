@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 5.0
-"""A rank that was told to stop and has not ended after this long is killed."""
+"""Seconds after the order to stop from which a rank that still runs is killed."""
 
 
 class Ranks(Protocol):
@@ -42,7 +42,7 @@ class Ranks(Protocol):
         """Blocks until a rank has ended, for whatever reason; says which and how."""
 
     def stop(self) -> None:
-        """Ends the ranks that are left; they have been told to stop before."""
+        """Ends the ranks that are left after the order to stop."""
 
     def kill(self) -> None:
         """Ends them at once. `wait` returns."""
@@ -65,7 +65,7 @@ class RankLauncher(Protocol):
 
 
 def run_rank(config: WorkerConfig, rank: int, rendezvous: Rendezvous, device: "torch.device | None" = None) -> None:
-    """The whole life of a rank that is not the leader: join, load, follow the leader's plans until told to stop.
+    """The whole life of a rank that is not the leader: join, load, run the leader's plans until the order to stop.
 
     Blocking. Raises whatever went wrong, a lost leader included; the process should end then.
     """
@@ -97,7 +97,7 @@ def join(
     if device.type == "cuda":
         backend = "nccl"
         if rendezvous.host == LOOPBACK:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # NCCL's own sockets authenticate nobody
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # NCCL's own sockets have no authentication
     size = config.parallel.tensor_parallel_size
     return DistributedGroup(rank, size, rendezvous, backend=backend, device=device, listener=listener)
 

@@ -256,7 +256,7 @@ class Replica:
             self.engine.give_up(error)
 
     def _condemn(self, still_s: float) -> None:
-        """A frozen rank blocks all others, and which one it is cannot be told: the whole group is ended."""
+        """A frozen rank blocks all others and cannot be identified: the whole group is ended."""
         error = ReplicaError(f"the replica is frozen: no progress for {still_s:.1f} s while there is work")
         self._fail(error)
         self.engine.give_up(error)
@@ -303,7 +303,7 @@ def _gather_ranks(
     host = launcher.meeting_host
     if host == LOOPBACK:
         check_loopback(host)
-    with RankListener(host) as listener:  # before any rank is started: nobody else can have the port
+    with RankListener(host) as listener:  # before any rank is started: so that no other process takes the port
         rendezvous = Rendezvous.at(host, listener.port)
         ranks = launcher.launch(config, rendezvous)
         try:

@@ -55,7 +55,7 @@ class BatchingPolicy(Protocol):
         ...
 
     def schedule_ahead(self, queues: SequenceQueues) -> list[Share]:
-        """As `schedule`, while a step is in flight: passes those over who await its result, and preempts nobody. Empty
+        """As `schedule`, while a step is in flight: skips sequences that wait for its result, and preempts none. Empty
         if there is nothing to do before that result, or if somebody would have to be preempted.
         """
         ...
@@ -93,8 +93,9 @@ class ContinuousBatching:
         room, at the latest when it is alone. A is passed over only while a running sibling computes its prompt, and
         requests behind A do not hold that sibling up.
     The argument does not depend on which other sequence is preempted. Blocks that are only cached count as free, and
-    shared blocks need not be allocated again. Nor does it depend on steps that are planned ahead: they preempt nobody,
-    who is not in one is in the next, and who ends while one is in flight gives its blocks back one step later.
+    shared blocks need not be allocated again. Nor does it depend on steps that are planned ahead: they preempt no
+    sequence, who is not in one is in the next, and who ends while one is in flight gives its blocks back one step
+    later.
     """
 
     def __init__(self, limits: StepLimits) -> None:
@@ -140,7 +141,7 @@ class ContinuousBatching:
             for service_class in Priority:
                 if service_class in prefills_of:
                     budget = share_out(prefills_of[service_class], budget, shares)
-                # Once the first of a class was refused, nobody of a worse class is the first of the waiting.
+                # Once the first of a class was refused, no request of a worse class is the first of the waiting.
                 budget = self._admit(queues, siblings, service_class, budget, shares)
         queues.waiting.return_all()
         return shares
@@ -295,7 +296,7 @@ class MemoryAwareBatching(ContinuousBatching):
     lengths that finished so far, at most a request's own bound; the bound itself before anything has finished, and for
     one that has outrun the mean. All peaks are taken to come at once, and prefixes in common are not counted on. So
     while no estimate is too low, nothing is preempted for memory; else preemption works as in continuous batching. A
-    better class preempts worse ones as there, too, and nobody starves by the same argument: alone, all fit.
+    better class preempts worse ones as there, too, and no request starves by the same argument: alone, all fit.
     """
 
     def __init__(self, limits: StepLimits) -> None:

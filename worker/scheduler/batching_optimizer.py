@@ -243,7 +243,7 @@ class BatchingOptimizer:
             reason += "; auto-tune keeps to what is configured" if above else "; auto-tune has set it"
         return Recommendation(setting=name, current=self._current[name], recommended=recommended, reason=reason)
 
-    # --- What each setting should be; None: it is in nobody's way ---
+    # --- What each setting should be; None: no change ---
 
     def _proposal_for_seqs(self, window: _Window) -> _Proposal | None:
         fits = self._model.costs.decodes_within(

@@ -78,7 +78,7 @@ class DecodeBatch:
         self._ending_block: dict[int, list[Sequence]] = {}
         self._age = 0
         # Chosen from these, in the order of the shares, after so many moves in the queues. While both are the same,
-        # nobody has joined or left, and each is one token further than in the last split.
+        # no sequence has joined or left, and each is one token further than in the last split.
         self._chosen_from: list[Sequence] = []
         self._num_moves = _NEVER
         self._others: list[int] = []  # numbers of those that were not chosen
@@ -257,7 +257,7 @@ class ShareCommit:
         self, queues: SequenceQueues, drafter: Drafter | None, block_size: int, drop_broken: Callable[[Sequence], None]
     ) -> None:
         """`drop_broken` is called for a sequence that no token can follow, before the next one is looked at:
-        nobody may find its blocks."""
+        its blocks may not be found."""
         self._queues = queues
         self._drafter = drafter
         self._block_size = block_size

@@ -63,7 +63,7 @@ class Scheduler:
         make_policy: MakePolicy | None = None,
     ) -> None:
         """`num_state_slots`: slots for states of sequences; 0: the model keeps none. `drafter` drafts tokens
-        (speculative decoding); None: nobody does. `make_policy` makes the batching policy; None: the one that the
+        (speculative decoding); None: no speculation. `make_policy` makes the batching policy; None: the one that the
         settings name.
         """
         self._max_num_waiting = config.max_num_waiting
@@ -155,7 +155,7 @@ class Scheduler:
 
     def plan(self, now: float = 0.0, max_steps: int = 1) -> StepPlan | None:
         """The plan of the next step; None if there is nothing to do. While no other plan is in flight. It may be for up
-        to `max_steps` steps where all sequences decode and nobody waits.
+        to `max_steps` steps where all sequences decode and none waits.
 
         Requests whose time is up by `now` are `dropped` first; and waiting ones that could not come to their first
         token in time, which takes `deadlines.tokens_per_s`.

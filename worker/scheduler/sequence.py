@@ -116,7 +116,7 @@ class Sequence:
         self.waited_s = 0.0
         """Seconds of all earlier waits together."""
         self.queued_s = 0.0
-        """`waited_s` when it first ran, until it is told with the first tokens."""
+        """`waited_s` when it first ran, until it is reported with the first tokens."""
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         """Prompt and output."""
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -193,7 +193,7 @@ class Sequence:
         return (
             self.logits_settings is None
             and num_tokens == self.num_computed_tokens + 1
-            and num_tokens > self.num_prompt_tokens  # with the first output token, more is told
+            and num_tokens > self.num_prompt_tokens  # with the first output token, more is reported
             and self.prompt_logprobs is None
             and self.num_computed_tokens >= self.num_discarded_tokens
         )
@@ -292,7 +292,7 @@ class Sequence:
         return True
 
     def _take_queued_s(self) -> float:
-        """How long it had waited when it first ran; 0 once that was told."""
+        """Seconds that it had waited when it first ran; 0 once that was reported."""
         queued_s, self.queued_s = self.queued_s, 0.0
         return queued_s
 

@@ -2,7 +2,7 @@
 
 A drafted token is kept only if the model itself draws the same one there (`Sequence.advance`), so drafts change the
 speed and nothing else. The limits: only sequences that decode get drafts, within the step's tokens and rows of logits,
-within their own maximum length, and in blocks that are free: nobody is preempted for a draft.
+within their own maximum length, and in blocks that are free: no sequence is preempted for a draft.
 """
 
 from dataclasses import dataclass
@@ -51,8 +51,8 @@ class Drafter(Protocol):
         """Sequences that it has state of; 0 when none is alive."""
 
     def drafts(self, shares: list[Share], queues: SequenceQueues, limits: StepLimits) -> list[Drafts]:
-        """Drafts for each share of a step, within the step's limits and the blocks that are free. Empty: nobody gets
-        any, and what becomes of the step is of no interest."""
+        """Drafts for each share of a step, within the step's limits and the blocks that are free. Empty: no sequence
+        gets any, and what becomes of the step is of no interest."""
 
     def settle(
         self, sequence: Sequence, scheduled: ScheduledSequence, gained: tuple[int, ...], queues: SequenceQueues

@@ -20,7 +20,7 @@ class StepTuner:
     """One engine's model of its steps, and what follows from it.
 
     With `target_tpot_ms`, prompts get in each step what the decodes leave of the target. It holds for typical steps:
-    the model's usual error is kept free, but nobody can promise the time of a single step. And prompts get at least a
+    the model's usual error is kept free, but the time of a single step cannot be guaranteed. And prompts get at least a
     block in each step, so that none waits for ever where the decodes alone take longer than the target.
     """
 

@@ -20,7 +20,7 @@ _SCHEME: Final = re.compile(r"^(dns:(//[^/]*/)?|ipv[46]:)")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine reaches an address."""
+    """Whether an address can be reached from this machine alone."""
     if host == "localhost":
         return True
     try:

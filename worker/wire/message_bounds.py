@@ -49,7 +49,7 @@ Bounds = Mapping[str, Mapping[str, Bound]]
 
 
 class MalformedMessageError(Exception):
-    """The bytes are no message, or one that nobody's encoder writes."""
+    """The bytes are no message, or a message that no encoder writes."""
 
 
 class UnboundedFieldError(Exception):

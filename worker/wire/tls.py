@@ -22,7 +22,7 @@ from holdfast.worker.errors import ConfigurationError
 
 DAY_S: Final = 86_400.0
 NOTICE_S: Final = 14 * DAY_S
-"""So long before the end it is told that a certificate is about to expire."""
+"""Seconds before the expiry of a certificate from which warnings are logged."""
 
 _BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 _VERSION: Final = 0xA0
@@ -145,7 +145,7 @@ class ServerTls:
         self._tls = tls
         self._lock = threading.Lock()
         self._refused: tuple[object, ...] | None = None
-        """The stamp of files that could not be used, which are told once."""
+        """The stamp of files that could not be used; each is logged once."""
         self._warned = ""
         """What of the certificate's expiry has been logged."""
         try:

@@ -14,7 +14,7 @@ class JournalFolder:
         self._watchers: dict[str, Callable[[str, bytearray], None]] = {}
 
     def begin(self, router: str, watcher: Callable[[str, bytearray], None]) -> bytearray:
-        """The journal of a router that starts. Its `watcher` is told of each other one that ends."""
+        """The journal of a router that starts. Its `watcher` is called with each other router that ends."""
         self._watchers[router] = watcher
         self._buffers[router] = bytearray(SIZE)
         return self._buffers[router]

@@ -63,7 +63,7 @@ class Straggler:
 
     def __init__(self, call: Generate, network: Network, path: Path, router: Process) -> None:
         self.was_turned_away = False
-        """It was told that a newer one goes on."""
+        """A newer submission has replaced it."""
         self._call = call
         self._connection = Connection(network, path, (self, router))
         self._has_arrived = False

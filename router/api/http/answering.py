@@ -33,7 +33,7 @@ def answering(endpoint: Endpoint, shape: Shape) -> Callable[[Request], Awaitable
         except HoldfastError as error:
             response = _error(error, shape)
         except ClientDisconnect:
-            response = Response(status_code=499)  # nobody reads it
+            response = Response(status_code=499)  # its client is gone
         except Exception as bug:
             logger.exception("a request failed: internal error")
             response = _error(InternalError(f"the request failed: internal error ({type(bug).__name__})"), shape)

@@ -11,7 +11,7 @@ from holdfast.worker.wire.bound import Bound
 
 _OTHER_COUNT, _OTHER_SIZE = 4096, 256 * 2**10
 OTHER: Final = Bound(count=_OTHER_COUNT, size=_OTHER_SIZE)
-"""Of a field that nobody has thought of here, or that holds little."""
+"""Bound of a field without one of its own."""
 
 _ESCAPED: Final = 6
 """Bytes of JSON that stand for one byte of text at most."""

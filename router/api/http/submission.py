@@ -182,7 +182,7 @@ class Encoder(Protocol):
         """
 
     def holds(self, choice: int) -> bool:
-        """Whether tokens of a choice's last delta are told with a later one: the log-probabilities of tokens whose
+        """Whether tokens of a choice's last delta are sent with a later one: the log-probabilities of tokens whose
         text is held back.
         """
 

@@ -177,8 +177,8 @@ class TokensWithText:
         return bool(self._held)
 
     def of(self, delta: OutputDelta) -> OutputDelta | None:
-        """What can be told now; None: nothing. What the client of a resumed stream has comes without log-probabilities,
-        and is as it was told.
+        """The delta to send now; None: nothing yet. What the client of a resumed stream already has comes without
+        log-probabilities and unchanged.
         """
         self._num_chars += len(delta.text)
         if len(delta.logprobs) < len(delta.token_ids):

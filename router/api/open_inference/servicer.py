@@ -76,7 +76,7 @@ async def interleaved(
         reading.cancel()
         await asyncio.wait([reading])
         if not reading.cancelled():
-            reading.exception()  # it was raised above, or nobody is left to hear it
+            reading.exception()  # it was raised above, or its caller is gone
 
 
 logger = logging.getLogger(__name__)

@@ -49,7 +49,9 @@ def generation_request(message: vllm_engine_pb2.GenerateRequest, request_id: str
 
 
 def sampling_params(message: vllm_engine_pb2.SamplingParams) -> SamplingParams:
-    """Stop strings are kept in the text, which this protocol does not tell: so they can be told apart at the end."""
+    """Stop strings are kept in the text, which this protocol does not send; its last message names the one that
+    matched.
+    """
     fields: dict[str, Any] = {"max_tokens": None}
     fields |= {name: getattr(message, name) or 1 for name in _ONE_IF_ZERO}
     fields |= {name: getattr(message, name) for name in _AS_THEY_ARE}

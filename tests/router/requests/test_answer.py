@@ -176,10 +176,10 @@ async def test_what_is_said_of_the_prompt_goes_with_the_first_that_is_returned()
     )
     likely = OutputDelta(**core, finish_reason=FinishReason.LENGTH, logprobs=(said(-1.0),))
     answer = await told(unlikely, likely, n=2, best_of=2, prompt_logprobs=0).whole()
-    assert [one.output.prompt_logprobs for one in answer.completions] == [(said(-9.0),), ()]
+    assert [one.prompt_logprobs for one in answer.completions] == [(said(-9.0),), ()]
     answer = await told(unlikely, likely, n=1, best_of=2, prompt_logprobs=0).whole()
     (best,) = answer.completions
-    assert (best.cumulative_logprob, best.output.prompt_logprobs) == (-1.0, (said(-9.0),))
+    assert (best.cumulative_logprob, best.prompt_logprobs) == (-1.0, (said(-9.0),))
 
 
 def said(logprob: float) -> TokenLogprob:

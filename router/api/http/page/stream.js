@@ -10,7 +10,7 @@ const LONGEST_PAUSE_MS = 3_000;
 
 export class Refused extends Error {}
 
-/** Yields {chunks, replica, isOver} for each delivery. `onLost` is told of each loss, and `onBack` when it goes on. */
+/** Yields {chunks, replica, isOver} for each delivery. `onLost` is called at each loss, and `onBack` when the stream goes on. */
 export async function* heldStream(path, body, { key, signal, onLost, onBack }) {
   const content = JSON.stringify(body);
   const state = { record: null, attempt: 0, beganAt: performance.now(), newsAt: performance.now(), pauseMs: FIRST_PAUSE_MS };
