@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from holdfast.router.generation import OutputDelta
     from holdfast.worker.errors import HoldfastError
     from holdfast.worker.request import FinishReason, Priority
-    from holdfast.worker.sampling_params import RequestOutputKind, SamplingParams
+    from holdfast.worker.sampling_params import SamplingParams
     from holdfast.worker.structured_outputs import StructuredOutputs
+    from holdfast.worker.value_types import RequestOutputKind
     from holdfast.worker.wire.tls import Tls
 
     GuidedDecodingParams = StructuredOutputsParams = StructuredOutputs
@@ -83,7 +84,7 @@ HOMES = {  # the module of each name
     "Priority": "holdfast.worker.request",
     "RequestMetrics": "holdfast.cluster.offline.outputs",
     "RequestOutput": "holdfast.cluster.offline.outputs",
-    "RequestOutputKind": "holdfast.worker.sampling_params",
+    "RequestOutputKind": "holdfast.worker.value_types",
     "SamplingParams": "holdfast.worker.sampling_params",
     "StructuredOutputs": "holdfast.worker.structured_outputs",
     "Tls": "holdfast.worker.wire.tls",

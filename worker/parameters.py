@@ -11,7 +11,7 @@ from operator import attrgetter
 from types import NoneType
 from typing import Annotated, Any, Final, get_args, get_type_hints
 
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -122,6 +122,28 @@ def _structure(value: object) -> object:
     if not isinstance(value, StructuredOutputs | Mapping):
         raise _wrong_type()
     return StructuredOutputs.of(value)
+
+
+def _without_blanks(words: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(map(str.strip, words)):
+        raise ValueError("blank")
+    return words
+
+
+def _without_zero(number: int) -> int:
+    if number == 0:
+        raise ValueError("zero")
+    return number
+
+
+def _at_least_zero(number: int) -> int:
+    return max(number, 0)
+
+
+NOT_BLANK: Final = AfterValidator(_without_blanks)
+NOT_ZERO: Final = AfterValidator(_without_zero)
+AT_LEAST_ZERO: Final = AfterValidator(_at_least_zero)
+"""Takes negative numbers as zero."""
 
 
 def _wrong_type() -> PydanticCustomError:

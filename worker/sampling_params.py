@@ -6,7 +6,6 @@ from `PARAMETERS`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, InitVar, dataclass, field
-from enum import Enum
 from functools import partial
 from typing import Annotated, Final, Self
 
@@ -14,8 +13,11 @@ from pydantic import AfterValidator, Field
 
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import (
+    AT_LEAST_ZERO,
     BIASES,
     FIELD,
+    NOT_BLANK,
+    NOT_ZERO,
     STRUCTURE,
     TEXTS,
     TOKEN_IDS,
@@ -25,7 +27,14 @@ from holdfast.worker.parameters import (
     Scope,
 )
 from holdfast.worker.structured_outputs import StructuredOutputs
-from holdfast.worker.value_types import SAMPLING_FIELDS, check_neutral, takes_neutral
+from holdfast.worker.value_types import (
+    SAMPLING_FIELDS,
+    OutputKind,
+    RequestOutputKind,
+    check_neutral,
+    set_slot,
+    takes_neutral,
+)
 
 MAX_SEED: Final = 2**63 - 1
 """Requests are drawn with seeds from 0 to this."""
@@ -46,59 +55,19 @@ MAX_BEAM_WIDTH: Final = 10
 """A beam search looks at twice as many candidates as it has beams."""
 
 
-class RequestOutputKind(Enum):
-    """What outputs of a stream hold, by vLLM's names. Here the call says it: see `SamplingParams`."""
-
-    CUMULATIVE = 0
-    DELTA = 1
-    FINAL_ONLY = 2
-
-
-def _without_blanks(words: tuple[str, ...]) -> tuple[str, ...]:
-    if not all(map(str.strip, words)):
-        raise ValueError("blank")
-    return words
-
-
-def _without_zero(number: int) -> int:
-    if number == 0:
-        raise ValueError("zero")
-    return number
-
-
-def _or_zero(number: int) -> int:
-    return max(number, 0)
-
-
 def _seed(number: int) -> int | None:
     """vLLM's -1 is no seed; of another negative one the remainder is taken."""
     return None if number == -1 else number % (MAX_SEED + 1)
 
 
 _draw = partial(Metadata, scope=Scope.TOKENS, group=Group.SAMPLING)
-_end = partial(Metadata, group=Group.ENDING)
-_report = partial(Metadata, group=Group.REPORT)
-
-
-_set: Final = object.__setattr__
-
-
-class _Slots:
-    """What is kept beside the parameters: it says nothing of what is drawn."""
-
-    __slots__ = ("_output_kind",)
-    _output_kind: "RequestOutputKind | None"
-    """None until all parameters are there."""
-
-    def __new__(cls, *_: object, **__: object) -> Self:
-        made = object.__new__(cls)
-        _set(made, "_output_kind", None)
-        return made
+_end = partial(Metadata, scope=Scope.TOKENS, group=Group.ENDING)
+_report = partial(Metadata, scope=Scope.TEXT, group=Group.REPORT)
 
 
 @takes_neutral(SAMPLING_FIELDS, f"{FIELD}.")
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
-class SamplingParams(_Slots):
+class SamplingParams(OutputKind):
     """How to draw tokens and when to stop. The call shape follows vLLM's class of the same name.
 
     Raises `InvalidRequestError`, naming the field, for a value outside its limits, given or set later. Lists are stored
@@ -119,7 +88,7 @@ class SamplingParams(_Slots):
     top_k: Annotated[
         int,
         Field(ge=-1, description="keeps the k best tokens, and ties with the last; 0 for all"),
-        AfterValidator(_or_zero),
+        AT_LEAST_ZERO,
         _draw(draw_type="i", limit="must be at least 1, or 0 for all tokens", limits="0 or more", means_all=True),
     ] = 0
     top_p: Annotated[
@@ -155,11 +124,7 @@ class SamplingParams(_Slots):
     ] = 0.0
     frequency_penalty: Annotated[
         float,
-        Field(
-            ge=-2,
-            le=2,
-            description="subtracted from a token's logit once per occurrence in the output",
-        ),
+        Field(ge=-2, le=2, description="subtracted from a token's logit once per occurrence in the output"),
         _draw(is_penalty=True, with_beams=False),
     ] = 0.0
     logit_bias: Annotated[
@@ -188,7 +153,7 @@ class SamplingParams(_Slots):
         Field(
             description="banned texts: the last token of a text is banned where the output ends in the tokens before it"
         ),
-        AfterValidator(_without_blanks),
+        NOT_BLANK,
         Metadata(
             scope=Scope.TEXT,
             group=Group.SAMPLING,
@@ -212,15 +177,12 @@ class SamplingParams(_Slots):
     max_tokens: Annotated[
         int | None,
         Field(ge=1, description="at most this many output tokens; none for as many as the context holds"),
-        _end(scope=Scope.TOKENS, means_all=True, flag_default=64, limits="1 or more; `None` in Python"),
+        _end(means_all=True, flag_default=64, limits="1 or more; `None` in Python"),
     ] = 16
     min_tokens: Annotated[
         int,
-        Field(
-            ge=0,
-            description="minimum output tokens: end tokens are banned and stop texts ignored until then",
-        ),
-        _end(scope=Scope.TOKENS, with_beams=False, limits="0 to `max_tokens`"),
+        Field(ge=0, description="minimum output tokens: end tokens are banned and stop texts ignored until then"),
+        _end(with_beams=False, limits="0 to `max_tokens`"),
     ] = 0
     stop: Annotated[
         str | Sequence[str],
@@ -237,12 +199,10 @@ class SamplingParams(_Slots):
         Sequence[int],
         TOKEN_IDS,
         Field(description="tokens that end the output, besides the model's own"),
-        _end(scope=Scope.TOKENS, limit="token ids must not be negative", limits="below the vocabulary size"),
+        _end(limit="token ids must not be negative", limits="below the vocabulary size"),
     ] = ()
     ignore_eos: Annotated[
-        bool,
-        Field(description="the model's own end-of-sequence tokens do not end the output"),
-        _end(scope=Scope.TOKENS),
+        bool, Field(description="the model's own end-of-sequence tokens do not end the output"), _end()
     ] = False
     include_stop_str_in_output: Annotated[
         bool, Field(description="keeps the stop string as the end of the text"), _end(scope=Scope.TEXT)
@@ -251,26 +211,24 @@ class SamplingParams(_Slots):
     n: Annotated[
         int,
         Field(ge=1, description="completions of the request; number i is drawn with seed + i"),
-        _report(scope=Scope.TEXT, short_flag="-n", limits="1 or more; 64 on a server"),
+        _report(short_flag="-n", limits="1 or more; 64 on a server"),
     ] = 1
     best_of: Annotated[
         int | None,
         Field(description="completions to draw, of which the n likeliest are returned"),
-        _report(scope=Scope.TEXT, with_beams=False, neutral="n", limits="n or more; 64 on a server"),
+        _report(with_beams=False, neutral="n", limits="n or more; 64 on a server"),
     ] = None
     beam_width: Annotated[
         int | None,
         Field(ge=1, le=MAX_BEAM_WIDTH, description="beam search with this many beams instead of sampling"),
-        _report(scope=Scope.TEXT),
+        _report(),
     ] = None
     length_penalty: Annotated[
         float,
         Field(
-            ge=-10,
-            le=10,
-            description="of a beam search: the power of the length that a log-probability is divided by",
+            ge=-10, le=10, description="of a beam search: the power of the length that a log-probability is divided by"
         ),
-        _report(scope=Scope.TEXT),
+        _report(),
     ] = 1.0
     logprobs: Annotated[
         int | None,
@@ -300,33 +258,26 @@ class SamplingParams(_Slots):
             limits=f"{MAX_LOGPROB_TOKEN_IDS} ids, below the vocabulary size",
         ),
     ] = ()
-    echo: Annotated[bool, Field(description="begins the text with the prompt's"), _report(scope=Scope.TEXT)] = False
+    echo: Annotated[bool, Field(description="begins the text with the prompt's"), _report()] = False
     truncate_prompt_tokens: Annotated[
         int | None,
         Field(ge=-1, description="keeps the last tokens of the prompt; -1: as many as fit"),
-        AfterValidator(_without_zero),
-        _report(
-            scope=Scope.TEXT,
-            means_all=True,
-            limit="must be at least 1, or -1 for as many as fit",
-            limits="1 or more, or -1",
-        ),
+        NOT_ZERO,
+        _report(means_all=True, limit="must be at least 1, or -1 for as many as fit", limits="1 or more, or -1"),
     ] = None
     truncate_right: Annotated[
-        bool,
-        Field(description="truncate_prompt_tokens keeps the first tokens of the prompt"),
-        _report(scope=Scope.TEXT),
+        bool, Field(description="truncate_prompt_tokens keeps the first tokens of the prompt"), _report()
     ] = False
     skip_special_tokens: Annotated[
         bool,
         Field(description="leaves special tokens, such as the end of sequence, out of the text"),
-        _report(scope=Scope.TEXT, negative_flag="--keep-special-tokens"),
+        _report(negative_flag="--keep-special-tokens"),
     ] = True
 
     detokenize: Annotated[
         bool,
         Field(description="makes text of the tokens; without it the text is empty, and there are no stop strings"),
-        _report(scope=Scope.TEXT, negative_flag="--no-text"),
+        _report(negative_flag="--no-text"),
     ] = True
 
     guided_decoding: InitVar[StructuredOutputs | Mapping[str, object] | None] = None
@@ -341,28 +292,27 @@ class SamplingParams(_Slots):
             self.structured_outputs = guided_decoding  # it is checked below
         for value, (name, parameter) in zip(PARAMETERS.values_of(self), PARAMETERS.items(), strict=True):
             if value is not parameter.default:
-                _set(self, name, parameter.check(value))
+                set_slot(self, name, parameter.check(value))
         self._set_other("output_kind", output_kind)
         self._check_together()
 
     def __setattr__(self, name: str, value: object) -> None:
         """A parameter that is set is checked as one that is given; a value that is refused changes nothing."""
         if self._output_kind is None:  # `__init__` gives it, which checks all of them at its end
-            return _set(self, name, value)
+            return set_slot(self, name, value)
         if name not in PARAMETERS:
             return self._set_other(name, value)
         before = getattr(self, name)
-        _set(self, name, PARAMETERS[name].check(value))
+        set_slot(self, name, PARAMETERS[name].check(value))
         try:
             self._check_together()
         except InvalidRequestError:
-            _set(self, name, before)
+            set_slot(self, name, before)
             raise
 
     def _set_other(self, name: str, value: object) -> None:
         if name == "output_kind":
-            _check_output_kind(value)
-            _set(self, "_output_kind", value)
+            self._set_output_kind(value)
         elif name == "guided_decoding":
             self.structured_outputs = value  # type: ignore[assignment]  # it is checked
         elif name in SAMPLING_FIELDS:
@@ -374,16 +324,16 @@ class SamplingParams(_Slots):
         """Another object with the same values."""
         twin = object.__new__(type(self))
         for name, value in zip(PARAMETERS, PARAMETERS.values_of(self), strict=True):
-            _set(twin, name, value)
-        _set(twin, "logit_bias", dict(self.logit_bias))  # the one that can be changed in place
-        _set(twin, "_output_kind", self._output_kind)
+            set_slot(twin, name, value)
+        set_slot(twin, "logit_bias", dict(self.logit_bias))  # the one that can be changed in place
+        twin._set_output_kind(self._output_kind)
         return twin
 
     def with_valid(self, **changes: object) -> Self:
         """The same but for these, which are known to be valid: nothing is checked."""
         changed = self.clone()
         for name, value in changes.items():
-            _set(changed, name, value)
+            set_slot(changed, name, value)
         return changed
 
     def with_changes(self, **changes: object) -> Self:
@@ -392,7 +342,7 @@ class SamplingParams(_Slots):
             raise TypeError(f"no sampling parameters: {', '.join(unknown)}")
         changed = self.clone()
         for name in filter(changes.__contains__, PARAMETERS):
-            _set(changed, name, PARAMETERS[name].check(changes[name]))
+            set_slot(changed, name, PARAMETERS[name].check(changes[name]))
         changed._check_together()
         return changed
 
@@ -420,12 +370,6 @@ class SamplingParams(_Slots):
                 raise _refusal(name, value, "must not be set with beam_width: a beam search does not sample")
 
     @property
-    def wanted_output_kind(self) -> RequestOutputKind:
-        """The `output_kind` that was given."""
-        assert self._output_kind is not None, "it is there since the constructor"
-        return self._output_kind
-
-    @property
     def num_sequences(self) -> int:
         """How many completions are drawn."""
         return self.n if self.best_of is None else self.best_of
@@ -442,11 +386,6 @@ class SamplingParams(_Slots):
 
 
 PARAMETERS: Final = Declarations(SamplingParams)
-
-
-def _check_output_kind(kind: object) -> None:
-    if not isinstance(kind, RequestOutputKind):
-        raise _refusal("output_kind", kind, "must be a RequestOutputKind")
 
 
 def _refusal(name: str, value: object, limit: str) -> InvalidRequestError:

@@ -6,9 +6,10 @@ bodies of HTTP requests add to them what only bodies have.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from functools import wraps
 from numbers import Integral, Real
-from typing import Any, Final, TypeGuard, TypeVar
+from typing import Any, Final, Self, TypeGuard, TypeVar
 
 from holdfast.worker.errors import InvalidRequestError
 
@@ -164,3 +165,39 @@ def takes_neutral(table: Neutral, field: str) -> Callable[[type[Owner]], type[Ow
         return cls
 
     return extended
+
+
+set_slot: Final = object.__setattr__
+"""Sets an attribute without the checks of a class's own `__setattr__`."""
+
+
+class RequestOutputKind(Enum):
+    """What outputs of a stream hold, by vLLM's names. Here the call says it: see `SamplingParams`."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class OutputKind:
+    """vLLM's `output_kind`, kept beside the parameters: no token depends on it."""
+
+    __slots__ = ("_output_kind",)
+    _output_kind: RequestOutputKind | None
+    """None until the constructor has set all parameters."""
+
+    def __new__(cls, *_: object, **__: object) -> Self:
+        made = object.__new__(cls)
+        set_slot(made, "_output_kind", None)
+        return made
+
+    def _set_output_kind(self, kind: object) -> None:
+        if not isinstance(kind, RequestOutputKind):
+            raise InvalidRequestError("sampling_params.output_kind", kind, "must be a RequestOutputKind")
+        set_slot(self, "_output_kind", kind)
+
+    @property
+    def wanted_output_kind(self) -> RequestOutputKind:
+        """The `output_kind` that was given."""
+        assert self._output_kind is not None, "it is there since the constructor"
+        return self._output_kind

@@ -11,16 +11,16 @@ from cyclopts import Parameter
 from holdfast.cluster.commands.sampling_flags import SamplingFlags
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
 from holdfast.cluster.config.layers import Layer
-from holdfast.router.chat import Message
 from holdfast.worker.errors import ConfigurationError, HoldfastError
 
 if TYPE_CHECKING:
     from holdfast.cluster.config.config import HoldfastConfig
     from holdfast.cluster.offline.outputs import RequestOutput
+    from holdfast.router.chat import Message
     from holdfast.worker.sampling_params import SamplingParams
 
-Answerer = Callable[[Sequence[Message], Callable[[str], None]], str]
-"""`answer(messages, show)`: calls `show` with each new piece, and returns the whole."""
+    Answerer = Callable[[Sequence[Message], Callable[[str], None]], str]
+    """`answer(messages, show)`: calls `show` with each new piece, and returns the whole."""
 
 _FLAGS: Any = SamplingFlags  # a class made from the declarations
 _DEFAULTS: Final = _FLAGS(max_tokens=512)
@@ -158,14 +158,14 @@ def _reader() -> Callable[[], str]:
 
 
 @contextmanager
-def answering_here(config: "HoldfastConfig", params: "SamplingParams") -> Iterator[Answerer]:
+def answering_here(config: "HoldfastConfig", params: "SamplingParams") -> "Iterator[Answerer]":
     """Loads the model first."""
     from holdfast.cluster.commands.generate import engine_here
     from holdfast.cluster.offline.prompts import chat_list
 
     engine = engine_here(config)
 
-    def answer(messages: Sequence[Message], show: Callable[[str], None]) -> str:
+    def answer(messages: "Sequence[Message]", show: Callable[[str], None]) -> str:
         shown = 0
 
         def take(output: "RequestOutput") -> None:
@@ -191,12 +191,12 @@ def answering_here(config: "HoldfastConfig", params: "SamplingParams") -> Iterat
 @contextmanager
 def answering_server(
     server: str, model: str, params: "SamplingParams", options: Mapping[str, Any]
-) -> Iterator[Answerer]:
+) -> "Iterator[Answerer]":
     from holdfast.cluster.client.blocking_client import Client
 
     with Client(server.split(","), **options) as client:
 
-        def answer(messages: Sequence[Message], show: Callable[[str], None]) -> str:
+        def answer(messages: "Sequence[Message]", show: Callable[[str], None]) -> str:
             pieces: list[str] = []
             chunks = client.stream(messages=list(messages), params=params, model=model)
             try:

@@ -16,7 +16,8 @@ from holdfast.cluster.offline.request_handle import RequestHandle
 from holdfast.cluster.offline.vllm_methods import Refused
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.request import Priority
-from holdfast.worker.sampling_params import RequestOutputKind, SamplingParams
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.value_types import RequestOutputKind
 
 
 class _Engine(Refused):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import Parameter
-from holdfast.worker.sampling_params import RequestOutputKind, SamplingParams
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.value_types import RequestOutputKind
 
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 WHOLE = ("top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "n", "best_of", "beam_width")

@@ -12,7 +12,8 @@ from holdfast.cluster.offline.outputs import BeamSearchParams
 from holdfast.cluster.offline.vllm_engines import AsyncLLMEngine, LLMEngine
 from holdfast.cluster.offline.vllm_methods import Refused
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.sampling_params import RequestOutputKind, SamplingParams
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.value_types import RequestOutputKind
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 PROMPT = list(range(1, 40))

@@ -50,12 +50,12 @@ def test_those_of_the_prompt_are_told_once_with_the_first_token():
         TokenLogprob(token_id=7, logprob=-2.0, rank=1),
     )
     first = delivered(core.step(replace(delta(1, 0, 0, 1), prompt_logprobs=likely)))
-    assert first.prompt_logprobs == likely
+    assert first.prompt_logprobs == (None, *likely)
     again = delivered(core.step(replace(delta(1, 0, 0, 1, 2), prompt_logprobs=likely)))
     assert (again.token_ids, again.prompt_logprobs) == ((2,), ())
 
 
-def test_a_prompt_of_which_too_little_is_said_is_a_fault_of_ours():
+def test_too_few_logprobs_of_a_prompt_are_an_internal_error():
     core = Core()
     core.up()
     core.submit("a", prompt_logprobs=1)
