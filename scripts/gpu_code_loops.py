@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-from scripts.gpu_kernels import CODES, Use, coded_matrix, compiled_for, use_of
+from scripts.gpu_kernels import Use, compiled_for, use_of
+from scripts.gpu_shapes import CODES, coded_matrix
 
 _DEVICES: Final = {
     "a100": (80, 108, 1.41e9),

@@ -24,7 +24,7 @@ from holdfast.worker.executors.gpu.executor import GpuExecutor
 from holdfast.worker.executors.layout import DecoderLayout, Experts, Layer, Linear, Mlp, Norm, attention_of
 from holdfast.worker.models.roofline import Device, ModelShape, step_of
 from holdfast.worker.sampling_params import SamplingParams
-from scripts.gpu_kernels import Shape, decode_batch, layout_of, prompt_batch
+from scripts.gpu_shapes import Shape, decode_batch, layout_of, prompt_batch
 
 _PLAIN = DrawParams(SamplingParams(seed=1, temperature=0.8), 0)
 

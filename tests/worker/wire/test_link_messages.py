@@ -10,7 +10,6 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.router.text.prompt import MAX_PROMPT_LOGPROBS_BYTES
 from holdfast.v1 import engine_pb2
 from holdfast.worker.errors import (
     DeadlineExceededError,
@@ -45,9 +44,8 @@ from holdfast.worker.step_update import (
     StepUpdate,
 )
 from holdfast.worker.wire import link_requests, link_responses
-from holdfast.worker.wire.link_responses import (
-    LinkMessageError,
-)
+from holdfast.worker.wire.link_responses import LinkMessageError
+from tests.worker.wire.link_ends import NO_LOAD, sent_down, sent_up
 
 VOCAB_SIZE = 50_000
 Words = TypeVar("Words")
@@ -222,19 +220,6 @@ def test_a_heartbeat_comes_through(heartbeat):
     assert sent_up(link_responses.heartbeat_message(heartbeat)) == heartbeat
 
 
-def test_a_large_cache_comes_in_pieces_of_one_update():
-    blocks = range(2 * link_responses.MAX_CACHE_EVENTS + 1)
-    update = StepUpdate(load=NO_LOAD, step_id=7, cache=CacheChanges(stored=blocks[5:], evicted=blocks[:5]))
-    parts = [sent_up(message) for message in link_responses.step_messages(update)]
-    assert [(part.step_id, len(part.cache.stored) + len(part.cache.evicted)) for part in parts] == [
-        (7, link_responses.MAX_CACHE_EVENTS),
-        (7, link_responses.MAX_CACHE_EVENTS),
-        (7, 1),
-    ]
-    assert [block for part in parts for block in part.cache.stored] == list(blocks[5:])
-    assert [block for part in parts for block in part.cache.evicted] == list(blocks[:5])
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -355,17 +340,6 @@ def test_whatever_bytes_come_are_read_or_named(data):
         link_requests.engine_request(engine_pb2.Submit() if down is None else down.submit, "link-1", VOCAB_SIZE)
 
 
-NO_LOAD = EngineLoad(num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=9, num_total_blocks=9)
-
-
-def sent_down(message: engine_pb2.LinkRequest) -> engine_pb2.LinkRequest:
-    return engine_pb2.LinkRequest.FromString(message.SerializeToString())
-
-
-def sent_up(message: engine_pb2.LinkResponse) -> Hello | StepUpdate | Heartbeat:
-    return link_responses.read_response(engine_pb2.LinkResponse.FromString(message.SerializeToString()))
-
-
 def rejected(error: HoldfastError) -> HoldfastError:
     rejection = Rejection(attempt=AttemptKey("link-1", 5), error=error)
     (message,) = link_responses.step_messages(StepUpdate(load=NO_LOAD, rejections=(rejection,)))
@@ -379,86 +353,3 @@ def parsed(kind: type, data: bytes):
         return kind.FromString(data)
     except DecodeError:
         return None
-
-
-def test_log_probabilities_of_a_long_prompt_come_in_messages_of_bounded_size():
-    """However long the prompt, and however many prompts end in one step: each message is far below a link's limit."""
-    top = tuple((2**30 + index, -1.5) for index in range(20))
-
-    def delta(number: int, num_prompt: int) -> TokenDelta:
-        logprobs = tuple(TokenLogprob(token_id=index, logprob=-1.5, rank=7, top=top) for index in range(num_prompt))
-        return TokenDelta(
-            attempt=AttemptKey("link-1", number),
-            first_token_index=0,
-            token_ids=(3,),
-            num_cached_tokens=number,
-            prompt_logprobs=logprobs,
-        )
-
-    deltas = [delta(1, 5), delta(2, 20_000), *(delta(number, 2_000) for number in (3, 4, 5)), delta(6, 0)]
-    messages = list(link_responses.step_messages(StepUpdate(step_id=9, load=NO_LOAD, deltas=deltas)))
-    assert len(messages) > 8
-    assert max(message.ByteSize() for message in messages) < 2**20
-    assert {message.step.step_id for message in messages} == {9}
-    heard = [one for message in messages for one in sent_up(message).deltas]
-    for sent in deltas:
-        own = [one for one in heard if one.attempt == sent.attempt.number]
-        assert all(not one.token_ids and one.finish_reason is None for one in own[:-1])
-        assert (own[-1].token_ids, own[-1].num_cached_tokens) == (sent.token_ids, sent.num_cached_tokens)
-        together = [item for one in own for item in one.prompt_logprobs]
-        assert [item.token_id for item in together] == [item.token_id for item in sent.prompt_logprobs]
-        assert all(item.top == top for item in together)
-
-
-def with_candidates(number: int, num_prompt: int, num_tokens: int, num_top: int) -> TokenDelta:
-    """The last delta of a request, all of whose tokens have as many candidates."""
-    top = tuple((2**30 + index, -1.5) for index in range(num_top))
-    of_tokens = [TokenLogprob(token_id=index, logprob=-index, rank=7, top=top) for index in range(num_prompt)]
-    return TokenDelta(
-        attempt=AttemptKey("link-1", number),
-        first_token_index=0 if num_prompt else 40,
-        token_ids=tuple(range(num_tokens)),
-        finish_reason=FinishReason.LENGTH,
-        num_cached_tokens=3,
-        queued_s=0.5,
-        prompt_logprobs=tuple(of_tokens),
-        logprobs=tuple(TokenLogprob(token_id=index, logprob=-index, rank=7, top=top) for index in range(num_tokens)),
-    )
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        pytest.param([with_candidates(1, 0, 200, MAX_LOGPROBS)], id="many tokens at once"),
-        pytest.param([with_candidates(1, 40, 40, MAX_LOGPROBS)], id="a prompt's and an output's together"),
-        pytest.param([with_candidates(n, 0, 1, MAX_LOGPROBS) for n in range(150)], id="beams"),
-        pytest.param([with_candidates(1, 0, 2, link_responses.MAX_LOGPROBS)], id="a token's alone are too many"),
-        pytest.param(
-            [with_candidates(1, MAX_PROMPT_LOGPROBS_BYTES // (32 + 10 * MAX_LOGPROBS), 1, MAX_LOGPROBS)],
-            id="the longest prompt",
-        ),
-    ],
-)
-def test_candidates_come_in_messages_of_bounded_size_and_nothing_is_lost(said):
-    """What a step says once of a request is said once: with its first tokens there, or its last."""
-    messages = list(link_responses.step_messages(StepUpdate(step_id=9, load=NO_LOAD, deltas=said)))
-    assert len(messages) > 1
-    assert max(message.ByteSize() for message in messages) < 2**20
-    heard = [one for message in messages for one in sent_up(message).deltas]
-    for sent in said:
-        pieces = [one for one in heard if one.attempt == sent.attempt.number]
-        of_prompt = [one for one in pieces if not one.token_ids]
-        parts = [one for one in pieces if one.token_ids]
-        assert pieces == of_prompt + parts
-        assert all(one == piece_of_prompt(one) for one in of_prompt)
-        for index, one in enumerate(parts):
-            assert one.first_token_index == sent.first_token_index + sum(len(part.token_ids) for part in parts[:index])
-        for name in ("token_ids", "logprobs", "prompt_logprobs"):
-            assert sum((getattr(one, name) for one in pieces), ()) == getattr(sent, name)
-        assert [one.finish_reason for one in parts] == [None] * (len(parts) - 1) + [sent.finish_reason]
-        assert [(one.num_cached_tokens, one.queued_s) for one in parts] == [(3, 0.5)] + [(0, 0.0)] * (len(parts) - 1)
-
-
-def piece_of_prompt(delta: TokenDelta) -> TokenDelta:
-    """A delta that has nothing else."""
-    return TokenDelta(attempt=delta.attempt, first_token_index=0, token_ids=(), prompt_logprobs=delta.prompt_logprobs)

@@ -13,7 +13,8 @@ import torch
 
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.gpu.executor import GpuExecutor
-from scripts.gpu_kernels import Use, decode_batch, measured, prompt_batch, use_of
+from scripts.gpu_kernels import Use, measured, use_of
+from scripts.gpu_shapes import decode_batch, prompt_batch
 from tests.worker.executors.cpu.runs import layout_of
 from tests.worker.executors.models import MODELS
 

@@ -8,7 +8,8 @@ Sums and maxima over keys go by that layout, so that another one would have othe
 import re
 import sys
 
-from scripts.gpu_kernels import DEVICES, SHAPES, Use, compiled_for, uses_of
+from scripts.gpu_kernels import DEVICES, Use, compiled_for, uses_of
+from scripts.gpu_shapes import SHAPES
 
 _LAYOUT = re.compile(r"^(#\w+) = (.*)$", re.MULTILINE)
 _REDUCED = re.compile(r'"tt\.reduce"\((?:.*\n)*?\s*\}\) : \((tensor<[^>]*>)')

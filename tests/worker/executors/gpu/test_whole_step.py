@@ -18,7 +18,7 @@ from holdfast.worker.executors.gpu import executor as executor_module
 from holdfast.worker.executors.gpu.executor import GpuExecutor
 from holdfast.worker.executors.gpu.peer_memory import PeerMemory
 from holdfast.worker.executors.gpu.rank_exchange import NoExchange, PeerExchange
-from scripts.gpu_kernels import Shape, decode_batch, drawn_rows, layout_of, prompt_batch
+from scripts.gpu_shapes import Shape, decode_batch, drawn_rows, layout_of, prompt_batch
 
 LAYERS = 3
 META = torch.device("meta")
