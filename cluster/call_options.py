@@ -7,17 +7,22 @@ from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import Priority
 
 
-class ServiceOptions(TypedDict, total=False):
-    """None of them changes a token of the completion."""
+class ServiceOfAll(TypedDict, total=False):
+    """Options that all requests of a call have in common. None of them changes a token of the completion."""
 
-    priority: Priority
-    """The class of service; `NORMAL` unless said otherwise."""
     tenant: str
     """On whose account; tenants share by `scheduler.tenant_shares`."""
     timeout_s: float | None
     """Seconds after which the request ends with a `DeadlineExceededError`."""
     cache_salt: str
     """Only requests with the same one find each other's prefixes in the cache."""
+
+
+class ServiceOptions(ServiceOfAll, total=False):
+    """Options of one request."""
+
+    priority: Priority
+    """The class of service; `NORMAL` by default."""
 
 
 def check_timeout(timeout_s: float | None) -> None:

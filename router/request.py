@@ -14,7 +14,7 @@ from holdfast.router.config import LimitsConfig
 from holdfast.router.resume import ResumeRecord, check_record
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import FIELD
-from holdfast.worker.request import Priority, check_service
+from holdfast.worker.request import SERVICE_TEXTS, Service
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.value_types import checked_prompt, checked_seconds, checked_text
 
@@ -89,7 +89,7 @@ EMPTY_PROMPT: Final = "the prompt must not be empty"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
+class GenerationRequest(Service):
     """A request of a client. Fields are named as in the public proto.
 
     Raises `InvalidRequestError` for a field of a wrong type, since callers in process construct it too.
@@ -105,17 +105,10 @@ class GenerationRequest:
     request_id: str = ""
     """Empty: the server chooses one."""
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
-    priority: Priority = Priority.NORMAL
     timeout_s: float | None = None
     """None: the server's default."""
-    cache_salt: str = ""
-    """Cached prefixes are shared only between requests of the same salt."""
     resume: ResumeRecord | None = None
     """The output that the client already has; None: not a resumed request."""
-    tenant: str = ""
-    """The tenant that it is charged to: tenants get service by their shares."""
-    session_id: str = ""
-    """The conversation that it belongs to: with session affinity, the requests of one go to the same replica."""
     attempt: int = 0
     """Number of this submission of the request, from 1; 0: the client does not submit again."""
     part: int = 0
@@ -129,11 +122,10 @@ class GenerationRequest:
         object.__setattr__(self, "prompt", checked_prompt(self.prompt))
         checked_text("model", self.model)
         checked_text("request_id", self.request_id)
-        checked_text("session_id", self.session_id)
         if not isinstance(self.sampling_params, SamplingParams):
             raise InvalidRequestError("sampling_params", self.sampling_params, "must be SamplingParams")
         object.__setattr__(self, "sampling_params", self.sampling_params.clone())  # the caller may change its own
-        check_service(priority=self.priority, tenant=self.tenant, cache_salt=self.cache_salt)
+        self.check_service()
         if self.timeout_s is not None:
             object.__setattr__(self, "timeout_s", checked_seconds("timeout_s", self.timeout_s))
 
@@ -148,7 +140,7 @@ class GenerationRequest:
         if self.resume is not None:
             self._check_resume(self.resume)
         check_request_id(self.request_id, limits)
-        for name in ("cache_salt", "tenant", "session_id"):
+        for name in SERVICE_TEXTS:
             if len(getattr(self, name)) > limits.max_request_id_length:
                 limit = f"must have at most {limits.max_request_id_length} characters"
                 raise InvalidRequestError(name, getattr(self, name), limit)

@@ -6,7 +6,7 @@ Frozen dataclasses and enums, with the checks of their own fields.
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
@@ -33,6 +33,11 @@ class Priority(IntEnum):
     HIGH = 1
     NORMAL = 2
     LOW = 3
+
+    @classmethod
+    def of_number(cls, number: int) -> "Priority":
+        """Of vLLM's priorities, of which lower ones go first and 0 is normal."""
+        return cls.NORMAL if number == 0 else cls.HIGH if number < 0 else cls.LOW
 
 
 class FinishReason(StrEnum):
@@ -71,7 +76,43 @@ class SequenceKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRequest:
+class Service:
+    """How a request is served and on whose account: the same from the client's request to the engine's. Touches no
+    token.
+    """
+
+    priority: Priority = Priority.NORMAL
+    tenant: str = ""
+    """On whose account it runs: tenants get service by their shares. All without a name are one tenant."""
+    cache_salt: str = ""
+    """Only requests with the same salt find each other's prefixes in the cache, and so cannot time each other's."""
+    session_id: str = ""
+    """The conversation that it belongs to: with session affinity, the requests of one go to the same replica. It is
+    not sent to engines.
+    """
+
+    @property
+    def service(self) -> dict[str, Any]:
+        """These fields, for another request of the same service."""
+        return {name: getattr(self, name) for name in SERVICE_FIELDS}
+
+    def check_service(self) -> None:
+        """Raises `InvalidRequestError` for what is of another type than it says: queues order by priorities, and
+        caches hash salts, long after the caller that filled them in is gone.
+        """
+        if not isinstance(self.priority, Priority):
+            names = ", ".join(f"Priority.{one.name}" for one in Priority)
+            raise InvalidRequestError("priority", self.priority, f"must be one of {names}")
+        for name in SERVICE_TEXTS:
+            checked_text(name, getattr(self, name))
+
+
+SERVICE_FIELDS: Final = tuple(Service.__dataclass_fields__)
+SERVICE_TEXTS: Final = SERVICE_FIELDS[1:]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest(Service):
     """A tokenized request, as engines take it. It checks nothing: that it has a prompt and a seed, and the types of all
     fields, are checked where they come in, at the router's admission and at the replica's end of a link.
 
@@ -85,11 +126,8 @@ class EngineRequest:
     """
     prompt_token_ids: tuple[int, ...]
     sampling_params: SamplingParams
-    priority: Priority = Priority.NORMAL
     output_token_ids: tuple[int, ...] = ()
     """Tokens emitted before, by this or another replica."""
-    cache_salt: str = ""
-    """Only requests with the same salt find each other's prefixes in the cache, and so cannot time each other's."""
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
     """The bad words of `sampling_params` as token ids, each in every way that it may be written."""
     grammar: str = ""
@@ -97,14 +135,10 @@ class EngineRequest:
     group_id: Hashable = ""
     """Those that have the same one, which is not empty, have the same prompt and salt, and share what is computed. Of
     several links, a `GroupKey`."""
-    tenant: str = ""
-    """On whose account it runs: tenants get service by their shares. All without a name are one tenant."""
     time_left_s: float | None = None
     """Seconds that the caller will still wait when the request is submitted; None: for ever. Touches no token."""
     poison_risk: PoisonRisk = PoisonRisk.NONE
     """Of killing the replicas that run it. Touches no token."""
-    session_id: str = ""
-    """The conversation that it belongs to, for routing. It is routers' alone, and not sent to engines."""
     traceparent: str = ""
     """W3C trace context of what it is part of; empty: it is not traced. Touches no token."""
     part: int = 0
@@ -120,17 +154,6 @@ class EngineRequest:
     @property
     def sequence_key(self) -> SequenceKey:
         return SequenceKey(self.tenant, self.request_id, self.part, self.sequence_index)
-
-
-def check_service(*, priority: object, tenant: object, cache_salt: object) -> None:
-    """Raises `InvalidRequestError` for what is of another type than it says: queues order by priorities, and caches
-    hash salts, long after the caller that filled them in is gone.
-    """
-    if not isinstance(priority, Priority):
-        names = ", ".join(f"Priority.{one.name}" for one in Priority)
-        raise InvalidRequestError("priority", priority, f"must be one of {names}")
-    checked_text("tenant", tenant)
-    checked_text("cache_salt", cache_salt)
 
 
 class AttemptKey(NamedTuple):

@@ -5,9 +5,9 @@ not here.
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Final, ParamSpec, TypedDict, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
-from holdfast.cluster.call_options import ServiceOptions
+from holdfast.cluster.call_options import ServiceOfAll, ServiceOptions
 from holdfast.cluster.offline.prompts import Given
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import Priority
@@ -24,14 +24,6 @@ _UNUSED: Final = frozenset(
         *("prompt_text", "session_id", "kv_hints", "reasoning_ended", "reasoning_parser_kwargs", "arrival_time"),
     }
 )
-
-
-class ServiceOfAll(TypedDict, total=False):
-    """`ServiceOptions` without the priority."""
-
-    tenant: str
-    timeout_s: float | None
-    cache_salt: str
 
 
 def check_unused(**named: object) -> None:
@@ -90,4 +82,4 @@ def _priority(priority: object) -> Priority:
         return Priority.NORMAL if priority is None else priority
     if not is_whole(priority):
         raise InvalidRequestError("priority", priority, "must be a Priority, or a whole number")
-    return Priority.NORMAL if priority == 0 else Priority.HIGH if priority < 0 else Priority.LOW
+    return Priority.of_number(priority)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
+from holdfast.cluster.call_options import ServiceOfAll
 from holdfast.cluster.config.chat_templates import template_text
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import keyword_layer
 from holdfast.cluster.offline.call_arguments import (
-    ServiceOfAll,
     check_unused,
     either_prompts,
     service_of_each,

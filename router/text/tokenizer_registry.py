@@ -181,10 +181,7 @@ class TokenizerRegistry:
             part=request.part,
             prompt_token_ids=token_ids,
             sampling_params=params,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            tenant=request.tenant,
-            session_id=request.session_id,
+            **request.service,
             # Of a token beyond the model's vocabulary there is no logit.
             bad_word_token_ids=tuple([word for word in bad_words if max(word) < facts.vocab_size]) if bad_words else (),
             grammar="" if shape is None else await self.grammar(name, shape),

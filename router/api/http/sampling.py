@@ -4,10 +4,9 @@ Null means the default everywhere.
 """
 
 from collections.abc import Mapping
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
 from holdfast.router.api.http.bodies import Body, ChatBody, CompletionBody, Reads
-from holdfast.router.request import Namer
 from holdfast.worker.errors import InvalidRequestError, shortened
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
@@ -123,31 +122,18 @@ def _format(body: Body) -> StructuredOutputs | None:
     raise InvalidRequestError("response_format.type", asked.type, "is not supported")
 
 
-class ServiceFields(TypedDict):
-    """Fields of a `GenerationRequest` that say whose it is and how it is served."""
-
-    model: str
-    request_id: str
-    priority: Priority
-    timeout_s: float | None
-    cache_salt: str
-    session_id: str
-    tenant: str
-    names: Namer
-
-
-def service_of(body: Body, tenant: str) -> ServiceFields:
+def service_of(body: Body, tenant: str) -> dict[str, Any]:
     """What every body says in the same way, whatever its prompt."""
-    return ServiceFields(
-        model=body.model or "",
-        request_id=body.request_id or "",
-        priority=priority_of(body),
-        timeout_s=body.timeout,
-        cache_salt=body.cache_salt or "",
-        session_id=body.session,
-        tenant=tenant,
-        names=body.names,
-    )
+    return {
+        "model": body.model or "",
+        "request_id": body.request_id or "",
+        "priority": priority_of(body),
+        "timeout_s": body.timeout,
+        "cache_salt": body.cache_salt or "",
+        "session_id": body.session,
+        "tenant": tenant,
+        "names": body.names,
+    }
 
 
 def priority_of(body: Body) -> Priority:
@@ -156,4 +142,4 @@ def priority_of(body: Body) -> Priority:
         return Priority.NORMAL
     if isinstance(body.priority, str):
         return Priority[body.priority.upper()]
-    return Priority.NORMAL if body.priority == 0 else Priority.HIGH if body.priority < 0 else Priority.LOW
+    return Priority.of_number(body.priority)
