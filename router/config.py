@@ -71,13 +71,14 @@ class LimitsConfig(Settings):
     max_queued: int = Field(
         1024,
         ge=0,
-        description="requests that may wait in one router for a replica; beyond it, only of tenants below their share",
+        description="requests that may wait in one router for a replica; above it only tenants below their share may "
+        "add",
     )
     default_timeout_s: float = Field(600.0, gt=0, description="timeout of a request that sets none, in seconds")
     max_timeout_s: float = Field(3600.0, gt=0, description="longest timeout that a request may set, in seconds")
     max_prompt_bytes: Bytes = Field(512 * 2**10, ge=1, description="maximum bytes of a prompt's text, in UTF-8")
     max_prompt_tokens: int = Field(
-        2**20, ge=1, description="maximum token ids of a prompt, of what a client resumes after, or to be made text of"
+        2**20, ge=1, description="maximum token ids of a prompt, of a resume record, or of a call to Detokenize"
     )
     max_messages: int = Field(4096, ge=1, description="maximum messages of a chat, and calls in all of them")
     max_tools: int = Field(1024, ge=0, description="maximum tools of a chat")
@@ -85,37 +86,37 @@ class LimitsConfig(Settings):
     max_header_bytes: Bytes = Field(
         32 * 2**10, ge=2**12, description="maximum bytes of a request's headers or metadata, over HTTP and gRPC"
     )
-    max_connections: int = Field(4096, ge=1, description="connections that each port of a router has open at most")
+    max_connections: int = Field(4096, ge=1, description="maximum open connections of each port of a router")
     max_unauthenticated_connections: int = Field(
         512,
         ge=1,
-        description="of these, where keys are asked for, those that have presented no valid key yet; of more, the "
-        "oldest are closed",
+        description="maximum open connections without a valid key so far, where keys are required; above it the oldest "
+        "are closed",
     )
     max_unauthenticated_calls_per_s: float = Field(
         100.0,
         gt=0,
-        description="calls without a valid key, those for everyone included, from one address, where keys are asked "
-        "for; ten seconds' worth may come at once, and beyond it connections are closed",
+        description="maximum calls per second without a valid key from one address, where keys are required; bursts of "
+        "ten seconds' worth are allowed; above it connections are closed",
     )
     max_resets_per_s: float = Field(
         100.0,
         gt=0,
-        description="gRPC calls from one address that clients end within a second of making them; ten seconds' worth "
-        "may come at once, and beyond it connections most of whose calls end so are closed",
+        description="maximum gRPC calls per second from one address that clients reset within a second; bursts of ten "
+        "seconds' worth are allowed; above it connections with mostly such calls are closed",
     )
     receive_timeout_s: float = Field(120.0, gt=0, description="seconds within which an HTTP request must have arrived")
     slow_reader_s: float = Field(
         120.0,
         gt=0,
-        description="seconds that a client may leave waiting what it was sent; its connection is then closed. Over "
-        "gRPC, seconds after the request's timeout",
+        description="seconds without reading after which a client's connection is closed; over gRPC, seconds after the "
+        "request's timeout",
     )
     max_unread_tokens: int | None = Field(
         128,
         ge=1,
-        description="tokens of a stream that may wait for its client to read; with more no replica runs it until it is "
-        "read; unset: any number",
+        description="maximum unread tokens of a stream; above it the request is suspended until its client has read; "
+        "unset: unlimited",
     )
     max_request_id_length: int = Field(128, ge=32, description="maximum characters of a request id")
     max_stop_strings: int = Field(64, ge=0, description="maximum number of stop strings of one request")
@@ -135,7 +136,7 @@ class LimitsConfig(Settings):
     max_open_per_tenant: int | None = Field(
         None,
         ge=1,
-        description="requests that one tenant may have open in one router; more are refused; default: any number",
+        description="maximum open requests of one tenant in one router; more are refused; default: unlimited",
     )
     max_grammar_length: int = Field(
         64 * 2**10,
@@ -161,15 +162,17 @@ class OverloadConfig(Settings):
     )
     max_open_requests: int = Field(32768, ge=1, description="open requests of a router at which its pressure is 1")
     max_connection_bytes: Bytes = Field(
-        64 * 2**20, ge=2**20, description="bytes that requests of one connection may have in flight, not decoded yet"
+        64 * 2**20, ge=2**20, description="maximum bytes of requests of one connection that are not decoded yet"
     )
     max_key_bytes: Bytes = Field(
         128 * 2**20, ge=2**20, description="the same per API key, or per client address where keys are off"
     )
     max_router_bytes: Bytes = Field(
-        256 * 2**20, ge=2**20, description="the same of one router; with output that is not read, pressure 1"
+        256 * 2**20, ge=2**20, description="the same per router; unread output counts too, and its pressure is 1 here"
     )
-    shrink_heap_at: float = Field(0.7, gt=0, le=1, description="memory's pressure at which free memory is given back")
+    shrink_heap_at: float = Field(
+        0.7, gt=0, le=1, description="memory pressure at which freed memory is returned to the system"
+    )
     stop_accepting_at: float = Field(
         0.8, gt=0, le=1, description="pressure at which new connections get health, operators and resumed streams alone"
     )
@@ -186,7 +189,7 @@ class OverloadConfig(Settings):
         description="pressure of memory or bytes at which the request that holds the most bytes is ended",
     )
     release_margin: float = Field(
-        0.1, ge=0, lt=1, description="how far a pressure must fall below the start of an action for it to end"
+        0.1, ge=0, lt=1, description="hysteresis: an action ends when its pressure is this far below its start"
     )
 
     @model_validator(mode="after")
@@ -208,31 +211,31 @@ class SecurityConfig(Settings):
     """Who may call, and how ports and links are encrypted. Files are read again when they change."""
 
     api_keys: File | None = Field(
-        None, description="file of API keys, as `holdfast keys add` writes it; unset: everyone may come in"
+        None, description="file of API keys, as `holdfast keys add` writes it; unset: no key is required"
     )
-    insecure: bool = Field(False, description="without keys, listen on other addresses than loopback all the same")
+    insecure: bool = Field(False, description="allow addresses other than loopback without API keys")
     tls_cert: File | None = Field(None, description="certificate chain (PEM) of the gRPC and HTTP ports; unset: no TLS")
     tls_key: File | None = Field(None, description="its private key (PEM)")
     tls_client_ca: File | None = Field(
         None, description="CA of clients' certificates (PEM); unset: clients need no certificate"
     )
     cluster_token_file: File | None = Field(
-        None, description="file with the token by which routers and replicas know each other; unset: one is made"
+        None, description="file with the secret token of routers and replicas; unset: one is generated"
     )
     link_cert: File | None = Field(
         None, description="certificate (PEM) for holdfast-link, of routers and replicas for their links; unset: no TLS"
     )
     link_key: File | None = Field(None, description="its private key (PEM)")
-    link_ca: File | None = Field(None, description="who signs certificates of links (PEM)")
+    link_ca: File | None = Field(None, description="CA of the certificates of links (PEM)")
 
     @model_validator(mode="after")
     def _check_files(self) -> "SecurityConfig":
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key must be set both, or neither")
+            raise ValueError("tls_cert and tls_key must be set together")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError("tls_client_ca must come with tls_cert and tls_key")
         if len({path is None for path in (self.link_cert, self.link_key, self.link_ca)}) > 1:
-            raise ValueError("link_cert, link_key and link_ca must be set all, or none of them")
+            raise ValueError("link_cert, link_key and link_ca must be set together")
         return self
 
 
@@ -243,28 +246,27 @@ class RouterConfig(Settings):
     # costs one hash and is routed by power of two choices; on the wire, a cached block costs 8 bytes once.
     routing_policy: PolicyName = Field(
         "prefix_aware",
-        description="prefix_aware: to the replica that has the prompt computed soonest, cached prefixes considered",
+        description="prefix_aware: to the replica with the earliest expected end of prefill, cached prefixes "
+        "considered",
     )
     model_routing_policies: dict[str, PolicyName] = Field(
-        {}, description="routing policies of single models, by name, where theirs is not routing_policy"
+        {}, description="routing policies by model name; overrides routing_policy"
     )
     max_waiting_per_replica: int = Field(
-        64, ge=1, description="requests that may wait in one replica; more wait in the router"
+        64, ge=1, description="maximum waiting requests in one replica; more wait in the router"
     )
     max_ttft_s: float | None = Field(
         None,
         gt=0,
-        description="longest time to the first token in s: what would probably begin later is refused; unset: off",
+        description="refuse requests whose expected time to the first token in s is above this; unset: off",
     )
     replica_wait_s: float = Field(
         30.0, ge=0, description="seconds that requests wait for a replica when none of their model is up"
     )
     max_replicas_lost: int = Field(
-        2, ge=1, description="replicas that may crash in a row while they run a request, before it is quarantined"
+        2, ge=1, description="consecutive crashes of replicas that run a request after which it is quarantined"
     )
-    retry_burst: int = Field(
-        1000, ge=1, description="retry budget: requests of lost replicas that are sent again at once"
-    )
+    retry_burst: int = Field(1000, ge=1, description="retry budget: burst of retries after lost replicas")
     retries_per_s: float = Field(20.0, gt=0, description="retry budget: further retries per second")
     retry_share: float = Field(0.2, ge=0, description="retry budget: further retries per new request")
     connect_timeout_s: float = Field(5.0, gt=0, description="seconds within which a replica must answer a new link")
@@ -283,18 +285,18 @@ class RouterConfig(Settings):
     max_connection_age_s: float | None = Field(
         None,
         gt=0,
-        description="seconds after which a client's connection is closed, for clients to spread anew; default: never",
+        description="seconds after which a client's connection is closed, so that clients rebalance; default: never",
     )
     max_connection_age_grace_s: float | None = Field(
         None,
         gt=0,
-        description="seconds that the calls of a connection of that age have to end; default: as long as they take",
+        description="seconds that open calls of such a connection have to finish; default: unlimited",
     )
     max_concurrent_streams: int = Field(
         512,
         ge=1,
         le=2**31 - 1,
-        description="calls of one connection at the same time; more wait in the client, or are refused unbegun",
+        description="maximum concurrent calls of one connection; more wait in the client, or are refused unstarted",
     )
     gzip_above: Bytes | None = Field(
         None,

@@ -63,7 +63,7 @@ Quantization = Literal["int8", "int4", "fp8"]
 
 
 class ModelConfig(Settings):
-    """Which model, and how it is loaded."""
+    """The model and how it is loaded."""
 
     model: str = Field(
         "demo",
@@ -77,15 +77,15 @@ class ModelConfig(Settings):
         None, description="a file with a Jinja chat template, or the template itself; unset: the model's own"
     )
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")
-    download_dir: str | None = Field(None, description="folder for what is downloaded; unset: the hub client's own")
+    download_dir: str | None = Field(None, description="folder for downloads; unset: the hub client's default")
     hf_overrides: JsonObject = Field(
-        {}, description="entries of the model's config.json to replace, as JSON; one that it does not know is refused"
+        {}, description="entries of the model's config.json to replace, as JSON; unknown ones are refused"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="data type of the weights; auto: the checkpoint's"
     )
     quantization: Quantization | None = Field(
-        None, description="quantize the weights of a plain checkpoint while they are loaded; unset: as they are"
+        None, description="quantize the weights of a plain checkpoint while they are loaded; unset: no"
     )
     quantized_activations: Literal["auto", "bfloat16", "int8"] = Field(
         "auto",
@@ -113,7 +113,9 @@ class ModelConfig(Settings):
     @model_validator(mode="after")
     def _has_weights_to_quantize(self) -> Self:
         if self.quantization is not None and self.load_format == "dummy":
-            raise ValueError("quantization needs a checkpoint, and load_format = 'dummy' makes weights up; unset one")
+            raise ValueError(
+                "quantization needs a checkpoint, and load_format = 'dummy' has random weights; unset one of them"
+            )
         return self
 
     @property
@@ -128,7 +130,7 @@ class ModelConfig(Settings):
 
 
 class ParallelConfig(Settings):
-    """How one replica is spread over devices."""
+    """Parallelism of one replica."""
 
     tensor_parallel_size: int = Field(1, ge=1, description="tensor-parallel ranks of one replica")
     num_threads: int | None = Field(
@@ -204,12 +206,13 @@ class SchedulerConfig(ServiceOrderConfig):
 
 
 class HealthConfig(Settings):
-    """How a replica that makes no progress, or computes wrongly, is found out."""
+    """Detection of replicas that make no progress or compute wrong results."""
 
     frozen_after_s: float = Field(
         1.0,
         gt=0,
-        description="seconds with work and no progress after which a replica is frozen; more if layers are slow",
+        description="seconds without progress, with work to do, after which a replica counts as frozen; more for slow "
+        "layers",
     )
     heartbeat_s: float = Field(0.2, gt=0, description="seconds between a busy replica's heartbeats to its routers")
     condemned_after_s: float | None = Field(
@@ -223,12 +226,12 @@ class HealthConfig(Settings):
 
     @property
     def hangs_after_s(self) -> float | None:
-        """A process that gives no sign of life for so long is killed; None: it never is."""
+        """Seconds without a sign of life after which a process is killed; None: never."""
         return None if self.condemned_after_s is None else max(self.condemned_after_s, self.frozen_after_s)
 
 
 class SpeculationConfig(Settings):
-    """Tokens that are guessed ahead and checked together. They change how fast tokens come, never which."""
+    """Speculative decoding: drafts tokens and verifies them in one step. It changes the speed, never the tokens."""
 
     speculative: Literal["none", "ngram", "suffix", "draft"] = Field(
         "none",
@@ -261,17 +264,17 @@ class SpeculationConfig(Settings):
 
 
 class TelemetryConfig(Settings):
-    """What processes tell of themselves: logs and traces. Metrics are on their ports."""
+    """Logs and traces. Metrics are on their own ports."""
 
     log_format: Literal["text", "json"] = Field("text", description="lines of a cluster's logs: text, or JSON objects")
     slow_request_s: float | None = Field(
-        None, gt=0, description="requests that take longer are logged with where their time went; default: none"
+        None, gt=0, description="log requests that take longer, with the time of each phase; default: off"
     )
     otlp_endpoint: str | None = Field(
-        None, description="where traces go, by OTLP over HTTP, e.g. http://collector:4318; default: nothing is traced"
+        None, description="OTLP endpoint of traces over HTTP, e.g. http://collector:4318; default: no traces"
     )
     trace_share: float = Field(
-        1.0, ge=0, le=1, description="share of requests that are traced where their client does not say (traceparent)"
+        1.0, ge=0, le=1, description="share of requests that are traced where the client sends no traceparent"
     )
 
 

@@ -88,7 +88,7 @@ class RetryPolicy:
 
     def note_taken(self) -> None:
         """A router has admitted the request. Neither the time limit nor the pauses begin anew by that: routers that
-        admit and lose it again and again are asked less and less often, and not for ever.
+        admit and lose it again and again are asked less and less often, up to a limit.
         """
         self.num_routers_lost = self._num_proofs = 0
         self._is_being_read = False

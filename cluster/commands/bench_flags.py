@@ -68,11 +68,13 @@ class WorkFlags:
         int, Parameter(group=_WORK, help="number of shared prefixes; each first prompt begins with one")
     ] = 0
     prefix_tokens: Annotated[int, Parameter(group=_WORK, help="tokens of each shared prefix")] = 0
-    turns: Annotated[int, Parameter(group=_WORK, help="turns of a conversation, each with all before it")] = 1
+    turns: Annotated[
+        int, Parameter(group=_WORK, help="turns of a conversation; each sends the whole conversation so far")
+    ] = 1
     think: Annotated[float, Parameter(group=_WORK, help="seconds between an answer and the next turn")] = 0.0
     seed: Annotated[int, Parameter(group=_WORK, help="of lengths and arrivals")] = 0
     text_seed: Annotated[
-        int | None, Parameter(group=_WORK, help="of the words; unset: new ones, that no cache knows")
+        int | None, Parameter(group=_WORK, help="seed of the words; unset: a new one, so that no prefix is cached")
     ] = None
     sampling_temperature: Annotated[float, Parameter(name="--temperature", group=_WORK, help="of sampling")] = 0.0
     stop_at_eos: Annotated[
@@ -91,7 +93,9 @@ class ResultFlags:
     slo: Annotated[str | None, Parameter(group=_RESULT, help="goodput: limits like ttft=500ms,tpot=50ms,e2e=10s")] = (
         None
     )
-    attainment: Annotated[float, Parameter(group=_RESULT, help="share within the SLO that makes a load fine")] = 0.95
+    attainment: Annotated[
+        float, Parameter(group=_RESULT, help="share of requests within the SLO at which a load passes")
+    ] = 0.95
     find_max: Annotated[
         bool, Parameter(group=_RESULT, negative=(), help="search the highest load within the SLO, from --rate on [1]")
     ] = False

@@ -83,16 +83,17 @@ def _shifted(port: int | None, number: int) -> int | None:
 class ClusterConfig(Settings):
     """Settings of the cluster: numbers of replicas and routers, addresses, resources, Ray."""
 
-    replicas: int = Field(1, ge=1, description="number of replicas of the model, or of each of them")
+    replicas: int = Field(1, ge=1, description="number of replicas of each model")
     models: ModelEntries = Field(
         (),
-        description="several models: their names, or in a file a list of settings of each; unset: `model.model` alone",
+        description="several models: a list of names, or in a file a list of each model's settings; unset: "
+        "`model.model`",
     )
     routers: int = Field(2, ge=1, description="number of routers; on one machine each has a port of its own")
     host: str | None = Field(
         None, description="address that routers listen on; unset: loopback, or 0.0.0.0 with `address`"
     )
-    port: int = Field(50051, ge=0, le=65535, description="gRPC port of the first router; 0: all ports are free ones")
+    port: int = Field(50051, ge=0, le=65535, description="gRPC port of the first router; 0: free ports for all routers")
     http_port: int | None = Field(
         8000, ge=0, le=65535, description="HTTP port of the first router; 0: a free one, none: no HTTP"
     )
@@ -142,7 +143,7 @@ class ClusterConfig(Settings):
     )
     span_nodes: bool = Field(
         False,
-        description="let one replica's ranks lie on several nodes where no node has room for all of them: slow links "
+        description="allow ranks of one replica on several nodes where no node has room for all of them; slow links "
         "between nodes slow down every step",
     )
     domain_label: str | None = Field(
@@ -163,17 +164,19 @@ class ClusterConfig(Settings):
     @model_validator(mode="after")
     def _check_domain(self) -> "ClusterConfig":
         if self.domain_label is not None and not self.span_nodes:
-            raise ValueError("domain_label needs span_nodes: without it, the ranks of a replica lie on one node anyway")
+            raise ValueError("domain_label needs span_nodes: without it, all ranks of a replica are on one node")
         if self.domain_label in self.rank_labels:
-            raise ValueError(f"domain_label = {self.domain_label!r}: rank_labels chooses among its values already")
+            raise ValueError(
+                f"domain_label = {self.domain_label!r}: must not be in rank_labels, which already selects its value"
+            )
         return self
 
     @model_validator(mode="after")
     def _check_front(self) -> "ClusterConfig":
         if self.http_front_port is not None and not (self.http_port and self.port):
             raise ValueError(
-                "http_front_port needs a port and an http_port that are given: a router that replaces another one must "
-                "be found where that was"
+                "http_front_port needs a fixed port and http_port: a router that replaces another one takes over its "
+                "ports"
             )
         if self.http_front_port is not None and self.address is not None:
             raise ValueError("http_front_port is for a cluster of this machine; beside others run `holdfast front`")
@@ -194,7 +197,7 @@ class ClientConfig(Settings):
     """Settings of commands that call a server."""
 
     api_key: SecretStr | None = Field(
-        None, description=f"the key that goes with every call; never a flag, which others could see: {API_KEY_VARIABLE}"
+        None, description=f"API key of calls; not a flag, because process lists show flags: {API_KEY_VARIABLE}"
     )
     server_ca: Path | None = Field(None, description="CA of the server's certificate (PEM); turns TLS on")
     client_cert: Path | None = Field(None, description="client certificate (PEM) for a server that requires one")
@@ -213,7 +216,7 @@ class ClientConfig(Settings):
     @model_validator(mode="after")
     def _check_files(self) -> "ClientConfig":
         if (self.client_cert is None) != (self.client_key is None):
-            raise ValueError("client_cert and client_key must be set both, or neither")
+            raise ValueError("client_cert and client_key must be set together")
         return self
 
 

@@ -22,7 +22,7 @@ MOST_RANKS_PER_CORE: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What there is."""
+    """Resources of this machine."""
 
     num_cores: int
     available_bytes: int

@@ -68,7 +68,7 @@ class RequestHandle:
         return self.future.result(timeout_s)
 
     def cancel(self) -> None:
-        """Ends the request within one step. `result` then returns what there is, with finish reason `abort`."""
+        """Ends the request within one step. `result` then returns the output so far, with finish reason `abort`."""
         self._cancel(self)
 
     # --- on the router's event loop ---
@@ -113,7 +113,7 @@ class RequestHandle:
         self._first_token_ts = time.monotonic()
 
     def _show(self) -> None:
-        """Calls back with what there is before the end."""
+        """Calls back with the output so far."""
         self._call_back(self._output(self._so_far()))
 
     def _so_far(self) -> tuple[OutputDelta, ...]:
@@ -129,7 +129,7 @@ class RequestHandle:
     # --- the end ---
 
     def _aborted(self) -> tuple[OutputDelta, ...]:
-        """What there is, where the caller has cancelled."""
+        """The output so far, where the caller has cancelled."""
         answer = self._answer
         outputs = answer.read_rest() if isinstance(answer, SampledAnswer) else self._nothing()
         ended = [output._replace(finish_reason=output.finish_reason or FinishReason.ABORT) for output in outputs]

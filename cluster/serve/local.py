@@ -202,7 +202,9 @@ def running_ray(config: ClusterConfig, pid: int | None) -> Iterator[None]:
 
 
 def num_cpus_of_our_own(config: HoldfastConfig) -> int:
-    """The CPUs that our own Ray counts: the machine's, or more if the ranks would not fit. They share what there is."""
+    """The CPUs that our own Ray counts: the machine's, or more if the ranks would not fit. They share the machine's
+    CPUs.
+    """
     cpus = sum(_num_ranks(one) * one.cluster.cpus_per_rank for one in config.each_model)
     return max(num_cores(), round(cpus) + config.cluster.routers)
 

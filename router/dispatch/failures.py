@@ -27,7 +27,7 @@ class Outages:
     def admit(self, model: str, now: float) -> None:
         """The first request that waits for a model at rest wakes it: the wait for a replica begins with it.
 
-        Raises `UnknownModelError`, or `ReplicaError` where a new request would wait in vain.
+        Raises `UnknownModelError`, or `ReplicaError` where a new request would wait until its timeout.
         """
         if model in self._registry.asleep and not self._queue.has_any(model):
             self._registry.note_wake(model, now)

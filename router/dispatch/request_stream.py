@@ -283,7 +283,7 @@ class RequestStream:
         return any(were_open)
 
     def fail(self, error: HoldfastError) -> None:
-        """Ends what has not ended with an error, which the reader gets after what there is."""
+        """Ends what has not ended with an error, which the reader gets after the output so far."""
         if self._host is not None:
             for stream in list(self._unread.values()):
                 self._host.fail(stream, error)

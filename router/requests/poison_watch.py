@@ -137,7 +137,7 @@ class Journal(Protocol):
 
 
 class NoJournal:
-    """For a router without a watch for poison requests."""
+    """For a router without a crash journal."""
 
     def enter(self, digest: str, poison_risk: PoisonRisk, *, is_known_good: bool) -> int:
         return 0

@@ -99,7 +99,7 @@ class Gate:
         cluster_token: str | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Without `keys` everyone may come in. The `cluster_token` opens it as well."""
+        """Without `keys` no key is required. The `cluster_token` is accepted as well."""
         self._keys = keys
         self._clock = clock
         self._own = None if cluster_token is None else _of_cluster(cluster_token)

@@ -199,7 +199,7 @@ class ContinuousBatching:
         """Whether there are blocks enough to admit a waiting sequence that can begin with `prefix`.
 
         It gets blocks for all of its tokens at once, and one more is kept for everyone who runs already: a newcomer
-        would often be the next victim, its prefill in vain, as soon as the others grow.
+        would often be the next victim as soon as the others grow, and its prefill would be lost.
         """
         return num_blocks_to_take(queues, sequence, prefix) + len(queues.running) <= queues.allocator.num_free
 

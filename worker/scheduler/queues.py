@@ -293,7 +293,7 @@ class SequenceQueues:
     def _count_prompt(self, sequence: Sequence, parent: Sequence | None) -> None:
         """Counts what a request finds cached and what it costs when first admitted, not after a preemption.
 
-        A fork has not asked the cache. What it says of it is what the sequence that did ask was given.
+        A fork makes no lookup in the cache: its number of cached tokens is that of the sequence which made it.
         """
         if parent is not None:
             self.counts.num_forked_tokens += sequence.num_computed_tokens

@@ -133,7 +133,7 @@ class Speculation:
     def settle(
         self, sequence: Sequence, scheduled: ScheduledSequence, gained: tuple[int, ...], queues: SequenceQueues
     ) -> None:
-        """Take in what a step made of a running sequence's drafts, and take back the blocks that it lent in vain."""
+        """Take in what a step made of a running sequence's drafts, and free the blocks of drafts that were rejected."""
         num_lent = self._lent.pop(sequence.sequence_id, 0)
         num_needed = queues.allocator.num_blocks_for(len(sequence.token_ids))
         if num_surplus := min(num_lent, max(0, len(sequence.block_ids) - num_needed)):

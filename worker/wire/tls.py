@@ -102,7 +102,7 @@ class Tls:
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
-            raise ValueError(f"tls: cert = {self.cert!r}, key = {self.key!r}: must be set both, or neither")
+            raise ValueError(f"tls: cert = {self.cert!r}, key = {self.key!r}: must be set together")
 
     @property
     def stamp(self) -> tuple[object, ...]:

@@ -136,7 +136,7 @@ def _message(request_id: str, model: str) -> dict[str, Any]:
 
 
 def _stop(reason: FinishReason | None, ended_by: str | int | None, num_calls: int) -> dict[str, str | None]:
-    """What has ended a message. Of one with calls it is they; of a stop token, of which nothing is known here, the end
+    """The stop reason of a message: `tool_use` with calls; for a stop token, for which this API has no name, the end
     of the turn.
     """
     if reason is FinishReason.STOP and num_calls:

@@ -1,6 +1,6 @@
 """The page that every router serves at `/`: a chat, and a view of the cluster. Files without a build step.
 
-They are the same for everyone and know nothing: what they show is asked for by the endpoints that all clients call,
+They are static and hold no data: the page reads what it shows from the endpoints that all clients call,
 with the reader's key.
 """
 

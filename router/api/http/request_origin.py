@@ -116,7 +116,7 @@ def is_loopback(host: str) -> bool:
 
 OPEN: Final = ("/health", "/ping", "/ready", *PAGE)
 """For balancers and Kubernetes, which have no key: they tell whether this router serves, and nothing else. The page,
-which is the same everywhere, knows nothing of itself, and sends the key that its reader fills in.
+which is static, and sends the key that its reader enters.
 """
 
 

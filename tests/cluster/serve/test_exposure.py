@@ -82,10 +82,10 @@ def test_files_that_cannot_be_used_are_found_before_ray_starts(keys, tmp_path, c
     short.write_text("tiny\n")
     for arguments, message in (
         (("--api-keys", "/nowhere.json"), "security.api_keys = '/nowhere.json': cannot be read"),
-        (("--tls-cert", str(one.cert)), "tls_cert and tls_key must be set both"),
+        (("--tls-cert", str(one.cert)), "tls_cert and tls_key must be set together"),
         (("--tls-client-ca", str(authority.cert)), "tls_client_ca must come with tls_cert"),
         (("--tls-cert", str(one.cert), "--tls-key", str(other.key)), "do not match"),
-        (("--link-cert", str(one.cert), "--link-key", str(one.key)), "must be set all, or none"),
+        (("--link-cert", str(one.cert), "--link-key", str(one.key)), "must be set together"),
         (("--cluster-token-file", str(short)), "at least 32 printable ASCII characters"),
         (("--cluster-token-file", "/nowhere"), "cannot be read"),
     ):
