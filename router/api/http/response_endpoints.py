@@ -19,8 +19,9 @@ from holdfast.router.api.http.response_history import SETTING, ResponseHistory, 
 from holdfast.router.api.http.responses import RawMessages, ResponseEvents, queued_response, whole_response
 from holdfast.router.api.http.responses_body import ResponsesBody, chat_body
 from holdfast.router.api.http.submission import Submission, answer_events
+from holdfast.router.generation import Generation
 from holdfast.router.request import GenerationRequest
-from holdfast.router.requests.answer import CompletedRequest, SampledAnswer
+from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.poison_watch import PoisonWatch, begin_reading, end_reading
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.store.job_store import Job
@@ -48,7 +49,7 @@ class _Prepared:
         created, reader = self.submission.identity.created, self.plan.new_reader()
         return ResponseEvents(self.body, answer, created, reader, self.tokens, self.prompt_text, save)
 
-    def whole(self, completed: CompletedRequest, answer: SampledAnswer) -> dict[str, Any]:
+    def whole(self, completed: Generation, answer: SampledAnswer) -> dict[str, Any]:
         text, created, reader = self.prompt_text, self.submission.identity.created, self.plan.new_reader()
         raw = None if text is None else RawMessages(text, answer.request.prompt_token_ids)
         stored = self.turn.is_stored
