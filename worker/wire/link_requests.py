@@ -130,6 +130,8 @@ def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> Eng
         poison_risk=_member(PoisonRisk, "suspicion", submit.suspicion),
         traceparent=submit.traceparent,
     )
+    if request.sampling_params.seed is None:  # clients' -1, which routers replace
+        raise InvalidRequestError("sampling_params.seed", params.seed, "must be at least 0 on a link")
     _check_vocabulary(request, vocab_size)
     return request
 
