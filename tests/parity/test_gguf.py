@@ -25,7 +25,7 @@ def test_a_file_of_float32_has_the_logits_of_hugging_face(tmp_path, family):
     assert relative_difference(ours, reference_logits(hugging_face(written.folder), PROMPTS)) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("family", "kind"), [("llama", "Q4_1"), ("gemma2", "Q8_0")])
+@pytest.mark.parametrize(("family", "kind"), [("llama", "Q4_1"), ("gemma2", "Q8_0"), ("qwen2_moe", "Q4_0")])
 def test_a_file_answers_as_its_dequantized_folder(tmp_path, family, kind):
     """Which has no tokenizer of its own, and takes the file's."""
     written = write_model(family, tmp_path, kind)

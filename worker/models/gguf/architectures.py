@@ -3,10 +3,20 @@ model. Plain data and rules; what is not understood to the letter is refused (`N
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from holdfast.worker.models.gguf.block_names import FLOATS
+from holdfast.worker.models.gguf.experts import (
+    MIXTRAL,
+    QWEN_EXPERTS,
+    QWEN_ROUTER,
+    QWEN_SHARED,
+    each_expert,
+    expert_shape,
+    mixtral_experts,
+    qwen_experts,
+)
 from holdfast.worker.models.gguf.header import Header, StoredTensor
 from holdfast.worker.models.gguf.rotary import rope_parameters
 from holdfast.worker.models.gguf.understanding import Metadata, NotUnderstood
@@ -41,6 +51,7 @@ class Architecture:
     pairs_are_neighbours: bool = False
     """Rows of queries and keys lie as llama.cpp rotates them."""
     norms_are_more_by_one: bool = False
+    has_experts: bool = False
 
 
 _ATTENTION: Final = {
@@ -58,6 +69,7 @@ _NORMS_AROUND: Final = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_QWEN_MOE: Final = {**_ATTENTION, "ffn_norm": "post_attention_layernorm", **QWEN_ROUTER, **QWEN_EXPERTS}
 _TOP: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _OF_ROTARY: Final = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 """Read for the config."""
@@ -122,6 +134,15 @@ def _gemma3(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _qwen2_moe(metadata: Metadata) -> dict[str, Any]:
+    inner = metadata.count("expert_shared_feed_forward_length")
+    return qwen_experts(metadata, normalized=False) | {"shared_expert_intermediate_size": inner}
+
+
+def _qwen3_moe(metadata: Metadata) -> dict[str, Any]:
+    return qwen_experts(metadata, normalized=True) | _attention_bias(metadata)
+
+
 def _phi3(metadata: Metadata) -> dict[str, Any]:
     head_dim = metadata.count("embedding_length") // metadata.count("attention.head_count")
     rotated = metadata.count("rope.dimension_count", head_dim)
@@ -183,11 +204,25 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         settings=_phi3,
     ),
     "qwen2": Architecture(model_type="qwen2", hf_class="Qwen2ForCausalLM", layer=_LLAMA),
+    "qwen2moe": Architecture(
+        model_type="qwen2_moe",
+        hf_class="Qwen2MoeForCausalLM",
+        layer={**_QWEN_MOE, **QWEN_SHARED},
+        settings=_qwen2_moe,
+        has_experts=True,
+    ),
     "qwen3": Architecture(
         model_type="qwen3",
         hf_class="Qwen3ForCausalLM",
         layer={**_LLAMA, **_HEAD_NORMS},
         settings=_attention_bias,
+    ),
+    "qwen3moe": Architecture(
+        model_type="qwen3_moe",
+        hf_class="Qwen3MoeForCausalLM",
+        layer={**_QWEN_MOE, **_HEAD_NORMS},
+        settings=_qwen3_moe,
+        has_experts=True,
     ),
     "smollm3": Architecture(
         model_type="smollm3",
@@ -199,6 +234,16 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
 }
 """By `general.architecture`. Mistral's models are written as llama's."""
 
+_MIXTRAL: Final = Architecture(
+    model_type="mixtral",
+    hf_class="MixtralForCausalLM",
+    layer={**_ATTENTION, "ffn_norm": "post_attention_layernorm", **MIXTRAL},
+    settings=mixtral_experts,
+    pairs_are_neighbours=True,
+    has_experts=True,
+)
+"""Mixtral's models are written as llama's too, with experts."""
+
 
 def architecture_of(header: Header) -> Architecture:
     """Raises `NotUnderstood` for one that is not among those above."""
@@ -207,14 +252,14 @@ def architecture_of(header: Header) -> Architecture:
     if found is None:
         known = ", ".join(sorted(ARCHITECTURES))
         raise NotUnderstood(f"is of architecture {name!r}, and GGUF files are read of {known}")
-    return found
+    return _MIXTRAL if found.model_type == "llama" and header.metadata.get("llama.expert_count") else found
 
 
 def hf_config(header: Header) -> dict[str, Any]:
     """What the model's config.json would hold. Raises `NotUnderstood`."""
     architecture, metadata = architecture_of(header), Metadata(header)
-    if metadata.get("expert_count"):
-        raise NotUnderstood("has experts, which are not read of GGUF files")
+    if metadata.get("expert_count") and not architecture.has_experts:
+        raise NotUnderstood(f"has experts, which are not read of files of architecture {metadata.architecture}")
     heads, hidden = metadata.count("attention.head_count"), metadata.count("embedding_length")
     table = header.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
@@ -280,8 +325,8 @@ def hf_tensors(header: Header, config: Mapping[str, Any]) -> list[NamedTensor]:
             continue
         if stem not in names or kind not in ("weight", "bias"):
             raise NotUnderstood(f"has a tensor {tensor.name}, which no model of its architecture has")
-        _check_shape(tensor, names[stem], kind, config)
-        found.append(_named(tensor, f"{names[stem]}.{kind}", architecture, config))
+        for module, own in each_expert(names[stem], _checked(tensor, names[stem], kind, config)):
+            found.append(_named(own, f"{module}.{kind}", architecture, config))
     missing = {f"{stem}.weight" for stem in names if stem != "output"} - header.tensors.keys()
     if missing:
         raise NotUnderstood(f"lacks {len(missing)} tensors, such as {min(missing)}")
@@ -299,7 +344,8 @@ def _named(tensor: StoredTensor, name: str, architecture: Architecture, config: 
     return NamedTensor(name=name, stored=tensor, heads=heads, offset=offset)
 
 
-def _check_shape(tensor: StoredTensor, module: str, kind: str, config: Mapping[str, Any]) -> None:
+def _checked(tensor: StoredTensor, module: str, kind: str, config: Mapping[str, Any]) -> StoredTensor:
+    """The tensor, with the shape that Hugging Face's has: a matrix of one row may be stored as a vector."""
     hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
     shapes = {
@@ -317,7 +363,10 @@ def _check_shape(tensor: StoredTensor, module: str, kind: str, config: Mapping[s
         "q_norm": (size,),
         "k_norm": (size,),
     }
-    shape = shapes.get(module.rpartition(".")[2], (hidden,))
+    shape = expert_shape(module, config) or shapes.get(module.rpartition(".")[2], (hidden,))
     expected = shape[:1] if kind == "bias" else shape
+    if expected[:1] == (1,) and tensor.shape == expected[1:]:
+        return replace(tensor, shape=expected)
     if tensor.shape != expected:
         raise NotUnderstood(f"has {tensor.name} of shape {tensor.shape}, where its metadata say {expected}")
+    return tensor

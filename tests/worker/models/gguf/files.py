@@ -4,6 +4,7 @@ Names of tensors are the `gguf` package's own mapping, quantization is the packa
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +25,12 @@ ARCHITECTURES = {
     "granite": "granite",
     "llama": "llama",
     "mistral": "llama",
+    "mixtral": "llama",
     "phi3": "phi3",
     "qwen2": "qwen2",
+    "qwen2_moe": "qwen2moe",
     "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
     "smollm3": "smollm3",
 }
 """GGUF's names of families."""
@@ -47,7 +51,10 @@ TURNS: dict[str, dict[str, Any]] = {
     "granite": {"attention_multiplier": 0.3},
     "llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}},
     "mistral": {"sliding_window": None},
+    "mixtral": {"sliding_window": None},
+    "qwen2_moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "norm_topk_prob": False},
     "qwen3": {"head_dim": 32},
+    "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 32, "norm_topk_prob": True},
     "smollm3": {"num_hidden_layers": 5},
 }
 """What is changed of the tiny models, beside `SIZES`."""
@@ -120,15 +127,18 @@ def write_model(
         writer.add_tensor("rope_freqs.weight", llama3_factors(config))
     names = gguf.get_tensor_name_map(architecture_number(architecture), config["num_hidden_layers"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
-    for hf_name, tensor in load_file(source / "model.safetensors").items():
+    for hf_name, tensor in stacked(load_file(source / "model.safetensors")).items():
         own = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
         assert own is not None, hf_name
         is_added_to = architecture in ADDED_TO and own.endswith("norm.weight")
         plain = tensor.float().numpy() + (1.0 if is_added_to else 0.0)
-        used = kind if plain.ndim == 2 and plain.shape[1] % gguf.GGML_QUANT_SIZES[kind_of(kind)][0] == 0 else "F32"
-        used = "F32" if plain.ndim == 1 else used
-        stored, numbers = quantized(plain.astype(np.float32), used, seed=len(written.numbers))
-        written.numbers[hf_name] = torch.from_numpy(numbers - (1.0 if is_added_to else 0.0))
+        is_matrix = plain.ndim > 1 and "ffn_gate_inp" not in own  # routers stay
+        used = kind if is_matrix and plain.shape[-1] % gguf.GGML_QUANT_SIZES[kind_of(kind)][0] == 0 else "F32"
+        rows = plain.reshape(-1, plain.shape[-1]) if plain.ndim == 3 else plain
+        stored, numbers = quantized(rows.astype(np.float32), used, seed=len(written.numbers))
+        stored, numbers = stored.reshape(*plain.shape[:-1], -1), numbers.reshape(plain.shape)
+        numbers = torch.from_numpy(numbers - (1.0 if is_added_to else 0.0))
+        written.numbers |= single(hf_name, numbers)
         count = heads.get(hf_name.split(".")[-2])
         if architecture in PERMUTED and count and not unpermuted:
             stored = permuted(stored, count)
@@ -139,6 +149,28 @@ def write_model(
     writer.close()
     save_folder(written, config, dtype or {"F32": torch.float32, "F16": torch.float16}.get(kind, torch.bfloat16))
     return written
+
+
+_ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)(\..*)")
+
+
+def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With the tensors of experts that lie one by one as one [experts, out, in]."""
+    found: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if (one := _ONE_EXPERT.fullmatch(name)) is None:
+            found[name] = tensor
+        else:
+            experts.setdefault(one[1] + one[3], {})[int(one[2])] = tensor
+    return found | {name: torch.stack([own[number] for number in sorted(own)]) for name, own in experts.items()}
+
+
+def single(name: str, numbers: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The other way round."""
+    if numbers.dim() < 3:
+        return {name: numbers}
+    return {name.replace(".experts.", f".experts.{number}."): one for number, one in enumerate(numbers)}
 
 
 def llama3_factors(config: Mapping[str, Any]) -> NDArray[np.float32]:
@@ -241,8 +273,14 @@ def metadata_of(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]:
     found["rope.freq_base"] = float(rope.get("full_attention", rope)["rope_theta"])
     if architecture in PERMUTED or architecture == "phi3":
         found["rope.dimension_count"] = head_dim
-    if architecture in (*ADDED_TO, "qwen3"):
+    if architecture in (*ADDED_TO, "qwen3", "qwen3moe"):
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    if count := config.get("num_experts") or config.get("num_local_experts"):
+        found |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
+    if "moe_intermediate_size" in config:
+        found["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    if architecture == "qwen2moe":
+        found["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
     if architecture == "granite":
         found |= {
             "attention.scale": float(config["attention_multiplier"]),

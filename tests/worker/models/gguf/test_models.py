@@ -134,6 +134,15 @@ class TestMistakes:
         found = differences_on(write_model("qwen2", tmp_path, "Q8_0", change=moved), 1)
         assert found == ["layout.layers[1].mlp.down.weights[0]"]
 
+    def test_experts_in_another_order(self, tmp_path):
+        def turned(name: str, stored: np.ndarray) -> np.ndarray:
+            return np.ascontiguousarray(np.roll(stored, 1, 0)) if name == "blk.1.ffn_up_exps.weight" else stored
+
+        written = write_model("qwen3_moe", tmp_path, "Q8_0", change=turned)
+        found = differences_on(written, 1)
+        count = 4
+        assert found == [f"layout.layers[1].mlp.experts[{one}].up.weights[1]" for one in range(count)]
+
     def test_norms_without_their_one(self, tmp_path):
         def less(name: str, stored: np.ndarray) -> np.ndarray:
             return (stored.view(np.float32) - 1).view(np.uint8) if name == "output_norm.weight" else stored

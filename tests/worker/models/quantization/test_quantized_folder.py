@@ -1,7 +1,9 @@
 """Folders that `holdfast quantize` writes: read as the checkpoint is with --quantization."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,3 +117,58 @@ def test_what_is_quantized_is_not_quantized_again(tmp_path):
     write_quantized(source, tmp_path / "out", "fp8", silent)
     with pytest.raises(ConfigurationError, match="is quantized already"):
         write_quantized(tmp_path / "out", tmp_path / "again", "int4", silent)
+
+
+FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""What vLLM makes one linear of, and its name."""
+
+CLASSES = {"qkv_proj": "QKVParallelLinear", "gate_up_proj": "MergedColumnParallelLinear", "lm_head": "ParallelLMHead"}
+
+
+def group_in_vllm(module: str, groups: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """By vLLM's rules (`compressed_tensors/utils.py`, as of November 2026): a target that is the module's own name, or
+    else is a part of the name of its class. What a file's tensors are loaded into has the name of the fused linear.
+    """
+    prefix, _, own = module.rpartition(".")
+    name = f"{prefix}.{FUSED[own]}" if own in FUSED else module
+    of_class = CLASSES.get(name.rpartition(".")[2], "RowParallelLinear").lower()
+    targets = [(target, group) for group in groups.values() for target in group["targets"]]
+    by_name = [group for target, group in targets if target == name]
+    return (by_name or [group for target, group in targets if target.lower() in of_class])[0]
+
+
+@pytest.mark.parametrize("scheme", QUANTIZATION_OF)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_tensors_are_those_that_vllm_makes_room_for(tmp_path, family, scheme):
+    """Names, types and shapes of its schemes WNA16, W8A8 int8 and W8A8 fp8. It was not run."""
+    source = plain(tmp_path / "plain", family, tie_word_embeddings=family == "qwen2")
+    write_quantized(source, tmp_path / "out", scheme, silent)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    said = config["quantization_config"]
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    shapes = {name: one.shape for name, one in load_file(source / "model.safetensors").items()}
+    shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
+    modules = {name.rpartition(".")[0] for name in stored if name.endswith("weight_scale")}
+    assert len(modules) == 7 * config["num_hidden_layers"] + 1
+    for module in modules:
+        group = group_in_vllm(module, said["config_groups"])
+        outputs, inputs = shapes[f"{module}.weight"]
+        bits, size = group["weights"]["num_bits"], group["weights"]["group_size"]
+        parts = {name.rpartition(".")[2]: one for name, one in stored.items() if name.rpartition(".")[0] == module}
+        parts.pop("bias", None)
+        kinds = {part: (one.dtype, tuple(one.shape)) for part, one in parts.items()}
+        scales = (torch.bfloat16, (outputs, inputs // size if size else 1))
+        if said["format"] == "pack-quantized":
+            packed = (torch.int32, (outputs, inputs * bits // 32))
+            assert kinds == {"weight_packed": packed, "weight_scale": scales, "weight_shape": (torch.int64, (2,))}
+            assert parts["weight_shape"].tolist() == [outputs, inputs]
+            assert group["input_activations"] is None
+        else:
+            codes = torch.float8_e4m3fn if scheme == "fp8" else torch.int8
+            assert kinds == {"weight": (codes, (outputs, inputs)), "weight_scale": scales}
+            assert (group["input_activations"]["strategy"], group["input_activations"]["dynamic"]) == ("token", True)
+        assert group["weights"]["symmetric"]
+        assert not group["weights"]["dynamic"]
