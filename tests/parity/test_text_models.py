@@ -83,6 +83,14 @@ MODELS = {
 }
 """By type of the whole: what its text model has besides. Queries of Mistral and tied heads have cases of their own."""
 
+QWEN_MOE = {
+    **MODELS["qwen3_vl"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+
 OF_THE_HUB = {
     "gemma3": {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     "llava": {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
@@ -129,6 +137,22 @@ def test_the_text_model_has_the_logits_of_the_whole(tmp_path, kind):
     expected = logits_of_text(write(tmp_path, kind, MODELS[kind]))
     leader = load(worker_config(tmp_path, dtype="float32"))
     assert is_run_by(leader, "native")
+    assert relative_difference(logits_in_chunks(leader, PROMPTS, chunk=16), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("executor", ["native", "hf"])
+def test_experts_are_read_as_the_hub_has_them_and_as_transformers_writes_them(tmp_path, executor):
+    """The hub's files have them as [experts, in, out], which the native backend reads."""
+    expected = logits_of_text(write(tmp_path, "qwen3_vl_moe", QWEN_MOE))
+    if executor == "native":
+        path = tmp_path / "model.safetensors"
+        turned = {
+            name: values.transpose(1, 2).contiguous() if ".experts." in name else values
+            for name, values in load_file(path).items()
+        }
+        save_file(turned, path, metadata={"format": "pt"})
+    leader = load(worker_config(tmp_path, dtype="float32"))
+    assert is_run_by(leader, executor)
     assert relative_difference(logits_in_chunks(leader, PROMPTS, chunk=16), expected) <= TOLERANCE
 
 

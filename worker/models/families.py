@@ -283,6 +283,8 @@ _QWEN_EXPERTS: Final = {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm
 _QWEN_MOE: Final = Moe(
     normalized="norm_topk_prob", num_experts="num_experts", inner="moe_intermediate_size", in_layer=_is_sparse
 )
+_TRANSPOSED: Final = "transposed_experts"
+"""Set where a checkpoint of several models has them (`text_model.py`)."""
 
 FAMILIES: Final[Mapping[str, Family]] = {
     "arcee": replace(
@@ -787,10 +789,11 @@ FAMILIES: Final[Mapping[str, Family]] = {
             "num_experts_per_tok": 8,
             "num_experts": 128,
             "moe_intermediate_size": 768,
+            _TRANSPOSED: False,
         },
         aliases={"num_local_experts": "num_experts"},
         windows=Windows.ALL,
-        moe=_QWEN_MOE,
+        moe=replace(_QWEN_MOE, transposed=_TRANSPOSED),
     ),
     "seed_oss": replace(
         _LLAMA,

@@ -97,6 +97,8 @@ class Moe:
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of gate, up and down where the files have experts one by one (`experts.N.`). They may also have all of a
     layer together: `experts.gate_up_proj` [experts, gate and up, in], `experts.down_proj` [experts, out, inner]."""
+    transposed: Setting = False
+    """The weights of all experts of a layer together are [experts, in, out]."""
     clamped: bool = False
     """The experts are gpt-oss's: clamped SwiGLU, biases, gate and up interleaved, weights [experts, in, out]."""
     shared: str | None = None

@@ -259,7 +259,7 @@ _KINDS: Final[Mapping[str, Callable[[Any], bool]]] = {
         (_is_index, "moe_layer_start_index first_k_dense_replace"),
         (_is_index_or_last, "moe_layer_end_index"),
         (_is_flag, "tie_word_embeddings attention_bias attention_out_bias mlp_bias qkv_bias use_bias use_qkv_bias"),
-        (_is_flag, "attention_k_eq_v enable_moe_block"),
+        (_is_flag, "attention_k_eq_v enable_moe_block transposed_experts"),
         (_is_flag, "conv_bias block_auto_adjust_ff_dim"),
         (_or_none(_is_flag), "tie_embedding"),
         (_is_flag, "use_sliding_window use_qk_norm qk_layernorm use_parallel_residual norm_topk_prob"),

@@ -109,10 +109,11 @@ class MlpBuilder:
         """From one tensor for all; or one by one, where there is none."""
         inner, hidden = getattr(self._config, moe.inner), self._config.hidden_size
         first, length = self._share.part(inner)
-        up = self._stack(f"{prefix}gate_up_proj", (count, 2 * inner, hidden), transposed=moe.clamped)
+        transposed = moe.clamped or is_set(moe.transposed, self._config)
+        up = self._stack(f"{prefix}gate_up_proj", (count, 2 * inner, hidden), transposed=transposed)
         if up is None:
             return tuple(self._mlp(f"{prefix}{number}.", inner, moe.parts, may_stay=False) for number in range(count))
-        down = self._stack(f"{prefix}down_proj", (count, hidden, inner), transposed=moe.clamped)
+        down = self._stack(f"{prefix}down_proj", (count, hidden, inner), transposed=transposed)
         if down is None:
             raise NotStated(f"the tensor {prefix}down_proj is missing")
         up_biases = down_biases = [None] * count

@@ -22,6 +22,7 @@ _TEXT_TYPES: Final[Mapping[str, str]] = {
     "qwen2_5_vl": "qwen2",
     "qwen2_vl": "qwen2",
     "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
     "smolvlm": "llama",
 }
 """Types of checkpoints whose text model is served, and the type of the text model where its config names none."""
@@ -29,9 +30,13 @@ _TEXT_TYPES: Final[Mapping[str, str]] = {
 _SAME_ON_TEXT: Final[Mapping[str, str]] = {
     "qwen2_5_vl_text": "qwen2",
     "qwen2_vl_text": "qwen2",
+    "qwen3_vl_moe_text": "qwen3_moe",
     "qwen3_vl_text": "qwen3",
 }
 """Text models that compute what another type computes where all three positions of a token are equal, as of text."""
+
+_TRANSPOSED_EXPERTS: Final = frozenset({"qwen3_vl_moe"})
+"""Types of checkpoints whose files have the weights of experts as [experts, in, out]."""
 
 _PREFIXES: Final = (
     ("model.language_model.", "model."),
@@ -71,6 +76,8 @@ def text_config(raw: Mapping[str, Any], names: Iterable[str] = ()) -> dict[str, 
     found = str(text.get("model_type", _TEXT_TYPES[outer])) if isinstance(inner, Mapping) else _TEXT_TYPES[outer]
     text["model_type"] = _SAME_ON_TEXT.get(found, found)
     text.pop("architectures", None)
+    if outer in _TRANSPOSED_EXPERTS:
+        text["transposed_experts"] = True
     for key in _OUTER:
         if text.get(key) is None and raw.get(key) is not None:
             text[key] = raw[key]
