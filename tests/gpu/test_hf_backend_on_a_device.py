@@ -13,7 +13,7 @@ if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "0":
 
 from holdfast.worker.executors.gpu.launches import triton_launch
 from holdfast.worker.executors.gpu.row_functions import RowFunctions
-from tests.parity.families import NOT_RECOGNIZED
+from tests.parity.families import NOT_NATIVE
 from tests.worker.executors.cpu.runs import tokens
 from tests.worker.executors.gpu.cancelling import cancelling_product
 from tests.worker.executors.gpu.runs import Part
@@ -32,7 +32,7 @@ def test_a_row_has_the_same_mean_in_any_company(length):
             assert torch.equal(rows[:count].mean(-1), together[:count])
 
 
-@pytest.mark.parametrize("family", sorted(NOT_RECOGNIZED))
+@pytest.mark.parametrize("family", sorted(NOT_NATIVE))
 def test_greedy_tokens_are_hugging_faces_and_a_rows_bits_its_own(family):
     check_family(Served(family, device=CUDA), Served(family, graphs=True, device=CUDA))
 

@@ -119,7 +119,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Turns of a family that other code paths serve."""
 
-NOT_RECOGNIZED = {
+NOT_NATIVE = {
     **dict.fromkeys(SERVED.keys() - FAMILIES.keys(), "not among the stated families"),
     "deepseek_v3, whole queries": "not among the stated families",
     "olmo": "config.json has clip_qkv",
@@ -127,14 +127,10 @@ NOT_RECOGNIZED = {
 """Families and variants that the HF backend serves, and a word of why."""
 
 NOT_SPLIT = {
-    "minimax_m2": "is not split along its outputs",
-    "olmo2": "is not split along its outputs",  # queries are normed over all heads, so ranks gather them
-    "olmo3": "is not split along its outputs",
-    "olmoe": "is not split along its outputs",
-    "cohere, norms of each head": "is not split along its outputs",
-    "stablelm, norms of each head": "is not split along its outputs",
+    *("minimax_m2", "olmo2", "olmo3", "olmoe"),
+    *("cohere, norms of each head", "stablelm, norms of each head"),
 }
-"""Served by the HF backend on several ranks, and why."""
+"""Served by the HF backend on several ranks: queries are normed over all heads, so ranks gather them."""
 
 REFUSED: dict[str, dict[str, Any]] = {
     "bloom": {},
@@ -155,7 +151,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 def executor_of(family: str, size: int = 1) -> str:
     """What runs a family or variant on so many ranks where the settings leave the choice."""
-    return "hf" if family in NOT_RECOGNIZED or (size > 1 and family in NOT_SPLIT) else "native"
+    return "hf" if family in NOT_NATIVE or (size > 1 and family in NOT_SPLIT) else "native"
 
 
 def settings_of(family: str) -> tuple[str, dict[str, Any]]:

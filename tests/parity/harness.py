@@ -32,7 +32,7 @@ GREEDY = draw_params(seed=0, first_output_index=0, temperature=0.0, top_k=0, top
 
 
 def worker_config(folder: Path, size: int = 1, *, executor: str = "auto", **model: Any) -> WorkerConfig:
-    """`auto`: the native backend, where the family is recognized."""
+    """`auto`: the native backend, where the family is stated."""
     return WorkerConfig(
         model=ModelConfig(model=str(folder), device="cpu", executor=executor, **model),
         parallel=ParallelConfig(tensor_parallel_size=size),

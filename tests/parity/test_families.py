@@ -1,6 +1,6 @@
 """Every family that is served computes what Hugging Face computes, however its tokens are packed and cut.
 
-All of it on what runs the family where the settings leave the choice; recognized families on the HF backend as well,
+All of it on what runs the family where the settings leave the choice; stated families on the HF backend as well,
 some of them every time.
 """
 
@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.worker.engine.model_runner import LeaderRunner
 from holdfast.worker.errors import UnsupportedModelError
-from tests.parity.families import NOT_RECOGNIZED, SERVED, VARIANTS, executor_of
+from tests.parity.families import NOT_NATIVE, SERVED, VARIANTS, executor_of
 from tests.parity.harness import (
     greedy_tokens,
     hugging_face,
@@ -59,10 +59,10 @@ def test_packed_sequences_have_the_logits_of_hugging_face_whole_and_in_chunks(fa
     [
         pytest.param(name, marks=[] if name in ON_THE_HF_BACKEND else pytest.mark.slow)
         for name in (*SERVED, *VARIANTS)
-        if name not in NOT_RECOGNIZED
+        if name not in NOT_NATIVE
     ],
 )
-def test_on_the_hf_backend_recognized_families_have_the_logits_of_hugging_face(family, tiny_model, prompts, expected):
+def test_on_the_hf_backend_stated_families_have_the_logits_of_hugging_face(family, tiny_model, prompts, expected):
     leader = load(worker_config(tiny_model(family), executor="hf"))
     assert is_run_by(leader, "hf")
     assert relative_difference(logits_in_chunks(leader, prompts, chunk=7), expected(family)) <= TOLERANCE
@@ -70,7 +70,7 @@ def test_on_the_hf_backend_recognized_families_have_the_logits_of_hugging_face(f
 
 @pytest.mark.parametrize("family", ["gpt2", "olmo"])
 def test_a_family_that_must_be_a_decoder_program_and_cannot_be_is_refused(family, tiny_model):
-    with pytest.raises(UnsupportedModelError, match=f"no native backend: .*{NOT_RECOGNIZED[family]}"):
+    with pytest.raises(UnsupportedModelError, match=f"no native backend: .*{NOT_NATIVE[family]}"):
         load(worker_config(tiny_model(family), executor="native"))
 
 

@@ -37,7 +37,7 @@ EVERY_TIME = (
     *("llama, one KV head", "mixtral", "olmo2", "phi3", "qwen2_moe", "starcoder2"),
 )
 """One of each way to split. The layouts of all families are split every time in
-`worker/executors/test_recognize.py`."""
+`worker/models/test_families.py`."""
 IN_ALL_WAYS = ("gpt_oss",)
 BITS_EVERY_TIME = ("gpt_oss",)
 

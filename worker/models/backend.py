@@ -28,7 +28,7 @@ from holdfast.worker.models.native_backend import (
     UNIT_NUMERICS,
     OverlappingExecutor,
     make_backend,
-    recognized_of,
+    prepare,
 )
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.quantized_activations import refused
@@ -191,15 +191,13 @@ def _stated(
     block_size = config.cache.block_size or default_block_size(device)
     max_model_len = 1 if facts is None else facts.max_model_len
     with _few_threads(folder, device):
-        recognized = recognized_of(
-            layout, reason, group, max_model_len=max_model_len, block_size=block_size, device=device
-        )
-    if isinstance(recognized, str):
-        return recognized
+        prepared = prepare(layout, reason, group, max_model_len=max_model_len, block_size=block_size, device=device)
+    if isinstance(prepared, str):
+        return prepared
     assert facts is not None
     progress("load", 1, 1)
     backend = make_backend(
-        recognized,
+        prepared,
         group,
         max_model_len=max_model_len,
         block_size=block_size,
@@ -208,7 +206,7 @@ def _stated(
     )
     if isinstance(backend, str):
         return backend
-    target = Target(group=group, device=device, dtype=recognized.layout.dtype)
+    target = Target(group=group, device=device, dtype=prepared.layout.dtype)
     return LoadedBackend(backend=backend, facts=facts, target=target)
 
 

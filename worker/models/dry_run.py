@@ -6,17 +6,23 @@ Each token attends to itself alone, so that values flow as they later will.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.executors.finite import NotFiniteError
 from holdfast.worker.executors.kv_cache import KVSpec
+from holdfast.worker.executors.mapped_files import MappedFiles
 from holdfast.worker.models.checks import OTHER_ENGINE, check_attention_calls, first_line
 from holdfast.worker.models.linear import Linear, PackedWeight
 from holdfast.worker.models.parallelize import Target
+from holdfast.worker.models.reference import GIVEN_BACK_FROM, product
+
+_AT_A_TIME: Final = 2**24
+"""Weights that are multiplied together: libraries make a copy of them in an order of their own."""
 
 Call = tuple[Any, KVSpec]
 """The attention module that called, and what it keeps."""
@@ -104,6 +110,32 @@ def _as_settled(model: nn.Module) -> Iterator[None]:
     finally:
         for linear, weight in zip(linears, weights, strict=True):
             linear.weight = weight
+
+
+@contextmanager
+def in_pieces(module: nn.Module) -> Iterator[None]:
+    """Inside it, the linears of a module that is not settled are computed some outputs at a time, with one large weight
+    in memory at a time.
+    """
+    files = MappedFiles()
+    linears = [part for part in module.modules() if isinstance(part, Linear)]
+    for linear in linears:
+        assert isinstance(linear.weight, Tensor), "a dry run comes before the model is settled"
+        linear.forward = partial(_product_in_pieces, linear, linear.weight, files)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for linear in linears:
+            del linear.forward
+
+
+def _product_in_pieces(linear: Linear, weight: Tensor, files: MappedFiles, x: Tensor) -> Tensor:
+    rows = min(len(weight), max(1, _AT_A_TIME // linear.in_features))
+    is_small = rows == len(weight)
+    y = F.linear(x, weight, linear.bias) if is_small else product(x, weight, linear.bias, rows)
+    if weight.nbytes >= GIVEN_BACK_FROM:
+        files.give_back(weight)
+    return y
 
 
 @contextmanager

@@ -98,9 +98,14 @@ def _has_window(config: Any, index: int) -> bool:
     return config.sliding_window is not None and config.layer_types[index] == "sliding_attention"
 
 
+def _derive_ernie(config: Any) -> None:
+    if config.moe_layer_end_index == -1:
+        config.moe_layer_end_index = config.num_hidden_layers - 1
+
+
 def _is_between(config: Any, index: int) -> bool:
-    last = config.moe_layer_end_index if config.moe_layer_end_index >= 0 else config.num_hidden_layers - 1
-    return bool((index + 1) % config.moe_layer_interval == 0 and config.moe_layer_start_index <= index <= last)
+    is_within: bool = config.moe_layer_start_index <= index <= config.moe_layer_end_index
+    return is_within and (index + 1) % config.moe_layer_interval == 0
 
 
 def _llama4_scale(config: Any) -> QueryScale | None:
@@ -320,7 +325,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
             "rms_norm_eps": 1e-5,
             "sliding_window": 8192,
             "eos_token_id": [128001, 128008, 128009],
+            "mlp_bias": False,
         },
+        mlp_bias="mlp_bias",
         derive=_layer_types(lambda config, index: index % 4 != 0),
         windows=Windows.BY_TYPE,
         theta=1_000_000.0,
@@ -350,6 +357,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
             "moe_layer_interval": 1,
             "moe_norm_min": 1e-12,
         },
+        derive=_derive_ernie,
         aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
         stored_as=((".gate.moe_statics.", ".moe_statics."),),
         unused=("mtp",),

@@ -15,8 +15,7 @@ from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.executors.finite import check_finite
 from holdfast.worker.models.checks import OTHER_ENGINE
 from holdfast.worker.models.compact import CompactSource, compact_tensors
-from holdfast.worker.models.dry_run import find_attention
-from holdfast.worker.models.hf_layers import in_own_dtype
+from holdfast.worker.models.dry_run import find_attention, in_pieces
 from holdfast.worker.models.linear import ProductOf, settle
 from holdfast.worker.models.parallel_plan import ParallelPlan
 from holdfast.worker.models.parallelize import Target, parallelize
@@ -53,7 +52,7 @@ class RankModel:
         _silence_padding_checks(module)
         self._keeps_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
         steps = torch.arange(_NUM_DRY_TOKENS, device=target.device)
-        with in_own_dtype(module):
+        with in_pieces(module):
             calls = find_attention(module, lambda: self.logits(steps, steps, steps), target)
         self.specs = tuple(spec for _, spec in calls)
         self._attentions = tuple(caller for caller, _ in calls)

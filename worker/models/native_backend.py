@@ -1,4 +1,4 @@
-"""Native backend of a rank: a recognized and proved model on an executor, in place of its Hugging Face modules."""
+"""Native backend of a rank: a stated model on an executor, in place of Hugging Face's modules."""
 
 import logging
 from importlib.util import find_spec
@@ -19,8 +19,7 @@ from holdfast.worker.executors.kv_cache import KVCache
 from holdfast.worker.executors.layout import DecoderLayout, Experts
 from holdfast.worker.executors.step_sampler import HeadOutput, OverlappingSampler, StepSampler
 from holdfast.worker.models.damaged_weights import made_by_all
-from holdfast.worker.models.proof import NUM_TOKENS, Recognized, ask, ask_reference, check
-from holdfast.worker.models.recognize import Unrecognized, recognize
+from holdfast.worker.models.proof import NUM_TOKENS, Prepared, ask_reference, check
 from holdfast.worker.progress import ProgressCounter
 
 logger = logging.getLogger(__name__)
@@ -200,25 +199,7 @@ class NativeBackend:
         self.executor.close()
 
 
-def read_module(
-    module: Any, group: TensorParallelGroup, *, max_model_len: int, block_size: int, device: torch.device = _CPU
-) -> Recognized | str:
-    """Reads a parallelized and not yet settled Hugging Face causal LM, which lies in main memory; or says why it has no
-    backend on `device`.
-
-    All ranks of the group call this together and come to the same answer.
-    """
-    layout = recognize(module, group.size)
-    reason = layout.reason if isinstance(layout, Unrecognized) else None
-    reason = _reason_of_any(layout if isinstance(layout, DecoderLayout) else None, reason, group, block_size, device)
-    if reason is not None:
-        return reason
-    assert isinstance(layout, DecoderLayout)
-    answers = ask(module, layout, group, max_len=max_model_len)
-    return answers if isinstance(answers, str) else Recognized(layout=layout, answers=answers)
-
-
-def recognized_of(
+def prepare(
     layout: DecoderLayout | None,
     reason: str | None,
     group: TensorParallelGroup,
@@ -226,14 +207,17 @@ def recognized_of(
     max_model_len: int,
     block_size: int,
     device: torch.device = _CPU,
-) -> Recognized | str:
-    """As `read_module`, of a layout that was read without Hugging Face's modules, or of none for a `reason`."""
+) -> Prepared | str:
+    """A rank's layout, or none for a `reason`, with the answers of the reference; or why it has no backend on `device`.
+
+    All ranks of the group call this together and come to the same answer.
+    """
     reason = _reason_of_any(layout, reason, group, block_size, device)
     if reason is not None:
         return reason
     assert layout is not None
     answers = ask_reference(layout, group, max_len=max_model_len)
-    return answers if isinstance(answers, str) else Recognized(layout=layout, answers=answers)
+    return answers if isinstance(answers, str) else Prepared(layout=layout, answers=answers)
 
 
 def _reason_of_any(
@@ -251,11 +235,6 @@ def _reason_of_any(
     return None
 
 
-def is_available(device: torch.device = _CPU) -> bool:
-    """Whether this machine runs the native backend there."""
-    return _unavailable(device) is None
-
-
 def _unavailable(device: torch.device) -> str | None:
     """What is missing to run the native backend on a device."""
     if device.type == "cpu" or find_spec("triton"):
@@ -264,7 +243,7 @@ def _unavailable(device: torch.device) -> str | None:
 
 
 def make_backend(
-    recognized: Recognized,
+    prepared: Prepared,
     group: TensorParallelGroup,
     *,
     max_model_len: int,
@@ -279,12 +258,12 @@ def make_backend(
     All ranks of the group call this together and come to the same answer. Raises `Unavailable`, and `NotFiniteError`
     where a rank finds a weight with a NaN or an infinity.
     """
-    layout = recognized.layout
+    layout = prepared.layout
     executor, numerics = made_by_all(
         lambda: _executor(layout, group, max_model_len, device), group, lambda made: made[0].close()
     )
     provable = _Provable(executor, block_size)
-    proof = check(provable, recognized.answers, group)
+    proof = check(provable, prepared.answers, group)
     if proof.reason is not None:
         executor.close()
         return proof.reason

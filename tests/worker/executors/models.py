@@ -1,16 +1,22 @@
 """Tiny models as the loader builds them, for one rank or several, and Hugging Face's own beside them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
+from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.model import register_attention
+from holdfast.worker.models.native_backend import prepare
 from holdfast.worker.models.parallel_plan import ParallelPlan
 from holdfast.worker.models.parallelize import Target, parallelize
+from holdfast.worker.models.proof import Prepared
+from holdfast.worker.models.stated_config import read_stated_config
+from holdfast.worker.models.stated_layout import stated_layout
+from holdfast.worker.models.stated_tensors import StoredTensors
 from holdfast.worker.models.weights import ATTENTION, loaded_weights
 from tests.fake_group import run_ranks
 from tests.parity.families import VARIANTS, YARN, randomize, settings_of
@@ -70,6 +76,44 @@ def hugging_face(config: Any, attention: str = "eager", dtype: torch.dtype = tor
 def expected_logits(config: Any, token_ids: Tensor = TOKENS) -> Tensor:
     with torch.inference_mode():
         return hugging_face(config)(token_ids[None]).logits[0]
+
+
+def layout_of(
+    config: Any, group: TensorParallelGroup | None = None, dtype: torch.dtype = torch.float32
+) -> DecoderLayout:
+    """One rank's layout of a random model."""
+    return layout_of_module(hugging_face(config, dtype=dtype), group or SingleRank())
+
+
+def layout_of_module(model: Any, group: TensorParallelGroup, stored: torch.dtype | None = None) -> DecoderLayout:
+    """One rank's layout of a model in memory, whose checkpoint is of the type `stored`."""
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    own = {"architectures": None, "dtype": str(stored or model.dtype), "tie_word_embeddings": is_tied}
+    stated = read_stated_config({**model.config.to_dict(), **own})
+    state = {name: values for name, values in model.state_dict().items() if not (is_tied and name == "lm_head.weight")}
+    tensors = StoredTensors(InMemory(state), FAMILIES[stated.model_type], None)
+    return stated_layout(stated, tensors, group, model.dtype)
+
+
+class InMemory:
+    """Tensors by name."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.left = set(tensors)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        if name not in self.left:
+            return None
+        self.left.remove(name)
+        return self._tensors[name]
+
+
+def prepared(layout: DecoderLayout, group: TensorParallelGroup | None = None, **sizes: Any) -> Prepared:
+    """With the answers of the reference."""
+    found = prepare(layout, None, group or SingleRank(), **sizes)
+    assert isinstance(found, Prepared), found
+    return found
 
 
 def parallelized(config: Any, group: TensorParallelGroup | None = None, dtype: torch.dtype = torch.float32) -> Any:

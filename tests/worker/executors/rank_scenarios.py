@@ -12,10 +12,9 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import DistributedGroup, TensorParallelGroup
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu import exchange
-from holdfast.worker.models.native_backend import NativeBackend, make_backend, read_module
-from holdfast.worker.models.proof import Recognized
+from holdfast.worker.models.native_backend import NativeBackend, make_backend
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan
-from tests.worker.executors.models import config_of, parallelized
+from tests.worker.executors.models import config_of, layout_of, prepared
 
 MODELS = ("llama", "mixtral", "gemma2", "gemma4_text", "glm4_moe, groups", "ministral3")
 BLOCK_SIZE = 16
@@ -29,11 +28,10 @@ TOKENS = torch.randint(3, 126, (2, MAX_LEN), generator=torch.Generator().manual_
 
 def build(model: str, group: TensorParallelGroup, **changes: Any) -> NativeBackend:
     """A tiny model, ready for steps."""
-    module = parallelized(config_of(model, **changes), group, torch.bfloat16)
+    sizes = {"max_model_len": MAX_LEN, "block_size": BLOCK_SIZE}
     with torch.inference_mode():
-        recognized = read_module(module, group, max_model_len=MAX_LEN, block_size=BLOCK_SIZE)
-        assert isinstance(recognized, Recognized), recognized
-        backend = make_backend(recognized, group, max_model_len=MAX_LEN, block_size=BLOCK_SIZE)
+        model_of_rank = prepared(layout_of(config_of(model, **changes), group, torch.bfloat16), group, **sizes)
+        backend = make_backend(model_of_rank, group, **sizes)
     assert isinstance(backend, NativeBackend), backend
     backend.allocate_cache(NUM_BLOCKS, BLOCK_SIZE)
     return backend

@@ -4,8 +4,7 @@ from pathlib import Path
 
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.family import Family, NormKind, Packing, Windows
-from tests.parity.families import SERVED
-from tests.worker.executors.test_recognize import NOT_SPLIT
+from tests.parity.families import NOT_SPLIT, SERVED
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 LLAMA = FAMILIES["llama"]

@@ -22,7 +22,7 @@ from holdfast.worker.models.experts import Experts
 from holdfast.worker.models.linear import settle
 from holdfast.worker.models.parallelize import Target
 from tests.draw_params import changed
-from tests.parity.families import NOT_RECOGNIZED, SERVED
+from tests.parity.families import NOT_NATIVE, SERVED
 from tests.worker.executors.cpu.native import library_or_skip
 from tests.worker.executors.cpu.runs import tokens
 from tests.worker.executors.gpu.drawn import FILTERS
@@ -48,7 +48,7 @@ def with_graphs(family):
     return Served(family, graphs=True, launch=device.launch, capture=device.capture)
 
 
-@pytest.mark.parametrize("family", some_every_time(NOT_RECOGNIZED, ["gpt2"]))
+@pytest.mark.parametrize("family", some_every_time(NOT_NATIVE, ["gpt2"]))
 def test_greedy_tokens_are_hugging_faces_and_a_rows_bits_its_own(family):
     device = TapingDevice(launch)
     together = Served(family, graphs=True, launch=device.launch, capture=device.capture)

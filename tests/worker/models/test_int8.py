@@ -17,11 +17,11 @@ from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.stored_matrix import StoredMatrix
 from holdfast.worker.executors.units import Offset
 from holdfast.worker.models.gguf.folder import hf_folder
-from holdfast.worker.models.native_backend import NativeBackend, make_backend, recognized_of
-from holdfast.worker.models.proof import Recognized
+from holdfast.worker.models.native_backend import NativeBackend, make_backend
 from holdfast.worker.models.quantized_activations import Kept, check_quantized_activations, kept_form
 from tests.fake_group import run_ranks
 from tests.reference.unit_products import UNIT, UnitWeight
+from tests.worker.executors.models import prepared
 from tests.worker.executors.rank_scenarios import BLOCK_SIZE, MAX_LEN, NUM_BLOCKS, all_best, all_bits
 from tests.worker.models.gguf.files import write_model
 from tests.worker.models.layouts import stated
@@ -51,9 +51,8 @@ def gguf_model(where: Path, kind: str, family: str = "llama", **changes: Any) ->
 
 def built(layout: DecoderLayout, group: TensorParallelGroup) -> NativeBackend | str:
     """On the executor, which has to agree with the reference."""
-    recognized = recognized_of(layout, None, group, max_model_len=MAX_LEN, block_size=BLOCK_SIZE)
-    assert isinstance(recognized, Recognized), recognized
-    backend = make_backend(recognized, group, max_model_len=MAX_LEN, block_size=BLOCK_SIZE)
+    sizes = {"max_model_len": MAX_LEN, "block_size": BLOCK_SIZE}
+    backend = make_backend(prepared(layout, group, **sizes), group, **sizes)
     if isinstance(backend, NativeBackend):
         backend.allocate_cache(NUM_BLOCKS, BLOCK_SIZE)
     return backend
@@ -178,8 +177,7 @@ def test_an_executor_that_packs_other_units_is_not_used(
 ) -> None:
     group = SingleRank()
     layout = layout_in_units(gguf_model(tmp_path, "Q4_1", tie_word_embeddings=True), group)
-    right = recognized_of(layout, None, group, max_model_len=MAX_LEN, block_size=BLOCK_SIZE)
-    assert isinstance(right, Recognized)
+    right = prepared(layout, group, max_model_len=MAX_LEN, block_size=BLOCK_SIZE)
     wrong = replace(right, layout=plant(layout))
     assert "times what is allowed" in str(make_backend(wrong, group, max_model_len=MAX_LEN, block_size=BLOCK_SIZE))
 

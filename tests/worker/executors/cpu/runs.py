@@ -14,10 +14,10 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.step_sampler import HeadOutput
-from holdfast.worker.models.recognize import recognize
 from holdfast.worker.step_plan import BlockCopy, ScheduledSequence, StepPlan
+from tests.worker.executors import models
 from tests.worker.executors.cpu.native import BF16, library_or_skip
-from tests.worker.executors.models import config_of, parallelized
+from tests.worker.executors.models import config_of
 
 MAX_POSITIONS = 4096
 SPOILT = 0x7E
@@ -28,9 +28,7 @@ SPOILT = 0x7E
 def layout_of(model: str, dtype: torch.dtype = BF16, changes: tuple[tuple[str, Any], ...] = ()) -> DecoderLayout:
     """A tiny model's layout; `changes` are of its config."""
     config = config_of(model, **{"max_position_embeddings": MAX_POSITIONS, **dict(changes)})
-    layout = recognize(parallelized(config, dtype=dtype), size=1)
-    assert isinstance(layout, DecoderLayout), layout
-    return layout
+    return models.layout_of(config, dtype=dtype)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

@@ -21,9 +21,8 @@ from holdfast.worker.executors.cpu.packing import PackedModel
 from holdfast.worker.executors.cpu.shared_weights import SharedArena, arena_for, find_file, layout_digest
 from holdfast.worker.executors.cpu.tile_memory import Arena
 from holdfast.worker.executors.layout import DecoderLayout
-from holdfast.worker.models.recognize import recognize
 from tests.worker.executors.cpu.native import library_or_skip
-from tests.worker.executors.models import config_of, parallelized
+from tests.worker.executors.models import config_of, layout_of
 
 LIMIT_S = 60.0
 SEEDS = itertools.count(os.getpid() * 1000)
@@ -34,9 +33,7 @@ SEEDS = itertools.count(os.getpid() * 1000)
 def layout(monkeypatch) -> DecoderLayout:
     monkeypatch.setattr(shared_weights, "shares_large_pages", lambda: True)
     torch.manual_seed(next(SEEDS))
-    found = recognize(parallelized(config_of("llama", hidden_size=64, intermediate_size=256)), size=1)
-    assert isinstance(found, DecoderLayout)
-    return found
+    return layout_of(config_of("llama", hidden_size=64, intermediate_size=256))
 
 
 def packed(layout: DecoderLayout, arena: Arena) -> PackedModel:

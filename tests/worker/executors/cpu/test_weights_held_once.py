@@ -7,23 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.worker.config import ModelConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.cpu.tile_memory import FreedWeights, is_tied, linears, mapped_memory
-from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.mapped_files import MappedFiles, discard, span
-from holdfast.worker.models.model import build_rank_model
-from holdfast.worker.models.native_backend import make_backend, read_module
-from holdfast.worker.models.parallelize import Target
-from holdfast.worker.models.recognize import recognize
-from holdfast.worker.models.weights import read_config
+from holdfast.worker.models.native_backend import make_backend
 from tests.counting import mapped_rss
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
-from tests.worker.executors.models import config_of, parallelized
+from tests.worker.executors.models import config_of, layout_of, prepared
+from tests.worker.models.layouts import stated
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 4096, "num_hidden_layers": 4}
+LIMITS = {"max_model_len": 64, "block_size": 16}
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "apart"])
@@ -31,21 +27,13 @@ def folder(request, tmp_path_factory) -> Path:
     return save_tiny_model("llama", tmp_path_factory.mktemp("m") / "model", tie_word_embeddings=request.param, **SIZES)
 
 
-def built(folder: Path, group, dtype: torch.dtype):
-    target = Target(group=group, device=CPU, dtype=dtype)
-    config = ModelConfig(model=str(folder))
-    return build_rank_model(config, folder, read_config(folder), target, lambda *_: None).module
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_no_page_of_the_checkpoint_is_held_once_it_is_packed(folder, size):
     def run(group):
-        module = built(folder, group, torch.float32)
-        recognized = read_module(module, group, max_model_len=64, block_size=16)
-        backend = make_backend(recognized, group, max_model_len=64, block_size=16)
-        layout = recognized.layout
+        layout = stated(folder, group)
+        backend = make_backend(prepared(layout, group, **LIMITS), group, **LIMITS)
         stretches = [span(weight) for one in linears(layout) for weight in one.weights if weight.nbytes > 2**16]
-        return backend, stretches, module
+        return backend, stretches, layout
 
     results = run_ranks(size, run)
     for _, stretches, _ in results:
@@ -56,10 +44,8 @@ def test_no_page_of_the_checkpoint_is_held_once_it_is_packed(folder, size):
 
 def test_converted_weights_leave_no_memory_behind(folder):
     """A checkpoint in float32 that is served in bfloat16: its weights are copies of the loader's."""
-    module = built(folder, SingleRank(), torch.bfloat16)
-    recognized = read_module(module, SingleRank(), max_model_len=64, block_size=16)
-    layout = recognized.layout
-    backend = make_backend(recognized, SingleRank(), max_model_len=64, block_size=16)
+    layout = stated(folder, dtype="bfloat16")
+    backend = make_backend(prepared(layout, **LIMITS), SingleRank(), **LIMITS)
     stretches = {span(weight) for one in linears(layout) for weight in one.weights if weight.nbytes > 2**16}
     assert mapped_rss(stretches) < 0.1 * sum(end - start for start, end in stretches)
     assert is_tied(layout) or bool(layout.embedding.any()), "the table is still read where it is"
@@ -71,16 +57,10 @@ def test_storages_of_weights_end_with_the_load(folder):
     """What lives on of torch's memory is small: norms, biases and, where it is no part of the head, the embedding."""
     gc.collect()
     before = {id(item) for item in gc.get_objects() if isinstance(item, torch.Tensor)}
-    module = built(folder, SingleRank(), torch.bfloat16)
-    backend = make_backend(
-        read_module(module, SingleRank(), max_model_len=64, block_size=16),
-        SingleRank(),
-        max_model_len=64,
-        block_size=16,
-    )
-    table = module.get_input_embeddings().weight.nbytes
-    tied = module.config.tie_word_embeddings
-    del module
+    layout = stated(folder, dtype="bfloat16")
+    backend = make_backend(prepared(layout, **LIMITS), SingleRank(), **LIMITS)
+    table, tied = layout.embedding.nbytes, is_tied(layout)
+    del layout
     gc.collect()
     storages = {
         item.untyped_storage().data_ptr(): item.untyped_storage().nbytes()
@@ -92,8 +72,7 @@ def test_storages_of_weights_end_with_the_load(folder):
 
 
 def test_memory_that_two_parts_share_is_not_given_back():
-    layout = recognize(parallelized(config_of("llama", hidden_size=64, intermediate_size=4096)), size=1)
-    assert isinstance(layout, DecoderLayout)
+    layout = layout_of(config_of("llama", hidden_size=64, intermediate_size=4096))
     layout = replace(layout, layers=(layout.layers[0], layout.layers[0]))
     weight = layout.layers[0].mlp.down.weights[0]
     before = weight.clone()

@@ -12,18 +12,16 @@ from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.gpu.executor import NUMERICS, GpuExecutor
 from holdfast.worker.executors.gpu.graphs import bucket_of
 from holdfast.worker.executors.gpu.weights import DeviceWeights, unfit
-from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.models import native_backend as backend
-from holdfast.worker.models.proof import Recognized
-from holdfast.worker.models.recognize import recognize
 from holdfast.worker.models.reference import Reference
 from holdfast.worker.step_plan import BlockCopy
 from tests.draw_params import draw_params
+from tests.worker.executors import models
 from tests.worker.executors.cpu.runs import layout_of, tokens
 from tests.worker.executors.gpu import runs
 from tests.worker.executors.gpu.runs import Part, batch_of
-from tests.worker.executors.models import MODELS, config_of, expected_logits, on_ranks, parallelized
+from tests.worker.executors.models import MODELS, config_of, expected_logits, on_ranks
 
 BF16, F32 = torch.bfloat16, torch.float32
 Runner = partial(runs.Runner, launch=launch)
@@ -75,8 +73,7 @@ MIXTURES = ("gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe
 @pytest.mark.parametrize("model", ["qwen3", *MIXTURES])
 def test_greedy_tokens_are_those_of_hugging_face(model):
     config = config_of(model)
-    layout = recognize(parallelized(config), size=1)
-    assert isinstance(layout, DecoderLayout)
+    layout = models.layout_of(config)
     runner, ids = Runner(layout), tokens(10)
     blocks = runner.blocks(30)
     ours, place, step = [], 0, ids
@@ -178,8 +175,7 @@ def test_ranks_give_the_bits_of_one(model, size):
     ids = tokens(20)
 
     def run(group):
-        layout = recognize(parallelized(config, group, BF16), size=group.size)
-        assert isinstance(layout, DecoderLayout), layout
+        layout = models.layout_of(config, group, BF16)
         runner = Runner(layout, group=group)
         logits = runner.run(ids, (12, 8))
         best = runner.best(Part(0, ids, runner.blocks(20)))
@@ -203,21 +199,19 @@ def test_a_model_is_read_on_the_cpu_and_proved_on_its_device(monkeypatch):
 
     monkeypatch.setattr(backend, "_executor", interpreted)
     sizes = {"max_model_len": 64, "block_size": 16, "device": cuda}
-    recognized = backend.read_module(parallelized(config_of("gemma2"), dtype=BF16), group, **sizes)
-    assert isinstance(recognized, Recognized), recognized
-    made = backend.make_backend(recognized, group, **sizes)
+    gemma = models.prepared(layout_of("gemma2"), group, **sizes)
+    made = backend.make_backend(gemma, group, **sizes)
     assert isinstance(made, backend.NativeBackend), made
     assert made.numerics == "gpu-native-1"
     assert made.kv_bytes_per_token > 0
-    mixture = backend.read_module(parallelized(config_of("mixtral"), dtype=BF16), group, **sizes)
+    mixture = models.prepared(layout_of("mixtral"), group, **sizes)
     assert isinstance(backend.make_backend(mixture, group, **sizes), backend.NativeBackend)
 
 
 def test_sums_that_are_no_power_of_two_slices_are_taken_in_one():
     """3 heads and 96 features, as 9 and 1,536 of SmolLM2: kernels add 1, 2, 4 or 8 slices."""
     config = config_of("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48, intermediate_size=96)
-    layout = recognize(parallelized(config), size=1)
-    assert isinstance(layout, DecoderLayout)
+    layout = models.layout_of(config)
     assert layout.layers[0].mlp.num_slices == 3
     layer = DeviceWeights(layout, torch.device("cpu"), 8).layout.layers[0]
     assert (layer.attention.num_slices, layer.mlp.num_slices) == (1, 1)

@@ -19,19 +19,18 @@ from holdfast.worker.models import native_backend as backend
 from holdfast.worker.models.loading import LoadedModel
 from holdfast.worker.models.model import register_attention
 from holdfast.worker.models.native_backend import NativeBackend
-from holdfast.worker.models.proof import Recognized
-from holdfast.worker.models.recognize import recognize
 from holdfast.worker.models.reference import Reference
 from holdfast.worker.models.weights import ATTENTION
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.step_plan import BlockCopy
 from tests.worker.engine.turns import INFO
 from tests.worker.engine.two_plans import make_request
+from tests.worker.executors import models
 from tests.worker.executors.cpu.runs import layout_of, tokens
 from tests.worker.executors.gpu import runs
 from tests.worker.executors.gpu.runs import Fp8Reference, Part
 from tests.worker.executors.gpu.test_executor import size_of
-from tests.worker.executors.models import MODELS, config_of, expected_logits, on_ranks, parallelized, share_of
+from tests.worker.executors.models import MODELS, config_of, expected_logits, on_ranks
 
 TEXT = """Each request goes to one replica, and a replica that is lost takes no request with it: the router keeps what \
 was said so far, and another replica goes on from there. A token depends on the model and on the request alone, \
@@ -81,7 +80,7 @@ def test_the_bundled_model_hardly_changes_its_mind():
     folder = located(WorkerConfig()).model.model
     register_attention()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=BF16, attn_implementation=ATTENTION)
-    layout = recognize(share_of(model.eval().requires_grad_(False), SingleRank()), size=1)
+    layout = models.layout_of_module(model, SingleRank())
     ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"])
     exact, small = (
         reference.run_model(ids).double().log_softmax(-1)
@@ -114,7 +113,7 @@ def test_two_ranks_give_the_bits_of_one():
     config, ids = config_of("llama", num_attention_heads=8, num_key_value_heads=4), tokens(12)
 
     def run(group):
-        layout = recognize(parallelized(config, group, BF16), size=group.size)
+        layout = models.layout_of(config, group, BF16)
         return Runner(layout, group=group, in_fp8=True).run(ids, (7, 5))
 
     (alone,) = on_ranks(1, run)
@@ -261,11 +260,10 @@ def test_a_model_is_loaded_with_its_cache_in_fp8_and_has_numerics_of_its_own(mon
 
     monkeypatch.setattr(backend, "_executor", interpreted)
     sizes = {"max_model_len": 64, "block_size": 16, "device": cuda}
-    recognized = backend.read_module(parallelized(config_of("llama"), dtype=BF16), group, **sizes)
-    assert isinstance(recognized, Recognized), recognized
-    made = backend.make_backend(recognized, group, **sizes, kv_cache_dtype="fp8")
+    llama = models.prepared(layout_of("llama"), group, **sizes)
+    made = backend.make_backend(llama, group, **sizes, kv_cache_dtype="fp8")
     assert isinstance(made, NativeBackend), made
     assert made.numerics == "gpu-native-1+kv-e4m3-1"
     assert made.allocate_cache(2, 16).layers[0].keys.dtype == torch.uint8
-    refused = backend.make_backend(recognized, group, **sizes, kv_cache_dtype="fp8")
+    refused = backend.make_backend(llama, group, **sizes, kv_cache_dtype="fp8")
     assert refused == "keys in fp8 of layer 0 differ from what they should be on this device"

@@ -12,17 +12,14 @@ from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # firs
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import follow
 from holdfast.worker.executors.gpu.executor import NUMERICS, GpuExecutor
-from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.models import native_backend as backend
-from holdfast.worker.models.proof import Recognized
-from holdfast.worker.models.recognize import recognize
 from tests.worker.executors.cpu.runs import tokens
 from tests.worker.executors.gpu import runs
 from tests.worker.executors.gpu.forked_ranks import fork_ranks
 from tests.worker.executors.gpu.runs import Part
 from tests.worker.executors.gpu.test_executor import FakeDevice
 from tests.worker.executors.gpu.test_two_steps import chain, model_of, served
-from tests.worker.executors.models import config_of, parallelized
+from tests.worker.executors.models import config_of, layout_of, prepared
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SHARE_WORDS = 1 << 18
@@ -31,8 +28,7 @@ CONFIG = config_of("llama", num_attention_heads=8, num_key_value_heads=4)
 
 
 def runner_of(group, **changes) -> runs.Runner:
-    layout = recognize(parallelized(CONFIG, group, torch.bfloat16), size=group.size)
-    assert isinstance(layout, DecoderLayout), layout
+    layout = layout_of(CONFIG, group, torch.bfloat16)
     share = group.share if group.size > 1 else None
     runner = runs.Runner(layout, group=group, share=share, launch=launch, capture=FakeDevice(), **changes)
     assert runner.executor.overlaps
@@ -97,9 +93,7 @@ def test_a_model_of_two_ranks_is_proved_by_the_leaders_logits(monkeypatch):
             return made, NUMERICS
 
         monkeypatch.setattr(backend, "_executor", interpreted)
-        recognized = backend.read_module(parallelized(CONFIG, group, torch.bfloat16), group, **sizes)
-        assert isinstance(recognized, Recognized), recognized
-        made = backend.make_backend(recognized, group, **sizes)
+        made = backend.make_backend(prepared(layout_of(CONFIG, group, torch.bfloat16), group, **sizes), group, **sizes)
         return made if isinstance(made, str) else type(made).__name__
 
     assert fork_ranks(2, partial(work, breaks=False), share_words=SHARE_WORDS) == ["NativeBackend"] * 2

@@ -97,7 +97,7 @@ def differences_on(plain: Path, quantization: str, numbers: Path, size: int) -> 
 @pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "phi3"])
 def test_a_model_is_its_dequantized_folder(tmp_path, family, quantization):
-    """Untied and tied, stated and recognized, experts, fused linears; an MLP whose groups are cut by two ranks."""
+    """Untied and tied, experts, fused linears; an MLP whose groups are cut by two ranks."""
     changes = {**SIZES, "tie_word_embeddings": family == "qwen2", "intermediate_size": 96}
     plain = reference.in_bfloat16(save_tiny_model(family, tmp_path / "plain", **changes))
     numbers = reference.dequantized(plain, quantization, tmp_path / "numbers")
