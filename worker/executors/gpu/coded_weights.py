@@ -12,7 +12,7 @@ from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.coded import CodedMatrix, CodedRows, CodeForm, CodeKind
 from holdfast.worker.executors.finite import check_finite
 from holdfast.worker.executors.mapped_files import discard_contents
-from holdfast.worker.executors.stored_matrix import AT_ONCE, StoredMatrix
+from holdfast.worker.executors.stored_matrix import AT_ONCE, StoredMatrix, for_all
 from holdfast.worker.executors.units import UNIT, Offset
 
 WIDEST_TILE: Final = 256
@@ -89,9 +89,11 @@ class _Matrix:
         """Puts a matrix at its rows from `row` on; rows of padding are zeros."""
         first, last = part.rows
         step = max(1, AT_ONCE // max(1, part.num_rows_columns[1]))
-        for start in range(first, last, step):
-            stop = min(last, start + step)
-            self._put(row + start - first, part.coded(start, stop))
+
+        def put(start: int) -> None:
+            self._put(row + start - first, part.coded(start, min(last, start + step)))
+
+        for_all(put, range(first, last, step))
         self.codes[row + last - first : row + len(part)] = 0
         discard_contents(part.mapped)
 
