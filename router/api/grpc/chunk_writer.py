@@ -132,12 +132,14 @@ class ChunkEncoder:
     def encode(self, delta: OutputDelta) -> bytes:
         if self._chat_deltas is not None:
             return delta_message(delta._replace(chat=self._chat_deltas.of(delta))).SerializeToString()
-        _, first, token_ids, text, finish_reason, usage, logprobs, of_prompt, number, _, origin, is_replayed, *_ = delta
-        if finish_reason is not None or usage is not None or logprobs or of_prompt:
+        _, first, token_ids, text, reason, usage, logprobs, of_prompt, number, _, origin, replayed, _, _, _, _, _ = (
+            delta
+        )
+        if reason is not None or usage is not None or logprobs or of_prompt:
             return delta_message(delta).SerializeToString()
-        shared = self._shared.get((number, origin, is_replayed))
+        shared = self._shared.get((number, origin, replayed))
         if shared is None:
-            shared = self._shared[number, origin, is_replayed] = _shared(delta)
+            shared = self._shared[number, origin, replayed] = _shared(delta)
         try:
             (token_id,) = token_ids
             token, said = _VARINTS[token_id] if token_id < 2**14 else varint(token_id), text.encode()
