@@ -194,7 +194,7 @@ async def chat(*, stream: bool):
 async def test_tokens_of_thoughts_are_told_in_the_usage(stream, script, monkeypatch):  # noqa: F811
     """Tokens of the fake are bytes: the tags end with one and begin with the other that stand for them here."""
 
-    def counter(self: ChatStyle, begins_inside: bool) -> ThoughtCounter:
+    def counter(self: ChatStyle, begins_inside: bool, call: str = "") -> ThoughtCounter:
         return ThoughtCounter(ord(">"), ord("/"), starts_inside=begins_inside)
 
     monkeypatch.setattr(ChatStyle, "thought_counter", counter)
