@@ -49,7 +49,11 @@ class Refused:
     add_lora = refused("add_lora", "there is no LoRA")
     init_weight_transfer_engine = refused("init_weight_transfer_engine", _OWN_UPDATE)
     start_weight_update = refused("start_weight_update", _OWN_UPDATE)
+    start_draft_weight_update = refused("start_draft_weight_update", _OWN_UPDATE)
     finish_weight_update = refused("finish_weight_update", _OWN_UPDATE)
+    update_weight_version = refused("update_weight_version", _OWN_UPDATE)
+    get_weight_version = refused("get_weight_version", _OWN_UPDATE)
+    shutdown_weight_transfer_engine = refused("shutdown_weight_transfer_engine", _OWN_UPDATE)
 
 
 class VllmMethods(Refused):

@@ -134,6 +134,12 @@ _ADAPTER: Final = "adapter_config.json"
 _POINTER: Final = b"version https://git-lfs.github.com/spec/"
 _FETCH: Final = "fetch it again"
 
+_ITEMSIZES: Final = _FLOATS | {
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
+    **dict.fromkeys(("I64", "U64"), 8),
+    **dict.fromkeys(("I32", "U32"), 4),
+    **dict.fromkeys(("I16", "U16"), 2),
+}
 _READ_DTYPES: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 """By their names in a header; loading converts them to the type that is served."""
 
@@ -217,6 +223,7 @@ def _check_weights(path: Path, given: str, *, check_dtypes: bool) -> None:
         header, header_bytes = read_header(path)
         ends = [int(entry["data_offsets"][1]) for entry in header.values()]
         dtypes = {name: (str(entry["dtype"]), len(entry["shape"])) for name, entry in header.items()}
+        misplaced = _misplaced(header)
     except (
         OSError,
         ValueError,
@@ -233,8 +240,22 @@ def _check_weights(path: Path, given: str, *, check_dtypes: bool) -> None:
         raise _refused(given, path, f"is cut short: {size} of {needed} bytes are there")
     if size > needed:
         raise _refused(given, path, f"has {size} bytes, where its header says {needed}")
+    if misplaced is not None:
+        raise _refused(given, path, f"has a header that does not fit: its place of {misplaced}")
     if check_dtypes:
         _check_dtypes(path, given, dtypes)
+
+
+def _misplaced(header: Mapping[str, Any]) -> str | None:
+    """The first tensor that does not begin where the one before it ends, or whose shape needs other bytes."""
+    reached = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        first, end = entry["data_offsets"]
+        itemsize = _ITEMSIZES.get(entry["dtype"])
+        if first != reached or (itemsize is not None and end - first != math.prod(entry["shape"]) * itemsize):
+            return name
+        reached = end
+    return None
 
 
 def _check_dtypes(path: Path, given: str, dtypes: Mapping[str, tuple[str, int]]) -> None:

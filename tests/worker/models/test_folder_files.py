@@ -4,6 +4,7 @@ that file's name; what is there and whole is not.
 
 import json
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,26 @@ def test_weights_with_more_than_their_header_says_are_named(folder):
     whole = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(whole + b"x")
     assert f"has {len(whole) + 1} bytes, where its header says {len(whole)}" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("model.norm.weight", {"dtype": "F8_E4M3"}),
+        ("model.norm.weight", {"shape": [3]}),
+        ("another.weight", {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}),
+    ],
+)
+def test_a_header_whose_tensors_do_not_fit_their_places_is_refused_by_name(folder, name, changes):
+    content = (folder / WEIGHTS).read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    header[name] = {**header.get(name, {}), **changes}
+    written = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(written)) + written + content[8 + length :])
+    said = refusal(folder)
+    assert said.startswith(f"{WEIGHTS} has a header that does not fit: its place of ")
+    assert name == "another.weight" or name in said
 
 
 def test_a_file_that_an_index_names_and_that_is_not_there_is_named(folder):
