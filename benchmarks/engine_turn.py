@@ -69,7 +69,7 @@ class Turns:
             "plan": marks.planned - marks.plan,
             "pack": marks.execute - marks.run + marks.ran - marks.executed,
             "commit": marks.committed - marks.commit,
-            "deliver": marks.told - marks.committed,
+            "deliver": marks.delivered - marks.committed,
             "turn": next_run - marks.run - (marks.executed - marks.execute),
         }
         parts["rest"] = parts["turn"] - sum(parts[part] for part in ("plan", "pack", "commit", "deliver"))
@@ -90,7 +90,7 @@ class Marks:
     ran: float = 0.0
     commit: float = 0.0
     committed: float = 0.0
-    told: float = 0.0
+    delivered: float = 0.0
 
 
 class MarkedScheduler(Scheduler):
@@ -160,7 +160,7 @@ class MarkedListener:
         self._marks = marks
 
     def on_update(self, update: StepUpdate) -> None:
-        self._marks.told = self._marks.now()
+        self._marks.delivered = self._marks.now()
 
     def on_failure(self, error: HoldfastError) -> None:
         pass

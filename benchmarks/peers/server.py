@@ -1,7 +1,7 @@
 """Server process: one driver, as the runner sees it. Started, asked, paused while others are measured, and ended.
 
 The protocol is that of `drivers/line_server.py`. A server leads a process group of its own, so that pausing and ending
-reach its children too, and its memory and its share of the cores can be told from everyone else's.
+reach its children too, and its memory and its share of the cores can be measured apart.
 """
 
 import contextlib

@@ -292,7 +292,7 @@ class Target:
     async def sender(
         self, model: str, params: Mapping[str, Any], *, api_key: str = "", tls: Tls | None = None
     ) -> "tuple[Sender, str]":
-        """On the running event loop; and the model's name as the server will be told. Raises `ConfigurationError`."""
+        """On the running event loop; and the model's name for requests. Raises `ConfigurationError`."""
         if self.protocol in _OVER_HTTP:
             from holdfast.cluster.bench.sender import HttpSender
 

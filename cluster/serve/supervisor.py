@@ -47,8 +47,8 @@ def supervise(
 ) -> int:
     """Runs a cluster until it ends by itself or a signal ends it. On the main thread.
 
-    `starter` is the command line of a life starter. `line` is written to the standard input of each life. A life is
-    told of SIGINT and SIGTERM, of SIGHUP as of SIGTERM, and killed with all its processes `stop_limit_s` after the
+    `starter` is the command line of a life starter. `line` is written to the standard input of each life. A life gets
+    SIGINT and SIGTERM, SIGHUP as SIGTERM, and is killed with all its processes `stop_limit_s` after the
     first. A cluster that exits with `EXIT_LOST`, or is killed, is started again, as often as that happens: at once, and
     after pauses that grow up to `max_pause_s` where it does not last. Once it has been lost, a start that fails is
     repeated as well; the caller's mistake (`EXIT_USAGE`) never is. Returns the exit code.

@@ -15,8 +15,8 @@ _MAX_LOOKS: Final = 4096
 
 
 def normalize_object(schema: dict[str, Any], path: str) -> None:
-    """Rewrites `patternProperties` so that no declared name matches one, and refuses counts that need equal names told
-    apart. Raises `SchemaError`.
+    """Rewrites `patternProperties` so that no declared name matches one, and refuses counts for which
+    equal names would have to be counted once. Raises `SchemaError`.
     """
     if isinstance(schema.get("patternProperties"), dict):
         _normalize_patterns(schema, path)

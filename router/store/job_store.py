@@ -2,7 +2,7 @@
 
 A router that has a job renews its lease with each piece of the stream that it stores. Once the lease has run out,
 because the router or the whole cluster has ended, any router claims the job and goes on after the last piece. A piece
-is stored only by the owner: of two routers that both take a job for theirs, one is told that it is not.
+is stored only by the owner: of two routers that both claim a job, one gets an error.
 """
 
 from collections.abc import Sequence

@@ -225,7 +225,7 @@ class TokenizerRegistry:
 
 def _probe_templates(tokenizer: Tokenizer) -> None:
     """Finds the traits of the chat templates out, before the first chat waits for them. One that does not compile is
-    told of by the chats that ask for it.
+    reported by the chats that use it.
     """
     for template in tokenizer.chat_templates.values():
         with suppress(ConfigurationError):

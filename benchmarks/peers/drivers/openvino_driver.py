@@ -29,7 +29,7 @@ def _properties(settings: dict[str, Any]) -> dict[str, Any]:
         "NUM_STREAMS": "1",
     }
     if precision := settings.get("kv_precision"):
-        properties["KV_CACHE_PRECISION"] = precision  # u8 unless it is told otherwise
+        properties["KV_CACHE_PRECISION"] = precision  # u8 by default
     return properties
 
 

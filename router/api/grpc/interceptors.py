@@ -1,5 +1,5 @@
-"""Interceptors of a gRPC server: every call passes the gate first, those of reflection too; and the connection guard is
-told which calls began, and which their clients reset at once.
+"""Interceptors of a gRPC server: every call passes the gate first, those of reflection too; and the connection guard
+counts calls that began and calls that their clients reset at once.
 
 A client that opens and resets calls makes the loop work, and no method ever hears of these calls. So an interceptor
 notes when each call comes and looks at its end whether it ever began. Whose it is costs a look-up, which is made before

@@ -100,7 +100,7 @@ class BackgroundResponses:
             await self._jobs.release(job)
 
     async def cancel(self, tenant: str, response_id: str) -> dict[str, Any]:
-        """As `JobStore.cancel`. Who computes it is told when it stores its next piece."""
+        """As `JobStore.cancel`. The router that computes it stops when it stores its next piece."""
         return await self._jobs.cancel(tenant, response_id)
 
     async def stream(self, tenant: str, response_id: str, after: int = -1) -> AsyncGenerator[bytes, None]:
