@@ -142,7 +142,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "mamba": {},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},
     "olmo_hybrid": {},
-    "qwen3_next": {**MOE, "num_experts": 4},
     "recurrent_gemma": {},
     "xglm": {},
 }

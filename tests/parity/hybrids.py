@@ -15,24 +15,73 @@ from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.scheduler.speculation import Speculation
 from tests.parity.families import BASE, randomize
 
-LFM2 = {"block_multiple_of": 8, "head_dim": ..., "num_hidden_layers": 3}
-CONV, FULL = "conv", "full_attention"
-PATTERNS: dict[str, dict[str, Any]] = {
-    "conv, attention, conv": {"layer_types": [CONV, FULL, CONV]},
-    "attention last": {"layer_types": [CONV, CONV, FULL], "conv_bias": True, "conv_L_cache": 4},
-    "attention first": {"layer_types": [FULL, CONV, FULL], "block_auto_adjust_ff_dim": False},
-    "no attention": {"layer_types": [CONV, CONV, CONV], "conv_L_cache": 2, "tie_word_embeddings": False},
-    "odd channels": {"layer_types": [CONV, FULL, CONV], "hidden_size": 72, "num_attention_heads": 4, "conv_bias": True},
+CONV, LINEAR, FULL = "conv", "linear_attention", "full_attention"
+LFM2: dict[str, Any] = {"block_multiple_of": 8, "head_dim": ..., "num_hidden_layers": 3}
+DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+    "max_position_embeddings": 512,
 }
-"""By name: what is changed of a tiny LFM2."""
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
+DENSE, MIXTURE, NEXT = "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"
+DELTA_NETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": (DENSE, DELTA_NET),
+    "mixture": (MIXTURE, {**DELTA_NET, **EXPERTS}),
+    "by key heads, mixture": (NEXT, {**DELTA_NET, **EXPERTS}),
+    "by key heads, one layer dense": (NEXT, {**DELTA_NET, **EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": False}),
+    "state last": (
+        DENSE,
+        {**DELTA_NET, "layer_types": [FULL, LINEAR, LINEAR], "num_hidden_layers": 3, "tie_word_embeddings": True},
+    ),
+    "delta nets alone": (
+        DENSE,
+        {**DELTA_NET, "layer_types": [LINEAR] * 2, "num_hidden_layers": 2, "linear_num_value_heads": 4},
+    ),
+    "wide values, short window": (DENSE, {**DELTA_NET, "linear_value_head_dim": 48, "linear_conv_kernel_dim": 2}),
+    "long keys, biases": (
+        DENSE,
+        {**DELTA_NET, "linear_key_head_dim": 80, "attention_bias": True, "linear_conv_kernel_dim": 6},
+    ),
+}
+PATTERNS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        name: ("lfm2", {**LFM2, **changes})
+        for name, changes in {
+            "conv, attention, conv": {"layer_types": [CONV, FULL, CONV]},
+            "attention last": {"layer_types": [CONV, CONV, FULL], "conv_bias": True, "conv_L_cache": 4},
+            "attention first": {"layer_types": [FULL, CONV, FULL], "block_auto_adjust_ff_dim": False},
+            "convolutions alone": {"layer_types": [CONV, CONV, CONV], "conv_L_cache": 2, "tie_word_embeddings": False},
+            "odd channels": {
+                "layer_types": [CONV, FULL, CONV],
+                "hidden_size": 72,
+                "num_attention_heads": 4,
+                "conv_bias": True,
+            },
+        }.items()
+    },
+    **DELTA_NETS,
+}
+"""By name: the model type, and what is changed of a tiny config."""
 
 
 def config_of(pattern: str, **changes: Any) -> Any:
-    """The config of an LFM2 of a pattern, as transformers has it."""
+    """The config of a pattern, as transformers has it."""
     from transformers import AutoConfig
 
-    values = {**BASE, **LFM2, **PATTERNS[pattern], **changes}
-    return AutoConfig.for_model("lfm2", **{key: value for key, value in values.items() if value is not ...})
+    model_type, values = PATTERNS[pattern]
+    given = {**BASE, **values, **changes}
+    return AutoConfig.for_model(model_type, **{key: value for key, value in given.items() if value is not ...})
 
 
 def save_config(folder: Path, pattern: str, **changes: Any) -> None:
@@ -40,13 +89,18 @@ def save_config(folder: Path, pattern: str, **changes: Any) -> None:
     config_of(pattern, architectures=["Lfm2ForCausalLM"], **changes).save_pretrained(folder)
 
 
-def save_hybrid(folder: Path, pattern: str, **changes: Any) -> Path:
-    """Writes a random LFM2 of a pattern to `folder` and returns it."""
+def made(pattern: str, **changes: Any) -> Any:
+    """Hugging Face's model of a pattern, random: the same for the same pattern."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(config_of(pattern, **changes), dtype=torch.float32)
     randomize(model)
-    model.save_pretrained(folder)
+    return model.eval().requires_grad_(False)
+
+
+def save_hybrid(folder: Path, pattern: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """Writes the model of a pattern to `folder` and returns it."""
+    made(pattern, **changes).to(dtype).save_pretrained(folder)
     return folder
 
 

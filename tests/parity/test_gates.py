@@ -45,7 +45,6 @@ REASONS = {
     "mamba": "linear_attention layers",
     "mpt": "alibi",
     "olmo_hybrid": "linear_attention layers",
-    "qwen3_next": "linear_attention layers",
     "recurrent_gemma": "",  # by its layers or by its calls, as transformers describes it
     "xglm": "implements attention or a state itself",
 }

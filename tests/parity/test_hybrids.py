@@ -52,7 +52,7 @@ def test_they_go_on_with_the_tokens_of_hugging_face(folder, leader, prompts):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("pattern", ["attention last", "odd channels"])
+@pytest.mark.parametrize("pattern", ["attention last", "odd channels", "mixture"])
 def test_on_several_ranks_they_have_the_bits_of_one(pattern, size, tmp_path, prompts):
     folder = save_hybrid(tmp_path, pattern)
     alone = logits_in_chunks(load(worker_config(folder)), prompts, 7)

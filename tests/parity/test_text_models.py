@@ -12,6 +12,7 @@ from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.models.text_model import text_config, text_name, told_of_text_model
 from holdfast.worker.models.weight_files import weight_bytes
 from tests.parity.harness import is_run_by, load, logits_in_chunks, on_ranks, relative_difference, worker_config
+from tests.parity.hybrids import DELTA_NET, EXPERTS
 
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 7, 40)]
 TOLERANCE = 1e-4
@@ -54,6 +55,13 @@ VISION_OF = {
 }
 """Of those that do not take these entries."""
 
+MROPE = {
+    "rope_type": "default",
+    "rope_theta": 1e7,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
 MODELS = {
     "gemma3": {"model_type": "gemma3_text", "sliding_window": 16, "query_pre_attn_scalar": 16},
     "gemma4": {
@@ -78,6 +86,8 @@ MODELS = {
     "mistral3": {"model_type": "mistral"},
     "qwen2_5_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}},
     "qwen2_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}},
+    "qwen3_5": {**DELTA_NET, "head_dim": 32, "rope_parameters": MROPE},
+    "qwen3_5_moe": {**DELTA_NET, **EXPERTS, "head_dim": 32, "rope_parameters": MROPE},
     "qwen3_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [3, 3, 2]}},
     "smolvlm": {"model_type": "llama"},
 }

@@ -100,6 +100,8 @@ class Attention:
     head_dim: int
     qkv: Linear
     """Outputs: all query heads, then all key heads, then all value heads."""
+    has_gate: bool = False
+    """Outputs have one gate for each query behind the queries; the result is multiplied by their sigmoid."""
     query_norm: Norm | None = None
     """Before rotation: over each head, or over all heads together where the weight is [num_heads * head_dim]."""
     key_norm: Norm | None = None
@@ -153,6 +155,68 @@ class ShortConv:
     def state_length(self, num_drafts: int) -> int:
         """Numbers that a slot keeps: the inputs before a token, and those of drafts that may turn out wrong."""
         return self.num_channels * (self.width - 1 + num_drafts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaNet:
+    """Gated DeltaNet over this rank's heads: value head h goes with key head `h // (value heads / key heads)`.
+
+        q, k, v = silu(conv(x W));  q, k over their lengths, q / sqrt(key_dim);  rate = sigmoid(b)
+        decay = exp(-exp(a_log) softplus(a + dt_bias));  S = decay S;  S = S + k (x) rate (v - S^T k);  o = S^T q
+        output(rms(o) weight silu(z))
+
+    As Hugging Face's `Qwen3_5GatedDeltaNet`, all in float32. The state of a sequence: S of each value head, float32
+    [key_dim, value_dim], and the last inputs of the convolution (docs/gated-delta-net.md).
+    """
+
+    num_key_heads: int
+    """Of this rank, as all counts."""
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    """Both multiples of 16."""
+    inputs: Linear
+    """Outputs: queries and keys of all key heads, values of all value heads; b, then a, of each value head; z, as
+    values."""
+    kernel: Tensor
+    """float32 [channels of queries, keys and values, width], as of `ShortConv`."""
+    a_log: Tensor
+    """float32 [value heads]"""
+    dt_bias: Tensor
+    """float32 [value heads]"""
+    norm: Norm
+    """Over the values of each head."""
+    output: Linear
+    """Row-parallel."""
+    num_slices: int = NUM_SLICES
+    """Slices of this rank's inputs of `output`."""
+
+    @property
+    def width(self) -> int:
+        return int(self.kernel.shape[1])
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    def state_length(self, num_drafts: int) -> int:
+        """Numbers that a slot keeps: rows of inputs, then for each key head a header and the tiles of its value heads
+        (`cpu/native/delta_task.h`).
+        """
+        return delta_state_length(
+            self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim, self.width - 1 + num_drafts
+        )
+
+
+def delta_state_length(key_heads: int, value_heads: int, key_dim: int, value_dim: int, num_rows: int) -> int:
+    """As `GatedDeltaNet.state_length`, with so many rows of inputs."""
+    row = _filled(2 * key_heads * key_dim + value_heads * (value_dim + 2), 16)
+    return row * num_rows + 16 * key_heads + value_heads * key_dim * _filled(value_dim, 32)
+
+
+def _filled(length: int, step: int) -> int:
+    return -(-length // step) * step
 
 
 class Activation(Enum):
@@ -226,7 +290,7 @@ class Layer:
     attention_norm: Norm | None
     """Of attention, or of what is in its place."""
     attention: Attention | None
-    state: ShortConv | None = None
+    state: ShortConv | GatedDeltaNet | None = None
     """Exactly one of both mixes tokens: attention, which keeps keys and values, or what keeps a state."""
     attention_out_norm: Norm | None = None
     mlp_norm: Norm | None

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from holdfast.worker.executors.layout import QueryScale
-from holdfast.worker.models.family import Family, HeadNorms, Moe, MoeBeside, NormKind, Packing, Windows
+from holdfast.worker.models.delta_net_families import DELTA_NETS
+from holdfast.worker.models.family import Family, HeadNorms, Moe, MoeBeside, NormKind, Packing, Windows, is_sparse
 
 
 def _layer_types(kind_of: Callable[[Any, int], bool]) -> Callable[[Any], None]:
@@ -88,10 +89,6 @@ def _derive_lfm2(config: Any) -> None:
 
 def _short_conv_length(config: Any, num_drafts: int) -> int:
     return int(config.hidden_size) * (int(config.conv_L_cache) - 1 + num_drafts)
-
-
-def _is_sparse(config: Any, index: int) -> bool:
-    return index not in (config.mlp_only_layers or ()) and (index + 1) % config.decoder_sparse_step == 0
 
 
 def _has_window(config: Any, index: int) -> bool:
@@ -286,12 +283,13 @@ _QWEN3: Final = replace(
 )
 _QWEN_EXPERTS: Final = {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": False}
 _QWEN_MOE: Final = Moe(
-    normalized="norm_topk_prob", num_experts="num_experts", inner="moe_intermediate_size", in_layer=_is_sparse
+    normalized="norm_topk_prob", num_experts="num_experts", inner="moe_intermediate_size", in_layer=is_sparse
 )
 _TRANSPOSED: Final = "transposed_experts"
 """Set where a checkpoint of several models has them (`text_model.py`)."""
 
 FAMILIES: Final[Mapping[str, Family]] = {
+    **DELTA_NETS,
     "arcee": replace(
         _LLAMA,
         architecture="ArceeForCausalLM",

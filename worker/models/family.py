@@ -55,6 +55,15 @@ class Windows(Enum):
     """Those whose `layer_types` entry is `sliding_attention`."""
 
 
+class DeltaPacking(Enum):
+    """How Gated DeltaNet's inputs are stored."""
+
+    BY_KIND = auto()
+    """`in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`."""
+    BY_KEY_HEAD = auto()
+    """`in_proj_qkvz`: queries, keys, values and z of the first key head, then of the next; `in_proj_ba` likewise."""
+
+
 Setting = str | bool
 """Whether something is there: always or never, or by the entry of config.json with this name."""
 
@@ -66,6 +75,11 @@ def is_set(setting: Setting, config: Any) -> bool:
 
 def _every_layer(config: Any, index: int) -> bool:
     return True
+
+
+def is_sparse(config: Any, index: int) -> bool:
+    """Whether a layer of Qwen's mixtures, by config and index, has experts."""
+    return index not in (config.mlp_only_layers or ()) and (index + 1) % config.decoder_sparse_step == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +211,10 @@ class Family:
     """By type of layer, of those that keep a state in place of keys and values: how many numbers the state of a
     sequence is on one rank of one, by the config and the most drafts of a step.
     """
+    delta_net: DeltaPacking | None = None
+    """Of layers whose type is `linear_attention`: `linear_attn`, Gated DeltaNet."""
+    has_output_gate: bool = False
+    """`q_proj` has query and gate of the first head, then of the next; the gates' sigmoid multiplies the result."""
 
     # rotary angles
     theta: float = 10_000.0
@@ -246,4 +264,6 @@ class Family:
     @property
     def may_be_uneven(self) -> bool:
         """Whether ranks may have unequal shares of a model on CPUs."""
-        return self.moe is None and self.packing is Packing.APART and (len(self.gate_up) == 2 or not self.has_gate)
+        if self.moe is not None or self.delta_net is not None:
+            return False
+        return self.packing is Packing.APART and (len(self.gate_up) == 2 or not self.has_gate)

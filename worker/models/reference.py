@@ -17,6 +17,7 @@ from holdfast.worker.executors.layout import (
     Beside,
     DecoderLayout,
     Experts,
+    GatedDeltaNet,
     Layer,
     Linear,
     Mlp,
@@ -74,7 +75,7 @@ class Reference:
         positions = torch.arange(len(x)) if positions is None else positions
         x = x.to(self._dtype)
         y = self._norm(layer.attention_norm, x)
-        y = self._convolve(layer.state, y) if layer.state is not None else self._attend(layer, y, positions)
+        y = self._mix(layer, y, positions)
         mixed = self._out(layer, layer.attention_out_norm, y)
         if layer.parallel:
             own = layer.attention_norm if layer.mlp_norm is None else layer.mlp_norm
@@ -113,6 +114,30 @@ class Reference:
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.to(self._dtype)
         return y if norm.bias is None else y + norm.bias.to(self._dtype)
 
+    def _mix(self, layer: Layer, x: Tensor, positions: Tensor) -> Tensor:
+        """Attention over the normed rows [T, hidden], or what is in its place."""
+        if isinstance(layer.state, ShortConv):
+            return self._convolve(layer.state, x)
+        return self._attend(layer, x, positions) if layer.state is None else self._recur(layer.state, x)
+
+    def _recur(self, net: GatedDeltaNet, x: Tensor) -> Tensor:
+        """Gated DeltaNet over [T, hidden] of one sequence from its first position on."""
+        keys, values = net.num_key_heads * net.key_dim, net.num_value_heads * net.value_dim
+        parts = [net.num_channels, net.num_value_heads, net.num_value_heads, values]
+        mixed, b, a, z = torch.split(self._linear(net.inputs, x), parts, -1)
+        windows = torch.cat((x.new_zeros(net.width - 1, net.num_channels), mixed)).unfold(0, net.width, 1)
+        mixed = F.silu((windows * net.kernel.to(self._dtype)).sum(-1))
+        q, k, v = torch.split(mixed, [keys, keys, values], -1)
+        q, k = (part.reshape(len(x), net.num_key_heads, net.key_dim) for part in (q, k))
+        q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (q, k))
+        group = net.num_value_heads // net.num_key_heads
+        q, k = (part.repeat_interleave(group, 1) for part in (q / net.key_dim**0.5, k))
+        strength = F.softplus(a + net.dt_bias.to(self._dtype))
+        decay = (-net.a_log.to(self._dtype).exp() * strength).exp()
+        v = v.reshape(len(x), net.num_value_heads, net.value_dim)
+        y = self._norm(net.norm, _delta_rule(q, k, v, decay, b.sigmoid())) * F.silu(z.reshape(v.shape))
+        return self._row_parallel(net.output, y.flatten(1))
+
     def _convolve(self, conv: ShortConv, x: Tensor) -> Tensor:
         """The short convolution over [T, hidden] of one sequence from its first position on."""
         b, c, x = self._linear(conv.inputs, x).chunk(3, -1)
@@ -126,8 +151,9 @@ class Reference:
         """Attention over the normed rows [T, hidden]."""
         attention = attention_of(layer)
         heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
-        qkv = self._linear(attention.qkv, x)
-        q, k, v = torch.split(qkv, [heads * size, kv_heads * size, kv_heads * size], -1)
+        gates = heads if attention.has_gate else 0
+        parts = [count * size for count in (heads, gates, kv_heads, kv_heads)]
+        q, gate, k, v = torch.split(self._linear(attention.qkv, x), parts, -1)
         q = self._heads(q, attention.query_norm, attention, positions)
         if attention.query_scale is not None:
             q = q * attention.query_scale.factors(int(positions.max()) + 1)[positions, None, None]
@@ -135,7 +161,8 @@ class Reference:
         k = self._kept(self._round(self._heads(k, attention.key_norm, attention, positions)))
         v = self._kept(self._round(self._norm(attention.value_norm, v.view(-1, kv_heads, size))))
         mixed = self._weights(attention, q, k, positions) @ v.repeat_interleave(heads // kv_heads, 1).transpose(0, 1)
-        return self._row_parallel(attention.output, mixed.transpose(0, 1).flatten(1))
+        y = mixed.transpose(0, 1).flatten(1)
+        return self._row_parallel(attention.output, y * gate.sigmoid() if attention.has_gate else y)
 
     def _heads(self, x: Tensor, norm: Norm | None, attention: Attention, positions: Tensor) -> Tensor:
         """Queries or keys [T, heads, head_dim], normed and rotated."""
@@ -306,6 +333,17 @@ def activated(activation: Activation, x: Tensor) -> Tensor:
             return F.relu(x).square()
         case Activation.CLAMPED_SWIGLU:
             raise ValueError("the clamped SwiGLU needs a gate")
+
+
+def _delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
+    """The gated delta rule, token by token: q, k [T, heads, keys], v [T, heads, values], decay, rate [T, heads]."""
+    state, out = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1]), torch.empty_like(v)
+    for t in range(len(v)):
+        state = state * decay[t, :, None, None]
+        write = rate[t, :, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state))
+        state = state + k[t, :, :, None] * write[:, None]
+        out[t] = torch.einsum("hk,hkv->hv", q[t], state)
+    return out
 
 
 def _softcapped(x: Tensor, cap: float) -> Tensor:

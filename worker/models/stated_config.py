@@ -249,7 +249,8 @@ _KINDS: Final[Mapping[str, Callable[[Any], bool]]] = {
         (_is_count, "num_experts_per_tok num_local_experts"),
         (_or_none(_is_count), "num_experts moe_intermediate_size"),
         (_is_count, "shared_expert_intermediate_size moe_num_experts moe_k moe_topk moe_layer_interval"),
-        (_is_count, "n_routed_experts n_group topk_group block_multiple_of"),
+        (_is_count, "n_routed_experts n_group topk_group block_multiple_of full_attention_interval"),
+        (_is_count, "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads"),
         (_or_none(_is_count), "num_key_value_heads head_dim original_max_position_embeddings rotary_dim"),
         (_or_none(_is_count), "block_ff_dim global_head_dim num_global_key_value_heads top_k_experts"),
         (_or_none(_is_index), "hidden_size_per_layer_input num_kv_shared_layers"),
@@ -271,7 +272,7 @@ _KINDS: Final[Mapping[str, Callable[[Any], bool]]] = {
         (_are_tokens, "eos_token_id"),
         (_or_none(_each(_is_text)), "layer_types"),
         (_or_none(_each(_is_index)), "no_rope_layers mlp_only_layers full_attn_idxs"),
-        (_is_conv_width, "conv_L_cache"),
+        (_is_conv_width, "conv_L_cache linear_conv_kernel_dim"),
     )
     for name in names.split()
 }

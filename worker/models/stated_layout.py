@@ -10,7 +10,16 @@ from torch import Tensor
 from holdfast.worker.config import ModelConfig
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
-from holdfast.worker.executors.layout import Attention, DecoderLayout, Layer, Linear, Norm, Rotary, ShortConv
+from holdfast.worker.executors.layout import (
+    Attention,
+    DecoderLayout,
+    GatedDeltaNet,
+    Layer,
+    Linear,
+    Norm,
+    Rotary,
+    ShortConv,
+)
 from holdfast.worker.models.checks import check_heads
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.family import HeadNorms, Packing, Windows, is_set
@@ -21,6 +30,7 @@ from holdfast.worker.models.quantized_activations import Kept, kept_form
 from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.rotary import make_rotary
 from holdfast.worker.models.stated_config import NotStated, read_stated_config
+from holdfast.worker.models.stated_delta_net import LINEAR, DeltaNetBuilder
 from holdfast.worker.models.stated_mlp import MlpBuilder
 from holdfast.worker.models.stated_tensors import StoredTensors, Weight, stored_tensors
 from holdfast.worker.models.text_model import served_config
@@ -69,6 +79,7 @@ class _Builder:
         self._share = share
         self._config, self._family = share.config, share.family
         self._mlps = MlpBuilder(share)
+        self._delta_nets = None if share.family.delta_net is None else DeltaNetBuilder(share, share.family.delta_net)
 
     def layout(self) -> DecoderLayout:
         config, family, share = self._config, self._family, self._share
@@ -128,11 +139,11 @@ class _Builder:
     def _layer(self, index: int, rotaries: tuple[str, ...]) -> Layer:
         family, prefix = self._family, f"{self._family.base}layers.{index}."
         parallel = is_set(family.parallel, self._config)
-        is_conv = family.conv is not None and self._config.layer_types[index] == "conv"
+        state = self._state(index, prefix)
         return Layer(
             attention_norm=self._optional_norm(prefix, family.attention_norm),
-            attention=None if is_conv else self._attention(index, f"{prefix}{family.attention}.", rotaries),
-            state=self._short_conv(f"{prefix}{family.conv}.") if is_conv else None,
+            attention=self._attention(index, f"{prefix}{family.attention}.", rotaries) if state is None else None,
+            state=state,
             attention_out_norm=self._optional_norm(prefix, family.attention_out_norm),
             mlp_norm=None if parallel and family.shared_norm else self._optional_norm(prefix, family.mlp_norm),
             mlp=self._mlps.build(index, f"{prefix}{family.mlp}."),
@@ -142,6 +153,14 @@ class _Builder:
             output_scale=self._output_scale(prefix),
             parallel=parallel,
         )
+
+    def _state(self, index: int, prefix: str) -> ShortConv | GatedDeltaNet | None:
+        """What a layer has in place of attention."""
+        if self._family.conv is not None and self._config.layer_types[index] == "conv":
+            return self._short_conv(f"{prefix}{self._family.conv}.")
+        if self._delta_nets is not None and self._config.layer_types[index] == LINEAR:
+            return self._delta_nets.build(f"{prefix}linear_attn.")
+        return None
 
     def _attention(self, index: int, prefix: str, rotaries: tuple[str, ...]) -> Attention:
         family, config, share = self._family, self._config, self._share
@@ -153,9 +172,10 @@ class _Builder:
         num_heads = output.in_features // size
         return Attention(
             num_heads=num_heads,
-            num_kv_heads=(qkv.out_features // size - num_heads) // 2,
+            num_kv_heads=(qkv.out_features // size - (1 + family.has_output_gate) * num_heads) // 2,
             head_dim=size,
             qkv=qkv,
+            has_gate=family.has_output_gate,
             query_norm=self._head_norm(prefix + family.query_norm, config.num_attention_heads, size),
             key_norm=self._head_norm(prefix + family.key_norm, kv_heads, size),
             norms_after_rotation=family.norms_after_rotation,
@@ -195,7 +215,7 @@ class _Builder:
         family, config = self._family, self._config
         size, kv_heads = head_dim(config, index), num_kv_heads(config, index)
         queries, keys = config.num_attention_heads * size, kv_heads * size
-        outputs = [(queries, None), *[(keys, kv_heads)] * 2]
+        outputs = [((1 + family.has_output_gate) * queries, None), *[(keys, kv_heads)] * 2]
         if family.values_are_keys(config, index):
             names, has_bias = [prefix + name for name in family.qkv[:2]], is_set(family.qkv_bias, config)
             return _values_from_keys(self._share.columns(names, outputs[:2], config.hidden_size, has_bias=has_bias))
@@ -206,8 +226,10 @@ class _Builder:
             outputs,
             config.hidden_size,
             has_bias=is_set(family.qkv_bias, config),
-            may_stay=family.packing is not Packing.HEAD_BY_HEAD,
+            may_stay=family.packing is not Packing.HEAD_BY_HEAD and not family.has_output_gate,
         )
+        if family.has_output_gate:
+            return _gates_apart(qkv, size)
         return _by_kind(qkv, size) if family.packing is Packing.HEAD_BY_HEAD else qkv
 
     def _head_norm(self, name: str, num_heads: int, head_dim: int) -> Norm | None:
@@ -267,6 +289,16 @@ def _by_kind(linear: Linear, head_dim: int) -> Linear:
     (weight,) = linear.weights
     bias = None if linear.bias is None else torch.cat(ordered(linear.bias))
     return Linear(weights=tuple(ordered(weight)), bias=bias)
+
+
+def _gates_apart(qkv: Linear, head_dim: int) -> Linear:
+    """Of queries that have each head's gate behind it: views, all queries, then all gates."""
+    weight, keys, values = qkv.weights
+    pieces, bias = torch.split(weight, head_dim), qkv.bias
+    if bias is not None:
+        of_heads = torch.split(bias[: len(weight)], head_dim)
+        bias = torch.cat([*of_heads[0::2], *of_heads[1::2], bias[len(weight) :]])
+    return Linear(weights=(*pieces[0::2], *pieces[1::2], keys, values), bias=bias)
 
 
 def _stacked(norms: list[Norm]) -> Norm:

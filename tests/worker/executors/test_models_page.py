@@ -58,6 +58,8 @@ def differences(family: Family) -> list[str]:
         "a bias of choice": family.moe is not None and family.moe.selection_bias is not None,
         "sinks": family.sinks,
         "scales": scaled,
+        "gates on what attention gives": family.has_output_gate,
+        "[Gated DeltaNet](gated-delta-net.md)": family.delta_net is not None,
         "[states](state-cache.md) in place of keys and values in some layers": family.keeps_state,
     }
     return [words for words, holds in said.items() if holds]

@@ -21,7 +21,7 @@ from holdfast.worker.executors.cpu.packing import PackedModel
 from holdfast.worker.executors.cpu.sampler import OUT_OF_MEMORY, NativeSampler
 from holdfast.worker.executors.cpu.shared_weights import arena_for
 from holdfast.worker.executors.cpu.states import VALUE_BYTES, StateCache
-from holdfast.worker.executors.cpu.structures import KEPT_AS_INT8, NativeStep, array_address
+from holdfast.worker.executors.cpu.structures import KEPT_AS_INT8, NativeLayer, NativeStep, array_address
 from holdfast.worker.executors.cpu.tile_memory import COMPACT_CLASSES, Arena
 from holdfast.worker.executors.finite import NotFiniteError
 from holdfast.worker.executors.kv_cache import KVSpec
@@ -158,8 +158,7 @@ class CpuExecutor:
         self._cache = TiledCache(
             self._kv_specs(), num_blocks, block_size, self._dtype, self._library, in_int8=self._in_int8
         )
-        attending = [layer for layer in self.packed.layers if not layer.conv]
-        for layer, address in zip(attending, self._cache.addresses, strict=True):
+        for layer, address in zip(self._attending(), self._cache.addresses, strict=True):
             layer.pages = address
         self.packed.model.block_size = block_size
         self.packed.model.kept_as = KEPT_AS_INT8 if self._in_int8 else 0
@@ -179,7 +178,12 @@ class CpuExecutor:
         for index, address, length in zip(self._state_layers, self._states.addresses, lengths, strict=True):
             layer = self.packed.layers[index]
             layer.states, layer.state_length = address, length
-            layer.conv.contents.columns = layer.conv.contents.width - 1 + num_drafts
+            mixer = (layer.conv or layer.delta).contents
+            mixer.columns = mixer.width - 1 + num_drafts
+
+    def _attending(self) -> list[NativeLayer]:
+        """The layers that keep keys and values."""
+        return [layer for index, layer in enumerate(self.packed.layers) if index not in self._state_layers]
 
     def _kv_specs(self) -> list[KVSpec]:
         """What each layer that attends keeps."""
@@ -190,8 +194,7 @@ class CpuExecutor:
                 key_dim=layer.head_dim,
                 value_dim=layer.head_dim,
             )
-            for layer in self.packed.layers
-            if not layer.conv
+            for layer in self._attending()
         ]
 
     def warm_up(self, max_rows: int) -> None:

@@ -9,13 +9,14 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.worker.errors import ReplicaError
+from holdfast.worker.executors.cpu.packed_rows import NO_ROW, IntArray, gate_and_up, padded_places, placed
 from holdfast.worker.executors.cpu.router_parts import in_dtype
 from holdfast.worker.executors.cpu.structures import (
     NativeBeside,
+    NativeDeltaNet,
     NativeExperts,
     NativeLayer,
     NativeLinear,
@@ -47,6 +48,7 @@ from holdfast.worker.executors.layout import (
     Beside,
     DecoderLayout,
     Experts,
+    GatedDeltaNet,
     Layer,
     Linear,
     Mlp,
@@ -74,9 +76,6 @@ _ACTIVATIONS: Final = (
 )
 _SCORINGS: Final = ("softmax", "softmax_of_top", "sigmoid")
 _EACH_HEAD, _ALL_HEADS, _OWN_WEIGHTS = 0, 1, 2
-_NO_ROW: Final = -1
-
-IntArray = NDArray[np.int64]
 
 
 class PackedModel:
@@ -150,8 +149,10 @@ class PackedModel:
         )
         if layer.attention is not None:
             self._put_attention(native, layer.attention)
-        if layer.state is not None:
+        if isinstance(layer.state, ShortConv):
             self._put_short_conv(native, layer.state)
+        elif layer.state is not None:
+            self._put_delta_net(native, layer.state)
         return native
 
     def _put_attention(self, native: NativeLayer, attention: Attention) -> None:
@@ -167,6 +168,7 @@ class PackedModel:
         native.scaling = attention.scaling
         native.softcap = attention.softcap or 0.0
         native.num_heads = attention.num_heads
+        native.has_gate = int(attention.has_gate)
         native.num_kv_heads = attention.num_kv_heads
         native.head_dim = attention.head_dim
         native.heads_per_slice = attention.num_heads // attention.num_slices
@@ -187,10 +189,29 @@ class PackedModel:
         native.conv = ctypes.pointer(described)
         native.output = self._linear(conv.output, slices=conv.num_slices)
 
+    def _put_delta_net(self, native: NativeLayer, net: GatedDeltaNet) -> None:
+        """But for `columns`, which the states' memory decides."""
+        described = NativeDeltaNet(
+            inputs=self._linear(net.inputs),
+            kernel=self._lines(net.kernel.T),
+            a_log=self._floats(net.a_log),
+            dt_bias=self._floats(net.dt_bias),
+            norm=self._norm(net.norm),
+            key_heads=net.num_key_heads,
+            value_heads=net.num_value_heads,
+            key_dim=net.key_dim,
+            value_dim=net.value_dim,
+            width=net.width,
+        )
+        self._kept.append(described)
+        native.delta = ctypes.pointer(described)
+        native.output = self._linear(net.output, slices=net.num_slices)
+        native.heads_per_slice = net.num_value_heads // net.num_slices
+
     def _mlp(self, mlp: Mlp) -> NativeMlp:
         inner = mlp.down.in_features
-        places = _padded_places(inner, mlp.num_slices)
-        rows = _gate_and_up(places, inner) if mlp.has_gate else places
+        places = padded_places(inner, mlp.num_slices, TILE)
+        rows = gate_and_up(places, inner, TILE) if mlp.has_gate else places
         return NativeMlp(
             up=self._linear(mlp.up, rows=rows),
             down=self._linear(mlp.down, slices=mlp.num_slices),
@@ -262,7 +283,7 @@ class PackedModel:
         in_order = rows is None and len(linear.weights) == 1
         rows = np.arange(linear.out_features) if rows is None else rows
         groups = -(-len(rows) // GROUP)
-        rows = np.concatenate([rows, np.full(groups * GROUP - len(rows), _NO_ROW)])
+        rows = np.concatenate([rows, np.full(groups * GROUP - len(rows), NO_ROW)])
         slice_tiles = -(-(linear.in_features // slices) // TILE)
         k_tiles = slices * slice_tiles
         if linear.units:
@@ -282,7 +303,7 @@ class PackedModel:
     ) -> NativeLinear:
         return NativeLinear(
             tiles=memory.address,
-            bias=None if linear.bias is None else self._floats(_placed(linear.bias, rows)),
+            bias=None if linear.bias is None else self._floats(placed(linear.bias, rows)),
             slices=slices,
             slice_tiles=slice_tiles,
             groups=len(rows) // GROUP,
@@ -304,7 +325,7 @@ class PackedModel:
         slice_tiles = -(-slice_length // TILE)
         weights = [_with_rows(weight) for weight in linear.weights]
         addresses = _row_addresses(weights)
-        pointers = np.where(rows == _NO_ROW, 0, addresses[rows]).astype(np.uint64)
+        pointers = np.where(rows == NO_ROW, 0, addresses[rows]).astype(np.uint64)
         step = _rows_of_piece(slices * slice_tiles * TILE * self._itemsize)
         for weight in () if in_order else weights:
             check_finite(weight)
@@ -352,22 +373,6 @@ def _head_norms(norm: Norm | None, head_dim: int, num_heads: int) -> int:
     return _OWN_WEIGHTS if norm.weight.dim() == 2 else _ALL_HEADS
 
 
-def _padded_places(inner: int, slices: int) -> IntArray:
-    """For each packed inner dimension the real one: slices are filled up to whole tiles."""
-    length = inner // slices
-    padded = -(-length // TILE) * TILE
-    place = np.arange(padded)
-    real = np.where(place < length, place, _NO_ROW)
-    return np.concatenate([np.where(real == _NO_ROW, _NO_ROW, real + start) for start in range(0, inner, length)])
-
-
-def _gate_and_up(places: IntArray, inner: int) -> IntArray:
-    """Outputs of gate and up in turns of 32, so that a group holds both of 32 inner dimensions."""
-    gates = places.reshape(-1, 1, TILE)
-    ups = np.where(gates == _NO_ROW, _NO_ROW, gates + inner)
-    return np.concatenate([gates, ups], axis=1).reshape(-1)
-
-
 def _rows_of_piece(row_bytes: int) -> int:
     return max(1, PIECE_BYTES // (row_bytes * GROUP)) * GROUP
 
@@ -389,9 +394,3 @@ def _row_addresses(weights: Sequence[Tensor]) -> IntArray:
         for weight in weights
     ]
     return np.concatenate(rows)
-
-
-def _placed(bias: Tensor, rows: IntArray) -> Tensor:
-    """The bias of each packed output."""
-    index = torch.from_numpy(np.maximum(rows, 0))
-    return bias.detach().float()[index].masked_fill(torch.from_numpy(rows == _NO_ROW), 0.0)

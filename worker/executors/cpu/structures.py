@@ -85,6 +85,22 @@ class NativeShortConv(Structure):
     )
 
 
+class NativeDeltaNet(Structure):
+    _fields_ = (
+        ("inputs", NativeLinear),
+        ("kernel", c_void_p),
+        ("a_log", c_void_p),
+        ("dt_bias", c_void_p),
+        ("norm", NativeNorm),
+        ("key_heads", c_int),
+        ("value_heads", c_int),
+        ("key_dim", c_int),
+        ("value_dim", c_int),
+        ("width", c_int),
+        ("columns", c_int),
+    )
+
+
 class NativeLayer(Structure):
     _fields_ = (
         ("attention_norm", NativeNorm),
@@ -103,6 +119,7 @@ class NativeLayer(Structure):
         ("query_scales", c_void_p),
         ("pages", c_void_p),
         ("conv", POINTER(NativeShortConv)),
+        ("delta", POINTER(NativeDeltaNet)),
         ("states", c_void_p),
         ("state_length", c_long),
         ("scaling", c_float),
@@ -117,6 +134,7 @@ class NativeLayer(Structure):
         ("rotary", c_int),
         ("head_norms", c_int),
         ("norms_after_rotation", c_int),
+        ("has_gate", c_int),
         ("parallel", c_int),
     )
 
@@ -251,6 +269,7 @@ SIZES = {
             NativeExperts,
             NativeRotary,
             NativeShortConv,
+            NativeDeltaNet,
             NativeLayer,
             NativeExchange,
             NativeModel,

@@ -257,6 +257,8 @@ def unfit(layout: DecoderLayout, tensor_parallel_size: int, block_size: int) -> 
             return "queries are normed after rotation, or grow with their position, which the kernels do not do"
         if layer.beside is not None or layer.output_scale != 1.0 or attention.value_norm is not None:
             return "it has a mixture beside an MLP, scaled layers or norms of values, which the kernels do not do"
+        if attention.has_gate:
+            return "outputs of attention have gates, which the kernels do not apply"
         if attention.head_dim > 256:
             return f"heads have {attention.head_dim} dimensions, and 256 are the most"
     if len(groups) > 1 or max(groups) > 64:

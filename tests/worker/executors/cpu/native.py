@@ -12,7 +12,8 @@ from torch import Tensor
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.build import CLASSES, IN_SOFTWARE
 from holdfast.worker.executors.cpu.library import Unavailable, load_library
-from holdfast.worker.executors.cpu.packing import DTYPES, GROUP, PIECE_BYTES, TILE, IntArray, PackedModel
+from holdfast.worker.executors.cpu.packed_rows import IntArray
+from holdfast.worker.executors.cpu.packing import DTYPES, GROUP, PIECE_BYTES, TILE, PackedModel
 from holdfast.worker.executors.cpu.tile_memory import Arena, Compactor
 from holdfast.worker.executors.layout import Linear
 

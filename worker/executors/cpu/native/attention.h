@@ -178,6 +178,8 @@ template <class W> struct LayerRows {
   long out_stride, slice_length;
   int heads_per_slice;
   const float* sinks;  // [head], or null
+  const float* gates;  // [token], each [head][value dimension], or null: by whose sigmoid the results are multiplied
+  long gates_stride;
 };
 
 template <class W>
@@ -211,7 +213,11 @@ HF_INLINE void write_results(const HeadShape& s, const QueryRows& rows, Softmax&
     if (layer.sinks) add_sink(largest, sums, values, layer.sinks[head], dims);
     Lanes inverse = all(1.0f / sum_of(load(sums)));
     typename InputOf<W>::Type rounded[MAX_HEAD];
-    for (int j = 0; j < dims; j += 16) store(rounded + j, load(values + j) * inverse);
+    const float* gates = layer.gates ? layer.gates + rows.tokens[r] * layer.gates_stride + head * s.value_dim : nullptr;
+    for (int j = 0; j < dims; j += 16) {
+      Lanes v = load(values + j) * inverse;
+      store(rounded + j, gates ? v * sigmoid_of(load(gates + j)) : v);
+    }
     typename InputOf<W>::Type* out = layer.out + rows.tokens[r] * layer.out_stride +
                                      head / layer.heads_per_slice * layer.slice_length +
                                      head % layer.heads_per_slice * s.value_dim;

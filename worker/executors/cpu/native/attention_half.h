@@ -9,7 +9,7 @@ template <class W> bool Decoder<W>::attention_half(int index, Thread& t) {
   const NativeLayer& l = m.layers[index];
   if (t.run.tid == 0 && step.progress) __atomic_fetch_add(step.progress, 1, __ATOMIC_RELAXED);
   if (index > t.first_layer && !finish(t, m.layers[index - 1], false)) return false;
-  if (l.conv) return state_half(index, t);
+  if (l.conv || l.delta) return state_half(index, t);
   if (t.narrows && index == m.num_layers - 1) return narrowing_half(l, t);
   Rows rows;
   if (!norm_inputs(t, l, rows)) return false;
@@ -62,8 +62,14 @@ template <class W> bool Decoder<W>::attend(const NativeLayer& l, const Attention
 
 template <class W> LayerRows<W> Decoder<W>::rows_of(const NativeLayer& l, const HeadShape& s) const {
   const long slice_length = (long)l.output.slice_tiles * K_TILE;
-  return {queries.data,         queries.stride, s.padded(),        s.padded(), attention_out.data,
-          attention_out.stride, slice_length,   l.heads_per_slice, l.sinks};
+  const float* gates = l.has_gate ? projected.data + l.num_heads * l.head_dim : nullptr;
+  return {queries.data, queries.stride,    s.padded(), s.padded(), attention_out.data, attention_out.stride,
+          slice_length, l.heads_per_slice, l.sinks,    gates,      projected.stride};
+}
+
+// Where queries, and the gates behind them, end among the outputs of a layer's first product.
+template <class W> int Decoder<W>::queries_end(const NativeLayer& l) {
+  return (1 + l.has_gate) * l.num_heads * l.head_dim;
 }
 
 // Norms and rotates the queries and keys of a run of tokens for one KV head, and writes its keys and values.
@@ -91,7 +97,7 @@ void Decoder<W>::prepare_queries(const HeadShape& s, const NativeLayer& l, Local
 template <class W> template <class K>
 void Decoder<W>::prepare_keys(const Pages<K>& pages, const NativeLayer& l, Local& own, Unit unit, int kv_head) {
   const SequenceView& seq = attention.sequences[unit.sequence];
-  const float* of_keys = projected.data + l.num_heads * l.head_dim;
+  const float* of_keys = projected.data + queries_end(l);
   clear_begun(pages, seq, kv_head, seq.first_position + unit.first, seq.first_position + unit.end);
   for (int t = unit.first; t < unit.end; t++) {
     int position = seq.first_position + t;

@@ -73,6 +73,16 @@ struct NativeShortConv {
   int columns;  // inputs of the convolution that a slot keeps, each at its position modulo this
 };
 
+// Gated DeltaNet in place of attention (`delta_net.h`). Its output is the layer's.
+struct NativeDeltaNet {
+  NativeLinear inputs;   // outputs: queries and keys of all key heads, values, then b, a and z of all value heads
+  const float* kernel;   // of the convolution: [width][channels of queries, keys and values]
+  const float *a_log, *dt_bias;  // [value heads]
+  NativeNorm norm;       // over the values of a head
+  int key_heads, value_heads, key_dim, value_dim, width;
+  int columns;  // rows of inputs that a slot keeps, each at its position modulo this
+};
+
 struct NativeLayer {
   NativeNorm attention_norm, attention_out_norm, mlp_norm, mlp_out_norm, query_norm, key_norm, value_norm;
   NativeLinear qkv, output;
@@ -83,11 +93,12 @@ struct NativeLayer {
   const float* query_scales;  // [positions]: multiply queries; or null
   void* pages;
   const NativeShortConv* conv;  // in place of attention, or null
+  const NativeDeltaNet* delta;  // likewise
   float* states;                // [slots][state_length]: what such a layer keeps of sequences
   long state_length;
   float scaling, softcap, residual_scale, output_scale;  // output_scale: of a layer with an `mlp_out_norm`
   int num_heads, num_kv_heads, head_dim, heads_per_slice, window, rotary, head_norms, norms_after_rotation,
-      parallel;  // head_norms: see `HeadNorms`
+      has_gate, parallel;  // head_norms: see `HeadNorms`; has_gate: a gate for each output of attention
 };
 
 // Attention of one layer of modules that are not a decoder's.

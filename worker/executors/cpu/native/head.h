@@ -5,6 +5,31 @@
 
 namespace {
 
+// The weights of an output of a head that is kept in units.
+template <class W> const W* row_of_units(const Packed<W>& w, int row, W* out) {
+  alignas(64) float numbers[UNIT];
+  const UnitPanel panel = w.unit_panel(row / UNIT_OUTPUTS, 0, w.k_tiles());
+  for (int u = 0; u < panel.count; u++) {
+    for (int k = 0; k < UNIT; k++)
+      numbers[k] = number_of_unit(w.units, panel.first + (long)u * w.units.unit_bytes(), k, row % UNIT_OUTPUTS);
+    for (int k = 0; k < UNIT; k += 16) store(out + u * UNIT + k, load(numbers + k));
+  }
+  return out;
+}
+
+// The weights of an output of the head, which is the embedding's table too.
+template <class W> const W* Decoder<W>::head_row(int row, std::vector<W>& out) {
+  const Packed<W> w = packed<W>(m.head);
+  out.resize(w.row_length());
+  if (w.units.is_there()) return row_of_units(w, row, out.data());
+  alignas(64) W read[TILE];
+  for (int k = 0; k < w.k_tiles(); k++) {
+    const W* tile = tile_of(w, row / 16, k, read);
+    for (int i = 0; i < K_TILE; i++) out[k * K_TILE + i] = tile[place<W>(i, row % 16)];
+  }
+  return out.data();
+}
+
 template <class W> bool Decoder<W>::head_part(Thread& t) {
   if (!finish(t, m.layers[m.num_layers - 1], false)) return false;
   if (!t.num_wanted) return true;

@@ -7,11 +7,12 @@
 // the most drafts of a step: the step after it finds what came before any of its drafts. A sequence's first token has zeros
 // before it, whatever the slot holds.
 #pragma once
+#include "causal_conv.h"
 #include "step.h"
 
 namespace {
 
-enum { MAX_CONV_WIDTH = 8, CONV_RUN = 64 };  // CONV_RUN: channels that one task has at least
+enum { CONV_RUN = 64 };  // channels that one task has at least
 
 inline void put_some(float* to, Lanes v, int count) {
   if (count == 16) return store(to, v);
@@ -22,21 +23,25 @@ inline void put_some(float* to, Lanes v, int count) {
 
 template <class W> bool Decoder<W>::state_half(int index, Thread& t) {
   const NativeLayer& l = m.layers[index];
+  const NativeLinear& inputs = l.conv ? l.conv->inputs : l.delta->inputs;
   Rows rows;
   if (!normed(t, l.attention_norm, rows)) return false;
-  if (!project(t, l.conv->inputs, 0, l.conv->inputs.groups, rows)) return false;
-  const int sequences = step.num_sequences, runs = (l.conv->channels + CONV_RUN - 1) / CONV_RUN;
-  const int pieces = std::max(1, std::min(runs, 4 * threads / std::max(1, sequences)));
-  const int each = (runs + pieces - 1) / pieces * CONV_RUN;
-  if (!holdfast::tasks(t.run, sequences * pieces, [&](int task) {
-        const int first = task % pieces * each;
-        convolve(l, task / pieces, first, std::min(l.conv->channels, first + each));
-      }))
-    return false;
+  if (!project(t, inputs, 0, inputs.groups, rows)) return false;
+  if (!(l.conv ? convolve_all(l, t) : recur(l, t))) return false;
   Rows mixed = {attention_out.data, attention_out.stride};
   if (t.narrows && index == m.num_layers - 1 && !narrow_mixed(t, mixed)) return false;
   if (!t.num_rows) return true;
   return row_parallel(t, l.output, mixed, l, place_of_sum(t, l.attention_out_norm));
+}
+
+template <class W> bool Decoder<W>::convolve_all(const NativeLayer& l, Thread& t) {
+  const int sequences = step.num_sequences, runs = (l.conv->channels + CONV_RUN - 1) / CONV_RUN;
+  const int pieces = std::max(1, std::min(runs, 4 * threads / std::max(1, sequences)));
+  const int each = (runs + pieces - 1) / pieces * CONV_RUN;
+  return holdfast::tasks(t.run, sequences * pieces, [&](int task) {
+    const int first = task % pieces * each;
+    convolve(l, task / pieces, first, std::min(l.conv->channels, first + each));
+  });
 }
 
 // Channels [first, end) of all tokens of a sequence.
@@ -44,26 +49,21 @@ template <class W> void Decoder<W>::convolve(const NativeLayer& l, int sequence,
   const NativeShortConv& conv = *l.conv;
   const SequenceView& seq = attention.sequences[sequence];
   float* slot = l.states + step.state_slots[sequence] * l.state_length;
-  const long kernel_stride = (conv.channels + 15) / 16 * 16;
-  const int before = conv.width - 1;
+  const ConvWeights weights = {conv.kernel, conv.bias, conv.channels, conv.width};
+  auto kept = [&](int position) { return slot + (long)(position % conv.columns) * conv.channels; };
   for (int c = first; c < end; c += 16) {
-    const int count = std::min(16, end - c);
-    Lanes weights[MAX_CONV_WIDTH], window[MAX_CONV_WIDTH];  // window: of `width` tokens, the last one the token itself
-    for (int k = 0; k < conv.width; k++) weights[k] = load(conv.kernel + k * kernel_stride + c);
-    for (int k = 0; k < before; k++) {
-      const int position = seq.first_position - before + k;
-      window[k] = position < 0 ? zero() : load(slot + (long)(position % conv.columns) * conv.channels + c);
-    }
-    for (int i = 0; i < seq.num_tokens; i++) {
-      const float* b = projected.row(seq.first_row + i) + c;
-      window[before] = load(b) * load(b + 2 * conv.channels);
-      Lanes sum = conv.bias ? load(conv.bias + c) : zero();
-      for (int k = 0; k < conv.width; k++) sum = fma(weights[k], window[k], sum);
-      put_mixed(l, seq.first_row + i, c, count, load(b + conv.channels) * sum);
-      if (seq.num_tokens - i <= conv.columns)
-        put_some(slot + (long)((seq.first_position + i) % conv.columns) * conv.channels + c, window[before], count);
-      for (int k = 0; k < before; k++) window[k] = window[k + 1];
-    }
+    const int count = std::min(16, end - c), last = seq.first_position + seq.num_tokens;
+    auto own = [&](int position) { return projected.row(seq.first_row + position - seq.first_position) + c; };
+    causal_conv(weights, c, seq.first_position, last,
+                [&](int position) {
+                  if (position < seq.first_position) return load(kept(position) + c);
+                  return load(own(position)) * load(own(position) + 2 * conv.channels);
+                },
+                [&](int position, Lanes input, Lanes sum) {
+                  const int row = seq.first_row + position - seq.first_position;
+                  put_mixed(l, row, c, count, load(own(position) + conv.channels) * sum);
+                  if (last - position <= conv.columns) put_some(kept(position) + c, input, count);
+                });
   }
 }
 

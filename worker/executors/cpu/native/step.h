@@ -8,6 +8,7 @@
 #include <math.h>
 
 #include "attention_tasks.h"
+#include "delta_task.h"
 #include "exchange.h"
 #include "product_tasks.h"
 #include "rows.h"
@@ -28,9 +29,9 @@ template <class W> class Decoder {
     bool has_states = false;
     for (int i = 0; i < m.num_layers; i++) {
       const NativeLayer& l = m.layers[i];
-      if (l.conv) {
+      if (l.conv || l.delta) {
         kind_of.push_back(-1), has_states = true;
-        qkv = std::max(qkv, l.conv->inputs.groups * GROUP);
+        qkv = std::max(qkv, (l.conv ? l.conv->inputs : l.delta->inputs).groups * GROUP);
       } else {
         HeadShape s = shape_of_heads(l.num_heads, l.num_kv_heads, l.head_dim, l.head_dim, m.block_size, l.window);
         scale_scores(s, l.scaling, l.softcap);
@@ -140,6 +141,7 @@ template <class W> class Decoder {
   struct Local {
     Scratch scratch;
     AttentionRoom<W> attention;
+    DeltaRoom delta;
     Buffer<Input> normed;
     Buffer<float> head;
     long calls = 0;
@@ -177,28 +179,7 @@ template <class W> class Decoder {
       store(out + i, mine ? load(vector + i) * all(m.embedding_scale) + zero() : zero());
     for (; i < m.hidden; i++) out[i] = mine ? element(vector[i]) * m.embedding_scale + 0.0f : 0.0f;
   }
-  // The weights of an output of the head, which is the embedding's table too.
-  const W* head_row(int row, std::vector<W>& out) {
-    const Packed<W> w = packed<W>(m.head);
-    out.resize(w.row_length());
-    if (w.units.is_there()) return row_of_units(w, row, out.data());
-    alignas(64) W read[TILE];
-    for (int k = 0; k < w.k_tiles(); k++) {
-      const W* tile = tile_of(w, row / 16, k, read);
-      for (int i = 0; i < K_TILE; i++) out[k * K_TILE + i] = tile[place<W>(i, row % 16)];
-    }
-    return out.data();
-  }
-  static const W* row_of_units(const Packed<W>& w, int row, W* out) {
-    alignas(64) float numbers[UNIT];
-    const UnitPanel panel = w.unit_panel(row / UNIT_OUTPUTS, 0, w.k_tiles());
-    for (int u = 0; u < panel.count; u++) {
-      for (int k = 0; k < UNIT; k++)
-        numbers[k] = number_of_unit(w.units, panel.first + (long)u * w.units.unit_bytes(), k, row % UNIT_OUTPUTS);
-      for (int k = 0; k < UNIT; k += 16) store(out + u * UNIT + k, load(numbers + k));
-    }
-    return out;
-  }
+  const W* head_row(int row, std::vector<W>& out);
   template <class Fn> bool row_tasks(Run& run, int rows, Fn&& fn) {
     return holdfast::tasks(run, (rows + NORM_ROWS - 1) / NORM_ROWS, [&](int t) {
       for (int r = t * NORM_ROWS; r < rows && r < (t + 1) * NORM_ROWS; r++) fn(r);
@@ -292,6 +273,7 @@ template <class W> class Decoder {
   bool norm_inputs(Thread& t, const NativeLayer& l, Rows& rows);
   bool project(Thread& t, const NativeLinear& qkv, int begin, int end, Rows rows);
   bool attend(const NativeLayer& l, const AttentionKind& kind, Thread& t);
+  static int queries_end(const NativeLayer& l);
   LayerRows<W> rows_of(const NativeLayer& l, const HeadShape& s) const;
   template <class Fn> bool with_pages(const NativeLayer& l, const HeadShape& shape, Fn&& fn);
   template <class K> void prepare(const Pages<K>& pages, const NativeLayer& l, Local& own, Unit unit, int kv_head);
@@ -302,11 +284,19 @@ template <class W> class Decoder {
 
   // --- short_conv.h ---
 
-  bool ends_with_state() const { return m.layers[m.num_layers - 1].conv; }
+  bool ends_with_state() const { return m.layers[m.num_layers - 1].conv || m.layers[m.num_layers - 1].delta; }
   bool state_half(int index, Thread& t);
+  bool convolve_all(const NativeLayer& l, Thread& t);
   void convolve(const NativeLayer& l, int sequence, int first, int end);
   void put_mixed(const NativeLayer& l, int row, int c, int count, Lanes v);
   bool narrow_mixed(Thread& t, Rows& mixed);
+
+  // --- delta_net.h ---
+
+  bool recur(const NativeLayer& l, Thread& t);
+  void delta_head(const NativeLayer& l, DeltaRoom& room, int sequence, int head);
+  void delta_run(const NativeLayer& l, DeltaRoom& room, const DeltaTask& task, int from, int count, bool is_draft);
+  void put_head(const NativeLayer& l, const DeltaTask& task, int h, int position, const float* from);
 
   // --- wanted_rows.h ---
 

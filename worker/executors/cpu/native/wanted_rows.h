@@ -31,11 +31,11 @@ template <class W> void Decoder<W>::list_wanted() {
 }
 
 template <class W> bool Decoder<W>::narrowing_half(const NativeLayer& l, Thread& t) {
-  int kv_heads = l.num_kv_heads, queries_end = l.num_heads * l.head_dim;
+  const int kv_heads = l.num_kv_heads, keys = queries_end(l);
   const HeadShape& shape = attention.kinds[kind_of.back()].shape;
   Rows rows;
   if (!normed(t, l.attention_norm, rows)) return false;
-  if (!project(t, l.qkv, queries_end / GROUP, l.qkv.groups, rows)) return false;
+  if (!project(t, l.qkv, keys / GROUP, l.qkv.groups, rows)) return false;
   if (!with_pages(l, shape, [&](auto pages) {
         return holdfast::tasks(t.run, attention.num_units * kv_heads, [&](int i) {
           prepare_keys(pages, l, t.own, attention.units[i / kv_heads], i % kv_heads);
@@ -45,7 +45,7 @@ template <class W> bool Decoder<W>::narrowing_half(const NativeLayer& l, Thread&
   if (!narrow(t)) return false;
   if (!t.num_rows) return true;
   if (!norm_inputs(t, l, rows)) return false;
-  if (!project(t, l.qkv, 0, (queries_end + GROUP - 1) / GROUP, rows)) return false;
+  if (!project(t, l.qkv, 0, (keys + GROUP - 1) / GROUP, rows)) return false;
   if (!holdfast::tasks(t.run, num_wanted_units * kv_heads, [&](int i) {
         prepare_queries(shape, l, t.own, attention.units[attention.num_units + i / kv_heads], i % kv_heads);
       }))

@@ -1,0 +1,69 @@
+"""Layers of real width, as one rank of published models with Gated DeltaNet has them, against the reference."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.executors.layout import DecoderLayout, GatedDeltaNet, attention_of
+from holdfast.worker.models.native_backend import _Provable
+from holdfast.worker.models.proof import NUM_TOKENS
+from holdfast.worker.models.reference import Reference
+from tests.fake_group import FakeGroup, _Meeting
+from tests.worker.executors.cpu.test_delta_net import Runner
+from tests.worker.models.layouts import stated
+
+DENSE = {"model_type": "qwen3_5_text", "head_dim": 256, "linear_num_key_heads": 16, "intermediate_size": 256}
+SMALL = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_value_heads": 16}
+LARGE = {"hidden_size": 5120, "num_attention_heads": 24, "num_key_value_heads": 4, "linear_num_value_heads": 48}
+MIXTURE = {
+    "model_type": "qwen3_5_moe_text",
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "0.8B": ({**DENSE, **SMALL}, 1),
+    "27B, one of 4": ({**DENSE, **LARGE}, 4),
+    "35B-A3B, one of 4": (MIXTURE, 4),
+    "Next 80B, one of 8": ({**MIXTURE, "model_type": "qwen3_next", "intermediate_size": 256}, 8),
+}
+"""The published sizes of heads and rows, and ranks; MLPs, vocabulary and layers are fewer."""
+
+
+def share(folder: Path, changes: dict[str, Any], size: int) -> DecoderLayout:
+    """That of the last rank, with random weights."""
+    config = {**changes, "vocab_size": 64 * size, "num_hidden_layers": 2, "max_position_embeddings": 512}
+    config |= {"layer_types": ["linear_attention", "full_attention"], "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config))
+    group: TensorParallelGroup = FakeGroup(size - 1, _Meeting(size, 1.0))
+    layout: DecoderLayout = stated(folder, group, load_format="dummy")
+    return layout
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layers_of_real_width_are_those_of_the_reference(case, tmp_path):
+    changes, size = CASES[case]
+    layout = share(tmp_path, changes, size)
+    net = layout.layers[0].state
+    assert isinstance(net, GatedDeltaNet)
+    assert (net.num_key_heads, net.num_value_heads) == (16 // size, changes["linear_num_value_heads"] // size)
+    assert attention_of(layout.layers[1]).num_heads == changes["num_attention_heads"] // size
+    runner = Runner(layout)
+    x = torch.randn(NUM_TOKENS, layout.hidden_size, generator=torch.Generator().manual_seed(1))
+    ours, reference = _Provable(runner.executor, 16), Reference(layout)
+    for index in range(2):
+        expected = reference.run_layer(index, x)
+        difference = (ours.run_layer(index, x) - expected).abs().max() / (expected - x).abs().max()
+        assert difference < 1e-5, index
+    runner.executor.close()
