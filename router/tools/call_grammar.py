@@ -10,9 +10,10 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 from holdfast.router.schemas.places import SchemaError
+from holdfast.router.tools.gemma_calls import QUOTE
 from holdfast.router.tools.reasoning import REASONING_TAGS
 from holdfast.router.tools.tools import Tool, ToolChoice
-from holdfast.router.tools.typed_parameters import LarkRules, python_arguments, xml_parameters
+from holdfast.router.tools.typed_parameters import LarkRules, gemma_arguments, python_arguments, xml_parameters
 from holdfast.worker.errors import InvalidRequestError
 
 _NO_TOKENS: Final[Mapping[str, int]] = MappingProxyType({})
@@ -60,6 +61,11 @@ def _python_call(rules: LarkRules, tool: Tool, prefix: str) -> str:
     return f"{rules.text(f'{tool.name}(')} {python_arguments(rules, tool, prefix)} {rules.text(')')}"
 
 
+def _gemma_call(rules: LarkRules, tool: Tool, prefix: str) -> str:
+    end = rules.text(f"}}{_GEMMA_END}")
+    return f"{rules.text(f'call:{tool.name}{{')} {gemma_arguments(rules, tool, prefix)} {end}"
+
+
 def _xml_call(rules: LarkRules, tool: Tool, prefix: str) -> str:
     head, end = f"\n<function={tool.name}>\n", "</function>\n</tool_call>"
     return f"{rules.text(head)} {xml_parameters(rules, tool, prefix)} {rules.text(end)}"
@@ -69,6 +75,7 @@ def _schema(tool: Tool) -> Mapping[str, Any]:
     return {"type": "object", **tool.parameters}
 
 
+_GEMMA, _GEMMA_END = "<|tool_call>", "<tool_call|>"
 _TOOL_CALL, _TOOL_CALL_END = "<tool_call>", "</tool_call>"
 _CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL_BEGIN, _CALL_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
@@ -107,6 +114,7 @@ _FORMS: Final[Mapping[str, _Form]] = MappingProxyType(
         "pythonic": _Form(_python_call, before="[", between=", ", after="]", bare="["),
         "llama4_pythonic": _python_list("<|python_start|>", "<|python_end|>"),
         "lfm2": _python_list("<|tool_call_start|>", "<|tool_call_end|>"),
+        "gemma4": _Form(_gemma_call, marker=_GEMMA, between=_GEMMA, others=(_GEMMA_END, QUOTE)),
         "mistral": _MISTRAL,
         "deepseek_v3": _deepseek(
             _named_call(f"{_CALL_BEGIN}function{_SEPARATOR}", "\n```json\n", f"\n```{_CALL_END}"), "\n"

@@ -14,6 +14,7 @@ from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.tools.call_events import CallBegin, CallEvent, Content
 from holdfast.router.tools.call_grammar import markers, single_tokens, tool_grammar
 from holdfast.router.tools.call_parser import ToolCallParser
+from holdfast.router.tools.gemma_calls import Gemma4CallParser
 from holdfast.router.tools.json_calls import DeepSeekCallParser, HermesCallParser, LlamaCallParser, MistralCallParser
 from holdfast.router.tools.pythonic_calls import Lfm2CallParser, Llama4CallParser, PythonicCallParser
 from holdfast.router.tools.reasoning import (
@@ -44,6 +45,7 @@ FORMATS: Final[Mapping[str, _Make]] = MappingProxyType(
         "pythonic": lambda tools: PythonicCallParser(),
         "lfm2": lambda tools: Lfm2CallParser(),
         "mistral": lambda tools: MistralCallParser(),
+        "gemma4": lambda tools: Gemma4CallParser(),
         "deepseek_v3": lambda tools: DeepSeekCallParser(),
         "deepseek_v31": lambda tools: DeepSeekCallParser(),
     }
@@ -51,6 +53,7 @@ FORMATS: Final[Mapping[str, _Make]] = MappingProxyType(
 """Named as for vLLM's `--tool-call-parser`."""
 
 _SIGNS: Final = (  # what a template writes, all of a row; the first row that fits decides
+    ("gemma4", ("<|tool_call>", "call:")),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("hermes", ("<tool_call>",)),
     ("mistral", ("[TOOL_CALLS]",)),

@@ -5,12 +5,13 @@ Such an argument follows the schema of its property. What only the schema of the
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from holdfast.router.schemas.normalizer import normalized
 from holdfast.router.schemas.places import SchemaError
 from holdfast.router.schemas.value_types import ValueTypes
+from holdfast.router.tools.gemma_calls import QUOTE
 from holdfast.router.tools.tools import Tool
 from holdfast.router.tools.xml_calls import text_schema
 from holdfast.worker.errors import InvalidRequestError
@@ -58,7 +59,9 @@ class LarkRules:
 
     def bounded_text(self, name: str, end: str, lengths: str) -> str:
         """A rule for a text of so many characters, as in `*` or `{1,3}`, up to the first `end`. Returns its name."""
-        terminal = name.upper()
+        terminal, token = name.upper(), self._token(end)
+        if token:
+            return self.add(name, f"{self.add(terminal, f'/(?s:.{lengths})/')} {token}")
         mark = end.strip()
         self.add(terminal, f"/(?s:.{lengths}){_escaped(end)}/ & ~/(?s:.*){_escaped(mark)}(?s:.)+/")
         return self._lazy(name, terminal)
@@ -107,15 +110,28 @@ class _Parameter(NamedTuple):
     is_required: bool
 
 
+_Write: TypeAlias = Callable[[LarkRules, Tool, _Parameter, str], str]
+"""Writes the expression of a value, given the prefix of its rules' names."""
+
+
 def python_arguments(rules: LarkRules, tool: Tool, prefix: str) -> str:
     """The expression of what stands between the brackets of a call. Arguments have the order of the schema."""
+    return _listed(rules, tool, prefix, "=", ", ", _python_value)
+
+
+def gemma_arguments(rules: LarkRules, tool: Tool, prefix: str) -> str:
+    """As `python_arguments`, of what stands between the brackets of an object of Gemma 4."""
+    return _listed(rules, tool, prefix, ":", ",", _gemma_value)
+
+
+def _listed(rules: LarkRules, tool: Tool, prefix: str, sign: str, comma: str, write: _Write) -> str:
     first = rest = rules.add(f"{prefix}_none", '""')
     for index, parameter in reversed(list(enumerate(_parameters(tool, _PYTHON_NAME)))):
-        value = _python_value(rules, tool, parameter, f"{prefix}_value_{index}")
-        item = f"{rules.text(f'{parameter.name}=')} {value} {rest}"
+        value = write(rules, tool, parameter, f"{prefix}_value_{index}")
+        item = f"{rules.text(f'{parameter.name}{sign}')} {value} {rest}"
         without = ("", "") if parameter.is_required else (f" | {first}", f" | {rest}")
         first = rules.add(f"{prefix}_first_{index}", item + without[0])
-        rest = rules.add(f"{prefix}_next_{index}", f"{rules.text(', ')} {item}{without[1]}")
+        rest = rules.add(f"{prefix}_next_{index}", f"{rules.text(comma)} {item}{without[1]}")
     return first
 
 
@@ -137,7 +153,7 @@ def _parameters(tool: Tool, names: re.Pattern[str]) -> Iterator[_Parameter]:
     for key in sorted(schema.keys() - _KNOWN):
         limit = "is not possible here: the model's tool calls do not write their arguments as one JSON object"
         raise InvalidRequestError(f"{_field(tool)}.{key}", schema[key], limit)
-    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    definitions = _definitions(schema)
     required, properties = schema.get("required", ()), schema.get("properties", {})
     unknown: dict[str, dict[str, Any]] = {name: {} for name in required if name not in properties}
     if unknown and schema.get("additionalProperties", True) is not True:
@@ -155,6 +171,71 @@ def _python_value(rules: LarkRules, tool: Tool, parameter: _Parameter, name: str
     """JSON, but for flags, which models write as Python does."""
     is_flag = parameter.schema.get("type") == "boolean" and not parameter.schema.keys() & {"enum", "const"}
     return '("True" | "False")' if is_flag else _json_value(rules, tool, parameter, name)
+
+
+def _gemma_value(rules: LarkRules, tool: Tool, parameter: _Parameter, name: str) -> str:
+    """Text between marks, lists and objects of such values, and other values as JSON writes them."""
+    types = ValueTypes({"properties": {parameter.name: parameter.schema}, **_definitions(parameter.schema)})
+    found = types.followed(types.of_property(parameter.name))
+    schema = found if isinstance(found, Mapping) else {}
+    kinds = ["string"] if text_schema(types, parameter.name) else schema.get("type")
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if not kinds or len(name) > _MOST_NESTED:
+        limit = "must have a type, and no more than a few levels: the model's tool calls do not write it as JSON"
+        raise InvalidRequestError(_place(tool, parameter), tool.name, limit)
+    whole = _Parameter(parameter.name, {**_definitions(parameter.schema), **schema}, parameter.is_required)
+    written = [_NESTED[kind](rules, tool, whole, f"{name}_{kind}") for kind in _NESTED if kind in kinds]
+    if plain := [kind for kind in kinds if kind not in _NESTED]:
+        own = _Parameter(whole.name, {**whole.schema, "type": plain}, True)
+        written.append(_json_value(rules, tool, own, f"{name}_plain"))
+    return f"({' | '.join(written)})"
+
+
+def _gemma_object(rules: LarkRules, tool: Tool, parameter: _Parameter, name: str) -> str:
+    inner = Tool(name=tool.name, parameters=parameter.schema, field=_place(tool, parameter))
+    return f"{rules.text('{')} {gemma_arguments(rules, inner, name)} {rules.text('}')}"
+
+
+def _gemma_list(rules: LarkRules, tool: Tool, parameter: _Parameter, name: str) -> str:
+    schema = parameter.schema
+    for key in sorted(schema.keys() - {"type", "items", "minItems", "maxItems", *_NOTES}):
+        limit = "is not possible here: the model's tool calls do not write lists as JSON"
+        raise InvalidRequestError(f"{_place(tool, parameter)}.{key}", schema[key], limit)
+    items = schema.get("items", {})
+    own = {**_definitions(schema), **(items if isinstance(items, Mapping) else {})}
+    inner = Tool(name=tool.name, field=_place(tool, parameter))
+    item = rules.add(f"{name}_item", _gemma_value(rules, inner, _Parameter("items", own, True), f"{name}_of"))
+    fewest, most = schema.get("minItems", 0), schema.get("maxItems")
+    more = f"({rules.text(',')} {item}){{{max(0, fewest - 1)},{'' if most is None else max(0, most - 1)}}}"
+    listed = f"{item} {more}" if most != 0 else '""'
+    return f"{rules.text('[')} {listed if fewest else f'({listed})?'} {rules.text(']')}"
+
+
+def _gemma_text(rules: LarkRules, tool: Tool, parameter: _Parameter, name: str) -> str:
+    schema = _plain_text(tool, parameter, {**parameter.schema, "type": "string"})
+    shortest, longest, quote = schema.get("minLength", 0), schema.get("maxLength"), rules.text(QUOTE)
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if values is None:
+        length = f"{{{shortest},{'' if longest is None else longest}}}" if shortest or longest is not None else "*"
+        return f"{quote} {rules.bounded_text(name, QUOTE, length)}"
+    fitting = [text for text in values if isinstance(text, str) and QUOTE not in text]
+    if not fitting:
+        limit = "must have a text that can stand in a tool call"
+        raise InvalidRequestError(f"{_place(tool, parameter)}.enum", values, limit)
+    return f"{quote} ({' | '.join(map(rules.text, fitting))}) {quote}"
+
+
+_NESTED: Final[Mapping[str, _Write]] = {"string": _gemma_text, "array": _gemma_list, "object": _gemma_object}
+_MOST_NESTED: Final = 160
+"""Characters of a rule's name, which grows by some for each level."""
+
+
+def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+
+
+def _place(tool: Tool, parameter: _Parameter) -> str:
+    return f"{_field(tool)}.properties.{parameter.name}"
 
 
 def _json_value(rules: LarkRules, tool: Tool, parameter: _Parameter, name: str) -> str:

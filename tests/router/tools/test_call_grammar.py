@@ -59,7 +59,16 @@ def tokenizer(texts: tuple[str, ...]) -> tuple[Fast, LLTokenizer]:
     return fast, LLTokenizer(fast.to_str(), eos_token=[fast.token_to_id(EOS)])
 
 
-CLOSERS = ["<｜tool▁calls▁end｜>", "\n</parameter>", "</parameter>", "</tool_call>", "</think>", *'"}])>']
+CLOSERS = [
+    "<｜tool▁calls▁end｜>",
+    '<|"|>',
+    "<tool_call|>",
+    "\n</parameter>",
+    "</parameter>",
+    "</tool_call>",
+    "</think>",
+    *'"}])>',
+]
 
 
 def drawn(grammar: str, name: str, are_single: bool, dice: random.Random, num_free: int = 60) -> str:
@@ -137,7 +146,7 @@ def test_required_and_named_outputs_are_calls_that_match_the_schemas(name: str, 
 
 @pytest.mark.parametrize("are_single", [False, True])
 @pytest.mark.parametrize(
-    "name", ["hermes", "qwen3_coder", "mistral", "deepseek_v31", "lfm2", "pythonic", "llama3_json"]
+    "name", ["hermes", "qwen3_coder", "mistral", "deepseek_v31", "gemma4", "lfm2", "pythonic", "llama3_json"]
 )
 def test_with_strict_tools_an_output_is_text_or_calls_that_match(name: str, are_single: bool):
     grammar = tool_grammar(name, TOOLS, ToolChoice("auto"), token_ids=ids(name, are_single))
@@ -158,6 +167,7 @@ ECHOES = {
     "mistral, named": '[TOOL_CALLS]echo[ARGS]{"text": "%s"}',
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>echo<｜tool▁sep｜>"
     '{"text": "%s"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "gemma4": '<|tool_call>call:echo{text:<|"|>%s<|"|>}<tool_call|>',
     "lfm2": '<|tool_call_start|>[echo(text="%s")]<|tool_call_end|>',
     "pythonic": '[echo(text="%s")]',
     "llama3_json": '{"name": "echo", "parameters": {"text": "%s"}}',
@@ -240,6 +250,7 @@ def test_no_grammar_where_any_output_will_do():
             {"properties": {"a": {"enum": ["</parameter>"]}}},
             "tools[0].function.parameters.properties.a.enum",
         ),
+        ("gemma4", {"properties": {"a": {}}}, "tools[0].function.parameters.properties.a"),
         ("lfm2", {"required": ["a"], "additionalProperties": False}, "tools[0].function.parameters.required"),
     ],
 )

@@ -68,6 +68,17 @@ CASES: list[tuple[str, str, list[CallEvent]]] = [
         call(0, "f", '{"a": "1\\n\\\\$"}'),
     ),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"\\u00e9": "\\u00"}}', call(0, "f", '{"\\u00e9": "\\\\u00"}')),
+    (
+        "gemma4",
+        'So: <|tool_call>call:f{s:<|"|>a "b"\n{é}<|"|>,n:-2.5e3,o:{a:[],b:[1,<|"|>,<|"|>,{}]},b:true}<tool_call|>'
+        "<|tool_call>call:g{}<tool_call|>",
+        [
+            Content("So: "),
+            *call(0, "f", '{"s": "a \\"b\\"\\n{é}", "n": -2.5e3, "o": {"a": [], "b": [1, ",", {}]}, "b": true}'),
+            *call(1, "g", "{}"),
+        ],
+    ),
+    ("gemma4", "<|tool_call>f{}<tool_call|>", [Content("<|tool_call>f{}<tool_call|>")]),
     ("llama3_json", '{"name": "f", "parameters": {"n": 1}}', call(0, "f", '{"n": 1}')),
     (
         "llama3_json",
@@ -235,6 +246,7 @@ def test_values_without_quotation_marks_have_the_type_of_their_schema(parameter:
 CALLS_ONLY = {
     "hermes": HERMES,
     "qwen3_coder": XML,
+    "gemma4": '<|tool_call>call:f{s:<|"|>x<|"|>,n:1}<tool_call|>',
     "lfm2": '<|tool_call_start|>[f(s="x")]<|tool_call_end|>',
     "llama4_pythonic": "<|python_start|>[f(n=1,)]<|python_end|>",
     "deepseek_v3": DEEPSEEK_V3,

@@ -15,6 +15,7 @@ TEMPLATES = {
     + """{{ '{"name": "' + call.name + '", "parameters": ' }}{{ call.arguments | tojson }}<|eot_id|>""",
     "llama4_pythonic": "<|header_start|>{{ role }}<|header_end|>{{ '<|python_start|>' }}{{ calls }}<|python_end|>",
     "pythonic": "You may call functions: [func_name1(params_name1=params_value1), func_name2(params)]",
+    "gemma4": "<|turn>model\n{{ '<|tool_call>call:' + call.name + '{' }}{{ arguments }}{{ '}<tool_call|>' }}",
     "lfm2": CHATML + "<|tool_call_start|>[{{ calls }}]<|tool_call_end|>",
     "deepseek_v3": "{{ '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.name + '\\n```json\\n' }}",
     "deepseek_v31": "{{ '<｜tool▁call▁begin｜>' + call.name + '<｜tool▁sep｜>' + call.arguments }}",
