@@ -15,8 +15,17 @@ from holdfast.worker.models.safetensors_header import read_header
 from holdfast.worker.models.text_model import served_config
 from holdfast.worker.models.weight_files import read_object, weight_files
 
-_GGUF_BITS: Final = {"Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 8.5, "Q5_1": 9.0, "Q8_0": 8.5}
-"""Bits of a weight, scales and minima included; five bits take eight."""
+_GGUF_BITS: Final = {
+    "Q4_0": 4.5,
+    "Q4_1": 5.0,
+    "Q5_0": 8.5,
+    "Q5_1": 9.0,
+    "Q8_0": 8.5,
+    "Q4_K": 6.0,
+    "Q5_K": 10.0,
+    "Q6_K": 10.0,
+}
+"""Bits of a weight, scales and minima included; five and six bits take eight."""
 
 _DEQUANTIZED: Final = (".experts.", "query_key_value")
 """Experts, and fused linears whose outputs are put in order."""

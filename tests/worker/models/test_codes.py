@@ -126,9 +126,11 @@ def test_experts_are_dequantized_and_what_stands_beside_them_is_not(tmp_path, fa
     assert run_ranks(2, compared) == [[], []]
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])
 def test_codes_of_a_gguf_file_are_its_numbers(tmp_path, kind):
-    folder = gguf_model(tmp_path, kind)
+    folder = gguf_model(
+        tmp_path, kind, **({"hidden_size": 256, "intermediate_size": 512, "head_dim": 64} if "K" in kind else {})
+    )
     for found, expected in run_ranks(2, lambda group: [layout_in(folder, group, None, device) for device in BOTH]):
         assert all(linear.codes for linear in linears(found)[:-1])
         assert faults(found, expected) == []
@@ -189,6 +191,7 @@ FORESEEN = (
     "ct w8a8 asym",
     "fp8 tensor",
     "Q4_1",
+    "Q6_K",
     "Q5_0",
     "int4",
 )
@@ -198,7 +201,8 @@ FORESEEN = (
 def test_the_bytes_that_are_foreseen_are_those_on_a_device(tmp_path, layout):
     quantization: Any = layout if layout == "int4" else None
     if layout.startswith("Q"):
-        folder = gguf_model(tmp_path, layout)
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64} if "K" in layout else {}
+        folder = gguf_model(tmp_path, layout, **sizes)
     else:
         written = write("llama", tmp_path, "gptq" if quantization else layout, **SIZES)
         folder = written.dequantized if quantization else written.folder

@@ -83,31 +83,64 @@ def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
     return scales.float()[..., None], minima.float()[..., None]
 
 
-def _scaled_groups(codes: Tensor, blocks: Tensor) -> Tensor:
-    """Codes [n, 8, 32], of blocks that begin with a scale and a minimum of all, and six bits of each for each group."""
+def _of_groups(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima [n, 8, 1] of blocks that begin with those of all, and six bits of each for each group."""
     scales, minima = _six_bits(blocks[:, 4:16])
-    scales *= _scale(blocks, 0)[..., None]
-    minima *= _scale(blocks, 2)[..., None]
-    return codes.float().mul_(scales).sub_(minima).flatten(1)
+    return scales * _scale(blocks, 0)[..., None], minima * _scale(blocks, 2)[..., None]
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
-    return _scaled_groups(_nibbles(blocks[:, 16:].view(-1, 4, 32)).view(-1, 8, 32), blocks)
+def _codes_of_q4_k(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(-1, 8, 32)
 
 
-def _q5_k(blocks: Tensor) -> Tensor:
+def _codes_of_q5_k(blocks: Tensor) -> Tensor:
     codes = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32)
     shifts = torch.arange(8, dtype=torch.uint8)[:, None]  # bit g of byte i belongs to code i of group g
-    return _scaled_groups(codes | (((blocks[:, 16:48, None].mT >> shifts) & 1) << 4), blocks)
+    return codes | (((blocks[:, 16:48, None].mT >> shifts) & 1) << 4)
 
 
-def _q6_k(blocks: Tensor) -> Tensor:
+def _codes_of_q6_k(blocks: Tensor) -> Tensor:
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 8, 32)
     shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8)[:, None]
     high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3).view(-1, 8, 32)
-    codes = (low | (high << 4)).float().sub_(32).view(-1, 16, 16)
-    scales = blocks[:, 192:208].view(torch.int8).float() * _scale(blocks, 208)
-    return codes.mul_(scales[..., None]).flatten(1)
+    return low | (high << 4)
+
+
+def _scales_of_q6_k(blocks: Tensor) -> Tensor:
+    return blocks[:, 192:208].contiguous().view(torch.int8).float() * _scale(blocks, 208)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    scales, minima = _of_groups(blocks)
+    return _codes_of_q4_k(blocks).float().mul_(scales).sub_(minima).flatten(1)
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    scales, minima = _of_groups(blocks)
+    return _codes_of_q5_k(blocks).float().mul_(scales).sub_(minima).flatten(1)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    codes = _codes_of_q6_k(blocks).float().sub_(32).view(-1, 16, 16)
+    return codes.mul_(_scales_of_q6_k(blocks)[..., None]).flatten(1)
+
+
+def coded_of(kind: str, blocks: Tensor) -> CodedRows:
+    """Blocks of a type of `K_FORMS` [n, bytes] as codes [n, 256], and scales and minima of their groups [n, groups]."""
+    if kind == "Q6_K":
+        codes = _codes_of_q6_k(blocks) + (128 - 32)
+        return CodedRows(codes=codes.flatten(1), scales=_scales_of_q6_k(blocks), offsets=None)
+    scales, minima = _of_groups(blocks)
+    codes = _codes_of_q4_k(blocks) if kind == "Q4_K" else _codes_of_q5_k(blocks)
+    return CodedRows(codes=codes.flatten(1), scales=scales[..., 0], offsets=-minima[..., 0])
+
+
+K_FORMS: Final = {
+    "Q4_K": (CodeForm(kind=CodeKind.FOUR_BITS, offset=Offset.MINIMA, scales=torch.float32), 32),
+    "Q5_K": (CodeForm(kind=CodeKind.EIGHT_BITS, offset=Offset.MINIMA, scales=torch.float32), 32),
+    "Q6_K": (CodeForm(kind=CodeKind.EIGHT_BITS, offset=Offset.MIDDLE, scales=torch.float32), 16),
+}
+"""Types whose groups are smaller than their blocks: how their codes lie, and the numbers of a group."""
 
 
 def units_of(kind: str, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -197,6 +230,8 @@ class GgufWeight(StoredMatrix):
 
     @property
     def code_form(self) -> CodeForm | None:
+        if self.kind in K_FORMS and not (self.plus or self.is_vector or self._is_cut_within):
+            return K_FORMS[self.kind][0]
         form = self.unit_form
         if form is None:
             return None
@@ -205,9 +240,31 @@ class GgufWeight(StoredMatrix):
 
     @property
     def input_groups(self) -> Tensor:
-        return torch.arange(self.columns[1] - self.columns[0]) // UNIT
+        size = K_FORMS[self.kind][1] if self.kind in K_FORMS else UNIT
+        return torch.arange(self.columns[1] - self.columns[0]) // size
+
+    @property
+    def _is_cut_within(self) -> bool:
+        """Whether the range's columns begin or end within a group."""
+        return any(column % K_FORMS[self.kind][1] for column in self.columns)
+
+    def _coded_in_blocks(self, first: int, last: int) -> CodedRows:
+        values, num_bytes = BLOCKS[self.kind]
+        start, end = self.columns
+        block, past = start // values, -(-end // values)
+        blocks = self._stored(first, last)[:, block * num_bytes : past * num_bytes].reshape(-1, num_bytes)
+        found, shape, size = coded_of(self.kind, blocks), (last - first, -1), K_FORMS[self.kind][1]
+        own = slice(start - block * values, end - block * values)
+        groups = slice(own.start // size, own.stop // size)
+        return CodedRows(
+            codes=found.codes.view(shape)[:, own],
+            scales=found.scales.view(shape)[:, groups],
+            offsets=None if found.offsets is None else found.offsets.view(shape)[:, groups],
+        )
 
     def coded(self, first: int, last: int) -> CodedRows:
+        if self.kind in K_FORMS:
+            return self._coded_in_blocks(first, last)
         units = self.units(first, last)
         return CodedRows(codes=units.codes, scales=units.scales, offsets=units.offsets)
 

@@ -3,8 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
@@ -14,9 +16,12 @@ from holdfast.worker.executors.gpu import coded_weights
 from holdfast.worker.executors.gpu.coded_weights import coded_on, in_words, inputs_together
 from holdfast.worker.executors.gpu.launches import Launches
 from holdfast.worker.executors.layout import Linear
+from holdfast.worker.models.gguf.block_names import BLOCKS
+from holdfast.worker.models.gguf.tensors import GgufWeight
 from holdfast.worker.models.quantization.weight import QuantizedWeight
 from tests.worker.executors.gpu.cancelling import cancelling_product
 from tests.worker.executors.gpu.coded import FORMS, weight_of
+from tests.worker.models.gguf.files import random_blocks
 
 CPU, BF16, F16, F32 = torch.device("cpu"), torch.bfloat16, torch.float16, torch.float32
 
@@ -43,6 +48,36 @@ def both(
 def test_products_have_the_bits_of_the_numbers(form, dtype, num_rows):
     found, expected, _ = both([weight_of(outputs=70, **FORMS[form])], dtype, num_rows)
     assert found.equal(expected)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_products_of_gguf_types_have_the_bits_of_the_numbers(kind):
+    """Minima, scales of float16 and float32, groups of 16."""
+    values, num_bytes = BLOCKS[kind]
+    blocks = random_blocks(kind, (40, 512), 0) if "K" in kind else simple_blocks(kind, 40 * 512 // values)
+    weight = GgufWeight(
+        kind=kind,
+        stored=torch.from_numpy(blocks.reshape(40, -1)),
+        order=torch.arange(40).flip(0),
+        rows=(0, 40),
+        columns=(0, 512),
+        plus=0.0,
+        is_vector=False,
+    )
+    assert len(weight.stored[0]) == 512 // values * num_bytes
+    numbers = weight.numbers(0, 40).bfloat16()
+    x = torch.randn(3, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    coded = coded_on(CPU, [weight], 2)
+    assert product(Linear(codes=(coded,)), x, 2).equal(product(Linear(weights=(numbers,)), x, 2))
+
+
+def simple_blocks(kind: str, count: int) -> NDArray[np.uint8]:
+    """Random codes behind scales, and minima, that make small numbers."""
+    generator = np.random.default_rng(0)
+    blocks = generator.integers(0, 256, (count, BLOCKS[kind][1]), dtype=np.uint8)
+    head = 2 if kind in ("Q4_0", "Q8_0") else 4
+    blocks[:, :head] = (0.01 * generator.random((count, head // 2))).astype(np.float16).view(np.uint8)
+    return blocks
 
 
 @pytest.mark.parametrize("form", ["int4 g32", "int4 in order of activations", "int8 g32, zero points", "e4m3 g128"])
