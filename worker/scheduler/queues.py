@@ -19,7 +19,7 @@ from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
 from holdfast.worker.scheduler.snapshots import cuts_of
-from holdfast.worker.step_plan import BlockCopy, StateCopy
+from holdfast.worker.step_plan import BlockCopy
 from holdfast.worker.step_update import EngineStats
 from holdfast.worker.timers import Timers
 from holdfast.worker.waiting_queue import TenantCounters, WaitingQueue
@@ -134,10 +134,6 @@ class SequenceQueues:
         copies = tuple(self._copies.values())
         self._copies.clear()
         return copies
-
-    def take_state_copies(self) -> tuple[StateCopy, ...]:
-        """As `take_block_copies`, of states."""
-        return () if self.slots is None else self.slots.take_copies()
 
     @property
     def has_slot(self) -> bool:

@@ -309,7 +309,7 @@ class Scheduler:
             decodes=rows,
             others=scheduled,
             block_copies=self._queues.take_block_copies(),
-            state_copies=self._queues.take_state_copies(),
+            state_copies=() if self._slots is None else self._slots.take_copies(),
         )
         self._in_flight.append(StepInFlight(plan, in_rows, sequences))
         self._queues.take_off(sequences)
