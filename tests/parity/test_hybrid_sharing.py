@@ -16,9 +16,9 @@ SHARED = 66
 """Tokens that prompts have in common: above what a snapshot is worth, and no multiple of a block."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_hybrid(tmp_path_factory.mktemp("model"), "conv, attention, conv")
+@pytest.fixture(scope="module", params=["conv, attention, conv", "by key heads, mixture"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_hybrid(tmp_path_factory.mktemp("model"), request.param)
 
 
 def config(folder: Path, size: int = 1):
@@ -125,11 +125,13 @@ def test_a_window_that_is_off_by_one_after_a_chunk_shows(leader, requests, alone
     def shifted(plan):
         result = run(plan)
         for pool in states.pools:
-            pool.copy_(pool.view(len(pool), -1, channels).roll(1, 1).flatten(1))
+            rows = pool[:, : columns * row]
+            rows.copy_(rows.unflatten(1, (columns, row)).roll(1, 1).flatten(1))
         return result
 
     executor = leader._runner.backend.executor
     states: StateCache = executor._states
-    channels = executor.packed.layers[0].conv.contents.channels
+    state, layer = executor._kept_states[0], executor.packed.layers[executor._state_layers[0]]
+    columns, row = (layer.conv or layer.delta).contents.columns, state.state_length(1) - state.state_length(0)
     monkeypatch.setattr(leader, "run", shifted)
     assert run_all(scheduler_of(leader, max_num_batched_tokens=8), leader, requests[:1]) != {"0": alone["0"]}
