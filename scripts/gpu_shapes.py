@@ -167,6 +167,8 @@ CODES: Final[Mapping[str, tuple[CodeForm, int]]] = {
         0,
     ),
     "Q4_1": (CodeForm(kind=CodeKind.FOUR_BITS, offset=Offset.MINIMA, scales=torch.float16), 32),
+    "Q4_K": (CodeForm(kind=CodeKind.FOUR_BITS, offset=Offset.MINIMA, scales=torch.float32), 32),
+    "Q6_K": (CodeForm(kind=CodeKind.EIGHT_BITS, offset=Offset.MIDDLE, scales=torch.float32), 16),
     "int8 by output": (CodeForm(kind=CodeKind.EIGHT_BITS, offset=Offset.MIDDLE, scales=torch.bfloat16), 4096),
     "fp8 by block": (CodeForm(kind=CodeKind.E4M3, offset=Offset.MIDDLE, scales=torch.float32), 128),
     "fp8 by output": (CodeForm(kind=CodeKind.E4M3, offset=Offset.MIDDLE, scales=torch.bfloat16), 4096),
