@@ -8,6 +8,7 @@ import torch
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.engine.model_runner import LeaderRunner
 from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.models.memory import MemoryEstimator
 from tests.parity.harness import (
     greedy_tokens,
     hugging_face,
@@ -49,6 +50,12 @@ def test_they_go_on_with_the_tokens_of_hugging_face(folder, leader, prompts):
     tokens = greedy_tokens(leader, prompts, num_new=12)
     model = hugging_face(folder)
     assert [likeliest_tokens(model, *pair) for pair in zip(prompts, tokens, strict=True)] == tokens
+
+
+def test_what_they_need_is_estimated_from_the_config(folder, leader):
+    needs, info = MemoryEstimator(worker_config(folder)), leader._runner.info
+    assert (needs.state_bytes, needs.kv_bytes_per_token) == (info.state_bytes, info.kv_bytes_per_token)
+    assert needs.num_slots(worker_config(folder), 1 << 20) == info.num_state_slots
 
 
 @pytest.mark.parametrize("size", [2, 4])
