@@ -1,0 +1,105 @@
+"""Rules of families: values of a config that follow from others, and what layers differ in."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, Final
+
+from holdfast.worker.executors.layout import QueryScale
+
+
+def layer_types(kind_of: Callable[[Any, int], bool]) -> Callable[[Any], None]:
+    """Derives `layer_types` where config.json has none: whether a layer has a window, by config and index."""
+
+    def derive(config: Any) -> None:
+        if config.layer_types is None:
+            config.layer_types = [
+                "sliding_attention" if kind_of(config, index) else "full_attention"
+                for index in range(config.num_hidden_layers)
+            ]
+
+    return derive
+
+
+def full_every(count: int) -> Callable[[Any], None]:
+    """Each layer whose number is a multiple of `count` has no window."""
+    return layer_types(lambda config, index: bool((index + 1) % count))
+
+
+def slides_by_pattern(config: Any, index: int) -> bool:
+    return bool(config.sliding_window_pattern and (index + 1) % config.sliding_window_pattern)
+
+
+FULL_BY_PATTERN: Final = layer_types(slides_by_pattern)
+
+
+def derive_gemma4(config: Any) -> None:
+    """Layers without a window have heads of another size, and maybe another number of KV heads."""
+    full_every(6)(config)
+    config.layer_types = [*config.layer_types[:-1], "full_attention"]
+    full = {"head_dim": config.global_head_dim}
+    if config.attention_k_eq_v and config.num_global_key_value_heads is not None:
+        full["num_key_value_heads"] = config.num_global_key_value_heads
+    own = config.per_layer_config
+    if own is None:
+        own = {str(index): full for index, kind in enumerate(config.layer_types) if kind == "full_attention"}
+    heads = {"head_dim": config.head_dim, "num_key_value_heads": config.num_key_value_heads}
+    config.is_heterogeneous = True
+    config.per_layer_config = [
+        SimpleNamespace(**{**heads, **own.get(str(index), {})}) for index in range(config.num_hidden_layers)
+    ]
+
+
+def derive_qwen(kind_of: Callable[[Any, int], bool]) -> Callable[[Any], None]:
+    """Windows are off unless config.json sets them on."""
+
+    def derive(config: Any) -> None:
+        config.sliding_window = config.sliding_window if config.use_sliding_window else None
+        layer_types(lambda config, index: config.sliding_window is not None and kind_of(config, index))(config)
+
+    return derive
+
+
+def derive_smollm3(config: Any) -> None:
+    if config.no_rope_layers is None:
+        interval = config.no_rope_layer_interval
+        config.no_rope_layers = [int((index + 1) % interval != 0) for index in range(config.num_hidden_layers)]
+    derive_qwen(lambda config, index: not config.no_rope_layers[index])(config)
+
+
+def derive_lfm2(config: Any) -> None:
+    config.hidden_act, config.head_dim = "silu", None
+    config.tie_word_embeddings = config.tie_word_embeddings if config.tie_embedding is None else config.tie_embedding
+    inner = config.intermediate_size if config.block_ff_dim is None else config.block_ff_dim
+    if config.block_auto_adjust_ff_dim:
+        inner, unit = int(config.block_ffn_dim_multiplier * int(2 * inner / 3)), config.block_multiple_of
+        inner = -(-inner // unit) * unit
+    config.intermediate_size = inner
+    if config.layer_types is None:
+        attending = range(config.num_hidden_layers) if config.full_attn_idxs is None else config.full_attn_idxs
+        config.layer_types = [
+            "full_attention" if index in attending else "conv" for index in range(config.num_hidden_layers)
+        ]
+
+
+def short_conv_length(config: Any, num_drafts: int) -> int:
+    return int(config.hidden_size) * (int(config.conv_L_cache) - 1 + num_drafts)
+
+
+def has_window(config: Any, index: int) -> bool:
+    return config.sliding_window is not None and config.layer_types[index] == "sliding_attention"
+
+
+def derive_ernie(config: Any) -> None:
+    if config.moe_layer_end_index == -1:
+        config.moe_layer_end_index = config.num_hidden_layers - 1
+
+
+def is_between(config: Any, index: int) -> bool:
+    is_within: bool = config.moe_layer_start_index <= index <= config.moe_layer_end_index
+    return is_within and (index + 1) % config.moe_layer_interval == 0
+
+
+def llama4_scale(config: Any) -> QueryScale | None:
+    rope = config.rope_parameters
+    beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    return QueryScale(beta=float(beta), length=int(length)) if beta else None
