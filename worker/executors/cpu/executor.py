@@ -18,10 +18,11 @@ from holdfast.worker.executors.cpu.exchange import Exchange, attach
 from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS, int8_difference
 from holdfast.worker.executors.cpu.library import class_of, load_library
 from holdfast.worker.executors.cpu.packing import PackedModel
+from holdfast.worker.executors.cpu.running_step import Room, RunningStep
 from holdfast.worker.executors.cpu.sampler import OUT_OF_MEMORY, NativeSampler
 from holdfast.worker.executors.cpu.shared_weights import arena_for
 from holdfast.worker.executors.cpu.states import VALUE_BYTES, StateCache
-from holdfast.worker.executors.cpu.structures import KEPT_AS_INT8, NativeLayer, NativeStep, array_address
+from holdfast.worker.executors.cpu.structures import KEPT_AS_INT8, NativeLayer
 from holdfast.worker.executors.cpu.tile_memory import COMPACT_CLASSES, Arena
 from holdfast.worker.executors.finite import NotFiniteError
 from holdfast.worker.executors.kv_cache import KVSpec
@@ -96,9 +97,9 @@ class CpuExecutor:
         self._in_one_call = group.size == 1
         """Whether the library itself adds what ranks have: then all ranks know the tokens that a step has drawn."""
         self._layers_done = ctypes.c_long(0)
-        self._own_logits = _Room()
-        self._all_logits = _Room()
-        self._block_best, self._block_mass = _Room(), _Room()
+        self._own_logits = Room()
+        self._all_logits = Room()
+        self._block_best, self._block_mass = Room(), Room()
 
     def make_sampler(self) -> NativeSampler:
         """A sampler on the threads of this executor. It is closed before this is."""
@@ -202,8 +203,8 @@ class CpuExecutor:
 
     def free_logits(self) -> None:
         """Frees the memory of the last step's logits, which the next step would use again."""
-        self._own_logits, self._all_logits = _Room(), _Room()
-        self._block_best, self._block_mass = _Room(), _Room()
+        self._own_logits, self._all_logits = Room(), Room()
+        self._block_best, self._block_mass = Room(), Room()
 
     def drop_cache(self) -> None:
         self._drop_decoder()
@@ -299,14 +300,14 @@ class CpuExecutor:
             assert self._states is not None, "states are allocated before steps run"
             self._states.copy(batch.state_copies)
 
-    def _begin(self, batch: StepBatch, with_logits: bool, first_layer: int = 0) -> "_Step":
+    def _begin(self, batch: StepBatch, with_logits: bool, first_layer: int = 0) -> RunningStep:
         if batch.token_ids.view(np.uint64).max(initial=0) >= self._vocab_size:  # negative ones are large numbers so
             raise ReplicaError(f"a step has a token beyond the vocabulary of {self._vocab_size}")
         if self._state_layers:
             assert self._states is not None, "states are allocated before steps run"
             assert len(batch.state_slots) == len(batch.num_tokens), "each sequence of a step has a slot"
         self._make_room(max(len(batch.token_ids), len(batch.logits_rows)))
-        step = _Step(batch, ctypes.addressof(self._layers_done))
+        step = RunningStep(batch, ctypes.addressof(self._layers_done))
         if with_logits or not self._in_one_call:
             step.ask_for_logits(self._own_logits.of(step.native.num_wanted, self._rows))
         if with_logits and self._group.size == 1:
@@ -320,11 +321,11 @@ class CpuExecutor:
         self._prepare(step)
         return step
 
-    def _prepare(self, step: "_Step") -> None:
+    def _prepare(self, step: RunningStep) -> None:
         if self._library.native_decoder_begin(self._decoder, byref(step.native)):
             raise ReplicaError(NO_MEMORY)
 
-    def _output(self, step: "_Step") -> HeadOutput:
+    def _output(self, step: RunningStep) -> HeadOutput:
         if step.logits is None:
             return HeadOutput(None, step.best.tolist())
         if self._in_one_call:
@@ -372,70 +373,6 @@ class CpuExecutor:
             self._go(0, 0, index)
         del step  # its arrays are read until here
         return residual.clone()
-
-
-class _Step:
-    """A step's arrays as the library takes them; they live as long as this."""
-
-    def __init__(self, batch: StepBatch, layers_done: int) -> None:
-        num_wanted = len(batch.logits_rows)
-        self.logits: Tensor | None = None
-        self.block_best: Tensor | None = None
-        self.block_mass: Tensor | None = None
-        self.best = np.empty(num_wanted, dtype=np.int32)
-        self._batch = batch
-        self.native = NativeStep(
-            array_address(batch.token_ids),
-            array_address(batch.first_positions),
-            array_address(batch.num_tokens),
-            array_address(batch.num_blocks),
-            array_address(batch.block_ids),
-            array_address(batch.logits_rows),
-            array_address(batch.state_slots),
-            array_address(batch.num_drafts),
-            None,
-            None,
-            None,
-            None,
-            array_address(self.best),
-            layers_done,
-            len(batch.token_ids),
-            len(batch.num_tokens),
-            num_wanted,
-        )
-
-    def ask_for_logits(self, out: Tensor) -> None:
-        """This rank's, [rows wanted, vocab rows]."""
-        self.logits = out
-        self.native.logits = out.data_ptr()
-
-    def ask_for_block_best(self, out: Tensor) -> None:
-        """Of a model on one rank: [rows wanted, groups]."""
-        self.block_best = out
-        self.native.block_best = out.data_ptr()
-
-    def ask_for_block_mass(self, out: Tensor) -> None:
-        """As `ask_for_block_best`."""
-        self.block_mass = out
-        self.native.block_mass = out.data_ptr()
-
-    def ask_for_all_logits(self, out: Tensor) -> None:
-        """Those of all ranks: [rows wanted, vocab size]."""
-        self.logits = out
-        self.native.all_logits = out.data_ptr()
-
-
-class _Room:
-    """Memory of one step's rows, used again by the next: new memory of such a size costs a page fault for each page."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0)
-
-    def of(self, num_rows: int, length: int) -> Tensor:
-        """[num_rows, length], float32, with whatever is in there."""
-        if num_rows * length > len(self._memory):
-            self._memory = torch.empty(num_rows * length)
-        return self._memory[: num_rows * length].view(num_rows, length)
 
 
 def tree_sum(group: TensorParallelGroup, partial: Tensor) -> Tensor:

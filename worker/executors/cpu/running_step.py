@@ -1,0 +1,72 @@
+"""Arrays of one step as the native library takes them, and the memory of what it gives."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.executors.cpu.structures import NativeStep, array_address
+
+
+class RunningStep:
+    """A step's arrays as the library takes them; they live as long as this."""
+
+    def __init__(self, batch: StepBatch, layers_done: int) -> None:
+        num_wanted = len(batch.logits_rows)
+        self.logits: Tensor | None = None
+        self.block_best: Tensor | None = None
+        self.block_mass: Tensor | None = None
+        self.best = np.empty(num_wanted, dtype=np.int32)
+        self._batch = batch
+        self.native = NativeStep(
+            array_address(batch.token_ids),
+            array_address(batch.first_positions),
+            array_address(batch.num_tokens),
+            array_address(batch.num_blocks),
+            array_address(batch.block_ids),
+            array_address(batch.logits_rows),
+            array_address(batch.state_slots),
+            array_address(batch.num_drafts),
+            None,
+            None,
+            None,
+            None,
+            array_address(self.best),
+            layers_done,
+            len(batch.token_ids),
+            len(batch.num_tokens),
+            num_wanted,
+        )
+
+    def ask_for_logits(self, out: Tensor) -> None:
+        """This rank's, [rows wanted, vocab rows]."""
+        self.logits = out
+        self.native.logits = out.data_ptr()
+
+    def ask_for_block_best(self, out: Tensor) -> None:
+        """Of a model on one rank: [rows wanted, groups]."""
+        self.block_best = out
+        self.native.block_best = out.data_ptr()
+
+    def ask_for_block_mass(self, out: Tensor) -> None:
+        """As `ask_for_block_best`."""
+        self.block_mass = out
+        self.native.block_mass = out.data_ptr()
+
+    def ask_for_all_logits(self, out: Tensor) -> None:
+        """Those of all ranks: [rows wanted, vocab size]."""
+        self.logits = out
+        self.native.all_logits = out.data_ptr()
+
+
+class Room:
+    """Memory of one step's rows, used again by the next: new memory of such a size costs a page fault for each page."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def of(self, num_rows: int, length: int) -> Tensor:
+        """[num_rows, length], float32, with whatever is in there."""
+        if num_rows * length > len(self._memory):
+            self._memory = torch.empty(num_rows * length)
+        return self._memory[: num_rows * length].view(num_rows, length)
