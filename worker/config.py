@@ -90,7 +90,7 @@ class ModelConfig(Settings):
     quantized_activations: Literal["auto", "bfloat16", "int8"] = Field(
         "auto",
         description="type of the inputs of quantized weights; int8: quantized too, on CPUs; bfloat16: the weights are "
-        "dequantized to the served type; auto: bfloat16",
+        "dequantized to the served type; auto: int8 on CPUs where it can be, but for dtype float32",
     )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, for benchmarks")
     max_model_len: int | None = Field(

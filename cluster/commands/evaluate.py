@@ -31,7 +31,7 @@ def evaluate(
         Path | None, Parameter(group=ESSENTIALS, help="a file of text, UTF-8; - reads it from standard input")
     ] = None,
     reference: Annotated[
-        str | None, Parameter(group=ESSENTIALS, help="a model to compare with, without --quantization")
+        str | None, Parameter(group=ESSENTIALS, help="a model to compare with, without --quantization, in bfloat16")
     ] = None,
     context: Annotated[int, Parameter(group=ESSENTIALS, help="tokens that are scored together")] = 512,
     top: Annotated[
@@ -100,7 +100,13 @@ def _evaluated(
 
 
 def _of_reference(config: "HoldfastConfig", reference: str) -> "HoldfastConfig":
-    changes = {"model": reference, "quantization": None, "served_model_name": None, "tokenizer": None}
+    changes = {
+        "model": reference,
+        "quantization": None,
+        "quantized_activations": "bfloat16",
+        "served_model_name": None,
+        "tokenizer": None,
+    }
     return config.model_copy(update={"model": config.model.model_copy(update=changes)})
 
 

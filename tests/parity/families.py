@@ -87,7 +87,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "ministral": WINDOWS,
     "ministral3": {"rope_parameters": {**YARN, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3}},
     "mistral": {"sliding_window": 4},
-    "mixtral": {**MOE, "num_local_experts": 4},
+    "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 4},
     "nemotron": {},
     "olmo": {"clip_qkv": 2.0},
     "olmo2": {},

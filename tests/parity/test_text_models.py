@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,6 +14,7 @@ from holdfast.worker.models.text_model import text_config, text_name, told_of_te
 from holdfast.worker.models.weight_files import weight_bytes
 from tests.parity.harness import is_run_by, load, logits_in_chunks, on_ranks, relative_difference, worker_config
 from tests.parity.hybrids import DELTA_NET, EXPERTS
+from tests.worker.models.quantization.folders import LAYOUTS
 
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 7, 40)]
 TOLERANCE = 1e-4
@@ -137,6 +139,21 @@ def rename(folder: Path, names: dict[str, str]) -> None:
     save_file(renamed, path, metadata={"format": "pt"})
 
 
+def quantize(folder: Path, model: Any, layout: str) -> None:
+    """Quantizes linears of the text model's layers, by the names of the files; the whole model gets their numbers."""
+    packer, config = LAYOUTS[layout]
+    rng = np.random.default_rng(0)
+    stored, parameters = load_file(folder / "model.safetensors"), dict(model.named_parameters())
+    for name in [name for name in stored if ".language_model.layers." in name and name.endswith("_proj.weight")]:
+        parts, numbers = packer(*stored.pop(name).shape, rng)
+        stored |= {f"{name.removesuffix('weight')}{part}": values for part, values in parts.items()}
+        parameters[name].data = torch.from_numpy(np.ascontiguousarray(numbers))
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    ignored = {"ignore": ["lm_head", "re:.*visual.*", "re:.*vision.*"]} if "config_groups" in config else {}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {**config, **ignored}}))
+
+
 def logits_of_text(model: Any) -> list[torch.Tensor]:
     with torch.no_grad():
         return [model(input_ids=torch.tensor([prompt])).logits[0] for prompt in PROMPTS]
@@ -164,6 +181,18 @@ def test_experts_are_read_as_the_hub_has_them_and_as_transformers_writes_them(tm
     leader = load(worker_config(tmp_path, dtype="float32"))
     assert is_run_by(leader, executor)
     assert relative_difference(logits_in_chunks(leader, PROMPTS, chunk=16), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("qwen2_5_vl", "awq"), ("gemma3", "ct w4a16 asym"), ("mistral3", "gptq act-order")]
+)
+def test_a_text_model_may_be_quantized(tmp_path, kind, layout):
+    """The others are not: images are read by plain weights beside it."""
+    model = write(tmp_path, kind, MODELS[kind])
+    quantize(tmp_path, model, layout)
+    leader = load(worker_config(tmp_path, dtype="float32"))
+    assert is_run_by(leader, "native")
+    assert relative_difference(logits_in_chunks(leader, PROMPTS, chunk=16), logits_of_text(model)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", OF_THE_HUB)

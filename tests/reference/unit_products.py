@@ -24,6 +24,8 @@ class UnitWeight:
     zeros: Ints | None = None
     """[outputs, units]; None: the middle of the codes, unless there are minima."""
     minima: Floats | None = None
+    halves: Ints | None = None
+    """[outputs, units, 2], what the scale is multiplied by for either half; None: one."""
 
     @property
     def zero_points(self) -> Ints:
@@ -34,12 +36,15 @@ class UnitWeight:
 
     def numbers(self) -> Floats:
         """[outputs, inputs]: what the codes stand for, each operation rounded by itself."""
-        numbers = (self.codes - self.zero_points[..., None]).astype(np.float32) * self.scales[..., None]
+        scales = self.scales[..., None]
+        if self.halves is not None:
+            scales = (self.halves.astype(np.float32) * scales).repeat(UNIT // 2, -1)
+        numbers = (self.codes - self.zero_points[..., None]).astype(np.float32) * scales
         numbers = numbers if self.minima is None else numbers + self.minima[..., None]
         return numbers.reshape(len(self.codes), -1)
 
     def units(self, first: int, last: int) -> "UnitWeight":
-        parts = {name: getattr(self, name) for name in ("codes", "scales", "zeros", "minima")}
+        parts = {name: getattr(self, name) for name in ("codes", "scales", "zeros", "minima", "halves")}
         return replace(self, **{name: part if part is None else part[:, first:last] for name, part in parts.items()})
 
 
@@ -68,14 +73,18 @@ def quantized(x: Floats) -> tuple[Ints, Floats]:
     return q.astype(np.int64), scale.astype(np.float32)
 
 
-def unit_products(x: Floats, weight: UnitWeight, slices: int = 1) -> Floats:
+def unit_products(x: Floats, weight: UnitWeight, slices: int = 1, passes: int = 1) -> Floats:
     """x [rows, inputs] times a weight [outputs, inputs]: slices of units, added as a binary tree over their numbers."""
-    q, scale = quantized(x.reshape(len(x), -1, UNIT))
+    x = x.reshape(len(x), -1, UNIT)
+    q, scale = quantized(x)
+    left = quantized(fma(-scale[..., None], q.astype(np.float32), x)) if passes == 2 else None
     each = q.shape[1] // slices
     parts = []
     for first in range(0, each * slices, each):
-        last = first + each
-        parts.append(_slice_product(q[:, first:last], scale[:, first:last], weight.units(first, last)))
+        units = slice(first, first + each)
+        own = weight.units(first, first + each)
+        part = _slice_product(q[:, units], scale[:, units], own)
+        parts.append(part if left is None else part + _slice_product(left[0][:, units], left[1][:, units], own))
     while len(parts) > 1:
         left = parts[-1:] if len(parts) % 2 else []
         parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)] + left
@@ -84,11 +93,14 @@ def unit_products(x: Floats, weight: UnitWeight, slices: int = 1) -> Floats:
 
 def _slice_product(q: Ints, scale: Floats, weight: UnitWeight) -> Floats:
     total = np.zeros((len(q), len(weight.codes)), dtype=np.float32)
-    sums = q.sum(-1)
+    sums = q.sum(-1)  # of minima
     for u in range(q.shape[1]):
         if weight.minima is not None:
             scaled_sum = scale[:, u] * sums[:, u].astype(np.float32)
             total = fma(weight.minima[None, :, u], scaled_sum[:, None], total)
-        whole = q[:, u] @ weight.codes[:, u].T - sums[:, u, None] * weight.zero_points[None, :, u]
+        codes = weight.codes[:, u] - weight.zero_points[:, u, None]
+        if weight.halves is not None:
+            codes = codes * weight.halves[:, u].repeat(UNIT // 2, -1)
+        whole = q[:, u] @ codes.T
         total = fma(whole.astype(np.float32), scale[:, u, None] * weight.scales[None, :, u], total)
     return total

@@ -16,6 +16,9 @@ UNIT: Final = 32
 SCALE_TYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 """Of scales and minima."""
 
+UNITS_TOGETHER: Final = 8
+"""Units that have factors in common, where a scale is a byte times a factor."""
+
 
 class Offset(IntEnum):
     """What a code is counted from; the order is that of `native/decoder.h`."""
@@ -26,6 +29,15 @@ class Offset(IntEnum):
     """A zero point of each unit."""
     MINIMA = 2
     """Zero; a minimum of each unit is added to what is scaled."""
+    BYTE_MINIMA = 3
+    """The same; scale and minimum of a unit are a byte each, times a factor of eight units, the minimum's negative."""
+    BYTE_HALVES = 4
+    """The middle; halves of a unit have scales of their own, a signed byte each, times a factor of eight units."""
+
+    @property
+    def num_factors(self) -> int:
+        """Of eight units."""
+        return {Offset.BYTE_MINIMA: 2, Offset.BYTE_HALVES: 1}.get(self, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,16 +45,20 @@ class UnitForm:
     """How the units of a weight lie."""
 
     bits: int
-    """Of a code: 4 or 8."""
+    """Of a code: 4 or 8; 5 where it is counted from the middle or has a minimum; 6 with scales of halves."""
     offset: Offset
     scales: torch.dtype
-    """One of `SCALE_TYPES`."""
+    """One of `SCALE_TYPES`; float16, that of factors, where there are some."""
+    before: int = 0
+    """Units of the whole weight before the first one, modulo `UNITS_TOGETHER`; 0 without common factors."""
 
-    @property
-    def panel_unit_bytes(self) -> int:
-        """Of one unit of 32 outputs, packed."""
-        beside = {Offset.MIDDLE: 0, Offset.ZERO_POINTS: 1, Offset.MINIMA: self.scales.itemsize}[self.offset]
-        return UNIT * (UNIT * self.bits // 8 + self.scales.itemsize + beside)
+    def panel_bytes(self, num_units: int) -> int:
+        """Of so many units of 32 outputs, packed."""
+        factors = self.offset.num_factors
+        scale = 1 if factors else self.scales.itemsize
+        beside = {Offset.MIDDLE: 0, Offset.MINIMA: self.scales.itemsize}.get(self.offset, 1)
+        together = -(-(self.before + num_units) // UNITS_TOGETHER)
+        return UNIT * (num_units * (UNIT * self.bits // 8 + scale + beside) + 2 * factors * together)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +68,10 @@ class Units:
     codes: Tensor
     """[rows, inputs], uint8."""
     scales: Tensor
-    """[rows, units], of the form's type."""
+    """[rows, units], of the form's type; bytes where they are times a factor, of whole units or of first halves."""
     offsets: Tensor | None
-    """[rows, units]: zero points, uint8, or minima, of the scales' type; None where the form has neither."""
+    """[rows, units]: zero points, uint8, or minima, of the scales' type, or bytes of minima or of second halves; None
+    where codes are counted from the middle.
+    """
+    factors: Tensor | None = None
+    """[rows, eight units, factors], float16, as eight are counted in the whole weight."""

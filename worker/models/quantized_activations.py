@@ -3,6 +3,8 @@
 from enum import Enum
 from pathlib import Path
 
+import torch
+
 from holdfast.worker.config import ModelConfig
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.models.coded_bytes import CodedBytes
@@ -22,10 +24,14 @@ class Kept(Enum):
     """Codes, which become the numbers that they would be dequantized to at each product: on GPUs."""
 
 
-def kept_form(config: ModelConfig, device: str) -> Kept:
-    """It never depends on what the machine's CPU is capable of."""
+def kept_form(config: ModelConfig, device: str, dtype: torch.dtype) -> Kept:
+    """Of a model that is served in `dtype`. It never depends on what the machine's CPU is capable of. Who serves in
+    float32 asks for exact products.
+    """
     if device != "cpu":
         return Kept.CODES
+    if config.quantized_activations == "auto":
+        return Kept.NUMBERS if dtype == torch.float32 else Kept.UNITS
     return Kept.UNITS if config.quantized_activations == "int8" else Kept.NUMBERS
 
 
@@ -33,7 +39,7 @@ def coded_bytes(config: ModelConfig, folder: Path, device: str, model_type: str)
     """The memory of what stays codes on a device; None where all weights are dequantized."""
     family = FAMILIES.get(model_type)
     is_read = config.executor != "hf" and config.load_format != "dummy"
-    if kept_form(config, device) is not Kept.CODES or not is_read or family is None or family.conv is not None:
+    if device == "cpu" or not is_read or family is None or family.conv is not None:
         return None
     return CodedBytes(folder, config.quantization)
 

@@ -240,7 +240,7 @@ class Reference:
     def _linear(self, linear: Linear, x: Tensor) -> Tensor:
         x = self._round(x)
         if linear.units and self._rounded_to is not None:
-            x = rounded_in_units(x)
+            x = rounded_in_units(x, linear.passes)
         y = torch.cat([self._product(x, weight, is_rounded=bool(linear.codes)) for weight in linear.parts], -1)
         return y if linear.bias is None else y + linear.bias.to(self._dtype)
 
@@ -296,12 +296,14 @@ def _scores_for_choice(experts: Experts, scores: Tensor) -> Tensor:
     return masked
 
 
-def rounded_in_units(x: Tensor) -> Tensor:
-    """x [..., inputs] as whole numbers of 8 bits times the scale of their unit, which products with units take."""
-    units = x.view(*x.shape[:-1], -1, UNIT)
+def rounded_in_units(x: Tensor, passes: int = 1) -> Tensor:
+    """x [..., inputs] as whole numbers of 8 bits times the scale of their unit, which products with units take; with
+    two passes and what that leaves, likewise.
+    """
+    units = x.view(*x.shape[:-1], x.shape[-1] // UNIT, UNIT)
     scale = units.abs().amax(-1, keepdim=True).clamp_min(2.0**-100) / 127
-    rounded: Tensor = (units / scale).round() * scale
-    return rounded.view(x.shape)
+    rounded: Tensor = ((units / scale).round() * scale).view(x.shape)
+    return rounded if passes == 1 else rounded + rounded_in_units(x - rounded, passes - 1)
 
 
 def rotated(x: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def read_stated(
             check_heads(stated, group.size)
         dtype = serving_dtype(config, stated)
         tensors = stored_tensors(config, stated, folder, FAMILIES[stated.model_type])
-        return stated_layout(stated, tensors, group, dtype, kept_form(config, device.type)), facts
+        return stated_layout(stated, tensors, group, dtype, kept_form(config, device.type, dtype)), facts
     except (NotStated, ConfigurationError, UnsupportedModelError) as reason:
         return str(reason)
 

@@ -112,7 +112,8 @@ class MlpBuilder:
         transposed = moe.clamped or is_set(moe.transposed, self._config)
         up = self._stack(f"{prefix}gate_up_proj", (count, 2 * inner, hidden), transposed=transposed)
         if up is None:
-            return tuple(self._mlp(f"{prefix}{number}.", inner, moe.parts, may_stay=False) for number in range(count))
+            stay = self._share.keeps_units
+            return tuple(self._mlp(f"{prefix}{number}.", inner, moe.parts, may_stay=stay) for number in range(count))
         down = self._stack(f"{prefix}down_proj", (count, hidden, inner), transposed=transposed)
         if down is None:
             raise NotStated(f"the tensor {prefix}down_proj is missing")

@@ -15,7 +15,10 @@ from tests.fake_group import run_ranks
 
 
 def stated(folder: Path, group: TensorParallelGroup | None = None, dtype: str = "auto", **settings: Any) -> Any:
-    """One rank's share of what a folder is read as. Fails with the reason where it is not stated."""
+    """One rank's share of what a folder is read as, dequantized unless the settings say otherwise. Fails with the
+    reason where it is not stated.
+    """
+    settings = {"quantized_activations": "bfloat16", **settings}
     read = read_stated(ModelConfig(model=str(folder), dtype=dtype, **settings), folder, group or SingleRank())
     assert not isinstance(read, str), read
     layout, _ = read

@@ -37,8 +37,9 @@ SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
 def layout_in(
     folder: Path, group: TensorParallelGroup, quantization: Any = None, device: str = "cuda"
 ) -> DecoderLayout:
-    """As it is read for a device, in main memory."""
-    config = ModelConfig(model=str(folder), dtype="bfloat16", quantization=quantization)
+    """As it is read for a device, in main memory; on a CPU dequantized."""
+    settings: dict[str, Any] = {"dtype": "bfloat16", "quantization": quantization}
+    config = ModelConfig(model=str(folder), quantized_activations="bfloat16", **settings)
     read = read_stated(config, folder, group, torch.device(device))
     assert not isinstance(read, str), read
     return read[0]

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,12 +14,11 @@ from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.tile_memory import linears
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.stored_matrix import StoredMatrix
-from holdfast.worker.executors.units import Offset
 from holdfast.worker.models.gguf.folder import hf_folder
 from holdfast.worker.models.native_backend import NativeBackend, make_backend
 from holdfast.worker.models.quantized_activations import Kept, check_quantized_activations, kept_form
 from tests.fake_group import run_ranks
-from tests.reference.unit_products import UNIT, UnitWeight
+from tests.worker.executors.cpu.unit_weights import weight_of_units
 from tests.worker.executors.models import prepared
 from tests.worker.executors.rank_scenarios import BLOCK_SIZE, MAX_LEN, NUM_BLOCKS, all_best, all_bits
 from tests.worker.models.gguf.files import write_model
@@ -29,6 +27,9 @@ from tests.worker.models.quantization.folders import write
 
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
 """Every slice of a sum has whole units."""
+
+WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
+"""The same, of blocks of 256."""
 
 THREE_HEADS = {
     "hidden_size": 96,
@@ -70,18 +71,8 @@ def bits_of(folder: Path, group: TensorParallelGroup) -> tuple[str, list[list[in
 
 
 def numbers_of_units(stored: StoredMatrix) -> torch.Tensor:
-    first, last = stored.rows
-    form, units = stored.unit_form, stored.units(first, last)
-    assert form is not None
-    offsets = None if units.offsets is None else units.offsets.float().numpy()
-    weight = UnitWeight(
-        bits=form.bits,
-        codes=units.codes.numpy().astype(np.int64).reshape(last - first, -1, UNIT),
-        scales=units.scales.float().numpy(),
-        zeros=offsets.astype(np.int64) if offsets is not None and form.offset is Offset.ZERO_POINTS else None,
-        minima=offsets if form.offset is Offset.MINIMA else None,
-    )
-    return torch.from_numpy(weight.numbers())
+    assert stored.unit_form is not None
+    return torch.from_numpy(weight_of_units(stored.unit_form, stored.units(*stored.rows)).numbers())
 
 
 def unit_faults(layout: DecoderLayout) -> list[str]:
@@ -106,6 +97,14 @@ IN_UNITS = {
     **dict.fromkeys(("fp8 tensor",), False),
 }
 """Layouts of folders: whether their linears lie in units. Orders of activations and floating-point codes do not."""
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+def test_units_of_blocks_that_ranks_cut_are_their_numbers(tmp_path, kind):
+    folder = gguf_model(tmp_path, kind, num_hidden_layers=1, **WIDE)
+    for layout in run_ranks(4, lambda group: layout_in_units(folder, group)):
+        assert all(linear.units for linear in linears(layout))
+        assert unit_faults(layout) == []
 
 
 @pytest.mark.parametrize("layout", IN_UNITS)
@@ -136,13 +135,16 @@ def test_what_does_not_lie_in_whole_units_is_dequantized(tmp_path):
         ("llama", "Q4_1", {"tie_word_embeddings": True}),
         ("qwen2", "Q4_0", {"tie_word_embeddings": False}),
         ("qwen3", "Q8_0", {}),
+        ("llama", "Q4_K", {**WIDE, "tie_word_embeddings": True}),
+        ("qwen2", "Q5_K", WIDE),
+        ("llama", "Q6_K", {**WIDE, "tie_word_embeddings": True}),
     ],
 )
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_have_the_bits_of_one(tmp_path, family, kind, changes, size):
     folder = gguf_model(tmp_path, kind, family, **changes)
     whole = bits_of(folder, SingleRank())
-    assert whole[2] == "native-2+int8-units-1"
+    assert whole[2] == "native-2+int8-units-2"
     assert run_ranks(size, lambda group: bits_of(folder, group)) == [whole] * size
 
 
@@ -152,9 +154,23 @@ def test_unequal_ranks_have_the_bits_of_one(tmp_path):
     assert [run_ranks(size, lambda group: bits_of(folder, group)) for size in (2, 3)] == [[whole] * 2, [whole] * 3]
 
 
-@pytest.mark.parametrize("layout", ["awq", "ct w8a8", "ct w4a16 asym"])
-def test_folders_run_on_ranks(tmp_path, layout):
-    folder = write("llama", tmp_path, layout, **SIZES).folder
+MIXTURE = {**SIZES, "moe_intermediate_size": 256}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "sizes"),
+    [
+        *(("llama", layout, SIZES) for layout in ("awq", "ct w8a8", "ct w4a16 asym")),
+        ("mixtral", "awq", SIZES),
+        ("qwen3_moe", "ct w4a16 asym", MIXTURE),
+    ],
+)
+def test_folders_run_on_ranks(tmp_path, family, layout, sizes):
+    folder = write(family, tmp_path, layout, **sizes).folder
+    found = layout_in_units(folder, SingleRank())
+    assert unit_faults(found) == []
+    mlps = [mlp for layer in found.layers for mlp in getattr(layer.mlp, "experts", (layer.mlp,))]
+    assert all(part.units for mlp in mlps for part in (mlp.up, mlp.down))
     whole = bits_of(folder, SingleRank())
     assert run_ranks(2, lambda group: bits_of(folder, group)) == [whole] * 2
 
@@ -186,13 +202,14 @@ def test_an_executor_that_packs_other_units_is_not_used(
 
 
 def test_what_quantized_weights_stay():
-    def kept(device: str = "cpu", **settings: Any) -> Kept:
-        return kept_form(ModelConfig(**settings), device)
+    def kept(device: str = "cpu", setting: str = "auto", dtype: torch.dtype = torch.bfloat16) -> Kept:
+        return kept_form(ModelConfig(quantized_activations=setting), device, dtype)
 
-    assert kept(quantized_activations="int8") is Kept.UNITS
-    assert kept(quantized_activations="int8", dtype="float32") is Kept.UNITS
-    assert kept() is Kept.NUMBERS
-    assert kept(quantized_activations="bfloat16") is Kept.NUMBERS
+    assert kept() is Kept.UNITS
+    assert kept(dtype=torch.float16) is Kept.UNITS
+    assert kept(dtype=torch.float32) is Kept.NUMBERS
+    assert kept(setting="int8", dtype=torch.float32) is Kept.UNITS
+    assert kept(setting="bfloat16") is Kept.NUMBERS
     assert kept("cuda") is Kept.CODES
 
 

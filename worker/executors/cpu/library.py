@@ -139,7 +139,7 @@ def _declared(library: CDLL) -> CDLL:
     _declare(
         library,
         "native_pack_units",
-        *(c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_long, c_int, POINTER(NativeUnits), c_void_p),
+        *(c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_long, c_int, POINTER(NativeUnits), c_void_p),
     )
     _declare(library, "native_compact_bytes", c_long, c_int)
     _declare(library, "native_compact", c_int, c_void_p, c_void_p, c_long, c_int, c_void_p)

@@ -288,7 +288,8 @@ class PackedModel:
         k_tiles = slices * slice_tiles
         if linear.units:
             spent = self._spent is not None
-            packed = pack_units(linear.units, rows, self._arena, self._library, self._pool, uses_up=spent)
+            memory_of = self._arena, self._library, self._pool
+            packed = pack_units(linear.units, rows, *memory_of, passes=linear.passes, uses_up=spent)
             return self._described(linear, rows, slices, slice_tiles, packed)
         memory = self._memory(TileShape(len(rows), k_tiles * TILE * self._itemsize, k_tiles))
         if self._arena.is_packed:

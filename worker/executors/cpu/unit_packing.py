@@ -35,10 +35,18 @@ class PackedUnits:
 
 
 def pack_units(
-    weights: Sequence[StoredMatrix], rows: IntArray, arena: Arena, library: CDLL, pool: int, *, uses_up: bool
+    weights: Sequence[StoredMatrix],
+    rows: IntArray,
+    arena: Arena,
+    library: CDLL,
+    pool: int,
+    *,
+    passes: int = 1,
+    uses_up: bool,
 ) -> PackedUnits:
-    """Packs weights of one form, stacked along the outputs, on a pool's threads. `uses_up`: nobody reads them again.
-    Raises `NotFiniteError` for scales or minima with a NaN or an infinity.
+    """Packs weights of one form, stacked along the outputs, on a pool's threads. `passes`: how often their inputs are
+    quantized. `uses_up`: nobody reads them again. Raises `NotFiniteError` for scales or minima with a NaN or an
+    infinity.
 
     `rows`, of which there are a multiple of 32, says which output each packed one is; -1: zeros.
     """
@@ -46,13 +54,14 @@ def pack_units(
     assert form is not None, "they lie in units"
     assert all(weight.unit_form == form for weight in weights), "they have one form"
     num_units = weights[0].shape[1] // UNIT
-    panel_bytes = num_units * form.panel_unit_bytes
-    native = NativeUnits(bits=form.bits, offset=form.offset.value, scales=SCALE_TYPES.index(form.scales))
+    panel_bytes = form.panel_bytes(num_units)
+    scales = SCALE_TYPES.index(form.scales)
+    native = NativeUnits(bits=form.bits, offset=form.offset.value, scales=scales, before=form.before, passes=passes)
     packed = PackedUnits(address=arena.take(len(rows) // UNIT * panel_bytes), panel_bytes=panel_bytes, form=native)
     if not arena.is_packed:
         step = max(1, PIECE_CODES // (num_units * UNIT * UNIT)) * UNIT
         for first in range(0, len(rows), step):
-            piece = _Piece(weights, rows[first : first + step], has_offsets=form.offset is not Offset.MIDDLE)
+            piece = _Piece(weights, rows[first : first + step], form.offset)
             out = packed.address + first // UNIT * panel_bytes
             outcome = library.native_pack_units(pool, *piece.addresses, len(piece.codes), num_units, byref(native), out)
             if outcome:
@@ -65,10 +74,10 @@ def pack_units(
 class _Piece:
     """Where the parts of some packed rows lie: addresses [rows], 0 for rows of zeros. They live as long as this."""
 
-    def __init__(self, weights: Sequence[StoredMatrix], rows: IntArray, *, has_offsets: bool) -> None:
+    def __init__(self, weights: Sequence[StoredMatrix], rows: IntArray, offset: Offset) -> None:
         self.codes = np.zeros(len(rows), dtype=np.uint64)
-        self.scales, self.offsets = np.zeros_like(self.codes), np.zeros_like(self.codes)
-        self._has_offsets = has_offsets
+        self.scales, self.offsets, self.factors = (np.zeros_like(self.codes) for _ in range(3))
+        self._offset = offset
         self._kept: list[object] = []
         first = 0
         for weight in weights:
@@ -78,10 +87,11 @@ class _Piece:
             first += len(weight)
 
     @property
-    def addresses(self) -> tuple[int, int, int | None]:
-        """Of the three arrays."""
-        offsets = array_address(self.offsets) if self._has_offsets else None
-        return array_address(self.codes), array_address(self.scales), offsets
+    def addresses(self) -> tuple[int, int, int | None, int | None]:
+        """Of the four arrays."""
+        offsets = None if self._offset is Offset.MIDDLE else array_address(self.offsets)
+        factors = array_address(self.factors) if self._offset.num_factors else None
+        return array_address(self.codes), array_address(self.scales), offsets, factors
 
     def _read(self, weight: StoredMatrix, own: IntArray, places: IntArray) -> None:
         """Rows of a weight, and where in the piece they are: runs of rows that follow one another are read at once."""
@@ -99,11 +109,14 @@ class _Piece:
             if units.offsets is not None:
                 check_finite(units.offsets)
                 self.offsets[run] = _row_addresses(units.offsets)
+            if units.factors is not None:
+                check_finite(units.factors)
+                self.factors[run] = _row_addresses(units.factors)
             self._kept.append(units)
             start = end
 
 
 def _row_addresses(tensor: Tensor) -> IntArray:
     """Of a tensor whose rows lie in one piece each."""
-    assert tensor.stride(-1) == 1 or tensor.shape[-1] == 1, "a row lies in one piece"
+    assert tensor[0].is_contiguous(), "a row lies in one piece"
     return tensor.data_ptr() + np.arange(len(tensor), dtype=np.int64) * tensor.stride(0) * tensor.itemsize

@@ -6,7 +6,7 @@ with the roundings of the `gguf` package: each operation by itself.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from holdfast.worker.executors.coded import CodedRows, CodeForm, CodeKind
 from holdfast.worker.executors.mapped_files import storage_of_file, tensor_in_file
 from holdfast.worker.executors.stored_matrix import StoredMatrix
-from holdfast.worker.executors.units import UNIT, Offset, UnitForm, Units
+from holdfast.worker.executors.units import UNIT, UNITS_TOGETHER, Offset, UnitForm, Units
 from holdfast.worker.models.gguf.block_names import BLOCKS
 from holdfast.worker.models.gguf.folder import IndexedTensor, read_index
 
@@ -74,18 +74,19 @@ def _q5_1(blocks: Tensor) -> Tensor:
 
 
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima [n, 8, 1] of eight groups of 32, out of 12 bytes: of the first four groups the low six bits of
-    the first eight bytes; of the others four bits in the last four bytes, and the two left over in the first eight.
+    """Scales and minima [n, 8], uint8, of eight groups of 32, out of 12 bytes: of the first four groups the low six
+    bits of the first eight bytes; of the others four bits in the last four bytes, and the two left over in the first
+    eight.
     """
     a, b, c = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((a & 63, (c & 15) | ((a >> 6) << 4)), 1)
     minima = torch.cat((b & 63, (c >> 4) | ((b >> 6) << 4)), 1)
-    return scales.float()[..., None], minima.float()[..., None]
+    return scales, minima
 
 
 def _of_groups(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and minima [n, 8, 1] of blocks that begin with those of all, and six bits of each for each group."""
-    scales, minima = _six_bits(blocks[:, 4:16])
+    scales, minima = (part.float()[..., None] for part in _six_bits(blocks[:, 4:16]))
     return scales * _scale(blocks, 0)[..., None], minima * _scale(blocks, 2)[..., None]
 
 
@@ -143,32 +144,46 @@ K_FORMS: Final = {
 """Types whose groups are smaller than their blocks: how their codes lie, and the numbers of a group."""
 
 
-def units_of(kind: str, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Blocks of a type of `UNIT_FORMS` -> codes [n, 32], uint8, counted as its form says, and scales and minima [n],
-    float16.
-    """
-    codes = _UNIT_CODES[kind](blocks)
-    scales = blocks[:, :2].contiguous().view(torch.float16)[:, 0]
-    if UNIT_FORMS[kind].offset is not Offset.MINIMA:
-        return codes, scales, None
-    return codes, scales, blocks[:, 2:4].contiguous().view(torch.float16)[:, 0]
+def units_of(kind: str, blocks: Tensor) -> Units:
+    """Blocks of a type of `UNIT_FORMS` [n, bytes of a block], uint8, as units: each a row."""
+    form, codes = UNIT_FORMS[kind], _UNIT_CODES[kind](blocks)
+    if form.offset is Offset.BYTE_MINIMA:
+        of_units = _six_bits(blocks[:, 4:16])
+        return Units(codes=codes, scales=of_units[0], offsets=of_units[1], factors=_halves(blocks, 0, 4)[:, None])
+    if form.offset is Offset.BYTE_HALVES:
+        scales, factors = blocks[:, 192:208].view(torch.int8), _halves(blocks, 208, 210)[:, None]
+        first, second = scales[:, ::2].contiguous(), scales[:, 1::2].contiguous()
+        return Units(codes=codes, scales=first, offsets=second, factors=factors)
+    minima = _halves(blocks, 2, 4) if form.offset is Offset.MINIMA else None
+    return Units(codes=codes, scales=_halves(blocks, 0, 2), offsets=minima)
+
+
+def _halves(blocks: Tensor, first: int, last: int) -> Tensor:
+    """The float16 in some bytes of each block."""
+    return blocks[:, first:last].contiguous().view(torch.float16)
 
 
 UNIT_FORMS: Final = {
     "Q8_0": UnitForm(bits=8, offset=Offset.MIDDLE, scales=torch.float16),
     "Q4_0": UnitForm(bits=4, offset=Offset.MIDDLE, scales=torch.float16),
     "Q4_1": UnitForm(bits=4, offset=Offset.MINIMA, scales=torch.float16),
-    "Q5_0": UnitForm(bits=8, offset=Offset.MIDDLE, scales=torch.float16),
-    "Q5_1": UnitForm(bits=8, offset=Offset.MINIMA, scales=torch.float16),
+    "Q5_0": UnitForm(bits=5, offset=Offset.MIDDLE, scales=torch.float16),
+    "Q5_1": UnitForm(bits=5, offset=Offset.MINIMA, scales=torch.float16),
+    "Q4_K": UnitForm(bits=4, offset=Offset.BYTE_MINIMA, scales=torch.float16),
+    "Q5_K": UnitForm(bits=5, offset=Offset.BYTE_MINIMA, scales=torch.float16),
+    "Q6_K": UnitForm(bits=6, offset=Offset.BYTE_HALVES, scales=torch.float16),
 }
-"""Types whose blocks are units."""
+"""Types whose blocks are a unit, or eight."""
 
 _UNIT_CODES: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "Q8_0": lambda blocks: blocks[:, 2:] ^ 128,
     "Q4_0": lambda blocks: _codes(blocks, 2),
     "Q4_1": lambda blocks: _codes(blocks, 4),
-    "Q5_0": lambda blocks: (_codes(blocks, 6) | _fifth_bits(blocks, 2)) + (128 - 16),
+    "Q5_0": lambda blocks: _codes(blocks, 6) | _fifth_bits(blocks, 2),
     "Q5_1": lambda blocks: _codes(blocks, 8) | _fifth_bits(blocks, 4),
+    "Q4_K": lambda blocks: _codes_of_q4_k(blocks).flatten(1),
+    "Q5_K": lambda blocks: _codes_of_q5_k(blocks).flatten(1),
+    "Q6_K": lambda blocks: _codes_of_q6_k(blocks).flatten(1),
 }
 
 _FORMULAS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
@@ -214,18 +229,23 @@ class GgufWeight(StoredMatrix):
     @property
     def unit_form(self) -> UnitForm | None:
         is_cut_within = any(column % UNIT for column in self.columns)
-        return None if is_cut_within or self.plus or self.is_vector else UNIT_FORMS.get(self.kind)
+        form = None if is_cut_within or self.plus or self.is_vector else UNIT_FORMS.get(self.kind)
+        if form is None or not form.offset.num_factors:
+            return form
+        return replace(form, before=self.columns[0] // UNIT % UNITS_TOGETHER)
 
     def units(self, first: int, last: int) -> Units:
-        num_bytes = BLOCKS[self.kind][1]
-        start, end = (column // UNIT * num_bytes for column in self.columns)
-        blocks = self._stored(first, last)[:, start:end].reshape(-1, num_bytes)
-        codes, scales, minima = units_of(self.kind, blocks)
-        shape = last - first, -1
+        values, num_bytes = BLOCKS[self.kind]
+        start, end = self.columns
+        block, blocks_end = start // values, -(-end // values)
+        blocks = self._stored(first, last)[:, block * num_bytes : blocks_end * num_bytes].reshape(-1, num_bytes)
+        found = units_of(self.kind, blocks)
+        units = slice((start - block * values) // UNIT, (end - block * values) // UNIT)
         return Units(
-            codes=codes.view(shape),
-            scales=scales.view(shape),
-            offsets=None if minima is None else minima.view(shape),
+            codes=found.codes.view(last - first, -1)[:, units.start * UNIT : units.stop * UNIT],
+            scales=found.scales.reshape(last - first, -1)[:, units],
+            offsets=None if found.offsets is None else found.offsets.reshape(last - first, -1)[:, units],
+            factors=None if found.factors is None else found.factors.view(last - first, -1, found.factors.shape[-1]),
         )
 
     @property
@@ -265,8 +285,10 @@ class GgufWeight(StoredMatrix):
     def coded(self, first: int, last: int) -> CodedRows:
         if self.kind in K_FORMS:
             return self._coded_in_blocks(first, last)
-        units = self.units(first, last)
-        return CodedRows(codes=units.codes, scales=units.scales, offsets=units.offsets)
+        units, form = self.units(first, last), self.unit_form
+        is_of_five = form is not None and form.bits == 5 and form.offset is Offset.MIDDLE
+        codes = units.codes + (128 - 16) if is_of_five else units.codes
+        return CodedRows(codes=codes, scales=units.scales, offsets=units.offsets)
 
     def _stored(self, first: int, last: int) -> Tensor:
         return self.stored[first:last] if self.order is None else self.stored[self.order[first:last]]

@@ -33,7 +33,8 @@ def test_linears_with_biases_and_tied_tables(tmp_path, layout):
     [("mixtral", "gptq act-order"), ("mixtral", "awq"), ("qwen3_moe", "ct w4a16 asym"), ("qwen3_moe", "fp8 block")],
 )
 def test_experts(tmp_path, family, layout):
-    written = write(family, tmp_path, layout, moe_intermediate_size=64, intermediate_size=64)
+    of_experts = "intermediate_size" if family == "mixtral" else "moe_intermediate_size"
+    written = write(family, tmp_path, layout, **{of_experts: 64})
     assert [differences_on(written, size) for size in (1, 2)] == [[], []]
 
 

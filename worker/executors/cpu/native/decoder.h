@@ -10,10 +10,11 @@ enum KeptAs { KEPT_AS_MODEL, KEPT_AS_INT8 };  // keys and values: in the model's
 extern "C" {
 
 // What the units of a quantized weight have beside codes and scales, and the type of the scales (`units.h`).
-enum NativeOffset { HF_MIDDLE, HF_ZERO_POINTS, HF_MINIMA };
+enum NativeOffset { HF_MIDDLE, HF_ZERO_POINTS, HF_MINIMA, HF_BYTE_MINIMA, HF_BYTE_HALVES };
 enum NativeScales { HF_HALF_SCALES, HF_BFLOAT_SCALES, HF_FLOAT_SCALES };
 struct NativeUnits {
-  int bits, offset, scales;  // bits of a code, 4 or 8; 0: there are no units
+  int bits, offset, scales;  // bits of a code, 4, 5, 6 or 8; 0: there are no units
+  int before, passes;        // see `UnitForm`
 };
 
 struct NativeLinear {

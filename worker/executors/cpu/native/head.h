@@ -11,7 +11,7 @@ template <class W> const W* row_of_units(const Packed<W>& w, int row, W* out) {
   const UnitPanel panel = w.unit_panel(row / UNIT_OUTPUTS, 0, w.k_tiles());
   for (int u = 0; u < panel.count; u++) {
     for (int k = 0; k < UNIT; k++)
-      numbers[k] = number_of_unit(w.units, panel.first + (long)u * w.units.unit_bytes(), k, row % UNIT_OUTPUTS);
+      numbers[k] = number_of_unit(panel, u, k, row % UNIT_OUTPUTS);
     for (int k = 0; k < UNIT; k += 16) store(out + u * UNIT + k, load(numbers + k));
   }
   return out;

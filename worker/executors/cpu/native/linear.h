@@ -37,7 +37,8 @@ template <class W> struct Packed {
   const W* group(int g) const { return tiles + (long)g * k_tiles() * 4 * TILE; }
   CompactPanel panel(int i) const { return {(const char*)tiles + i * panel_bytes, k_tiles() * 2}; }
   UnitPanel unit_panel(int i, int first, int count) const {
-    return {(const uint8_t*)tiles + i * panel_bytes + (long)first * units.unit_bytes(), count, units, UNITS_AHEAD_BYTES};
+    const uint8_t *panel = (const uint8_t*)tiles + i * panel_bytes, *factors = panel + (long)k_tiles() * units.unit_bytes();
+    return {panel + (long)first * units.unit_bytes(), count, units, UNITS_AHEAD_BYTES, factors, units.before + first};
   }
 };
 
@@ -146,7 +147,7 @@ template <class W> struct InputRows {
   int count;
   const Factor* factors;  // the same; null where tiles are used
   long factor_stride;
-  const RowUnit* units;  // the same, of a weight in units; there are no factors then
+  const RowUnit* units;  // the same, of a weight in units, for each pass; there are no factors then
 };
 
 // One row streams faster by FMA, from two on tiles do: the bits are the same.
@@ -160,9 +161,11 @@ template <class W> HF_INLINE bool uses_tiles(int count) {
 
 template <class W> void unit_rows_of(Scratch& scratch, const Packed<W>& w, InputRows<W>& input, long call) {
   const bool is_there = call && scratch.call == call && scratch.rows == input.rows;
-  RowUnit* units = (RowUnit*)scratch.factors_of((long)w.k_tiles() * input.count * sizeof(RowUnit));
+  const long k_tiles = w.k_tiles(), all = k_tiles * input.count;
+  RowUnit* units = (RowUnit*)scratch.factors_of(all * w.units.passes * sizeof(RowUnit));
   for (int r = is_there ? input.count : 0; r < input.count; r++)
-    quantize_row(input.rows + r * input.stride, w.k_tiles(), w.units.bits, units + (long)r * w.k_tiles());
+    quantize_row(input.rows + r * input.stride, k_tiles, w.units.bits, units + r * k_tiles,
+                 w.units.passes == 2 ? units + all + r * k_tiles : nullptr);
   input.units = units, scratch.call = call, scratch.rows = input.rows;
 }
 
@@ -236,16 +239,25 @@ void compact_product(Scratch& scratch, const Packed<Bf16>& w, int group, const I
   }
 }
 
+HF_INLINE void add_to(float* sums, const float* others, int count) {
+  for (int i = 0; i < count; i += 16) store(sums + i, load(sums + i) + load(others + i));
+}
+
+// `sums` has room for the rows of each pass.
+template <class W>
+void slice_of_units(const Packed<W>& w, int group, const RowUnit* rows, int count, int first, float* sums) {
+  const int passes = w.units.passes;
+  for (int half = 0; half < 2; half++)
+    unit_products(rows, w.k_tiles(), count * passes, w.unit_panel(2 * group + half, first, w.slice_tiles),
+                  sums + half * PANEL, GROUP);
+  if (passes == 2) add_to(sums, sums + (long)count * GROUP, count * GROUP);
+}
+
 template <class W>
 void slice_product(Scratch& scratch, const Packed<W>& w, int group, const InputRows<W>& in, int slice, float* sums,
                    int next_group = -1) {
   int first = slice * w.slice_tiles, end = first + w.slice_tiles;
-  if (w.units.is_there()) {
-    for (int half = 0; half < 2; half++)
-      unit_products(in.units + first, w.k_tiles(), in.count, w.unit_panel(2 * group + half, first, w.slice_tiles),
-                    sums + half * PANEL, GROUP);
-    return;
-  }
+  if (w.units.is_there()) return slice_of_units(w, group, in.units + first, in.count, first, sums);
   if constexpr (std::is_same<W, Bf16>::value)
     if (w.panel_bytes)
       return compact_product<typename InputRows<W>::Factor>(scratch, w, group, in, first, end, sums, next_group);
@@ -261,10 +273,6 @@ void slice_product(Scratch& scratch, const Packed<W>& w, int group, const InputR
   typedef typename InputRows<W>::Factor Factor;
   fma_rows<Factor, W>(in.factors, in.factor_stride, in.count, w.group(group), w.k_tiles(), first, end, sums,
                       scratch.widened, after);
-}
-
-HF_INLINE void add_to(float* sums, const float* others, int count) {
-  for (int i = 0; i < count; i += 16) store(sums + i, load(sums + i) + load(others + i));
 }
 
 // sums [count][64]: all slices, added as a binary tree over their numbers. `next_group`: which this thread likely takes

@@ -7,38 +7,60 @@
 
 namespace {
 
-enum { UNIT = 32, OUTPUTS = 32, LINE = 64 };
+enum { UNIT = 32, OUTPUTS = 32, LINE = 64, UNITS_TOGETHER = 8 };
 
 struct UnitSource {
   const uint8_t* const* codes;  // [outputs]: where each row's codes begin, a byte each, or null for a row of zeros
   const char* const* scales;    // [outputs]: likewise its units' scales
-  const char* const* offsets;   // [outputs]: likewise their minima or zero points, if there are any
+  const char* const* offsets;   // [outputs]: likewise their minima, zero points, or second scales, if there are any
+  const char* const* factors;   // [outputs]: likewise the factors of eight units each, if there are any
   NativeUnits form;
   int units;  // of a row
-  int scale_bytes, offset_bytes;  // of one output's unit
+  int scale_bytes, offset_bytes, num_factors;  // of one output's unit; of eight of them
+  int lines() const { return form.bits; }      // of a unit of 16 outputs
+  long unit_bytes() const { return OUTPUTS * (UNIT * form.bits / 8 + scale_bytes + offset_bytes); }
+  int together() const { return (form.before + units + UNITS_TOGETHER - 1) / UNITS_TOGETHER; }
+  long panel_bytes() const { return unit_bytes() * units + (num_factors ? (long)together() * num_factors * OUTPUTS * 2 : 0); }
 };
 
-// Four codes of a row, as they lie in a line.
-uint32_t four_codes(const UnitSource& s, const uint8_t* codes, int line) {
-  uint32_t low, high;
-  memcpy(&low, codes + 4 * line, 4);
-  if (s.form.bits == 8) return low;
-  memcpy(&high, codes + 16 + 4 * line, 4);
-  return low | high << 4;
+uint32_t word_of(const uint8_t* codes) {
+  uint32_t word;
+  memcpy(&word, codes, 4);
+  return word;
+}
+
+// Four codes of a row, as they lie in line `i`.
+uint32_t four_codes(int bits, const uint8_t* codes, int i) {
+  const uint32_t LOWER = 0x0f0f0f0f;
+  if (bits == 8) return word_of(codes + 4 * i);
+  if (i < 4) return (word_of(codes + 4 * i) & LOWER) | (word_of(codes + 16 + 4 * i) & LOWER) << 4;
+  const int more = bits - 4, per_half = 4 / more;  // bits above the fourth; groups of four codes in half a byte
+  uint32_t line = 0;
+  for (int at = 0; at < 2 * per_half; at++) {
+    const int place = (i - 4) * 2 * per_half + at, shift = at < per_half ? 4 + at * more : (at - per_half) * more;
+    line |= (word_of(codes + place % 2 * 16 + place / 2 * 4) >> 4 & LOWER) << shift;
+  }
+  return line;
 }
 
 // Unit `u` of output `n`, as output `place` of its panel.
 void pack_unit(const UnitSource& s, long n, int place, int u, char* out) {
-  const int lines = s.form.bits == 8 ? 8 : 4;
+  const int lines = s.lines();
   char* codes = out + place / 16 * lines * LINE + place % 16 * 4;
   for (int i = 0; i < lines; i++) {
-    const uint32_t four = four_codes(s, s.codes[n] + (long)u * UNIT, i);
+    const uint32_t four = four_codes(s.form.bits, s.codes[n] + (long)u * UNIT, i);
     memcpy(codes + i * LINE, &four, 4);
   }
   char *scales = out + 2 * lines * LINE, *offsets = scales + OUTPUTS * s.scale_bytes;
   memcpy(scales + place * s.scale_bytes, s.scales[n] + (long)u * s.scale_bytes, s.scale_bytes);
   if (s.offset_bytes)
     memcpy(offsets + place * s.offset_bytes, s.offsets[n] + (long)u * s.offset_bytes, s.offset_bytes);
+}
+
+// The factors of output `n`, as output `place` of its panel: float16, of eight units one after the other.
+void pack_factors(const UnitSource& s, long n, int place, char* out) {
+  for (int i = 0; i < s.together() * s.num_factors; i++)
+    memcpy(out + (i * OUTPUTS + place) * 2, s.factors[n] + i * 2, 2);
 }
 
 struct UnitJob {
@@ -50,13 +72,14 @@ struct UnitJob {
 void pack_all_units(const void* argument, holdfast::Run& run) {
   const UnitJob job = *(const UnitJob*)argument;
   const UnitSource& s = job.source;
-  const long unit_bytes = OUTPUTS * (UNIT * s.form.bits / 8 + s.scale_bytes + s.offset_bytes);
+  const long unit_bytes = s.unit_bytes();
   holdfast::tasks(run, (int)job.panels, [&](int panel) {
-    char* out = job.out + panel * s.units * unit_bytes;
-    memset(out, 0, s.units * unit_bytes);
+    char* out = job.out + panel * s.panel_bytes();
+    memset(out, 0, s.panel_bytes());
     for (int place = 0; place < OUTPUTS; place++) {
       const long n = panel * (long)OUTPUTS + place;
       for (int u = 0; s.codes[n] && u < s.units; u++) pack_unit(s, n, place, u, out + u * unit_bytes);
+      if (s.codes[n] && s.num_factors) pack_factors(s, n, place, out + s.units * unit_bytes);
     }
   });
 }
@@ -64,9 +87,12 @@ void pack_all_units(const void* argument, holdfast::Run& run) {
 }  // namespace
 
 extern "C" int native_pack_units(holdfast::Pool* pool, const uint8_t* const* codes, const char* const* scales,
-                                 const char* const* offsets, long outputs, int units, const NativeUnits* form, char* out) {
-  const int scale_bytes = form->scales == HF_FLOAT_SCALES ? 4 : 2;
-  const int offset_bytes = form->offset == HF_MINIMA ? scale_bytes : form->offset == HF_ZERO_POINTS ? 1 : 0;
-  UnitJob job = {{codes, scales, offsets, *form, units, scale_bytes, offset_bytes}, outputs / OUTPUTS, out};
+                                 const char* const* offsets, const char* const* factors, long outputs, int units,
+                                 const NativeUnits* form, char* out) {
+  const bool are_bytes = form->offset == HF_BYTE_MINIMA || form->offset == HF_BYTE_HALVES;
+  const int scale_bytes = are_bytes ? 1 : form->scales == HF_FLOAT_SCALES ? 4 : 2;
+  const int offset_bytes = form->offset == HF_MINIMA ? scale_bytes : form->offset == HF_MIDDLE ? 0 : 1;
+  const int num_factors = form->offset == HF_BYTE_MINIMA ? 2 : form->offset == HF_BYTE_HALVES ? 1 : 0;
+  UnitJob job = {{codes, scales, offsets, factors, *form, units, scale_bytes, offset_bytes, num_factors}, outputs / OUTPUTS, out};
   return holdfast::run(pool, pack_all_units, &job);
 }

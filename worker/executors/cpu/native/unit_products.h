@@ -10,14 +10,6 @@ namespace {
 enum { UNIT_REGISTERS = UNIT_OUTPUTS / WIDTH, UNIT_COLUMNS = 2, UNIT_ROWS = 4 };  // of a block of many rows: registers, rows
 const int UNITS_AHEAD_BYTES = 3072;
 
-// Some units of a panel.
-struct UnitPanel {
-  const uint8_t* first;
-  int count;
-  UnitForm form;
-  int ahead;  // bytes by which they are fetched, or 0
-};
-
 HF_INLINE Wide wide_scales(const uint8_t* p, int type, int output) {
   if (type == HF_HALF_SCALES) return wide_halves(p + 2 * output);
   return type == HF_BFLOAT_SCALES ? wide_bfloats(p + 2 * output) : wide_load((const float*)p + output);
@@ -26,21 +18,39 @@ HF_INLINE Wide wide_scales(const uint8_t* p, int type, int output) {
 // What an output's unit has beside its codes, for a register of outputs.
 template <int OFFSET> struct UnitFactors {
   Wide scale, minimum;
-  Whole zero;
-  HF_INLINE_MEMBER UnitFactors(const uint8_t* scales, const UnitForm& form, int output)
-      : scale(wide_scales(scales, form.scales, output)), minimum(), zero() {
+  Whole zero, second;  // zero points; bytes of the halves
+  HF_INLINE_MEMBER UnitFactors(const uint8_t* scales, const uint8_t* common, const UnitForm& form, int output)
+      : scale(), minimum(), zero(), second() {
     const uint8_t* offsets = scales + form.scale_bytes();
+    if (OFFSET == HF_BYTE_MINIMA) {
+      scale = wide_times(wide_halves(common + 2 * output), wide_of(widened_bytes(scales + output)));
+      minimum = wide_times(wide_halves(common + 2 * (UNIT_OUTPUTS + output)), wide_of(widened_bytes(offsets + output)));
+      minimum = wide_minus(minimum);
+      return;
+    }
+    if (OFFSET == HF_BYTE_HALVES) {
+      scale = wide_halves(common + 2 * output);
+      zero = widened_signs(scales + output), second = widened_signs(offsets + output);
+      return;
+    }
+    scale = wide_scales(scales, form.scales, output);
     if (OFFSET == HF_MINIMA) minimum = wide_scales(offsets, form.scales, output);
     if (OFFSET == HF_ZERO_POINTS) zero = widened_bytes(offsets + output);
   }
 };
 
 // A zero point is a word above which there is nothing, so that of a sum the lower word counts, which has all of it.
-template <int OFFSET>
-HF_INLINE Wide joined(Wide total, Whole products, const UnitFactors<OFFSET>& w, const RowUnit& x) {
+template <int BITS, int OFFSET>
+HF_INLINE Wide joined(Wide total, const UnitSum<BITS>& sum, const UnitFactors<OFFSET>& w, const RowUnit& x) {
+  Whole products;
+  if constexpr (OFFSET == HF_BYTE_HALVES) {
+    const Whole first = whole_minus(sum.first(), whole_all(x.first_middle_sum));
+    const Whole second = whole_minus(sum.second(), whole_all(x.middle_sum - x.first_middle_sum));
+    products = whole_plus(whole_times(first, w.zero), whole_times(second, w.second));
+  } else products = sum.total();
   if (OFFSET == HF_MIDDLE) products = whole_minus(products, whole_all(x.middle_sum));
   if (OFFSET == HF_ZERO_POINTS) products = whole_minus(products, pair_products(w.zero, whole_all(x.sum)));
-  if (OFFSET == HF_MINIMA) total = wide_fma(w.minimum, wide_all(&x.scaled_sum), total);
+  if (OFFSET == HF_MINIMA || OFFSET == HF_BYTE_MINIMA) total = wide_fma(w.minimum, wide_all(&x.scaled_sum), total);
   return wide_fma(wide_of(products), wide_times(w.scale, wide_all(&x.scale)), total);
 }
 
@@ -48,7 +58,7 @@ HF_INLINE Wide joined(Wide total, Whole products, const UnitFactors<OFFSET>& w, 
 template <int BITS, int OFFSET, int R, int C>
 __attribute__((noinline)) void unit_block(const RowUnit* rows, long stride, const UnitPanel& panel, int output, float* out,
                                           long out_stride) {
-  const int lines = BITS == 4 ? 4 : 8, half_bytes = lines * CODE_LINE, step = panel.form.unit_bytes();
+  const int lines = BITS == 8 ? 8 : 4, half_bytes = BITS * CODE_LINE, step = panel.form.unit_bytes();
   const UnitForm form = panel.form;
   const int ahead = panel.ahead;
   const uint8_t* unit = panel.first;
@@ -59,26 +69,32 @@ __attribute__((noinline)) void unit_block(const RowUnit* rows, long stride, cons
     for (int c = 0; c < C; c++) total[r][c] = wide_zero();
   for (int u = 0; u < panel.count; u++, unit += step, rows++) {
     UnitSum<BITS> sums[R][C];
+    UnitCodes<BITS> codes[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) codes[c] = UnitCodes<BITS>(unit + (output + c * WIDTH) / 16 * half_bytes + (output + c * WIDTH) % 16 * 4);
 #pragma GCC unroll 8
     for (int i = 0; i < lines; i++)
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) {
-        const int n = output + c * WIDTH;
-        const uint8_t* line = unit + n / 16 * half_bytes + i * CODE_LINE + n % 16 * 4;
-        if (c * WIDTH % 16 == 0 && ahead) _mm_prefetch((const char*)line + ahead, _MM_HINT_T0);
-        const CodeLine<BITS> codes(line);
+        if (c * WIDTH % 16 == 0 && ahead) _mm_prefetch((const char*)codes[c].first + i * CODE_LINE + ahead, _MM_HINT_T0);
+        const CodeLine<BITS> line = codes[c].line(i);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) sums[r][c].add(i, codes, rows[r * stride].q);
+        for (int r = 0; r < R; r++) sums[r][c].add(i, line, rows[r * stride].q);
       }
     const uint8_t* scales = unit + 2 * half_bytes;
+    if (ahead && BITS > 4 && BITS < 8)
+      for (int at = 4 * CODE_LINE; at < half_bytes; at += CODE_LINE) {
+        _mm_prefetch((const char*)unit + ahead + at, _MM_HINT_T0);
+        _mm_prefetch((const char*)unit + ahead + half_bytes + at, _MM_HINT_T0);
+      }
     if (ahead)
       for (int at = 0; at < step - 2 * half_bytes; at += 64) _mm_prefetch((const char*)scales + ahead + at, _MM_HINT_T0);
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) {
-      const UnitFactors<OFFSET> factors(scales, form, output + c * WIDTH);
+      const UnitFactors<OFFSET> factors(scales, panel.factors_of(u), form, output + c * WIDTH);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++)
-        total[r][c] = joined<OFFSET>(total[r][c], sums[r][c].total(), factors, rows[r * stride]);
+        total[r][c] = joined<BITS, OFFSET>(total[r][c], sums[r][c], factors, rows[r * stride]);
     }
   }
 #pragma GCC unroll 8
@@ -113,10 +129,13 @@ void unit_rows(const RowUnit* rows, long stride, int count, UnitPanel panel, flo
 // out [count][32] = rows [count], whose units are `stride` apart, times the units of a panel.
 inline void unit_products(const RowUnit* rows, long stride, int count, const UnitPanel& panel, float* out, long out_stride) {
   typedef void Product(const RowUnit*, long, int, UnitPanel, float*, long);
-  static Product* const products[2][3] = {
-      {unit_rows<4, HF_MIDDLE>, unit_rows<4, HF_ZERO_POINTS>, unit_rows<4, HF_MINIMA>},
-      {unit_rows<8, HF_MIDDLE>, unit_rows<8, HF_ZERO_POINTS>, unit_rows<8, HF_MINIMA>}};
-  products[panel.form.bits == 8][panel.form.offset](rows, stride, count, panel, out, out_stride);
+  static Product* const products[4][5] = {
+      {unit_rows<4, HF_MIDDLE>, unit_rows<4, HF_ZERO_POINTS>, unit_rows<4, HF_MINIMA>, unit_rows<4, HF_BYTE_MINIMA>, nullptr},
+      {unit_rows<5, HF_MIDDLE>, nullptr, unit_rows<5, HF_MINIMA>, unit_rows<5, HF_BYTE_MINIMA>, nullptr},
+      {nullptr, nullptr, nullptr, nullptr, unit_rows<6, HF_BYTE_HALVES>},
+      {unit_rows<8, HF_MIDDLE>, unit_rows<8, HF_ZERO_POINTS>, nullptr, nullptr, nullptr}};
+  const UnitForm& form = panel.form;
+  products[form.bits == 8 ? 3 : form.bits - 4][form.offset](rows, stride, count, panel, out, out_stride);
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 // Sums of a unit's products for a register of outputs, in whole numbers. What becomes of them does not live here.
 //
 // VPDPBUSD adds four products to a sum of 32 bits. Without it VPMADDUBSW adds two products in 16 bits, which eight of them
-// with codes of 4 bits cannot overflow (16 * 15 * 127 < 2^15): codes of 8 bits are taken as two halves, and their sums joined.
+// with codes of 4 bits cannot overflow (16 * 15 * 127 < 2^15): codes of 8 bits are taken as two halves, and their sums joined;
+// of codes of 5 bits four are added in 16 bits (8 * 31 * 127), of codes of 6 bits two (4 * 63 * 127), and then in 32.
 #pragma once
 #include "lanes.h"
 
@@ -20,7 +21,14 @@ HF_INLINE Whole pair_products(Whole a, Whole b) { return _mm512_madd_epi16(a, b)
 HF_INLINE Whole words_all(int x) { return _mm512_set1_epi16((short)x); }
 HF_INLINE Whole code_products(Whole u, Whole q) { return _mm512_maddubs_epi16(u, q); }
 HF_INLINE Whole widened_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+HF_INLINE Whole widened_signs(const uint8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+HF_INLINE Whole whole_times(Whole a, Whole b) { return _mm512_mullo_epi32(a, b); }
+HF_INLINE Whole whole_or(Whole a, Whole b) { return _mm512_or_si512(a, b); }
+HF_INLINE Whole bits_of(Whole a, int mask) { return _mm512_and_si512(a, _mm512_set1_epi8((char)mask)); }
+template <int N> HF_INLINE Whole words_right(Whole a) { return _mm512_srli_epi16(a, N); }
+template <int N> HF_INLINE Whole words_left(Whole a) { return _mm512_slli_epi16(a, N); }
 HF_INLINE Wide wide_of(Whole a) { return _mm512_cvtepi32_ps(a); }
+HF_INLINE Wide wide_minus(Wide a) { return _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x80000000))); }
 HF_INLINE Wide wide_times(Wide a, Wide b) { return _mm512_mul_ps(a, b); }
 HF_INLINE Wide wide_halves(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 HF_INLINE Wide wide_bfloats(const void* p) { return load((const Bf16*)p).v; }
@@ -38,17 +46,61 @@ HF_INLINE Whole pair_products(Whole a, Whole b) { return _mm256_madd_epi16(a, b)
 HF_INLINE Whole words_all(int x) { return _mm256_set1_epi16((short)x); }
 HF_INLINE Whole code_products(Whole u, Whole q) { return _mm256_maddubs_epi16(u, q); }
 HF_INLINE Whole widened_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+HF_INLINE Whole widened_signs(const uint8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+HF_INLINE Whole whole_times(Whole a, Whole b) { return _mm256_mullo_epi32(a, b); }
+HF_INLINE Whole whole_or(Whole a, Whole b) { return _mm256_or_si256(a, b); }
+HF_INLINE Whole bits_of(Whole a, int mask) { return _mm256_and_si256(a, _mm256_set1_epi8((char)mask)); }
+template <int N> HF_INLINE Whole words_right(Whole a) { return _mm256_srli_epi16(a, N); }
+template <int N> HF_INLINE Whole words_left(Whole a) { return _mm256_slli_epi16(a, N); }
 HF_INLINE Wide wide_of(Whole a) { return _mm256_cvtepi32_ps(a); }
+HF_INLINE Wide wide_minus(Wide a) { return _mm256_xor_ps(a, _mm256_set1_ps(-0.0f)); }
 HF_INLINE Wide wide_times(Wide a, Wide b) { return _mm256_mul_ps(a, b); }
 HF_INLINE Wide wide_halves(const void* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 HF_INLINE Wide wide_bfloats(const void* p) { return widened((const Bf16*)p); }
 #define HF_ANY_REGISTER "x"
+#endif
+#ifdef HF_VNNI
+enum { CODE_BYTES = 64, IN_WHOLE_BYTES = 1 };
+#else
+enum { CODE_BYTES = 64, IN_WHOLE_BYTES = 0 };  // a line of codes; whether products take codes of 8 bits as they are
 #endif
 HF_INLINE Whole four_bytes(const void* p) {
   int bytes;
   memcpy(&bytes, p, 4);
   return whole_all(bytes);
 }
+
+// A line of codes of a register of outputs: those of inputs 4i onwards and of inputs 16 + 4i onwards; of 8 bits, of the former
+// alone, with VPMADDUBSW their lower and their upper halves.
+template <int BITS> struct CodeLine {
+  Whole low, high;
+};
+
+// The codes of a unit for a register of outputs. In the line of fifth bits, codes 4i (and on) and 16 + 4i have, for i from 0 on,
+// bits 4 and 5, 6 and 7, 0 and 1, 2 and 3; in two lines of fifth and sixth ones, bits 4 and 5 and 6 and 7 of the first
+// line, 0 and 1 and 2 and 3 of it, and the same of the second one.
+template <int BITS> struct UnitCodes {
+  const uint8_t* first = nullptr;
+  UnitCodes() = default;
+  HF_INLINE_MEMBER explicit UnitCodes(const uint8_t* p) : first(p) {}
+  HF_INLINE_MEMBER CodeLine<BITS> line(int i) const {
+    const Whole both = whole_load(first + i * CODE_BYTES);
+    CodeLine<BITS> out = {bytes_below_16(both), upper_codes(both)};
+    if (BITS == 8 && IN_WHOLE_BYTES) out.low = out.high = both;
+    if (BITS == 5) {
+      Whole more = whole_load(first + 4 * CODE_BYTES);
+      if (i >= 2) more = words_left<4>(more);
+      if (i % 2) more = words_right<2>(more);
+      out.low = whole_or(out.low, bits_of(more, 0x10)), out.high = whole_or(out.high, bits_of(words_right<1>(more), 0x10));
+    }
+    if (BITS == 6) {
+      Whole more = whole_load(first + (4 + i / 2) * CODE_BYTES);
+      if (i % 2) more = words_left<4>(more);
+      out.low = whole_or(out.low, bits_of(more, 0x30)), out.high = whole_or(out.high, bits_of(words_right<2>(more), 0x30));
+    }
+    return out;
+  }
+};
 
 #ifdef HF_VNNI
 #ifdef __AVX512VNNI__
@@ -61,29 +113,23 @@ HF_INLINE Whole add_four(Whole sum, Whole u, Whole q) {
 }
 #endif
 
-// A line of codes of a register of outputs.
-template <int BITS> struct CodeLine {
-  Whole low, high;
-  HF_INLINE_MEMBER explicit CodeLine(const uint8_t* p) : low(whole_load(p)), high(low) {
-    if (BITS == 4) high = upper_codes(low), low = bytes_below_16(low);
-  }
-};
 template <int BITS> struct UnitSum {
   Whole sum = whole_zero();
   HF_INLINE_MEMBER void add(int i, const CodeLine<BITS>& line, const int8_t* q) {
     sum = add_four(sum, line.low, four_bytes(q + 4 * i));
-    if (BITS == 4) sum = add_four(sum, line.high, four_bytes(q + 16 + 4 * i));
+    if (BITS != 8) sum = add_four(sum, line.high, four_bytes(q + 16 + 4 * i));
   }
   HF_INLINE_MEMBER Whole total() const { return sum; }
 };
-#else
-template <int BITS> struct CodeLine {
-  Whole low, high;
-  HF_INLINE_MEMBER explicit CodeLine(const uint8_t* p) {
-    const Whole both = whole_load(p);
-    low = bytes_below_16(both), high = upper_codes(both);
+template <> struct UnitSum<6> {  // of halves
+  Whole low = whole_zero(), high = whole_zero();
+  HF_INLINE_MEMBER void add(int i, const CodeLine<6>& line, const int8_t* q) {
+    low = add_four(low, line.low, four_bytes(q + 4 * i)), high = add_four(high, line.high, four_bytes(q + 16 + 4 * i));
   }
+  HF_INLINE_MEMBER Whole first() const { return low; }
+  HF_INLINE_MEMBER Whole second() const { return high; }
 };
+#else
 // In assembly, or GCC adds in the order of a tree, for which it keeps more products than there are registers.
 HF_INLINE void add_words(Whole& sum, Whole words) {
   asm("vpaddw %1, %0, %0" : "+" HF_ANY_REGISTER(sum) : HF_ANY_REGISTER(words));
@@ -92,6 +138,7 @@ HF_INLINE void add_or_begin(bool begun, Whole& sum, Whole u, Whole q) {
   if (begun) add_words(sum, code_products(u, q));
   else sum = code_products(u, q);
 }
+HF_INLINE Whole sum_of_pairs(Whole words) { return pair_products(words, words_all(1)); }
 template <int BITS> struct UnitSum {
   Whole low, high;  // of 8 bits, the sums of the codes' halves
   HF_INLINE_MEMBER void add(int i, const CodeLine<BITS>& line, const int8_t* q) {
@@ -101,9 +148,28 @@ template <int BITS> struct UnitSum {
     else add_or_begin(i, high, line.high, first);
   }
   HF_INLINE_MEMBER Whole total() const {
-    const Whole sum = pair_products(low, words_all(1));
+    const Whole sum = sum_of_pairs(low);
     return BITS == 4 ? sum : whole_plus(sum, pair_products(high, words_all(16)));
   }
+};
+template <> struct UnitSum<5> {
+  Whole words, sum = whole_zero();
+  HF_INLINE_MEMBER void add(int i, const CodeLine<5>& line, const int8_t* q) {
+    add_or_begin(i % 2, words, line.low, four_bytes(q + 4 * i));
+    add_or_begin(true, words, line.high, four_bytes(q + 16 + 4 * i));
+    if (i % 2) sum = whole_plus(sum, sum_of_pairs(words));
+  }
+  HF_INLINE_MEMBER Whole total() const { return sum; }
+};
+template <> struct UnitSum<6> {
+  Whole low_words, high_words, low = whole_zero(), high = whole_zero();
+  HF_INLINE_MEMBER void add(int i, const CodeLine<6>& line, const int8_t* q) {
+    add_or_begin(i % 2, low_words, line.low, four_bytes(q + 4 * i));
+    add_or_begin(i % 2, high_words, line.high, four_bytes(q + 16 + 4 * i));
+    if (i % 2) low = whole_plus(low, sum_of_pairs(low_words)), high = whole_plus(high, sum_of_pairs(high_words));
+  }
+  HF_INLINE_MEMBER Whole first() const { return low; }
+  HF_INLINE_MEMBER Whole second() const { return high; }
 };
 #endif
 
