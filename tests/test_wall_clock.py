@@ -26,12 +26,13 @@ READ_BY = {
     "router/api/vllm/servicer.py": "the time of a report, and of the last call, in vLLM's engine protocol",
     "router/requests/tracing.py": "when a span begins; its length is the loop's",
     "router/server/router.py": "once for a `WallClock`, and whether a certificate has expired",
+    "router/store/database.py": "leases and ages of stored responses, between processes, hosts and starts of a cluster",
     "router/text/chat.py": "the date in a chat's template",
     "worker/wire/tls.py": "whether a certificate has expired",
     "worker/replica/hang_supervisor.py": "the time of a line of the log",
     "worker/replica/link_traces.py": "once, for a `WallClock`",
 }
-"""Nothing here is subtracted from another reading."""
+"""Nothing here is subtracted from another reading, but for ages and leases of the store."""
 
 WALL = {
     "time": {"time", "time_ns", "gmtime", "localtime", "ctime", "strftime", "asctime"},

@@ -204,7 +204,7 @@ def test_a_model_that_overflows_in_its_dtype_is_told_so(tmp_path):
     spoil(folder, lambda weights: [weight.mul_(1e30) for name, weight in weights.items() if "_proj" in name])
     with pytest.raises(UnsupportedModelError) as refusal:
         on_ranks(worker_config(folder, 1), lambda leader: None)
-    assert_names_type_reason_and_way_out(refusal.value, "llama", "NaN or infinite in torch.float32: it overflows")
+    assert_names_type_reason_and_way_out(refusal.value, "llama", "NaN or infinite in torch.float32")
 
 
 def spoil(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

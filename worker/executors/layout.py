@@ -6,7 +6,6 @@ A layer computes, with `x` [T, hidden] the residual stream (float32) and each no
     parallel:    x += attention(norm(x)) + mlp(norm of its own, or the same norm(x))
 """
 
-import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Literal
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.executors.coded import CodedMatrix
+from holdfast.worker.executors.layout_arithmetic import QueryScale, delta_state_length
 from holdfast.worker.executors.slices import NUM_SLICES
 from holdfast.worker.executors.stored_matrix import StoredMatrix
 
@@ -76,21 +76,6 @@ class Rotary:
     def num_dims(self) -> int:
         """Dimensions that turn; the others of a head stay as they are."""
         return 2 * len(self.inverse_frequencies)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueryScale:
-    """Queries grow with their position, after rotation: by `1 + beta * ln(1 + floor(position / length))`."""
-
-    beta: float
-    length: int
-    """Positions of a step; below it the factor is one."""
-
-    def factors(self, num_positions: int) -> Tensor:
-        """float32 [num_positions], each computed in double precision and rounded once."""
-        last = (num_positions - 1) // self.length
-        steps = torch.tensor([1.0 + self.beta * math.log1p(step) for step in range(last + 1)], dtype=torch.float64)
-        return steps.float().repeat_interleave(self.length)[:num_positions]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,16 +194,6 @@ class GatedDeltaNet:
         return delta_state_length(
             self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim, self.width - 1 + num_drafts
         )
-
-
-def delta_state_length(key_heads: int, value_heads: int, key_dim: int, value_dim: int, num_rows: int) -> int:
-    """As `GatedDeltaNet.state_length`, with so many rows of inputs."""
-    row = _filled(2 * key_heads * key_dim + value_heads * (value_dim + 2), 16)
-    return row * num_rows + 16 * key_heads + value_heads * key_dim * _filled(value_dim, 32)
-
-
-def _filled(length: int, step: int) -> int:
-    return -(-length // step) * step
 
 
 class Activation(Enum):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from holdfast.worker.executors.layout import delta_state_length
+from holdfast.worker.executors.layout_arithmetic import delta_state_length
 from holdfast.worker.models.family import DeltaPacking, Family, HeadNorms, Moe, NormKind, is_sparse
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final, Literal
 
-from holdfast.worker.executors.layout import QueryScale
+from holdfast.worker.executors.layout_arithmetic import QueryScale
 
 REQUIRED: Final = object()
 """Stands for the value of an entry that config.json must have."""

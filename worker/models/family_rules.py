@@ -4,7 +4,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Final
 
-from holdfast.worker.executors.layout import QueryScale
+from holdfast.worker.executors.layout_arithmetic import QueryScale
 
 
 def layer_types(kind_of: Callable[[Any, int], bool]) -> Callable[[Any], None]:

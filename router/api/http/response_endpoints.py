@@ -14,6 +14,7 @@ from holdfast.router.api.http.background import Save
 from holdfast.router.api.http.chat_completions import chat_request
 from holdfast.router.api.http.event_stream import EventStream
 from holdfast.router.api.http.generation_endpoints import GenerationEndpoints
+from holdfast.router.api.http.request_origin import check_json
 from holdfast.router.api.http.request_reader import RequestReader, tenant_of
 from holdfast.router.api.http.response_history import SETTING, ResponseHistory, Turn, page_of
 from holdfast.router.api.http.responses import RawMessages, ResponseEvents, queued_response, whole_response
@@ -172,6 +173,8 @@ class ResponseEndpoints:
 
     async def cancel(self, request: Request) -> ASGIApp:
         response_id, background = _id_of(request), self._history.background
+        if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
+            check_json(request)
         if background is None:
             raise NotFoundError("response", response_id)
         return json_response(await background.cancel(self._history.tenant(request), response_id))

@@ -137,5 +137,5 @@ def test_the_command_line_takes_the_key_from_the_environment(place, monkeypatch,
 
 
 def test_half_a_certificate_is_refused():
-    with pytest.raises(ValueError, match="both, or neither"):
+    with pytest.raises(ValueError, match="must be set together"):
         Client("localhost:1", tls=Tls(cert="only-this"))

@@ -96,7 +96,7 @@ def test_ranks_go_to_one_domain_of_fast_links(monkeypatch, caplog: pytest.LogCap
     ("cluster", "limit"),
     [
         ({"domain_label": "rack"}, "needs span_nodes"),
-        ({"domain_label": "rack", "span_nodes": True, "rank_labels": {"rack": "a"}}, "rank_labels chooses"),
+        ({"domain_label": "rack", "span_nodes": True, "rank_labels": {"rack": "a"}}, "must not be in rank_labels"),
         ({"domain_label": "a b", "span_nodes": True}, "domain_label"),
     ],
 )

@@ -244,7 +244,7 @@ def test_files_that_cannot_be_used_are_refused_by_name(authority, good, tmp_path
         with pytest.raises(ConfigurationError, match=r"tls: cert = ") as refused:
             ServerTls(tls)
         assert "PRIVATE KEY" not in str(refused.value)
-    with pytest.raises(ValueError, match="both, or neither"):
+    with pytest.raises(ValueError, match="must be set together"):
         Tls(cert=good.cert)
     with pytest.raises(ConfigurationError, match="garbage"):
         Tls(ca=tmp_path / "garbage").client_context()

@@ -25,7 +25,7 @@ def test_pieces_are_delivered_together_with_the_first_token():
     (demand,) = core.dispatch.demands(core.now)
     assert demand.num_first_tokens == 0
     delta = delivered(core.step(piece(attempt, 4, 5, 1)))
-    assert (delta.token_ids, delta.prompt_logprobs) == ((1,), PROMPT)
+    assert (delta.token_ids, delta.prompt_logprobs) == ((1,), (None, *PROMPT))
     assert core.dispatch.demands(core.now)[0].num_first_tokens == 1
 
 
@@ -36,7 +36,7 @@ def test_pieces_of_an_attempt_that_was_lost_are_forgotten():
     core.up("s")
     again = sent(core.down("r", ReplicaError("gone"))).attempt
     core.step(piece(again, 0, 3), replica_id="s")
-    assert delivered(core.step(piece(again, 3, 5, 1), replica_id="s")).prompt_logprobs == PROMPT
+    assert delivered(core.step(piece(again, 3, 5, 1), replica_id="s")).prompt_logprobs == (None, *PROMPT)
 
 
 def test_pieces_that_are_missing_end_the_request():
@@ -64,6 +64,6 @@ def test_a_delta_of_many_log_probabilities_comes_in_pieces_of_one_output():
         ),
     )
     first, last = [action for action in actions if isinstance(action, OutputDelta)]
-    assert (first.token_ids, len(first.logprobs), first.prompt_logprobs) == ((1, 1), 2, PROMPT)
+    assert (first.token_ids, len(first.logprobs), first.prompt_logprobs) == ((1, 1), 2, (None, *PROMPT))
     assert (last.token_ids, len(last.logprobs), last.prompt_logprobs) == ((1,), 1, ())
     assert (first.finish_reason, last.finish_reason) == (None, FinishReason.LENGTH)

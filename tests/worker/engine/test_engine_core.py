@@ -96,7 +96,7 @@ def test_a_commit_says_how_many_tokens_were_gained(core, listener):
 def test_the_integrity_check_sees_a_request_that_nobody_waits_for(core, listener):
     core.submit(make_request("r"), listener, 0.0)
     core._output_queues.pop(listener)
-    with pytest.raises(AssertionError, match=r"nobody waits for \['r'\]"):
+    with pytest.raises(AssertionError, match=r"no listener has the requests \['r'\]"):
         core.check_integrity()
     core.abort("r")
 

@@ -53,10 +53,10 @@ from holdfast.worker.executors.layout import (
     Linear,
     Mlp,
     Norm,
-    QueryScale,
     Rotary,
     ShortConv,
 )
+from holdfast.worker.executors.layout_arithmetic import QueryScale
 
 GROUP: Final = 64
 """Outputs that are computed together."""

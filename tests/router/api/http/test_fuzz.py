@@ -34,7 +34,7 @@ NAMES = {
     for path, schema in (
         (path, methods["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2])
         for path, methods in description()["paths"].items()
-        if "post" in methods
+        if "requestBody" in methods.get("post", {})
     )
 }
 INNER = ["role", "content", "type", "text", "function", "name", "parameters", "arguments", "tool_calls", "schema", "id"]

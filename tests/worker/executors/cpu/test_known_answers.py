@@ -46,8 +46,9 @@ def refilled(layout: DecoderLayout) -> DecoderLayout:
         values = whole_numbers(tensor.numel(), number).view(tensor.shape) / 512  # exact in every dtype
         is_norm = tensor.dim() == 1 and bool((tensor.float().mean() - 1.0).abs() < 0.3)
         tensor.copy_(values + 1.0 if is_norm else values)
+    dtype = layout.embedding.dtype
     for rotary in layout.rotaries:
-        rotary.inverse_frequencies.copy_((rotary.inverse_frequencies * 2**12).round() / 2**12)
+        rotary.inverse_frequencies.copy_((rotary.inverse_frequencies.to(dtype).float() * 2**12).round() / 2**12)
     return layout
 
 
