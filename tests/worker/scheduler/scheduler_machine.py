@@ -292,11 +292,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sequence.draw.first_output_index == len(expected.received)
 
     def check_first_is_served(self, members: list[Expected]) -> None:
-        """The first in line of those that ran is never held up, but by a better class: by this, nobody starves."""
+        """The first in line of those that ran is never held up, but by a better class, which runs or for which room is
+        being made: by this, nobody starves.
+        """
         remaining = [expected for expected in self.last_running if expected.is_alive]
         if remaining and type(self).make_policy in (ContinuousBatching, MemoryAwareBatching):
             first = min(remaining, key=lambda expected: expected.sequence.service_order)
-            best_class = min(expected.sequence.service_class for expected in members)
+            others = [*(expected.sequence for expected in members), *self.scheduler._queues.waiting]
+            best_class = min(sequence.service_class for sequence in others)
             assert first in members or best_class < first.sequence.service_class
         self.note_running()
 
