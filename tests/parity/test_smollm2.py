@@ -121,7 +121,8 @@ def test_keys_and_values_in_int8_hardly_change_what_it_says(file):
     for dtype in ("bfloat16", "int8"):
         config = worker_config(file, max_model_len=1024)
         cache = config.cache.model_copy(update={"kv_cache_dtype": dtype})
-        leader = load(config.model_copy(update={"cache": cache}))
+        model = config.model.model_copy(update={"quantized_activations": "bfloat16"})
+        leader = load(config.model_copy(update={"cache": cache, "model": model}))
         found.append(logits_in_chunks(leader, [ids], 250)[0].double().log_softmax(-1))
         leader.close()
     plain, small = found
