@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 
 POISON = "poison:"
 NUM_STREAMS = 4
-NUM_TOKENS = 100
+NUM_TOKENS = 200
 PARAMS = SamplingParams(max_tokens=NUM_TOKENS, seed=3, temperature=0.9, ignore_eos=True)
 NUM_WAITING = 50
 
