@@ -80,7 +80,9 @@ class JobStore:
 
     async def finish(self, job: Job, piece: bytes, response: dict[str, Any]) -> bool:
         """As `add`, with the last piece: the job is over."""
-        return await self._database.run(partial(self._add, job=job, piece=piece, response=response, is_over=True))
+        is_mine = await self._database.run(partial(self._add, job=job, piece=piece, response=response, is_over=True))
+        await self._store.purge_if_due()
+        return is_mine
 
     async def release(self, job: Job) -> None:
         """Another router may have it at once."""

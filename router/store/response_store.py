@@ -70,8 +70,7 @@ class ResponseStore:
         row = self.row(tenant, stored)
         await self.database.run(partial(self.insert, row=row))
         self._num_written += row["num_bytes"]
-        if self._num_written > self._limits.max_bytes // _PURGES_PER_STORE:
-            await self.purge()
+        await self.purge_if_due()
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse:
         """Raises `NotFoundError`, also for one of another tenant."""
@@ -96,6 +95,11 @@ class ResponseStore:
         if not (await self.database.run(lambda connection: connection.execute(gone).rowcount)):
             raise NotFoundError("response", response_id)
         await self.database.empty_log()
+
+    async def purge_if_due(self) -> None:
+        """Purges once enough was written."""
+        if self._num_written > self._limits.max_bytes // _PURGES_PER_STORE:
+            await self.purge()
 
     async def purge(self) -> None:
         """Deletes what is too old, and the oldest while there is too much."""

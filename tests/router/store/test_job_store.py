@@ -95,3 +95,19 @@ async def test_cancelling_ends_a_job_for_its_owner(place):
     for name in ("c", "d"):
         await store.delete("t", name)
     await store.database.close()
+
+
+@on_a_loop
+async def test_streams_count_for_the_size_of_the_store(tmp_path):
+    clock = Clock()
+    store = ResponseStore(await Database.open(str(tmp_path), clock), StoreLimits(max_bytes=3000))
+    jobs = JobStore(store, "only")
+    for name in ("a", "b", "c", "d"):
+        clock.now += 1
+        job = job_of(name)
+        await jobs.submit(job, queued(name))
+        assert await jobs.finish(job, b"x" * 900, {**queued(name).response, "status": "completed"})
+    with pytest.raises(NotFoundError):
+        await store.get("t", "a")
+    assert (await store.get("t", "d")).id == "d"
+    await store.database.close()
