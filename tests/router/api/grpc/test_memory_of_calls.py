@@ -1,9 +1,6 @@
 """What a call held is freed once it has ended, refused or left by its client, without the garbage collector."""
 
 import asyncio
-import gc
-import tracemalloc
-from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -12,21 +9,14 @@ from holdfast.v1 import inference_pb2
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop
 from tests.router.site import collected, request, site
+from tests.router.traced_memory import check_freed, traced
+
+__all__ = ["traced"]  # a fixture
 
 MESSAGE: bytes = b"x" * 400_000
-NUM_CALLS = 20
 REFUSED_BY_ITS_BYTES = inference_pb2.GenerateRequest(text="x" * 10**6)
 REFUSED_BY_ITS_TOKENS = inference_pb2.GenerateRequest(text=MESSAGE.decode())
 PAST_ITS_DEADLINE = request(text="x" * 90_000, max_tokens=5000, timeout_ms=50)
-
-
-@pytest.fixture
-def traced() -> Iterator[None]:
-    gc.disable()
-    tracemalloc.start()
-    yield
-    tracemalloc.stop()
-    gc.enable()
 
 
 async def refused(place, method: str, message: object) -> None:
@@ -59,15 +49,4 @@ async def left(place, method: str, message: object) -> None:
 @on_a_loop
 async def test_what_a_call_held_is_freed(end, method, message):
     async with site(await FakeReplica.start()) as place:
-        for _ in range(3):  # what the first calls make stays
-            await end(place, method, message)
-        await asyncio.sleep(0)
-        before = tracemalloc.get_traced_memory()[0]
-        for _ in range(NUM_CALLS):
-            await end(place, method, message)
-        for _ in range(200):  # the last calls may still end on other threads
-            kept = tracemalloc.get_traced_memory()[0] - before
-            if kept < 3 * len(MESSAGE):
-                return
-            await asyncio.sleep(0.01)
-    pytest.fail(f"calls' messages outlive them: {kept} bytes")
+        await check_freed(lambda: end(place, method, message), len(MESSAGE))

@@ -1,10 +1,7 @@
 """What a request over HTTP held is freed once it has ended, however it ends, without the garbage collector."""
 
 import asyncio
-import gc
 import json
-import tracemalloc
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,10 +9,12 @@ from tests.fakes import FakeReplica, byte_tokenizer
 from tests.loops import on_a_loop
 from tests.router.api.http.test_openai_sdk import TEMPLATE
 from tests.router.site import site
+from tests.router.traced_memory import check_freed, traced
+
+__all__ = ["traced"]  # a fixture
 
 TEXT = "x" * 400_000
 SHORT = "x" * 60_000
-NUM_REQUESTS = 20
 
 
 def chat(text: str, **fields: object) -> dict[str, object]:
@@ -52,15 +51,6 @@ async def status_of(address: str, path: str, body: bytes) -> int:
     return int(answer.split(b" ", 2)[1])
 
 
-@pytest.fixture
-def traced() -> Iterator[None]:
-    gc.disable()
-    tracemalloc.start()
-    yield
-    tracemalloc.stop()
-    gc.enable()
-
-
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(("path", "body", "status"), CASES.values(), ids=CASES)
 @on_a_loop
@@ -69,15 +59,8 @@ async def test_what_a_request_held_is_freed(path, body, status):
     replica = await FakeReplica.start()
     async with site(replica, load_tokenizer=lambda at: byte_tokenizer(at, TEMPLATE), http=True) as place:
         address = place.router.http_address
-        for _ in range(3):  # what the first requests make stays
+
+        async def call() -> None:
             assert await status_of(address, path, sent) == status
-        await place.until_idle()
-        before = tracemalloc.get_traced_memory()[0]
-        for _ in range(NUM_REQUESTS):
-            await status_of(address, path, sent)
-        for _ in range(200):  # the last requests may still end on other threads
-            kept = tracemalloc.get_traced_memory()[0] - before
-            if kept < 3 * len(sent):
-                return
-            await asyncio.sleep(0.01)
-    pytest.fail(f"requests' bodies outlive them: {kept} bytes")
+
+        await check_freed(call, len(sent))
