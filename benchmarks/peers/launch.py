@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.peers import gguf_models
 from benchmarks.peers.folders import Folders
 from benchmarks.peers.install import DRIVERS, installed
 from benchmarks.peers.machine import num_cpus
@@ -28,17 +29,20 @@ SETTINGS: Final[dict[str, Any]] = {
 def start(peer: Peer, folders: Folders, model: str, ours: Mapping[str, object], log: Path) -> Server:
     """Starts the driver's process. Its model is loading when this returns."""
     environment = ENVIRONMENTS.get(peer.environment)
-    path = folders.converted(model, environment.form) if environment else folders.model(model)
+    converts = environment is not None and not gguf_models.is_gguf(model)
+    path = folders.converted(model, environment.form) if environment and converts else folders.served(model)
     settings = {**SETTINGS, "num_threads": num_cpus(), **peer.settings, "ours": dict(ours)}
     python = folders.python(peer.environment) if environment else sys.executable
     command = [python, DRIVERS / peer.driver, path, json.dumps(settings)]
     return Server(peer.name, command, _variables(peer, folders), log)
 
 
-def reason_to_leave_out(peer: Peer, folders: Folders) -> str:
-    """Why the peer cannot be started; empty if it can."""
+def reason_to_leave_out(peer: Peer, folders: Folders, model: str) -> str:
+    """Why the peer cannot be started with the model; empty if it can."""
     if not peer.environment:
         return ""
+    if gguf_models.is_gguf(model) and ENVIRONMENTS[peer.environment].form != "gguf":
+        return "it does not read GGUF files"
     report = installed(ENVIRONMENTS[peer.environment], folders)
     if not report:
         return f"not installed: python -m benchmarks.peers.install {peer.environment}"

@@ -110,7 +110,7 @@ def opened(peers: Sequence[Peer], model: str, folders: Folders) -> Iterator[dict
     servers: dict[str, Server] = {}
     try:
         for peer in peers:
-            if reason := reason_to_leave_out(peer, folders):
+            if reason := reason_to_leave_out(peer, folders, model):
                 raise ServerError(peer.name, reason)
             prepare([model], ENVIRONMENTS.get(peer.environment), folders)
             servers[peer.name] = start(peer, folders, model, {}, folders.log(f"{peer.name}-{model}"))

@@ -1,6 +1,6 @@
 """Reference of the greedy outputs: did a server compute the model, or something cheaper?
 
-    python -m benchmarks.peers.reference < REQUEST     {"model": FOLDER, "prompts": [[...]], "outputs": {NAME: [[...]]}}
+    python -m benchmarks.peers.reference < REQUEST     {"model": PATH, "prompts": [[...]], "outputs": {NAME: [[...]]}}
 
 Each server's ids are fed through Hugging Face's model in float32. Printed as JSON, for each: the share of ids that are
 the reference's first choice, and how far below it the others are at most, in logits. Servers that round differently
@@ -9,6 +9,7 @@ differ where two ids are nearly as likely; one that computes something else does
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,10 @@ def compare(model: Any, prompts: list[list[int]], outputs: list[list[int]]) -> d
 
 def main() -> None:
     request = json.load(sys.stdin)
-    model = AutoModelForCausalLM.from_pretrained(request["model"], dtype=torch.float32).eval()
+    path = Path(request["model"])
+    place = {"gguf_file": path.name} if path.is_file() else {}  # a GGUF file is dequantized
+    folder = path.parent if path.is_file() else path
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **place).eval()
     outputs = request["outputs"]
     print(json.dumps({name: compare(model, request["prompts"], ids) for name, ids in outputs.items()}))
 

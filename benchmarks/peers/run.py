@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
+from benchmarks.peers import gguf_models
 from benchmarks.peers.alternation import Limits
 from benchmarks.peers.cases import chosen_cases
 from benchmarks.peers.folders import Folders
@@ -134,8 +135,9 @@ def _options() -> argparse.Namespace:
 
 
 def _models(names: str) -> list[str]:
-    if unknown := [name for name in names.split(",") if name not in MODELS]:
-        raise ValueError(f"models: no such model: {', '.join(unknown)}; there are {', '.join(MODELS)}")
+    if unknown := [name for name in names.split(",") if name not in MODELS and not gguf_models.is_gguf(name)]:
+        known = f"{', '.join(MODELS)}, and {'|'.join(gguf_models.SOURCES)}-{'|'.join(gguf_models.TYPES)}"
+        raise ValueError(f"models: no such model: {', '.join(unknown)}; there are {known}")
     return names.split(",")
 
 

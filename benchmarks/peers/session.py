@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from benchmarks.peers import gguf_models
 from benchmarks.peers.alternation import Alternation, Limits, Say
 from benchmarks.peers.cases import CHECK, PROBE, Case, prompts
 from benchmarks.peers.folders import Folders
@@ -60,9 +61,7 @@ class Session:
     def run(self, model: str, result: ModelResult, store: Callable[[], None]) -> None:
         """Fills `result`, and calls `store` after every case. Raises `ServerError` if ours fails."""
         prepare([model], None, self.folders)
-        config = json.loads((self.folders.model(model) / "config.json").read_text())
-        vocab_size = config["vocab_size"]
-        result.weight_bytes = _weight_bytes(self.folders.model(model), config)
+        vocab_size, result.weight_bytes = _sizes(self.folders.served(model))
         servers: list[Server] = []
         outputs: dict[str, Ids] = {}
         try:
@@ -75,7 +74,7 @@ class Session:
             for server in servers:
                 server.close()
         self.say(f"{model}: comparing greedy ids with the float32 reference")
-        checks = self.compare(self.folders.model(model), prompts(CHECK, vocab_size, "check"), outputs)
+        checks = self.compare(self.folders.served(model), prompts(CHECK, vocab_size, "check"), outputs)
         for name, check in checks.items():
             result.servers[name].check = check
         store()
@@ -119,18 +118,24 @@ class Session:
         return facts
 
     def _prepare(self, peer: Peer, model: str) -> None:
-        if reason := reason_to_leave_out(peer, self.folders):
+        if reason := reason_to_leave_out(peer, self.folders, model):
             raise InstallationError(reason)
         prepare([model], ENVIRONMENTS.get(peer.environment), self.folders)
-        weights_mib = (self.folders.model(model) / "model.safetensors").stat().st_size >> 20
+        weights_mib = _weights_file(self.folders.served(model)).stat().st_size >> 20
         needed_mib = _LOADS * weights_mib + KV_GIB * 1024
         if (there_mib := available_memory_mib()) < needed_mib:
             raise InstallationError(f"{there_mib} MiB of memory are free beside the others, {needed_mib} are wanted")
 
 
-def _weight_bytes(model: Path, config: Mapping[str, object]) -> int:
-    """What a decode step reads: all weights, but for a table of embeddings that is not the head as well."""
-    size = (model / "model.safetensors").stat().st_size
-    if config.get("tie_word_embeddings"):
-        return size
-    return size - int(str(config["vocab_size"])) * int(str(config["hidden_size"])) * 2
+def _weights_file(model: Path) -> Path:
+    return model if model.is_file() else model / "model.safetensors"
+
+
+def _sizes(model: Path) -> tuple[int, int]:
+    """(vocabulary, bytes that a decode step reads: all weights, but for a table of embeddings that is no head)."""
+    if model.is_file():
+        return gguf_models.sizes(model)
+    config = json.loads((model / "config.json").read_text())
+    vocab_size, size = int(config["vocab_size"]), _weights_file(model).stat().st_size
+    table = 0 if config.get("tie_word_embeddings") else vocab_size * int(config["hidden_size"]) * 2
+    return vocab_size, size - table

