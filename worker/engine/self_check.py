@@ -1,6 +1,6 @@
 """Start-up self-check of a loaded model: a token's logits must depend on its own sequence alone.
 
-Two short random sequences are run alone, packed together, in chunks and token by token. If that changes the numbers,
+Nine short random sequences are run alone, packed together, in chunks and token by token. If that changes the numbers,
 the model mixes tokens outside attention and is refused. If it changes only the last bits, the model serves, but a
 replay may differ from the first run.
 """
@@ -18,8 +18,8 @@ from holdfast.worker.models.checks import OTHER_ENGINE
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 
-NUM_TOKENS: Final = (70, 23)
-"""Of the two sequences: over a block, a row tile and a tile of keys; short enough to cost next to nothing."""
+NUM_TOKENS: Final = (70, 23, 6, 5, 4, 3, 3, 2, 2)
+"""Of the sequences. The first exceeds a block, a row tile and a tile of keys; all decode together, 9 rows and fewer."""
 
 _CHUNKS: Final = (1, 3, 7, 1, 3, 7)
 _NUM_DECODES: Final = 4
@@ -40,28 +40,37 @@ class SelfCheck:
     def __init__(self, info: ModelInfo, run: Callable[[StepPlan], Tensor], seed: int = 0) -> None:
         self._info = info
         self._run = run
-        first = min(info.num_blocks // 2, -(-NUM_TOKENS[0] // info.block_size))  # low ids: only used blocks take memory
-        rooms = [first * info.block_size, (info.num_blocks - first) * info.block_size]
-        lengths = [min(want, info.max_model_len, room) for want, room in zip(NUM_TOKENS, rooms, strict=True)]
         generator = torch.Generator().manual_seed(seed)
-        self._tokens = [torch.randint(info.vocab_size, (n,), generator=generator).tolist() for n in lengths]
-        self._blocks = [range(first - 1, -1, -1), range(first, info.num_blocks)]
+        self._tokens: list[list[int]] = []
+        self._blocks: list[tuple[int, ...]] = []
+        free = info.num_blocks
+        for want in self._wanted():
+            length = min(want, info.max_model_len, free * info.block_size)
+            used = -(-length // info.block_size)
+            if used:
+                self._tokens.append(torch.randint(info.vocab_size, (length,), generator=generator).tolist())
+                self._blocks.append(tuple(range(free - 1, free - 1 - used, -1)))
+                free -= used
         self._alone: list[Tensor] = []
         self._largest: list[Tensor] = []
+
+    def _wanted(self) -> tuple[int, ...]:
+        """Lengths of the sequences. Few blocks, or few slots of state, leave room for fewer sequences."""
+        first = min(NUM_TOKENS[0], max(1, self._info.num_blocks // 2) * self._info.block_size)
+        return (first, *NUM_TOKENS[1:])[: self._info.num_state_slots or None]
 
     @property
     def block_ids(self) -> Tensor:
         """The blocks that the check writes to, int64."""
-        used = [-(-len(tokens) // self._info.block_size) for tokens in self._tokens]
-        return torch.tensor([block for blocks, n in zip(self._blocks, used, strict=True) for block in blocks[:n]])
+        return torch.tensor([block for blocks in self._blocks for block in blocks])
 
     def passes_bitwise(self) -> bool:
         """Whether every row has the same bits whatever else is in its step.
 
         Raises `UnsupportedModelError` where other tokens of the step change the numbers, or where they are not finite.
         """
-        long, short = map(len, self._tokens)
-        self._alone = [rows for spans in ([(0, 0, long)], [(1, 0, short)]) for _, _, rows in self._rows([spans])]
+        alone: list[Spans] = [[(number, 0, len(tokens))] for number, tokens in enumerate(self._tokens)]
+        self._alone = [rows for _, _, rows in self._rows(alone)]
         self._largest = [rows.abs().max() for rows in self._alone]
         if not all(rows.isfinite().all() for rows in self._alone):
             reason = f"its logits are not finite in {self._info.dtype}"
@@ -70,29 +79,34 @@ class SelfCheck:
             reason = f"its logits are all 0 in {self._info.dtype}"
             way_out = "Choose another dtype if its numbers overflow, or check its weights"
             raise UnsupportedModelError(self._info.model_type, reason, way_out)
-        packed: list[Spans] = [[(0, 0, long), (1, 0, short)]]
-        outcomes = [self._compare(steps) for steps in (packed, self._chunked(long), self._decoded(long, short))]
+        packed: list[Spans] = [[span for spans in alone for span in spans]]
+        outcomes = [self._compare(steps) for steps in (packed, self._chunked(), self._decoded())]
         drift = torch.cat([drifts for _, drifts in outcomes]).median()
         if not drift <= _TOLERANCE.get(self._info.dtype, _HALF_TOLERANCE):
             reason = f"it mixes tokens outside attention (logits moved by {drift:.1%} with the batch)"
             raise UnsupportedModelError(self._info.model_type, reason, OTHER_ENGINE)
         return all(equal for equal, _ in outcomes)
 
-    def _chunked(self, long: int) -> list[Spans]:
+    def _chunked(self) -> list[Spans]:
+        """The first sequence in chunks."""
         steps: list[Spans] = []
-        start = 0
-        for size in (*_CHUNKS, long):
-            count = min(size, long - start)
+        start, length = 0, len(self._tokens[0])
+        for size in (*_CHUNKS, length):
+            count = min(size, length - start)
             if count > 0:
                 steps.append([(0, start, count)])
             start += count
         return steps
 
-    def _decoded(self, long: int, short: int) -> list[Spans]:
-        count = min(_NUM_DECODES, long - 1, short - 1)
-        steps: list[Spans] = [[(1, 0, short - count), (0, 0, long - count)]]
-        steps += [[(1, short - count + i, 1), (0, long - count + i, 1)] for i in range(count)]
-        return steps
+    def _decoded(self) -> list[Spans]:
+        """All sequences but for their last tokens, the last sequence first; then those tokens one by one, together."""
+        starts = {number: max(1, len(tokens) - _NUM_DECODES) for number, tokens in enumerate(self._tokens)}
+        order = sorted(starts, reverse=True)
+        steps: list[Spans] = [[(number, 0, starts[number]) for number in order]]
+        for i in range(_NUM_DECODES):
+            under_way = [number for number in order if starts[number] + i < len(self._tokens[number])]
+            steps.append([(number, starts[number] + i, 1) for number in under_way])
+        return [spans for spans in steps if spans]
 
     def _compare(self, steps: Sequence[Spans]) -> tuple[bool, Tensor]:
         """Whether all rows are equal to those alone, and how far off the first rows of spans are.
