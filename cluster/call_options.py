@@ -32,7 +32,7 @@ def check_timeout(timeout_s: float | None) -> None:
 
 
 class CallOptions(ServiceOptions, total=False):
-    """Those of chats need `messages`."""
+    """Options of a call. Those of chats need `messages`."""
 
     chat_template_kwargs: Mapping[str, Any] | None
     """Further variables of the chat template, such as `enable_thinking`; `add_generation_prompt` is true unless it is

@@ -37,11 +37,12 @@ class Arrival:
     num_prompt_tokens: int
     num_output_tokens: int
     prefix: tuple[tuple[int, int], ...] = ()
-    """What the prompt begins with, as (id, number of tokens): prompts with equal pieces at the front share them."""
+    """Pieces that the prompt begins with, as (id, number of tokens): prompts with equal pieces at the front share them.
+    """
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "Arrival":
-        """From the fields of a file. Raises `ValueError` for what is missing or cannot be."""
+        """Made from the fields of a file. Raises `ValueError` for missing or impossible values."""
         named = {name: _first_of(entry, names) for name, names in _NAMES.items()}
         missing = sorted(name for name, value in named.items() if value is None)
         if missing:

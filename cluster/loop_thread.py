@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 ResultT = TypeVar("ResultT")
 
 CANCEL_LIMIT_S: Final = 5.0
-"""So long is waited at most for what is cancelled when the loop ends."""
+"""Seconds to wait for cancelled work when the loop ends."""
 
 
 class LoopThread:
@@ -27,7 +27,7 @@ class LoopThread:
         self.loop = new_loop()
         self._closed = closed
         self._gate = threading.Lock()
-        """What is handed to the loop under it, while it is open, is there to be cancelled when it is closed."""
+        """Work handed to the loop under this lock, while it is open, is there to be cancelled when it is closed."""
         self._is_closed = False
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()

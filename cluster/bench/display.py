@@ -18,7 +18,7 @@ METRICS: Final = (
     ("inter-token", "itl_s"),
     ("end-to-end", "e2e_s"),
 )
-"""As the field calls them, and as the report does."""
+"""Label of each metric in the tables, and its name in the report."""
 PERCENTILES: Final = ("mean", "p50", "p90", "p95", "p99")
 
 

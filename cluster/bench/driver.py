@@ -19,12 +19,12 @@ from holdfast.worker.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadLimits:
-    """How sessions are sent."""
+    """Limits on how sessions are sent."""
 
     concurrency: int | None = None
     """A closed loop of so many users; None: an open loop, by the sessions' own times."""
     max_in_flight: int = 4096
-    """Of an open loop: sessions at the same time. Those above it wait, and their waiting counts."""
+    """Most sessions in flight in an open loop. Sessions above it wait, and the wait counts."""
     duration_s: float | None = None
     """A closed loop begins no session after it. None: until the sessions are over."""
     think_s: float = 0.0

@@ -15,7 +15,7 @@ class Part(BaseModel):
 
 
 class Distribution(Part):
-    """Of one metric over the requests (or gaps) that have it, in seconds."""
+    """Distribution of one metric over the requests (or gaps) that have it, in seconds."""
 
     count: int = Field(description="values that it is of")
     mean: float
@@ -52,7 +52,7 @@ class Request(Part):
 
 
 class Load(Part):
-    """How requests came."""
+    """The load of a run: open or closed loop, and its rate or number of users."""
 
     kind: Literal["closed", "open", "trace"] = Field(
         description="closed: users who wait for their answers; open: at times of their own; trace: at recorded times"
@@ -107,7 +107,7 @@ class Run(Part):
 
 
 class Settings(Part):
-    """What was asked, and of whom."""
+    """Settings of a run: the target and the requests sent to it."""
 
     server: str
     protocol: str
@@ -144,7 +144,7 @@ class Search(Part):
 
 
 class Machine(Part):
-    """Where the load came from."""
+    """The machine that made the load."""
 
     cpus: int
     load_average: float

@@ -63,7 +63,7 @@ class LoadSearch:
         return middle if self.best < middle < self.lowest_bad else None
 
     def note(self, load: float, *, is_fine: bool) -> None:
-        """What came of a try. A load above one that was too much is taken to be too much as well."""
+        """Notes the outcome of one load. A load above one that failed is assumed to fail as well."""
         self._left -= 1
         if is_fine and (self.lowest_bad is None or load < self.lowest_bad):
             self.best = load if self.best is None else max(self.best, load)
@@ -85,7 +85,7 @@ Watch = Callable[[str, int | None, float | None], AbstractContextManager[OnChang
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a bench does."""
+    """Plan of a bench run."""
 
     workload: Workload
     trace: Sequence[Arrival] | None = None
@@ -94,7 +94,7 @@ class Plan:
     arrivals: tuple[Arrivals, ...] = ()
     num_sessions: int | None = None
     duration_s: float | None = None
-    """Of the time in which sessions begin."""
+    """Seconds during which sessions begin."""
     warmup: int = 0
     think_s: float = 0.0
     timeout_s: float | None = None
@@ -259,10 +259,10 @@ _OVER_HTTP: Final = ("chat", "completions")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where requests go."""
+    """The server that requests are sent to."""
 
     server: str
-    """Without a scheme, but for HTTP."""
+    """Address without a scheme; HTTP addresses have one."""
     protocol: str
 
     @classmethod

@@ -26,17 +26,17 @@ class Ask:
 
     @property
     def prompt(self) -> str:
-        """Of a protocol without conversations."""
+        """The prompt, for a protocol without conversations."""
         return "\n".join(self.texts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What came, once it is whole."""
+    """A complete response."""
 
     text: str = ""
     num_output_tokens: int | None = None
-    """As the server counts; None: it does not say, and pieces are counted instead."""
+    """Output tokens as counted by the server; None: the server reports no count, and pieces are counted instead."""
     num_prompt_tokens: int | None = None
 
 
@@ -63,7 +63,8 @@ _DONE: Final = b"[DONE]"
 
 
 class EventReader:
-    """Of one answer. A piece is an event with text, thoughts or calls: what users see first, and what TTFT means.
+    """Reader of the events of one response. A piece is an event with text, reasoning or tool calls: what users see
+    first, and what TTFT means.
 
     An output that ends with a token without text, such as an end-of-sequence token, is over at that token's event.
     """
@@ -123,7 +124,7 @@ def _text_of(choice: dict[str, Any]) -> Any:
 
 
 def message_of(body: Any) -> str:
-    """What an OpenAI-style error says."""
+    """The message of an OpenAI-style error body."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
     return str(message)

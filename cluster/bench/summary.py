@@ -27,12 +27,12 @@ class RequestRecord:
     """When the output ended, where that came after its last piece: with a token that has no text."""
     num_output_tokens: int = 0
     num_prompt_tokens: int | None = None
-    """As the server counted them; None if it does not say."""
+    """Prompt tokens as counted by the server; None if the server reports no count."""
     error: str | None = None
     """The kind of its failure; None: it was answered to the end."""
     message: str = ""
     is_cut: bool = False
-    """It was in flight when the run was interrupted: it says nothing of the server."""
+    """The request was in flight when the run was interrupted: it says nothing about the server."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -41,7 +41,7 @@ class RequestRecord:
 
     @property
     def e2e_s(self) -> float | None:
-        """From when it was due to its last token."""
+        """Seconds from the time the request was due to its last token."""
         return None if self.last_s is None else self.last_s - self.due_s
 
     @property
@@ -75,7 +75,7 @@ class Slo:
 
     @classmethod
     def parsed(cls, text: str) -> "Slo":
-        """From `ttft=500ms,tpot=50ms`. Raises `ConfigurationError`."""
+        """Parses `ttft=500ms,tpot=50ms`. Raises `ConfigurationError`."""
         limits: dict[str, float] = {}
         for part in text.split(","):
             found = re.fullmatch(r"\s*(\w+)\s*=\s*([\d.]+)\s*(us|ms|s)\s*", part)
@@ -86,7 +86,9 @@ class Slo:
         return cls(tuple(limits.items()))
 
     def is_met(self, record: RequestRecord) -> bool:
-        """Of a request that failed, never. A metric that a request does not have is met."""
+        """Whether the request met the objective. A failed request never does; a metric that the request does not have
+        is met.
+        """
         if record.error is not None or not record.piece_s:
             return False
         values = {"ttft": record.ttft_s, "tpot": record.tpot_s, "e2e": record.e2e_s}
@@ -115,7 +117,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def distribution(values: Iterable[float | None]) -> Distribution | None:
-    """Of the values that there are; None of none."""
+    """Distribution of the values that are not None; None if there are none."""
     ordered = sorted(value for value in values if value is not None)
     if not ordered:
         return None

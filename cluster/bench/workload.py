@@ -72,7 +72,7 @@ class Lengths:
 
     @classmethod
     def parsed(cls, flag: str, text: str) -> "Lengths":
-        """From `128`, `uniform:64:256` and so on. Raises `ConfigurationError`, naming the flag."""
+        """Parses `128`, `uniform:64:256` and so on. Raises `ConfigurationError`, naming the flag."""
         kind, *numbers = text.split(":") if ":" in text else ("fixed", text)
         try:
             values = [float(number) for number in numbers]
@@ -111,10 +111,10 @@ class Turn:
     """One request of a session, and what it adds to the conversation."""
 
     num_prompt_tokens: int
-    """Of the new text alone, prefixes included; the turns before it come on top."""
+    """Tokens of the new text alone, prefixes included; earlier turns come on top."""
     num_output_tokens: int
     prefix: tuple[tuple[int, int], ...] = ()
-    """What the text begins with, as (id, number of tokens): texts with equal pieces at the front share them."""
+    """Pieces that the text begins with, as (id, number of tokens): texts with equal pieces at the front share them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is asked."""
+    """The sessions of a run: lengths, prefixes and texts."""
 
     prompt_tokens: Lengths
     output_tokens: Lengths
@@ -148,7 +148,7 @@ class Workload:
             raise ConfigurationError(f"{given}: must be above 0 both, or neither")
 
     def sessions(self, first_number: int = 0) -> Iterator[Session]:
-        """Without end. The lengths are the same whichever number is the first; the texts go by the numbers."""
+        """Yields sessions without end. Lengths do not depend on `first_number`; texts do."""
         rng = random.Random(f"{self.seed}/lengths")
         for number in count(first_number):
             yield Session(number, tuple(self._turn(rng, is_first=not index) for index in range(self.num_turns)))
@@ -195,7 +195,7 @@ _NUM_CORPUS_WORDS: Final = 1 << 13
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What the server counts: so many tokens for each word, and so many more for each prompt."""
+    """The server's token count of a text: tokens per word, and tokens added to each prompt."""
 
     tokens_per_word: float = 1.0
     extra_tokens: float = 0.0
@@ -203,7 +203,7 @@ class Calibration:
 
     @classmethod
     def of(cls, probes: Sequence[tuple[int, int]]) -> "Calibration":
-        """From two probes as (words, tokens)."""
+        """Calibrates from two probes, each (words, tokens)."""
         (few_words, few_tokens), (many_words, many_tokens) = probes
         per_word = (many_tokens - few_tokens) / (many_words - few_words)
         if not per_word > 0:
@@ -211,7 +211,7 @@ class Calibration:
         return cls(per_word, few_tokens - few_words * per_word, is_measured=True)
 
     def num_words(self, num_tokens: float) -> int:
-        """Of a text within a prompt: what is added to each prompt counts once, at its beginning."""
+        """Words for so many tokens of text inside a prompt: tokens added to each prompt count once, at its beginning."""
         return max(0, round(num_tokens / self.tokens_per_word))
 
 
@@ -229,7 +229,7 @@ class PromptTexts:
         self.calibration = calibration
 
     def text(self, session: Session, index: int) -> str:
-        """What a turn adds: its prefixes, and then words that no other turn begins with."""
+        """The text that a turn adds: its prefixes, then words that no other turn begins with."""
         turn = session.turns[index]
         left = turn.num_prompt_tokens - (self.calibration.extra_tokens if index == 0 else 0)
         pieces = []

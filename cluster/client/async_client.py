@@ -185,7 +185,7 @@ class AsyncClient:
         return str(answer.text)
 
     async def get_load(self) -> inference_pb2.GetLoadResponse:
-        """How busy a router and its replicas are, of the first router that answers. Raises as `stream` does."""
+        """Load of a router and its replicas, from the first router that answers. Raises as `stream` does."""
         answer: inference_pb2.GetLoadResponse = await self._ask("GetLoad", inference_pb2.GetLoadRequest())
         return answer
 

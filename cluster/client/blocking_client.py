@@ -39,7 +39,7 @@ class Handover(Generic[ItemT]):
         self._task: asyncio.Task[None] | None = None
         self._has_begun = False
         self._is_over = False
-        """It was ended from outside. For the loop alone."""
+        """The call was ended from outside. Used on the loop's thread only."""
 
     # --- on the thread that iterates ---
 
@@ -109,7 +109,7 @@ class _End:
 
 
 class Client:
-    """As `AsyncClient`, blocking. Use it as a context manager, from any number of threads."""
+    """Blocking version of `AsyncClient`. Use it as a context manager, from any number of threads."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Client:
         tls: Tls | None = None,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        """As `AsyncClient.__init__`."""
+        """Same arguments as `AsyncClient.__init__`."""
         self._thread = LoopThread("holdfast client", _closed)
         self._gate = threading.Lock()
         self._is_closed = False
@@ -204,7 +204,7 @@ class Client:
         return self._thread.run(answer)
 
     def abort(self, request_id: str) -> bool:
-        """As `AsyncClient.abort`."""
+        """Same as `AsyncClient.abort`."""
         return self._thread.run(self._client.abort(request_id))
 
     # --- inside ---

@@ -33,7 +33,7 @@ _REPLACED: Final = {b"host", b"content-length", b"transfer-encoding", b"accept-e
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a router is."""
+    """Scheme, host and port of a router."""
 
     scheme: str
     host: str
@@ -81,7 +81,7 @@ class HoldingTransport:
         self.origins = [Origin.of(address) for address in addresses]
         self.at = int(draw() * len(self.origins))  # clients spread over the routers
         self.strangers: set[Origin] = set()
-        """Those that have answered as servers of others do."""
+        """Origins that have answered as servers other than Holdfast do."""
         self._connect_s = connect_s
         self._reconnect_s = reconnect_s
         self._draw = draw
@@ -90,27 +90,27 @@ class HoldingTransport:
         self._ios: dict[tuple[str, type[Io]], Io] = {}
 
     def handle_request(self, request: Any) -> Any:
-        """As the package calls it, of a blocking client."""
+        """Sends a request of a blocking client; called by the HTTP package."""
         io = self._io(package_of(request), BlockingIo)
         if self._goes_elsewhere(request):
             return at_once(io.send(request))
         return at_once(_Held(self, io, request, request.read(), self._retry_policy()).answer())
 
     async def handle_async_request(self, request: Any) -> Any:
-        """As the package calls it, of an asynchronous client."""
+        """Sends a request of an asynchronous client; called by the HTTP package."""
         io = self._io(package_of(request), AsyncIo)
         if self._goes_elsewhere(request):
             return await io.send(request)
         return await _Held(self, io, request, await request.aread(), self._retry_policy()).answer()
 
     def close(self) -> None:
-        """Of a blocking client."""
+        """Closes the transport of a blocking client."""
         for (_, kind), io in self._ios.items():
             if kind is BlockingIo:
                 at_once(io.close())
 
     async def aclose(self) -> None:
-        """Of an asynchronous client."""
+        """Closes the transport of an asynchronous client."""
         for (_, kind), io in self._ios.items():
             if kind is AsyncIo:
                 await io.close()
@@ -167,7 +167,7 @@ class _Held:
         self._at = 0
         """The router that was asked last."""
         self._timeout: dict[str, float | None] = {}
-        """Of the last submission: the package reads it anew when it begins to read the body."""
+        """Timeouts of the last submission: the package reads them again when it begins to read the body."""
         self._response: Any = None
 
     async def answer(self) -> Any:

@@ -24,7 +24,7 @@ def package_of(request: Any) -> Package:
 
 
 def at_once(work: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine that never waits comes to."""
+    """Result of a coroutine that never waits."""
     try:
         work.send(None)
     except StopIteration as end:
@@ -47,7 +47,7 @@ class Io(ABC):
         self.lost_stream: tuple[type[Exception], ...] = (*self.lost, package.ReadTimeout)
 
     def cut(self, request: Any) -> Exception:
-        """For a stream that ended without having been complete."""
+        """The error for a stream that ended before it was complete."""
         error: Exception = self.package.RemoteProtocolError("the stream ended before it was complete", request=request)
         return error
 
@@ -80,7 +80,7 @@ class Io(ABC):
 
 
 class BlockingIo(Io):
-    """Of `Client`."""
+    """Input and output for a blocking client."""
 
     transport_name = "HTTPTransport"
 
@@ -111,7 +111,7 @@ class BlockingIo(Io):
 
 
 class AsyncIo(Io):
-    """Of `AsyncClient`, on any event loop that its package supports."""
+    """Input and output for an asynchronous client, on any event loop that its package supports."""
 
     transport_name = "AsyncHTTPTransport"
 

@@ -16,10 +16,10 @@ from holdfast.router.wire.resume_codec import HOLD, MARK, RESUME, StreamFailure,
 
 
 class ResumableCall:
-    """What is known of one request, whichever routers it was sent to."""
+    """State of one request across all routers it was sent to."""
 
     def __init__(self, retry_policy: RetryPolicy, now: float, record: ResumeRecord | None = None) -> None:
-        """Without a `record` there is no stream until `record` is set: its identity comes from a router."""
+        """Without a `record` there is no stream until `record` is set: the stream's identity comes from a router."""
         self.retry_policy = retry_policy
         self.record = record
         self.attempt = 0
@@ -43,13 +43,13 @@ class ResumableCall:
         return self.record
 
     def merge(self, delta: SequenceDelta) -> bool:
-        """As `ResumeRecord.merge`, of output that a router has sent; retries begin anew with that."""
+        """Merges output from a router, as `ResumeRecord.merge`; the retry budget starts anew with it."""
         assert self.record is not None, "a stream has begun"
         self.retry_policy.note_news()
         return self.record.merge(delta)
 
     def pause_s(self, now: float, hint_s: float | None = None) -> float | None:
-        """How long to wait before the next submission; None: give up. `hint_s` is what the router has said of it."""
+        """Seconds to wait before the next submission; None: give up. `hint_s` is the router's retry hint."""
         return self.retry_policy.pause_s(now, hint_s)
 
 
@@ -66,7 +66,7 @@ LONGEST_READ_S: Final = 15.0
 """A router that is lost later than this after a request was sent has read it: its supervisor ends it sooner."""
 
 Verdict: TypeAlias = Literal["take", "again", "end"]
-"""What is to become of a response: its client gets it, it is asked for again, or it ends a stream that has begun."""
+"""What to do with a response: pass it to the client, ask again, or end a stream that has begun."""
 
 
 class HeldCall:
@@ -77,11 +77,11 @@ class HeldCall:
         self._call = ResumableCall(retry_policy, now)
         self._buffer = b""
         self.failed: Failed | None = None
-        """How a router has ended the stream."""
+        """How a router ended the stream, if it failed."""
 
     @property
     def record(self) -> ResumeRecord | None:
-        """Of a stream that has begun."""
+        """Resume record of a stream that has begun."""
         return self._call.record
 
     @property
@@ -125,7 +125,7 @@ class HeldCall:
         return "take" if self.record is None else "end"
 
     def push(self, data: bytes) -> bytes:
-        """What the client gets after some bytes of a stream: all events up to the last mark, and no mark.
+        """Bytes for the client after more bytes of a stream: all events up to the last mark, without marks.
 
         Raises `ValueError` for a mark that no router writes, or that leaves a gap.
         """
@@ -169,7 +169,7 @@ class HeldCall:
             self._call.retry_policy.note_router_lost(is_proof=is_proof)
 
     def pause_s(self, now: float, hint_s: float | None = None) -> float | None:
-        """How long to wait before the next submission; None: give up."""
+        """Seconds to wait before the next submission; None: give up."""
         return self._call.pause_s(now, hint_s)
 
 
@@ -178,7 +178,7 @@ class Failed:
     """An error that a router has ended a stream with."""
 
     events: bytes
-    """What the client gets of it."""
+    """Events of the failed stream for the client."""
     may_retry: bool
     retry_after_s: float | None
 

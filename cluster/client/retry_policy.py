@@ -22,8 +22,8 @@ SERVED_S: Final = 10.0
 """A router that had a request for so long before it was lost has served it: its loss is the first of a new row."""
 
 RECONNECT_S: Final = 120.0
-"""How long a client looks for a router after a loss, by default: more than twice what a restart of a
-whole cluster takes on a machine with ten times as much work as it has cores for."""
+"""Seconds that a client looks for a router after a loss, by default: more than twice the restart of a whole cluster on
+a machine with ten times as much work as cores."""
 
 _BROKEN_CODES: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 _BUG_CODES: Final = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
@@ -83,7 +83,7 @@ class RetryPolicy:
         """Routers in a row that have ended while they were reading the request."""
 
     def note_sent(self) -> None:
-        """It is sent to a router, which reads it from here on, and admits it at the end of that."""
+        """The request is sent to a router, which begins to read it now and admits it when it has read all of it."""
         self._is_being_read = True
 
     def note_taken(self) -> None:
@@ -157,5 +157,5 @@ class RetryPolicy:
         return pause_s if now + pause_s < (end if self._deadline is None else min(end, self._deadline)) else None
 
     def time_left_s(self, now: float) -> float | None:
-        """Of the request's own timeout; None if it has none."""
+        """Seconds left of the request's own timeout; None if it has none."""
         return None if self._deadline is None else self._deadline - now

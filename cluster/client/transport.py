@@ -39,11 +39,11 @@ _OF_CONNECTIONS: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL,
 
 _UNREACHED: Final = ("failed to connect to all addresses", "errors resolving", "DNS resolution failed")
 _NO_LOSS: Final = ("ping timeout", "keepalive watchdog timeout", "GOAWAY", "Cancelling all calls")
-"""What grpcio's core (read in 1.85) says of connections besides "Socket closed" and the like."""
+"""Messages of grpcio's core (read in 1.85) about lost connections besides "Socket closed" and the like."""
 
 _UNREAD: Final = ("sendmsg", "recvmsg", "Transport closed")
-"""What it says where a connection had ended before the call was written, or with bytes that were not read: the kernel
-resets it then. Of a router that has read all that came, the kernel closes it: "Stream removed (Socket closed)"."""
+"""Messages for a connection that ended before the call was written, or with unread bytes, when the kernel resets it. If
+the router has read everything, the kernel closes it: "Stream removed (Socket closed)"."""
 
 
 class CallFailed(Exception):
@@ -67,8 +67,8 @@ class Transport(Protocol):
         on_taken: Callable[[], None] | None = None,
         num_routers_lost: int = 0,
     ) -> AsyncGenerator[Any, None]:
-        """What the router at `address` answers to a method of `holdfast.v1.Inference`, message by message; a unary
-        method answers with one. Closing the generator cancels the call.
+        """Messages that the router at `address` answers to a method of `holdfast.v1.Inference`; a unary method answers
+        with one. Closing the generator cancels the call.
 
         `on_taken` is called when the router has let the request in, which may be long before it answers. The router is
         sent `num_routers_lost`: the number of those that have ended while they were reading the request. Raises
@@ -83,7 +83,7 @@ class GrpcTransport:
     """A channel to each router, made when it is first called."""
 
     def __init__(self, api_key: str = "", tls: Tls | None = None) -> None:
-        """With an `api_key`, each call says it. Without `tls`, connections are in the clear."""
+        """An `api_key` is sent with each call. Without `tls`, connections are not encrypted."""
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else None
         self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -152,7 +152,7 @@ def _is_router_lost(status: CallStatus) -> bool:
 
 
 def _with_trace(metadata: tuple[tuple[str, str], ...] | None) -> tuple[tuple[str, str], ...] | None:
-    """With the W3C trace context of the caller's span, where the program uses OpenTelemetry and is in one."""
+    """Adds the W3C trace context of the caller's span, if the program uses OpenTelemetry and has a current span."""
     if "opentelemetry.trace" not in sys.modules:
         return metadata
     from opentelemetry.trace import get_current_span

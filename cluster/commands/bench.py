@@ -102,7 +102,7 @@ async def _run(
 
 
 def _settings(plan: "Plan", target: "Target", model: str, trace: Path | None, bench: "Bench") -> "Settings":
-    """What was asked, as a report says it."""
+    """The settings of the run, for the report."""
     from holdfast.cluster.bench.report import Settings
 
     work = plan.workload

@@ -21,7 +21,7 @@ _DEFAULT_S: Final = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class LoadFlags:
-    """How requests come."""
+    """Flags for how requests arrive."""
 
     concurrency: Annotated[
         str | None, Parameter(group=_LOAD, help="closed loop: concurrent users; several, like 1,4,16: one run each [8]")
@@ -55,7 +55,7 @@ class LoadFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkFlags:
-    """What is asked."""
+    """Flags for what is requested."""
 
     prompt_tokens: Annotated[
         str,
@@ -88,7 +88,7 @@ class WorkFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultFlags:
-    """What comes of it."""
+    """Flags for the results."""
 
     slo: Annotated[str | None, Parameter(group=_RESULT, help="goodput: limits like ttft=500ms,tpot=50ms,e2e=10s")] = (
         None
@@ -173,7 +173,7 @@ def _check(load: LoadFlags, work: WorkFlags, result: ResultFlags, target: "Targe
 
 
 def _numbers(name: str, text: str) -> tuple[float, ...]:
-    """Those of a flag with commas in between: whole ones of users."""
+    """Numbers of a comma-separated flag; those of users must be whole."""
     read = int if name == "concurrency" else float
     try:
         values = tuple(float(read(part)) for part in text.split(","))

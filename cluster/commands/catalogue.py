@@ -14,7 +14,7 @@ EXAMPLES: Final = (
     'generate --server localhost:50051 "The capital of France is"',
     "config show --config serve.yaml",
 )
-"""Of `holdfast --help`."""
+"""Examples shown by `holdfast --help`."""
 
 GROUPS: Final = {
     "models": "List the models of a running cluster; add, update and remove them.",

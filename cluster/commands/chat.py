@@ -67,7 +67,7 @@ def chat(
 
 
 class Conversation:
-    """What was said, and the loop that goes on with it."""
+    """A conversation and the loop that continues it."""
 
     def __init__(self, answer: "Answerer", system: str | None = None) -> None:
         self._answer = answer

@@ -16,7 +16,7 @@ class Command:
     """One command or subcommand of `holdfast`."""
 
     name: str
-    """As typed: `serve`, `models add`."""
+    """Name as typed: `serve`, `models add`."""
     target: str
     """`module:function`, the module below `holdfast.cluster.commands`."""
     help: str
@@ -24,10 +24,10 @@ class Command:
     examples: tuple[str, ...]
     """Command lines without the word `holdfast`."""
     details: str = ""
-    """What its own help says after that line."""
+    """Text of the command's own help after its summary line."""
     group: str = MORE
     takes: str = ""
-    """What it takes besides options, as its usage line shows it."""
+    """Positional arguments, as the usage line shows them."""
     has_options: bool = True
     local: str = ""
     """Why it has no `--server`; empty: it has one."""

@@ -44,6 +44,6 @@ def _interruptible(run: Callable[[Sequence[str]], object]) -> Callable[[Sequence
 
 
 def _end(_signum: int, _frame: FrameType | None) -> None:
-    """Nothing is open yet, or any more: the process ends here, without an exception that passes through an import."""
+    """Ends the process at once. Nothing is open at this point, and no exception passes through an import."""
     os.write(_STDERR, b"holdfast: interrupted\n")
     os._exit(EXIT_INTERRUPTED)

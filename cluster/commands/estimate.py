@@ -64,7 +64,7 @@ def estimate(
 
 
 def _print_resources(config: "WorkerConfig", cpus_per_rank: float, ranks_per_host: int) -> None:
-    """With device `auto` for GPUs: a machine that asks this need have none."""
+    """Prints resources. Device `auto` means GPUs: a machine that asks for this needs none itself."""
     import yaml
 
     from holdfast.cluster.commands.pod_resources import PodResources, RankNeeds, serve_args
@@ -113,7 +113,7 @@ def _print_estimate(config: "WorkerConfig") -> None:
 
 
 def _cache_bytes_here(config: "WorkerConfig", needs: "MemoryEstimator") -> int:
-    """What a rank on this machine would give its cache; on a GPU, about."""
+    """Bytes that a rank on this machine would give its cache; approximate on a GPU."""
     import torch
 
     from holdfast.worker.models.memory import cpu_cache_bytes

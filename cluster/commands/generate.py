@@ -31,7 +31,7 @@ _DEFAULTS: Final = SamplingFlags()
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What is to be completed, and how."""
+    """What to complete, and with which parameters."""
 
     text: str
     params: "SamplingParams"

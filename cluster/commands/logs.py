@@ -61,7 +61,7 @@ def _remote(server: str, which: str, lines: int, follow: bool, settings: Layer) 
 
 
 def _local(which: str, lines: int, follow: bool, paths: bool, namespace: str, pid: int | None) -> int:
-    """Of the cluster that runs; if none does, of the last one that did."""
+    """Prints logs of the running cluster, or of the last one if none runs."""
     from holdfast.cluster.serve.log_files import Tail, log_files, merged, session_folder
 
     folder = session_folder(_process(namespace, pid))
@@ -86,7 +86,7 @@ def _local(which: str, lines: int, follow: bool, paths: bool, namespace: str, pi
 
 
 def _process(namespace: str, pid: int | None) -> int | None:
-    """Of the cluster that is meant; None: none runs. Raises `ConfigurationError` where several do."""
+    """Process id of the cluster that is meant; None: none runs. Raises `ConfigurationError` if several do."""
     from holdfast.cluster.serve.running import living
 
     running = [one for one in living() if one.namespace == namespace]

@@ -126,7 +126,7 @@ def show(*, server: Server = None, pid: Pid = None, settings: Layer) -> int:
 
 
 def _print_models(models: Iterable[Any]) -> None:
-    """Of `ClusterModel`, or of messages of that name, which have the same fields."""
+    """Prints `ClusterModel` objects, or messages of that name, which have the same fields."""
     for model in models:
         engines = f"engines={','.join(model.engines)}" if model.engines else ""
         versions = ",".join(f"{version}:{number}" for version, number in sorted(model.versions.items()))

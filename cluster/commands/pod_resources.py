@@ -7,10 +7,11 @@ GIB: Final = 2**30
 MIB: Final = 2**20
 
 RAY_BYTES: Final = 1 * GIB
-"""Of a pod: Ray's own processes, with room for workers that it starts and leaves idle. Measured: 370 MB."""
+"""Memory per pod for Ray's own processes, with room for workers that Ray starts and leaves idle. Measured: 370 MB."""
 
 RANK_BYTES: Final = 1 * GIB
-"""Of a rank: Python, PyTorch, buffers of a step, and what libraries keep (docs/health.md). Measured: 0.2 to 0.5 GB."""
+"""Memory per rank for Python, PyTorch, a step's buffers and what libraries keep (docs/health.md). Measured: 0.2 to 0.5
+GB."""
 
 GPU_RANK_BYTES: Final = 4 * GIB
 """The same beside a GPU: CUDA, NCCL and pinned buffers as well, and a part of the weights at a time."""
@@ -27,7 +28,7 @@ SPARE_CPUS: Final = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RankNeeds:
-    """What one rank takes."""
+    """Resources of one rank."""
 
     weight_bytes: int
     cache_bytes: int
@@ -38,12 +39,12 @@ class RankNeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class PodResources:
-    """Of each pod of one replica."""
+    """Resources of each pod of one replica."""
 
     num_hosts: int
     ranks_per_host: int
     cpus: float
-    """That Ray counts, and Kubernetes reserves."""
+    """CPUs that Ray counts and Kubernetes reserves."""
     gpus: int
     memory_bytes: int
     shm_bytes: int
@@ -68,7 +69,7 @@ class PodResources:
         )
 
     def group(self) -> dict[str, Any]:
-        """What differs in the group of replicas of a RayService, as the manifests in `k8s/` have it."""
+        """The fields that differ in the replica group of a RayService, as in the manifests in `k8s/`."""
         cpus, gpus = _plain(self.cpus), {"nvidia.com/gpu": str(self.gpus)} if self.gpus else {}
         memory = f"{-(-self.memory_bytes // GIB)}Gi"
         resources = {

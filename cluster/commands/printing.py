@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class WholeCompletion(Protocol):
-    """What is shown of a completion that has ended."""
+    """The shown form of a finished completion."""
 
     @property
     def text(self) -> str: ...

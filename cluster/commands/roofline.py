@@ -58,7 +58,7 @@ def print_roofline(config: WorkerConfig, device_name: str) -> None:
 
 
 def _shape(config: WorkerConfig, folder: Path, hf_config: Any) -> ModelShape:
-    """With the bits of what stays codes on a GPU. Raises ValueError as `ModelShape.of`."""
+    """Shape of the model, with the bits of weights that stay codes on a GPU. Raises ValueError as `ModelShape.of`."""
     from holdfast.worker.models.quantized_activations import coded_bytes
 
     coded = coded_bytes(config.model, folder, "cuda", hf_config.model_type)
@@ -72,7 +72,7 @@ def _shape(config: WorkerConfig, folder: Path, hf_config: Any) -> ModelShape:
 
 
 def _print_sums(decode: Step, prompt: Step, tp: int) -> None:
-    """What it costs that sums do not depend on the number of ranks."""
+    """Prints the cost of sums that do not depend on the number of ranks."""
     print(f"\nsums that are the same for any number of ranks; a plain bfloat16 all-reduce of {tp} ranks")
     print("step                     slices, GB  received, GB     ms   plain: received, GB     ms")
     for name, step in ((f"decode {_DECODES[2][0]} of {_DECODES[2][1]}", decode), (f"prompt of {_PROMPT}", prompt)):

@@ -26,7 +26,7 @@ _SHAPE = Group.create_ordered("Capacity: each replica")
 
 @dataclass(frozen=True, kw_only=True)
 class LoadFlags:
-    """What is to be served: a trace, or a load that is made up."""
+    """Flags for the load: a trace, or a generated load."""
 
     trace: Annotated[
         Path | None, Parameter(group=_LOAD, help="trace to serve, .jsonl or .csv; unset: a synthetic load")
@@ -76,7 +76,7 @@ class LoadFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeFlags:
-    """What each replica is like."""
+    """Flags for the shape of each replica."""
 
     step_model: Annotated[
         Path | None, Parameter(group=_SHAPE, help="JSON from benchmarks.step_model: how long a step takes")
@@ -87,7 +87,7 @@ class ShapeFlags:
     max_model_len: Annotated[int, Parameter(group=_SHAPE, help="longest prompt plus output in tokens")] = 4096
 
     def cluster(self, num_replicas: int) -> "ClusterShape":
-        """Of so many such replicas. Raises `ConfigurationError`."""
+        """A cluster of `num_replicas` such replicas. Raises `ConfigurationError`."""
         from holdfast.cluster.simulate.capacity.capacity import ClusterShape
         from holdfast.cluster.simulate.capacity.capacity_report import read_step_costs
         from holdfast.worker.config import SchedulerConfig

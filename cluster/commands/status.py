@@ -19,7 +19,7 @@ _WIDTH: Final = 120
 
 @dataclass(frozen=True, slots=True)
 class RouterStatus:
-    """What one router says. `load` and `models` are messages of `holdfast.v1`, or `error` says why there are none."""
+    """Status of one router. `load` and `models` are messages of `holdfast.v1`, or `error` says why there are none."""
 
     address: str
     load: Any = None
@@ -86,7 +86,7 @@ def _all_served(router: RouterStatus) -> bool:
 
 
 def view(routers: list[RouterStatus]) -> Any:
-    """For a console."""
+    """A renderable for a console."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -33,7 +33,7 @@ API_KEY_VARIABLE: Final = "HOLDFAST_API_KEY"
 """Another name of `client.api_key`."""
 
 COUNTED_ELSEWHERE: Final = ("CPU", "GPU", "memory", "object_store_memory")
-"""What Ray counts in ways of its own, which is no custom resource."""
+"""Resources that Ray counts by arguments of their own; these are no custom resources."""
 
 LEAST_AMOUNT: Final = 0.0001
 """The smallest part of a resource that Ray counts."""
@@ -72,7 +72,7 @@ def _read_labels(value: object) -> object:
 
 
 LabelSelector = Annotated[dict[str, str], BeforeValidator(_read_labels)]
-"""What labels a node must have, as `ray start --labels` gave them: a value, `!value`, in a mapping also `in(a,b)`."""
+"""Labels a node must have, as `ray start --labels` gave them: a value, `!value`, in a mapping also `in(a,b)`."""
 
 
 def _shifted(port: int | None, number: int) -> int | None:

@@ -56,7 +56,7 @@ class FlagTable:
 
 @functools.cache
 def flag_table() -> FlagTable:
-    """As it was made for this version of the package."""
+    """The table of flags stored for this version of the package."""
     content = json.loads(PATH.read_text(encoding="utf-8"))
     return FlagTable(
         sections=tuple(content["sections"]),

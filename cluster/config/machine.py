@@ -14,10 +14,11 @@ from holdfast.worker.models.checks import check_kv_cache_dtype
 from holdfast.worker.process_memory import available_memory, readable_bytes
 
 RANK_BYTES: Final = 200 * 2**20
-"""Of a rank's process without weights and cache: a little less than what torch takes."""
+"""Memory of a rank's process without weights and cache: a little less than torch takes."""
 
 MOST_RANKS_PER_CORE: Final = 4
-"""With more of them on a CPU, a start takes minutes. Two replicas of two ranks on two cores, the demo, are fine."""
+"""With more ranks than this on a CPU core, a start takes minutes. Two replicas of two ranks on two cores, the demo, are
+fine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class Machine:
     num_cores: int
     available_bytes: int
     num_gpus: int
-    """Of NVIDIA's, as its driver shows them."""
+    """NVIDIA GPUs, as the driver shows them."""
 
     @classmethod
     def here(cls) -> Self:
@@ -52,7 +53,9 @@ def check_fits(models: Sequence[HoldfastConfig], machine: Machine) -> None:
 
 
 def crowding(models: Sequence[HoldfastConfig], machine: Machine) -> str | None:
-    """What to say of so many ranks on so few cores: they start, one after the other, and every step takes its time."""
+    """A warning about too many ranks for the cores: they start one after the other, and each step is slow. None: there
+    is no problem.
+    """
     on_cores = [one for one in models if one.model.device == "cpu" or not machine.num_gpus]
     num_ranks = sum(map(_num_ranks, on_cores))
     if num_ranks <= MOST_RANKS_PER_CORE * machine.num_cores:

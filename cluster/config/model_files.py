@@ -83,7 +83,7 @@ def check_hub(config: HoldfastConfig) -> None:
 
 
 def local_folder(config: HoldfastConfig) -> Path | None:
-    """Where the model lies on this machine, or what was made of a GGUF file here; None: it is the hub's.
+    """Folder of the model on this machine, or the folder made from a GGUF file here; None: the model is on the hub.
 
     Raises `ConfigurationError` for a GGUF file that cannot be served.
     """
@@ -98,7 +98,7 @@ def local_path(config: HoldfastConfig) -> Path | None:
 
 
 def uneven_heads(config: HoldfastConfig) -> str | None:
-    """What it costs that ranks cannot share the heads of a model that lies here evenly, if they cannot."""
+    """The cost of heads that ranks cannot share evenly, for a model on this machine; None if they can."""
     folder = local_folder(config)
     found = {} if folder is None else _read_config(folder, config.model.model)
     heads = found.get("num_attention_heads")
@@ -117,7 +117,7 @@ def weight_bytes(config: HoldfastConfig) -> int:
 
 
 def told_of_weights(config: HoldfastConfig) -> str | None:
-    """How the weights of a model that lies here are quantized, and their memory; None of others."""
+    """Quantization scheme and memory of a local model's weights, in words; None for other models."""
     folder = local_folder(config)
     if folder is None or config.model.load_format == "dummy":
         return None

@@ -17,7 +17,7 @@ from holdfast.worker.config import (
 )
 
 _OF_CLUSTER: Final = ("replicas", "cpus_per_rank", "rank_resources")
-"""What an entry may set of the section `cluster`."""
+"""Settings of the section `cluster` that an entry may set."""
 
 
 class ModelEntry(Settings):

@@ -159,7 +159,7 @@ def _insert(nested: dict[str, object], path: list[str], value: object) -> None:
 
 
 def _shown(tree: type[BaseModel], path: str, setting: Setting) -> Setting:
-    """As errors may tell of it."""
+    """The setting in the form that errors may show."""
     return Setting("(hidden)", setting.source) if is_secret(dict(leaves(tree))[path]) else setting
 
 

@@ -58,7 +58,7 @@ def main() -> int:
 
 
 AFTER_TOKENS: Final = 16
-"""Of each stream that has not ended: then it happens."""
+"""Tokens of each unfinished stream after which the fault happens."""
 
 
 def pids_of(deployment: str, application: str) -> dict[str, int]:
@@ -81,7 +81,7 @@ def pids_of(deployment: str, application: str) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """What a killed replica has cost the streams."""
+    """Effects of a killed replica on the streams."""
 
     pid: int
     at_s: float
@@ -134,7 +134,7 @@ async def _kill_the_busiest(routers: Sequence[str], pids: dict[str, int]) -> tup
 
 
 async def busiest_replica(routers: Sequence[str], pids: dict[str, int]) -> int:
-    """Its process: one of `pids`, which are by replica id."""
+    """Process id of the busiest replica: one of `pids`, which is keyed by replica id."""
     async with AsyncClient(routers) as client:
         loads = (await client.get_load()).replicas
     busiest = max((load for load in loads if load.replica_id in pids), key=lambda load: load.num_running)
@@ -181,7 +181,7 @@ class ServedCluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blackout:
-    """What the end of all processes has cost the streams."""
+    """Effects on the streams when all processes end."""
 
     num_killed: int
     at_s: float

@@ -95,7 +95,7 @@ async def stream_all(
 
 
 _LINE_TOKENS: Final = 12
-"""Without a terminal, so many tokens make a line."""
+"""Tokens per line without a terminal."""
 
 
 @contextmanager

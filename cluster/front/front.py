@@ -24,7 +24,7 @@ from holdfast.worker.wire.tls import ServerTls, Tls
 logger = logging.getLogger(__name__)
 
 METRICS: Final = "/front/metrics"
-"""What the front tells of itself, to callers of its own machine."""
+"""Path of the front's own metrics, for callers on its machine."""
 
 MAX_HELD_BYTES: Final = 512 * 2**20
 """Bodies of open requests, which are kept to be sent again. Above it the front takes small ones alone."""
@@ -37,7 +37,7 @@ STOP_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontOptions:
-    """Where a front listens, and in front of what."""
+    """Addresses that a front listens on, and the routers behind it."""
 
     routers: Sequence[str]
     """Addresses of the routers' HTTP ports: host:port, or https://host:port."""
@@ -46,9 +46,8 @@ class FrontOptions:
     tls: Tls | None = None
     """Files of a certificate, by which it says who it is, and of who may come."""
     routers_tls: Tls = field(default_factory=Tls)
-    """Of the calls to routers: `ca` signs their certificates, or is the one; `cert` and `key` are for routers that ask
-    their clients for a certificate.
-    """
+    """TLS of calls to routers: `ca` signs their certificates or is the certificate; `cert` and `key` are for routers
+    that ask clients for a certificate."""
 
 
 class Front:

@@ -78,7 +78,7 @@ class Relay:
         )
         self._call = HeldCall(asked.body, policy, self._loop.time())
         self._router: Upstream | None = None
-        """That has the request now."""
+        """The router that has the request now."""
         self._connection: Connection | None = None
         self._has_begun = False
         self._num_written = 0
@@ -154,7 +154,7 @@ class Relay:
 
     @property
     def _passes(self) -> bool:
-        """Nothing is added to it, and it is not asked again."""
+        """Whether the request is passed on unchanged and never resent."""
         return self._asked.holds_itself or self._asked.is_sent_once
 
     async def _may_ask_again(self, lost: RouterLostError) -> bool:

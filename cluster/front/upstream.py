@@ -19,7 +19,7 @@ CONNECT_S: Final = 2.0
 """The longest that a connection may take: another router may be there at once."""
 
 IDLE_S: Final = 30.0
-"""How long a connection is kept without a request; routers end theirs later."""
+"""Seconds that a connection is kept without a request; routers close theirs later."""
 
 MAX_HEAD_BYTES: Final = 2**16
 
@@ -35,7 +35,7 @@ class RouterLostError(Exception):
 
 @dataclass(slots=True)
 class Head:
-    """Of a response."""
+    """Head of a response."""
 
     status: int
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Connection(asyncio.Protocol):
         return await self._head
 
     def deliver(self, on_data: Callable[[bytes], None], on_end: Callable[[], None]) -> None:
-        """From here on the body goes to `on_data` as it comes; `on_end` is called when it is over, or lost."""
+        """Passes the body to `on_data` as it comes; `on_end` is called when it is complete or lost."""
         early, self._early, self._on_data, self._on_end = self._early, [], on_data, on_end
         for data in early:
             on_data(data)
@@ -90,7 +90,7 @@ class Connection(asyncio.Protocol):
             on_end()
 
     def pause(self) -> None:
-        """Nothing is read until `go_on`: TCP tells the router."""
+        """Reads nothing until `go_on`: TCP then stops the router."""
         if not self._is_paused and not self._transport.is_closing():
             self._is_paused = True
             self._transport.pause_reading()
@@ -179,12 +179,12 @@ class Upstream:
     """One router, as the front reaches it."""
 
     def __init__(self, host: str, port: int, context: Callable[[], ssl.SSLContext] | None = None) -> None:
-        """With a `context`, over TLS."""
+        """With a `context`, connections use TLS."""
         self.host, self.port = host, port
         self.num_open = 0
         """Requests that it has of this front."""
         self.is_down_until_s = 0.0
-        """It was lost a moment ago."""
+        """Time until which the router counts as down, because it was lost a moment ago."""
         self._context = context
         self._idle: list[Connection] = []
 
@@ -227,7 +227,7 @@ _FORWARDED: Final = b"x-forwarded-for"
 
 @dataclass(slots=True)
 class FrontStats:
-    """What the front has done, since it started."""
+    """Counts of the front since its start."""
 
     num_requests: int = 0
     num_open: int = 0
@@ -244,7 +244,7 @@ class FrontStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelaySettings:
-    """How long a front tries."""
+    """Limits on the front's attempts."""
 
     connect_s: float = 5.0
     reconnect_s: float = 60.0
@@ -252,7 +252,7 @@ class RelaySettings:
 
 @dataclass(slots=True)
 class Routers:
-    """Those that requests may go to: the one with the fewest that is not down, in turns."""
+    """The routers that requests may go to: the one with the fewest requests that is not down, in turns."""
 
     all: Sequence[Upstream]
     turn: int = 0
@@ -281,7 +281,7 @@ class ClientRequest:
 
     @property
     def holds_itself(self) -> bool:
-        """Its client is a Holdfast transport: it is handed on as it is."""
+        """Whether the client is a Holdfast transport, whose request is passed on unchanged."""
         return any(name == HOLD.encode() for name, _ in self.headers)
 
     @property

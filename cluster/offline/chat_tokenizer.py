@@ -134,7 +134,7 @@ class ChatTokenizer(Tokenizer):
 
     @property
     def all_special_ids(self) -> list[int]:
-        """Of the tokens that decoding skips."""
+        """Ids of the tokens that decoding skips."""
         return sorted(self.special_token_ids)
 
     @property

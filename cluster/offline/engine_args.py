@@ -138,7 +138,7 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "tokens_only": (False,),
     "model_impl": ("auto",),
 }
-"""What would change outputs, or ask for what is not here, with the values that do not."""
+"""Arguments that would change outputs, or ask for an unsupported feature, with the values that do not."""
 
 REASONS: Final[Mapping[str, str]] = {
     "trust_remote_code": "code that comes with a checkpoint is never run here",
@@ -266,7 +266,7 @@ _NAMED: Final[dict[str, object]] = {
     "spec_model": None,
     "spec_tokens": None,
 }
-"""What `LLM` names itself, and what its translation reads, with the defaults."""
+"""Arguments of `LLM` itself and of its translation, with their defaults."""
 
 DEFAULTS: Final[dict[str, Any]] = (
     _NAMED
@@ -284,7 +284,7 @@ _SHORT: Final = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp",
 
 class _Methods:
     def arguments(self) -> dict[str, Any]:
-        """What `LLM(...)` is called with: what differs from the defaults."""
+        """Arguments of `LLM(...)`: those that differ from the defaults."""
         return {name: value for name, value in asdict(self).items() if value != DEFAULTS[name]}  # type: ignore[call-overload]  # a dataclass is made of it
 
     @staticmethod
@@ -296,7 +296,7 @@ class _Methods:
 
     @classmethod
     def from_cli_args(cls, args: Namespace) -> Self:
-        """From what a parser has read. Flags of others are left out."""
+        """Made from a parser's result. Flags of other programs are left out."""
         return cls(**{name: value for name, value in vars(args).items() if name in DEFAULTS})
 
 

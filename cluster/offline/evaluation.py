@@ -22,7 +22,7 @@ _ROUNDING: Final = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """How far a model is from its reference, means over all scored tokens."""
+    """Divergence of a model from its reference: means over all scored tokens."""
 
     kl: float
     """Kullback-Leibler divergence of the model from the reference, nats a token."""
@@ -37,7 +37,7 @@ class Evaluation:
     """A model on a text."""
 
     num_tokens: int
-    """Those that were scored: all but the first of each window."""
+    """Scored tokens: all but the first of each window."""
     mean_nll: float
     """Mean negative log-probability of the text's tokens, in nats."""
     reference_mean_nll: float | None = None
@@ -122,7 +122,7 @@ def divergence(reference: Mapping[int, float], other: Mapping[int, float], vocab
 
 
 class _Sum:
-    """Of numbers, exact but for one rounding at each of its parts."""
+    """A sum of numbers, exact but for one rounding of each part."""
 
     def __init__(self) -> None:
         self._sum = 0.0
@@ -140,7 +140,7 @@ class _Sum:
 def _outputs(
     engines: Sequence[InferenceEngine], windows: Sequence[Sequence[int]], params: SamplingParams, vocab_size: int
 ) -> Iterator[tuple[int, list[RequestOutput]]]:
-    """Of each window, how many are done, and what each engine says of it; as many run together as may be held."""
+    """For each window: how many are done, and each engine's output for it. As many run together as may be in flight."""
     assert params.prompt_logprobs is not None, "they are what is asked for"
     pairs = vocab_size if params.prompt_logprobs == ALL_LOGPROBS else 1 + params.prompt_logprobs
     at_once = max(1, _TOGETHER // (pairs * max(map(len, windows)) * len(engines)))
@@ -155,7 +155,7 @@ _Position = Mapping[int, Logprob]
 
 
 def _positions(output: RequestOutput) -> list[_Position]:
-    """Of each scored token: itself, then the likeliest ones."""
+    """For each scored token: its own log-probability, then the likeliest ones."""
     assert output.prompt_logprobs is not None, "they were asked for"
     return [one for one in output.prompt_logprobs if one is not None]
 

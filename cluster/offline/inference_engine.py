@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ALONE_FROZEN_AFTER_S: Final = 60.0
-"""Without a cluster, an engine counts as frozen only after this long without progress."""
+"""Seconds without progress after which an engine without a cluster counts as frozen."""
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -79,7 +79,7 @@ class InferenceEngine:
         self._num_cache_resets = 0
         self._replica: Replica | None = None
         self._pid = os.getpid()
-        """Of the process that has loaded the model: one that was forked from it has none of its threads."""
+        """Process id of the process that loaded the model: a fork of it has none of its threads."""
         self._router: LocalRouter | None = None
 
     def start(self) -> None:
@@ -168,7 +168,7 @@ class InferenceEngine:
         request_id: str = "",
         **service: Unpack[ServiceOptions],
     ) -> RequestHandle:
-        """As `submit_request`, and returns at once: what is wrong with the request comes by the handle as well."""
+        """Like `submit_request`, but returns at once: errors of the request also come through the handle."""
         router = self._running()[1]
         request = self._request(router, prompt, params, callback, request_id, service, is_awaited=False)
         router.submit(request)
@@ -264,12 +264,12 @@ class InferenceEngine:
         return self._config.model.model_copy(update=found)
 
     def get_tokenizer(self) -> Tokenizer:
-        """As `tokenizer`."""
+        """Same as `tokenizer`."""
         return self.tokenizer
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """That of its model. Raises `HoldfastError` if the engine does not run."""
+        """Tokenizer of the engine's model. Raises `HoldfastError` if the engine does not run."""
         return self._running()[1].tokenizer
 
     @property

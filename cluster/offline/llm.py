@@ -82,7 +82,7 @@ class LLM(VllmMethods):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """From arguments as a value, such as those of a command line."""
+        """Loads a model with arguments kept as one value, such as those of a command line."""
         return cls(**engine_args.arguments())
 
     def generate(
@@ -190,7 +190,7 @@ class LLM(VllmMethods):
 
     @takes_arguments_of(_chat_requests)
     def enqueue_chat(self, requests: CallRequests) -> list[str]:
-        """As `enqueue`, of what `chat` takes."""
+        """Same as `enqueue`, for the arguments of `chat`."""
         return self._enqueue(requests)
 
     def beam_search(
@@ -215,7 +215,7 @@ class LLM(VllmMethods):
         return ChatTokenizer.of(self._engine.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What holds for a request without parameters: what the model's generation_config.json says, else neutral."""
+        """Parameters of a request that gives none: from the model's generation_config.json, else neutral ones."""
         source, overrides = self._generation_config
         return default_params(Path(self._engine.model_config.model), source, overrides)
 
@@ -226,7 +226,7 @@ class LLM(VllmMethods):
         *,
         running: Literal["finish", "replay"] = "finish",
     ) -> str:
-        """As `InferenceEngine.update_weights`."""
+        """Same as `InferenceEngine.update_weights`."""
         return self._engine.update_weights(weights, version, running=running)
 
     def get_metrics(self) -> list[Metric]:
@@ -240,7 +240,7 @@ class LLM(VllmMethods):
 
     @property
     def engine(self) -> InferenceEngine:
-        """For single requests, callbacks and statistics."""
+        """The engine, for single requests, callbacks and statistics."""
         return self._engine
 
     def get_stats(self) -> EngineStats:

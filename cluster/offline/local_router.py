@@ -67,7 +67,7 @@ class LocalReplica:
         self._replica.engine.detach(self)
 
     def fail_over(self) -> None:
-        """To the replica that has just connected: requests that were still here go on there."""
+        """Moves requests that were still here to the replica that has just connected."""
         self._dispatch_host.replica_down(self.replica_id, ReplicaError("its weights were replaced"))
 
     def end(self, error: HoldfastError) -> None:
@@ -124,7 +124,7 @@ def local_pipeline(
     order: ServiceOrderConfig | None = None,
     gate: Gate | None = None,
 ) -> Pipeline:
-    """For a replica of this process: there is no choice among replicas, and no other one to wait for."""
+    """Pipeline for a replica in this process: there is no choice among replicas, and no other one to wait for."""
     alone = config.model_copy(update={"routing_policy": "power_of_two", "replica_wait_s": 0.0})
     return Pipeline.build(
         alone,
@@ -235,7 +235,9 @@ class LocalRouter:
         self._processor, self._dispatch_host = pipeline.processor, pipeline.dispatch_host
 
     async def _update_weights(self, folder: str, version: str, *, replay: bool) -> None:
-        """What is served with other weights is another replica: the router moves what is open as from any other."""
+        """Changes weights. Other weights count as another replica: the router moves open requests as it does from any
+        lost one.
+        """
         async with self._updating:
             old = self._replica
             if old.failure is not None:
@@ -278,7 +280,7 @@ class LocalRouter:
             self._open[request].cancel()
 
     def _abort(self, request_id: str) -> None:
-        """Where callers have given this id, theirs end, and none that only happens to be called so by default."""
+        """Aborts the requests whose callers chose this id, not those that have it by default."""
         named = [request for request in self._open if request.request_id == request_id]
         for request in [one for one in named if one.has_own_id] or named:
             self._open[request].cancel()

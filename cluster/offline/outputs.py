@@ -17,14 +17,14 @@ from holdfast.worker.value_types import Neutral, is_flag, is_number, takes_neutr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
-    """How likely the model found a token, before any control or temperature."""
+    """Log-probability of a token under the model, before any penalty, filter or temperature."""
 
     logprob: float
     rank: int | None
     """1 for the likeliest; None of a token that was asked for by its id."""
     decoded_token: str
-    """What the token adds to a text; special tokens are written out, and so are bytes that are no whole character
-    (`bytes:\\xf0`)."""
+    """Text of the token; special tokens are written out, and so are bytes that are no whole character (`bytes:\xf0`).
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,8 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     """Sum of the output tokens' log-probabilities; set with `logprobs`, `best_of` and beams."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each output token, by token id: that token, then the best ones that were asked for. None: not asked for."""
+    """For each output token a mapping by token id: the token itself, then the best ones requested. None: not requested.
+    """
 
     lora_request: ClassVar[None] = None
     routed_experts: ClassVar[None] = None
@@ -61,13 +62,13 @@ class RequestMetrics:
     """When things happened to a request. Times named `_ts` are of the monotonic clock."""
 
     arrival_time: float
-    """In seconds since 1970, as the request was submitted."""
+    """Time of submission in seconds since 1970."""
     first_token_ts: float
     last_token_ts: float
     first_token_latency: float
     """Seconds from its submission to its first token."""
     num_generation_tokens: int
-    """Of all its sequences."""
+    """Output tokens of all sequences of the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +82,12 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
-    """Those of the prompt's tokens that were found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """For each prompt token, by token id: that token, then the best ones; None for the first. None: not asked for."""
+    """For each prompt token a mapping by token id: the token itself, then the best ones; None for the first token.
+    None: not requested."""
     metrics: RequestMetrics | None = None
-    """Of a request that has finished; None for a beam search."""
+    """Metrics of a finished request; None for a beam search."""
     error: HoldfastError | None = None
     """Why a request ended without finishing. Only callbacks see it; everyone else gets it raised."""
 
@@ -106,18 +108,18 @@ class BeamSearchSequence:
     tokens: list[int]
     """The prompt's, then the output's."""
     logprobs: list[dict[int, Logprob]]
-    """For each output token, by token id: the candidates at its place, with that token among them."""
+    """For each output token a mapping by token id: the candidates at its position, the token among them."""
     cum_logprob: float
     """Sum of the output tokens' log-probabilities, that of an end of sequence included."""
     text: str
-    """That of all `tokens`."""
+    """Text of all `tokens`."""
     finish_reason: str
     """`stop` or `length`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchOutput:
-    """What a beam search has found for one prompt, best first."""
+    """Results of a beam search for one prompt, best first."""
 
     sequences: list[BeamSearchSequence]
 
@@ -137,7 +139,7 @@ def completion_output(output: OutputDelta, params: SamplingParams, tokenizer: To
 
 
 def prompt_logprobs(first: OutputDelta, tokenizer: Tokenizer) -> list[dict[int, Logprob] | None]:
-    """Those of the prompt, where they are asked for: they come with the first completion. The prompt's first token has
+    """Log-probabilities of the prompt, if requested: they come with the first completion. The prompt's first token has
     none.
     """
     return [None if item is None else by_token_id(item, tokenizer) for item in first.prompt_logprobs or (None,)]
@@ -180,7 +182,7 @@ _BEAM_FIELDS: Final[Neutral] = {
 @takes_neutral(_BEAM_FIELDS, "")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """How to search. The call shape follows vLLM's class of the same name."""
+    """Parameters of a beam search. The call shape follows vLLM's class of the same name."""
 
     beam_width: int
     max_tokens: int

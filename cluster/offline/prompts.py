@@ -41,7 +41,7 @@ class Given:
     prompt: Prompt
     cache_salt: str | None = None
     text: str | None = None
-    """Of a prompt in token ids, what its output shows as the prompt."""
+    """Text shown as the prompt in the output, for a prompt given in token ids."""
 
 
 def prompt_list(prompts: PromptInput | Sequence[PromptInput] | Sequence[int]) -> list[Given]:
@@ -74,7 +74,7 @@ _NOTHING: Final[Mapping[str, Any]] = {}
 
 
 class ChatShape(TypedDict, total=False):
-    """How chats become prompts, as `chat_prompt` takes it."""
+    """Options for rendering a chat, as `chat_prompt` takes them."""
 
     template: str | None
     add_generation_prompt: bool

@@ -47,13 +47,13 @@ class RequestHandle:
         """
         self.request_id = name
         self.has_own_id = bool(request.request_id)
-        """Its caller has given the id."""
+        """Whether the caller gave the request id."""
         self.future: Future[RequestOutput] = Future()
         self.future.set_running_or_notify_cancel()  # it is cancelled through the router, not through the future
         self.admitted: Future[None] = Future()
         """Done when the request has passed its checks, or when it has ended before."""
         self.beams: list[tuple[OutputDelta, Sequence[Sequence[tuple[int, float]]]]] = []
-        """What a beam search that has finished has found: completions, each with the candidates for its tokens."""
+        """Results of a finished beam search: completions, each with the candidates for its tokens."""
         self._request = request
         self._tokenizer = tokenizer
         self._cancel = cancel
@@ -74,7 +74,7 @@ class RequestHandle:
     # --- on the router's event loop ---
 
     async def run(self, processor: RequestProcessor) -> tuple[OutputDelta, ...]:
-        """From admission to the end. Raises `HoldfastError`; cancelling it cancels the request."""
+        """Runs the request from admission to its end. Raises `HoldfastError`; cancelling it cancels the request."""
         params = self._request.sampling_params
         if params.beam_width is not None:
             async with processor.search(self._request) as search:

@@ -24,7 +24,7 @@ class Enqueued(NamedTuple):
 
 
 class CallRequests(NamedTuple):
-    """What one call asks for."""
+    """Requests of one call."""
 
     given: list[Given]
     params: list[SamplingParams]

@@ -32,7 +32,7 @@ class _Engine(Refused):
         return cls(engine_args)
 
     def get_tokenizer(self) -> ChatTokenizer:
-        """As `LLM.get_tokenizer`."""
+        """Same as `LLM.get_tokenizer`."""
         return self._llm.get_tokenizer()
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -82,7 +82,7 @@ class AsyncLLMEngine(_Engine):
             self._llm.engine.abort(one)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """As `LLM.reset_prefix_cache`."""
+        """Same as `LLM.reset_prefix_cache`."""
         return self._llm.reset_prefix_cache(reset_running_requests, reset_connector)
 
     @property
@@ -105,7 +105,7 @@ class AsyncLLMEngine(_Engine):
         return False
 
     async def do_log_stats(self) -> None:
-        """Nothing: `LLM.get_stats` has the counts."""
+        """Does nothing: `LLM.get_stats` has the counts."""
 
     async def is_tracing_enabled(self) -> bool:
         """There are no traces within one process."""
@@ -185,7 +185,7 @@ def _submitted(
 
 
 def _shown(output: RequestOutput, before: RequestOutput | None, kind: RequestOutputKind) -> RequestOutput | None:
-    """What of an output its request wants to see; None for nothing yet."""
+    """The part of an output that its request wants to see; None for nothing yet."""
     if kind is RequestOutputKind.FINAL_ONLY:
         return output if output.finished else None
     if kind is RequestOutputKind.CUMULATIVE or before is None:

@@ -1,4 +1,4 @@
-"""What scripts use of vLLM's `LLM` beside generation: methods that work or refuse by name, metrics, and the sampling
+"""vLLM's `LLM` methods besides generation: methods that work or are refused by name, metrics, and the sampling
 parameters that a model's folder suggests.
 """
 
@@ -57,7 +57,7 @@ class Refused:
 
 
 class VllmMethods(Refused):
-    """What needs no more than the engine."""
+    """Methods that need the engine alone."""
 
     _engine: InferenceEngine
 
@@ -94,14 +94,14 @@ class Metric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counter(Metric):
-    """It only grows."""
+    """A value that only grows."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gauge(Metric):
-    """It goes up and down."""
+    """A value that goes up and down."""
 
     value: float
 

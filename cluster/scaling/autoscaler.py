@@ -39,7 +39,7 @@ PATIENCE: Final = 4
 
 STARTUP_SMOOTHING: Final = 0.3
 SPEED_LOSS_PER_S: Final = 0.002
-"""How fast the best speed that a replica has shown is forgotten: requests change."""
+"""Rate at which the best observed speed of a replica is forgotten, because requests change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """How many replicas there should be, and why, for people."""
+    """Number of replicas to run, and the reason in words."""
 
     num_replicas: int
     reason: str
@@ -169,7 +169,7 @@ class Autoscaler:
         return Decision(num_replicas=seen.num_wanted, reason="none serves yet" if seen.num_wanted else "asleep")
 
     def _for_load(self, seen: Seen) -> Decision:
-        """For the load that is to be expected once a replica that is asked for now serves."""
+        """Replicas for the load expected when a replica requested now begins to serve."""
         need = self._need.mean(seen.now_s - STEADY_S, seen.now_s) or 0.0
         growth = self._startup_s * self._need.growth_per_s(seen.now_s, max(STEADY_S, self._startup_s))
         expected = need + min(max(growth - CHANCE, 0.0), MAX_GROWTH * need)
@@ -177,7 +177,7 @@ class Autoscaler:
         return Decision(num_replicas=math.ceil(expected), reason=reason)
 
     def _for_queue(self, seen: Seen, demand: ModelDemand) -> Decision:
-        """For a queue that takes too much of the target: so many that it is gone one start after they serve."""
+        """Replicas for a queue that takes too much of the target: enough that it is gone one start after they serve."""
         wait_s, per_s = self.queue_s(demand), self._best_per_s
         if wait_s <= QUEUE_SHARE * self._settings.target_ttft_s or not per_s:
             return Decision(num_replicas=0, reason="the queue is short")

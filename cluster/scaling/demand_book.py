@@ -33,9 +33,8 @@ class DemandBook:
         self._told: dict[str, tuple[float, Sequence[ModelDemand]]] = {}
         self._pinned: dict[str, tuple[int, float]] = {}
         self._counted: dict[str, ModelDemand] = {}
-        """By model: what routers have counted since the book knows them. A router that comes, goes or falls silent
-        changes these counts by nothing: its whole past would look like a burst.
-        """
+        """Counts by model since the book knows its routers. A router that comes, goes or falls silent does not change
+        these counts: its whole past would look like a burst."""
 
     def follow(self, model: str, cold_start_wait_s: float | None, now_s: float) -> bool:
         """An autoscaler asks about a model. Returns whether routers have to hear of it."""
@@ -44,7 +43,7 @@ class DemandBook:
         return before is None or before[0] != cold_start_wait_s
 
     def note(self, router_id: str, demands: Sequence[ModelDemand], now_s: float) -> None:
-        """What a router sees now, of all models that are followed."""
+        """Notes a router's current demand for all models that are followed."""
         _, before = self._told.get(router_id, (now_s, ()))
         earlier = {one.model: one for one in before}
         for one in demands:
@@ -54,8 +53,8 @@ class DemandBook:
         self._told[router_id] = now_s, demands
 
     def demand(self, model: str, now_s: float) -> ModelDemand | None:
-        """What routers see of a model together; None if none has reported it lately. Counts are those since the book
-        knows its routers.
+        """Demand of all routers for a model; None if none has reported it lately. Counts start when the book first knew
+        its routers.
         """
         fresh = [demands for told_s, demands in self._told.values() if now_s - told_s <= FRESH_S]
         found = [one for demands in fresh for one in demands if one.model == model]
@@ -123,7 +122,7 @@ class Level:
             self._values.popleft()
 
     def mean(self, from_s: float, to_s: float) -> float | None:
-        """Of the values between two times; None where there are none."""
+        """Mean of the values between two times; None if there are none."""
         inside = [value for time_s, value in self._values if from_s <= time_s <= to_s]
         return sum(inside) / len(inside) if inside else None
 
@@ -132,13 +131,15 @@ class Level:
         return max((value for time_s, value in self._values if time_s >= from_s), default=0.0)
 
     def growth_per_s(self, now_s: float, span_s: float) -> float:
-        """How fast the mean over `span_s` grows, against that of the span before it; 0 where it is not known."""
+        """Growth per second of the mean over `span_s`, against the span before it; 0 if unknown."""
         late, early = self.mean(now_s - span_s, now_s), self.mean(now_s - 2 * span_s, now_s - span_s)
         return 0.0 if late is None or early is None else (late - early) / span_s
 
 
 class ScalingConfig(Settings):
-    """How many replicas a model has, by its load. Without `max_replicas` their number is fixed: `cluster.replicas`."""
+    """Bounds on the number of replicas of a model, which follows its load. Without `max_replicas` it is fixed:
+    `cluster.replicas`.
+    """
 
     max_replicas: int | None = Field(
         None, ge=1, description="replicas of a model at most; unset: as many as `replicas`, whatever the load"

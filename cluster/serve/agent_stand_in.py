@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Final
 
 UNUSED_PORT: Final = -1
-"""What Ray's own agents write for a service that they do not offer."""
+"""Port that Ray's own agents write for a service that they do not offer."""
 
 IGNORED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The end of this process would be the end of the raylet, and that of the raylet is enough to end this one."""

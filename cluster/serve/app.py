@@ -37,7 +37,7 @@ from holdfast.worker.wire.loopback import ANY_INTERFACE
 logger = logging.getLogger(__name__)
 
 ANSWER_S: Final = 5.0
-"""How long a directory that runs may take to tell its token."""
+"""Seconds that a running directory may take to return its token."""
 
 REPLICA: Final = "Replica"
 ROUTER: Final = "Router"
@@ -53,7 +53,7 @@ that still load or have no hang supervisor."""
 _QUIET: Final = {"log_level": "WARNING", "enable_access_log": False}
 
 _SHUTDOWN_SLACK_S: Final = 10.0
-"""What Serve waits on top of the drain before it kills."""
+"""Seconds that Serve waits after the drain before it kills."""
 
 _MANY: Final = 10_000
 """More than ever ask a directory at once: one call per member and watcher. Of a router, more than it admits."""
@@ -120,14 +120,14 @@ def _replicas(config: HoldfastConfig, default_host: str, directory: Any, name: s
 
 
 def _metrics(config: HoldfastConfig, default_host: str) -> MetricsSettings | None:
-    """Where replicas serve metrics: as routers, on `default_host` if no host is set."""
+    """Where replicas serve metrics: as routers do, on `default_host` if no host is set."""
     if config.cluster.metrics_port is None:
         return None
     return MetricsSettings(host=config.cluster.host or default_host, port=config.cluster.metrics_port)
 
 
 def _api(config: HoldfastConfig, default_host: str) -> ApiSettings | None:
-    """Where replicas speak the engine protocol: as routers, on `default_host` if no host is set."""
+    """Where replicas serve the engine protocol: as routers do, on `default_host` if no host is set."""
     if config.cluster.engine_port is None:
         return None
     host = config.cluster.host or default_host
@@ -135,7 +135,9 @@ def _api(config: HoldfastConfig, default_host: str) -> ApiSettings | None:
 
 
 def _directory(config: HoldfastConfig) -> serve.Application:
-    """It hands the cluster's token to all members. One that is there already has the say: they know its token."""
+    """The directory, which gives the cluster's token to all members. An existing directory is kept: members know its
+    token.
+    """
     token = known_token(config.cluster.namespace)
     if token is None or config.security.cluster_token_file is not None:
         token = cluster_token(config.security)

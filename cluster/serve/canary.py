@@ -34,7 +34,7 @@ SLOWER: Final = 2.0
 """A canary is taken back if its first tokens take so many times as long on average."""
 
 MIN_FIRST_TOKENS: Final = 20
-"""Of each version, before their times are compared."""
+"""First tokens needed from each version before their times are compared."""
 
 
 class KnownAnswer(BaseModel):
@@ -49,12 +49,12 @@ class KnownAnswer(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What is known of a canary beside the versions that it is compared with."""
+    """Observations of a canary and of the versions that it is compared with."""
 
     canary: VersionCounts
     others: VersionCounts
     wrong_answers: Sequence[str] = ()
-    """What it answered wrongly, each in a few words."""
+    """Wrong answers, each in a few words."""
 
 
 def verdict(seen: Observed) -> str | None:
@@ -81,7 +81,9 @@ def _is_worse(canary: VersionCounts, others: VersionCounts) -> bool:
 
 
 def chance_of_at_least(num_failed: int, number: int, share: float) -> float:
-    """Of `number` independent requests, each of which fails with chance `share`: the chance that so many fail."""
+    """Probability of at least `num_failed` failures among `number` independent requests, each of which fails with
+    probability `share`.
+    """
     if not 0 < share < 1:
         return 1.0 if share >= 1 or num_failed == 0 else 0.0
     below = (
@@ -104,7 +106,7 @@ def _failures(counts: VersionCounts) -> str:
 
 
 def summed(model: str, version: str, counts: Iterable[VersionCounts]) -> VersionCounts:
-    """Those of one version, from all routers."""
+    """Counts of one version, summed over all routers."""
     total = VersionCounts(model=model, version=version)
     for one in counts:
         if (one.model, one.version) == (model, version):
@@ -113,7 +115,7 @@ def summed(model: str, version: str, counts: Iterable[VersionCounts]) -> Version
 
 
 def since(now: VersionCounts, before: VersionCounts) -> VersionCounts:
-    """What has been counted since; a router that was replaced begins anew, so nothing is below zero."""
+    """Counts made since `before`; a router that was replaced starts from zero, so no difference is negative."""
     return replace(
         now,
         num_finished=max(0, now.num_finished - before.num_finished),
@@ -140,23 +142,21 @@ def read_known_answers(path: Path) -> list[KnownAnswer]:
 
 
 _CHOSEN_AT_START: Final = "parallel.num_threads"
-"""Where it is left open, a cluster on one machine chooses it: that is no difference."""
+"""Setting that a cluster on one machine chooses if it is left open: a difference there is none."""
 
 
 ROUTERS: Final = "routers"
-"""What a step on them says in place of a model."""
+"""Name of the routers in a step, in place of a model's."""
 
 _CLUSTERS: Final = ("routers", "drain_timeout_s", "router_resources", "router_labels")
 """Settings of the cluster that routers may be given anew."""
 
 _FIXED: Final = ("host", "port", "http_port", "admin_port")
-"""Those that clients know routers by."""
+"""Addresses by which clients know routers."""
 
 
 class ChangeKind(StrEnum):
-    """What is done to a model or the routers, in the order in which it is done: nothing goes before what takes its
-    place is there.
-    """
+    """Kinds of change to models and routers, in order of execution: nothing is removed before its replacement serves."""
 
     ADD = "add"
     UPDATE = "update"
@@ -170,7 +170,7 @@ class Running:
     """A model that is served."""
 
     settings: Mapping[str, Any]
-    """As it says them (`told_settings.of_replica`): nested mappings of plain values."""
+    """Settings as the member reports them (`told_settings.of_replica`): nested mappings of plain values."""
     num_replicas: int
 
 
@@ -191,11 +191,11 @@ class PlannedChange:
     model: str
     changes: tuple[Changed, ...] = ()
     config: HoldfastConfig | None = None
-    """Its settings afterwards; None where it is removed."""
+    """Settings after the change; None if the model is removed."""
 
 
 def difference(running: Mapping[str, Running], wanted: HoldfastConfig) -> list[PlannedChange]:
-    """What makes the models that run those of `wanted`, whose files have been read (`with_template_texts`)."""
+    """Changes that turn the running models into those of `wanted`, whose files have been read (`with_template_texts`)."""
     by_name = {one.model.name: one for one in wanted.each_model}
     steps = [_step_of(running.get(name), name, config) for name, config in by_name.items()]
     steps += [_removal(name, one) for name, one in running.items() if name not in by_name]
@@ -210,7 +210,8 @@ def in_order(steps: Iterable[PlannedChange]) -> list[PlannedChange]:
 def router_difference(
     before: HoldfastConfig, wanted: HoldfastConfig, is_given: Callable[[str], bool]
 ) -> tuple[list[PlannedChange], Sequence[Changed]]:
-    """What makes the routers that run with `before` those of `wanted`; and what of `wanted` needs a restart.
+    """Changes that turn routers started with `before` into those of `wanted`, and the settings of `wanted` that need a
+    restart.
 
     `is_given` says of a setting whether the configuration names it: of the cluster's own, only such count.
     """

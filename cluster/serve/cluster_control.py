@@ -37,7 +37,9 @@ LOG_BATCH: Final = 200
 
 
 class ServeControl:
-    """Of one router, whose settings are `config`. One change runs at a time, on a thread: Ray Serve's calls block."""
+    """Control of the cluster for one router, whose settings are `config`. One change runs at a time, on a thread: Ray
+    Serve's calls block.
+    """
 
     def __init__(self, config: HoldfastConfig) -> None:
         self._config = config
@@ -164,7 +166,7 @@ class ServeControl:
         return replace(loaded, config=self._within_cluster(loaded.config))
 
     def _within_cluster(self, config: HoldfastConfig) -> HoldfastConfig:
-        """With the cluster's own settings where a model has none."""
+        """The settings, with the cluster's own where a model has none."""
         own = self._config
         place = {name: getattr(own.cluster, name) for name in ("namespace", "address", "host")}
         sections = {name: getattr(own, name) for name in ("router", "limits", "overload", "security", "telemetry")}
@@ -176,7 +178,7 @@ class ServeControl:
         return own if change.drain_timeout_s is None else change.drain_timeout_s
 
     def _log_files(self) -> list[LogFile]:
-        """Of this cluster alone: others may run on the same Ray."""
+        """Log files of this cluster alone: others may run on the same Ray."""
         is_private = self._config.cluster.address is None
         return [
             file

@@ -63,13 +63,14 @@ class CrashJournals:
         self._folder = folder
         self.own = CrashJournal(folder)
         self._others: dict[Path, tuple[LeftJournal, int]] = {}
-        """With the descriptor of each process."""
+        """Journals of other processes, each with a file descriptor."""
         self._read: set[Path] = set()
-        """Of processes that have ended. They are left for routers that start later, until they say nothing any more."""
+        """Journals of processes that have ended. They are kept for routers that start later, until they hold nothing
+        any more."""
         self.serve(watch)
 
     def serve(self, watch: PoisonWatch) -> None:
-        """In the place of the watch before it, whose router found no free port."""
+        """Serves in place of an earlier watch, whose router found no free port."""
         self._watch = watch
         self._read.clear()
         watch.journal = self.own

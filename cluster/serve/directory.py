@@ -66,7 +66,7 @@ class Member:
     metrics_address: str = ""
     """`host:port` of a replica's own metrics; empty where it serves none."""
     linked: tuple[tuple[str, int], ...] = ()
-    """Of a router: each model that it has links for, and the number of its replicas that are up."""
+    """Of a router: each model that it has links for, with the number of its replicas that are up."""
     model: str = ""
     """The name that clients use. Of a replica."""
     application: str = ""
@@ -74,24 +74,24 @@ class Member:
     version: str = ""
     """`ModelInfo.version`, of a replica that serves."""
     tokenizer_digest: str = ""
-    """Of the files that routers read its tokenizer from, of a replica that serves."""
+    """Of a serving replica: digest of the files that routers read its tokenizer from."""
     settings: str = ""
-    """How it was started (`router_update.py`)."""
+    """Settings the member was started with (`router_update.py`)."""
     counts: tuple[VersionCounts, ...] = ()
-    """Of a router: what came of its requests, by version."""
+    """Of a router: outcomes of its requests, by version."""
     num_open: int = 0
-    """Of a router that serves as an endpoint picker: its open requests, some seconds ago."""
+    """Of a router that serves as an endpoint picker: its open requests some seconds ago."""
     is_disk_full: bool = False
     """There is little room under Ray's session folder of its node."""
     operator_state: OperatorState = NO_OPERATOR_STATE
     """Of a router: its operator state, from which a directory that was replaced learns it."""
     router_losses: tuple[RouterLoss, ...] = ()
-    """Of a router: what it knows of requests that routers were reading when they ended."""
+    """Of a router: known requests that routers were reading when they ended."""
     model_path: str = ""
     """The folder of the model, of a replica that serves. Routers read the tokenizer there: it is the same on every
     node."""
     phase: str = "loading libraries"
-    """What it is doing while it starts, for people."""
+    """Phase of the start, in words."""
     done: int = 0
     total: int = 1
     error: str | None = None
@@ -111,10 +111,10 @@ class Snapshot:
     followed: Followed = ()
     """Models that are scaled by their load: routers tell of it."""
     operator_state: OperatorState = NO_OPERATOR_STATE
-    """What the operators have ordered."""
+    """Settings ordered by operators."""
 
     def serving(self, role: Role) -> tuple[Member, ...]:
-        """Those with an address."""
+        """Members that have an address."""
         return tuple(member for member in self.members if member.role is role and member.address is not None)
 
 
@@ -154,7 +154,7 @@ class Directory:
         self._version += 1
 
     def order(self, operator_state: OperatorState) -> None:
-        """What operators want from now on. Raises `InternalError` where someone else has ordered meanwhile."""
+        """Takes a new operator state. Raises `InternalError` if someone else has changed it meanwhile."""
         if operator_state.revision != self.operator_state.revision + 1:
             raise InternalError(f"order {operator_state.revision} came after order {self.operator_state.revision}")
         self.operator_state = operator_state
@@ -174,11 +174,11 @@ class Directory:
         self._version += self.demands.expire(now_s)
 
     def note_demand(self, router_id: str, demands: Sequence[ModelDemand], now_s: float) -> None:
-        """What a router sees of the models that are followed. It makes no new version."""
+        """Notes a router's demand for the models that are followed. It makes no new version."""
         self.demands.note(router_id, demands, now_s)
 
     def demand(self, model: str, cold_start_wait_s: float | None, now_s: float) -> tuple[ModelDemand | None, bool]:
-        """What routers see of a model, which is followed from now on. True: that makes a new version."""
+        """Demand of all routers for a model, which is followed from now on. True: that makes a new version."""
         is_news = self.demands.follow(model, cold_start_wait_s, now_s)
         self._version += is_news
         return self.demands.demand(model, now_s), is_news
@@ -226,7 +226,7 @@ class DirectoryDeployment:
         self._directory.note_demand(router_id, demands, time.monotonic())
 
     async def demand(self, model: str, cold_start_wait_s: float | None) -> tuple[ModelDemand | None, Mapping[str, int]]:
-        """What routers see of a model, and the numbers of replicas that updates have set, by application.
+        """Demand of all routers for a model, and the numbers of replicas set by updates, by application.
 
         Who asks about a model scales it, and asks again every second or so.
         """

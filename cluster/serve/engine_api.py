@@ -26,7 +26,7 @@ CLOSE_GRACE_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
-    """Where a replica serves the protocol, and within which limits."""
+    """Address of a replica's engine protocol, and its limits."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -36,7 +36,7 @@ class ApiSettings:
 
 
 class EngineApi:
-    """Of one replica, on the running event loop. Made by `start`."""
+    """Engine protocol of one replica, on the running event loop. Made by `start`."""
 
     def __init__(
         self,
@@ -66,7 +66,9 @@ class EngineApi:
     async def start(
         cls, replica: Replica, settings: ApiSettings, order: SchedulerConfig, security: ClusterSecurity | None = None
     ) -> "EngineApi":
-        """Without `security` all may come, in the clear. Raises `ConfigurationError` where no port is free."""
+        """Starts the API. Without `security` it takes every caller, unencrypted. Raises `ConfigurationError` if no port
+        is free.
+        """
         api = cls(replica, settings.router, settings.limits, order, security)
         await connected(replica, api._pipeline)
         host = settings.host
@@ -82,7 +84,7 @@ class EngineApi:
         return api
 
     def wind_down(self) -> None:
-        """From here on new requests are refused; open ones go on."""
+        """Refuses new requests from now on; open ones go on."""
         self._health.stop()
         self._pipeline.processor.close()
 

@@ -175,7 +175,7 @@ def room() -> Iterator[Finding]:
 
 
 def home() -> Finding:
-    """Where this user's files lie."""
+    """Checks the folder of this user's files."""
     try:
         folder = user_folder()
     except HoldfastError as error:
@@ -197,7 +197,7 @@ def proxies() -> Finding | None:
 
 
 def getenv(name: str) -> str:
-    """As programs read it that know either spelling."""
+    """Value of a variable, for programs that know either spelling."""
     return os.environ.get(name) or os.environ.get(name.upper()) or ""
 
 

@@ -29,10 +29,10 @@ from holdfast.cluster.serve.kept_process import tables_folder
 from holdfast.cluster.serve.life_starter import IMPORTED, import_for_forks
 
 READ_LIMIT_S: Final = 10.0
-"""How long a launcher may take to send its request. The fork server is blocked meanwhile."""
+"""Seconds that a launcher may take to send its request. The fork server is blocked meanwhile."""
 
 END_LIMIT_S: Final = 10.0
-"""How long a fork server may take to end its workers."""
+"""Seconds that a fork server may take to end its workers."""
 
 NUM_STREAMS: Final = 3
 """Standard input, output and error, which come with a request."""
@@ -44,7 +44,7 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 @dataclass(frozen=True, slots=True)
 class WorkerRequest:
-    """What a launcher asks for: `argv[0]` is a Python file, which runs as `__main__`."""
+    """Request of a launcher: `argv[0]` is a Python file, which runs as `__main__`."""
 
     argv: Sequence[str]
     environment: dict[str, str]
@@ -106,7 +106,7 @@ class ForkServer:
         return None
 
     def _close_all(self, launcher: socket.socket) -> None:
-        """In a new worker: gives up all that is the fork server's."""
+        """Closes everything of the fork server's, in a new worker."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for key in list(self._selector.get_map().values()):
@@ -228,7 +228,7 @@ def forked_server() -> Iterator[Path]:
 
 
 def _fork_server(listening: socket.socket, is_over: int, tell: int) -> NoReturn:
-    """In a process that ends at once: the fork server becomes an orphan, and tells its pid."""
+    """Starts the fork server from a process that ends at once: the fork server becomes an orphan, and reports its pid."""
     if os.fork():
         os._exit(0)
     os.setpgid(0, 0)  # Ctrl-C is not for it
@@ -240,7 +240,7 @@ def _fork_server(listening: socket.socket, is_over: int, tell: int) -> NoReturn:
 
 
 def _run(listening: socket.socket) -> NoReturn:
-    """In a process of its own: the fork server, and in each fork the worker."""
+    """Runs the fork server, in a process of its own, and in each fork the worker."""
     code = 0
     try:
         if (request := ForkServer(listening).serve()) is not None:

@@ -37,16 +37,16 @@ MAX_PAUSE_S: Final = 5.0
 
 
 class Kept(Protocol):
-    """What is kept."""
+    """A process that is kept running."""
 
     @property
     def name(self) -> str:
-        """As messages call it."""
+        """Name in messages."""
         ...
 
     @property
     def effect(self) -> str:
-        """What its absence means, for messages."""
+        """Effect of its absence, for messages."""
         ...
 
     @property
@@ -193,7 +193,7 @@ def kept_gcs(
 
 IN_MEMORY: Final = Path("/dev/shm")
 ROOM_BYTES: Final = 256 * 2**20
-"""With less room than this in memory, the tables are on disk. They take 27 MB."""
+"""With less memory available than this, the tables are on disk. They take 27 MB."""
 
 _PREFIX: Final = "holdfast-gcs-"
 
@@ -289,7 +289,7 @@ class FrontProcess:
         self.process, _ = self._started()
 
     def end(self) -> None:
-        """What it has open has a second."""
+        """Ends the front; its open connections have a second."""
         self.process.terminate()
         try:
             self.process.wait(STOP_S)

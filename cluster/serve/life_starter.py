@@ -55,7 +55,7 @@ def _serve(control: socket.socket, life: Callable[[], None]) -> None:
 
 
 def _leave_to_supervisor(control: socket.socket, stdin: int, life: Callable[[], None]) -> None:
-    """In a process that ends at once, so that its child becomes the supervisor's, which adopts orphans."""
+    """Runs in a process that ends at once, so that its child becomes a child of the supervisor, which adopts orphans."""
     os.setsid()
     pid = os.fork()
     if pid:
@@ -84,7 +84,7 @@ IMPORTED: Final = (
     "holdfast.worker.replica.rank",
     "torch",
 )
-"""What the processes of a cluster import. None of these modules starts a thread or opens a connection."""
+"""Modules that the processes of a cluster import. None of them starts a thread or opens a connection."""
 
 NO_JOB: Final = "ffffffff"
 """A worker of no job belongs to that of its first task, as one does that Ray starts ahead of need."""

@@ -26,7 +26,7 @@ from holdfast.worker.wire.loopback import LOOPBACK
 logger = logging.getLogger(__name__)
 
 RECONNECT_S: Final = 600
-"""How long Ray's processes wait for a GCS that is away. Each of them ends then, and the cluster starts anew."""
+"""Seconds that Ray's processes wait for a lost GCS. Then each of them ends, and the cluster starts anew."""
 
 ANSWER_S: Final = 5.0
 
@@ -137,7 +137,9 @@ def ray_connection(
 
 @contextmanager
 def _our_own_ray(config: ClusterConfig, num_cpus: int, say: Callable[[str], None], forks: Path | None) -> Iterator[str]:
-    """Its address. It outlives this process's connection, which needs its GCS in order to end."""
+    """Address of a Ray that Holdfast starts. It outlives this process's connection, which needs the GCS in order to
+    end.
+    """
     with ExitStack() as stack:
         with plain_ray_errors(None):
             ray = stack.enter_context(private_ray(LOOPBACK, num_cpus, config.object_store_memory, forks))
@@ -219,7 +221,7 @@ def share_cores(config: HoldfastConfig) -> HoldfastConfig:
 
 
 def _num_ranks(config: HoldfastConfig) -> int:
-    """Of all replicas of one model, as many as there may be."""
+    """Ranks of all replicas of one model, at the largest number of replicas."""
     return config.most_replicas * config.parallel.tensor_parallel_size
 
 
@@ -229,7 +231,9 @@ def num_cores() -> int:
 
 
 def room_of_our_own() -> dict[str, float]:
-    """What a rank asks of our own Ray where no CPU is left to count: a part of the machine, which ranks share."""
+    """Resources that a rank asks of Holdfast's own Ray where no CPU is left to count: a part of the machine, which
+    ranks share.
+    """
     import ray
 
     (node,) = ray.nodes()

@@ -18,7 +18,7 @@ from typing import Final, Literal, TypeAlias
 from holdfast.worker.errors import ConfigurationError
 
 RAY_VARIABLES: Final = ("RAY_TMPDIR", "TMPDIR")
-"""Where Ray (2.60) puts its files, by the first that is set."""
+"""Variables that say where Ray (2.60) puts its files; the first that is set counts."""
 
 _HEAD_BYTES: Final = 1000
 _ACTOR: Final = re.compile(
@@ -31,7 +31,7 @@ _STAMP: Final = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:,\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class LogFile:
-    """What one process has written on its standard output or error."""
+    """Standard output or error of one process."""
 
     name: str
     """`router 4114`, `replica of demo 4212`, `rank 4328`: the number is the process."""
@@ -41,7 +41,7 @@ class LogFile:
 
 
 def ray_folder() -> Path:
-    """Where Ray keeps logs and sockets of the clusters that are started in this environment."""
+    """Folder of the logs and sockets of Ray clusters that are started in this environment."""
     return Path(next((os.environ[name] for name in RAY_VARIABLES if os.environ.get(name)), "/tmp")) / "ray"
 
 
@@ -62,7 +62,7 @@ def session_folder(pid: int | None, base: Path | None = None) -> Path:
 
 
 def log_files(folder: Path) -> Iterator[LogFile]:
-    """Those of routers, replicas, ranks and the directory."""
+    """Log files of routers, replicas, ranks and the directory."""
     for path in sorted(folder.glob("worker-*.*")):
         with suppress(OSError), path.open("rb") as opened:  # Ray may take it away
             head = opened.read(_HEAD_BYTES).decode(errors="replace")
@@ -72,7 +72,7 @@ def log_files(folder: Path) -> Iterator[LogFile]:
 
 
 def _name(head: str) -> tuple[str, str] | None:
-    """What a process is, and the namespace of its cluster."""
+    """Kind of process and the namespace of its cluster."""
     if _RANK.search(head):
         return "rank", ""
     actor = _ACTOR.search(head)
@@ -89,7 +89,7 @@ class Tail:
         self._offset = 0
         self._rest = b""
         self.stamp = ""
-        """Of the last line that had one: lines without belong to it."""
+        """Timestamp of the last line that had one: lines without a timestamp belong to it."""
 
     def lines(self) -> list[tuple[str, str]]:
         """(time, line) of those that have come since the last call."""
@@ -149,7 +149,7 @@ class JsonFormatter(DiscreetFormatter):
 
 
 def date_log_lines(log_format: Literal["text", "json"] = "text") -> None:
-    """From now on this process writes warnings and errors with the time. Not for libraries: logs are their caller's."""
+    """Writes warnings and errors of this process with the time from now on. Not for libraries: logs are their caller's."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else DiscreetFormatter(FORMAT))
     logging.basicConfig(handlers=[handler])

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 EXIT_CODE: Final = 1
 
 _NO_THREAD: Final = "can't start new thread"
-"""What Python says where there is no memory for another stack."""
+"""Python's message where there is no memory for another stack."""
 
 
 class ProcessEnd:
@@ -44,7 +44,7 @@ class ProcessEnd:
         threading.Thread(target=self._wait, name="process-end", daemon=True).start()
 
     def because(self, error: HoldfastError) -> None:
-        """From any thread. Returns at once; of several reasons the first one counts."""
+        """Ends the process with a reason, from any thread. Returns at once; of several reasons the first one counts."""
         self._reasons.put(error)
 
     def _wait(self) -> None:
@@ -57,8 +57,8 @@ class ProcessEnd:
 
 
 def end_when_out_of_memory(last_words: Callable[[], object] = lambda: None) -> None:
-    """From now on an out-of-memory error that is logged, or ends a thread, ends this process, as if it were killed.
-    `last_words` is called before; it must need no memory.
+    """Ends this process, as if killed, when an out-of-memory error is logged or ends a thread. `last_words` is called
+    before; it must need no memory.
 
     Unforeseen errors are always logged, here as in gRPC and asyncio: the log is the one place that sees them all,
     whatever its level. Not for libraries: they must not end their caller's process.
@@ -97,7 +97,7 @@ def _end_if_out_of_memory(error: BaseException | None, last_words: Callable[[], 
 
 
 def end_on_sigterm(end: Callable[[], Coroutine[object, object, None]], limit_s: float) -> None:
-    """At the first SIGTERM, awaits `end` on the running event loop for so long at most, and exits.
+    """At the first SIGTERM, awaits `end` on the running event loop for at most `limit_s` seconds, and exits.
 
     Ray keeps the main thread of an actor on asyncio inside of compiled code, where no handler written in Python ever
     runs. `faulthandler` has one in C, which can be put in place from any thread: the trace that it writes is the news.
@@ -125,7 +125,7 @@ Bound = TypeVar("Bound")
 
 
 def on_first_free(bind: Callable[[int], Bound], host: str, port: int, setting: str) -> Bound:
-    """What `bind` gives for the first port from `port` on that it does not refuse, by `OSError` or `RuntimeError`; 0 is
+    """Result of `bind` for the first port from `port` on that it does not refuse by `OSError` or `RuntimeError`; 0 is
     any free port. Raises `ConfigurationError`, which names the setting.
     """
     error: OSError | RuntimeError | None = None
@@ -140,7 +140,7 @@ def on_first_free(bind: Callable[[int], Bound], host: str, port: int, setting: s
 VARIABLE: Final = "GRPC_EXPERIMENTS"
 ON_ONE_THREAD: Final = "-event_engine_client"
 LAST_KNOWN: Final = (1, 85)
-"""Of gRPC, by major and minor version: a later one may not know the name, and would complain of it."""
+"""Latest gRPC (major, minor) whose names are known: a later one may not know the name, and would complain about it."""
 
 
 def read_on_one_thread(environ: MutableMapping[str, str], installed: str = "") -> None:
@@ -159,7 +159,7 @@ TRACES_PATH: Final = "/v1/traces"
 
 
 def tracer_provider(telemetry: TelemetryConfig, role: str, member_id: str) -> "TracerProvider | None":
-    """Of this process; None where nothing is traced. `role` is "router" or "replica".
+    """Tracer provider of this process; None if tracing is off. `role` is "router" or "replica".
 
     Callers that say so by `traceparent` are followed, of the others a share. Raises `ConfigurationError` where the
     packages are missing, or the endpoint is none.

@@ -160,7 +160,7 @@ async def has_other_routers(handle: Any, member_id: str) -> bool:
 
 
 async def cluster_security(handle: Any) -> ClusterSecurity:
-    """What the members of a cluster share. Asks again until the directory answers."""
+    """Security of the cluster, from the directory. Asks again until it answers."""
     while True:
         try:
             security = await _call(handle.security)
@@ -195,7 +195,7 @@ def _endpoints(snapshot: Snapshot) -> frozenset[ReplicaEndpoint]:
 
 
 def _routers(snapshot: Snapshot, known: DirectoryView | None) -> frozenset[RouterEndpoint]:
-    """Those that serve HTTP. A directory that was replaced may not have heard of all yet."""
+    """Routers that serve HTTP. A directory that was replaced may not know all of them yet."""
     old = () if known is None or snapshot.is_settled else known.routers
     routers = {one.address: one for one in old} | {
         member.http_address: RouterEndpoint(

@@ -29,7 +29,7 @@ HEALTH: Final = "/health"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsSettings:
-    """Where a replica serves its metrics."""
+    """Address of a replica's metrics."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -37,7 +37,7 @@ class MetricsSettings:
 
 
 class MetricsApi:
-    """Of one replica, on the running event loop. Made by `start`."""
+    """Metrics API of one replica, on the running event loop. Made by `start`."""
 
     def __init__(self, replica: Replica, replica_id: str, settings: MetricsSettings, security: ClusterSecurity) -> None:
         """Raises `ConfigurationError` where no port is free."""

@@ -41,7 +41,7 @@ def generation_of(application: str) -> int:
 
 
 def applications_of(namespace: str, model: str) -> list[str]:
-    """Those of one model, the oldest generation first: two while it is updated."""
+    """Applications of one model, the oldest generation first: two while it is updated."""
     return sorted((name for name in _applications(namespace) if _model_of(namespace, name) == model), key=generation_of)
 
 
@@ -70,7 +70,7 @@ def deploy(configs: Sequence[HoldfastConfig], namespace: str, directory: Any, ge
 
 
 def default_host(config: ClusterConfig) -> str:
-    """What a cluster listens on if its settings say nothing: on a Ray of our own, loopback."""
+    """Address that a cluster listens on if its settings name none: loopback on Holdfast's own Ray."""
     return LOOPBACK if config.address is None else ANY_INTERFACE
 
 
@@ -135,7 +135,7 @@ def list_models(namespace: str) -> list[ClusterModel]:
 
 
 def settings_of(namespace: str) -> Mapping[str, str]:
-    """How each model that serves was started, as its replicas say it (`router_update.py`), by the model's name."""
+    """Settings each serving model was started with, as its replicas report them (`router_update.py`), by model name."""
     snapshot: Snapshot = directory_of(namespace).watch.remote(0).result(timeout_s=_ANSWER_S)
     return {one.model: one.settings for one in snapshot.serving(Role.REPLICA)}
 

@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 POLL_S: Final = 0.2
 REQUEST_S: Final = 20.0
-"""How long Ray may take to answer. Its head may be gone already, where all pods of a cluster end together."""
+"""Seconds that Ray may take to answer. Its head may be gone already, if all pods of a cluster end together."""
 
 _HEAD: Final = "node:__internal_head__"
 _SERVE_REPLICA: Final = b"ray::ServeReplica:"
 _MEMBERS: Final = (b":Router", b":Replica")
-"""How the processes of `app.ROUTER` and `app.REPLICA` are titled; a model's name may follow."""
+"""Process titles of `app.ROUTER` and `app.REPLICA`; a model's name may follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class NodeDrain:
     announce: Callable[[float], bool]
     """Tells Ray that this node goes within so many seconds, and returns whether it is the head."""
     num_other_nodes: Callable[[], int]
-    """How many other nodes there are that live. Of the head."""
+    """Number of other live nodes, for the head."""
     members: Callable[[], Sequence[ProcessId]]
     """The routers and leaders that run here."""
     end: Callable[[ProcessId], None]
@@ -84,7 +84,7 @@ class NodeDrain:
 
 
 def drain_this_node(notice_s: float, limit_s: float) -> bool:
-    """Of the Ray node of this pod or machine, as `NodeDrain.run` says. Ray is found as `ray.init` finds it."""
+    """Drains the Ray node of this pod or machine, as `NodeDrain.run` says. Ray is found as `ray.init` finds it."""
     drain = NodeDrain(announce=_announce, num_other_nodes=_num_other_nodes, members=members_here, end=_end)
     return drain.run(notice_s, limit_s)
 
@@ -163,7 +163,7 @@ _NUM_ASKED: Final = 5
 
 
 class ServeSteps:
-    """For one model: that of `config`."""
+    """Steps of an update for the model of `config`."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class ServeSteps:
         return [one for one in found if one]
 
     def _wrong(self, client: Any, version: str, known: KnownAnswer) -> str:
-        """What is wrong with one answer; empty if nothing is, or if only others had room to answer."""
+        """The fault of one answer, in words; empty if it is right, or if only other versions had room to answer."""
         params = SamplingParams(temperature=0.0, max_tokens=known.num_tokens)
         for _ in range(_NUM_ASKED):
             try:

@@ -16,16 +16,16 @@ from holdfast.worker.process_memory import oom_kills
 logger = logging.getLogger(__name__)
 
 LOW_BYTES: Final = 128 * 2**20
-"""With less than this, a process that Ray starts may find no room for its logs and sockets."""
+"""With less disk than this, a process that Ray starts may find no room for its logs and sockets."""
 
 ENOUGH_BYTES: Final = 256 * 2**20
-"""With this much, the file aside, the disk is taken to be mended."""
+"""With this much disk besides the reserve file, the disk counts as mended."""
 
 RESERVE_BYTES: Final = 64 * 2**20
-"""What is given up: room for the logs of many processes that are started again."""
+"""Size of the reserve file that is given up: room for the logs of many processes that are started again."""
 
 LOOK_EVERY_S: Final = 5.0
-"""At the disk, and at what was ended for want of memory."""
+"""Seconds between looks at the disk, and at processes ended for lack of memory."""
 
 _NAME: Final = "holdfast.reserve"
 
@@ -35,7 +35,7 @@ def free_bytes(folder: Path) -> int:
 
 
 class DiskGuard:
-    """Of one folder. `look` is called from time to time, on one thread."""
+    """Guard of one folder's disk. `look` is called from time to time, on one thread."""
 
     def __init__(
         self,

@@ -23,14 +23,14 @@ from holdfast.worker.wire.loopback import ANY_INTERFACE, LOOPBACK
 logger = logging.getLogger(__name__)
 
 Resources = Mapping[str, float]
-"""What Ray counts: `CPU`, `GPU`, and custom resources by name."""
+"""Resources as Ray counts them: `CPU`, `GPU`, and custom resources by name."""
 
 SLOW_IMPORTS: Final = ("torch", "holdfast.worker.engine.model_runner")
 KILL_WAIT_S: Final = 5.0
 
 
 def rank_bundle(worker: WorkerConfig, cluster: ClusterConfig, nodes: Collection[Resources]) -> dict[str, float]:
-    """What one rank needs. With device `auto` it is a GPU wherever a node that it may run on has any."""
+    """Resources of one rank. With device `auto` it is a GPU wherever a node that it may run on has any."""
     possible = [node for node in nodes if not unmet(cluster.rank_resources, [node])] or nodes
     has_gpus = any(node.get("GPU", 0) >= 1 for node in possible)
     wants_gpu = worker.model.device == "cuda" or (worker.model.device == "auto" and has_gpus)
@@ -44,7 +44,7 @@ def unmet(resources: Resources, nodes: Iterable[Resources]) -> list[str]:
 
 
 def whole_replicas(bundle: Resources, num_ranks: int, nodes: Iterable[Resources]) -> int:
-    """How many replicas fit on single nodes with all of their ranks.
+    """Replicas that fit on single nodes with all of their ranks.
 
     `nodes` are the resources of each node, used or not: a rolling update frees what it takes.
     """
@@ -52,7 +52,7 @@ def whole_replicas(bundle: Resources, num_ranks: int, nodes: Iterable[Resources]
 
 
 def ranks_that_fit(node: Resources, bundle: Resources) -> int:
-    """How many ranks a node has room for."""
+    """Ranks that a node has room for."""
     return int(min(node.get(kind, 0) // amount for kind, amount in bundle.items()))
 
 
@@ -62,7 +62,7 @@ def node_resources() -> list[dict[str, float]]:
 
 
 def reachable(address: str) -> str:
-    """What others dial: this machine's address, where a port is listened on at all interfaces."""
+    """Address that others dial: this machine's, if a port is listened on at all interfaces."""
     host, _, port = address.rpartition(":")
     return f"{ray.util.get_node_ip_address()}:{port}" if host == ANY_INTERFACE else address
 
@@ -103,7 +103,7 @@ class RayLauncher:
         return str(ray.util.get_node_ip_address())
 
     def node_ids(self) -> set[str]:
-        """Where the ranks of this replica lie."""
+        """Nodes of this replica's ranks."""
         if self._group is None:
             return {ray.get_runtime_context().get_node_id()}
         return set(ray.util.placement_group_table(self._group)["bundles_to_node_id"].values())

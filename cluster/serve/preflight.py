@@ -17,7 +17,7 @@ from holdfast.worker.errors import ConfigurationError, StoreError
 from holdfast.worker.wire.loopback import LOOPBACK, check_loopback
 
 _LONGEST_PATH: Final = 107
-"""Of a Unix socket: unix(7)."""
+"""Longest path of a Unix socket: unix(7)."""
 
 _SOCKET: Final = "/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 """The longest that Ray makes (2.60)."""

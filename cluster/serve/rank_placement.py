@@ -30,7 +30,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainChoice:
-    """Where a model's ranks may lie."""
+    """Domains that a model's ranks may be placed in."""
 
     domains: tuple[str, ...]
     """Values of the label; none: on any nodes."""
@@ -38,7 +38,7 @@ class DomainChoice:
     """Whether each replica is sure to lie in one domain."""
 
     def selector(self, label: str) -> dict[str, str]:
-        """As Ray selects nodes."""
+        """Label selector in Ray's form."""
         if not self.domains:
             return {}
         return {label: self.domains[0] if len(self.domains) == 1 else f"in({','.join(self.domains)})"}
@@ -97,9 +97,9 @@ class RankPlacement:
     """Placement of one model's ranks for Ray, as the nodes are now."""
 
     bundle: dict[str, float]
-    """What each rank takes."""
+    """Resources of each rank."""
     labels: dict[str, str]
-    """What nodes must have, if not empty."""
+    """Labels that nodes must have, if not empty."""
 
     @classmethod
     def of(cls, config: HoldfastConfig) -> "RankPlacement":
@@ -125,7 +125,7 @@ def warn_of_unmet(setting: str, resources: Resources, nodes: Collection[Resource
 
 
 def _domains(config: HoldfastConfig, bundle: Resources) -> DomainChoice | None:
-    """Where the ranks of all replicas go, as the nodes are now; None: no domains are asked for."""
+    """Domains for the ranks of all replicas, given the nodes now; None: no domains are asked for."""
     cluster, num_ranks = config.cluster, config.parallel.tensor_parallel_size
     if cluster.domain_label is None or num_ranks == 1:
         return None

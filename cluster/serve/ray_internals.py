@@ -22,14 +22,13 @@ PROCESS_MODULES: Final = (
     "ray.serve._private.replica",
     "ray.serve._private.proxy",
 )
-"""What the processes of Ray's workers and of Serve import."""
+"""Modules that Ray's worker processes and Serve's import."""
 
 AGENT_SERVICES: Final = {
     "dashboard_agent": "metrics_agent_port,metrics_export_port,dashboard_agent_listen_port",
     "runtime_env_agent": "runtime_env_agent_port",
 }
-"""Of each agent of a raylet: the services whose ports the raylet waits for. No Holdfast actor has a
-`runtime_env`."""
+"""For each agent of a raylet: the services whose ports the raylet waits for. No Holdfast actor has a `runtime_env`."""
 
 _GCS: Final = "gcs_server"
 _PORT_OPTION: Final = "--gcs_server_port="
@@ -131,7 +130,7 @@ def at_address(host: str) -> dict[str, Any]:
 
 
 def read_environment_again() -> None:
-    """For a process that imported Ray before its settings were in the environment."""
+    """Reads Ray's settings again, for a process that imported Ray before they were in the environment."""
     from ray._private import ray_constants
     from ray._raylet import Config  # type: ignore[attr-defined]  # compiled
 
@@ -162,14 +161,14 @@ def draw_class_ids_from_the_kernel() -> None:
 
 
 def session_folder() -> Path:
-    """Where Ray keeps the logs and sockets of this node's session."""
+    """Folder of the logs and sockets of this node's session."""
     import ray
 
     return Path(ray._private.worker._global_node.get_session_dir_path())
 
 
 def ended_by_ray() -> int:
-    """How many processes Ray's memory monitor has ended in the cluster; 0 where Ray does not answer."""
+    """Processes that Ray's memory monitor has ended in the cluster; 0 if Ray does not answer."""
     from ray._private.state import state
     from ray.core.generated.common_pb2 import WorkerExitType
     from ray.core.generated.gcs_pb2 import WorkerTableData
@@ -197,7 +196,7 @@ def drain_node(gcs_address: str, node_id: str, reason: str, deadline_ms: int) ->
 
 
 def free_resources() -> Mapping[str, Mapping[str, float]]:
-    """What is not in use, by node id."""
+    """Free resources by node id."""
     from ray._private.state import available_resources_per_node
 
     free: Mapping[str, Mapping[str, float]] = available_resources_per_node()
@@ -251,9 +250,9 @@ _ANYWHERE: Final = "[::]:"
 
 
 def listen_on_the_node_alone() -> None:
-    """To be called while a deployment is made, in its process: Serve opens a port of its own after that, on every
-    interface (`ReplicaBase._on_initialized`), for calls between deployments over gRPC, and dials it by the node's
-    address.
+    """Makes Serve listen on the node's address alone. Called in the process of a deployment while it is made: Serve
+    then opens a port of its own on every interface (`ReplicaBase._on_initialized`), for calls between deployments over
+    gRPC, and dials it by the node's address.
     """
     import ray
     from ray.serve._private import replica

@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
 PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM)
 _AT_START: Final[tuple[Any, ...]] = (signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL)
-"""What an interpreter does on `PASSED_ON` and SIGCHLD."""
+"""Handlers that an interpreter has for `PASSED_ON` and SIGCHLD at its start."""
 
 TIED_TO: Final = "--tied-to"
 KILL_LIMIT_S: Final = 10.0
@@ -115,7 +115,7 @@ def _start(life: Callable[[], None], line: bytes) -> int:
 
 
 def _live(life: Callable[[], None], stdin: int, reaper: int) -> None:
-    """In the new process, which ends when the reaper does."""
+    """Runs a life in the new process, which ends when the reaper does."""
     signal.set_wakeup_fd(-1)
     for number, handler in zip((*PASSED_ON, signal.SIGCHLD), _AT_START, strict=True):
         signal.signal(number, handler)

@@ -50,10 +50,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLUSH_S: Final = 0.5
-"""How long a failed replica may take to say so before its process ends."""
+"""Seconds that a failed replica may take to report before its process ends."""
 
 STOP_S: Final = 10.0
-"""How long a replica may take to end its ranks once nothing runs."""
+"""Seconds that a replica may take to end its ranks once nothing runs."""
 
 IDLE_CHECK_S: Final = 0.05
 
@@ -121,7 +121,7 @@ class ReplicaDeployment:
         )
 
     async def _watch(self) -> None:
-        """From here on a failure ends this process, and a node whose disk runs full is reported."""
+        """From now on a failure ends this process, and a node whose disk is nearly full is reported."""
         self._replica.on_failure(ProcessEnd(self._close_soon).because)
         lower_oom_score(OomScore.SERVING_REPLICA, self._replica.processes_here())  # the hang supervisor inherits it
         heartbeat_pipe = await asyncio.to_thread(self._replica.guard)
@@ -151,7 +151,7 @@ class ReplicaDeployment:
         )
 
     def _note_disk(self, is_full: bool) -> None:
-        """From a probe's thread."""
+        """Notes the state of the disk, from a probe's thread."""
         if is_full != self._lease.member.is_disk_full:
             self._loop.call_soon_threadsafe(lambda: self._say(is_disk_full=is_full))
 
@@ -187,14 +187,14 @@ class ReplicaDeployment:
         return engine.failure is None and engine.load.num_running + engine.load.num_waiting > 0
 
     def _report(self, phase: str, done: int, total: int) -> None:
-        """From the loading thread."""
+        """Reports the phase of the start, from the loading thread."""
         self._loop.call_soon_threadsafe(lambda: self._say(phase=phase, done=done, total=total))
 
     def _say(self, **changes: Any) -> None:
         self._lease.update(replace(self._lease.member, **changes))
 
     def _close_soon(self) -> None:
-        """From the thread that is about to end this process, which tells Serve."""
+        """Closes links, from the thread that is about to end this process, which tells Serve."""
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(FLUSH_S)
 
     async def _close(self) -> None:
@@ -205,7 +205,7 @@ class ReplicaDeployment:
 
 
 def _kill_this_process() -> None:
-    """As a crash would: nothing is flushed, and no peer is notified."""
+    """Kills this process as a crash would: nothing is flushed, and no peer is notified."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

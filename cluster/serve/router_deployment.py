@@ -60,19 +60,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ALL_END_S: Final = 0.5
-"""Where all routers end, each has left the directory so long after the first."""
+"""Seconds between routers' leaving the directory where all routers end."""
 
 TELL_EVERY_S: Final = 2.0
 """A router that serves tells the directory news of its requests so often."""
 
 LINK_S: Final = 10.0
-"""How long a router that replaces another may take to reach all replicas."""
+"""Seconds that a router that replaces another may take to reach all replicas."""
 
 LINK_CHECK_S: Final = 0.05
 PORT_CHECK_S: Final = 0.2
 
 STOP_S: Final = 5.0
-"""How long a router may take to end once it has nothing to wait for."""
+"""Seconds that a router may take to end once it has nothing to wait for."""
 
 
 class PortTakenError(ConfigurationError):
@@ -136,7 +136,7 @@ class RouterDeployment:
         set_aside()
 
     def _begin_journal(self, router: Router, namespace: str) -> None:
-        """From here on it is known what this router was reading when it ended, and what others were."""
+        """Begins the journal of what this router reads, and reads the journals of routers that ended."""
         router.poison_watch.on_change = partial(self._tell_losses, router)
         if self._journals is not None:  # the router before it found no free port
             self._journals.serve(router.poison_watch)
@@ -177,7 +177,7 @@ class RouterDeployment:
         self._lease.update(replace(self._lease.member, linked=linked))
 
     async def _send_change(self, change: Change) -> OperatorState:
-        """To all routers. Raises `CallerError`, and `ReplicaError` where the directory does not answer."""
+        """Sends a change to all routers. Raises `CallerError`, and `ReplicaError` if the directory does not answer."""
         try:
             operator_state: OperatorState = await self._directory.order.remote(change)
         except RayTaskError as error:
@@ -217,8 +217,8 @@ class RouterDeployment:
         request_id: str = "",
         **options: Unpack[CallOptions],
     ) -> Generation:
-        """For handles: all completions, when they have ended. Takes and raises what `AsyncClient.generate` does, and
-        `params` as a mapping as well.
+        """All completions, when they have ended, for Serve handles. Takes and raises what `AsyncClient.generate` does,
+        and `params` as a mapping as well.
         """
         request = called(prompt, params, messages, model=model, request_id=request_id, **options)
         return await self._started.in_process.generate(request)
@@ -233,7 +233,7 @@ class RouterDeployment:
         request_id: str = "",
         **options: Unpack[CallOptions],
     ) -> AsyncGenerator[OutputDelta, None]:
-        """For handles with `stream=True`: the completions as they come. Takes and raises what `generate` does."""
+        """The completions as they come, for Serve handles with `stream=True`. Takes and raises what `generate` does."""
         request = called(prompt, params, messages, model=model, request_id=request_id, **options)
         async with aclosing(self._started.in_process.stream(request)) as chunks:
             async for chunk in chunks:
@@ -291,7 +291,7 @@ def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
 
 
 async def _once_there_is_a_port(start: Callable[[], Awaitable[Router]], drain_timeout_s: float) -> Router:
-    """What `start` gives, once a router that goes has left its port. Raises `PortTakenError` if none does."""
+    """Result of `start`, once a router that leaves has freed its port. Raises `PortTakenError` if none does."""
     limit_s = time.monotonic() + drain_timeout_s + 2 * STOP_S
     while True:
         try:

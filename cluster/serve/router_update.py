@@ -31,11 +31,11 @@ OF_REPLICAS: Final = (
 """Settings of the cluster that each model has its own of, besides the number of its replicas."""
 
 ORDER: Final = tuple(ServiceOrderConfig.model_fields)
-"""What a router has of the section `scheduler`."""
+"""Settings of the section `scheduler` that a router has."""
 
 
 def of_replica(config: HoldfastConfig) -> str:
-    """Of one model."""
+    """Settings of one model's replicas, as text."""
     cluster = config.cluster.model_dump(mode="json", include=set(OF_REPLICAS))
     if not config.cluster.cpus_per_rank:  # fitted into a Ray of our own: the next one is fitted anew
         del cluster["cpus_per_rank"], cluster["rank_resources"]
@@ -44,7 +44,7 @@ def of_replica(config: HoldfastConfig) -> str:
 
 
 def of_router(config: HoldfastConfig) -> str:
-    """Of the cluster's routers."""
+    """Settings of the cluster's routers, as text."""
     sections = {"router", "limits", "overload", "telemetry", "health", "security"}
     tree = config.model_dump(mode="json", include=sections)
     tree["scheduler"] = config.scheduler.model_dump(mode="json", include=set(ORDER))
@@ -61,14 +61,16 @@ def router_config(settings_text: str) -> HoldfastConfig:
 logger = logging.getLogger(__name__)
 
 START_S: Final = 120.0
-"""How long one router may take to come up, once the one before has ended."""
+"""Seconds that one router may take to come up, once the one before has ended."""
 
 _ANSWER_S: Final = 10.0
 _LOOK_EVERY_S: Final = 0.5
 
 
 def running_routers(namespace: str) -> HoldfastConfig | None:
-    """How a cluster's routers were started; None where they do not say. Raises `ConfigurationError` without one."""
+    """Settings a cluster's routers were started with; None if they do not report them. Raises `ConfigurationError`
+    without a router.
+    """
     routers = _routers(models.directory_of(namespace))
     return router_config(routers[0].settings) if routers and routers[0].settings else None
 
@@ -145,7 +147,7 @@ def _routers(directory: Any) -> list[Member]:
 _WHOLE: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 _CONFIG: Final = "tokenizer_config.json"
 _NOT_TOKENS: Final = ("chat_template", "model_max_length", "name_or_path", "transformers_version")
-"""What of the configuration changes no token of a given text."""
+"""Entries of the tokenizer's configuration that change no token of a given text."""
 
 
 def tokenizer_digest(folder: Path) -> str:

@@ -17,7 +17,7 @@ from holdfast.worker.replica.processes import ProcessId
 from holdfast.worker.user_folder import user_folder
 
 _STARTER: Final = b"holdfast.cluster.serve.life_starter"
-"""What reapers and the lives below them are forks of, by its command line."""
+"""Command line of the process that reapers and the lives below them are forked from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class RunningCluster:
     serve_pid: int = 0
     """The process that a user has started, which keeps the other one; 0 where it is the same."""
     ports: tuple[int, ...] = ()
-    """Those of the routers' gRPC APIs, by the settings; 0 is any free one."""
+    """Ports of the routers' gRPC APIs by the settings; 0 is any free one."""
 
     @property
     def pid(self) -> int:
@@ -106,7 +106,7 @@ def _serve_pid() -> int:
 
 
 def _folder() -> Path:
-    """Of this user alone. Raises `ConfigurationError` if someone else could have put notes there."""
+    """Folder of this user alone. Raises `ConfigurationError` if someone else could have put notes there."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(base) / "holdfast" if base else user_folder() / "running"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -20,27 +20,29 @@ LEAST_TOKEN: Final = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSecurity:
-    """What the processes of one cluster share. It travels over Ray alone, which has its own authentication."""
+    """Secrets and settings that the processes of one cluster share. They travel over Ray alone, which has its own
+    authentication.
+    """
 
     token: str = field(repr=False)
     settings: SecurityConfig = field(default_factory=SecurityConfig)
 
     @property
     def gate(self) -> Gate:
-        """Of a router, or of a replica's engine protocol."""
+        """Gate of a router, or of a replica's engine protocol."""
         path = self.settings.api_keys
         keys = None if path is None else KeyFile(path, time.monotonic)
         return Gate(keys, self.token, time.monotonic)
 
     @property
     def server_tls(self) -> ServerTls | None:
-        """Of the ports that clients call."""
+        """TLS of the ports that clients call."""
         tls = _server_files(self.settings)
         return None if tls is None else ServerTls(tls)
 
     @property
     def links(self) -> LinkSecurity:
-        """Of both ends of the links between routers and replicas."""
+        """Security of both ends of the links between routers and replicas."""
         return LinkSecurity(token=self.token, tls=_link_files(self.settings))
 
 

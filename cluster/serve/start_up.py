@@ -15,10 +15,10 @@ from holdfast.worker.progress import Report
 STARTING: Final = "starting processes"
 
 STATUS_PERIOD_S: Final = 1.0
-"""How often Serve is asked whether it has given up."""
+"""Seconds between questions to Serve whether it has given up."""
 
 LINK_TIMEOUT_S: Final = 10.0
-"""How long routers take to reach replicas that serve, with much to spare."""
+"""Seconds that routers may take to reach serving replicas, with ample margin."""
 
 UNLINKED_S: Final = 60.0
 """Routers that have not reached them by then do not: something lies between."""
@@ -37,7 +37,7 @@ class Serving:
     engines: tuple[str, ...] = ()
     """`host:port` of each replica's engine protocol, where it is served."""
     num_replicas: Mapping[str, int]
-    """Of each model, by its name."""
+    """Replicas of each model, by its name."""
 
     @property
     def models(self) -> tuple[str, ...]:

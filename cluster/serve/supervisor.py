@@ -29,7 +29,7 @@ EXIT_INTERRUPTED: Final = 130
 """Exit code of a command that a signal has ended while no cluster ran, likewise."""
 
 STOP_SLACK_S: Final = 30.0
-"""How much longer than its requests may take to finish a cluster may take to end."""
+"""Seconds that a cluster may take to end beyond the time its requests may take to finish."""
 
 LOST: Final = (EXIT_LOST, *(128 + number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)))
 """Exit codes that a cluster does not choose by itself."""
@@ -72,7 +72,7 @@ def supervise(
 def pause_s(
     backoff: Backoff, lasted_s: float, say: Callable[[str], None], draw: Callable[[], float] = random.random
 ) -> float:
-    """How long to wait after a life of `lasted_s`. `draw` gives numbers in [0, 1)."""
+    """Seconds to wait after a life of `lasted_s`. `draw` returns numbers in [0, 1)."""
     backoff.note_fault(lasted_s)
     found_s = backoff.pause_s(draw())
     times = "" if backoff.num_faults == 1 else f", the {backoff.num_faults}. time in a row"
@@ -149,7 +149,7 @@ def _run_once(lives: LifeStarter, line: str, stop_limit_s: float, news: int) -> 
 
 
 def _wait(pid: int, stdin: io.FileIO, stop_limit_s: float, news: int) -> tuple[int, bool]:
-    """For the end of a life, likewise."""
+    """Waits for the end of a life, likewise."""
     end = os.pidfd_open(pid)
     kill_at_s: float | None = None
     try:

@@ -19,7 +19,7 @@ from holdfast.worker.progress import Report
 logger = logging.getLogger(__name__)
 
 LINK_S: Final = 10.0
-"""How long routers may take to reach a replica that serves."""
+"""Seconds that routers may take to reach a serving replica."""
 
 LOOK_EVERY_S: Final = 2.0
 
@@ -27,17 +27,17 @@ STARTING: Final = "starting the new version"
 
 
 class Steps(Protocol):
-    """What an update does to a cluster, and what it sees of it."""
+    """Actions of an update on a cluster, and its observations of it."""
 
     def now(self) -> float: ...
 
     def sleep(self, seconds: float) -> None: ...
 
     def applications(self) -> Sequence[str]:
-        """Those of the model, the oldest first."""
+        """Applications of the model, the oldest first."""
 
     def snapshot(self) -> Snapshot:
-        """What the directory knows now. Raises `ReplicaError` if Serve has given an application up."""
+        """State of the directory now. Raises `ReplicaError` if Serve has given an application up."""
 
     def order(self, change: Change) -> None: ...
 
@@ -45,7 +45,7 @@ class Steps(Protocol):
         """Hands the new version to Serve, with one replica. Returns the name of its application."""
 
     def next_application(self) -> str:
-        """What `deploy` will call it."""
+        """Name of the application that `deploy` will make."""
 
     def scale(self, application: str, num_replicas: int) -> None: ...
 
@@ -53,29 +53,30 @@ class Steps(Protocol):
         """Ends an application, and waits until its replicas have drained."""
 
     def wrong_answers(self, version: str) -> Sequence[str]:
-        """What a version answers wrongly of the known answers."""
+        """Answers of a version that differ from the known answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatePlan:
-    """How to update a model."""
+    """Plan of a model's update."""
 
     model: str
     num_replicas: int | None = None
-    """Of the new version; None: as many as the old one has."""
+    """Replicas of the new version; None: as many as the old one has."""
     share: float = 0.0
-    """Of new requests that a canary gets; 0: there is none."""
+    """Share of new requests for a canary; 0: there is no canary."""
     watch_s: float = 60.0
-    """How long the canary is watched."""
+    """Seconds that the canary is watched."""
     min_requests: int = 20
-    """That a canary must have ended before it is trusted; it is watched longer for them, up to four times."""
+    """Requests that a canary must have finished before it is trusted; it is watched longer for them, up to four times.
+    """
     timeout_s: float = 600.0
-    """How long a replica may take to come up."""
+    """Seconds that a replica may take to come up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updated:
-    """What an update came to."""
+    """Result of an update."""
 
     old_version: str
     new_version: str

@@ -26,13 +26,13 @@ from holdfast.worker.request import EngineRequest
 
 CONNECT_S: Final = 5.0
 RECONNECT_S: Final = 60.0
-"""As `AsyncClient` has them by default."""
+"""Default of `AsyncClient`."""
 HOST: Final = "10.0.0.2"
 """All attackers call from one address."""
 STREAMS_AT_ONCE: Final = 50
-"""Of a flood, as many as arrive together."""
+"""Streams of a flood that arrive together."""
 RESETS_PER_S: Final = 20_000
-"""Of one connection."""
+"""Resets per second on one connection."""
 
 
 class Attacker(Protocol):
@@ -151,7 +151,7 @@ class ResetFlood:
         self._send(Connection(self.network, path, (self, self.router), HOST))
 
     def receive(self, connection: Connection, message: Any) -> None:
-        """It reads no answer."""
+        """Ignores the answer."""
 
     def closed(self, connection: Connection) -> None:
         self.is_over = True

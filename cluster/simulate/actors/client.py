@@ -54,9 +54,9 @@ class PlannedRequest:
     cancel_after: int | None
     """The client cancels once it has so many tokens; None: it stays to the end."""
     is_poison: bool = False
-    """It kills the replicas that run it."""
+    """Whether the request kills the replicas that run it."""
     grace_s: float = 0.0
-    """How long after its timeout the client still waits for the router to report it."""
+    """Seconds after its timeout that the client still waits for the router to report it."""
 
 
 @dataclass(slots=True)
@@ -92,9 +92,9 @@ class SimulatedClient:
         """`completed`, `cancelled`, `expired`, `shed` or `quarantined`; None while it goes on."""
         self.num_connections = 0
         self.is_notified = False
-        """Its router has reported that its time is up, or that it may come again only after that."""
+        """Whether its router has reported that its time is up, or that it may come again only after that."""
         self.stragglers: list[Straggler] = []
-        """Its calls that were held up on their way."""
+        """Calls of the client that were held up on their way."""
         self._network = network
         self._timeline = network.timeline
         self._routers = routers
@@ -105,11 +105,11 @@ class SimulatedClient:
         self.num_begun_anew = 0
         """Times that its version was gone before the end."""
         self._is_new = True
-        """It has nothing to resume."""
+        """Whether there is nothing to resume."""
         self._connection: Connection | None = None
         self._deadline_s = 0.0
         self.clock_error_s = 0.0
-        """How far the clocks of routers may be off: a deadline may come early by so much."""
+        """Error of the routers' clocks in seconds: a deadline may come this much early."""
         self.hopeless_s = 0.0
         """Time that its prompt may take: this long before the deadline a replica may expire it as hopeless."""
 
@@ -219,7 +219,7 @@ class SimulatedClient:
         self._timeline.after(after_s, self._connect)
 
     def _resume(self) -> ResumeRecord | None:
-        """As it is now: the call may arrive when more output has come."""
+        """The current resume record: the call may arrive when more output has come."""
         return None if self._is_new else deepcopy(self._record)
 
     def _left_s(self) -> float:

@@ -24,28 +24,28 @@ class LoopCosts:
     """Seconds."""
 
     call_s: float = 3e-4
-    """Of a router, for each call: reading its headers, admission, its answer."""
+    """Of a router, for each call: reading headers, admission, its answer."""
     read_s: float = 2e-7
-    """Of each time that the scan of a message looks at its bytes."""
+    """For each time that the scan of a message looks at one byte."""
     parse_byte_s: float = 8e-9
-    """Of each byte that is parsed."""
+    """For each byte that is parsed."""
     delta_s: float = 2e-5
-    """Of each delta of a step update, at a router that reads it and at a replica that writes it."""
+    """For each delta of a step update, at a router that reads it and at a replica that writes it."""
     reset_s: float = 3e-4
-    """Of each stream that is opened and reset at once: 2,383 of them took 0.7 s of a loop."""
+    """For each stream that is opened and reset at once: 2,383 of them took 0.7 s of a loop."""
     hand_off_s: float = 1e-3
-    """Of handing a message to a thread, and of taking the result."""
+    """For handing a message to a thread and taking the result."""
     switch_s: float = 5e-3
     """Until another thread in Python gives the interpreter's lock to a loop that asks for it."""
     submit_s: float = 1e-4
-    """Of a replica, for each request that it is sent, and a tenth of it for each abort."""
+    """Of a replica, for each request that it is sent; an abort costs a tenth."""
 
     def of_update(self, update: StepUpdate) -> float:
-        """At either end of a link."""
+        """Cost of a step update at either end of a link."""
         return self.delta_s * (len(update.deltas) + len(update.plain.attempts))
 
     def at_replica(self, message: Any) -> float:
-        """What a router's message costs a replica's loop."""
+        """Cost of a router's message to a replica's loop."""
         match message:
             case SendSubmit():
                 return self.submit_s
@@ -57,12 +57,12 @@ class LoopCosts:
 FREE: Final = LoopCosts(
     call_s=0.0, read_s=0.0, parse_byte_s=0.0, delta_s=0.0, reset_s=0.0, hand_off_s=0.0, switch_s=0.0, submit_s=0.0
 )
-"""Of processes whose event loops are never busy."""
+"""Costs of processes whose event loops are never busy."""
 
 
 KIND: Final = "holdfast.v1.Inference.GenerateStream"
 BUILT_BYTES: Final = 200
-"""Of memory that each entry of a map or list takes in a parsed message and in what is made of it."""
+"""Bytes of memory for each entry of a map or list in a parsed message and in what is made of it."""
 
 
 class End(StrEnum):
@@ -89,13 +89,13 @@ class CostlyMessage:
 
     data: bytes
     num_entries: int = 0
-    """Of maps and lists."""
+    """Entries of maps and lists."""
     convert_entry_s: float = 0.0
-    """What is made of an entry, in Python, once it is parsed."""
+    """Seconds to convert an entry in Python once it is parsed."""
     compile_s: float = 0.0
     """Seconds of a thread for its grammar."""
     end: End | None = None
-    """Of the router that reads it."""
+    """End of the router that reads the message."""
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,14 +104,14 @@ class CostlyMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """What decoding one message takes of an interpreter."""
+    """Costs of decoding one message in an interpreter."""
 
     shared_s: float
-    """In Python: others take turns."""
+    """Seconds in Python: other threads take turns."""
     held_s: float
-    """In a parser, which holds the interpreter's lock to its end."""
+    """Seconds in a parser, which holds the interpreter's lock to its end."""
     built_bytes: int
-    """Of memory, beside the message itself."""
+    """Bytes of memory beside the message itself."""
     error: InvalidRequestError | None
 
 
@@ -145,14 +145,14 @@ class Decoder:
 
 
 BIAS_ENTRY_S: Final = 3e-6
-"""Of an entry of `logit_bias`, and of a token id: as an AVX2 core makes them."""
+"""Seconds for an entry of `logit_bias`, or a token id, on an AVX2 core."""
 TOKEN_ID_S: Final = 1e-7
 BIAS_BYTES: Final = 11
-"""Of an entry of `logit_bias`, as it is sent here."""
+"""Bytes of an entry of `logit_bias` as the simulator sends it."""
 
 
 def with_logit_bias(num_bytes: int) -> CostlyMessage:
-    """As many entries as go into so many bytes."""
+    """A message with as many entries as fit in `num_bytes`."""
     message = generation_request_message(
         GenerationRequest(prompt="x", sampling_params=SamplingParams(logit_bias={2**20: 1.0}))
     )

@@ -6,7 +6,7 @@ from holdfast.router.requests.reading_journal import SIZE
 
 
 class JournalFolder:
-    """Of one machine, on which all routers of a simulation run."""
+    """Folder of one machine, on which all routers of a simulation run."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, bytearray] = {}

@@ -39,11 +39,11 @@ class Generate:
     resume: ResumeRecord | None
     timeout_s: float
     attempt: int = 1
-    """Of the client, from 1."""
+    """Attempt number of the client, from 1."""
     costly: CostlyMessage | None = None
-    """Its bytes, where they are more than those of ordinary requests, or end who reads them."""
+    """Bytes of the message, if more than those of ordinary requests, or if they end their reader."""
     num_routers_lost: int = 0
-    """In a row, while they were reading it, as its client says."""
+    """Routers lost in a row while they were reading it, as its client reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Straggler:
                 self.give_up()  # the newer one is not here, but at another router: nobody listens on this line
 
     def closed(self, connection: Connection) -> None:
-        """Its last word has come before, or it is lost."""
+        """The last message has come before, or it is lost."""
 
     def __str__(self) -> str:
         return f"{self._call.request.request_id}, late"

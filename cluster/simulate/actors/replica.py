@@ -45,7 +45,7 @@ class SimulatedReplica(Process):
         self.slowness = 1.0
         """Factor on the time of a step."""
         self.next_release = self.release = ""
-        """Of the code and weights: what the next life runs, and what this one does."""
+        """Release of code and weights: that of the next life, and of this one."""
         self.num_condemned = 0
         """Times it was killed because it was frozen."""
         self.num_poisoned = 0
@@ -53,9 +53,9 @@ class SimulatedReplica(Process):
         self.busy_s = 0.0
         """Spent in steps, in all lives."""
         self.num_steps = 0
-        """In all lives."""
+        """Steps in all lives."""
         self.num_ahead = 0
-        """Of these, how many were planned before the step before them had its result."""
+        """Steps that were planned before the step before them had its result."""
         self.num_tokens = 0
         """Drawn in all lives."""
 
@@ -108,7 +108,7 @@ class SimulatedReplica(Process):
             self._do(self._restart)
 
     def recover(self) -> None:
-        """It is as fast as ever again."""
+        """Sets the speed back to normal."""
         self.slowness = 1.0
 
     def _restart(self) -> None:
@@ -169,8 +169,8 @@ class SimulatedReplica(Process):
 
     @property
     def _max_steps(self) -> int:
-        """Of a plan. Several, though its steps take longer than those that a real engine would run on one plan: what
-        comes meanwhile waits, and nothing else may come of it.
+        """Steps of a plan. Several, though the steps take longer than those that a real engine would run on one plan:
+        arrivals wait meanwhile, and nothing else may come of it.
         """
         scheduler = self.shape.scheduler
         return 1 if scheduler.async_scheduling else scheduler.num_scheduler_steps

@@ -48,7 +48,7 @@ class SimulatedReplicaLink:
         return attempt, request
 
     def on_update(self, update: StepUpdate) -> None:
-        """It is sent once the replica's event loop has written it."""
+        """Sends the update once the replica's event loop has written it."""
         self._check(update)
         cost_s = partial(self._costs.of_update, update)
         self._replica.loop.call(cost_s, self._connection.send, self._replica, _for_router(update))
@@ -94,7 +94,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaShape:
-    """What every replica of a simulation is like."""
+    """Shape of every replica of a simulation."""
 
     scheduler: SchedulerConfig
     num_blocks: int
@@ -105,13 +105,13 @@ class ReplicaShape:
     prefix_caching: bool
     step_costs: StepCosts
     make_runner: Callable[[int, int, int], Runner]
-    """From the number of blocks, their size and the number of slots for states."""
+    """Maker of a runner from the number of blocks, their size and the number of state slots."""
     num_state_slots: int = 0
     """0: the model keeps no states."""
     num_drafts: int = 0
     """Tokens guessed ahead for a sequence, at most."""
     make_proposer: Callable[[], Proposer] | None = None
-    """Who guesses; None: nobody."""
+    """Maker of a proposer of drafts; None: there are no drafts."""
 
     def make_scheduler(self) -> Scheduler:
         return Scheduler(

@@ -41,7 +41,7 @@ RESTART_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class UpdateWait:
-    """How long a step update waited in a router for its event loop."""
+    """Time that a step update waited in a router for its event loop."""
 
     at_s: float
     wait_s: float
@@ -105,11 +105,11 @@ class SimulatedRouter(Process):
         self.num_crashed = 0
         """Times that it ended while it read a call."""
         self.longest_decoding_s = 0.0
-        """What one message took of its interpreter at most."""
+        """Longest decoding of one message in the interpreter, in seconds."""
         self.num_resets = 0
         """Calls that were reset, and that its loop has looked at."""
         self.update_waits: list[UpdateWait] = []
-        """Of step updates with tokens, in all lives."""
+        """Waits of step updates with tokens, in all lives."""
 
     def on_start(self) -> None:
         dispatch = Dispatch(self._config, self._limits, self._rng.randrange, order=self._order)
@@ -160,7 +160,7 @@ class SimulatedRouter(Process):
     # --- what the world does to it ---
 
     def stop(self, *, hands_over: bool) -> None:
-        """It takes nothing new. With `hands_over` its calls end at once, to go on at another router."""
+        """Stops taking new requests. With `hands_over` its calls end at once, to continue at another router."""
         self.is_stopping = True
         if hands_over:
             self.dispatch_host.hand_over(stopping())
@@ -294,7 +294,7 @@ class SimulatedRouter(Process):
         self.hang_up(connection)
 
     def end(self, how: End) -> None:
-        """What it reads ends its process, or keeps its loop for ever."""
+        """A message that it reads ends its process, or keeps its loop for ever."""
         if how is End.HANG:
             self.loop.call(lambda: math.inf, self.on_hang)
         else:

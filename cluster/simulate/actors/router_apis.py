@@ -29,23 +29,23 @@ from holdfast.worker.errors import HoldfastError
 from holdfast.worker.step_update import StepUpdate
 
 NUM_THREADS: Final = 6
-"""Of `asyncio.to_thread` on a machine with two cores: they compile grammars."""
+"""Threads of `asyncio.to_thread` on a machine with two cores: they compile grammars."""
 CUT_S: Final = 1e-3
 """Until a connection that is to be cut off has been found and closed."""
 HANDED_OVER: Final = 5
 """Calls that are reset, and that gRPC hands to the loop in one turn: ten floods held a loop for 5 ms at most."""
 MOST_PEERS: Final = 2**14
 IDLE_BYTES: Final = 170 * 2**20
-"""Of a router that has no requests."""
+"""Memory of a router without requests."""
 MAX_MEMORY: Final = 2**30
-"""At which memory's pressure is 1."""
+"""Memory at which the pressure of memory is 1."""
 MACHINE_BYTES: Final = 5 * 2**28
 """Beyond which there is no memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
-    """What the APIs of all routers of a simulation have in common."""
+    """Settings that the APIs of all routers of a simulation share."""
 
     costs: LoopCosts
     limits: LimitsConfig
@@ -80,7 +80,7 @@ class Host(Protocol):
         """The same, and it takes time."""
 
     def go_on(self, cost_s: float, action: Callable[[], None]) -> None:
-        """As `EventLoop.go_on`."""
+        """Same as `EventLoop.go_on`."""
 
     def hang_up(self, connection: Connection) -> None: ...
     def open(self, connection: Connection, message: Generate) -> RequestStream:
@@ -88,7 +88,7 @@ class Host(Protocol):
 
     def refuse(self, connection: Connection, message: Generate, error: HoldfastError) -> None: ...
     def end(self, how: End) -> None:
-        """Its process ends, or hangs."""
+        """Ends or hangs the process."""
 
 
 class _Arrived:
@@ -111,7 +111,7 @@ class _Arrived:
 
 
 class RouterApis:
-    """Of one life of a router."""
+    """APIs of one life of a router."""
 
     def __init__(self, host: Host, settings: ApiSettings) -> None:
         self._host = host
@@ -130,7 +130,7 @@ class RouterApis:
         """Until when it shares the interpreter, and until when it then holds it, job by job."""
         self._threads = ThreadPool(NUM_THREADS)
         self.longest_decoding_s = 0.0
-        """What one message took of the interpreter at most."""
+        """Longest decoding of one message in the interpreter, in seconds."""
         self.guarded = GuardedConnections(settings.limits, asks_for_keys=False)
         self._peers = KnownPeers(MOST_PEERS)
         self.ledger = ByteLedger(settings.overload)
@@ -225,7 +225,7 @@ class RouterApis:
         self._hand_over()
 
     def cost_s(self, message: Any) -> float:
-        """Of the loop's time, before a message has any effect."""
+        """Seconds of the loop before a message has any effect."""
         costs = self._settings.costs
         match message:
             case Resets():
@@ -240,8 +240,8 @@ class RouterApis:
         return cost_s + self._wait_for_lock_s(cost_s)
 
     def _wait_for_lock_s(self, cost_s: float) -> float:
-        """How long the loop waits for the interpreter, which a thread may have. A loop that has just been idle asks for
-        it first; one that has more to do has every other slice of time.
+        """Seconds that the loop waits for the interpreter's lock, which a thread may hold. A loop that was idle asks
+        for it first; one that has more to do gets every other time slice.
         """
         now, jobs, switch_s = self._host.timeline.now, self._decodings, self._settings.costs.switch_s
         while jobs and jobs[0][1] <= now:

@@ -42,17 +42,17 @@ class ClusterShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """What one request got, in seconds."""
+    """Service times of one request, in seconds."""
 
     ttft_s: float | None
-    """From its arrival to its first token; None if it was not served to the end."""
+    """From arrival to the first token; None if it was not served to the end."""
     tpot_s: float | None
-    """From its first token to its last, for each token after the first; None where there is none after it."""
+    """From the first token to the last, per token after the first; None if there is none after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityResult:
-    """What a load got under one routing policy."""
+    """Results of a load under one routing policy."""
 
     routing: str
     services: list[Service]
@@ -211,7 +211,7 @@ def replica_shape(shape: ClusterShape) -> ReplicaShape:
 
 
 def _rate(trace: Sequence[Arrival]) -> float:
-    """Of arrivals; NaN of a single one, and of those that come all at once."""
+    """Arrivals per second; NaN for a single one, and for arrivals that come all at once."""
     span_s = trace[-1].arrival_s - trace[0].arrival_s
     return (len(trace) - 1) / span_s if span_s else math.nan
 

@@ -39,7 +39,7 @@ class Endpoint(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Path:
-    """What lies between two sites."""
+    """Connection state between two sites."""
 
     latency_s: float
     slowness: float = 1.0
@@ -47,7 +47,7 @@ class Path:
     block: int = 0
     """Number of the partition that is on, or 0."""
     connections: dict["Connection", None] = field(default_factory=dict)
-    """Those of which at least one side is open, oldest first."""
+    """Connections with at least one open side, oldest first."""
 
 
 class Network:
@@ -69,7 +69,7 @@ class Network:
         return self._paths[key]
 
     def block(self, path: Path) -> None:
-        """Nothing passes any more. Both sides give up what stays silent for too long."""
+        """Blocks the path: nothing passes any more. Both sides give up a connection that stays silent for too long."""
         self._num_blocks += 1
         path.block = self._num_blocks
         self.timeline.after(KEEPALIVE_S, self._give_up, path, self._num_blocks)

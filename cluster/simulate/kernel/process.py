@@ -10,7 +10,7 @@ from holdfast.worker.replica.hang_verdict import BEAT, HangVerdict, InputSigns, 
 
 
 class Watched(Protocol):
-    """What it sees of a process, and the process's own timer."""
+    """A process as its supervisor sees it, and the process's own timer."""
 
     num_lives: int
     is_up: bool
@@ -23,7 +23,7 @@ class Watched(Protocol):
 
 
 class SimulatedHangSupervisor:
-    """Of one life of a process."""
+    """Hang supervisor of one life of a process."""
 
     def __init__(self, process: Watched, timeline: Timeline, limit_s: float, on_hang: Callable[[], None]) -> None:
         self._process = process
@@ -87,7 +87,7 @@ class Process:
 
     @property
     def has_backlog(self) -> bool:
-        """Something has come in while it was frozen or busy."""
+        """Whether something has come in while it was frozen or busy."""
         return self.loop.has_waiting
 
     @property
@@ -106,10 +106,10 @@ class Process:
         """The other side has gone, and `connections` has forgotten it."""
 
     def on_hang(self) -> None:
-        """Its hang supervisor finds that it hangs."""
+        """Called when the hang supervisor finds that the process hangs."""
 
     def cost_s(self, message: Any) -> float:
-        """How long its event loop is busy with a message."""
+        """Seconds that the event loop is busy with a message."""
         return 0.0
 
     def check_integrity(self) -> None:
@@ -192,7 +192,7 @@ class Process:
         self.loop.call(None, action, *args)
 
     def _cost_s(self, connection: Connection, message: Any) -> float:
-        """What has come over a connection that was hung up since is dropped."""
+        """Cost of a message; one from a connection that was closed since is dropped."""
         return self.cost_s(message) if connection in self.connections else 0.0
 
     def _due(self, life: int, action: Callable[..., None], args: tuple[Any, ...]) -> None:

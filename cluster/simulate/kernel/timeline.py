@@ -19,7 +19,7 @@ Action = Callable[..., None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happens now."""
+    """An event at the current time."""
 
     number: int
     """Counted from 1: a run with the same seed has the same event under the same number."""
@@ -37,7 +37,7 @@ class Timeline:
         self.num_events = 0
         """Events so far, the one that is running included."""
         self.digest = 0
-        """Of the times and names of all events so far."""
+        """Digest of the times and names of all events so far."""
         self._watch = watch
         self._heap: list[tuple[float, int, Action, tuple[Any, ...]]] = []
         self._num_scheduled = 0
@@ -79,7 +79,7 @@ def require(holds: bool, promise: str) -> None:
 
 
 class Callback(NamedTuple):
-    """Something that a loop is to do."""
+    """A callback for a loop to run."""
 
     came_s: float
     cost_s: Callable[[], float] | None
@@ -89,7 +89,9 @@ class Callback(NamedTuple):
 
 
 class EventLoop:
-    """Of one process. Callbacks that cost nothing run at once, unless one that does is running or it is paused."""
+    """Event loop of one process. Callbacks that cost nothing run at once, unless one that costs time is running or the
+    loop is paused.
+    """
 
     def __init__(self, owner: object, timeline: Timeline) -> None:
         self._owner = owner
@@ -100,20 +102,20 @@ class EventLoop:
         self._num_resets = 0
         self.is_paused = False
         self.wait_s = 0.0
-        """How long the callback that runs now, or ran last, waited for others, and took itself."""
+        """Seconds that the callback that runs now, or ran last, waited for others and ran itself."""
 
     @property
     def ran_s(self) -> float:
-        """How long callbacks have run so far, the one that runs now included."""
+        """Seconds that callbacks have run so far, the one that runs now included."""
         return self._ran_s if self._running is None else self._ran_s + self._timeline.now - self._began_s
 
     @property
     def has_waiting(self) -> bool:
-        """Something has come in, and has not had its turn."""
+        """Whether something has come in that has not had its turn."""
         return bool(self._waiting)
 
     def undone(self) -> Iterator[Callback]:
-        """What has come in and has had no effect yet, the oldest first."""
+        """Arrivals that have had no effect yet, the oldest first."""
         if self._running is not None:
             yield self._running
         yield from self._waiting
@@ -135,7 +137,7 @@ class EventLoop:
         self.is_paused = True
 
     def resume(self) -> None:
-        """What has waited happens now, in its order."""
+        """Runs all that has waited, in its order."""
         self.is_paused = False
         self._drain()
 

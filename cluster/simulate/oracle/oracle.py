@@ -20,7 +20,7 @@ from holdfast.worker.request import EngineRequest, FinishReason, TokenLogprob
 
 
 def right_token(request: EngineRequest, output: bytes) -> int:
-    """What comes after `output`."""
+    """The token that follows `output`."""
     params = request.sampling_params
     assert params.seed is not None
     tokens = bytes(request.prompt_token_ids) + output
@@ -35,7 +35,7 @@ def right_token(request: EngineRequest, output: bytes) -> int:
 
 
 def right_logprob(tokens: bytes, index: int, num_top: int) -> TokenLogprob:
-    """What is said of token `index`, be it of a prompt or of an output."""
+    """Log-probability entry of token `index`, of a prompt or of an output."""
     values = likelihoods(tokens[:index])
     places = sorted(zip(values, range(0, -VOCAB_SIZE, -1), strict=True), reverse=True)
     token_id = tokens[index]
@@ -146,7 +146,7 @@ def _right_output(request: EngineRequest, num_room: int) -> tuple[bytes, str, Fi
 
 
 def _stop_cut(request: EngineRequest, before: str, text: str) -> int | None:
-    """Where the text is cut if a stop string is complete in what is new since `before`."""
+    """Position where the text is cut if a stop string is complete in what is new since `before`."""
     params = request.sampling_params
     for end in range(len(before) + 1, len(text) + 1):
         found = [stop for stop in params.stop_strings if text[:end].endswith(stop)]

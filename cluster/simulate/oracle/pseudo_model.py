@@ -33,14 +33,16 @@ VOCAB_SIZE: Final = len(_PIECES)
 
 
 def scores(prefix: bytes, seed: int, output_index: int) -> bytes:
-    """How each token does in the draw of output number `output_index`, after `prefix`, one byte a token: the highest
-    score wins, of equal ones the lowest token id."""
+    """Score of each token in the draw of output number `output_index` after `prefix`, one byte a token: the highest
+    score wins, and the lowest token id among equals.
+    """
     return blake2b(prefix, digest_size=VOCAB_SIZE, key=struct.pack("<qi", seed, output_index)).digest()
 
 
 def likelihoods(prefix: bytes) -> bytes:
-    """How likely each token is after `prefix`, whatever the request: larger is likelier, see `logprob`. The scores of
-    draws without noise."""
+    """Likelihood of each token after `prefix`, for every request: larger is likelier, see `logprob`. These are the
+    scores of draws without noise.
+    """
     return blake2b(prefix, digest_size=VOCAB_SIZE).digest()
 
 
@@ -128,7 +130,7 @@ class PseudoMatcher:
         return self._error
 
     def _allowed(self) -> list[int]:
-        """What may come next; after an error only the end, as with the real matcher."""
+        """Allowed next tokens; after an error only the end, as with the real matcher."""
         counts = self._states[-1]
         if self._error:
             return [EOS_TOKEN_ID]
@@ -152,7 +154,7 @@ _OUT = float("-inf")
 
 
 def drawn_token(prefix: bytes, params: DrawParams, mask: bytes | None) -> int:
-    """What is drawn after `prefix`; `mask` is that of a grammar."""
+    """Token drawn after `prefix`; `mask` is that of a grammar."""
     is_greedy = params.sampling.temperature == 0
     raw = likelihoods(prefix) if is_greedy else scores(prefix, params.seed, params.first_output_index)
     if params.logits_settings is None:
@@ -169,7 +171,7 @@ def drawn_token(prefix: bytes, params: DrawParams, mask: bytes | None) -> int:
 
 
 def token_logprob(prefix: bytes, token_id: int, num_logprobs: int, chosen: Sequence[int] = ()) -> TokenLogprob:
-    """What the model says of a token after `prefix`, and of so many of the likeliest ones, or of `chosen` ones."""
+    """Log-probability entry of a token after `prefix`, with so many of the likeliest ones, or with `chosen` ones."""
     values = likelihoods(prefix)
     order = sorted(range(VOCAB_SIZE), key=lambda other: (-values[other], other))
     return TokenLogprob(

@@ -36,7 +36,7 @@ _EMPTY: Final = b"\xff"
 """Content of slots that were never written: no token."""
 
 _WITHOUT_STATE: Final = b"\xfe"
-"""In place of the first token where a state is not that of the tokens: it is none, and every draw is another."""
+"""Stands in place of the first token where a state does not belong to the tokens: every draw differs then."""
 
 Row = tuple[DrawParams, bytes | None]
 """A draw and the mask of its grammar."""
@@ -96,7 +96,7 @@ class PseudoRunner:
         return prefix if not prefix or digest == digest_of(prefix) else _WITHOUT_STATE + prefix[1:]
 
     def _read_back(self, sequence: ScheduledSequence) -> bytes:
-        """What the blocks hold, up to the last token of the step; nothing where nobody asks."""
+        """Tokens read back from the blocks, up to the last token of the step; empty if nothing is asked."""
         if sequence.draw is None and sequence.prompt_logprobs is None:
             return b""
         size, end = self._block_size, sequence.first_position + len(sequence.token_ids)
@@ -117,7 +117,7 @@ def _draw(sequence: ScheduledSequence, prefix: bytes, rows: Iterator[Row]) -> tu
 
 
 def _say(sequence: ScheduledSequence, prefix: bytes, drawn: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
-    """What is reported of what was drawn."""
+    """Reported log-probabilities of the drawn tokens."""
     if sequence.draw is None or (count := sequence.draw.num_logprobs) is None:
         return ()
     first = len(prefix) - len(drawn) + 1
@@ -126,7 +126,7 @@ def _say(sequence: ScheduledSequence, prefix: bytes, drawn: tuple[int, ...]) -> 
 
 
 def _prompt_logprobs(sequence: ScheduledSequence, prefix: bytes) -> tuple[TokenLogprob, ...]:
-    """What is reported of prompt tokens."""
+    """Reported log-probabilities of prompt tokens."""
     params = sequence.prompt_logprobs
     if params is None:
         return ()
@@ -138,8 +138,8 @@ def _prompt_logprobs(sequence: ScheduledSequence, prefix: bytes) -> tuple[TokenL
 
 
 def run_each(plan: StepPlan, run: Callable[[StepPlan], StepResult]) -> StepResult:
-    """What the steps of a plan come to, run one after the other, each with the tokens of the one before. `run` runs
-    plans of one step.
+    """Results of a plan's steps, run one after the other, each with the tokens of the one before. `run` runs plans of
+    one step.
     """
     if plan.num_steps == 1:
         return run(plan)
@@ -162,7 +162,7 @@ class InformedProposer:
         self._num_guesses = 0
 
     def propose(self, sequence: scheduled.Sequence, num_tokens: int) -> tuple[int, ...]:
-        """What the model draws next, were it not for the errors."""
+        """The tokens that the model draws next, with planted errors."""
         output = bytes(sequence.token_ids[sequence.num_prompt_tokens :])
         guesses: list[int] = []
         for _ in range(num_tokens):
@@ -175,7 +175,7 @@ class InformedProposer:
         return tuple(guesses)
 
     def forget(self, sequence: scheduled.Sequence) -> None:
-        """It remembers nothing of a sequence."""
+        """Does nothing: the proposer keeps no state of a sequence."""
 
 
 PROPOSERS: Final[dict[str, Callable[[], Proposer]]] = {
@@ -183,4 +183,4 @@ PROPOSERS: Final[dict[str, Callable[[], Proposer]]] = {
     "right": lambda: InformedProposer(errs_every=7),
     "wrong": lambda: InformedProposer(errs_every=1),
 }
-"""By name; each call makes one that remembers nothing yet."""
+"""Makers of proposers by name; each call makes one without memory."""

@@ -12,7 +12,7 @@ from zlib import crc32
 from holdfast.worker.step_plan import ScheduledSequence, StateCopy
 
 _LOST: Final = 0x10570000
-"""In place of a state that cannot be had."""
+"""Value of a state that is lost."""
 
 
 class _State(NamedTuple):

@@ -36,7 +36,7 @@ OUT_OF_MEMORY: Final = "out of memory"
 MANY_BYTES: Final = "many bytes"
 
 ENDS: Final = {CRASHES: End.CRASH, HANGS: End.HANG, OUT_OF_MEMORY: End.NO_MEMORY}
-"""Of requests that end their reader. All calls of an attack have the same bytes."""
+"""Ends of requests that end their reader. All calls of an attack have the same bytes."""
 CLASSES: Final = (LARGE_FIELDS, TOKEN_LISTS, LARGE_TEXTS, COSTLY_GRAMMARS, MANY_BYTES, RESETS, *ENDS)
 """The classes of requests. Each is allowed by `limits.max_message_bytes`."""
 
@@ -52,11 +52,11 @@ class Attack:
     num_calls: int
     """Calls, or connections."""
     num_bytes: int
-    """Of a call."""
+    """Bytes of a call."""
     compile_s: float
-    """Of its grammar."""
+    """Seconds to compile its grammar."""
     num_streams: int
-    """That each connection opens and resets."""
+    """Streams that each connection opens and resets."""
     router: int
     seed: int
 
@@ -102,7 +102,7 @@ class Attack:
 
 
 def draw_attack(rng: random.Random, seed: int, span_s: float, num_routers: int, limits: LimitsConfig) -> Attack | None:
-    """In one simulation of three. Messages are of any size that is let in, on a scale of powers."""
+    """An attack in one simulation of three. Messages have any size that is let in, on a scale of powers."""
     if rng.random() < 2 / 3:
         return None
     kind = rng.choice(CLASSES)
@@ -123,14 +123,14 @@ def draw_attack(rng: random.Random, seed: int, span_s: float, num_routers: int, 
 
 
 MAX_DECODING_S: Final = 0.15
-"""Of a router's interpreter, for one message: as much as a million token ids take, or half a megabyte of text."""
+"""Most seconds of a router's interpreter for one message: a million token ids, or half a megabyte of text."""
 MAX_PAUSE_S: Final = 0.1
 """99 of 100 step updates that come during an attack wait for their router no longer."""
 PERCENTILE: Final = 0.99
 
 
 def most_ended(attack: Attack, num_routers: int) -> int:
-    """How many processes the requests of an attack may end.
+    """Processes that the requests of an attack may end, at most.
 
     The first crash proves nothing: a router that is killed while it reads an honest request looks the same. A hang is
     proof to the process that sees it end, so another router is needed. A router that is out of memory says so itself.

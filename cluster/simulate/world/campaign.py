@@ -19,7 +19,7 @@ from holdfast.cluster.simulate.world.world import Failure, Outcome, Tally, simul
 
 @dataclass(slots=True, kw_only=True)
 class Campaign:
-    """What a range of seeds came to."""
+    """Results of a range of seeds."""
 
     tally: Tally = field(default_factory=Tally)
     failures: list[Failure] = field(default_factory=list)
@@ -62,7 +62,7 @@ _MAX_WIDTH: Final = 160
 
 
 def print_campaign(console: Console, campaign: Campaign, wall_s: float) -> None:
-    """What the simulations went through, and each failure with the command that repeats it."""
+    """Prints what the simulations went through, and for each failure the command that repeats it."""
     tally = campaign.tally
     rows = (
         ("simulations", f"{tally.num_simulations:,} ({tally.simulated_s:,.0f} simulated s in {wall_s:.1f} s)"),

@@ -24,13 +24,13 @@ class SimulatedFault:
     router: int
     replica: int
     size: float
-    """In 0..1: how bad it is."""
+    """Severity in 0..1."""
     release: str = ""
-    """Of an update: what replicas run after it."""
+    """Of an update: the release that replicas run after it."""
 
 
 class Cluster(Protocol):
-    """What faults are done to."""
+    """The cluster that faults are applied to."""
 
     timeline: Timeline
     network: Network
@@ -44,7 +44,7 @@ class Cluster(Protocol):
 
 
 def draw_faults(rng: random.Random, span_s: float, num_routers: int, num_replicas: int) -> list[SimulatedFault]:
-    """From none to a dozen faults, of few kinds or of many."""
+    """Draws up to a dozen faults, of few kinds or of many."""
     drawn = tuple(kind for kind in KINDS if kind != UPDATE)
     kinds = rng.sample(drawn, rng.randint(1, len(drawn)))
     faults = [
@@ -62,7 +62,7 @@ def draw_faults(rng: random.Random, span_s: float, num_routers: int, num_replica
 
 
 def draw_updates(rng: random.Random, span_s: float, num_replicas: int) -> list[SimulatedFault]:
-    """In one simulation of four a rolling update, in some of these a second one that may begin before its end."""
+    """Draws a rolling update in one simulation of four, in some of these a second one that may begin before its end."""
     return [
         SimulatedFault(
             kind=UPDATE,
@@ -83,7 +83,7 @@ def strike(cluster: Cluster, fault: SimulatedFault) -> None:
 
 
 def slowness(fault: SimulatedFault) -> float:
-    """Of a replica: the factor on the time of its steps."""
+    """Factor on the time of a replica's steps."""
     return 1 + 9 * fault.size
 
 
@@ -103,7 +103,7 @@ def _freeze_replica(cluster: Cluster, fault: SimulatedFault) -> None:
 
 
 def _drain_replica(cluster: Cluster, fault: SimulatedFault) -> None:
-    """It drains, and is replaced at the end of the fault, or is called back."""
+    """Drains a replica, which is replaced or called back at the end of the fault."""
     replica = cluster.replicas[fault.replica]
     replica.retire(True)
     if fault.size < 0.3:
@@ -142,7 +142,7 @@ def _freeze_router(cluster: Cluster, fault: SimulatedFault) -> None:
 
 
 def _drain_router(cluster: Cluster, fault: SimulatedFault) -> None:
-    """It drains: its calls end at once if another router can take them, else they have their time."""
+    """Drains a router: its calls end at once if another router can take them, else they have their time."""
     router = cluster.routers[fault.router]
     if router.is_up and not router.is_frozen:
         others = [other for other in cluster.routers if other is not router]

@@ -32,11 +32,11 @@ class Scenario:
     num_routers: int
     num_replicas: int
     latency_s: float
-    """Of a message, on average and on a good day."""
+    """Mean latency of a message on a good day, in seconds."""
     router: RouterConfig
     limits: LimitsConfig
     replica: ReplicaShape
-    """What all replicas have in common."""
+    """Shape of all replicas."""
     proposers: list[str | None]
     """The draft proposer of each replica (`cluster/simulate/oracle/pseudo_runner.py`); None: no drafts."""
     requests: list[PlannedRequest]
@@ -46,7 +46,7 @@ class Scenario:
 
     @property
     def is_calm(self) -> bool:
-        """Nothing goes wrong in it, whatever is asked."""
+        """Whether nothing goes wrong in it, whatever is asked."""
         return not self.faults and not any(planned.is_poison for planned in self.requests)
 
 

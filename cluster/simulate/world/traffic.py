@@ -12,9 +12,9 @@ from holdfast.worker.sampling_params import SamplingParams
 _GRAMMARS = ("ab:cde:2", "ab:cdefgh:3", "ch:abdefg:4", "gh:a:1")
 _STOPS = ("ab", "ba", "cd", "abc", "dd", "e", "éa", "a.", "hgf", "bb ")
 LONGEST_S = 600.0
-"""Of those who would rather wait: longer than any simulation takes."""
+"""Timeout of clients that would rather wait: longer than any simulation takes."""
 GRACE_S = 5.0
-"""So long after its time some of a storm's clients still listen for the router to say that it is up."""
+"""Seconds after its time that some of a storm's clients still listen for the router to say that it is up."""
 
 
 def draw_requests(
@@ -44,7 +44,7 @@ def draw_requests(
 
 
 def draw_storm(rng: random.Random, span_s: float) -> list[PlannedRequest]:
-    """In one simulation of four: dozens of requests at once, with 1 ms to 1 s to live, and many run out together."""
+    """In one simulation of four: dozens of requests at once, with 1 ms to 1 s to live, many of which run out together."""
     if rng.random() < 0.75:
         return []
     begin_s, length_s, shortest_s = rng.uniform(0, span_s), rng.choice((0.0, 0.01, 0.3)), rng.choice((0.001, 0.1))
@@ -112,7 +112,7 @@ def _draw_params(rng: random.Random) -> SamplingParams:
 
 
 def _draw_logits_settings(rng: random.Random) -> dict[str, Any]:
-    """What changes the draws. All numbers are sums of few powers of two, so that no order of adding shows."""
+    """Settings that change the draws. All numbers are sums of few powers of two, so that no order of adding shows."""
     chosen: dict[str, Any] = {}
     if rng.random() < 0.15:
         chosen["repetition_penalty"] = rng.choice((0.5, 1.0, 2.0))
@@ -126,7 +126,7 @@ def _draw_logits_settings(rng: random.Random) -> dict[str, Any]:
 
 
 def _draw_reports(rng: random.Random) -> dict[str, Any]:
-    """What is to be said of the tokens."""
+    """Settings of what is reported about tokens."""
     return {
         "logprobs": rng.choice((0, 1, 2, 5)) if rng.random() < 0.2 else None,
         "prompt_logprobs": rng.choice((0, 1, 3)) if rng.random() < 0.1 else None,

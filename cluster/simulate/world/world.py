@@ -49,7 +49,7 @@ ANSWER_S: Final = PATIENCE_S + 10.0
 MAX_EVENTS: Final = 200_000
 """Many times what any simulation needs: beyond it, processes are in a livelock."""
 COSTS: Final = LoopCosts()
-"""Of every router and replica."""
+"""Costs of every router and replica."""
 MAX_LAG_S: Final = 0.05
 """Longest time that a router's event loop lets the reader of a call wait."""
 SETTLE_S: Final = 2 * KEEPALIVE_S + 5.0
@@ -58,24 +58,24 @@ SETTLE_S: Final = 2 * KEEPALIVE_S + 5.0
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """What one simulation, or several together, went through."""
+    """Counts of one simulation, or of several together."""
 
     num_simulations: int = 0
     num_requests: int = 0
     num_tokens: int = 0
     """Received by clients."""
     num_tokens_drawn: int = 0
-    """By replicas: the rest was lost on the way, or drawn again elsewhere."""
+    """Tokens drawn by replicas: the rest was lost on the way, or drawn again elsewhere."""
     num_steps: int = 0
     num_ahead: int = 0
-    """Of the steps, those that were planned before the result of the step before them."""
+    """Steps that were planned before the result of the step before them."""
     num_events: int = 0
     num_reconnects: int = 0
     """Times that a client went to the next router, with what it had."""
     num_stragglers: int = 0
     """Calls that came to a router late, if at all."""
     num_turned_away: int = 0
-    """Of those, for a newer one was there."""
+    """Requests turned away because a newer one was there."""
     num_condemned: int = 0
     num_begun_anew: int = 0
     """Requests whose version was gone before their end, and that clients made anew."""
@@ -98,7 +98,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Where a simulation found a promise broken."""
+    """A broken promise of a simulation, and where it was found."""
 
     seed: int
     event: int
@@ -112,7 +112,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How the simulation of one seed ended."""
+    """Outcome of the simulation of one seed."""
 
     tally: Tally
     failure: Failure | None
@@ -209,7 +209,7 @@ class World:
             client.clock_error_s += abs(seconds)
 
     def retire_versions(self) -> None:
-        """Of an update that has ended: all versions but those that replicas run, or will when they come again."""
+        """Retires all versions of an ended update but those that replicas run, or will run when they return."""
         wanted = {replica.version_of(replica.next_release) for replica in self.replicas}
         known = {replica.version_of(fault.release) for replica in self.replicas for fault in self.scenario.faults}
         self._revision += 1
@@ -306,7 +306,7 @@ class World:
             check_pauses(attack, self.attackers, self.routers, self._attack_end_s)
 
     def _prefill_s(self, num_tokens: int) -> float:
-        """How long a prompt takes in full steps of a replica that is as slow as any gets."""
+        """Seconds of a prompt in full steps of a replica that is as slow as any gets."""
         shape, faults = self.scenario.replica, self.scenario.faults
         slowest = max((slowness(fault) for fault in faults if fault.kind == "slow replica"), default=1.0)
         budget = shape.scheduler.max_num_batched_tokens
