@@ -24,7 +24,7 @@ class ClusterModel:
     num_on_full_disks: int = 0
     """Replicas on nodes without room under Ray's session folder, where no replica that ends can be replaced."""
     activity: str = ""
-    """What the replicas that do not serve yet are doing, or why they cannot."""
+    """Activity of the replicas that do not serve yet, or the reason why they cannot."""
     settings: str = ""
     """The settings that its replicas were started with, as nested JSON; empty while none serves. No secrets."""
 

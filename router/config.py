@@ -146,7 +146,7 @@ class LimitsConfig(Settings):
 
 
 class OverloadConfig(Settings):
-    """How a router protects itself: budgets of bytes, limits of what it uses, pressures at which actions begin.
+    """Overload protection of a router: byte budgets, limits of resources, and pressures at which actions begin.
 
     A pressure is what is used of a limit, as a fraction: of memory, of the loop's delay, of bytes, of open requests.
     """
@@ -208,7 +208,7 @@ class OverloadConfig(Settings):
 
 
 class SecurityConfig(Settings):
-    """Who may call, and how ports and links are encrypted. Files are read again when they change."""
+    """Authentication of callers, and encryption of ports and links. Files are read again when they change."""
 
     api_keys: File | None = Field(
         None, description="file of API keys, as `holdfast keys add` writes it; unset: no key is required"

@@ -20,7 +20,7 @@ class ReplicaDemand:
     num_prefill_tokens: int = 0
     """Prompt tokens that it has computed since its start."""
     prefill_tokens_per_s: float = 0.0
-    """As it has measured them; 0: not known yet."""
+    """Measured prefill speed; 0: not known yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class ModelDemand:
     num_open: int = 0
     """Requests that have not ended."""
     num_queued: int = 0
-    """Those of them that wait in routers."""
+    """Requests that wait in routers."""
     num_queued_tokens: int = 0
     """Prompt and output tokens of the queued requests, which their next replica has to compute."""
     longest_wait_s: float = 0.0

@@ -24,7 +24,7 @@ class TextPiece(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """How many of the tokens are part of the output: all, unless a stop string ended among them."""
+        """Tokens that are part of the output: all, unless a stop string ended among them."""
 
     @property
     def stopped(self) -> bool:
@@ -38,7 +38,7 @@ class TextState(Protocol):
 
     @property
     def push_one(self) -> Callable[[int], str | None]:
-        """As `push`, of one token, for its text alone. None: it was not taken, since more than text may come of it."""
+        """Like `push`, for one token and its text alone. None: it was not taken, since more than text may come of it."""
 
     @property
     def matched(self) -> str | None:
@@ -63,7 +63,7 @@ class CaughtUp:
 
 
 FRESH: Final = CaughtUp()
-"""For a request without output."""
+"""State of a request without output."""
 
 # --- out: actions for the dispatch host ---
 
@@ -109,11 +109,11 @@ class ModelStatus:
 
     name: str
     facts: ModelInfo
-    """What every replica that is up supports: the smallest length and cache; row-invariant only if all are."""
+    """Capabilities that every replica that is up has: the smallest length and cache; row-invariant only if all are."""
     num_replicas: int
     """Replicas that are up."""
     wakes: bool = False
-    """It may be without replicas by decision: a request brings one."""
+    """Whether the model may be without replicas by decision: a request starts one."""
 
     @property
     def takes_requests(self) -> bool:
@@ -123,10 +123,10 @@ class ModelStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterEvent:
-    """What has happened to a replica, as a router sees it. It says nothing of requests."""
+    """Event of a replica, as a router sees it. It has nothing about requests."""
 
     at_s: float
-    """By the router's clock."""
+    """Time by the router's clock."""
     kind: str
     """up, leaving, back, lost."""
     replica_id: str
@@ -134,7 +134,7 @@ class ClusterEvent:
     reason: str = ""
     """Why, for people."""
     num_requests: int = 0
-    """That it ran for this router: they go on elsewhere."""
+    """Requests that it ran for this router: they continue elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +149,6 @@ class ReplicaLoad:
     version: str = ""
     """`ModelInfo.version`."""
     is_retiring: bool = False
-    """It gets no new requests."""
+    """Whether it gets no new requests."""
     num_ranks: int = 1
     """Tensor-parallel ranks."""

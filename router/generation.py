@@ -16,7 +16,7 @@ class Usage:
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int = 0
-    """Those of `num_prompt_tokens` that were cached, in the first attempt that brought a token."""
+    """Cached tokens among `num_prompt_tokens`, in the first attempt that brought a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class OutputDelta(NamedTuple):
     finish_reason: FinishReason | None = None
     """Set on the last delta of a sequence. A client gets None as well for a reason that it does not know."""
     usage: Usage | None = None
-    """Of the sequence, on its last delta; clients get that of the request, on the last delta of all."""
+    """Usage of the sequence, on its last delta; clients get that of the request, on the last delta of all."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `token_ids` where the request asks for them; else empty."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
@@ -66,19 +66,19 @@ class OutputDelta(NamedTuple):
     sequence_index: int = 0
     """Which of the request's sequences it belongs to."""
     num_cached_tokens: int = 0
-    """As in the final `Usage`; 0 in clients, which have that."""
+    """Same as in the final `Usage`; 0 in clients, which have that."""
     system_fingerprint: str = ""
     """`ModelInfo.fingerprint` of the replica that the tokens come from: all that they depend on except the request."""
     replayed_without_guarantee: bool = False
     """The request continued where equal tokens are not guaranteed: nothing is missing, but a rerun may differ."""
     replica_id: str = ""
-    """Of the replica that the tokens come from."""
+    """Replica that computed the tokens."""
     key: SequenceKey = NO_SEQUENCE
-    """By which the dispatch host finds the reader."""
+    """Key by which the dispatch host finds the reader."""
     stop_reason: str | int | None = None
     """The stop string or the stop token of the request that has ended the sequence, if one has; on its last delta."""
     chat: ChatOutput | None = None
-    """For chats with tools or `split_reasoning`; set where the API reads them."""
+    """Chat output, for chats with tools or `split_reasoning`; set where the API reads them."""
     cumulative_logprob: float | None = None
     """Sum of the tokens' log-probabilities; of whole completions with `logprobs`, `best_of` or `beam_width`."""
 
@@ -98,7 +98,7 @@ class Generation:
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:
-        """As in `OutputDelta`."""
+        """Same as in `OutputDelta`."""
         return self.completions[0].prompt_logprobs if self.completions else ()
 
     @property
@@ -108,5 +108,5 @@ class Generation:
 
     @property
     def system_fingerprint(self) -> str:
-        """Of the first completion."""
+        """Fingerprint of the first completion."""
         return self.completions[0].system_fingerprint if self.completions else ""

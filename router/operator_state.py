@@ -14,7 +14,7 @@ class Canary:
     model: str
     version: str
     share: float
-    """In 0..1."""
+    """Share in 0..1."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
@@ -32,7 +32,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorState:
-    """What the operators of a cluster have set, at one revision."""
+    """Settings by the operators of a cluster, at one revision."""
 
     revision: int = 0
     """Grows with every change. Of two, the one with the greater revision holds."""
@@ -93,7 +93,7 @@ class Change:
     arguments: tuple[object, ...]
 
     def applied_to(self, operator_state: OperatorState) -> OperatorState:
-        """What holds after it. Raises `InvalidRequestError`."""
+        """The operator state after the change. Raises `InvalidRequestError`."""
         if self.name not in _CHANGES:
             raise InvalidRequestError("change", self.name, f"must be one of {', '.join(_CHANGES)}")
         changed: OperatorState = getattr(operator_state, self.name)(*self.arguments)

@@ -27,7 +27,7 @@ class FieldNames:
 
     names: Mapping[str, str]
     then: "FieldNames | None" = None
-    """What these names stand for in turn, where one message is read as another one."""
+    """Names that these names stand for in turn, where one message is read as another one."""
 
     def of(self, field: str) -> str:
         """The client's name of a field, or of a part of it, such as `stop[2]`."""
@@ -50,25 +50,25 @@ class FieldNames:
         return InvalidRequestError(field, error.value, limit)
 
     def _other(self, parameter: str) -> str:
-        """Of a parameter that the limit of another one names."""
+        """Client's name of a parameter that the limit of another one mentions."""
         is_renamed = f"{FIELD}.{parameter}" in self.names or (self.then is not None and parameter in self.then.names)
         return self.of(f"{FIELD}.{parameter}") if is_renamed else parameter
 
 
 @cache
 def _pattern(name: str) -> re.Pattern[str]:
-    """Of a field, or of what begins with a prefix."""
+    """Pattern of a field, or of all fields with a prefix."""
     whole = re.escape(name).replace(r"\[\]", r"(\[\d+\])")
     return re.compile(whole if not name or name.endswith(".") else whole + r"(?=[.\[]|$)")
 
 
 _PARAMETER: Final = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
-"""What may be a parameter's name in a sentence."""
+"""Words of a sentence that may be a parameter's name."""
 
 Namer: TypeAlias = Callable[[], FieldNames]
 
 OWN_NAMES: Final = FieldNames({})
-"""Those of the public proto."""
+"""Names of the public proto."""
 
 
 def own_names() -> FieldNames:
@@ -77,7 +77,7 @@ def own_names() -> FieldNames:
 
 @contextmanager
 def naming(namer: Namer) -> Iterator[None]:
-    """What refuses a request in here does so in its client's words."""
+    """Errors about the request raised in this block use its client's names."""
     try:
         yield
     except InvalidRequestError as error:
@@ -114,9 +114,9 @@ class GenerationRequest(Service):
     part: int = 0
     """Which of several prompts that came under one `request_id`, as an API counts them. Clients cannot set it."""
     seed_key: str = ""
-    """What its seed is derived from, where it has none; empty: its id. Clients cannot set it."""
+    """Text that its seed is derived from, if it has none; empty: its id. Clients cannot set it."""
     names: Namer = field(default=own_names, compare=False, repr=False)
-    """What its client calls its fields."""
+    """Client's names for the fields."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", checked_prompt(self.prompt))
@@ -130,7 +130,7 @@ class GenerationRequest(Service):
             object.__setattr__(self, "timeout_s", checked_seconds("timeout_s", self.timeout_s))
 
     def as_part(self, number: int, seed_key: str) -> "GenerationRequest":
-        """As number `number` of several prompts under one id: parts without a seed are to differ."""
+        """Part `number` of several prompts under one id: parts without a seed must differ."""
         return replace(self, part=number, seed_key=seed_key)
 
     def check(self, limits: LimitsConfig) -> None:
@@ -220,7 +220,7 @@ class GenerationRequest(Service):
 
 
 def _too_many(name: str, most: int) -> InvalidRequestError:
-    """In the words of the scan before a message is parsed, which counts no further."""
+    """Error with the words of the scan before a message is parsed, which counts no further."""
     setting = "max_stop_strings" if name == "stop" else f"max_{name}"
     limit = f"must have at most {most} elements (limits.{setting}), not {most + 1} or more"
     return InvalidRequestError(f"{FIELD}.{name}", most + 1, limit)

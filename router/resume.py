@@ -22,7 +22,7 @@ MAX_SEQUENCES: Final = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What all answers to one request have in common, whichever router gives them."""
+    """Facts that all answers to one request have in common, whichever router gives them."""
 
     request_id: str
     created: int
@@ -30,7 +30,7 @@ class Identity:
 
     @property
     def text(self) -> str:
-        """For a header, and for a record."""
+        """Text for a header, and for a record."""
         return f"{self.request_id} {self.created}"
 
     @classmethod
@@ -46,7 +46,7 @@ class SequenceRecord:
 
     token_ids: list[int] = field(default_factory=list)
     text_length: int = 0
-    """In characters. The text may lag behind the tokens."""
+    """Length in characters. The text may lag behind the tokens."""
     finish_reason: FinishReason | None = None
     """Set if the client has the sequence's last chunk."""
 
@@ -57,13 +57,13 @@ class SequenceDelta(NamedTuple):
     first_token_index: int
     token_ids: Sequence[int]
     text_length: int
-    """In characters, of the new text."""
+    """Length of the new text in characters."""
     finish_reason: FinishReason | None = None
     sequence_index: int = 0
     fingerprint: str | None = None
     """None: that of the output before."""
     num_events: int = 0
-    """Where the events of a stream are numbered: all of them so far."""
+    """All events so far, where a stream's events are numbered."""
     is_last: bool = False
     """The stream is complete."""
 
@@ -73,11 +73,11 @@ class ResumeRecord:
     """The output of a request that the client has."""
 
     sequences: list[SequenceRecord] = field(default_factory=list)
-    """By sequence index; of missing ones the client has nothing."""
+    """Records by sequence index; of missing ones the client has nothing."""
     fingerprint: str = ""
     """`ModelInfo.fingerprint` of the replica that the last tokens came from; empty if not known."""
     num_events: int = 0
-    """Where the events of a stream are numbered: those that the client has."""
+    """Events that the client has, where a stream's events are numbered."""
     identity: Identity | None = None
     """Over HTTP, where the body does not say it."""
     age_s: float = 0.0

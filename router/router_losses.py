@@ -22,7 +22,7 @@ class RouterLoss:
     """One request that one router was reading when it ended."""
 
     digest: str
-    """Of the request, as `request_digest` has it."""
+    """Digest of the request, by `request_digest`."""
     router: str
     """The process that ended, by a name that no other process has."""
     at_s: float
@@ -34,7 +34,7 @@ class RouterLoss:
 
 
 def routers_lost(text: str) -> int:
-    """What a request says of `ROUTERS_LOST`. Raises `InvalidRequestError`."""
+    """Number of lost routers in a request's `ROUTERS_LOST`. Raises `InvalidRequestError`."""
     if not text.isascii() or not text.isdecimal() or len(text) > _MAX_DIGITS:
         raise InvalidRequestError(ROUTERS_LOST, text[:100], f"must be a number of at most {_MAX_DIGITS} digits")
     return int(text)

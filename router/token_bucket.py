@@ -16,7 +16,7 @@ class TokenBucket:
         self.per_s = per_s
         self.capacity = max(1.0, per_s * BURST_S) if capacity is None else capacity
         self.level = self.capacity
-        """At the last call. To be read only."""
+        """Level at the last call. Read-only."""
         self._at = 0.0
 
     def wait_s(self, now: float, least: float) -> float:

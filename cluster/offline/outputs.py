@@ -23,7 +23,7 @@ class Logprob:
     rank: int | None
     """1 for the likeliest; None of a token that was asked for by its id."""
     decoded_token: str
-    """Text of the token; special tokens are written out, and so are bytes that are no whole character (`bytes:\xf0`).
+    """Text of the token; special tokens are written out, and so are bytes that are no whole character (`bytes:\\xf0`).
     """
 
 

@@ -19,7 +19,7 @@ from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.structured_outputs import StructuredOutputs
 
 SHAPE: Final = "sampling_params.structured_outputs"
-"""Where the shape of an output stands in our own requests."""
+"""Field of an output's structure in a generation request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class ChatPlan:
     style: ChatStyle | None = None
     """None: its text is all that was asked for."""
     tools: tuple[Tool, ...] = ()
-    """Those that the output may call."""
+    """Tools that the output may call."""
     splits: bool = False
     begins_inside: bool = False
     keeps_special: bool = False
@@ -78,7 +78,7 @@ class ChatPlan:
         )
 
     def new_reader(self) -> ChatReader | None:
-        """What reads one completion; None where its text is content as it stands."""
+        """A reader of one completion; None if its text is plain content."""
         if self.style is None or not (self.tools or self.splits):
             return None
         return ChatReader(
@@ -118,7 +118,7 @@ class ChatDeltas:
             self.of(delta)
 
     def of(self, delta: OutputDelta) -> ChatOutput | None:
-        """What new text says; None where the text is all that was asked for."""
+        """Chat output of new text; None if only text was asked for."""
         if self._plan.style is None:
             return None
         index = delta.sequence_index
@@ -159,7 +159,9 @@ async def _with_grammar(
     choice: ToolChoice,
     shape_field: str,
 ) -> SamplingParams:
-    """With the shape that tools ask for, if they do. Raises `InvalidRequestError`, naming what cannot be enforced."""
+    """Parameters with the grammar of the tools, if a choice needs one. Raises `InvalidRequestError`, naming what cannot
+    be enforced.
+    """
     if not grammar:
         return params
     if params.structure is not None:
@@ -192,7 +194,7 @@ def _is_enforced(tool: Tool, choice: ToolChoice) -> bool:
 
 
 def call_prefix(request_id: str, index: int) -> str:
-    """What the ids of a completion's calls begin with: the same wherever the request is answered."""
+    """Prefix of the ids of a completion's calls: the same on every router."""
     return f"call_{request_id[:24]}{index}"
 
 

@@ -72,17 +72,19 @@ def _accepted(ports: Collection[int]) -> Iterator[tuple[socket.socket, Peer]]:
 logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
-"""How often connections without calls are counted, where keys are asked for."""
+"""Seconds between counts of connections without calls, where keys are required."""
 
 LOG_S: Final = 10.0
-"""At most one line for each reason in so many seconds."""
+"""Seconds between log lines of one reason."""
 
 GRPC: Final = "grpc"
 HTTP: Final = "http"
 
 
 class ConnectionGuard:
-    """Of one router, on the running event loop. Until `start`, and where nothing listens, nothing is closed."""
+    """Guard of one router's connections, on the running event loop. It closes nothing before `start`, or where nothing
+    listens.
+    """
 
     def __init__(self, limits: BudgetLimits, *, asks_for_keys: bool, clock: Callable[[], float] = monotonic) -> None:
         self._guarded = GuardedConnections(limits, asks_for_keys=asks_for_keys, on_cut=partial(self.count, GRPC))

@@ -19,7 +19,7 @@ MOST_PEERS: Final = 2**14
 
 
 class Intake:
-    """Of one router."""
+    """Intake of one router's requests."""
 
     def __init__(self, overload: Overload, gate: Gate) -> None:
         self.overload = overload
@@ -28,7 +28,7 @@ class Intake:
 
     @contextmanager
     def of_http(self, host: str, port: int, *, is_guest: bool) -> Iterator[Lease]:
-        """For a request of the running task. `is_guest`: its connection came while none was taken."""
+        """Lease of a request of the running task. `is_guest`: its connection came while none was accepted."""
         lease = self.overload.ledger.open(f"{host}:{port}", host)
         lease.is_guest = is_guest
         with _held(lease):
@@ -36,7 +36,7 @@ class Intake:
 
     @contextmanager
     def of_grpc(self, peer: str) -> Iterator[Lease]:
-        """For a call of the running task; `peer` is `ServicerContext.peer()`."""
+        """Lease of a call of the running task; `peer` is `ServicerContext.peer()`."""
         lease = self.overload.ledger.open(peer, _host(peer))
         lease.is_guest = not self._peers.note(peer, accepts=self.overload.takes_connection())
         with _held(lease):
@@ -124,7 +124,7 @@ class DecodeWorker:
         self._giving_back: asyncio.TimerHandle | None = None
 
     async def run(self, num_bytes: int, decode: Callable[[], T]) -> T:
-        """What `decode` makes of a message of this size. Raises what it raises."""
+        """Result of `decode` for a message of this size. Raises what it raises."""
         if num_bytes <= INLINE_BYTES:
             return decode()
         self._num_waiting += 1

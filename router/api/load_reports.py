@@ -22,7 +22,7 @@ RATE_WINDOW_S: Final = 10.0
 
 
 class LoadReports:
-    """Of one router."""
+    """Load reports of one router."""
 
     def __init__(self, dispatch_host: DispatchHost) -> None:
         self._dispatch_host = dispatch_host
@@ -34,14 +34,14 @@ class LoadReports:
         self._made_at = -FRESH_S
 
     def trailers(self, *, is_error: bool = False) -> tuple[tuple[str, bytes], ...]:
-        """Of a call that ends now."""
+        """Trailers of a call that ends now."""
         self._num_calls += 1
         self._num_errors += is_error
         self._refresh()
         return self._trailers
 
     def header(self, asked: str) -> dict[str, str]:
-        """Of an HTTP response whose request asks for the format `asked`: `TEXT` or `JSON`; nothing for another."""
+        """Header of an HTTP response whose request asks for the format `asked`: `TEXT` or `JSON`; empty for another."""
         asked = asked.strip().upper()
         if asked not in ("TEXT", "JSON"):
             return {}

@@ -26,13 +26,13 @@ def max_memory(config: OverloadConfig) -> int:
 
 
 def resident_memory() -> int:
-    """Of this process, in bytes."""
+    """Resident memory of this process, in bytes."""
     with open(_STATM, encoding="ascii") as file:
         return int(file.read().split()[1]) * _PAGE_BYTES
 
 
 class OverloadProbe:
-    """Of one router, on its event loop."""
+    """Probe of one router, on its event loop."""
 
     def __init__(
         self, overload: Overload, num_open: Callable[[], int], resident: Callable[[], int] | None = None

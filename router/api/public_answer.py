@@ -16,7 +16,7 @@ _LEAST: Final = -9999.0
 
 
 def logprob_of(logprob: float) -> float:
-    """As JSON can say it."""
+    """The log-probability as JSON can express it."""
     return max(logprob, _LEAST)
 
 
@@ -33,7 +33,7 @@ def by_token_id(item: TokenLogprob, tokens: TokenTable, *, are_best: bool = True
 
 
 class InProcessApi:
-    """Of one router, on its event loop."""
+    """In-process API of one router, on its event loop."""
 
     def __init__(self, request_processor: RequestProcessor, gate: Gate | None = None) -> None:
         self._request_processor = request_processor

@@ -25,10 +25,10 @@ MIN_RETRY_S = 0.1
 MAX_RETRY_S = 30.0
 
 TTFT_SHARE: Final = 0.3
-"""Of the longest time to a first token, the share that a new request may be expected to wait here."""
+"""Share of the longest time to a first token that a new request may be expected to wait here."""
 
 LATEST_START: Final = 0.5
-"""Of the same, the share after which a new request that still waits would come too late."""
+"""Share of the same after which a new request that still waits would be too late."""
 
 OVERFLOW: Final = 2
 """A queue holds at most this many times its bound: beyond the bound, only tenants with less than their share enter."""
@@ -42,14 +42,14 @@ class AdmissionQueue:
         self._order = order
         self._max_ttft_s = math.inf if max_ttft_s is None else max_ttft_s
         self._paces = defaultdict[str, Pace](Pace)
-        """Of departures, by model."""
+        """Paces of departures, by model."""
         self._latest_starts = Timers[RequestState]()
         self._queues: dict[str, WaitingQueue[RequestState]] = {}
         self._tenants: dict[str, TenantCounters] = {}
         """The accounts of each model's queue."""
         self._held: dict[str, dict[RequestState, None]] = {}
         self._parked: dict[str, dict[str, dict[RequestState, None]]] = {}
-        """By model and version."""
+        """Parked requests by model and version."""
         self.num_waiting = 0
         """Requests here, of all models, held and parked ones too."""
         self._num_resumed = 0
@@ -95,7 +95,7 @@ class AdmissionQueue:
         state.parked_for = version
 
     def first_parked(self, model: str) -> list[RequestState]:
-        """Of each version, the request that has been parked the longest."""
+        """The request of each version that has been parked the longest."""
         return [next(iter(states)) for states in self._parked.get(model, {}).values()]
 
     def remove(self, state: RequestState) -> None:
@@ -144,7 +144,7 @@ class AdmissionQueue:
         return [model for model in {**self._held, **self._parked} if self._held.get(model) or self._parked.get(model)]
 
     def aside(self, model: str) -> Iterator[RequestState]:
-        """Those that are held or parked."""
+        """Requests that are held or parked."""
         yield from self._held.get(model, ())
         for states in self._parked.get(model, {}).values():
             yield from states

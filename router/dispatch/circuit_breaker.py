@@ -10,7 +10,7 @@ NUM_FAILURES_TO_REST: Final = 3
 FIRST_REST_S: Final = 1.0
 MAX_REST_S: Final = 30.0
 MEMORY_S: Final = 60.0
-"""How long the failures of a lost replica are kept, in case it returns with the same id."""
+"""Seconds that the failures of a lost replica are kept, in case it returns with the same id."""
 
 
 class CircuitBreaker:
@@ -22,7 +22,7 @@ class CircuitBreaker:
         self.on_change: Callable[[], None] | None = None
         """Called when the breaker may have opened or closed."""
         self.num_failures = 0
-        """In a row. To be read only."""
+        """Failures in a row. Read-only."""
         self._last_failure_at = 0.0
 
     def note_failure(self, now: float) -> None:

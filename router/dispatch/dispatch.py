@@ -121,8 +121,8 @@ class Dispatch:
         return actions
 
     def check_newest(self, key: RequestKey) -> None:
-        """For one who goes on with a request of which nothing is open. Raises `RequestSupersededError` if something
-        is: then it was submitted again meanwhile.
+        """For a caller that continues a request without open sequences. Raises `RequestSupersededError` if there are
+        any: then it was submitted again meanwhile.
         """
         if self._requests.of_request(key):
             newer = f"request {key.request_id} was submitted again; the newer submission continues"
@@ -206,7 +206,7 @@ class Dispatch:
         self.registry.set_asleep(waits_s)
 
     def release_versions(self, model: str) -> None:
-        """What has output of a model may go on at any version of it, as the caller that updates it in place wants."""
+        """Lets requests of a model that have output continue at any version, for a caller that updates it in place."""
         for state in self._requests:
             if state.model == model:
                 state.bound_version, state.fingerprint = "", without_version(state.fingerprint)
@@ -259,7 +259,7 @@ class Dispatch:
     # --- queries ---
 
     def waiting(self) -> Counter[tuple[str, str, str]]:
-        """How many requests wait for a replica, by model, class and tenant."""
+        """Requests that wait for a replica, by model, class and tenant."""
         return Counter(
             (state.model, state.request.priority.name.lower(), state.request.tenant)
             for state in self._requests
@@ -290,12 +290,12 @@ class Dispatch:
         return replica is not None and replica.is_retiring
 
     def num_attempts(self, replica_id: str) -> int:
-        """How many a replica has of this router; 0 where it is not up."""
+        """Attempts of this router on a replica; 0 if it is not up."""
         replica = self.registry.get(replica_id)
         return 0 if replica is None else len(replica.attempts)
 
     def model_of(self, replica_id: str) -> str:
-        """Of a replica that is up; else empty."""
+        """Model of a replica that is up; else empty."""
         replica = self.registry.get(replica_id)
         return "" if replica is None else replica.facts.model
 
@@ -318,7 +318,7 @@ class Dispatch:
         return model in self.registry.unknown_sleepers()
 
     def version_counts(self) -> tuple[VersionCounts, ...]:
-        """What came of requests, by model and version."""
+        """Outcomes of requests, by model and version."""
         return tuple(map(replace, self.stats.versions.values()))
 
     def check_integrity(self) -> None:

@@ -75,7 +75,7 @@ class DispatchHost:
         self._timer_due = math.inf
         """When the timer fires; infinity without one."""
         self.news: deque[ClusterEvent] = deque(maxlen=NUM_NEWS)
-        """What has happened to replicas of late, the oldest first."""
+        """Latest events of replicas, the oldest first."""
         self._unread: list[OutputStream] = []
         """Streams whose requests are to be suspended, once the actions under way are done."""
         self._unread_limit: UnreadLimit | None = None
@@ -89,7 +89,7 @@ class DispatchHost:
     # --- for clients ---
 
     def supersede(self, key: RequestKey, client_attempt: int = 0) -> None:
-        """As `Dispatch.supersede`: most likely the client has lost the connection, and submits its request again."""
+        """Like `Dispatch.supersede`: most likely the client has lost the connection, and submits its request again."""
         if actions := self.dispatch.supersede(key, client_attempt, self.now()):
             self.perform(actions)
 
@@ -135,7 +135,9 @@ class DispatchHost:
         self.perform(self.dispatch.step(replica_id, update, self.now()))
 
     def replica_retiring(self, replica_id: str, is_retiring: bool) -> None:
-        """As `Dispatch.replica_retiring`. Links repeat it with every view of the directory: only a change is news."""
+        """Like `Dispatch.replica_retiring`. Links repeat it with every view of the directory: only a change is an
+        event.
+        """
         if self.dispatch.is_retiring(replica_id) is not is_retiring and replica_id in self._ports:
             self._note_news("leaving" if is_retiring else "back", replica_id)
         self.perform(self.dispatch.replica_retiring(replica_id, is_retiring, self.now()))
@@ -156,7 +158,7 @@ class DispatchHost:
         self._on_models_changed()
 
     def models_asleep(self, waits_s: Mapping[str, float]) -> None:
-        """As `Dispatch.models_asleep`."""
+        """Like `Dispatch.models_asleep`."""
         self.dispatch.models_asleep(waits_s)
         self._on_models_changed()
 
@@ -187,7 +189,7 @@ class DispatchHost:
     # --- queries ---
 
     def demands(self) -> tuple[ModelDemand, ...]:
-        """As `Dispatch.demands`, now."""
+        """Like `Dispatch.demands`, at the current time."""
         return self.dispatch.demands(self.now())
 
     def check_integrity(self) -> None:

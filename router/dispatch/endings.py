@@ -1,4 +1,4 @@
-"""How open requests end: finished, failed, handed over or cancelled, each exactly once."""
+"""Ends of open requests: finished, failed, handed over or cancelled, each exactly once."""
 
 import logging
 from typing import Final
@@ -116,7 +116,7 @@ class Endings:
 
 
 class Progress:
-    """Of one router's requests."""
+    """Progress of one router's requests."""
 
     def __init__(self, requests: RequestTable, placement: Placement, endings: Endings) -> None:
         self._requests = requests
@@ -124,7 +124,7 @@ class Progress:
         self._endings = endings
 
     def take(self, replica: ReplicaState, update: StepUpdate, now: float) -> list[Action]:
-        """What clients get of one step, and what ends with it. What comes for an old attempt is dropped."""
+        """Output and ends of one step for clients. Output of an old attempt is dropped."""
         replica.note_report(update.load)
         if update.stats is not None or update.cache.stored or update.cache.evicted:
             replica.note_memory(update)

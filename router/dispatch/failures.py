@@ -16,7 +16,7 @@ from holdfast.worker.request import PoisonRisk
 
 
 class Outages:
-    """Of the models of one router."""
+    """Outages of the models of one router."""
 
     def __init__(self, registry: ReplicaRegistry, queue: AdmissionQueue, replica_wait_s: float) -> None:
         """`replica_wait_s`: the limit for models that are not at rest."""
@@ -93,7 +93,7 @@ class Quarantine:
         return [state for state in lost if state.num_replicas_lost >= limit or (is_certain and state in suspects)]
 
     def poison_risk(self, state: RequestState) -> PoisonRisk:
-        """What to tell the replica that gets the request."""
+        """Poison risk to send with the request to a replica."""
         if state.status is RequestStatus.ON_TRIAL:
             return PoisonRisk.ON_TRIAL
         num_lost = state.num_replicas_lost_in_a_row

@@ -187,7 +187,7 @@ class Placement:
         yield from self._registry.rests()
 
     def bound_in_vain(self, now: float) -> list[RequestState]:
-        """What waits for a version that has no replica and gets none."""
+        """Requests that wait for a version that has no replica and gets none."""
         return [
             state
             for model in self.queue.models_aside()

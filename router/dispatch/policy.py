@@ -49,7 +49,7 @@ TOKENS_PER_SEQUENCE: Final = 256
 """Uncomputed prompt tokens that count as much as one running sequence."""
 
 COPY_COST: Final = 2
-"""What each token of a further copy of a cached prefix costs besides its computation: memory, and others' time."""
+"""Cost of each token of another copy of a cached prefix besides its computation: memory, and other requests' time."""
 
 MAX_COPY_TOKENS: Final = 4 * TOKENS_PER_SEQUENCE
 """A copy costs no more than that, however long the prefix is."""
@@ -73,7 +73,7 @@ RandomIndex = Callable[[int], int]
 
 
 class RoutingSnapshot(NamedTuple):
-    """What a policy may look at: the replicas of one model as a router knows them now, and the request.
+    """Input of a policy: the replicas of one model as a router knows them now, and the request.
 
     The sequences are the table's own, so that a choice among a thousand replicas copies nothing.
     """
@@ -95,7 +95,7 @@ class RoutingSnapshot(NamedTuple):
     random_index: RandomIndex
     num_prompt_tokens: int = 0
     prefix: PrefixMatch = NO_MATCH
-    """Who has how much of the prompt cached; empty unless the policy uses it."""
+    """Cached prefix of the prompt by replica; empty unless the policy uses it."""
     session_id: str = ""
 
     def is_open(self, slot: Slot) -> bool:

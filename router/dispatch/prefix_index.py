@@ -24,7 +24,8 @@ class PromptPrefix:
     def __init__(self, request: EngineRequest) -> None:
         self._request = request
         self._hashes: dict[int, Iterator[int]] = {}
-        """By block size, since replicas of one model may differ in it. Copies of a `tee` share what is worked out."""
+        """Hashes by block size, since replicas of one model may differ in it. Copies of a `tee` share what is computed.
+        """
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -44,7 +45,7 @@ class PromptPrefix:
 
 
 class PrefixMatch(NamedTuple):
-    """How much of one prompt each replica has cached."""
+    """Cached part of one prompt in each replica."""
 
     holders: tuple[tuple[int, int], ...] = ()
     """Numbers of leading tokens, the largest first, each with the replicas that have so many: slots, as an integer's
@@ -66,7 +67,7 @@ class PrefixHolders:
 
     def __init__(self) -> None:
         self._masks: dict[int, int] = {}
-        """By short hash, the slots of the holders, as an integer's bits. None is 0. Blocks that were stored together
+        """Slots of the holders as bits of an integer, by short hash. No holder is 0. Blocks that were stored together
         share one integer, which saves memory and comparisons."""
         self._num_by_size = Counter[int]()
         """Replicas by block size: those of a model may differ in it, and then share no hash."""
@@ -133,7 +134,7 @@ class PrefixIndex:
     def __init__(self, block_size: int, holders: PrefixHolders, slot: int) -> None:
         self._block_size = block_size
         self.blocks: set[int] = set()
-        """To be read only."""
+        """Blocks of the replica. Read-only."""
         self._holders = holders
         self._bit = 1 << slot
         holders.add_replica(block_size)

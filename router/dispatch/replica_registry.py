@@ -30,12 +30,12 @@ class ReplicaRegistry:
         self._config = config
         self._random_index = random_index
         self.replicas: dict[str, ReplicaState] = {}
-        """Those that are up, by id. To be read only."""
+        """Replicas that are up, by id. Read-only."""
         self._models: dict[str, ModelState] = {}
         self._breakers: dict[str, CircuitBreaker] = {}
-        """Of replicas that are up, and of lost ones with recent failures."""
+        """Circuit breakers of replicas that are up, and of lost ones with recent failures."""
         self.retiring: dict[str, ReplicaState] = {}
-        """Those that are up, and take no new requests."""
+        """Replicas that are up and take no new requests."""
         self.statuses: dict[str, ModelStatus] = {}
         """Every model that has been served here and was not taken away, in the order in which they first appeared."""
         self._removed_models: frozenset[str] = frozenset()
@@ -175,7 +175,7 @@ class ReplicaRegistry:
         )
 
     def _shared(self, state: ModelState, snapshot: RoutingSnapshot, key: str) -> RoutingSnapshot:
-        """What is left of a model's replicas for a request, where a canary gets a share."""
+        """A model's replicas for a request, where a canary gets a share."""
         canary = self._operator_state.canary_of(state.facts.model)
         if canary is None or canary.version not in state.versions:
             return snapshot

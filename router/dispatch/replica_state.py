@@ -37,7 +37,7 @@ class LoadTable:
         self._has_ring = has_ring
         self._free: list[Slot] = []
         self._typical_token_s = UNKNOWN_TOKEN_S
-        """As last measured by any of them."""
+        """Seconds per token as last measured by any replica."""
 
     def add(self, replica_id: str) -> Slot:
         """A slot for a new replica, which is closed until its load is set."""
@@ -75,7 +75,7 @@ class LoadTable:
     def snapshot(
         self, random_index: RandomIndex, num_prompt_tokens: int, prefix: PrefixMatch = NO_MATCH, session_id: str = ""
     ) -> RoutingSnapshot:
-        """What a policy may look at for one request. It holds until the next change."""
+        """Input of a policy for one request. It is valid until the next change."""
         return RoutingSnapshot(
             scores=self.scores,
             num_open=self.num_open,
@@ -102,7 +102,7 @@ _KEPT: Final = 0.95
 
 
 class Pace:
-    """Of one kind of events."""
+    """Pace of one kind of events."""
 
     def __init__(self) -> None:
         self._last: float | None = None
@@ -117,7 +117,7 @@ class Pace:
         self._last = now if more_due else None
 
     def note_idle(self) -> None:
-        """Nothing is due any more, without an event: what was due has been given up."""
+        """Notes that nothing is due any more, without an event: what was due has been given up."""
         self._last = None
 
     @property
@@ -131,7 +131,7 @@ class Pace:
 
 
 TTFT_SHARE: Final = 0.3
-"""Of the longest time to a first token, the share that a request may be expected to wait in its replica."""
+"""Share of the longest time to a first token that a request may be expected to wait in its replica."""
 
 
 class ReplicaState:
@@ -153,11 +153,11 @@ class ReplicaState:
         self.load = load
         self.breaker = breaker
         self.stats: EngineStats | None = None
-        """As last reported; None before the first report."""
+        """Statistics as last reported; None before the first report."""
         self.slot = table.add(facts.replica_id)
-        """Its place in the load table."""
+        """Slot in the load table."""
         self.cached = PrefixIndex(facts.block_size, table.holders, self.slot)
-        """Its prefix cache; empty unless this router follows cache events."""
+        """The replica's prefix cache; empty unless this router follows cache events."""
         self.attempts: set[int] = set()
         """Attempts of this router that run or wait there."""
         self._is_up = True
@@ -168,9 +168,9 @@ class ReplicaState:
         self._max_waiting = max_waiting
         self._max_wait_s = math.inf if max_ttft_s is None else TTFT_SHARE * max_ttft_s
         self._without_output: set[int] = set()
-        """Of the attempts, those that have brought nothing yet."""
+        """Attempts without output."""
         self._starts = Pace()
-        """Of first outputs here."""
+        """Pace of first outputs on this replica."""
         breaker.on_change = self._refresh
         self._refresh()
 
@@ -183,8 +183,8 @@ class ReplicaState:
 
     @property
     def score(self) -> float:
-        """Its load, as `policy.py` compares it: sequences, plus prompt tokens to compute in units of
-        `TOKENS_PER_SEQUENCE`; both as last reported, and what was sent there since.
+        """Load as `policy.py` compares it: sequences, plus prompt tokens to compute in units of `TOKENS_PER_SEQUENCE`;
+        both as last reported, and what was sent there since.
 
         All attempts of this router there are a lower bound: a report may have been sent before a submission arrived.
         """
@@ -271,7 +271,7 @@ class ModelState:
         self.down_since: float | None = None
         """When the last replica was lost; None while one is up."""
         self.versions: frozenset[str] = frozenset()
-        """Of the replicas that are up."""
+        """Versions of the replicas that are up."""
         self.missing: dict[str, float] = {}
         """Versions without a replica, and since when they have been asked for or were lost."""
 

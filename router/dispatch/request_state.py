@@ -31,7 +31,7 @@ class Attempt:
     number: int
     replica: ReplicaState
     sent_at: float
-    """By the clock of the core's caller, in seconds."""
+    """Time in seconds by the clock of the core's caller."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -44,17 +44,17 @@ class RequestState:
     model: str
     text: TextState
     caught_up: CaughtUp = FRESH
-    """What its client has of the output of a resumed request."""
+    """Output that the client of a resumed request has."""
     deadline: float = math.inf
-    """By the clock of the core's caller, in seconds."""
+    """Time in seconds by the clock of the core's caller."""
     client_attempt: int = 0
     """Number of this submission, as the client counts; 0: the client does not submit again."""
     output_token_ids: list[int] = field(init=False)
     """All so far, beginning with those of a resumed request."""
     early_prompt_logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
-    """Of this attempt, as far as they came before its first token."""
+    """Log-probabilities of the prompt in this attempt that came before its first token."""
     has_first_token: bool = field(init=False)
-    """Its client has had a token, of a resumed request perhaps of another router."""
+    """Whether the client has a token; that of a resumed request may come from another router."""
     unsent_text: str = field(init=False)
     """Text of a resumed request that goes out with the first delta."""
     num_cached_tokens: int = 0
@@ -64,25 +64,25 @@ class RequestState:
     urgency: tuple[float, int] = (0.0, 0)
     """Due time, then order of arrival: the last keys of the queue's order."""
     tenant: Tenant = field(init=False, repr=False)
-    """Whom its tokens are charged to; set by the queue."""
+    """Tenant that is charged for its tokens; set by the queue."""
     service_class: Priority = field(init=False)
     """Better than that of the request after a long wait."""
     timeline: Timeline = field(default_factory=Timeline)
     waits_since_s: float = 0.0
     waited_s: float = 0.0
     key: SequenceKey = field(init=False)
-    """By which it is found; no client can write that of another's."""
+    """Key by which it is found; no client can write another client's."""
     request_key: RequestKey = field(init=False)
     _prefix: PromptPrefix | None = field(default=None, repr=False)
     fingerprint: str = field(init=False)
     """Model fingerprint of the last replica that it ran on; of a resumed request, perhaps behind another router."""
     replayed_without_guarantee: bool = False
     bound_version: str = field(init=False)
-    """Of a resumed request: the version of the output that its client has, of other sequences of it too."""
+    """Of a resumed request: the version of the output that its client has, also in other sequences."""
     parked_for: str = ""
     """The version whose replicas it waits for, beside the queue; empty while it is not parked."""
     replica_id: str = ""
-    """Of the last replica that it ran on."""
+    """The last replica that it ran on."""
     num_steps: int = 0
     """Steps with output in the last attempt, as far as they matter: up to `NUM_STEPS_TO_CLEAR`."""
     num_refusals: int = 0
@@ -92,7 +92,7 @@ class RequestState:
     num_replicas_lost_in_a_row: int = 0
     """The same, since it was last cleared by progress."""
     is_suspect: bool = False
-    """So many of them that it may only run on trial. Set by `failures.py`."""
+    """Whether it has crashed so many replicas that it may only run on trial. Set by `failures.py`."""
 
     def __post_init__(self) -> None:
         request, caught_up = self.request, self.caught_up
@@ -118,7 +118,7 @@ class RequestState:
 
     @property
     def standing(self) -> Standing:
-        """Its place within its priority class while it waits."""
+        """Place within its priority class while it waits."""
         if self.status is not RequestStatus.QUEUED:
             return Standing.RETURNED
         return Standing.RESUMED if self.output_token_ids else Standing.ARRIVED
@@ -208,7 +208,7 @@ class RequestState:
         return tuple.__new__(OutputDelta, fields)  # by names it takes four times as long, for every token
 
     def take_one(self, token_id: int) -> OutputDelta:
-        """As `take`, of one token that is neither the first nor the last. Called for nearly every token."""
+        """Like `take`, for one token that is neither the first nor the last. Called for nearly every token."""
         output = self.output_token_ids
         index = len(output)
         text = None if self.unsent_text else self.text.push_one(token_id)

@@ -31,7 +31,7 @@ SHARE: Final = 0.9
 
 
 class FirstTokens:
-    """Of one model: how many requests came, how many have begun to be answered, how soon.
+    """Counts of one model: requests that came, requests with a first token, and how soon.
 
     A request that goes on after tokens of another router, or of a replica that was lost, has had its first token.
     """
@@ -40,7 +40,7 @@ class FirstTokens:
         self.num_arrived = 0
         self.num_first_tokens = 0
         self.num_left = 0
-        """Of those that arrived: their clients have left before the first token, and wait for none here."""
+        """Arrivals whose clients left before the first token, and wait for none here."""
         self._recent = deque[tuple[float, float]](maxlen=NUM_RECENT)
 
     def note(self, opened_s: float, now: float) -> None:
@@ -57,7 +57,7 @@ class FirstTokens:
 
 
 class DispatchStats:
-    """Of all requests of one router, since its start. Classes are those that the requests came with."""
+    """Counts of all requests of one router since its start, by the class of each request."""
 
     def __init__(self) -> None:
         self.queue_s: defaultdict[tuple[str, str, str], Histogram] = defaultdict(Histogram)
@@ -67,16 +67,16 @@ class DispatchStats:
         self.replayed_tokens: Counter[str] = Counter()
         """Output tokens that were sent along, to be continued after, by model."""
         self.pause_s: defaultdict[str, Histogram] = defaultdict(Histogram)
-        """From the end of an attempt that had output to the first output of the next one, by model."""
+        """Seconds from the end of an attempt with output to the first output of the next one, by model."""
         self.suspended: Counter[str] = Counter()
         """Requests whose replica was given to others because their clients did not read, by model."""
         self.replicas_lost: Counter[str] = Counter()
         """Replicas whose links were lost while they were up and not leaving, by model."""
 
         self.first_tokens: defaultdict[str, FirstTokens] = defaultdict(FirstTokens)
-        """By model."""
+        """First tokens by model."""
         self.versions: dict[tuple[str, str], VersionCounts] = {}
-        """What came of attempts, by model and version."""
+        """Outcomes of attempts, by model and version."""
 
     def version(self, model: str, version: str) -> VersionCounts:
         """The counts of one version of a model."""

@@ -23,30 +23,30 @@ class RequestStatus(Enum):
     """The states of the machine."""
 
     QUEUED = "queued"
-    """It waits for its first replica."""
+    """Waits for its first replica."""
     RETURNED = "returned"
-    """It waits for another replica: the last one was full, or left while it was retiring; or it was suspended."""
+    """Waits for another replica: the last one was full, or left while it was retiring; or it was suspended."""
     RETRYING = "retrying"
-    """It waits for another replica because the last one failed: sending it again uses the retry budget."""
+    """Waits for another replica because the last one failed: sending it again uses the retry budget."""
     HELD = "held"
     """A quarantine suspect that waits for its trial. That is a retry too, and uses the retry budget."""
     SENT = "sent"
-    """It has an attempt without output yet."""
+    """Has an attempt without output yet."""
     RUNNING = "running"
-    """It has an attempt with output."""
+    """Has an attempt with output."""
     ON_TRIAL = "on trial"
-    """It has an attempt, and if the replica crashes now, the request is the culprit."""
+    """Has an attempt; if the replica crashes now, the request is the culprit."""
     SUSPENDED = "suspended"
-    """It waits for its client to read the output that there is, and no replica runs it."""
+    """Waits for its client to read the output; no replica runs it."""
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
     HANDED_OVER = "handed over"
-    """Its client resumes it at another router."""
+    """Is resumed by its client at another router."""
 
     @property
     def is_waiting(self) -> bool:
-        """It is in the queue."""
+        """Whether it is in the queue."""
         return self in _WAITING
 
     @property
@@ -73,18 +73,18 @@ class Standing(IntEnum):
 
 
 class RequestEvent(Enum):
-    """What can happen to an open request."""
+    """Events of an open request."""
 
     SEND = "send"
-    """It leaves the queue for a replica."""
+    """Leaves the queue for a replica."""
     OUTPUT = "output"
-    """Its attempt has brought output."""
+    """Its attempt has output."""
     CLEAR = "clear"
     """Its attempt has run for enough steps: it is no longer a suspect."""
     GIVE_BACK = "give back"
-    """Its attempt ended without anyone's fault: the replica was full, or left while it was retiring."""
+    """Its attempt ended without a fault: the replica was full, or left while it was retiring."""
     LOSE = "lose"
-    """Its attempt failed by its replica's fault."""
+    """Its attempt failed because of its replica."""
     SUSPECT = "suspect"
     """Its replica crashed, which makes it a quarantine suspect."""
     MOVE = "move"
@@ -92,7 +92,7 @@ class RequestEvent(Enum):
     SUSPEND = "suspend"
     """Its client does not read: its attempt is taken back."""
     CONTINUE = "continue"
-    """Its client has read all that there was: it waits for a replica again."""
+    """Its client has read all output: it waits for a replica again."""
     FINISH = "finish"
     FAIL = "fail"
     CANCEL = "cancel"

@@ -28,7 +28,7 @@ MERGED_AT: Final = 64
 
 
 class Sink(Protocol):
-    """Where the output of a request goes. Both methods run inside the dispatch host, and must not call back into it."""
+    """Receiver of a request's output. Both methods run inside the dispatch host, and must not call back into it."""
 
     def take(self, delta: OutputDelta, /) -> bool:
         """Takes what comes before the end of a sequence of which nothing waits. False is back pressure: the delta
@@ -57,7 +57,7 @@ class UnreadLimit:
     """When a stream's reader is too far behind for its request to keep a replica, and whom to call."""
 
     num_tokens: int
-    """That wait for a reader which has been behind for `BEHIND_AT_LEAST_S`."""
+    """Tokens that wait for a reader which has been behind for `BEHIND_AT_LEAST_S`."""
     on_unread: Callable[["OutputStream"], None]
     """Called at each delta from there on. It runs inside the dispatch host, and must not call back into it."""
     on_read: Callable[["OutputStream"], None]
@@ -102,7 +102,7 @@ class OutputStream:
         self.is_suspended = False
         """No replica runs its request, since they do; set by `on_unread`."""
         self.timeline = timeline or Timeline()
-        """Of its sequence; the dispatcher fills it."""
+        """Timeline of its sequence; the dispatcher fills it."""
         self.behind_s = 0.0
         """Seconds in which more output waited than the reader had taken, and in which the end waited for it."""
         self._now = now
@@ -120,7 +120,7 @@ class OutputStream:
         self.num_tokens = 0
         """Delivered so far."""
         self.error: HoldfastError | None = None
-        """What has ended it, and is raised after all earlier output."""
+        """Error that ended it, raised after all earlier output."""
 
     def push(self, delta: OutputDelta) -> None:
         is_last = delta.finish_reason is not None
@@ -142,7 +142,7 @@ class OutputStream:
             self._pending = [merged(self._pending)]
 
     def leave(self) -> None:
-        """Nothing comes any more. What has come stays to be polled, and the sink may be freed."""
+        """Ends the stream. Earlier output can still be polled, and the sink may be freed."""
         self._sink = _NOBODY
 
     def fail(self, error: HoldfastError) -> None:
@@ -225,9 +225,9 @@ class RequestStream:
         self.read_from(streams)
 
     def read_from(self, streams: Sequence[OutputStream]) -> None:
-        """From here on, the output of these, by the index of their sequence."""
+        """Reads the output of these streams from now on, by the index of their sequence."""
         self.streams = streams
-        """Of all its sequences, those that have ended too."""
+        """Streams of all its sequences, ended ones included."""
         self._unread = dict(enumerate(streams))
         """Streams that were not read to their ends. The one that was read last is at the end."""
         self.is_over = not streams
@@ -302,7 +302,7 @@ class RequestStream:
         return sum(stream.num_unread for stream in self.streams if stream.notifies_each_step)
 
     def await_ends(self) -> None:
-        """From here on the sink is notified only when a sequence ends, so the reader is not woken by every step."""
+        """From now on the sink is notified only when a sequence ends, so that the reader is not woken by every step."""
         for stream in self._unread.values():
             stream.notifies_each_step = False
 

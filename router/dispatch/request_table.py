@@ -24,7 +24,7 @@ class _Group:
 
     @property
     def version(self) -> str:
-        """That of output, or else of an attempt that may bring some."""
+        """Version of the output, or else of an attempt that may bring some."""
         with_output = self._ended or next((state.version for state in self.open if state.version), "")
         running = (state.attempt.replica.version for state in self.open if state.attempt is not None)
         return with_output or next(running, "")
@@ -39,7 +39,7 @@ class RequestTable:
         self.by_request: dict[RequestKey, dict[RequestState, None]] = {}
         """The open sequences of each client's request. To be read only."""
         self.by_attempt: dict[Hashable, RequestState] = {}
-        """Those that run. To be read; `running` says which of them run on a replica."""
+        """Requests that run. Read-only; `running` says which of them run on a replica."""
         self._last_attempt = 0
         self._siblings = Counter[tuple[Hashable, str]]()
         """Attempts of each group of siblings on each replica."""

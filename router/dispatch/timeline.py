@@ -17,7 +17,7 @@ class Cause(StrEnum):
     MOVED = "moved"
     """Its replica was leaving, and another one had room."""
     UNREAD = "unread"
-    """Its client did not read what there was."""
+    """Its client did not read the output."""
 
 
 @dataclass(slots=True)
@@ -27,10 +27,10 @@ class AttemptTimes:
     replica_id: str
     sent_s: float
     num_tokens: int
-    """Of the output that it was to continue after."""
+    """Tokens of the output that the attempt continues."""
     first_output_s: float | None = None
     queued_s: float = 0.0
-    """How long it has waited in its replica before it ran, as far as it brought output."""
+    """Seconds that it waited in its replica before it ran, if it brought output."""
     ended_s: float | None = None
     """None: it has ended with its request, or goes on."""
     cause: Cause | None = None
@@ -38,7 +38,7 @@ class AttemptTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phases:
-    """Where the time of a request went, in seconds. Their sum is its duration."""
+    """Durations of a request's phases in seconds. Their sum is its duration."""
 
     queue_s: float = 0.0
     """In the router, until it was first sent to a replica."""
@@ -48,7 +48,7 @@ class Phases:
     """From there to its first output."""
     decode_s: float = 0.0
     failover_s: float = 0.0
-    """From each end of an attempt to the first output of the next one; and of an attempt without output, all of it."""
+    """From each end of an attempt to the first output of the next one; and all of an attempt without output."""
     suspended_s: float = 0.0
     """Until it was sent to a replica again after its client had not read."""
 
@@ -62,11 +62,11 @@ class Timeline:
 
     @property
     def num_failovers(self) -> int:
-        """How often it was sent to a replica once more, and not because its client had not read."""
+        """Times it was sent to a replica again, except after its client had not read."""
         return sum(one.cause is not Cause.UNREAD for one in self.attempts[:-1])
 
     def phases(self, ended_s: float) -> Phases:
-        """Of a request that has ended."""
+        """Phases of a request that has ended."""
         if not self.attempts:
             return Phases(queue_s=ended_s - self.opened_s)
         first, queue_s = self.attempts[0], self.attempts[0].sent_s - self.opened_s
@@ -92,7 +92,7 @@ class Timeline:
 
 
 def longest(timelines: Iterable[Timeline]) -> Timeline | None:
-    """Of a request's siblings, the one with the most attempts; None if there are none."""
+    """The timeline with the most attempts among a request's siblings; None if there are none."""
     return max(timelines, key=lambda one: len(one.attempts), default=None)
 
 

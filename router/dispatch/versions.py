@@ -15,7 +15,7 @@ def position(request_id: str) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class VersionCounts:
-    """What one router has seen of one version of a model since it started. The router counts on: others get copies."""
+    """Counts of one version of a model in one router since its start. The router counts on: others get copies."""
 
     model: str
     version: str

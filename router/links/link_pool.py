@@ -104,7 +104,7 @@ class LinkPool:
         self._links[replica_id].kill()
 
     async def apply(self, operator_state: OperatorState) -> None:
-        """What operators have ordered from now on: drained replicas retire, as if the directory did not name them."""
+        """Applies operators' settings: drained replicas retire, as if the directory did not name them."""
         if operator_state != self._operator_state and self._on_operator_state is not None:
             self._on_operator_state(operator_state)
         self._operator_state = operator_state

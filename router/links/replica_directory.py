@@ -38,7 +38,7 @@ class RouterEndpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryView:
-    """What a directory knows at one moment."""
+    """State of a directory at one moment."""
 
     endpoints: frozenset[ReplicaEndpoint]
     removed_models: frozenset[str] = frozenset()
@@ -47,13 +47,13 @@ class DirectoryView:
     cold_starts: tuple[tuple[str, float], ...] = ()
     """Models that may be without replicas by decision, and how many seconds requests wait for the first one."""
     operator_state: OperatorState = NO_OPERATOR_STATE
-    """What the cluster's operators want of its routers."""
+    """Operator state for the routers."""
     routers: frozenset[RouterEndpoint] = frozenset()
     """All routers that serve HTTP."""
     num_on_full_disks: int = 0
     """Routers and replicas on nodes where nothing that ends is replaced, because there is no room for its files."""
     router_losses: frozenset[RouterLoss] = frozenset()
-    """What routers were reading when they ended."""
+    """Requests that routers were reading when they ended."""
 
 
 class ReplicaDirectory(Protocol):

@@ -148,14 +148,14 @@ class ReplicaLink:
         self._dispatch_host.replica_retiring(self.endpoint.replica_id, is_retired)
 
     def set_log_level(self, level: LogLevel | None) -> None:
-        """How much the replica is to log, in this session and those to come; None: as it was started."""
+        """Sets the replica's log level, in this session and later ones; None: as it was started."""
         if level is not None and level != self._log_level:
             self._outbox.put_nowait(set_log_level_message(level))
         self._log_level = level
 
     @property
     def has_ended(self) -> bool:
-        """It will not dial again."""
+        """Whether it will not dial again."""
         return self._task is not None and self._task.done()
 
     async def stop(self) -> None:

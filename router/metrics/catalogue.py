@@ -20,7 +20,7 @@ class Metric:
     """One family of figures."""
 
     name: str
-    """As it is queried; of a histogram without `_bucket`, `_sum` and `_count`."""
+    """Name in queries; of a histogram without `_bucket`, `_sum` and `_count`."""
     kind: MetricType
     labels: tuple[str, ...]
     help: str

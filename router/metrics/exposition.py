@@ -38,7 +38,7 @@ def exposed(samples: Iterable[Sample]) -> tuple[bytes, str]:
 
 
 class _Collector:
-    """What a registry asks."""
+    """Collector that a registry asks."""
 
     def __init__(self, families: list[Any]) -> None:
         self._families = families
@@ -48,7 +48,7 @@ class _Collector:
 
 
 def _families(samples: Iterable[Sample]) -> Iterator[Any]:
-    """In the catalogue's order; those without a sample are left out."""
+    """Metric families in the catalogue's order; those without a sample are left out."""
     by_name: defaultdict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         by_name[sample.name].append(sample)
@@ -147,7 +147,7 @@ def gateway_samples(
     block_size: int,
     num_blocks: int,
 ) -> Iterator[Sample]:
-    """What the Gateway API Inference Extension scrapes, by vLLM's names."""
+    """Samples that the Gateway API Inference Extension scrapes, by vLLM's names."""
     usage = 1 - num_free_blocks / num_total_blocks if num_total_blocks else 0.0
     yield Sample("vllm:num_requests_running", (model,), num_running)
     yield Sample("vllm:num_requests_waiting", (model,), num_waiting)
@@ -156,7 +156,7 @@ def gateway_samples(
 
 
 def process_samples(version: str) -> Iterator[Sample]:
-    """Of any Holdfast process that is scraped."""
+    """Samples of any Holdfast process that is scraped."""
     yield Sample("vllm:lora_requests_info", ("0", "", ""), 1)
     yield Sample("holdfast_build_info", (version,), 1)
 
@@ -167,11 +167,11 @@ def kv_usage(load: EngineLoad) -> float:
 
 
 class ConnectionCounts(Protocol):
-    """What is counted of clients' connections."""
+    """Counts of clients' connections."""
 
     @property
     def num_cut(self) -> Mapping[tuple[str, str], int]:
-        """Those that were closed, by protocol and reason."""
+        """Closed connections by protocol and reason."""
 
     @property
     def num_resets(self) -> int:
@@ -187,7 +187,7 @@ def router_samples(
     overload: Overload | None = None,
     certificates: Certificates | None = None,
 ) -> Iterator[Sample]:
-    """As they are now. `responses` are those of the HTTP API, by path and status; the `watch` is the router's."""
+    """Current samples. `responses` are those of the HTTP API, by path and status; the `watch` is the router's."""
     if connections is not None:
         for labels, count in connections.num_cut.items():
             yield Sample("holdfast_connections_cut_total", labels, count)

@@ -21,11 +21,11 @@ RETRY_S: Final = 1.0
 
 
 UNREAD_TOKEN_BYTES: Final = 256
-"""What a token that waits for its reader takes, as an object of its own."""
+"""Bytes of a token that waits for its reader, as an object of its own."""
 
 
 class Ending(Protocol):
-    """Something of a request that holds bytes, and can be ended: input that arrives, or an answer that is read."""
+    """Part of a request that holds bytes and can be ended: input that arrives, or an answer that is read."""
 
     @property
     def num_unread(self) -> int:
@@ -36,7 +36,7 @@ class Ending(Protocol):
 
 
 class Lease:
-    """What one request holds. Made by `ByteLedger.open`, and closed once."""
+    """Bytes that one request holds. Made by `ByteLedger.open`, and closed once."""
 
     __slots__ = ("_ledger", "account", "connection", "endings", "is_guest", "num_bytes")
 
@@ -45,11 +45,11 @@ class Lease:
         self.connection = connection
         self.account = account
         self.is_guest = False
-        """Its connection is one that came while the router accepted none: see `Overload.takes_connection`."""
+        """Whether its connection came while the router accepted none: see `Overload.takes_connection`."""
         self.num_bytes = 0
-        """Of its input."""
+        """Bytes of its input."""
         self.endings: list[Ending] = []
-        """What can be ended of it now."""
+        """Parts of it that can be ended now."""
 
     @property
     def held_bytes(self) -> int:
@@ -65,7 +65,7 @@ class Lease:
         self._ledger.take(self, num_bytes)
 
     def belongs_to(self, account: str) -> None:
-        """Its caller is known by now: what it holds is that account's. Raises `ByteBudgetError`."""
+        """Assigns the lease to its caller's account, which is known by now. Raises `ByteBudgetError`."""
         if account != self.account:
             num_bytes = self.num_bytes
             self.give_back()
@@ -73,16 +73,16 @@ class Lease:
             self.take(num_bytes)
 
     def give_back(self) -> None:
-        """Its input is decoded."""
+        """Returns the bytes of its input, which is decoded."""
         self._ledger.give_back(self)
 
     def close(self) -> None:
-        """Its answer is over. Safe to call twice."""
+        """Closes the lease: its answer is over. Safe to call twice."""
         self._ledger.close(self)
 
 
 class ByteLedger:
-    """Of one router, on one event loop."""
+    """Ledger of one router, on one event loop."""
 
     def __init__(self, config: OverloadConfig) -> None:
         self._budgets = config
@@ -92,11 +92,11 @@ class ByteLedger:
         self._by_connection: Counter[str] = Counter()
         self._by_account: Counter[str] = Counter()
         self.num_bytes = 0
-        """Of input, of all requests."""
+        """Bytes of all requests' input."""
         self.num_given_back = 0
         """Bytes of input that were given back since the start."""
         self.refusals: Counter[str] = Counter()
-        """By the setting of the budget."""
+        """Refusals by the setting of the budget."""
 
     def open(self, connection: str, account: str) -> Lease:
         """The lease of a new request, which holds nothing yet."""
@@ -105,7 +105,7 @@ class ByteLedger:
         return lease
 
     def take(self, lease: Lease, num_bytes: int) -> None:
-        """As `Lease.take`."""
+        """Same as `Lease.take`."""
         self.on_input(num_bytes)
         budgets = self._budgets
         self._check("connection", self._by_connection[lease.connection], num_bytes, budgets.max_connection_bytes)
@@ -114,12 +114,12 @@ class ByteLedger:
         self._add(lease, num_bytes)
 
     def give_back(self, lease: Lease) -> None:
-        """As `Lease.give_back`."""
+        """Same as `Lease.give_back`."""
         self.num_given_back += lease.num_bytes
         self._add(lease, -lease.num_bytes)
 
     def close(self, lease: Lease) -> None:
-        """As `Lease.close`."""
+        """Same as `Lease.close`."""
         if lease in self._leases:
             self.give_back(lease)
             del self._leases[lease]

@@ -33,12 +33,12 @@ MOST_DELAY: Final = 2.0
 
 
 class Resource(StrEnum):
-    """What a router can run out of."""
+    """Resources that a router can run out of."""
 
     MEMORY = "memory"
     """Resident memory of the process."""
     LOOP_DELAY = "loop_delay"
-    """How late the event loop calls back."""
+    """Delay of the event loop's callbacks."""
     BYTES = "bytes"
     """Requests that have arrived and are not decoded, and output that is not read."""
     REQUESTS = "requests"
@@ -47,11 +47,11 @@ class Resource(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readings:
-    """What was measured at one moment. The loop's delay comes by `LoopDelay.note`."""
+    """Measurements at one moment. The loop's delay comes by `LoopDelay.note`."""
 
     resident_bytes: int = 0
     held_bytes: int = 0
-    """Those of the ledger."""
+    """Bytes in the ledger."""
     num_open: int = 0
 
 
@@ -83,7 +83,7 @@ class LoopDelay:
 def pressures(
     config: OverloadConfig, max_memory: int, readings: Readings, loop_delay_s: float
 ) -> dict[Resource, float]:
-    """What is used of each resource: 0 is nothing, 1 is its limit."""
+    """Share of each resource in use: 0 is nothing, 1 is its limit."""
     return {
         Resource.MEMORY: readings.resident_bytes / max_memory,
         Resource.LOOP_DELAY: loop_delay_s / config.max_loop_delay_s,
@@ -106,7 +106,7 @@ CLOSE_EVERY_S: Final = 0.5
 
 
 class OverloadAction(StrEnum):
-    """What is done under pressure, in the order in which it begins."""
+    """Actions under pressure, in the order in which they begin."""
 
     SHRINK_HEAP = "shrink_heap"
     STOP_ACCEPTING = "stop_accepting"
@@ -129,7 +129,7 @@ _CAUSES: Final[Mapping[OverloadAction, frozenset[Resource]]] = {
 
 
 class Overload:
-    """Of one router, on one event loop."""
+    """Overload manager of one router, on one event loop."""
 
     def __init__(self, config: OverloadConfig, ledger: ByteLedger, max_memory: int) -> None:
         """`max_memory`: resident bytes at which memory's pressure is 1."""
@@ -148,7 +148,7 @@ class Overload:
         self._readings = Readings()
         self._closed_at: float | None = None
         self.pressures: dict[Resource, float] = dict.fromkeys(Resource, 0.0)
-        """As last observed."""
+        """Pressures as last observed."""
         self.active: dict[OverloadAction, Resource] = {}
         """The actions that are on, in order, each with the resource under the most pressure."""
         self.counts: Counter[OverloadAction] = Counter()
@@ -220,7 +220,7 @@ class Overload:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is wrong, for people. Empty while no request or connection would be refused."""
+        """Warnings for people. Empty while no request or connection would be refused."""
         refusing = [action for action in self.active if action is not OverloadAction.SHRINK_HEAP]
         if not refusing:
             return ()
@@ -261,7 +261,7 @@ SHRINK_EVERY_S: Final = 5.0
 
 
 class OverloadWatch:
-    """Of one router, on its event loop."""
+    """Watch of one router, on its event loop."""
 
     def __init__(self, overload: Overload, on_closing: Callable[[Lease], None] = lambda lease: None) -> None:
         """`on_closing` is called with each request before it is ended for the memory that it holds."""

@@ -32,11 +32,11 @@ class SampledAnswer(RequestStream):
         self.echo = admitted.echo
         """The prompt's text, with which each completion begins."""
         self.received: Sequence[OutputDelta] = ()
-        """What the client of a resumed request has already, one delta for each sequence of which it has any."""
+        """Output that the client of a resumed request has, one delta for each sequence of which it has any."""
         self.sequences: Sequence[RequestState] = ()
-        """By index."""
+        """Sequences by index."""
         self._pieces = defaultdict[int, list[OutputDelta]](list)
-        """Of each sequence, what `outputs` has read."""
+        """Output of each sequence that `outputs` has read."""
         self.is_set = False
         """There may be output that was not read."""
         self.take: Callable[[OutputDelta], bool] = _not_taken
@@ -45,10 +45,10 @@ class SampledAnswer(RequestStream):
         """
         params = admitted.request.sampling_params
         self._is_ranked = params.num_sequences > params.n
-        """Nothing can be returned before all have ended: the best are chosen then."""
+        """Whether nothing can be returned before all sequences have ended, because the best are chosen then."""
         self._loop = asyncio.get_running_loop()
         self.waiter = self._loop.create_future()
-        """What the task waits for; done where it does not wait."""
+        """Future that the task waits for; done if it does not wait."""
         self.waiter.cancel()
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class SampledAnswer(RequestStream):
         return self.so_far()
 
     def so_far(self) -> list[OutputDelta]:
-        """What `outputs` has read of every sequence, as one delta."""
+        """Output of every sequence that `outputs` has read, as one delta each."""
         found = []
         for index in range(len(self.streams)):
             if not (pieces := self._pieces[index]):
@@ -114,7 +114,7 @@ class SampledAnswer(RequestStream):
         return found
 
     def read_rest(self) -> list[OutputDelta]:
-        """As `so_far`, with the output that has arrived and was not read yet. Raises nothing, whatever has ended it."""
+        """Like `so_far`, with the output that has arrived and was not read yet. Never raises, whatever has ended it."""
         with suppress(HoldfastError):
             while (delta := self.poll()) is not None:
                 self._pieces[delta.sequence_index].append(delta)
@@ -164,20 +164,20 @@ class Abortable(Protocol):
 
 
 class OpenAnswers:
-    """Of several with one key, the newest counts: the others have been superseded."""
+    """Open answers by key. Of several with one key, the newest counts: the others have been superseded."""
 
     def __init__(self) -> None:
         self._answers: dict[str, dict[RequestKey, Abortable]] = {}
-        """By request id, then by the rest of the key."""
+        """Answers by request id, then by the rest of the key."""
         self._num_of_tenant: Counter[str] = Counter()
 
     def add(self, answer: Abortable, key: RequestKey) -> None:
-        """From here on the answer can be aborted, until `drop`."""
+        """Makes the answer abortable, until `drop`."""
         self._answers.setdefault(key.request_id, {})[key] = answer
         self._num_of_tenant[key.tenant] += 1
 
     def drop(self, answer: Abortable, key: RequestKey) -> None:
-        """It is over."""
+        """Removes an answer that is over."""
         answers = self._answers.get(key.request_id, {})
         if answers.get(key) is answer:
             del answers[key]

@@ -46,7 +46,7 @@ class Beam:
 
     @property
     def candidates(self) -> list[Continuations]:
-        """For each token, the continuations it was chosen from."""
+        """Continuations that each token was chosen from."""
         found, beam = [], self
         while beam.before is not None:
             beam, continuations = beam.before
@@ -54,7 +54,7 @@ class Beam:
         return found[::-1]
 
     def score(self, length_penalty: float) -> float:
-        """What finished beams are ranked by: higher is better."""
+        """Rank of a finished beam: higher is better."""
         return self.logprob / math.pow(len(self.token_ids), length_penalty)
 
     def extended(
@@ -97,7 +97,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many of the likeliest continuations each live beam needs."""
+        """Number of the likeliest continuations that each live beam needs."""
         return 2 * self._width
 
     def advance(self, continuations: Sequence[Continuations]) -> None:
@@ -172,12 +172,12 @@ class BeamAnswer:
         self._num_extensions = 0
         self._is_over = False
         self.timelines: list[Timeline] = []
-        """Of the first request for candidates, which computes the prompt."""
+        """Timelines of the first request for candidates, which computes the prompt."""
         self._call: SampledAnswer | None = None
         self._is_aborted = False
         self._num_cached_tokens = 0
         self._fingerprints: list[str] = []
-        """Of all replicas that gave candidates, in that order, each once."""
+        """Fingerprints of all replicas that gave candidates, in that order, each once."""
 
     @property
     def num_tokens(self) -> int:

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Of one router, on one event loop. Replicas are connected to `dispatch_host`, clients ask `processor`."""
+    """Request pipeline of one router, on one event loop. Replicas are connected to `dispatch_host`, clients call
+    `processor`.
+    """
 
     dispatch_host: DispatchHost
     tokenizers: TokenizerRegistry

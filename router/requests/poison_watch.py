@@ -37,7 +37,7 @@ Part: TypeAlias = bytes | memoryview
 
 
 def request_digest(kind: str, *parts: Part) -> str:
-    """Of a request to the path or method `kind`, whose bytes are these. Nothing is copied."""
+    """Digest of a request to the path or method `kind`, with these bytes. Nothing is copied."""
     size = sum(map(len, parts))
     digest = blake2b(kind.encode(), digest_size=16)
     digest.update(b"%d:" % size)
@@ -50,7 +50,7 @@ def request_digest(kind: str, *parts: Part) -> str:
 
 
 def _add_samples(digest: blake2b, part: memoryview, num_parts: int) -> None:
-    """Of one of several parts: both of its ends, and pieces between."""
+    """Adds both ends of one of several parts, and pieces between them."""
     num_whole = WHOLE_BYTES // num_parts
     if len(part) <= 2 * num_whole:
         digest.update(part)
@@ -114,7 +114,7 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 FORGET_S: Final = 600.0
-"""So long after the last loss a request is unsuspected again."""
+"""Seconds after the last loss until a request is no suspect any more."""
 
 MAX_LOSSES: Final = 1024
 """Most losses that are known at a time; older ones are forgotten first."""
@@ -127,17 +127,17 @@ HUNG_S: Final = 2.0
 
 
 class Journal(Protocol):
-    """Where a router notes what it reads, so that it is known after the process has ended in any way."""
+    """Journal of a router's reads, which can be read after the process has ended in any way."""
 
     def enter(self, digest: str, poison_risk: PoisonRisk, *, is_known_good: bool) -> int:
         """Notes a request that is read from here on, and returns the number of its place."""
 
     def clear(self, place: int) -> None:
-        """It is not read any more."""
+        """Clears the entry of a request that is not read any more."""
 
 
 class NoJournal:
-    """For a router without a crash journal."""
+    """Stand-in for a router without a crash journal."""
 
     def enter(self, digest: str, poison_risk: PoisonRisk, *, is_known_good: bool) -> int:
         return 0
@@ -155,7 +155,7 @@ class Entry:
 
 
 def losses_of(entries: Sequence[Entry], router: str, now: float, *, is_own_fault: bool) -> tuple[RouterLoss, ...]:
-    """What the end of a router says of the requests that it was reading.
+    """Losses for the requests that a router was reading when it ended.
 
     `is_own_fault`: it hung, or had no memory; it was not killed for another reason. One on trial is the cause, and
     the others are not even suspected.
@@ -170,14 +170,14 @@ def losses_of(entries: Sequence[Entry], router: str, now: float, *, is_own_fault
 
 
 class PoisonWatch:
-    """What one router knows of requests that routers were lost with, and the one that it has on trial."""
+    """State of one router about requests that routers were lost with, and the one that it has on trial."""
 
     def __init__(self, journal: Journal | None = None, now: Callable[[], float] = lambda: 0.0) -> None:
         """`now`: seconds since 1970, on all machines of the cluster about alike, and without jumps."""
         self.journal: Journal = journal or NoJournal()
         self.now = now
         self._losses: dict[str, dict[str, RouterLoss]] = {}
-        """By digest and router."""
+        """Losses by digest and router."""
         self._cleared: dict[tuple[str, str], float] = {}
         """Losses that are void here, because the request was admitted after them, and when it was."""
         self._is_trial_on = False
@@ -213,12 +213,12 @@ class PoisonWatch:
         return is_cleared or is_before or now - loss.at_s > FORGET_S
 
     def known_losses(self) -> tuple[RouterLoss, ...]:
-        """For the other routers, in an order of its own."""
+        """Losses to tell other routers, in an order of its own."""
         self._forget(self.now())
         return tuple(sorted(loss for known in self._losses.values() for loss in known.values()))
 
     def _forget(self, now: float) -> None:
-        """What is long ago, and the oldest of too many."""
+        """Forgets old losses, and the oldest of too many."""
         newest = sorted((max(one.at_s for one in known.values()), digest) for digest, known in self._losses.items())
         num_too_many = max(0, sum(map(len, self._losses.values())) - MAX_LOSSES)
         for number, (at_s, digest) in enumerate(newest):
@@ -277,7 +277,9 @@ class Reading:
         self._place = watch.journal.enter(digest, poison_risk, is_known_good=watch.is_known_good(digest))
 
     def suspect(self, num_lost: int) -> None:
-        """Its client says that so many routers were lost with it. Raises `OnTrialError` as `PoisonWatch.begin` does."""
+        """Notes that its client reports so many routers lost with it. Raises `OnTrialError` as `PoisonWatch.begin`
+        does.
+        """
         watch = self._watch
         if watch is None or not num_lost or self.poison_risk is not PoisonRisk.NONE:
             return
@@ -287,7 +289,7 @@ class Reading:
         self._place = watch.journal.enter(self.digest, self.poison_risk, is_known_good=False)
 
     def expect(self, num_requests: int) -> None:
-        """So many requests come of it, each of which is admitted."""
+        """Notes that so many requests come of it, each of which is admitted."""
         self._num_left = num_requests
 
     def admitted(self) -> None:
@@ -305,7 +307,7 @@ class Reading:
 
 
 CURRENT_READING: Final[ContextVar[Reading | None]] = ContextVar("holdfast_reading", default=None)
-"""What the running task reads, if it reads a request."""
+"""Request that the running task reads, if any."""
 
 
 def begin_reading(watch: PoisonWatch, kind: str, *content: Part) -> Reading:
@@ -319,7 +321,7 @@ def begin_reading(watch: PoisonWatch, kind: str, *content: Part) -> Reading:
 
 
 def end_reading(error: BaseException | None = None) -> None:
-    """What the running task reads has been read, or has ended with this."""
+    """Ends the running task's reading, with this error if any."""
     if (reading := CURRENT_READING.get()) is not None:
         reading.end(is_cleared=error is None or isinstance(error, Exception))
         CURRENT_READING.set(None)

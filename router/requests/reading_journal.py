@@ -16,7 +16,7 @@ from holdfast.router.router_losses import RouterLoss
 from holdfast.worker.request import PoisonRisk
 
 TURN_S: Final = 0.5
-"""How often a router shows that its loop turns."""
+"""Seconds between a router's signs that its loop turns."""
 
 NUM_PLACES: Final = 1024
 """Requests that are read at a time. Of more, no note is taken."""
@@ -77,7 +77,7 @@ class ReadingJournal:
 
 
 class LeftJournal:
-    """What another process has noted, to be read once that has ended."""
+    """Journal of another process, to be read once that has ended."""
 
     def __init__(self, buffer: Buffer) -> None:
         """Raises ValueError for what is no journal."""
@@ -95,8 +95,8 @@ class LeftJournal:
         return bool(self._buffer[_IN_ORDER_AT]) or not 0.0 <= monotonic_s - self._turned_at <= FORGET_S
 
     def losses(self, router: str, monotonic_s: float, now_s: float) -> tuple[RouterLoss, ...]:
-        """What its process, the `router` of that name, was reading when it ended. `now_s`: since 1970, as the
-        `PoisonWatch` has it.
+        """Requests that its process, the `router` of that name, was reading when it ended. `now_s`: since 1970, as in
+        `PoisonWatch`.
         """
         is_own_fault = bool(self._buffer[_OWN_FAULT_AT])
         ended_s = now_s - (monotonic_s - self._turned_at)

@@ -42,12 +42,12 @@ class Pauses:
         """At most `max_waiting` requests wait, all models together."""
         self._max_waiting = max_waiting
         self.models: dict[str, Pause] = {}
-        """Those that are paused, by name."""
+        """Paused models by name."""
         self._changed = asyncio.Event()
         self.num_waiting = 0
 
     def set(self, pauses: Sequence[Pause]) -> None:
-        """What holds from now on."""
+        """Sets the pauses from now on."""
         self.models = {pause.model: pause for pause in pauses}
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -106,7 +106,7 @@ class RequestAdmission:
         """Which models take no new requests for now."""
 
     def models(self) -> tuple[ModelStatus, ...]:
-        """Those that the caller may use."""
+        """Models that the caller may use."""
         return self._models_of(self._gate.caller())
 
     def _models_of(self, caller: Caller) -> tuple[ModelStatus, ...]:

@@ -63,7 +63,7 @@ class RequestProcessor:
         self._tokenizers = tokenizers
         self._limits = limits
         self._chat_styles: dict[str, tuple[Tokenizer, dict[str | None, ChatStyle]]] = {}
-        """By model: its tokenizer, and the style of each of its chat templates that was asked for."""
+        """By model: its tokenizer, and the style of each of its chat templates that was used."""
         self._open_answers = OpenAnswers()
         self.stats = RequestStats()
         self._admission = RequestAdmission(
@@ -77,11 +77,11 @@ class RequestProcessor:
         return self._admission.is_closed
 
     def close(self) -> None:
-        """From here on new requests are refused; open ones go on."""
+        """Refuses new requests from now on; open ones go on."""
         self._admission.is_closed = True
 
     def check_overload(self, priority: Priority = Priority.NORMAL, *, is_resumed: bool = False) -> None:
-        """As `RequestAdmission.check_overload`, for what is asked before a request is known, or is none."""
+        """Like `RequestAdmission.check_overload`, before a request is known, or for a call without one."""
         self._admission.check_overload(priority, is_resumed=is_resumed)
 
     def charge(self, request: GenerationRequest) -> None:
@@ -94,11 +94,11 @@ class RequestProcessor:
         return self._admission.pauses
 
     def models(self) -> tuple[ModelStatus, ...]:
-        """Those that the caller may use."""
+        """Models that the caller may use."""
         return self._admission.models()
 
     def model(self, name: str) -> ModelStatus:
-        """As `RequestAdmission.model`."""
+        """Same as `RequestAdmission.model`."""
         return self._admission.model(name)
 
     @asynccontextmanager
@@ -131,8 +131,8 @@ class RequestProcessor:
 
     @asynccontextmanager
     async def _serving(self, admitted: AdmittedRequest, answer: SampledAnswer | BeamAnswer) -> AsyncIterator[None]:
-        """From admission to the end, in whichever way it ends: what has not ended is cancelled, the caller is charged
-        for the output, and the figures are kept. Ends the task of a reader that does not even take the error of its
+        """Covers a request from admission to its end: what has not ended is cancelled, the caller is charged for the
+        output, and the statistics are kept. Ends the task of a reader that does not even take the error of its
         deadline.
         """
         time_left_s = admitted.deadline - self._dispatch_host.now() + self._limits.slow_reader_s
@@ -190,7 +190,7 @@ class RequestProcessor:
     async def search(
         self, request: GenerationRequest, time_remaining_s: float | None = None
     ) -> AsyncIterator[BeamAnswer]:
-        """As `open`, for a request with a `beam_width`. The search begins with `whole`."""
+        """Like `open`, for a request with a `beam_width`. The search begins with `whole`."""
         with naming(request.names):
             admitted = await self._admit(request, time_remaining_s)
             self._admission.check_tenant(admitted.request.tenant)
@@ -223,7 +223,7 @@ class RequestProcessor:
         return await self._tokenizers.encode(self.model(model).name, text, add_special_tokens)
 
     async def apart(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """As `TokenizerRegistry.apart`."""
+        """Same as `TokenizerRegistry.apart`."""
         return await self._tokenizers.apart(function, *arguments, **named)
 
     async def render(self, model: str, chat: Chat) -> str:
@@ -241,8 +241,8 @@ class RequestProcessor:
         await self._tokenizers.grammar(self.model(model).name, structure)
 
     def chat_style(self, model: str, *, has_tools: bool = False, template: str = "") -> ChatStyle:
-        """In which formats a model that is served here writes calls and reasoning, by the chat template that chats with
-        or without tools have, or the one named. Raises `HoldfastError`.
+        """Formats in which a served model writes calls and reasoning, by the chat template for chats with or without
+        tools, or the one named. Raises `HoldfastError`.
         """
         name = self.model(model).name
         tokenizer = self._tokenizers[name]
@@ -259,7 +259,7 @@ class RequestProcessor:
         return bool(self._tokenizers[model].chat_templates)
 
     def tokenizer(self, model: str) -> Tokenizer:
-        """That of a model that is served here."""
+        """Tokenizer of a served model."""
         return self._tokenizers[model]
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
@@ -274,7 +274,7 @@ class RequestProcessor:
 
 
 def _received(sequences: Sequence[RequestState], resume: ResumeRecord, echo: str) -> list[OutputDelta]:
-    """What the client of a resumed request has already, of each sequence of which it has any."""
+    """Output that the client of a resumed request has, for each sequence of which it has any."""
     has_some = sequences[: len(resume.sequences)]
     received = (received_delta(one.request, one.caught_up, resume, echo) for one in has_some)
     return [one for one in received if one is not None]

@@ -56,7 +56,7 @@ def outcome_of(error: BaseException) -> str:
 
 @dataclass(slots=True)
 class ModelStats:
-    """Of the requests for one model."""
+    """Statistics of the requests for one model."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     num_prompt_tokens: int = 0
@@ -72,7 +72,7 @@ class ModelStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedRequest:
-    """What is known of one request when it is over. Times are in seconds of the router's clock."""
+    """Facts about one request when it is over. Times are in seconds of the router's clock."""
 
     request: EngineRequest
     model: str
@@ -84,9 +84,9 @@ class EndedRequest:
     ended_s: float
     phases: Phases
     reader_wait_s: float
-    """How long its output has waited for its reader; that is part of no phase, and may go on beside decode."""
+    """Seconds that its output waited for its reader; this is part of no phase, and may overlap decode."""
     timeline: Timeline
-    """Of its sequence with the most attempts."""
+    """Timeline of its sequence with the most attempts."""
 
     @property
     def duration_s(self) -> float:
@@ -98,7 +98,7 @@ class EndedRequest:
 
     @property
     def priority(self) -> str:
-        """Its class, as logs and traces name it."""
+        """Name of its class in logs and traces."""
         return self.request.priority.name.lower()
 
 
@@ -143,7 +143,7 @@ class AdmittedRequest:
         client_attempt: int = 0,
         echo: str = "",
     ) -> None:
-        """It begins now, by a clock in seconds. `client_attempt`: above 0 if the client submits again after a retryable
+        """Starts now, by a clock in seconds. `client_attempt`: above 0 if the client submits again after a retryable
         error.
         """
         self.request = request
@@ -157,7 +157,7 @@ class AdmittedRequest:
         self.lease: Lease | None = None
         """Holds its unread output."""
         self.is_open = False
-        """It can be aborted from outside."""
+        """Whether it can be aborted from outside."""
         self._stats = stats
         self._now = now
         self._began_at = now()
@@ -165,13 +165,13 @@ class AdmittedRequest:
         self._last_at: float | None = None
         self._num_first = 0
         self.num_tokens = 0
-        """Of all sequences; to be set before the end."""
+        """Output tokens of all sequences; to be set before the end."""
         self.timelines: Sequence[Timeline] = ()
-        """Of all sequences; to be set before the end."""
+        """Timelines of all sequences; to be set before the end."""
         self.reader_wait_s = 0.0
-        """To be set before the end."""
+        """Seconds of waiting for the reader; to be set before the end."""
         self.is_over = False
-        """Its output was read to the end; to be set before the end."""
+        """Whether its output was read to the end; to be set before the end."""
         self._reason = "stop"
         self.on_first_token: Callable[[], None] | None = None
         """Called once, when the first token comes."""
@@ -282,7 +282,7 @@ def where_its_time_went(ended: EndedRequest) -> dict[str, float]:
 
 
 def details(ended: EndedRequest) -> dict[str, str | float | list[str]]:
-    """Of a log line in JSON."""
+    """Fields of a log line in JSON."""
     return {
         "request_id": ended.request.request_id,
         "model": ended.model,

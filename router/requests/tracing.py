@@ -21,7 +21,7 @@ _INCOMING: Final[ContextVar[str]] = ContextVar("holdfast_traceparent", default="
 
 
 def note_incoming(traceparent: str) -> None:
-    """What the caller of this task has sent; empty: nothing."""
+    """Notes the `traceparent` of this task's caller; empty: none."""
     if traceparent:
         _INCOMING.set(traceparent)
 
@@ -35,7 +35,7 @@ class RequestTrace:
         self._span = span
         self._began_ns = began_ns
         self.traceparent = traceparent
-        """For its replicas, whose spans stand below its own."""
+        """Parent of its replicas' spans."""
         self._offset_s = offset_s
 
     def __call__(self, ended: EndedRequest) -> None:
@@ -75,7 +75,7 @@ class RequestTracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, request_id: str, model: str) -> RequestTrace | None:
-        """Of a request that was admitted now; None where it is not sampled."""
+        """Trace of a request that was admitted now; None if it is not sampled."""
         from opentelemetry import trace
 
         parent = self._propagator.extract({TRACEPARENT: _INCOMING.get()})

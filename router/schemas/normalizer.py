@@ -37,7 +37,7 @@ Keyword = Callable[["_Node", Any], None]
 
 @dataclass(frozen=True, slots=True)
 class NormalizedSchema:
-    """What llguidance is given."""
+    """Schema in the form that llguidance is given."""
 
     schema: Mapping[str, Any]
     escapes: str
@@ -56,7 +56,7 @@ def normalized(schema: Any) -> NormalizedSchema:
 
 
 def normalized_text(text: str) -> NormalizedSchema:
-    """As `normalized`, of a schema's JSON text. Raises ValueError for text that is no JSON."""
+    """Like `normalized`, for a schema's JSON text. Raises ValueError for text that is no JSON."""
     try:
         schema = json.loads(text)
     except RecursionError:
@@ -208,7 +208,7 @@ def _members(keyword: str) -> Keyword:
 
 
 def _only(keyword: str, *empty: Any) -> Keyword:
-    """What is enforced only where it says nothing: then it is dropped."""
+    """Handler of a keyword that is enforced only in the values that demand nothing, and is then dropped."""
 
     def check(node: _Node, value: Any) -> None:
         if not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in empty):
@@ -234,7 +234,7 @@ def _required(node: _Node, value: Any) -> None:
 
 
 def _unique_items(node: _Node, value: Any) -> None:
-    """Where there is one item at most, it is unique."""
+    """Drops the keyword if there is at most one item, which is always unique."""
     most = node.schema.get("maxItems")
     has_one = isinstance(most, int | float) and most <= 1
     if value is not False and not has_one and "array" in types_of(node.schema):
@@ -243,7 +243,7 @@ def _unique_items(node: _Node, value: Any) -> None:
 
 
 def _contains(node: _Node, value: Any) -> None:
-    """It says nothing where none need match, and any number may."""
+    """Drops the keyword if it demands nothing: none need match, and any number may."""
     if "array" in types_of(node.schema) and (node.schema.get("minContains", 1) > 0 or "maxContains" in node.schema):
         raise node.refuse("contains", "cannot be enforced")
     del node.schema["contains"]
@@ -251,7 +251,7 @@ def _contains(node: _Node, value: Any) -> None:
 
 def _contains_count(keyword: str) -> Keyword:
     def drop(node: _Node, value: Any) -> None:
-        """Without `contains` it says nothing."""
+        """Drops the keyword: it has no effect without `contains`."""
         if "contains" not in node.schema:
             del node.schema[keyword]
 
@@ -266,7 +266,7 @@ def _if(node: _Node, value: Any) -> None:
 
 def _branch(keyword: str) -> Keyword:
     def drop(node: _Node, value: Any) -> None:
-        """Without `if` it says nothing."""
+        """Drops the keyword: it has no effect without `if`."""
         if "if" not in node.schema:
             del node.schema[keyword]
 
@@ -287,7 +287,7 @@ def _property_names(node: _Node, value: Any) -> None:
 
 
 def _unevaluated(keyword: str, plain: str, type_name: str) -> Keyword:
-    """Where nothing else evaluates, it is the plain keyword."""
+    """Handler that replaces the keyword by the plain one if nothing else evaluates."""
     check = _schema(keyword)
     applicators = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "contains", "$dynamicRef"}
 
@@ -343,12 +343,14 @@ _KEYWORDS: Final[Mapping[str, Keyword]] = MappingProxyType(
         "$recursiveRef": _only("$recursiveRef"),
     }
 )
-"""What is not here is enforced by llguidance as it stands (`type`, `prefixItems`), by
-the passes of `_Walk.visit` (bounds, strings, objects), or is an annotation."""
+"""Handlers by keyword. Other keywords are enforced by llguidance unchanged (`type`, `prefixItems`) or by the passes of
+`_Walk.visit` (bounds, strings, objects), or are annotations."""
 
 
 def _as_any_of(node: _Node) -> None:
-    """Of disjoint branches a value that matches any matches one. Raises `SchemaError` if they may overlap."""
+    """Turns disjoint branches into `anyOf`: a value that matches any of them matches one. Raises `SchemaError` if they
+    may overlap.
+    """
     schema = node.schema
     branches = schema.pop("oneOf")
     overlap = node.walk.disjointness.first_overlap(branches, schema)
@@ -364,7 +366,7 @@ def _as_any_of(node: _Node) -> None:
 
 
 def _escapes(root: Any) -> str:
-    """Of `\\u`, no more than is needed: a name spelled with it could be a declared one over again.
+    """Escapes of `\\u`, no more than needed: a name spelled with it could be a declared one a second time.
 
     Raises `SchemaError` where a constant can only be written with it, and an object has names besides those declared.
     """

@@ -14,7 +14,7 @@ _EXACT: Final = 2**53
 _LARGEST: Final = 2**63 - 1024
 """The largest integer of 64 bits that floating point has."""
 _DIGITS: Final = 15
-"""So many significant digits survive being read into floating point and written again."""
+"""Significant digits that survive being read into floating point and written again."""
 
 _NEXT_TO_0: Final = 1e-15
 
@@ -63,7 +63,7 @@ def _is_bound(value: Any, keyword: str) -> bool:
 
 
 def _without_flag(schema: dict[str, Any], inclusive: str, exclusive: str) -> None:
-    """In draft 4 a flag says that a bound is exclusive."""
+    """Converts draft 4, in which a flag says that a bound is exclusive."""
     if isinstance(schema.get(exclusive), bool):
         is_exclusive = schema.pop(exclusive)
         if is_exclusive and inclusive in schema:

@@ -63,7 +63,7 @@ def normalize_strings(schema: dict[str, Any], path: str) -> None:
 
 
 def checked_pattern(pattern: Any, path: str) -> str:
-    """As llguidance reads it. Raises `SchemaError` for one that it does not."""
+    """The pattern in llguidance's syntax. Raises `SchemaError` if there is none."""
     if not isinstance(pattern, str):
         raise SchemaError(path, pattern, "must be a regular expression")
     written = _as_rust(pattern, path)

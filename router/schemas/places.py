@@ -47,7 +47,7 @@ def children(schema: Mapping[str, Any], path: str = "") -> Iterator[Child]:
 
 
 class References:
-    """What the references of one schema document point to. Nothing outside of it is looked up."""
+    """Targets of references in one schema document. Nothing outside of it is looked up."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -58,7 +58,7 @@ class References:
         self._index(root, self._base, root)
 
     def target(self, schema: Mapping[str, Any]) -> Any:
-        """What `$ref` of a schema points to. Raises LookupError if nothing in the document is there."""
+        """Target of a schema's `$ref`. Raises LookupError if nothing in the document is there."""
         base, resource = self._resource_of.get(id(schema), (self._base, self._root))
         address, fragment = urldefrag(urljoin(base, str(schema["$ref"])))
         if address and address != base:
@@ -108,5 +108,5 @@ class SchemaError(ValueError):
 
     @property
     def reason(self) -> str:
-        """As an error of a request says it."""
+        """Wording for an error of a request."""
         return str(self) if "cannot be enforced" in self.limit else f"cannot be enforced: {self}"

@@ -18,7 +18,9 @@ _MAX_ROUNDS: Final = 64
 
 
 class FiniteValues:
-    """Of a schema document, as it is when this is made, which raises `SchemaError` for one that is too entangled."""
+    """Whether schemas of a document have finite values. Made from the document as it is now; raises `SchemaError` for
+    one that is too entangled.
+    """
 
     def __init__(self, root: Any, references: References) -> None:
         self._references = references
@@ -94,7 +96,7 @@ class FiniteValues:
         return True
 
     def _target(self, schema: Mapping[str, Any]) -> Any:
-        """What cannot be found is refused elsewhere."""
+        """Target of a reference. A target that cannot be found is refused elsewhere."""
         try:
             return self._references.target(dict(schema) if not isinstance(schema, dict) else schema)
         except (LookupError, ValueError, TypeError):
@@ -139,7 +141,7 @@ _MAX_LOOKS: Final = 20_000
 
 
 class Disjointness:
-    """Of schemas of one document."""
+    """Disjointness of schemas of one document."""
 
     def __init__(self, references: References) -> None:
         self._references = references

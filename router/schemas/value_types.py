@@ -21,7 +21,7 @@ _PLAIN: Final = frozenset(
 
 
 def kind_of(value: Any) -> str:
-    """Of a JSON value."""
+    """Kind of a JSON value."""
     if isinstance(value, bool):
         return BOOLEAN
     if isinstance(value, int | float):
@@ -31,7 +31,7 @@ def kind_of(value: Any) -> str:
 
 
 class ValueTypes:
-    """Of the schemas of one document."""
+    """Types of the values of one document's schemas."""
 
     def __init__(self, root: Any) -> None:
         self._references = References(root)
@@ -53,7 +53,7 @@ class ValueTypes:
         return {"anyOf": found} if len(found) > 1 else found[0] if found else None
 
     def followed(self, schema: Any) -> Any:
-        """What a schema that is nothing but a reference, or has one schema in `allOf`, refers to in the end."""
+        """Final target of a schema that is nothing but a reference, or has one schema in `allOf`."""
         for _ in range(_MAX_STEPS):
             keys = schema.keys() - _PLAIN if isinstance(schema, Mapping) else None
             if keys == {"$ref"}:

@@ -22,7 +22,7 @@ from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.request import Priority
 
 KEY_PREFIX: Final = "hfk_"
-"""What keys begin with, so that scanners of source code find one that was committed by mistake."""
+"""Prefix of keys, so that scanners of source code find one that was committed by mistake."""
 
 MAX_PRESENTED: Final = 1024
 """Longest text that is taken for a key."""
@@ -34,15 +34,15 @@ class ApiKey(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(min_length=1, max_length=64, pattern=r"^[\w.@-]+$")
-    """What people call it, in lists and logs."""
+    """Name in lists and logs."""
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)
     tenant: str = Field("", max_length=128)
-    """Whom its requests are charged to; empty: a tenant of the key's name."""
+    """Tenant that its requests are charged to; empty: a tenant of the key's name."""
     models: tuple[str, ...] = ()
-    """Those that it may use; empty: all."""
+    """Models that it may use; empty: all."""
     requests_per_minute: float | None = Field(None, gt=0)
     tokens_per_minute: float | None = Field(None, gt=0)
-    """Of prompts and outputs together."""
+    """Tokens of prompts and outputs together."""
     max_priority: Literal["critical", "high", "normal", "low"] = "normal"
     """The best class of service that it may ask for."""
     operator: bool = False
@@ -88,7 +88,7 @@ class KeyRing:
         return cls(keys)
 
     def written(self) -> str:
-        """As the content of a file."""
+        """The keys as the content of a file."""
         entries = [key.model_dump(exclude_defaults=True) for key in self.keys]
         return json.dumps({"keys": entries}, indent=2) + "\n"
 
@@ -99,7 +99,7 @@ class KeyRing:
         return KeyRing((*self.keys, key))
 
     def without(self, name: str) -> "KeyRing":
-        """Without one of them. Raises `ConfigurationError` for a name that is not there."""
+        """The ring without one of its keys. Raises `ConfigurationError` for a name that is not there."""
         left = [key for key in self.keys if key.name != name]
         if len(left) == len(self.keys):
             known = ", ".join(key.name for key in self.keys) or "none"
@@ -171,7 +171,9 @@ def read_keys(path: Path) -> KeyRing:
 
 
 def write_keys(path: Path, ring: KeyRing) -> None:
-    """In one piece, readable by this user alone: a reader at the same time sees the old keys or the new ones."""
+    """Writes the file in one piece, readable by this user alone: a reader at the same time sees the old keys or the new
+    ones.
+    """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # with mode 0600
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -46,7 +46,7 @@ class Reason(StrEnum):
 
     @property
     def words(self) -> str:
-        """What it did, and the limit."""
+        """The client's action, and the limit."""
         return {
             Reason.RESETS: "most of its calls were reset within a second (limits.max_resets_per_s)",
             Reason.CALLS_WITHOUT_KEY: "its address makes too many calls without a valid key "
@@ -60,7 +60,7 @@ class Peer(NamedTuple):
     """The other end of a connection."""
 
     host: str
-    """Its IP address as `ipaddress` writes it; an IPv4 address that an IPv6 socket has is written as IPv4."""
+    """IP address as `ipaddress` writes it; an IPv4 address of an IPv6 socket is written as IPv4."""
     port: int
 
     def __str__(self) -> str:
@@ -68,7 +68,9 @@ class Peer(NamedTuple):
 
     @property
     def address(self) -> str:
-        """Whose budgets it charges: its own, or for IPv6 its network of 64 bits, all of which one client may have."""
+        """Address whose budgets it charges: its own, or for IPv6 its network of 64 bits, all of which one client may
+        have.
+        """
         return self.host if ":" not in self.host else str(ip_network((self.host, 64), strict=False))
 
 
@@ -89,7 +91,7 @@ def peer_of(grpc_peer: str) -> Peer | None:
 
 
 class BudgetLimits(Protocol):
-    """What is read of `LimitsConfig`."""
+    """Limits read from `LimitsConfig`."""
 
     @property
     def max_resets_per_s(self) -> float: ...
@@ -101,7 +103,7 @@ class BudgetLimits(Protocol):
 
 @dataclass(slots=True, eq=False)
 class ClientConnection:
-    """What is known of one connection."""
+    """State of one connection."""
 
     peer: Peer
     since: float
@@ -127,7 +129,7 @@ class ClientConnection:
 
 @dataclass(slots=True)
 class _Buckets:
-    """Of one address."""
+    """Token buckets of one address."""
 
     resets: TokenBucket
     unauthenticated: TokenBucket
@@ -145,7 +147,7 @@ class ConnectionBudgets:
     asks_for_keys: bool
     _buckets: dict[str, _Buckets] = field(default_factory=dict)
     _unknown: TokenBucket | None = None
-    """For resets whose connection is unknown."""
+    """Bucket for resets whose connection is unknown."""
     _suspects_until: float = float("-inf")
     _prune_at: int = LEAST_PRUNED
 
@@ -210,7 +212,7 @@ class ConnectionBudgets:
 
 
 class GuardedConnections:
-    """Of one router. Time is passed in, in seconds."""
+    """Connections of one router. Time is passed in, in seconds."""
 
     def __init__(
         self,
@@ -223,7 +225,7 @@ class GuardedConnections:
         self.budgets = ConnectionBudgets(limits, asks_for_keys)
         self._on_cut = on_cut
         self._by_name: dict[str, ClientConnection] = {}
-        """As gRPC names them: those that have made calls."""
+        """Connections that have made calls, by gRPC's name."""
         self._by_peer: dict[Peer, ClientConnection] = {}
         self._prune_at = LEAST_PRUNED
         self._to_cut: set[Peer] = set()
@@ -232,7 +234,7 @@ class GuardedConnections:
 
     @property
     def are_many(self) -> bool:
-        """It is time to `look` which are gone."""
+        """Whether it is time to `look` which are gone."""
         return len(self._by_name) >= self._prune_at
 
     @property
@@ -240,7 +242,7 @@ class GuardedConnections:
         return bool(self._to_cut)
 
     def suspects(self, now: float) -> bool:
-        """As `ConnectionBudgets.suspects`."""
+        """Same as `ConnectionBudgets.suspects`."""
         return self.budgets.suspects(now)
 
     def call(self, name: str, *, has_key: bool, now: float) -> bool:
@@ -284,7 +286,7 @@ class GuardedConnections:
         return peers
 
     def cut_again(self, missed: Collection[Peer]) -> None:
-        """Those that could not be closed, and are not gone, are tried again."""
+        """Tries connections again that could not be closed and are not gone."""
         self._to_cut |= {caller for caller in missed if caller in self._by_peer}
 
     def _named(self, name: str, now: float) -> ClientConnection | None:

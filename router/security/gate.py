@@ -24,11 +24,11 @@ CLUSTER: Final = "cluster"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who sends a request, and within which limits."""
+    """Identity and limits of a request's sender."""
 
     name: str = ""
     tenant: str | None = None
-    """Whom its requests are charged to; None: whom they name."""
+    """Tenant that its requests are charged to; None: the one that they name."""
     models: frozenset[str] | None = None
     """None: all."""
     max_priority: Priority = Priority.CRITICAL
@@ -63,7 +63,7 @@ class Caller:
         return request if self.tenant is None else replace(request, tenant=self.tenant)
 
     def took_tokens(self, number: int, now: float) -> None:
-        """Of a prompt, or of an output that has ended."""
+        """Charges tokens of a prompt, or of an output that has ended."""
         if self.rates is not None:
             self.rates.take_tokens(number, now)
 
@@ -75,13 +75,13 @@ class Caller:
 
 
 ANYONE: Final = Caller()
-"""Where no keys are asked for."""
+"""Caller where no keys are required."""
 
 TRUSTED: Final = Caller(name=CLUSTER)
 
 
 class KeySource(Protocol):
-    """Where keys come from."""
+    """Source of keys."""
 
     def ring(self) -> KeyRing:
         """The keys as they are now."""
@@ -91,7 +91,7 @@ _caller: ContextVar[Caller | None] = ContextVar("holdfast_caller", default=None)
 
 
 class Gate:
-    """Of one router, or of one replica's engine protocol."""
+    """Gate of one router, or of one replica's engine protocol."""
 
     def __init__(
         self,
@@ -113,8 +113,8 @@ class Gate:
         return self._keys is not None
 
     def enter(self, presented: str | None) -> Caller:
-        """Who presents this; the caller of the running task from here on. Raises `AuthenticationError`: the task then
-        has no caller, whatever the context had that it was started in.
+        """Authenticates the presented key; the result is the running task's caller from now on. Raises
+        `AuthenticationError`: the task then has no caller, whatever the context had that it was started in.
         """
         _caller.set(None)
         caller = self._who(presented or "") if self._keys is not None else ANYONE

@@ -65,26 +65,25 @@ CLOSE_GRACE_S = 1.0
 
 
 SWITCH_INTERVAL_S: Final = 0.001
-"""Of a router's process (`sys.setswitchinterval`; Python's own is 5 ms): how long its event loop waits for Python's
-lock where a thread holds it, as those do that decode and check large requests.
-"""
+"""Switch interval of a router's process (`sys.setswitchinterval`; Python's own is 5 ms): how long its event loop waits
+for Python's lock when a thread holds it, as threads do that decode and check large requests."""
 
 
 class RouterOptions(TypedDict, total=False):
-    """What a router may be given by the code that runs it."""
+    """Options of a router for the code that runs it."""
 
     load_tokenizer: Callable[[str], Tokenizer]
     """Reads the tokenizer in a model's folder."""
     overload: OverloadConfig | None
-    """How it protects itself."""
+    """Overload protection."""
     order: ServiceOrderConfig | None
     """The order of the replicas' own queues."""
     gate: Gate | None
     """Lets callers in at every port; without it all may come."""
     tls: ServerTls | None
-    """What gRPC and HTTP are served over."""
+    """TLS of gRPC and HTTP."""
     links: LinkSecurity
-    """How replicas are dialled."""
+    """Security of links to replicas."""
     on_models: Callable[[Sequence[ModelStatus]], None] | None
     """Called with the models that are served here, when they change."""
     send_change: SendChange | None
@@ -92,7 +91,7 @@ class RouterOptions(TypedDict, total=False):
     control: ClusterControl | None
     """Changes the cluster's models and reads its logs; without it, operators are refused both."""
     telemetry: TelemetryConfig | None
-    """What is logged of requests."""
+    """Logging of requests."""
     tracer: "Tracer | None"
     """Traces requests."""
     before_opening: Callable[["Router"], None]
@@ -106,9 +105,9 @@ class Router:
         self._config, self._limits = config, limits
         self._on_models = options.get("on_models")
         self.operator_state = NO_OPERATOR_STATE
-        """What its operators have ordered."""
+        """Settings by its operators."""
         self.warnings: tuple[str, ...] = ()
-        """What is wrong with the cluster although it serves, for health."""
+        """Faults of the cluster although it serves, for health."""
         self.advertised_http_address = ""
         """`host:port` of the HTTP API as others dial it, set by the code that knows; empty: as it listens."""
         picks = config.endpoint_picker
@@ -143,13 +142,13 @@ class Router:
         logging.getLogger(PACKAGE).addHandler(self._recent_errors)
         self._tasks: list[asyncio.Task[None]] = []
         self.in_process = InProcessApi(self._request_processor, gate)
-        """For calls from this process."""
+        """API for calls from this process."""
         self._open_apis(gate, options.get("send_change") or self._alone, options.get("tls"), options.get("control"))
 
     def _open_apis(
         self, gate: Gate, send_change: SendChange, tls: ServerTls | None, control: ClusterControl | None
     ) -> None:
-        """What is served, though nowhere yet."""
+        """Makes the APIs, which do not listen yet."""
         config, parts = self._config, (self._request_processor, self._dispatch_host)
         worker = self._decode_worker = DecodeWorker()
         operators = Operators(
@@ -303,7 +302,7 @@ class Router:
         self._dispatch_host.check_integrity()
 
     def version_counts(self) -> tuple[VersionCounts, ...]:
-        """What came of requests, by model and version."""
+        """Outcomes of requests, by model and version."""
         return self._dispatch_host.dispatch.version_counts()
 
     def _dump(self) -> str:
@@ -317,7 +316,7 @@ class Router:
         return *chain.from_iterable(parts), *self._certificates.warnings(time.time())
 
     async def _alone(self, change: Change) -> OperatorState:
-        """For a router without a cluster."""
+        """Applies a change in a router without a cluster."""
         operator_state = change.applied_to(self.operator_state)
         await self._link_pool.apply(operator_state)
         return operator_state

@@ -88,7 +88,9 @@ def _taken_call(call: dict[str, Any], traits: TemplateTraits) -> dict[str, Any]:
 
 
 def _taken_arguments(arguments: Mapping[str, Any] | str, traits: TemplateTraits) -> Mapping[str, Any] | str:
-    """What is no JSON object, such as arguments that were cut off, is shown as the text that it is."""
+    """Arguments in the form that the template takes. Text that is no JSON object, such as arguments that were cut off,
+    is shown unchanged.
+    """
     if traits.takes_json_text:
         return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     if isinstance(arguments, str):
@@ -149,7 +151,7 @@ def _in_pairs(message: dict[str, Any], calls: Sequence[dict[str, Any]], results:
 
 
 def _results_of(call: Mapping[str, Any], results: Messages) -> Messages:
-    """By the call's id; of calls without one, in their order."""
+    """Results by the call's id; for calls without one, in their order."""
     if "id" not in call:
         return results[:1]
     return [result for result in results if result.get("tool_call_id") == call["id"]]
@@ -165,7 +167,7 @@ def _told_tools(messages: Messages, text: str) -> Messages:
 
 
 def _with_systems(messages: Messages, traits: TemplateTraits) -> Messages:
-    """Where the template takes one system message alone, all become that one; where it takes none, a user's words."""
+    """System messages as the template takes them: merged into one, or made the user's words if it takes none."""
     systems = [message for message in messages if message["role"] in ("system", "developer")]
     if traits.system == "any" or not systems or (traits.system == "first" and messages[0] is systems[-1]):
         return messages

@@ -27,7 +27,7 @@ from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 FEW_STEPS: Final = 20_000
-"""Of templates: some milliseconds."""
+"""Steps of a template that take some milliseconds."""
 _STEPS: Final = 4_000_000
 _STEPS_PER_BYTE: Final = 20
 
@@ -122,7 +122,7 @@ def _cut_at_tag(text: str, messages: Sequence[Message]) -> str:
 
 
 def template_traits(template: str, special_tokens: Mapping[str, str] = _NOTHING) -> TemplateTraits:
-    """What a template takes, found out once. Raises `ConfigurationError` for one that does not compile."""
+    """Traits of a template, found once. Raises `ConfigurationError` for one that does not compile."""
     _compiled(template)
     return _traits(template, tuple(special_tokens.items()))
 

@@ -109,7 +109,7 @@ class IncrementalDetokenizer:
         return "".join(texts)
 
     def push_one(self, token_id: int) -> str:
-        """As `push`, of one token, as it comes in nearly every step."""
+        """Like `push`, for one token, as in nearly every step."""
         window = self._window
         if len(window) != self._num_context or token_id in self._bytes or self._run.token_ids:
             return self.push((token_id,))

@@ -69,7 +69,7 @@ def _rules(grammar: str) -> dict[str, list[Piece]]:
 
 
 def _pieces(grammar: str) -> Iterator[tuple[Piece, int]]:
-    """What is no space, with its position."""
+    """Pieces that are no space, each with its position."""
     position = 0
     while position < len(grammar):
         found = _TOKEN.match(grammar, position)
@@ -157,7 +157,7 @@ def _code(character: str) -> str:
 
 
 def _characters(text: str, *, marks_ranges: bool = False) -> Iterator[str]:
-    """What escapes stand for. With `marks_ranges` a hyphen that is not escaped comes as an empty text."""
+    """Characters with escapes resolved. With `marks_ranges` a hyphen that is not escaped comes as an empty text."""
     position = 0
     while position < len(text):
         if text[position] != "\\":

@@ -36,7 +36,7 @@ class _Group:
 
     head: Hashable
     needs: list[Hashable] = field(default_factory=list)
-    """Of the alternative that is being read."""
+    """Needs of the alternative that is being read."""
     ends_in_need: bool = False
     """The last atom is the last need, so that `*` and `?` take it away."""
 
@@ -94,7 +94,7 @@ def lark_rules(grammar: str) -> Mapping[str, Sequence[Piece]]:
 def _clauses(
     name: str, pieces: Sequence[Piece], rules: Mapping[str, object]
 ) -> list[tuple[Hashable, Sequence[Hashable]]]:
-    """What makes a rule, and each group in it, finite: one clause for each alternative."""
+    """Clauses under which a rule, and each group in it, is finite: one clause for each alternative."""
     clauses: list[tuple[Hashable, Sequence[Hashable]]] = []
     groups = [_Group(name)]
     for place, piece in enumerate(pieces):

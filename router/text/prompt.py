@@ -14,11 +14,11 @@ from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.sampling_params import ALL_LOGPROBS, SamplingParams
 
 MAX_PROMPT_LOGPROBS_BYTES: Final = 16 * 2**20
-"""Of one prompt. A link's messages have at most 64 MiB, and several prompts may end in one step."""
+"""Bytes for one prompt. A link's messages have at most 64 MiB, and several prompts may end in one step."""
 
 _LOGPROB_BYTES: Final = 32
 _CANDIDATE_BYTES: Final = 10
-"""Of a token and of each of its candidates in a message, at most: an id of five bytes, a number of four."""
+"""Most bytes of a token, and of each of its candidates, in a message: an id of five bytes, a number of four."""
 
 
 def kept_tokens(token_ids: tuple[int, ...], params: SamplingParams, max_sequence_len: int) -> tuple[int, ...]:
@@ -51,8 +51,8 @@ def check_length(request: GenerationRequest, num_tokens: int, facts: ModelInfo) 
 
 
 def with_counted_logprobs(params: SamplingParams, vocab_size: int, most: int) -> SamplingParams:
-    """Where log-probabilities of the whole vocabulary are asked for, how many that is. Raises `InvalidRequestError`
-    for more than `most`, the limit of a request.
+    """Parameters with the whole vocabulary as a number, where its log-probabilities are requested. Raises
+    `InvalidRequestError` for more than `most`, the limit of a request.
     """
     names = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == ALL_LOGPROBS]
     if names and vocab_size > most:
@@ -95,7 +95,7 @@ def check_vocabulary(field: str, token_ids: Collection[int], vocab_size: int) ->
 
 
 def check_encoded(request: GenerationRequest, token_ids: Sequence[int], tokenizer: Tokenizer, vocab_size: int) -> None:
-    """As `check_vocabulary`, of the tokens of a request's text: its tokenizer may have some that the model lacks."""
+    """Like `check_vocabulary`, for the tokens of a request's text: its tokenizer may have some that the model lacks."""
     if (largest := max(token_ids, default=0)) >= vocab_size:
         token = tokenizer.decode((largest,), skip_special_tokens=False)
         limit = f"its text has this token, of id {largest}, and the model's vocabulary ends at {vocab_size - 1}"

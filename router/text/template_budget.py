@@ -19,13 +19,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MAX_LENGTH: Final = 2**24
-"""Of one text or list that a template makes."""
+"""Longest text or list that a template may make."""
 
 MAX_WIDTH: Final = 10_000
-"""Of what a template pads, indents or wraps to."""
+"""Largest width that a template may pad, indent or wrap to."""
 
 MAX_BITS: Final = 4096
-"""Of an integer."""
+"""Most bits of an integer."""
 
 CHARS_PER_STEP: Final = 16
 COMPARED_PER_STEP: Final = 64
@@ -65,13 +65,13 @@ class Budget:
             raise SpentError(f"it was stopped after {self._most} steps (loops, calls, and the text they make)")
 
     def spend_text(self, length: int) -> None:
-        """For a text, or a list, of that length."""
+        """Charges a text, or a list, of that length."""
         if length > MAX_LENGTH:
             raise SpentError(f"it makes a text or list of length {length}, and {MAX_LENGTH} is the most")
         self.spend(1 + length // CHARS_PER_STEP)
 
     def spend_parts(self, value: object, chars_per_step: int = 0) -> int:
-        """For each item in a tree of lists and mappings, as often as it is there, and for the texts in them.
+        """Charges each item in a tree of lists and mappings, as often as it is there, and the texts in them.
 
         Returns the number of characters, if `chars_per_step` says that they count.
         """
@@ -175,7 +175,7 @@ def _note_steps(source: nodes.Template, environment: jinja2.Environment) -> None
 
 
 def _wrap_children(parent: nodes.Node) -> None:
-    """What makes a list, a mapping or a slice is charged for it."""
+    """Wraps the nodes that make a list, a mapping or a slice, so that they are charged."""
     for name, value in list(parent.iter_fields()):
         if isinstance(value, list):
             value[:] = [_charging(parent, item) for item in value]
@@ -223,7 +223,7 @@ def _weighed(context: Context, value: Any) -> Any:
 
 @pass_context
 def _finalized(context: Context, value: Any) -> Any:
-    """What is written out."""
+    """The value as it is written out."""
     budget = _BUDGET.get()
     if isinstance(value, str):
         budget.spend_text(len(value))
@@ -265,7 +265,7 @@ def _bounded_test(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leading(func: Callable[..., Any]) -> Callable[[Context], tuple[Any, ...]]:
-    """What jinja2 would pass to a filter before its value."""
+    """The arguments that jinja2 passes to a filter before its value."""
     kind = getattr(func, "jinja_pass_arg", None)
     name = None if kind is None else kind.name
     if name == "context":

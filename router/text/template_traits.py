@@ -24,28 +24,28 @@ _ID, _SHORT_ID = "call_0123456789abcdef01234567_0", "qz0000001"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateTraits:
-    """What one template takes. The defaults are those of a template that takes everything."""
+    """Traits of one template. The defaults are those of a template that takes everything."""
 
     takes_developer: bool = False
-    """It knows the role; else developer messages are system messages."""
+    """Whether it knows the role; else developer messages become system messages."""
     takes_function: bool = False
-    """It knows the older role of tool results."""
+    """Whether it knows the older role of tool results."""
     system: Literal["any", "first", "none"] = "any"
     """Where it shows system messages: anywhere, one at the beginning, or nowhere."""
     takes_equal_roles: bool = True
-    """It shows both of two messages of one role that follow each other; else turns must alternate."""
+    """Whether it shows both of two successive messages of one role; else turns must alternate."""
     null_beside_calls: bool = False
-    """It shows calls beside null content alone, rather than beside an empty text."""
+    """Whether it shows calls only beside null content, not beside an empty text."""
     shows_calls: bool = True
     shows_calls_beside_text: bool = True
     shows_several_calls: bool = True
     takes_json_text: bool = False
-    """It takes arguments as their JSON text alone; else as an object."""
+    """Whether it takes arguments only as their JSON text; else as an object."""
     shows_text_arguments: bool = True
-    """It shows arguments that are a text, such as one that is no JSON; else they must be an object."""
+    """Whether it shows arguments that are a text, such as one that is no JSON; else they must be an object."""
     shows_results: bool = True
     takes_long_ids: bool = True
-    """It takes ids of calls as this server makes them; else they must be nine letters or digits."""
+    """Whether it takes ids of calls as this server makes them; else they must be nine letters or digits."""
     shows_tools: bool = True
 
 
@@ -80,7 +80,7 @@ class _Probe:
         self._render = render
 
     def text(self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None = None) -> str | None:
-        """What comes out; None of a chat that the template refuses."""
+        """Rendered text; None for a chat that the template refuses."""
         try:
             return self._render(messages, tools)
         except Exception:  # a template may raise anything
@@ -123,7 +123,7 @@ def _shows_tools(probe: _Probe) -> bool:
 
 
 def _call_traits(probe: _Probe) -> dict[str, bool]:
-    """Of calls in the history, and their results."""
+    """Traits of calls in the history, and of their results."""
     objects, texts = _Calls(probe, {"qzkey": _VALUE}), _Calls(probe, f'{{"qzkey": "{_VALUE}"}}')
     calls = objects if objects.are_shown("") or objects.are_shown(None) else texts
     is_null = not calls.are_shown("") and calls.are_shown(None)
@@ -171,7 +171,7 @@ class _Calls:
         return any(self._probe.shows(chat, _SAID, _TOOL, _RESULT, _LATER, _AGAIN) for chat in chats)
 
     def show_several(self, content: str | None) -> bool:
-        """Of a template that does not write names, whether it takes them."""
+        """Whether a template that does not write names takes several calls."""
         texts = (_TOOL, _OTHER) if self.show(content, _TOOL) else ()
         return self.show(content, *texts, names=(_TOOL, _OTHER))
 
@@ -193,7 +193,7 @@ def _result(call_id: str) -> Turn:
 
 
 FORMAT: Final = "hermes"
-"""Of `router/tools/chat_style.py`."""
+"""Format in `router/tools/chat_style.py`."""
 
 _BEFORE: Final = """\
 # Tools
@@ -213,8 +213,8 @@ For each function call, return a json object with function name and arguments wi
 
 
 def tools_text(tools: Sequence[Mapping[str, Any]], *, says_how: bool = True) -> str:
-    """What the system message says of tools, in OpenAI's shape. `says_how` calls are written: not to a model whose
-    template writes calls in a format of its own.
+    """Text about tools for the system message, in OpenAI's shape. `says_how`: describe how calls are written; not for a
+    model whose template writes calls in a format of its own.
     """
     text = _BEFORE + "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools) + _END
     return text + _HOW if says_how else text

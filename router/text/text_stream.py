@@ -90,8 +90,8 @@ def stop_reason(
 def shown_tokens(
     token_ids: tuple[int, ...], finish_reason: FinishReason | None, params: SamplingParams
 ) -> tuple[int, ...]:
-    """Those of the last tokens of an output that its text is of. `finish_reason` is the engine's: an output that it
-    ends with `STOP` has an end of sequence or a stop token as its last token, which is no text.
+    """The last tokens of an output that are part of its text. `finish_reason` is the engine's: an output that it ends
+    with `STOP` has an end of sequence or a stop token as its last token, which is no text.
     """
     is_shown = finish_reason is not FinishReason.STOP or params.include_stop_str_in_output
     return token_ids if is_shown else token_ids[:-1]
@@ -103,7 +103,7 @@ class TextPiece(NamedTuple):
     text: str
     """Text that is now final."""
     num_tokens: int
-    """How many of the tokens are part of the output: all, or those up to the one that completed a stop string."""
+    """Tokens that are part of the output: all, or those up to the one that completed a stop string."""
     stopped: bool
     """Whether a stop string is complete: the output has ended."""
 

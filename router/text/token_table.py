@@ -21,7 +21,7 @@ class _Codec(Protocol):
 
 
 class TokenTable:
-    """Of one vocabulary. Thread-safe: it only caches."""
+    """Table of one vocabulary. Thread-safe: it only caches."""
 
     def __init__(self, codec: _Codec, fallback_bytes: Mapping[int, int]) -> None:
         """`fallback_bytes`: the byte of each byte-fallback token (`token_table.py`)."""
@@ -32,7 +32,7 @@ class TokenTable:
         self._anchor: tuple[list[int], str] | None = None
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What the token adds to a text; empty for an id that the tokenizer does not know. Cached."""
+        """Bytes that the token adds to a text; empty for an id that the tokenizer does not know. Cached."""
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._bytes_of(token_id)
@@ -43,7 +43,7 @@ class TokenTable:
         return self.bytes_of(token_id).decode(errors="backslashreplace")
 
     def name_of(self, token_id: int) -> str:
-        """As `text_of`; where bytes are written out, `bytes:` stands before it, as in OpenAI's completions."""
+        """Like `text_of`; bytes that are written out have `bytes:` before them, as in OpenAI's completions."""
         data = self.bytes_of(token_id)
         try:
             return data.decode()
@@ -119,7 +119,7 @@ _BYTES: Final = _byte_characters()
 
 
 REPLACEMENT: Final = "\ufffd"
-"""What decoders write for bytes that are not, or not yet, a character."""
+"""Character that decoders write for bytes that are not, or not yet, a character."""
 
 _LETTER: Final = 0x41
 _NEVER: Final = 0xFF

@@ -44,7 +44,7 @@ class Codec(Protocol):
     def token_id(self, token: str) -> int | None: ...
 
     def token(self, token_id: int) -> str | None:
-        """As the vocabulary writes it."""
+        """Spelling in the vocabulary."""
 
 
 class TooManyTokensError(Exception):
@@ -71,22 +71,22 @@ class Tokenizer:
         self.special_tokens = MappingProxyType(dict(special_tokens))
         """`bos_token`, `eos_token`, ... as templates name them."""
         self.chat_templates = _named_templates(chat_template)
-        """By name: `default` for any chat, `tool_use` for those with tools, and others that requests name."""
+        """Templates by name: `default` for any chat, `tool_use` for those with tools, and others that requests name."""
         self.eos_token_id = eos_token_id
         """The tokenizer's own end of sequence. A model may have more of them: see `ModelInfo.eos_token_ids`."""
         self.json_path = json_path
-        """Its tokenizer.json, if it has one."""
+        """Path of its tokenizer.json, if it has one."""
         self.vocab_size = codec.vocab_size
         self.special_token_ids = codec.special_token_ids
         """The ids that decoding skips."""
         self.fallback_bytes = fallback_bytes(codec)
         """The byte of each byte-fallback token, by token id (see `token_table.py`)."""
         self.tokens = TokenTable(codec, self.fallback_bytes)
-        """What single tokens stand for."""
+        """Texts and bytes of single tokens."""
         self.decode_known: Callable[[list[int]], str] = partial(codec.decode, skip_special_tokens=False)
-        """As `decode`, special tokens included, of ids that the tokenizer knows: what streams do for every token."""
+        """Like `decode`, special tokens included, for ids that the tokenizer knows: streams call it for every token."""
         self.lengths: dict[int, int] = {}
-        """What `length_of` has found so far."""
+        """Results of `length_of` so far."""
 
     @classmethod
     def load(cls, path: str) -> "Tokenizer":
@@ -113,7 +113,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """That of a chat without tools."""
+        """Template of a chat without tools."""
         return self.chat_templates.get(_DEFAULT)
 
     def template_of(self, *, has_tools: bool = False, name: str = "") -> str | None:

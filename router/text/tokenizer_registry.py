@@ -61,7 +61,7 @@ class TokenizerRegistry:
         self._tokenizers: dict[str, Tokenizer] = {}
         self._compilers: dict[str, GrammarCompiler] = {}
         self._sources: dict[str, tuple[str, str]] = {}
-        """By model: the folder, and the chat template that was given."""
+        """By model: the folder, and the configured chat template."""
         self._loading = asyncio.Lock()
         self._long = asyncio.Semaphore(LONG_AT_ONCE)
         self._num_long = 0
@@ -110,12 +110,12 @@ class TokenizerRegistry:
                 asyncio.get_running_loop().call_later(GIVE_BACK_AFTER_S, self._give_back)
 
     def _give_back(self) -> None:
-        """What long texts took goes back to the system."""
+        """Returns the memory of long texts to the system."""
         if not self._num_long:
             asyncio.get_running_loop().run_in_executor(None, give_back)
 
     async def render(self, model: str, chat: Chat) -> str:
-        """As `chat_text`. What takes more than a few steps is done anew on a thread."""
+        """Same as `chat_text`. A template that takes more than a few steps is run again on a thread."""
         tokenizer = self._tokenizers[model]
         if chat.is_short(FEW_PARTS, self._inline_bytes):
             with suppress(TemplateBudgetError):
@@ -123,14 +123,14 @@ class TokenizerRegistry:
         return await self.apart(chat_text, tokenizer, chat)
 
     async def bad_words(self, model: str, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """As `bad_word_token_ids`."""
+        """Same as `bad_word_token_ids`."""
         tokenizer = self._tokenizers[model]
         if 2 * sum(map(len, words)) <= self._inline_bytes:
             return bad_word_token_ids(tokenizer, words)
         return await self.apart(bad_word_token_ids, tokenizer, words)
 
     async def apart(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """What `function` returns, off the event loop; one at a time, so for what holds Python's lock."""
+        """Result of `function`, off the event loop; one at a time, for work that holds Python's lock."""
         call = partial(copy_context().run, function, *arguments, **named)
         return await asyncio.get_running_loop().run_in_executor(self._interpreted, call)
 
@@ -142,14 +142,14 @@ class TokenizerRegistry:
             await self.apart(check, limits)
 
     async def grammar(self, model: str, structure: StructuredOutputs) -> str:
-        """As `GrammarCompiler.compile`, always on a thread: its time cannot be predicted."""
+        """Same as `GrammarCompiler.compile`, always on a thread: its time cannot be predicted."""
         compile_, loop = self._compilers[model].compile, asyncio.get_running_loop()
         return await loop.run_in_executor(self._grammars, compile_, structure)
 
     async def check_output(
         self, model: str, field: str, grammar: str, token_ids: Sequence[int], eos_token_ids: Collection[int]
     ) -> None:
-        """As `GrammarCompiler.check_output`; does nothing without a grammar."""
+        """Same as `GrammarCompiler.check_output`; does nothing without a grammar."""
         if grammar:
             check = self._compilers[model].check_output
             await asyncio.to_thread(check, field, grammar, token_ids, eos_token_ids)

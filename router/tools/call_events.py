@@ -120,7 +120,7 @@ class TextSource:
 
     @property
     def next_character(self) -> str:
-        """As `peek`, without waiting; empty if it has not come."""
+        """Next character, without waiting; empty if it has not come."""
         return self.text[self.position : self.position + 1]
 
     def peek(self) -> Reading[str]:
@@ -152,7 +152,7 @@ class TextSource:
             raise CutOff if is_cut else Malformed
 
     def take_run(self, run: re.Pattern[str]) -> str:
-        """What has come of a run of characters. `run` matches one or more characters, each by itself."""
+        """Characters of a run that have come. `run` matches one or more characters, each by itself."""
         found = run.match(self.text, self.position)
         if found is None:
             return ""
@@ -203,7 +203,7 @@ class TextSource:
 
 
 def held_back(text: str, markers: tuple[str, ...]) -> int:
-    """How many characters at the end of `text` may be the beginning of a marker, the longest case counted."""
+    """Number of characters at the end of `text` that may begin a marker, the longest case counted."""
     return max((_overlap(text, marker) for marker in markers), default=0)
 
 

@@ -25,13 +25,13 @@ _Call: TypeAlias = Callable[[LarkRules, Tool, str], str]
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How a format writes calls: a marker, `before` them, each one, `between` them, `after` them."""
+    """Form of a format's calls: a marker, `before` them, each one, `between` them, `after` them."""
 
     call: _Call
     marker: str = ""
     before: str = ""
     between: str = ""
-    """With the marker again, where each call has one."""
+    """Text between calls, with the marker again if each call has one."""
     after: str = ""
     bare: str = ""
     """The character by which an output is seen to be calls, where they have no marker."""
@@ -167,7 +167,7 @@ def markers(format_name: str | None, reasoning: str | None = None) -> tuple[str,
 
 
 def single_tokens(texts: Sequence[str], encode: Callable[[str], Sequence[int]]) -> dict[str, int]:
-    """Those of the texts that a tokenizer writes as one token. `encode` adds no special tokens."""
+    """Texts that a tokenizer writes as one token, with its id. `encode` adds no special tokens."""
     encoded = {text: encode(text) for text in texts}
     return {text: token_ids[0] for text, token_ids in encoded.items() if len(token_ids) == 1}
 

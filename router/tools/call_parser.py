@@ -35,7 +35,7 @@ class ToolCallParser(ABC):
     CLOSINGS: ClassVar[tuple[str, ...]] = ()
     """Texts that end a call, or a part of one. After the first call they are no content wherever they stand."""
     IN_THOUGHTS: ClassVar[str] = ""
-    """How a call begins that ends the reasoning where it stands in it; none."""
+    """Opening of a call that also ends the reasoning it stands in; empty: none."""
     BARE: ClassVar[str] = ""
     """A character that begins a call as the first one of a line, or of the output; none."""
     BARE_IN_EVERY_LINE: ClassVar[bool] = False
@@ -58,14 +58,14 @@ class ToolCallParser(ABC):
         return self._num_calls
 
     def push(self, text: str) -> list[CallEvent]:
-        """What is certain now."""
+        """Events that are certain now."""
         if text:
             self._source.push(text)
             next(self._reader)
         return self._taken()
 
     def finish(self) -> list[CallEvent]:
-        """What was held back. The output has ended."""
+        """Events held back until the output's end."""
         self._source.has_ended = True
         next(self._reader, None)
         return self._taken()
@@ -110,7 +110,7 @@ class ToolCallParser(ABC):
             self._events.append(Content(self._space))
 
     def _give_up(self, error: Malformed) -> None:
-        """What was read of a call that is none is content. Reading goes on at the character that was wrong.
+        """Turns what was read of a malformed call into content. Reading goes on at the character that was wrong.
 
         Where the output breaks off within arguments, what was held back belongs to them. Where it does so in the head
         of a further call, that is dropped.
@@ -151,7 +151,7 @@ class ToolCallParser(ABC):
             yield
 
     def _tags(self) -> tuple[str, ...]:
-        """What is looked for in content."""
+        """Tags searched for in content."""
         return (*self.MARKERS, *self.CLOSINGS) if self._num_calls else self.MARKERS
 
     def _is_after_call(self) -> bool:
@@ -159,8 +159,8 @@ class ToolCallParser(ABC):
         return self._num_calls > 0 and self._space is not None
 
     def _opening(self) -> tuple[int, str | None]:
-        """Where the first opening, or after a call a closing, begins, and its text; the end of the text, and None,
-        without one.
+        """Position and text of the first opening, or after a call of a closing; the end of the text and None without
+        one.
         """
         text, position = self._source.text, self._source.position
         found = [(start, marker) for marker in self._tags() if (start := text.find(marker, position)) >= 0]
@@ -169,7 +169,7 @@ class ToolCallParser(ABC):
         return min(found) if found else (len(text), None)
 
     def _bare_opening(self) -> int:
-        """Where a line begins with `BARE`; -1: nowhere."""
+        """Position of a line that begins with `BARE`; -1: none."""
         text, position = self._source.text, self._source.position
         if self.BARE_IN_EVERY_LINE:
             before = (r"(?:\A|\n)" if self._is_line_blank else r"\n") + f"[{_INDENT}]*"

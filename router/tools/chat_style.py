@@ -92,14 +92,14 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatStyle:
-    """What is known of one model's chats."""
+    """Chat formats of one model."""
 
     call_format: str | None = None
-    """Of `FORMATS`; None: its template writes no calls that are known."""
+    """Call format of `FORMATS`; None: its template writes no known calls."""
     is_generic: bool = False
-    """Its template has no place for tools: they are described in the system message."""
+    """Whether its template has no place for tools: they are described in the system message."""
     reasoning: str | None = None
-    """Of `REASONING_TAGS`; None: its template knows no reasoning."""
+    """Reasoning tags of `REASONING_TAGS`; None: its template has no reasoning."""
     unwanted: tuple[str, ...] | None = None
     """Special texts to take out of an output that keeps its special tokens; None: none need to be kept."""
     token_ids: Mapping[str, int] = field(default_factory=dict, hash=False)
@@ -107,7 +107,7 @@ class ChatStyle:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, template: str | None) -> Self:
-        """As one of its chat templates, and the tokenizer, say. Raises `ConfigurationError` for a template that does
+        """Style by one of its chat templates and the tokenizer. Raises `ConfigurationError` for a template that does
         not compile.
         """
         call_format, reasoning = detect_format(template), detect_reasoning(template)
@@ -138,7 +138,7 @@ class ChatStyle:
         return ThoughtCounter(ids[0], ids[1], starts_inside=begins_inside, call=marker)
 
     def grammar(self, tools: Sequence[Tool], choice: ToolChoice, prompt: str, *, is_parallel: bool) -> str:
-        """As `tool_grammar`."""
+        """Same as `tool_grammar`."""
         if self.call_format is None:
             return ""
         return tool_grammar(
@@ -167,7 +167,7 @@ class ChatReader:
     ) -> None:
         """Without `tools` there are no calls, without `splits` no reasoning. With `is_filtered` the output keeps its
         special tokens for the sake of markers, and the others are taken out. Without `is_parallel` calls after the
-        first one are dropped, and so is what follows them.
+        first one are dropped, with what follows them.
         """
         self._is_parallel = is_parallel
         self._is_over = False
@@ -190,17 +190,17 @@ class ChatReader:
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Those within the reasoning so far; None where its tags are no tokens of their own, or it is not split."""
+        """Tokens within the reasoning so far; None if its tags are no tokens of their own, or it is not split."""
         return None if self._thoughts is None else self._thoughts.num_tokens
 
     def push(self, text: str, token_ids: Sequence[int] = ()) -> list[Reasoning | CallEvent]:
-        """What is certain now. The token ids are those that came with the text; they are only counted."""
+        """Events that are certain now. The token ids are those that came with the text; they are only counted."""
         if self._thoughts is not None:
             self._thoughts.push(token_ids)
         return self._split(text if self._filter is None else self._filter.push(text))
 
     def finish(self) -> list[Reasoning | CallEvent]:
-        """What was held back. The output has ended."""
+        """Events held back until the output's end."""
         events = self._split("" if self._filter is None else self._filter.finish())
         if self._splitter is not None:
             split = self._splitter.finish()

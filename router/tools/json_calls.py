@@ -13,7 +13,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class JsonCallParser(ToolCallParser):
-    """What these formats share: an object with a name and arguments, in any order, and bare arguments."""
+    """Shared part of JSON formats: an object with a name and arguments, in any order, and bare arguments."""
 
     MAY_LACK_ARGUMENTS: ClassVar[bool] = True
     """Whether an object with a name alone is a call, with no arguments."""

@@ -91,7 +91,7 @@ _SCALAR: Final = re.compile(r"[-+.0-9A-Za-z_]+")
 _WORDS: Final = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _CLOSERS: Final = {"{": "}", "[": "]", "(": ")"}
 _SIMPLE: Final[dict[str, str]] = dict(zip("\n\\'\"abfnrtv", ("", "\\", "'", '"', *"\a\b\f\n\r\t\v"), strict=True))
-"""What a backslash and a character stand for."""
+"""Characters that an escape with a backslash stands for."""
 _CODE_LENGTHS: Final = {"x": 2, "u": 4, "U": 8}
 _MAX_SCALAR: Final = 1000
 

@@ -22,7 +22,7 @@ class Split(NamedTuple):
 
 
 class Tags(NamedTuple):
-    """What a template writes around reasoning."""
+    """Tags that a template writes around reasoning."""
 
     opening: str
     closing: str
@@ -38,7 +38,7 @@ class ReasoningSplitter(Protocol):
     def push(self, text: str) -> Split: ...
 
     def finish(self) -> Split:
-        """What was held back. The output has ended."""
+        """Text held back until the output's end."""
 
 
 REASONING_TAGS: Final[Mapping[str, Tags]] = MappingProxyType(
@@ -169,7 +169,7 @@ def detect_reasoning(chat_template: str | None) -> str | None:
 
 
 def unwanted_texts(special_texts: Collection[str], markers: Collection[str]) -> tuple[str, ...] | None:
-    """What a filter takes out where special tokens must be kept for the markers; None where they need not be."""
+    """Texts that a filter takes out where special tokens must be kept for the markers; None if they need not be."""
     if not set(special_texts) & set(markers):
         return None
     return tuple(sorted(text for text in set(special_texts) - set(markers) if text))
@@ -186,7 +186,7 @@ class SpecialTextFilter:
         return self._filtered(text, is_last=False)
 
     def finish(self) -> str:
-        """What was held back. The output has ended."""
+        """Text held back until the output's end."""
         return self._filtered("", is_last=True)
 
     def _filtered(self, text: str, *, is_last: bool) -> str:
@@ -211,7 +211,7 @@ class _Table(NamedTuple):
     longest: int
 
     def first_unfinished(self, text: str, position: int) -> int:
-        """Where the end of `text` may begin one of the texts without being all of it; else the end."""
+        """Position where the end of `text` may begin one of the texts without being all of it; else the end."""
         if not self.texts:
             return len(text)
         starts = self.first_characters.finditer(text, max(position, len(text) - self.longest + 1))

@@ -26,10 +26,10 @@ class Tool:
     is_strict: bool = False
     """Whether calls must match the schema, rather than may."""
     field: str = dataclasses.field(default="tools", compare=False)
-    """Where it stands in its request."""
+    """Field of its request."""
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it."""
+        """The tool in the form that chat templates read."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
@@ -73,7 +73,7 @@ def checked_tool(
 
 
 def checked_tool_choice(value: object, tools: Sequence[Tool], field: str = "tool_choice") -> ToolChoice:
-    """In OpenAI's shape; None is `auto` with tools, and `none` without. Raises `InvalidRequestError`."""
+    """Tool choice in OpenAI's shape; None is `auto` with tools, and `none` without. Raises `InvalidRequestError`."""
     if value is None:
         return ToolChoice("auto" if tools else "none")
     if value == "none":
@@ -115,7 +115,7 @@ def _from_openai(item: object, field: str) -> Tool:
 
 
 def _checked_schema(field: str, schema: object) -> Mapping[str, Any]:
-    """What of a JSON schema can be seen at a glance. A grammar finds out the rest, where one is needed."""
+    """The schema after a quick check. Compiling a grammar finds the rest, where one is needed."""
     if not isinstance(schema, Mapping):
         raise InvalidRequestError(field, schema, "must be a JSON schema of an object")
     if schema.get("type", "object") != "object":

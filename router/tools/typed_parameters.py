@@ -23,7 +23,7 @@ _JSON_STYLE: Final = {
     "lenient": False,
     "coerce_one_of": False,
 }
-"""As models were taught to write JSON: with one space or none. Any number lets a model emit blanks without end."""
+"""JSON style that models were taught: one space or none. Any number of spaces lets a model emit blanks without end."""
 
 
 class LarkRules:
@@ -88,7 +88,7 @@ class LarkRules:
 
 
 def _escaped(text: str) -> str:
-    """As a regex between slashes."""
+    """The text as a regex between slashes."""
     return re.escape(text).replace("\n", "n").replace("/", "\\/")
 
 
@@ -120,7 +120,7 @@ def python_arguments(rules: LarkRules, tool: Tool, prefix: str) -> str:
 
 
 def gemma_arguments(rules: LarkRules, tool: Tool, prefix: str) -> str:
-    """As `python_arguments`, of what stands between the brackets of an object of Gemma 4."""
+    """Like `python_arguments`, for the text between the brackets of a Gemma 4 object."""
     return _listed(rules, tool, prefix, ":", ",", _gemma_value)
 
 

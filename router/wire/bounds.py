@@ -13,13 +13,13 @@ from holdfast.worker.wire.bound import Bound
 from holdfast.worker.wire.message_bounds import Bounds, MessageBounds
 
 MAX_NAME_BYTES: Final = 1024
-"""Of a model, a service, a version, a level: names that somebody has chosen once."""
+"""Most bytes of a model, a service, a version, a level: names that somebody has chosen once."""
 
 MAX_CHUNK_BYTES: Final = 4 * 2**20
-"""Of an HTTP body that a gateway sends on: the longest message of a gRPC server that says nothing else."""
+"""Most bytes of an HTTP body's chunk from a gateway: the longest message of a gRPC server by default."""
 
 MAX_PARAMETER_BYTES: Final = 4 * 2**20
-"""Of sampling parameters as JSON text, which may list a whole vocabulary."""
+"""Most bytes of sampling parameters as JSON text, which may list a whole vocabulary."""
 
 INLINE_BYTES: Final = 4 * 2**10
 """Messages up to this size are decoded where they arrive: a thread's wake-up would take longer."""
@@ -29,16 +29,16 @@ _UTF8: Final = 4
 
 _NAME: Final = Bound(size=MAX_NAME_BYTES)
 _SETTINGS: Final = Bound(size=2**20)
-"""Of a model's settings as JSON text, which may hold a chat template."""
+"""Bound of a model's settings as JSON text, which may hold a chat template."""
 
 
 def public_bounds(limits: LimitsConfig) -> Bounds:
-    """By message and field, of everything that is served on a router's ports."""
+    """Bounds by message and field, for everything that is served on a router's ports."""
     return {**_inference(limits), **_open_inference(limits), **_vllm_engine(limits), **_CONTROL, **_ENDPOINT_PICKER}
 
 
 def generation_bounds(limits: LimitsConfig) -> MessageBounds:
-    """Those of a `GenerateRequest`, ready to check its bytes by."""
+    """Bounds of a `GenerateRequest`, in the form that checks its bytes."""
     return MessageBounds.of(inference_pb2.GenerateRequest.DESCRIPTOR, public_bounds(limits))
 
 
@@ -94,7 +94,7 @@ def _inference(limits: LimitsConfig) -> Bounds:
 
 
 def _sampling(limits: LimitsConfig) -> dict[str, Bound]:
-    """What two protocols call by the same names."""
+    """Bounds of fields that two protocols call by the same names."""
     return {
         "stop": Bound(
             count=limits.max_stop_strings,
@@ -186,7 +186,7 @@ _CONTROL: Final[Bounds] = {
 }
 
 _HEADERS: Final = Bound(size=256 * 2**10)
-"""Of an HTTP request, as a gateway tells them: more than gateways let in."""
+"""Bound of an HTTP request's headers from a gateway: more than gateways let in."""
 
 _ENDPOINT_PICKER: Final[Bounds] = {
     "envoy.service.ext_proc.v3.HttpBody": {"body": Bound(size=MAX_CHUNK_BYTES)},

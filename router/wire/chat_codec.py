@@ -35,7 +35,7 @@ _TURN_FIELDS: Final = {
 
 
 def json_object(field: str, text: str) -> dict[str, Any]:
-    """Of JSON text; empty text is an empty object. Raises `InvalidRequestError`."""
+    """Object of JSON text; empty text is an empty object. Raises `InvalidRequestError`."""
     check_inner(field, text)
     try:
         values = json.loads(text or "{}")
@@ -50,7 +50,7 @@ def json_object(field: str, text: str) -> dict[str, Any]:
 
 
 def turn(message: inference_pb2.ChatMessage) -> Message:
-    """In OpenAI's shape; what is not set is not there."""
+    """The message in OpenAI's shape, without unset fields."""
     made: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         made["tool_calls"] = [_call(call) for call in message.tool_calls]
@@ -152,7 +152,7 @@ def _text(field: str, value: object) -> str:
 
 
 def _json_text(field: str, value: object) -> str:
-    """Of an object, or of its text; empty for an empty one."""
+    """JSON text of an object, or the text itself; empty for an empty one."""
     if isinstance(value, str):
         return value
     try:

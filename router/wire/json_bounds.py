@@ -28,7 +28,7 @@ MAX_DIGITS: Final = 64
 
 _QUOTE, _COMMA = ord('"'), ord(",")
 _ELEMENTS: Final = 2
-"""How deep the elements of a field's list stand."""
+"""Depth of the elements of a field's list."""
 _PART: Final = 2**15
 """Bytes of elements that are parsed at one go, and those of one element more."""
 _PIECE: Final = 2**16
@@ -44,16 +44,16 @@ class JsonBounds:
 
     fields: Mapping[str, Bound]
     other: Bound
-    """Of each field that is not among them."""
+    """Bound of each field that has none of its own."""
     whole: Bound
-    """Of all fields together."""
+    """Bound of all fields together."""
     string: int
     """Bytes of the longest string, as JSON writes it."""
     lists: Mapping[str, Bound] = field(default_factory=dict)
     """Wider ones of fields that hold lists of numbers, for callers that read these apart (`token_ids`)."""
 
     def check(self, text: bytes, apart: Collection[str] = ()) -> dict[str, slice]:
-        """Where the values of long fields without strings are, by name. Those of `apart` are read apart.
+        """Positions of the values of long fields without strings, by name. Those of `apart` are read apart.
 
         Raises `InvalidRequestError`, naming the first field beyond its bound.
         """
@@ -87,7 +87,7 @@ class _Scan:
 
     def __init__(self, bounds: JsonBounds, text: bytes, apart: Collection[str], objects: Collection[str] = ()) -> None:
         self.parts: dict[str, list[int]] = {}
-        """Of each long field of `objects`: where its value begins, commas between its elements, and where it ends."""
+        """For each long field of `objects`: where its value begins, commas between its elements, and where it ends."""
         self._objects = objects
         self._cuts: list[int] | None = None
         self._bounds = bounds
@@ -226,7 +226,7 @@ def _structure(text: bytes) -> tuple[int, int]:
 
 
 def _comma(text: bytes) -> tuple[int, int]:
-    """Of the commas there, the first of those that are the least deep, and how deep it is; (-1, -1000) for none."""
+    """The first of the least deep commas, and its depth; (-1, -1000) for none."""
     place, least, depth = -1, 1000, 0
     for index, byte in enumerate(text):
         if byte in b"[{":
@@ -284,7 +284,7 @@ MAX_LISTS: Final = 2048
 
 
 def token_ids(field: str, text: bytes) -> TokenIds:
-    """Of a JSON list of token ids, or of such lists. Raises `InvalidRequestError`."""
+    """Token ids of a JSON list of ids, or of such lists. Raises `InvalidRequestError`."""
     inner = text.strip()
     if not (inner.startswith(b"[") and inner.endswith(b"]")):
         raise _no_ids(field)

@@ -76,7 +76,7 @@ def sampling_params_message(params: SamplingParams) -> inference_pb2.SamplingPar
 
 
 def _timeout_ms(timeout_s: float | None) -> int | None:
-    """At least a millisecond; None means the server's default."""
+    """Timeout in milliseconds, at least one; None means the server's default."""
     if timeout_s is None:
         return None
     if timeout_s * 1000 > MAX_TIMEOUT_MS:

@@ -19,13 +19,14 @@ from holdfast.worker.request import FinishReason
 from holdfast.worker.wire.bound import Bound
 
 HOLD: Final = "x-holdfast-hold"
-"""Of a request: the number of the submission, from 1. Of a response to it: which stream it is, as `Identity` writes."""
+"""Request header: the number of the submission, from 1. Response header: the stream's identity, as `Identity` writes
+it."""
 
 RESUME: Final = "x-holdfast-resume"
-"""Of a request: how many bytes at the end of its body are its client's resume record, and not the body's own."""
+"""Request header: bytes at the end of the body that are its client's resume record, and not the body's own."""
 
 REPLICAS: Final = "x-holdfast-replicas"
-"""Of a request that holds: `1` asks marks to say which replica has made the tokens."""
+"""Header of a request that holds: `1` asks marks to name the replica that made the tokens."""
 
 MARK: Final = b": resume "
 
@@ -97,7 +98,7 @@ _REST: Final = JsonBounds(
 
 
 def resume_json(record: ResumeRecord) -> bytes:
-    """What stands behind the body of a request. The record must have an identity."""
+    """Resume record that stands behind the body of a request. It must have an identity."""
     assert record.identity is not None, "a router has said it"
     said = {
         "identity": record.identity.text,
@@ -178,7 +179,7 @@ def _reason(value: str | None) -> FinishReason | None:
 
 @dataclass(frozen=True, slots=True)
 class StreamFailure:
-    """What a mark behind an event of an error says."""
+    """Content of a mark behind an event of an error."""
 
     may_retry: bool
     retry_after_s: float | None

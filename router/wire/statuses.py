@@ -50,9 +50,9 @@ from holdfast.worker.errors import (
 DOMAIN: Final = "holdfast"
 DETAILS_KEY: Final = "grpc-status-details-bin"
 MAX_FIELD_BYTES: Final = 200
-"""Of a field's text. Details travel in a header, and headers are small."""
+"""Most bytes of a field's text. Details travel in a header, and headers are small."""
 MAX_LIST_BYTES: Final = 600
-"""Of all texts of a field that is a list, as JSON writes them; what is beyond is left out."""
+"""Most bytes of all texts of a list field, as JSON; what is beyond is left out."""
 
 
 BAD_REQUEST: Final = "invalid_request_error"
@@ -62,7 +62,7 @@ SERVER: Final = "server_error"
 
 @dataclass(frozen=True, slots=True)
 class Http:
-    """How one class of error is answered over HTTP: the status, and OpenAI's words for it."""
+    """HTTP answer to one class of error: the status, and OpenAI's words for it."""
 
     status: int
     type: str
@@ -73,15 +73,15 @@ class Http:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How one class of error is encoded."""
+    """Encoding of one class of error."""
 
     code: grpc.StatusCode
     reason: str
     http: Http
     texts: tuple[str, ...] = ()
-    """Its fields that are strings."""
+    """Fields that are strings."""
     lists: tuple[str, ...] = ()
-    """Its fields that are tuples of strings."""
+    """Fields that are tuples of strings."""
 
 
 Code: Final = grpc.StatusCode
@@ -172,7 +172,7 @@ class CallStatus:
 
 
 def kind_of(error: HoldfastError) -> Kind:
-    """By its most specific class in the table."""
+    """Kind of an error by its most specific class in the table."""
     return next(KINDS[one] for one in type(error).__mro__ if one in KINDS)
 
 
@@ -225,7 +225,7 @@ def _details(error: HoldfastError, kind: Kind) -> list[Message]:
 
 
 def _first(texts: Sequence[str]) -> list[str]:
-    """As many as there is room for."""
+    """As many texts as there is room for."""
     found, left = list[str](), MAX_LIST_BYTES
     for text in texts:
         short = cut(text, MAX_FIELD_BYTES)

@@ -27,17 +27,17 @@ class ChunkWriter:
         encode: Callable[[OutputDelta], bytes],
         sink: SampledAnswer,
     ) -> None:
-        """From here on it takes the sink's output. `write` may wait for futures of the running event loop alone, as
-        gRPC's does.
+        """Takes the sink's output from now on. Like gRPC's, `write` may only wait for futures of the running event
+        loop.
         """
         self._write = write
         self._encode = encode
         self._sink = sink
         self._writing: Coroutine[Any, Any, None] | None = None
         self._waits_for: asyncio.Future[Any] | None = None
-        """What the chunk that is being written waits for."""
+        """Future that the chunk being written waits for."""
         self._idle: asyncio.Future[None] | None = None
-        """What `settle` waits for."""
+        """Future that `settle` waits for."""
         self._error: BaseException | None = None
         sink.take = self.take
 
@@ -73,7 +73,7 @@ class ChunkWriter:
         self._waits_for = self._error = None  # whose traceback holds this writer
 
     def _go_on(self, _: "asyncio.Future[Any] | None" = None) -> None:
-        """As a task does with its coroutine."""
+        """Drives the coroutine of a write, as a task would."""
         writing = self._writing
         if writing is None:  # `close` came when what it waits for was done, and this was to be called next
             return
@@ -102,7 +102,7 @@ _INDEX, _TOKEN, _TEXT = (
     bytes([GenerateStreamResponse.DESCRIPTOR.fields_by_name[name].number << 3 | kind])
     for name, kind in (("first_token_index", 0), ("token_ids", 2), ("text", 2))
 )
-"""What is before each field's content: its number, and 0 for a number, 2 for a length and as many bytes."""
+"""Tag before each field's content: its number, and 0 for a varint, 2 for a length and so many bytes."""
 
 
 def varint(number: int) -> bytes:
@@ -116,18 +116,19 @@ def varint(number: int) -> bytes:
 
 
 _VARINTS: Final = tuple(map(varint, range(2**14)))
-"""Those of one byte or two, as nearly all indices and lengths are."""
+"""Varints of one byte or two, as nearly all indices and lengths are."""
 
 
 class ChunkEncoder:
-    """Of one stream. `chat_deltas` say what its text does."""
+    """Encoder of one stream. `chat_deltas` reads chat output from its text."""
 
     __slots__ = ("_chat_deltas", "_shared")
 
     def __init__(self, chat_deltas: ChatDeltas | None = None) -> None:
         self._chat_deltas = chat_deltas
         self._shared: dict[tuple[int, str, bool], bytes] = {}
-        """By sequence, fingerprint and guarantee: one for each sequence, and more where another replica goes on."""
+        """Encoded shared fields by sequence, fingerprint and guarantee: one for each sequence, and more after a
+        failover."""
 
     def encode(self, delta: OutputDelta) -> bytes:
         if self._chat_deltas is not None:

@@ -24,7 +24,7 @@ Decode: TypeAlias = Callable[[bytes], Awaitable[Message]]
 
 
 class MessageDecoder:
-    """Of one server: large messages go to the decode worker."""
+    """Decoder of one server's messages: large ones go to the decode worker."""
 
     def __init__(self, bounds: Bounds, worker: DecodeWorker) -> None:
         self._bounds = bounds
@@ -70,7 +70,7 @@ class _Arrived(NamedTuple):
 
 
 class StagedReads:
-    """Of the calls on one event loop."""
+    """Reads of the calls on one event loop, in stages."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Arrived] = deque()
@@ -98,7 +98,7 @@ class StagedReads:
         return await one.copied
 
     def _copied(self, read: Coroutine[Any, Any, Any]) -> bytes | None:
-        """What the last step of a `read` returns."""
+        """Result of the last step of a `read`."""
         try:
             read.send(None)
         except StopIteration as end:

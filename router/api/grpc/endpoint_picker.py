@@ -17,7 +17,7 @@ from holdfast.worker.errors import InvalidRequestError
 
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["ExternalProcessor"]
 HEALTH_NAMES: Final = ("readiness", SERVICE.full_name)
-"""That gateways ask for, besides `liveness`."""
+"""Names in gateways' health checks, besides `liveness`."""
 
 DESTINATION: Final = "x-gateway-destination-endpoint"
 _NAMESPACE: Final = "envoy.lb"
@@ -42,7 +42,7 @@ def picked(loads: dict[str, int], random_index: RandomIndex) -> list[str]:
 
 
 class EndpointPicker:
-    """What one router knows of all, and the requests that it has sent to each since it heard of them."""
+    """Endpoint picker of one router: its view of all routers, and the requests sent to each since that view."""
 
     def __init__(self, own: Callable[[], RouterEndpoint | None], random_index: RandomIndex) -> None:
         """`own` is this router as it is now; None where it serves no HTTP."""
@@ -52,7 +52,7 @@ class EndpointPicker:
         self._num_sent = Counter[str]()
 
     def set_routers(self, routers: Collection[RouterEndpoint]) -> None:
-        """What the directory says of all routers."""
+        """Takes the directory's view of all routers."""
         known = {one.address: one for one in routers}
         for address in self._num_sent.keys() | known.keys():
             if known.get(address) != self._told.get(address):
@@ -123,7 +123,9 @@ class EndpointPickerServicer:
 
 
 def _passed_on(body: pb.HttpBody, mode: "pb.BodySendMode") -> pb.BodyResponse:
-    """In the full-duplex mode a chunk goes on only if it is sent back, in others unless it is replaced."""
+    """Response that passes a body on. In full-duplex mode a chunk is passed on only if it is sent back, in others
+    unless it is replaced.
+    """
     if mode != pb.FULL_DUPLEX_STREAMED:
         return pb.BodyResponse()
     chunk = pb.StreamedBodyResponse(body=body.body, end_of_stream=body.end_of_stream)

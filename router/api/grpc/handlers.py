@@ -51,7 +51,7 @@ off."""
 
 @dataclass(frozen=True, slots=True)
 class CallHooks:
-    """What happens around every call of a server."""
+    """Hooks around every call of a server."""
 
     trailers: Trailers | None = None
     came: Callable[[Context], None] | None = None

@@ -169,7 +169,7 @@ def with_request_id(message: inference_pb2.GenerateRequest, context: Context) ->
 
 
 GZIP_OPTIONS: Final = (("grpc.default_compression_level", 1),)
-"""Of a server with this interceptor. 1 is the lowest level that compresses."""
+"""Options of a server with this interceptor. 1 is the lowest level that compresses."""
 
 
 class Gzip(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # it takes none when it runs

@@ -50,7 +50,7 @@ MAX_ARRIVING: Final = 2**15
 """Most calls that wait to be handled, about three seconds' worth."""
 
 HANDSHAKE_MS: Final = 20_000
-"""In which a new connection must have shaken hands and sent the settings of HTTP/2."""
+"""Milliseconds for a new connection's handshake and its HTTP/2 settings."""
 
 
 class InferenceServicer:
@@ -84,7 +84,7 @@ class InferenceServicer:
             return generation_message(plan.read(await answer.whole()))
 
     async def GenerateStream(self, message: inference_pb2.GenerateRequest, context: Context) -> None:
-        """What comes while a chunk is being written goes into the next one."""
+        """Streams the output; tokens that arrive while a chunk is being written go into the next one."""
         request = await self._request(message, context)
         request.check_streamable()
         plan = await ChatPlan.of(request, self._request_processor)
@@ -131,7 +131,7 @@ class InferenceServicer:
 
 
 _BYTES_OF_MESSAGE: Final = 64
-"""Of text, which take as long to read as a chat's message beside its texts."""
+"""Bytes of text that take as long to read as a chat message without its text."""
 
 
 def _cost(message: inference_pb2.GenerateRequest) -> int:

@@ -21,7 +21,7 @@ from holdfast.router.wire.json_bounds import JsonBounds
 from holdfast.worker.errors import InvalidRequestError
 
 MOST_BYTES: Final = 4096
-"""Of a command's body, which is read on the event loop."""
+"""Most bytes of a command's body, which is read on the event loop."""
 
 _FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip")
 
@@ -46,7 +46,7 @@ class ResumeBody(OrderBody):
 
 
 class LogLevelBody(OrderBody):
-    """How much is logged: DEBUG, INFO, WARNING or ERROR."""
+    """Body of a log level change: DEBUG, INFO, WARNING or ERROR."""
 
     level: str
 

@@ -53,7 +53,7 @@ def headers_of(request: Request) -> dict[str, str]:
 
 
 async def unless_gone(request: Request, work: Awaitable[Any]) -> Any:
-    """What `work` comes to; cancels it and raises `ClientDisconnect` once the client is gone."""
+    """Result of `work`; cancels it and raises `ClientDisconnect` once the client is gone."""
     working = asyncio.ensure_future(work)
     watching = asyncio.create_task(_gone(request))
     try:

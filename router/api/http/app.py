@@ -85,7 +85,7 @@ class HttpApi:
         reader = RequestReader(request_processor, limits, decode_worker or DecodeWorker(), watch)
         self._gate = gate or Gate()
         self.history = ResponseHistory(self._gate)
-        """What it stores, if anything."""
+        """Stored responses, if there is a store."""
         self._generation = GenerationEndpoints(request_processor, reader, self._load_header)
         self.responses = ResponseEndpoints(
             request_processor, reader, self._generation, self.history, watch, limits.max_message_bytes
@@ -103,7 +103,7 @@ class HttpApi:
         self._state.certificates = certificates
 
     def stop(self) -> None:
-        """From here on `/health` and `/ready` say no."""
+        """From now on `/health` and `/ready` answer that the router does not serve."""
         self._state.is_stopping = True
 
     @property

@@ -49,7 +49,7 @@ ONE_PLAIN_CHOICE: Final[Neutral] = {
     "logprob_token_ids": ([],),
     "echo": (False,),
 }
-"""What may be said of fields for more, where an answer has no place for more."""
+"""Values of the fields for several choices that are accepted where an answer has one choice."""
 
 _logged: set[str] = set()
 
@@ -69,7 +69,7 @@ Token = Annotated[int, Field(ge=0)]
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells beside its output."""
+    """Options of a stream beside its output."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -130,12 +130,12 @@ class Reads(BaseModel):
     """Client's names by fields of the request, whatever a body says."""
 
     def given_renamed(self) -> dict[str, Any]:
-        """What the body says in fields that are renamed, by the request's name; of dotted ones nothing."""
+        """Values of renamed fields, by the request's name; without those of dotted names."""
         given = ((other, getattr(self, own, None)) for own, other in self.renamed.items() if "." not in own + other)
         return {other: value for other, value in given if value is not None}
 
     def names(self) -> FieldNames:
-        """What this body calls the fields of what is made of it."""
+        """The body's names for the fields of the request made from it."""
         said = {other: own for own, other in self.renamed.items() if self._says(own)}
         return FieldNames({**self.fixed_names, **said})
 
@@ -179,7 +179,7 @@ class Reads(BaseModel):
 
     @classmethod
     def made_of(cls, origin: "Reads", fields: Mapping[str, Any]) -> Self:
-        """As `made`, of a body that names what is wrong in its own words."""
+        """Like `made`, for a body that reports errors by its own field names."""
         with naming(origin.names):
             body = cls.made(fields)
         body._origin = origin
@@ -205,7 +205,7 @@ class Reads(BaseModel):
 
 
 class Body(Reads):
-    """What OpenAI's generating endpoints take, but for the sampling parameters: these are read by their declarations
+    """Fields of OpenAI's generating endpoints without the sampling parameters, which are read by their declarations
     (`sampling.py`).
     """
 
@@ -256,7 +256,7 @@ class Body(Reads):
     timeout: float | None = None
     """Seconds that the caller waits, as a deadline of the request."""
     truncation_side: Literal["left", "right"] | None = None
-    """Where `truncate_prompt_tokens` cuts."""
+    """End of the prompt that `truncate_prompt_tokens` cuts."""
     return_token_ids: bool | None = None
     """Choices and chunks have the output's `token_ids`, and the prompt's where they begin."""
     return_tokens_as_token_ids: bool | None = None
@@ -268,7 +268,7 @@ class Body(Reads):
 
     @property
     def session(self) -> str:
-        """What routing by session goes by; empty: nothing."""
+        """Session for routing; empty: none."""
         return self.session_id or self.prompt_cache_key or ""
 
     @property
@@ -286,7 +286,7 @@ class Body(Reads):
 
 
 def _field_of(parameter: str) -> str:
-    """Where a request has what a body renames."""
+    """Name in the request of a parameter that a body renames."""
     return f"{FIELD}.{parameter}" if parameter.partition(".")[0] in PARAMETERS else parameter
 
 
@@ -302,7 +302,7 @@ class CompletionBody(Body):
 
 
 class ChatFields(BaseModel):
-    """What a chat's prompt is made of, beside its messages: the same wherever one is sent."""
+    """Fields that a chat's prompt depends on, beside its messages: the same in every API."""
 
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None

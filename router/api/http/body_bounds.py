@@ -23,11 +23,11 @@ _AROUND: Final = 256
 """Values around a shape: its name and options."""
 
 _ID_BYTES: Final = 12
-"""Of a token id, with comma and space."""
+"""Bytes of a token id with comma and space."""
 
 
 def body_bounds(limits: LimitsConfig) -> JsonBounds:
-    """By the field of a body."""
+    """Bounds by field of a body."""
     text = _ESCAPED * limits.max_prompt_bytes
     values = 16 * limits.max_messages
     chat = Bound(count=values, size=text + 64 * values, setting="limits.max_messages, limits.max_prompt_bytes")

@@ -66,7 +66,7 @@ def chat_of(body: ChatFields, messages: list[dict[str, Any]]) -> Chat:
 
 
 def _echo(body: ChatBody) -> str:
-    """What the answer begins with, where `echo` asks for it: the last message, if the answer goes on in its role."""
+    """Text that the answer begins with under `echo`: the last message, if the answer continues in its role."""
     last = body.messages[-1] if body.echo else {}
     goes_on = body.continue_final_message or body.add_generation_prompt is False
     if not body.echo or not (goes_on or last.get("role") == "assistant"):
@@ -80,7 +80,7 @@ def chat_id(request_id: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatView:
-    """What an answer to a body is made with, besides the output."""
+    """Inputs of an answer to a body, besides the output."""
 
     body: ChatBody
     created: int
@@ -104,7 +104,7 @@ class ChatView:
         return events
 
     def of_prompt(self, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
-        """What is asked for of the prompt, but its log-probabilities."""
+        """Requested fields about the prompt, without its log-probabilities."""
         ids = {"prompt_token_ids": list(prompt_token_ids)} if self.body.return_token_ids else {}
         return ids if self.prompt_text is None else {**ids, "prompt_text": self.prompt_text}
 
@@ -166,18 +166,17 @@ class ChatChunks:
             "model": answer.model,
         }
         self._readers: dict[int, ChatReader | None] = {}
-        """Of the choices of which anything has come."""
+        """Readers of the choices that have output."""
         self._held: dict[int, list[OutputDelta]] = {}
-        """By choice, where tokens are sent: deltas whose text is held back, such as the head of a call. They go out
-        with the next chunk that is not empty.
-        """
+        """By choice, where tokens are sent: deltas whose text is held back, such as the head of a call. They are sent
+        with the next chunk that is not empty."""
         self._begun: set[int] = set()
         self._over: set[int] = set()
         self._fingerprint: str | None = None
         self._num_completion_tokens = 0
         self._is_plain = not (body.tells_usage_always or body.return_token_ids)
         self._plain: dict[int, Frame] = {}
-        """By choice that has begun."""
+        """Frame of plain chunks, by choice that has begun."""
 
     def of(self, delta: OutputDelta) -> bytes:
         """The events of one delta; a choice's first begins with its role."""
@@ -254,7 +253,7 @@ class ChatChunks:
         return events + self._event(index, {"content": echo}, None, None) if echo else events
 
     def _note(self, index: int, delta: OutputDelta) -> None:
-        """What is known of the choice's chunks from here on."""
+        """Notes the frame of the choice's later chunks."""
         if delta.finish_reason is not None:
             self._over.add(index)
             self._plain.pop(index, None)
@@ -262,7 +261,7 @@ class ChatChunks:
             self._plain[index] = frame_of(self._event(index, {"content": PLACE}, None, None))
 
     def _deltas(self, output_delta: OutputDelta) -> list[dict[str, Any]]:
-        """What a delta's text comes to."""
+        """Chunk deltas of a delta's text."""
         reader = self._readers[output_delta.sequence_index]
         if reader is None:
             return [{"content": output_delta.text}] if output_delta.text else []

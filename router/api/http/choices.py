@@ -17,7 +17,7 @@ from holdfast.worker.request import FinishReason, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class TokenNames:
-    """How one response writes tokens: as texts, or as `token_id:7` where the request asks for that."""
+    """Form of a response's tokens: texts, or `token_id:7` where the request asks for that."""
 
     tokens: TokenTable
     are_ids: bool = False
@@ -36,7 +36,7 @@ class TokenNames:
 
 
 def num_reasoning_tokens(readers: Iterable[ChatReader | None]) -> int | None:
-    """Of all choices; None where none can tell."""
+    """Reasoning tokens of all choices; None if they cannot be counted."""
     counts = [reader.num_reasoning_tokens for reader in readers if reader is not None]
     numbers = [number for number in counts if number is not None]
     return sum(numbers) if numbers else None
@@ -70,7 +70,7 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob], names: TokenNames) -> dict[s
 
 
 def listed_logprobs(logprobs: Sequence[TokenLogprob], names: TokenNames) -> list[dict[str, Any]]:
-    """Of each token: itself and the best ones."""
+    """Log-probabilities of each token: itself and the best ones."""
     return [
         {
             **_named(item.token_id, item.logprob, names),
@@ -129,11 +129,11 @@ class Block:
     index: int
     """Among the blocks of the output."""
     name: str = ""
-    """Of a called function."""
+    """Name of a called function."""
     call_index: int = 0
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of a text's tokens."""
+    """Log-probabilities of a text's tokens."""
 
     @property
     def text(self) -> str:
@@ -149,18 +149,18 @@ class BlockEvent:
     block: Block
     piece: str = ""
     logprobs: Sequence[TokenLogprob] = ()
-    """Of the tokens that have come with the piece of a text."""
+    """Log-probabilities of the tokens that came with this piece of text."""
 
 
 class Blocks:
     """The blocks of one output, as it comes."""
 
     def __init__(self, reader: ChatReader | None) -> None:
-        """Without a reader all is text."""
+        """Without a reader, everything is text."""
         self._reader = reader
         self._current: Block | None = None
         self._logprobs: list[TokenLogprob] = []
-        """Of tokens whose text has not come yet."""
+        """Log-probabilities of tokens whose text has not come yet."""
         self.blocks: list[Block] = []
 
     @property
@@ -172,7 +172,7 @@ class Blocks:
         return num_reasoning_tokens([self._reader]) or 0
 
     def push(self, delta: OutputDelta) -> Iterator[BlockEvent]:
-        """What a delta comes to. At the end all blocks are closed, and there is one at least."""
+        """Events of a delta. At the end all blocks are closed, and there is at least one."""
         self._logprobs += delta.logprobs
         for event in self._read(delta):
             if isinstance(event, Reasoning):
@@ -199,7 +199,7 @@ class Blocks:
         return read + self._reader.finish() if delta.finish_reason is not None else read
 
     def _of_text(self) -> Sequence[TokenLogprob]:
-        """Those that came with a delta, and with deltas that were no text yet: once."""
+        """Log-probabilities that came with this delta, and with earlier deltas without text, once."""
         logprobs, self._logprobs = self._logprobs, []
         return logprobs
 
@@ -233,7 +233,7 @@ def finish_after_calls(reason: FinishReason | None, reader: ChatReader | None) -
 
 
 def delta_of(prefix: str, event: Reasoning | CallEvent) -> dict[str, Any]:
-    """What a chunk says of an event; empty for the end of a call, of which nothing is said."""
+    """Chunk fields for an event; empty for the end of a call, which has none."""
     if isinstance(event, Content):
         return {"content": event.text}
     if isinstance(event, Reasoning):

@@ -78,11 +78,11 @@ class Completions:
         self._names = TokenNames(tokenizer.tokens, bool(body.return_tokens_as_token_ids))
         self._per_prompt = body.given("n") or 1
         self._lengths: dict[int, int] = {}
-        """By choice that has begun: the length of its text."""
+        """Length of the text, by choice that has begun."""
         self._offsets: dict[int, TextOffsets] = {}
-        """By choice, where log-probabilities are asked for."""
+        """Text offsets by choice, where log-probabilities are requested."""
         self._waiting: dict[int, TokensWithText] = {}
-        """By choice of a stream."""
+        """Tokens that wait for their text, by choice of a stream."""
         self._tells_logprobs = body.given("logprobs") is not None
         self._order = _PromptsFirst(len(answers), self._per_prompt if self._tells_prompts else 1)
         self._is_plain = not (
@@ -93,7 +93,7 @@ class Completions:
             or body.given("prompt_logprobs") is not None
         )
         self._plain: dict[tuple[int, str], Frame] = {}
-        """By choice and fingerprint."""
+        """Frame of plain chunks, by choice and fingerprint."""
         self._head: dict[str, Any] = {
             "id": completion_id(answers[0].request.request_id),
             "object": "text_completion",
@@ -161,7 +161,7 @@ class Completions:
                 yield self._numbered(number, one)
 
     def _with_text(self, delta: OutputDelta) -> OutputDelta | None:
-        """As `TokensWithText`, where text may be held back behind its tokens."""
+        """Like `TokensWithText`, where text may be held back behind its tokens."""
         index = delta.sequence_index
         answer = self._answers[index // self._per_prompt]
         params = answer.request.sampling_params
@@ -176,7 +176,7 @@ class Completions:
         return TextOffsets(self._tokenizer, request.sampling_params, request.prompt_token_ids, start=start)
 
     def received(self) -> Iterator[OutputDelta]:
-        """What the client of a resumed request has already, numbered as choices are."""
+        """Output that the client of a resumed request has already, numbered as choices are."""
         for number, answer in enumerate(self._answers):
             if isinstance(answer, SampledAnswer):
                 yield from (self._numbered(number, delta) for delta in answer.received)
@@ -228,7 +228,9 @@ class Completions:
     def _logprobs(
         self, output: OutputDelta, answer: SampledAnswer | BeamAnswer, num_chars: int
     ) -> dict[str, Any] | None:
-        """Of the tokens of a delta that brings so many characters, and of the prompt's where they are echoed."""
+        """Log-probabilities of a delta's tokens, whose text has `num_chars` characters, and of the prompt's where it is
+        echoed.
+        """
         index, said, places = output.sequence_index, list[TokenLogprob | None](), list[int]()
         if index not in self._offsets:
             self._offsets[index] = self._new_offsets(answer)

@@ -36,7 +36,7 @@ _COMMENT: Final = b": waiting\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How errors are encoded for one kind of client."""
+    """Encoding of errors for one kind of client."""
 
     body: Callable[[HttpError], bytes]
     event_name: bytes = b""
@@ -124,7 +124,7 @@ class EventStream:
         await send({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def _fail(self, send: Send, error: HoldfastError) -> None:
-        """As a status where none has been sent, else as a last event."""
+        """Sends an error as a status if none has been sent, else as a last event."""
         answer = http_error(error)
         if self._has_begun:
             event = self._shape.event_name + b"data: " + self._shape.body(answer) + b"\n\n"
@@ -144,26 +144,26 @@ async def _cancel_when_gone(receive: Receive, streaming: "asyncio.Task[object]")
 
 
 Frame: TypeAlias = tuple[bytes, bytes]
-"""What is before the text, as JSON, and what is behind."""
+"""JSON before the text, and JSON after it."""
 
 PLACE: Final = "\x00place of the text\x00"
 """Stands for the text. No model, id or fingerprint contains it."""
 
 json_text: Final = json.encoder.encode_basestring
-"""As `json.dumps` of a string, with `ensure_ascii=False`."""
+"""JSON of a string, as `json.dumps` with `ensure_ascii=False`."""
 
 
 def frame_of(event: bytes) -> Frame:
-    """That of an event whose text is `PLACE`."""
+    """Frame of an event whose text is `PLACE`."""
     before, after = event.split(json_text(PLACE).encode())
     return before, after
 
 
 EVENT_IDS: Final = "x-holdfast-event-ids"
-"""Of a request: `1` asks for ids on the events of its stream."""
+"""Request header: `1` asks for ids on the events of its stream."""
 
 LAST_EVENT_ID: Final = "last-event-id"
-"""Of a request: the last id that its client has, as the standard of server-sent events has it."""
+"""Request header: the last id that its client has, as the standard of server-sent events defines it."""
 
 _END: Final = "end"
 _NUMBER: Final = r"\d{1,9}"
@@ -205,11 +205,11 @@ class SequenceDigest:
 
 @dataclass(slots=True)
 class EventIds:
-    """Of one stream."""
+    """State of one stream's event ids."""
 
     identity: Identity
     sequences: dict[int, SequenceDigest] = field(default_factory=dict)
-    """By choice."""
+    """Digests by choice."""
     num_events: int = 0
     is_over: bool = False
     """The client has all of it."""
@@ -223,7 +223,7 @@ class EventIds:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """What an id says."""
+        """Parses an event id."""
         if (found := _ID.fullmatch(text)) is None:
             raise InvalidRequestError(LAST_EVENT_ID, text[:100], "must be an id of an event of this server")
         request_id, created, num_events, sequences = found.groups()
@@ -264,7 +264,7 @@ class EventIds:
 
 
 def checksum(token_ids: Sequence[int], before: int = 0) -> int:
-    """Of tokens, after those `before`."""
+    """Checksum of tokens, continuing that of the tokens before them."""
     return zlib.crc32(b"".join(token_id.to_bytes(4, "little") for token_id in token_ids), before)
 
 

@@ -35,11 +35,11 @@ from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.text.token_table import TokenTable
 
 NO_CONTENT: Final = 204
-"""By the standard of server-sent events, what tells a client not to come again."""
+"""Status that tells a client of server-sent events not to reconnect."""
 
 
 class GenerationEndpoints:
-    """Of one router. Errors are raised as `HoldfastError`."""
+    """Generation endpoints of one router. Errors are raised as `HoldfastError`."""
 
     def __init__(
         self,

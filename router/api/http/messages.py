@@ -106,7 +106,7 @@ def _whole_block(request_id: str, block: Block) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Of a call that was cut off, or that is nested deeper than JSON is read here, nothing."""
+    """Arguments of a call; empty if it was cut off, or is nested deeper than JSON is read here."""
     try:
         arguments = json.loads(text, parse_float=_finite)
     except (ValueError, RecursionError):

@@ -59,7 +59,7 @@ class MessagesBody(Reads):
 
     @property
     def shape_field(self) -> str:
-        """Where the shape of the output stands."""
+        """Field of the output's structure."""
         return "output_format" if self.output_format is not None else "output_config.format"
 
 
@@ -99,7 +99,7 @@ def is_prefilled(body: MessagesBody) -> bool:
 
 
 def _prefilled(body: MessagesBody, own: Mapping[str, Any]) -> dict[str, Any]:
-    """As the API has it, the answer goes on where the last message ends."""
+    """Fields for an answer that continues the last message, as the API defines it."""
     last = own["messages"][-1]
     field = f"messages[{len(body.messages) - 1}]"
     if last.get("tool_calls"):
@@ -167,7 +167,7 @@ def _messages(body: MessagesBody) -> Iterator[Mapping[str, Any]]:
 
 
 def _text(content: object, field: str, *, may_lack: bool) -> str:
-    """Of a content that is no list of blocks."""
+    """Text of a content that is no list of blocks."""
     if isinstance(content, str) or (content is None and may_lack):
         return content or ""
     raise InvalidRequestError(field, content, "must be text, or a list of blocks")
@@ -228,7 +228,7 @@ def _result(block: Mapping[str, Any], field: str) -> Mapping[str, Any]:
 
 
 def _block_text(block: object, field: str) -> str:
-    """Of a text block. Raises `InvalidRequestError` for any other, such as an image, by its type."""
+    """Text of a text block. Raises `InvalidRequestError`, naming the type, for any other block, such as an image."""
     kind = block.get("type") if isinstance(block, Mapping) else block
     text = block.get("text") if isinstance(block, Mapping) else None
     if kind != "text":

@@ -85,7 +85,7 @@ def description() -> dict[str, Any]:
 
 
 def _stored_responses() -> dict[str, Any]:
-    """Of responses that are stored (`router.store`)."""
+    """OpenAPI of stored responses (`router.store`)."""
     listed = [_query(name, kind) for name, kind in (("after", "string"), ("limit", "integer"), ("order", "string"))]
     followed = [_query("stream", "boolean"), _query("starting_after", "integer")]
     path = "/v1/responses/{response_id}"
@@ -112,7 +112,7 @@ def _draws(model: type[Reads]) -> bool:
 
 
 def _schema(parameter: Parameter) -> dict[str, Any]:
-    """Of one parameter's values; null is the default of each."""
+    """Schema of one parameter's values; the default of each is null."""
     if parameter.name in _OTHERS_WORDS:
         schema = {**_OTHERS_WORDS[parameter.name]}
     elif parameter.kind is STRUCTURE:

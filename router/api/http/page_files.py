@@ -27,7 +27,7 @@ PAGE: Final[Mapping[str, tuple[str, str]]] = {
     "/page/stream.js": ("stream.js", "text/javascript"),
     "/page/cluster.js": ("cluster.js", "text/javascript"),
 }
-"""By path: the file and its type."""
+"""File and media type by path."""
 
 HEADERS: Final = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -36,7 +36,7 @@ HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-"""Nothing is loaded from elsewhere, nothing inline runs, and no site frames it."""
+"""Headers of the page: nothing is loaded from elsewhere, nothing inline runs, and no site frames it."""
 
 
 def page_file(path: str) -> Callable[[Request], Awaitable[ASGIApp]]:
@@ -55,7 +55,7 @@ def _content(name: str) -> bytes:
 
 
 def cluster_view(host: DispatchHost, overload: Overload | None = None, *, is_killable: bool) -> dict[str, Any]:
-    """As JSON. `is_killable`: operators may end replicas."""
+    """View of the cluster for JSON. `is_killable`: operators may end replicas."""
     now = host.now()
     return {
         "is_killable": is_killable,

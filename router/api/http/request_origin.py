@@ -32,7 +32,7 @@ OF_OPERATORS: Final = ("/cluster", "/load", "/metrics")
 """They tell of all tenants. Paths below `/admin` are operators' too."""
 
 _FROM_ELSEWHERE: Final = ("cross-site", "same-site")
-"""What browsers say in `sec-fetch-site` of a request that a page of another origin has made."""
+"""Values of `sec-fetch-site` on requests made by a page of another origin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +115,8 @@ def is_loopback(host: str) -> bool:
 
 
 OPEN: Final = ("/health", "/ping", "/ready", *PAGE)
-"""For balancers and Kubernetes, which have no key: they tell whether this router serves, and nothing else. The page,
-which is static, and sends the key that its reader enters.
-"""
+"""Paths without a key, for load balancers and Kubernetes: they tell whether this router serves, and nothing else. Also
+the page, which is static and sends the key that its reader enters."""
 
 
 def guarded(

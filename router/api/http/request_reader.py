@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class RequestReader:
-    """Of one router. Errors are raised as `HoldfastError`."""
+    """Reader of one router's requests. Errors are raised as `HoldfastError`."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class RequestReader:
         self._poison_watch = poison_watch
 
     def named(self, submission: Submission, request: GenerationRequest) -> Submission:
-        """With the id that a body gives its request, if any. Raises `InvalidRequestError`."""
+        """The submission with the id that a body gives its request, if any. Raises `InvalidRequestError`."""
         return submission.named(request.request_id, self._limits)
 
     async def submission(self, request: Request) -> tuple[Submission, bytes]:
@@ -86,7 +86,7 @@ class RequestReader:
         return await self._decode_worker.run(len(content), decode)
 
     async def made(self, num_bytes: int, make: Callable[[], T]) -> T:
-        """What is made of so many bytes, off the event loop where they are many."""
+        """Result of `make` for a body of `num_bytes` bytes, off the event loop if they are many."""
         return await self._decode_worker.run(num_bytes, make)
 
     async def plan(self, generation: GenerationRequest, shape_field: str = "response_format") -> ChatPlan:

@@ -14,7 +14,7 @@ from holdfast.worker.request import FinishReason, TokenLogprob
 
 
 class RawMessages:
-    """Of one response, as its output comes."""
+    """Raw messages of one response, as its output comes."""
 
     def __init__(self, prompt_text: str, prompt_token_ids: Sequence[int]) -> None:
         self._prompt = _message(prompt_text, prompt_token_ids)
@@ -26,7 +26,7 @@ class RawMessages:
         self._token_ids += delta.token_ids
 
     def fields(self) -> dict[str, Any]:
-        """Of the response object at its end."""
+        """Fields of the response object at its end."""
         return {"input_messages": [self._prompt], "output_messages": [_message(self._text, self._token_ids)]}
 
 

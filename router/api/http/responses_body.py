@@ -12,7 +12,7 @@ from holdfast.worker.value_types import Neutral
 
 LOGPROBS: Final = "message.output_text.logprobs"
 NOTHING: Final = "reasoning.encrypted_content"
-"""What may be included, and asks for nothing here: no content is kept from a client."""
+"""Accepted value of `include` without effect: no content is kept from a client."""
 
 
 class ResponsesBody(Reads):
@@ -60,7 +60,7 @@ class ResponsesBody(Reads):
     previous_response_id: str | None = None
     """The stored response whose conversation goes on."""
     top_logprobs: int | None = None
-    """Of each token of the text, with `LOGPROBS` in `include`."""
+    """Best tokens reported for each token of the text, with `LOGPROBS` in `include`."""
     enable_response_messages: bool | None = None
     """The response has its prompt and output as the model has them: texts and token ids."""
 

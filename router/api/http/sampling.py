@@ -123,7 +123,7 @@ def _format(body: Body) -> StructuredOutputs | None:
 
 
 def service_of(body: Body, tenant: str) -> dict[str, Any]:
-    """What every body says in the same way, whatever its prompt."""
+    """Fields that all bodies have in common, whatever their prompt."""
     return {
         "model": body.model or "",
         "request_id": body.request_id or "",

@@ -22,18 +22,19 @@ from holdfast.router.overload.overload import Overload
 from holdfast.router.security.connection_budgets import ClientConnection
 
 CONNECTION: Final = "holdfast.connection"
-"""Where a scope has its connection, on a Holdfast server."""
+"""Key of the connection in an ASGI scope, on a Holdfast server."""
 
 
 class Connection(HttpToolsProtocol):
     """One client's. Its scopes have it."""
 
     is_guest = False
-    """It came while the router accepted no connections: it may ask for health, for operators and to be resumed."""
+    """The connection came while the router accepted none: it may ask for health, send operator commands and resume
+    requests."""
     num_chunks = 0
-    """Those that `write_chunk` has written."""
+    """Chunks that `write_chunk` has written."""
     client_connection: ClientConnection | None = None
-    """What the connection guard knows of it."""
+    """Entry of the connection guard."""
 
     def end_with_answer(self) -> None:
         """Closes it once the request that it is at has been answered."""
@@ -142,7 +143,9 @@ class BoundedProtocol(Connection):
                 self.cycle.keep_alive = False
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Of uvicorn 0.54: two lines of log for each request that offers another protocol, which it need not take."""
+        """Suppresses uvicorn's (0.54) two log lines for each request that offers another protocol, which need not be
+        taken.
+        """
 
     def on_body(self, body: bytes) -> None:
         if not self._is_refused:
@@ -156,7 +159,7 @@ class BoundedProtocol(Connection):
     # --- inside ---
 
     def _come_as_guest(self, overload: Overload) -> None:
-        """It may send one request, which is served if it is one that is never refused for being new."""
+        """Admits one request, which is served if it is of a kind that is never refused for being new."""
         if len(self._guests) >= MOST_GUESTS:
             self._refuse(503, str(overload.refuse_connection()))
             return
@@ -175,7 +178,7 @@ class BoundedProtocol(Connection):
             self._refuse(431, f"the headers have more than {most} bytes (limits.max_header_bytes)")
 
     def _check_host(self, hosts: list[bytes]) -> None:
-        """As RFC 9112 has it (3.2). Of several hosts, each reader on the way may take another one."""
+        """Checks the Host header by RFC 9112 (3.2). Of several hosts, each reader on the way may take another one."""
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
             self._refuse(400, "a request must have one Host header")
         elif hosts and not HOST.fullmatch(hosts[0]):
@@ -283,7 +286,7 @@ class HttpServer:
 
 
 class _Config(uvicorn.Config):
-    """With a context for TLS that is made elsewhere, since its files may change, and bounds for connections."""
+    """Configuration with bounds for connections, and a TLS context made elsewhere, since its files may change."""
 
     def __init__(
         self,
@@ -318,14 +321,14 @@ class _Embedded(uvicorn.Server):
         self._ending.set()
 
     async def main_loop(self) -> None:
-        """As uvicorn's own, which looks ten times a second whether it is to end."""
+        """Replaces uvicorn's loop, which looks ten times a second whether it is to end."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), TICK_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's own, which sleeps for a tenth of a second in any case. A closing connection without
-        unsent data is gone after one turn of the loop.
+        """Replaces uvicorn's shutdown, which always sleeps for a tenth of a second. A closing connection without unsent
+        data is gone after one turn of the loop.
         """
         for server in self.servers:
             server.close()

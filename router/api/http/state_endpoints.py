@@ -47,7 +47,7 @@ class StateEndpoints:
         self.is_stopping = False
         """Once it is set, health answers 503."""
         self.overload: Overload | None = None
-        """Its state is part of health; None: there is none."""
+        """Overload manager, whose state is part of health; None: there is none."""
         self.certificates: Certificates | None = None
         """Their expiry is part of health."""
         self._requests = request_processor
@@ -146,7 +146,7 @@ T = TypeVar("T")
 
 
 class TokenEndpoints:
-    """Of one router. Errors are raised as `HoldfastError`."""
+    """Token endpoints of one router. Errors are raised as `HoldfastError`."""
 
     def __init__(self, request_processor: RequestProcessor, reader: RequestReader) -> None:
         self._requests = request_processor

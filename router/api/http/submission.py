@@ -34,15 +34,14 @@ class Submission:
     tells_replicas: bool = False
     """Marks say which replica has made what they stand for."""
     event_ids: EventIds | None = None
-    """Of a client that may come again with the id of its last event."""
+    """Event ids of a client that may reconnect with the id of its last event."""
     _held: dict[int, list[tuple[OutputDelta, bytes]]] = field(default_factory=dict)
-    """By choice: deltas of which its encoder holds tokens back, with their events: no client can resume after them.
-    """
+    """By choice: deltas whose tokens its encoder holds back, with their events: no client can resume after them."""
     _marks: MarkWriter = field(default_factory=MarkWriter)
 
     @classmethod
     def read(cls, headers: Mapping[str, str], content: bytes, limits: LimitsConfig) -> tuple[Self, bytes]:
-        """With the body's own bytes. Raises `InvalidRequestError`, naming the header."""
+        """The submission, and the body without the resume record. Raises `InvalidRequestError`, naming the header."""
         attempt, tells_replicas = _number(headers, HOLD), headers.get(REPLICAS) == "1"
         if (size := _number(headers, RESUME)) and attempt:
             if size > len(content):
@@ -57,7 +56,7 @@ class Submission:
         return cls(identity=identity, attempt=attempt, tells_replicas=tells_replicas), content
 
     def named(self, request_id: str, limits: LimitsConfig) -> "Submission":
-        """With the id that a body gives its request, if any. Raises `InvalidRequestError`."""
+        """The submission with the id that a body gives its request, if any. Raises `InvalidRequestError`."""
         if not request_id or self.record is not None:
             return self
         if self.event_ids is not None:
@@ -99,7 +98,9 @@ class Submission:
         return replace(request, sampling_params=shorter)
 
     def with_tokens(self, tokens: Mapping[int, tuple[int, ...]]) -> "Submission":
-        """With what its client has of each choice. Raises `InvalidRequestError` if these are not the tokens it had."""
+        """The submission with the tokens that its client has of each choice. Raises `InvalidRequestError` if these are
+        not the tokens it had.
+        """
         assert self.event_ids is not None, "it comes again"
         return replace(self, record=self.event_ids.record(tokens))
 
@@ -109,7 +110,7 @@ class Submission:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the response."""
+        """Headers of the response."""
         return {HOLD: self.identity.text} if self.is_held else {}
 
     @property
@@ -169,7 +170,7 @@ class Encoder(Protocol):
     """Writes the events of one stream. Its state does not depend on how the output is cut into deltas."""
 
     num_events: int
-    """Where events are numbered: so far."""
+    """Events so far, where events are numbered."""
 
     def of(self, delta: OutputDelta) -> bytes:
         """The events of a delta, whose `sequence_index` is the number of its choice. Of one whose choice was over
@@ -187,7 +188,7 @@ class Encoder(Protocol):
         """
 
     async def end(self) -> bytes:
-        """What comes after the last delta."""
+        """Bytes after the last delta."""
 
 
 async def answer_events(
@@ -265,7 +266,7 @@ def note_reading(watch: PoisonWatch, path: str, headers: Mapping[str, str], cont
 
 
 def _number(headers: Mapping[str, str], name: str) -> int:
-    """Of a header that says one; 0 without it. Raises `InvalidRequestError`."""
+    """Number in a header; 0 without the header. Raises `InvalidRequestError`."""
     value = headers.get(name, "0")
     if not value.isascii() or not value.isdecimal() or len(value) > 9:
         raise InvalidRequestError(name, value[:100], "must be a number")

@@ -43,7 +43,7 @@ class TextOffsets:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._run = _Run()
         self._context: list[int] | None = None
-        """What stands before the first token; None behind that."""
+        """Tokens before the first one; None after that."""
         self._start_after(prompt_token_ids)
 
     def push(self, token_id: int) -> int:
@@ -98,7 +98,9 @@ class TextOffsets:
         return False
 
     def _start_after(self, prompt: Sequence[int]) -> None:
-        """What the prompt ends with may be part of the output's first character, as `IncrementalDetokenizer` has it."""
+        """Starts after a prompt whose last bytes may be part of the output's first character, as in
+        `IncrementalDetokenizer`.
+        """
         first, fallback = len(prompt), self._tokenizer.fallback_bytes
         while fallback and first > 0 and self._may_be_in_run(prompt[first - 1]):
             first -= 1
@@ -132,7 +134,7 @@ class _Run:
 
     @property
     def num_chars(self) -> int:
-        """Those so far that are whole, without the prompt's."""
+        """Complete characters so far, without the prompt's."""
         return self.num_bytes - self._given_bytes if self._is_broken else self._num_shown
 
     @property
@@ -141,11 +143,11 @@ class _Run:
 
     @property
     def final_num_chars(self) -> int:
-        """Those of the run if it ends here."""
+        """Characters of the run if it ends here."""
         return self.num_bytes - self._given_bytes if self._utf8.getstate()[0] else self.num_chars
 
     def give(self) -> None:
-        """What has come belongs to the prompt, unless it ends within a character."""
+        """Gives the text so far to the prompt, unless it ends within a character."""
         if self._is_broken or not self._utf8.getstate()[0]:
             self._given_bytes, self._given_chars = self.num_bytes, self._num_whole
 
@@ -159,8 +161,8 @@ class _Run:
 
 
 class TokensWithText:
-    """Of one choice. All input comes out, in order; a delta may come out without tokens, and its tokens with a later
-    delta.
+    """Tokens of one choice in step with their text. All input comes out, in order; a delta may come out without tokens,
+    and its tokens with a later delta.
     """
 
     def __init__(self, offsets: TextOffsets) -> None:
@@ -201,6 +203,6 @@ class TokensWithText:
         )
 
     def _num_begun(self) -> int:
-        """How many of the tokens that wait have text that was sent."""
+        """Waiting tokens whose text has been sent in part."""
         waiting = (at for at, (_, _, offset) in enumerate(self._held) if offset >= self._num_chars)
         return next(waiting, len(self._held))

@@ -41,8 +41,8 @@ def parsed_object(text: bytes, bounds: JsonBounds) -> dict[str, Any]:
 
 
 def sampling_params(given: Mapping[str, Any], bounds: JsonBounds) -> SamplingParams:
-    """From values by name. Null is as if left out. The `bounds` are those of JSON in strings.
-    Raises `InvalidRequestError`, naming the parameter.
+    """Parameters from values by name. Null means unset. The `bounds` are those of JSON in strings. Raises
+    `InvalidRequestError`, naming the parameter.
     """
     values = {}
     for name, value in given.items():
@@ -97,7 +97,7 @@ def _number(kind: Kind, text: str) -> Any:
 
 
 def _from_json(name: str, value: str, bounds: JsonBounds) -> Any:
-    """Of biases, token ids, and the kinds of structured outputs."""
+    """Value of JSON text: biases, token ids, and kinds of structured outputs."""
     _, apart = _taken_apart(b'{"%b":%b}' % (name.encode(), value.encode(errors="replace")), bounds)
     if name in apart:
         return apart[name]
@@ -134,24 +134,24 @@ OUTPUTS: Final[Mapping[str, Datatype]] = MappingProxyType(
         "num_output_tokens": UINT32,
     }
 )
-"""By name, in the order of an answer. All but the first come where they are asked for."""
+"""Outputs by name, in the order of an answer. All but the first come only if requested."""
 
 INPUTS: Final[Mapping[str, Datatype]] = MappingProxyType(
     {TEXT_INPUT: BYTES, STREAM: BOOL, SAMPLING: BYTES, EXCLUDE_INPUT: BOOL}
     | {f"return_{name}": BOOL for name in OUTPUTS if name != TEXT_OUTPUT}
 )
-"""By name. All but the first are optional."""
+"""Inputs by name. All but the first are optional."""
 
 _STREAM_ALIAS: Final = "streaming"
 _PRIORITIES: Final[tuple[Priority, ...]] = (Priority.NORMAL, *Priority)
-"""By the number of a request: 0 is the default, 1 the highest."""
+"""Priorities by the number in a request: 0 is the default, 1 the highest."""
 _SERVICE: Final = ("tenant", "cache_salt")
 _TAKEN: Final = frozenset({"priority", "timeout", EMPTY_FINAL, *_SERVICE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferRequest:
-    """What a client asks, and how it is to be answered."""
+    """A client's request, and the form of its answer."""
 
     generation: GenerationRequest
     id: str
@@ -211,13 +211,13 @@ def check_version(model: str, version: str) -> None:
 
 
 def _reporting(params: SamplingParams, outputs: Sequence[str]) -> SamplingParams:
-    """With the log-probabilities that the outputs need. A beam search knows the sum of its own."""
+    """Parameters with the log-probabilities that the outputs need. A beam search has the sums of its own."""
     needs = "logprobs" in outputs or ("cumulative_logprob" in outputs and params.beam_width is None)
     return params.with_changes(logprobs=0) if needs and params.logprobs is None else params
 
 
 def _outputs(message: grpc_service_pb2.ModelInferRequest, inputs: Mapping[str, Sequence[Value]]) -> tuple[str, ...]:
-    """Those that are named, or without any the text and whatever a `return_` input asks for."""
+    """Requested outputs: those that are named, or without any the text and the outputs of `return_` inputs."""
     for index, output in enumerate(message.outputs):
         if output.name not in OUTPUTS:
             raise InvalidRequestError(f"outputs[{index}].name", output.name, f"must be one of {', '.join(OUTPUTS)}")

@@ -35,7 +35,7 @@ class InferResponses:
         return self._message(generation.completions)
 
     def step(self, delta: OutputDelta) -> grpc_service_pb2.ModelInferResponse:
-        """What is new. Of the completions that a delta is not of, nothing is; finish reasons and sums stay."""
+        """Response to a delta. Completions other than the delta's have nothing new; finish reasons and sums stay."""
         index, total = delta.sequence_index, self._rows[delta.sequence_index].cumulative_logprob
         if delta.logprobs:
             total = (total or 0.0) + math.fsum(one.logprob for one in delta.logprobs)

@@ -20,7 +20,7 @@ EXTENSIONS: Final = ("model_configuration", "parameters", "schedule_policy", "st
 
 _DATA_TYPES: Final = {"BYTES": "TYPE_STRING", "BOOL": "TYPE_BOOL", "UINT32": "TYPE_UINT32", "FP32": "TYPE_FP32"}
 _LENGTHS: Final = {"num_input_tokens": 1}
-"""Of outputs that have not one element for each completion."""
+"""Lengths of outputs that do not have one element for each completion."""
 
 
 def server_metadata() -> grpc_service_pb2.ServerMetadataResponse:
@@ -73,7 +73,7 @@ def _version() -> str:
 
 @dataclass(slots=True)
 class _Count:
-    """How often something happened, and how long it took altogether."""
+    """Number of events, and their total duration."""
 
     count: int = 0
     ns: int = 0

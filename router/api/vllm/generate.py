@@ -101,7 +101,7 @@ def _structure(message: vllm_engine_pb2.SamplingParams) -> StructuredOutputs | N
 
 
 class GenerateResponses:
-    """Of one request."""
+    """Responses to one request."""
 
     def __init__(self, prompt_token_ids: Sequence[int], *, stream: bool) -> None:
         self._prompt_token_ids = prompt_token_ids

@@ -109,7 +109,7 @@ class LoadReport:
 
 
 def timestamp() -> str:
-    """Of now, in the form of ISO 8601."""
+    """The current time in ISO 8601."""
     return datetime.now(UTC).isoformat()
 
 
@@ -117,7 +117,7 @@ SERVICE: Final = pb.DESCRIPTOR.services_by_name["VllmEngine"]
 
 
 class VllmEngineServicer:
-    """Of one engine. Errors are raised as `HoldfastError`."""
+    """Servicer of one engine. Errors are raised as `HoldfastError`."""
 
     def __init__(
         self,
