@@ -38,7 +38,7 @@ class TextState(Protocol):
 
     @property
     def push_one(self) -> Callable[[int], str | None]:
-        """Like `push`, for one token and its text alone. None: it was not taken, since more than text may come of it."""
+        """Like `push`, for one token and its text alone. None: not taken, since more than text may come of it."""
 
     @property
     def matched(self) -> str | None:
