@@ -324,14 +324,14 @@ class RouterConfig(Settings):
     )
     store: Annotated[str, AfterValidator(parse_store)] | None = Field(
         None,
-        description="where responses are stored for later turns: a folder (SQLite, for the routers of one host) or a "
-        "URL like postgresql://user@host/database; unset: nowhere",
+        description="where responses, conversations, chats, files and batches are stored: a folder (SQLite, for the "
+        "routers of one host) or a URL like postgresql://user@host/database; unset: nowhere",
     )
     store_max_bytes: Bytes = Field(
-        2**30, ge=2**20, description="size of stored responses beyond which the oldest are deleted"
+        2**30, ge=2**20, description="size of what is stored, beyond which the oldest is deleted"
     )
     store_retention_s: float = Field(
-        30 * 86400.0, gt=0, description="age in seconds at which a stored response is deleted"
+        30 * 86400.0, gt=0, description="age in seconds at which what is stored is deleted"
     )
     killable: bool = Field(
         False, description="for demonstrations and tests: operators may end a replica's process as `kill -9` does"

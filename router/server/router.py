@@ -41,7 +41,8 @@ from holdfast.router.security.gate import Gate
 from holdfast.router.server.ports import Ports
 from holdfast.router.store.database import Database
 from holdfast.router.store.job_store import JobStore
-from holdfast.router.store.response_store import ResponseStore, StoreLimits
+from holdfast.router.store.object_store import ObjectStore, StoreLimits
+from holdfast.router.store.response_store import ResponseStore
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import ServiceOrderConfig, TelemetryConfig
 from holdfast.worker.log_level import PACKAGE, set_log_level
@@ -236,8 +237,9 @@ class Router:
 
     async def _open_store(self, place: str) -> None:
         limits = StoreLimits(max_bytes=self._config.store_max_bytes, retention_s=self._config.store_retention_s)
-        store = ResponseStore(await Database.open(place), limits)
-        await store.purge()
+        objects = ObjectStore(await Database.open(place), limits)
+        await objects.purge()
+        store = ResponseStore(objects)
         api, jobs = self._http_api, JobStore(store, uuid.uuid4().hex)
         api.history.store = store
         api.history.background = BackgroundResponses(jobs, api.responses.job, self._gate.enter_trusted)

@@ -1,4 +1,4 @@
-"""Database of stored responses: how SQLite and PostgreSQL are opened, the tables, and the thread that calls them."""
+"""Database of what is stored: how SQLite and PostgreSQL are opened, the tables, and the thread that calls them."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FILE: Final = "responses.sqlite"
+FILE: Final = "store.sqlite"
 """Below the folder of the setting."""
 
 _LOCK_WAIT_S: Final = 10.0
@@ -24,27 +24,30 @@ _LOCK_WAIT_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """All have the tenant and the response's id; the row of a response owns those of the others."""
+    """All have the tenant and an object's id; the row of an object owns those of the others."""
 
-    responses: "sqlalchemy.Table"
-    jobs: "sqlalchemy.Table"
-    """Of background responses that are not over."""
+    objects: "sqlalchemy.Table"
     pieces: "sqlalchemy.Table"
-    """Of their streams, in order."""
+    """Bytes of an object, in order: a background response's stream, a file's content."""
+    items: "sqlalchemy.Table"
+    """Of a conversation, in order."""
+    jobs: "sqlalchemy.Table"
+    """What is to be computed for an object."""
 
 
 class Database:
     """Used from one event loop. `run` and the methods of its users raise `StoreError` where it fails."""
 
-    def __init__(self, place: str, now: Callable[[], float] = time.time) -> None:
-        """At a folder, which is made, or at a `postgresql://` URL. Raises `StoreError`."""
+    def __init__(self, place: str, now: Callable[[], float] | None = None) -> None:
+        """At a folder, which is made, or at a `postgresql://` URL. `now`: seconds since 1970; unset, it is the clock of
+        the PostgreSQL server, or of this host. Raises `StoreError`.
+        """
         import sqlalchemy
         from sqlalchemy.exc import SQLAlchemyError
 
         metadata = sqlalchemy.MetaData()
-        self.tables = Tables(_responses(metadata), _jobs(metadata), _pieces(metadata))
-        self.now = now
-        """Seconds since 1970."""
+        self.tables = Tables(_objects(metadata), _pieces(metadata), _items(metadata), _jobs(metadata))
+        self._now = now
         try:
             self.engine = _postgresql(place) if "://" in place else _sqlite(Path(place))
             with self.engine.begin() as connection:
@@ -52,12 +55,20 @@ class Database:
         except (OSError, SQLAlchemyError) as error:
             cause = getattr(error, "orig", None) or error
             raise StoreError(f"router.store = {place!r} cannot be opened: {cause}") from error
-        self._thread = ThreadPoolExecutor(1, "response store")
+        self._thread = ThreadPoolExecutor(1, "store")
 
     @classmethod
-    async def open(cls, place: str, now: Callable[[], float] = time.time) -> Self:
+    async def open(cls, place: str, now: Callable[[], float] | None = None) -> Self:
         """Off the event loop."""
         return await asyncio.to_thread(cls, place, now)
+
+    def now(self, connection: "sqlalchemy.Connection") -> float:
+        """Seconds since 1970, the same for all routers of the store: hosts that share one may have other clocks."""
+        if self._now is not None:
+            return self._now()
+        if self.engine.dialect.name == "sqlite":
+            return time.time()
+        return float(connection.exec_driver_sql("SELECT extract(epoch FROM clock_timestamp())").scalar_one())
 
     async def run(self, work: Callable[["sqlalchemy.Connection"], T]) -> T:
         """Does all of it, or nothing, and durably."""
@@ -71,7 +82,7 @@ class Database:
             return await asyncio.get_running_loop().run_in_executor(self._thread, transaction)
         except SQLAlchemyError as error:
             cause = getattr(error, "orig", None) or error
-            raise StoreError(f"the response store failed: {cause}") from error
+            raise StoreError(f"the store failed: {cause}") from error
 
     async def empty_log(self) -> None:
         """What was deleted is in SQLite's write-ahead log no more."""
@@ -93,61 +104,83 @@ class Database:
         self.engine.dispose()
 
 
-def _responses(metadata: "sqlalchemy.MetaData") -> "sqlalchemy.Table":
+def _objects(metadata: "sqlalchemy.MetaData") -> "sqlalchemy.Table":
     from sqlalchemy import BigInteger, Column, Float, Index, Table, Text
 
     table = Table(
-        "holdfast_responses",
+        "holdfast_objects",
         metadata,
         Column("tenant", Text, primary_key=True),
         Column("id", Text, primary_key=True),
-        Column("previous_id", Text),
-        Column("created_at", BigInteger, nullable=False),
+        Column("kind", Text, nullable=False),
+        Column("parent_id", Text),
         Column("saved_at", Float, nullable=False),
+        Column("expires_at", Float, index=True),
         Column("num_bytes", BigInteger, nullable=False),
         Column("input", Text, nullable=False),
-        Column("response", Text, nullable=False),
+        Column("object", Text, nullable=False),
     )
-    Index("holdfast_responses_by_age", table.c.saved_at)
+    Index("holdfast_objects_by_age", table.c.saved_at)
+    Index("holdfast_objects_by_kind", table.c.tenant, table.c.kind, table.c.saved_at, table.c.id)
     return table
-
-
-def _jobs(metadata: "sqlalchemy.MetaData") -> "sqlalchemy.Table":
-    from sqlalchemy import Column, Float, Integer, LargeBinary, Table, Text
-
-    return Table(
-        "holdfast_background_jobs",
-        metadata,
-        *_of_response(),
-        Column("content", LargeBinary, nullable=False),
-        Column("identity", Text, nullable=False),
-        Column("num_claims", Integer, nullable=False),
-        Column("owner", Text, nullable=False),
-        Column("lease_until", Float, nullable=False, index=True),
-    )
 
 
 def _pieces(metadata: "sqlalchemy.MetaData") -> "sqlalchemy.Table":
     from sqlalchemy import Column, Integer, LargeBinary, Table
 
     return Table(
-        "holdfast_background_pieces",
+        "holdfast_pieces",
         metadata,
-        *_of_response(),
+        *_of_object("id", primary_key=True),
         Column("number", Integer, primary_key=True, autoincrement=False),
         Column("data", LargeBinary, nullable=False),
     )
 
 
-def _of_response() -> "list[Any]":
+def _items(metadata: "sqlalchemy.MetaData") -> "sqlalchemy.Table":
+    from sqlalchemy import BigInteger, Column, Index, Table, Text
+
+    table = Table(
+        "holdfast_items",
+        metadata,
+        *_of_object("conversation_id", primary_key=True),
+        Column("number", BigInteger, primary_key=True, autoincrement=False),
+        Column("id", Text, nullable=False),
+        Column("data", Text, nullable=False),
+    )
+    Index("holdfast_items_by_id", table.c.tenant, table.c.conversation_id, table.c.id, unique=True)
+    return table
+
+
+def _jobs(metadata: "sqlalchemy.MetaData") -> "sqlalchemy.Table":
+    from sqlalchemy import Column, Float, Index, Integer, LargeBinary, Table, Text
+
+    table = Table(
+        "holdfast_jobs",
+        metadata,
+        *_of_object("object_id", primary_key=False),
+        Column("id", Text, primary_key=True),
+        Column("number", Integer),
+        Column("content", LargeBinary, nullable=False),
+        Column("identity", Text, nullable=False),
+        Column("num_claims", Integer, nullable=False),
+        Column("owner", Text, nullable=False),
+        Column("lease_until", Float, nullable=False),
+        Column("made_at", Float, nullable=False),
+    )
+    Index("holdfast_jobs_by_object", table.c.tenant, table.c.object_id)
+    Index("holdfast_jobs_by_lease", table.c.lease_until)
+    Index("holdfast_jobs_by_owner", table.c.owner)
+    return table
+
+
+def _of_object(name: str, *, primary_key: bool) -> "list[Any]":
+    """Columns of the object that a row belongs to; `name` is that of its id."""
     from sqlalchemy import Column, ForeignKeyConstraint, Text
 
-    owner = [f"holdfast_responses.{name}" for name in ("tenant", "id")]
-    return [
-        Column("tenant", Text, primary_key=True),
-        Column("id", Text, primary_key=True),
-        ForeignKeyConstraint(["tenant", "id"], owner, ondelete="CASCADE"),
-    ]
+    columns = [Column("tenant", Text, primary_key=True), Column(name, Text, primary_key=primary_key, nullable=False)]
+    owner = [f"holdfast_objects.{column}" for column in ("tenant", "id")]
+    return [*columns, ForeignKeyConstraint(["tenant", name], owner, ondelete="CASCADE")]
 
 
 def _sqlite(folder: Path) -> "sqlalchemy.Engine":

@@ -1,16 +1,17 @@
-"""Job store: background responses that are not over, each leased to one router at a time, and their streams so far.
+"""Job store: what is to be computed for stored objects, each job leased to one router at a time.
 
-A router that has a job renews its lease with each piece of the stream that it stores. Once the lease has run out,
-because the router or the whole cluster has ended, any router claims the job and goes on after the last piece. A piece
-is stored only by the owner: of two routers that both claim a job, one gets an error.
+A job is a background response, or a line of a batch. A router that has jobs renews their leases. Once a lease has run
+out, because the router or the whole cluster has ended, any router claims the job; a response goes on after what is
+stored of its stream. Only the owner can write what a job comes to, in the transaction that ends it: of two routers that
+both claim a job, one gets an error.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from holdfast.router.store.response_store import ResponseStore, StoredResponse
+from holdfast.router.store.response_store import OPEN, ResponseStore, StoredResponse
 from holdfast.worker.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -19,24 +20,30 @@ if TYPE_CHECKING:
 LEASE_S: Final = 5.0
 
 CANCELLED: Final = "cancelled"
-_OPEN: Final = ("queued", "in_progress")
+
+HELD_BACK: Final = 1e15
+"""A lease that does not run out: of jobs whose object is not whole yet."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """One background response, as its owner has it."""
+    """One job, as its owner has it."""
 
     tenant: str
     id: str
-    """Of the response."""
+    """Of the response; of a line one that is made of its batch's."""
+    object_id: str
+    """The response or the batch."""
+    number: int | None = None
+    """Of a line in its batch, from 1."""
     content: bytes
-    """The body of the request."""
+    """Of a response what `background` makes of its request; of a batch its line."""
     identity: str
     """As `Identity.text`."""
     num_claims: int = 1
     """Routers that have had it, and the times that it was begun again."""
     pieces: list[bytes] = field(default_factory=list)
-    """What was stored of its stream when it was claimed."""
+    """What was stored of a response's stream when it was claimed."""
     num_pieces: int = 0
     """All so far."""
 
@@ -52,25 +59,26 @@ class JobStore:
 
     async def submit(self, job: Job, queued: StoredResponse) -> None:
         """A new job of this router, whose response is `queued`."""
-        row = {
-            "tenant": job.tenant,
-            "id": job.id,
-            "content": job.content,
-            "identity": job.identity,
-            "num_claims": 1,
-            "owner": self._owner,
-            "lease_until": self._database.now() + LEASE_S,
-        }
 
         def insert(connection: "sqlalchemy.Connection") -> None:
-            self._store.insert(connection, self._store.row(job.tenant, queued))
-            connection.execute(self._jobs.insert(), row)
+            self._store.insert(connection, job.tenant, queued)
+            self.insert(connection, [job], self._database.now(connection) + LEASE_S)
 
         await self._database.run(insert)
 
-    async def claim(self) -> Job | None:
-        """A job whose lease has run out, if there is one, which is this router's from here on."""
-        return await self._database.run(self._claim)
+    async def claim(self, most: int, *, of_batches: bool = False) -> list[Job]:
+        """So many jobs at most whose lease has run out, which are this router's from here on; the oldest first."""
+        return await self._database.run(partial(self._claim, most=most, of_batches=of_batches))
+
+    async def renew(self, jobs: Collection[Job]) -> list[Job]:
+        """Those that are still this router's; their leases are renewed."""
+
+        def renew(connection: "sqlalchemy.Connection") -> list[Job]:
+            until = self._database.now(connection) + LEASE_S
+            renewed = self._jobs.update().values(lease_until=until)
+            return [job for job in jobs if connection.execute(renewed.where(*self.mine(job))).rowcount]
+
+        return await self._database.run(renew)
 
     async def add(self, job: Job, piece: bytes, response: dict[str, Any] | None = None) -> bool:
         """Stores a piece of the stream, which may be empty, and renews the lease. False: the job is not this router's
@@ -81,12 +89,12 @@ class JobStore:
     async def finish(self, job: Job, piece: bytes, response: dict[str, Any]) -> bool:
         """As `add`, with the last piece: the job is over."""
         is_mine = await self._database.run(partial(self._add, job=job, piece=piece, response=response, is_over=True))
-        await self._store.purge_if_due()
+        await self._store.objects.purge_if_due()
         return is_mine
 
     async def release(self, job: Job) -> None:
         """Another router may have it at once."""
-        free = self._jobs.update().where(*self._mine(job)).values(lease_until=0)
+        free = self._jobs.update().where(*self.mine(job)).values(lease_until=0)
         await self._database.run(lambda connection: connection.execute(free))
 
     async def cancel(self, tenant: str, response_id: str) -> dict[str, Any]:
@@ -98,10 +106,12 @@ class JobStore:
             jobs, response = self._jobs, self._store.read(connection, tenant, response_id).response
             if not response["background"]:
                 raise InvalidRequestError("response_id", response_id, "must be a background response")
-            gone = connection.execute(jobs.delete().where(jobs.c.tenant == tenant, jobs.c.id == response_id)).rowcount
+            gone = connection.execute(
+                jobs.delete().where(jobs.c.tenant == tenant, jobs.c.object_id == response_id)
+            ).rowcount
             if gone:
                 response = {**response, "status": CANCELLED}
-                self._store.update(connection, tenant, response_id, response)
+                self._store.objects.update(connection, tenant, response_id, response)
             return response
 
         return await self._database.run(cancel)
@@ -111,39 +121,61 @@ class JobStore:
 
         def read(connection: "sqlalchemy.Connection") -> tuple[list[bytes], bool]:
             response = self._store.read(connection, tenant, response_id).response
-            return self._read_pieces(connection, tenant, response_id, first), response["status"] not in _OPEN
+            return self._read_pieces(connection, tenant, response_id, first), response["status"] not in OPEN
 
         return await self._database.run(read)
 
     # --- within a transaction ---
 
-    def _mine(self, job: Job) -> "Sequence[sqlalchemy.ColumnElement[bool]]":
+    def mine(self, job: Job) -> "Sequence[sqlalchemy.ColumnElement[bool]]":
+        """Conditions of a job's row that hold while it is this router's."""
         jobs = self._jobs
         return (
             jobs.c.tenant == job.tenant,
             jobs.c.id == job.id,
             jobs.c.owner == self._owner,
-            (jobs.c.num_claims == job.num_claims),
+            jobs.c.num_claims == job.num_claims,
         )
 
-    def _claim(self, connection: "sqlalchemy.Connection") -> Job | None:
-        jobs, now = self._jobs, self._database.now()
+    def insert(self, connection: "sqlalchemy.Connection", jobs: Sequence[Job], lease_until: float) -> None:
+        """New jobs of this router."""
+        of_all = {
+            "owner": self._owner,
+            "lease_until": lease_until,
+            "num_claims": 1,
+            "made_at": self._database.now(connection),
+        }
+        names = "tenant", "id", "object_id", "number", "content", "identity"
+        rows = [{**of_all, **{name: getattr(job, name) for name in names}} for job in jobs]
+        connection.execute(self._jobs.insert(), rows)
+
+    def _claim(self, connection: "sqlalchemy.Connection", most: int, of_batches: bool) -> list[Job]:
+        jobs, now = self._jobs, self._database.now(connection)
         is_free = jobs.c.lease_until < now
-        for row in connection.execute(jobs.select().where(is_free).order_by(jobs.c.lease_until).limit(8)).all():
+        is_line = jobs.c.number.is_not(None) if of_batches else jobs.c.number.is_(None)
+        free = jobs.select().where(is_free, is_line).order_by(jobs.c.made_at, jobs.c.number).limit(most)
+        claimed = []
+        for row in connection.execute(free).all():
             mine = jobs.update().where(jobs.c.tenant == row.tenant, jobs.c.id == row.id, is_free)
-            claimed = {"owner": self._owner, "num_claims": row.num_claims + 1, "lease_until": now + LEASE_S}
-            if connection.execute(mine.values(claimed)).rowcount:
-                pieces = self._read_pieces(connection, row.tenant, row.id, 0)
-                return Job(
-                    tenant=row.tenant,
-                    id=row.id,
-                    content=row.content,
-                    identity=row.identity,
-                    num_claims=row.num_claims + 1,
-                    pieces=pieces,
-                    num_pieces=len(pieces),
-                )
-        return None
+            given = {"owner": self._owner, "num_claims": row.num_claims + 1, "lease_until": now + LEASE_S}
+            if connection.execute(mine.values(given)).rowcount:
+                claimed.append(self._read_job(connection, row))
+        return claimed
+
+    def _read_job(self, connection: "sqlalchemy.Connection", row: "sqlalchemy.Row[Any]") -> Job:
+        """As it is once it is claimed."""
+        pieces = [] if row.number is not None else self._read_pieces(connection, row.tenant, row.object_id, 0)
+        return Job(
+            tenant=row.tenant,
+            id=row.id,
+            object_id=row.object_id,
+            number=row.number,
+            content=row.content,
+            identity=row.identity,
+            num_claims=row.num_claims + 1,
+            pieces=pieces,
+            num_pieces=len(pieces),
+        )
 
     def _read_pieces(
         self, connection: "sqlalchemy.Connection", tenant: str, response_id: str, first: int
@@ -161,15 +193,19 @@ class JobStore:
         *,
         is_over: bool,
     ) -> bool:
-        mine = self._mine(job)
-        renewed = self._jobs.update().where(*mine).values(lease_until=self._database.now() + LEASE_S)
+        mine = self.mine(job)
+        renewed = self._jobs.update().where(*mine).values(lease_until=self._database.now(connection) + LEASE_S)
         if not connection.execute(self._jobs.delete().where(*mine) if is_over else renewed).rowcount:
             return False
+        objects = self._store.objects
         if piece:
-            row = {"tenant": job.tenant, "id": job.id, "number": job.num_pieces, "data": piece}
+            row = {"tenant": job.tenant, "id": job.object_id, "number": job.num_pieces, "data": piece}
             connection.execute(self._pieces.insert(), row)
-            self._store.grow(connection, job.tenant, job.id, len(piece))
+            objects.grow(connection, job.tenant, job.object_id, len(piece))
             job.num_pieces += 1
         if response is not None:
-            self._store.update(connection, job.tenant, job.id, response)
+            objects.update(connection, job.tenant, job.object_id, response)
+        if is_over:
+            stored = self._store.read(connection, job.tenant, job.object_id)
+            self._store.extend_conversation(connection, job.tenant, stored)
         return True

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from holdfast.router.api.connection_guard import ConnectionGuard
 from holdfast.router.api.http.admin import AdminEndpoints
 from holdfast.router.api.http.answering import Endpoint, answering, not_found
+from holdfast.router.api.http.conversations import ConversationEndpoints
 from holdfast.router.api.http.event_stream import ANTHROPIC, OPENAI, EventStream
 from holdfast.router.api.http.generation_endpoints import GenerationEndpoints
 from holdfast.router.api.http.page_files import PAGE, page_file
@@ -22,6 +23,7 @@ from holdfast.router.api.http.response_endpoints import ResponseEndpoints
 from holdfast.router.api.http.response_history import ResponseHistory
 from holdfast.router.api.http.server import CONNECTION, Connection
 from holdfast.router.api.http.state_endpoints import StateEndpoints, TokenEndpoints
+from holdfast.router.api.http.stored_chats import StoredChats
 from holdfast.router.api.intake import DecodeWorker, Intake
 from holdfast.router.api.load_reports import ASKED_BY, LoadReports
 from holdfast.router.api.operators import Operators
@@ -85,8 +87,10 @@ class HttpApi:
         reader = RequestReader(request_processor, limits, decode_worker or DecodeWorker(), watch)
         self._gate = gate or Gate()
         self.history = ResponseHistory(self._gate)
-        """Stored responses, if there is a store."""
-        self._generation = GenerationEndpoints(request_processor, reader, self._load_header)
+        """What is stored, if there is a store."""
+        self._chats = StoredChats(reader, self.history)
+        self._conversations = ConversationEndpoints(reader, self.history, limits.max_message_bytes)
+        self._generation = GenerationEndpoints(request_processor, reader, self._load_header, self._chats)
         self.responses = ResponseEndpoints(
             request_processor, reader, self._generation, self.history, watch, limits.max_message_bytes
         )
@@ -122,6 +126,8 @@ class HttpApi:
             ("POST", "/detokenize", tokens.detokenize),
             *self._state.routes(),
             *self.responses.routes(),
+            *self._chats.routes(),
+            *self._conversations.routes(),
             *(("GET", path, page_file(path)) for path in PAGE),
             *self._admin,
         ]

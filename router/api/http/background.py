@@ -33,6 +33,7 @@ STORE_EVERY_S: Final = 0.25
 """How often a stream is stored: so much of it is computed again after a loss, with the same tokens."""
 
 CLAIM_EVERY_S: Final = 1.0
+_CLAIMED_AT_A_TIME: Final = 8
 _BEGIN: Final = b": stored events\n\n"
 """A comment: there may be no event at all."""
 _NUMBER: Final = re.compile(rb'data: \{"type": "[^"]*", "sequence_number": (\d+)')
@@ -132,15 +133,16 @@ class BackgroundResponses:
 
     async def _claim(self) -> None:
         while True:
+            jobs: list[Job] = []
             try:
-                job = await self._jobs.claim() if len(self._runs) < MAX_RUNNING else None
+                if room := MAX_RUNNING - len(self._runs):
+                    jobs = await self._jobs.claim(min(room, _CLAIMED_AT_A_TIME))
             except StoreError as error:
                 logger.warning("background responses cannot be claimed: %s", error)
-                job = None
-            if job is None:
-                await asyncio.sleep(CLAIM_EVERY_S)
-            else:
+            for job in jobs:
                 self._start(job)
+            if not jobs:
+                await asyncio.sleep(CLAIM_EVERY_S)
 
     def _start(self, job: Job) -> None:
         context = contextvars.Context()  # of no client: neither its key nor what is counted of its connection

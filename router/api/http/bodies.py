@@ -343,6 +343,10 @@ class ChatBody(Body, ChatFields):
     top_logprobs: int | None = None
     echo: bool | None = None
     """The answer begins with the last message's content, where that is of the answer's own role."""
+    store: bool | None = None
+    """The answer is kept, with the messages, where answers are stored."""
+    metadata: dict[str, Any] | None = None
+    """Of a stored answer, which is found by it."""
     include_reasoning: bool | None = None
     """False: reasoning is not sent, nor are tokens from which it could be read."""
     return_prompt_text: bool | None = None

@@ -49,7 +49,7 @@ def body_bounds(limits: LimitsConfig) -> JsonBounds:
     bias = Bound(count=limits.max_logit_bias, size=64 * limits.max_logit_bias + 64, setting="limits.max_logit_bias")
     fields = {
         "prompt": Bound(count=2048, size=text + _OTHER_SIZE, setting="limits.max_prompt_bytes"),
-        **dict.fromkeys(("messages", "input", "system", "instructions", "tools", "documents"), chat),
+        **dict.fromkeys(("messages", "input", "items", "system", "instructions", "tools", "documents"), chat),
         **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), grammar),
         **dict.fromkeys(("response_format", "structured_outputs", "guided_decoding", "text"), grammar),
         **dict.fromkeys(("output_config", "output_format"), grammar),

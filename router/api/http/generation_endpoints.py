@@ -20,6 +20,8 @@ from holdfast.router.api.http.messages_body import MessagesBody
 from holdfast.router.api.http.messages_body import chat_body as messages_chat
 from holdfast.router.api.http.request_reader import RequestReader, tenant_of
 from holdfast.router.api.http.server import CONNECTION, Connection
+from holdfast.router.api.http.stored_chats import StoredChats, StoredChunks
+from holdfast.router.api.http.stored_objects import check_metadata
 from holdfast.router.api.http.submission import (
     Encoder,
     Submission,
@@ -46,15 +48,19 @@ class GenerationEndpoints:
         request_processor: RequestProcessor,
         reader: RequestReader,
         load_header: Callable[[Request], dict[str, str]],
+        chats: StoredChats,
     ) -> None:
         """`load_header`: what the headers of a stream tell of the router's load, where a request asks for it."""
         self._requests = request_processor
         self._reader = reader
         self._load_header = load_header
+        self._chats = chats
 
     async def chat_completions(self, request: Request) -> ASGIApp:
         submission, content = await self._reader.submission(request)
         body, bare = await self._reader.decoded(content, ChatBody, partial(chat_request, tenant=tenant_of(request)))
+        if (save := self._chats.save(request, body)) is not None:
+            check_metadata(body.metadata)
         submission = self._reader.named(submission, bare)
         plan = await self._reader.plan(bare)
         generation = submission.of(plan.request, choices=plan.request.sampling_params.n)
@@ -70,9 +76,14 @@ class GenerationEndpoints:
             async with AsyncExitStack() as stack:
                 (answer,) = await self._open(stack, [generation])
                 completed = await unless_gone(request, answer.whole())
-            return json_response(whole_chat(view, completed, answer.request.prompt_token_ids))
+            response = whole_chat(view, completed, answer.request.prompt_token_ids)
+            if save is not None:
+                await save(response)
+            return json_response(response)
         generation.check_streamable()
-        return await self.streamed(request, submission, generation, lambda answer: ChatChunks(view, answer))
+        if save is not None:
+            return await self.streamed(request, submission, generation, partial(StoredChunks, view, save=save))
+        return await self.streamed(request, submission, generation, partial(ChatChunks, view))
 
     def tokens(self, generation: GenerationRequest) -> TokenTable:
         return self._requests.tokenizer(self._requests.model(generation.model).name).tokens

@@ -1,5 +1,6 @@
 """OpenAPI description of the HTTP API, made from the bodies that the endpoints read and the declared parameters."""
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
@@ -10,8 +11,10 @@ from pydantic.json_schema import models_json_schema
 
 from holdfast.router.api.http.admin import AdminEndpoints
 from holdfast.router.api.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, Reads, TokenizeBody
+from holdfast.router.api.http.conversations import ConversationEndpoints
 from holdfast.router.api.http.messages_body import CountBody, MessagesBody
 from holdfast.router.api.http.responses_body import ResponsesBody
+from holdfast.router.api.http.stored_chats import StoredChats
 from holdfast.worker.parameters import STRUCTURE, TEXTS, Kind, Metadata, Parameter
 from holdfast.worker.sampling_params import PARAMETERS
 
@@ -57,7 +60,8 @@ _OTHERS_WORDS: Final[Mapping[str, Mapping[str, Any]]] = {
 @cache
 def description() -> dict[str, Any]:
     """The whole document."""
-    posts = {**_BODIES, **{path: (*body, False) for path, body in AdminEndpoints.bodies.items()}}
+    others = {**AdminEndpoints.bodies, **_STORED_BODIES}
+    posts = {**_BODIES, **{path: (*body, False) for path, body in others.items()}}
     models = {model for model, _, _ in posts.values()}
     _, defined = models_json_schema(
         [(model, "validation") for model in sorted(models, key=lambda one: one.__name__)],
@@ -72,9 +76,11 @@ def description() -> dict[str, Any]:
     paths |= {path: {"get": _get(summary, {"type": "object"})} for path, summary in _READS.items()}
     paths |= {path: {"post": _order(path, *body)} for path, body in AdminEndpoints.bodies.items()}
     paths["/admin/state"] = {"get": _of_operators(_get("A dump of the router's state, for a bug report.", _OBJECT))}
-    paths["/v1/models/{model}"] = {"get": {**_get("One of them.", {"type": "object"}), "parameters": [_MODEL]}}
+    paths["/v1/models/{model}"] = {
+        "get": {**_get("One of them.", {"type": "object"}), "parameters": [_in_path("model")]}
+    }
     paths |= {path: {"get": _state(path)} for path in ("/health", "/ready", "/ping")}
-    paths |= _stored_responses()
+    _add_stored(paths)
     paths["/metrics"] = {"get": {"summary": "Figures for Prometheus.", "responses": {"200": _content("text/plain")}}}
     return {
         "openapi": "3.1.0",
@@ -84,23 +90,54 @@ def description() -> dict[str, Any]:
     }
 
 
-def _stored_responses() -> dict[str, Any]:
-    """OpenAPI of stored responses (`router.store`)."""
-    listed = [_query(name, kind) for name, kind in (("after", "string"), ("limit", "integer"), ("order", "string"))]
-    followed = [_query("stream", "boolean"), _query("starting_after", "integer")]
-    path = "/v1/responses/{response_id}"
-    summaries = {
-        (path, "get"): "A stored response, or the events of one that is computed in the background.",
-        (path, "delete"): "Deletes a stored response.",
-        (f"{path}/cancel", "post"): "Ends a background response.",
-        (f"{path}/input_items", "get"): "The input of a stored response, in pages.",
-    }
-    queries = {(path, "get"): followed, (f"{path}/input_items", "get"): listed}
-    paths: dict[str, Any] = {}
-    for (place, method), summary in summaries.items():
-        parameters = [_RESPONSE, *queries.get((place, method), [])]
-        paths.setdefault(place, {})[method] = {**_get(summary, _OBJECT), "parameters": parameters}
-    return paths
+_PAGED: Final = (("after", "string"), ("limit", "integer"), ("order", "string"))
+_STORED: Final[Mapping[str, Mapping[str, tuple[str, tuple[tuple[str, str], ...]]]]] = {
+    "/v1/responses/{response_id}": {
+        "get": (
+            "A stored response, or the events of one that is computed in the background.",
+            (("stream", "boolean"), ("starting_after", "integer")),
+        ),
+        "delete": ("Deletes a stored response.", ()),
+    },
+    "/v1/responses/{response_id}/cancel": {"post": ("Ends a background response.", ())},
+    "/v1/responses/{response_id}/input_items": {"get": ("The input of a stored response, in pages.", _PAGED)},
+    "/v1/chat/completions": {"get": ("Stored chat completions, in pages.", (*_PAGED, ("model", "string")))},
+    "/v1/chat/completions/{completion_id}": {
+        "get": ("A stored chat completion.", ()),
+        "delete": ("Deletes a stored chat completion.", ()),
+    },
+    "/v1/chat/completions/{completion_id}/messages": {
+        "get": ("The messages that a stored chat completion answers, in pages.", _PAGED)
+    },
+    "/v1/conversations/{conversation_id}": {
+        "get": ("A stored conversation.", ()),
+        "delete": ("Deletes a conversation and its items.", ()),
+    },
+    "/v1/conversations/{conversation_id}/items": {"get": ("The items of a conversation, in pages.", _PAGED)},
+    "/v1/conversations/{conversation_id}/items/{item_id}": {
+        "get": ("One item of a conversation.", ()),
+        "delete": ("Deletes an item of a conversation.", ()),
+    },
+}
+"""Of what is stored (`router.store`): by path and method what it is for, and what its query says."""
+
+_STORED_BODIES: Final = {**ConversationEndpoints.bodies, **StoredChats.bodies}
+
+
+def _add_stored(paths: dict[str, Any]) -> None:
+    for path, (body, summary) in _STORED_BODIES.items():
+        paths.setdefault(path, {})["post"] = _post(path, body, summary, streams=False)
+    for path, methods in _STORED.items():
+        for method, (summary, query) in methods.items():
+            described = {**_get(summary, _OBJECT), "parameters": [_query(*one) for one in query]}
+            paths.setdefault(path, {})[method] = described
+    for path in {*_STORED, *_STORED_BODIES}:
+        if names := re.findall(r"{(\w+)}", path):
+            paths[path]["parameters"] = [_in_path(name) for name in names]
+
+
+def _in_path(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 
 
 def _query(name: str, kind: str) -> dict[str, Any]:
@@ -142,7 +179,7 @@ def _post(path: str, body: type[Reads], summary: str, streams: bool) -> dict[str
 
 def _order(path: str, body: type[Reads], summary: str) -> dict[str, Any]:
     order = _of_operators(_post(path, body, summary, streams=False))
-    return order | ({"parameters": [_REPLICA]} if "{replica_id}" in path else {})
+    return order | ({"parameters": [_in_path("replica_id")]} if "{replica_id}" in path else {})
 
 
 def _of_operators(operation: dict[str, Any]) -> dict[str, Any]:
@@ -173,9 +210,6 @@ def _error(path: str, summary: str) -> dict[str, Any]:
     return {"description": summary, "content": {_JSON: {"schema": {"$ref": f"#/components/schemas/{name}"}}}}
 
 
-_MODEL: Final = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-_REPLICA: Final = {"name": "replica_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-_RESPONSE: Final = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
 _OBJECT: Final = {"type": "object"}
 _TEXT: Final = {"type": "string"}
 _ERROR_SCHEMAS: Final = {

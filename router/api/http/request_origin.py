@@ -171,7 +171,7 @@ def _presented(request: Request) -> str:
     return bearer(request.headers.get("authorization", "")) or request.headers.get("x-api-key", "")
 
 
-_METHODS: Final = ("GET", "POST")
+_METHODS: Final = ("GET", "POST", "DELETE")
 _EXPOSED: Final = ("x-request-id", "x-should-retry", "retry-after", "retry-after-ms", "x-holdfast-hold")
 """Headers of answers that clients read."""
 

@@ -1,5 +1,6 @@
 """Endpoints of `/v1/responses`: a response made whole, as a stream or in the background, and stored ones."""
 
+import json
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +17,10 @@ from holdfast.router.api.http.event_stream import EventStream
 from holdfast.router.api.http.generation_endpoints import GenerationEndpoints
 from holdfast.router.api.http.request_origin import check_json
 from holdfast.router.api.http.request_reader import RequestReader, tenant_of
-from holdfast.router.api.http.response_history import SETTING, ResponseHistory, Turn, page_of
+from holdfast.router.api.http.response_history import ResponseHistory, Turn
 from holdfast.router.api.http.responses import RawMessages, ResponseEvents, queued_response, whole_response
 from holdfast.router.api.http.responses_body import ResponsesBody, chat_body
+from holdfast.router.api.http.stored_objects import SETTING, id_of, page_asked, page_of
 from holdfast.router.api.http.submission import Submission, answer_events
 from holdfast.router.generation import Generation
 from holdfast.router.request import GenerationRequest
@@ -26,7 +28,7 @@ from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.poison_watch import PoisonWatch, begin_reading, end_reading
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.store.job_store import Job
-from holdfast.router.store.response_store import MAX_ID_LENGTH
+from holdfast.router.store.response_store import RESPONSE
 from holdfast.router.text.token_table import TokenTable
 from holdfast.worker.errors import InvalidRequestError, NotFoundError
 
@@ -40,6 +42,8 @@ class _Prepared:
 
     body: ResponsesBody
     turn: Turn
+    earlier: list[dict[str, Any]] | None
+    """Items before its input; None: it continues nothing."""
     submission: Submission
     generation: GenerationRequest
     plan: ChatPlan
@@ -48,12 +52,13 @@ class _Prepared:
 
     def events(self, save: Save | None, answer: SampledAnswer) -> ResponseEvents:
         created, reader = self.submission.identity.created, self.plan.new_reader()
-        return ResponseEvents(self.body, answer, created, reader, self.tokens, self.prompt_text, save)
+        stored = self.turn.is_kept
+        return ResponseEvents(self.body, answer, created, reader, self.tokens, self.prompt_text, save, is_stored=stored)
 
     def whole(self, completed: Generation, answer: SampledAnswer) -> dict[str, Any]:
         text, created, reader = self.prompt_text, self.submission.identity.created, self.plan.new_reader()
         raw = None if text is None else RawMessages(text, answer.request.prompt_token_ids)
-        stored = self.turn.is_stored
+        stored = self.turn.is_kept
         return whole_response(self.body, completed, created, reader, self.tokens, raw, is_stored=stored)
 
     def queued(self, model: str) -> dict[str, Any]:
@@ -104,21 +109,29 @@ class ResponseEndpoints:
             response = made.whole(completed, answer)
             await turn.save(response)
             return json_response(response)
-        encoder_of = partial(made.events, turn.save if turn.is_stored else None)
+        encoder_of = partial(made.events, turn.save if turn.is_saved else None)
         return await self._generation.streamed(request, made.submission, made.generation, encoder_of)
 
-    async def _prepared(self, content: bytes, tenant: str, owner: str, submission: Submission) -> _Prepared:
-        """`owner`: whose stored responses it may continue."""
+    async def _prepared(
+        self,
+        content: bytes,
+        tenant: str,
+        owner: str,
+        submission: Submission,
+        earlier: list[dict[str, Any]] | None = None,
+    ) -> _Prepared:
+        """`owner`: whose stored responses it may continue. `earlier`: what it continues, where that was read before."""
 
         def chat_of(one: ResponsesBody, earlier: Sequence[dict[str, Any]] = ()) -> GenerationRequest:
             return chat_request(chat_body(one, earlier), tenant)
 
         body, first = await self._reader.decoded(
-            content, ResponsesBody, lambda one: None if one.previous_response_id is not None else chat_of(one)
+            content, ResponsesBody, lambda one: None if one.continues else chat_of(one)
         )
         turn = Turn(self._history, owner, body)
         if (bare := first) is None:
-            earlier = await turn.earlier(self._max_history_bytes)
+            if earlier is None:
+                earlier = await turn.earlier(self._max_history_bytes, submission)
             bare = await self._reader.made(self._max_history_bytes, partial(chat_of, body, earlier))
         submission = self._reader.named(submission, bare)
         plan = await self._reader.plan(bare, "text.format")
@@ -126,6 +139,7 @@ class ResponseEndpoints:
         return _Prepared(
             body=body,
             turn=turn,
+            earlier=earlier,
             submission=submission,
             generation=generation,
             plan=plan,
@@ -139,7 +153,10 @@ class ResponseEndpoints:
             raise InvalidRequestError("background", True, SETTING)
         self._requests.charge(made.generation)
         response = made.queued(self._requests.model(made.generation.model).name)
-        job = Job(tenant=owner, id=response["id"], content=content, identity=made.submission.identity.text)
+        response_id, identity = response["id"], made.submission.identity.text
+        # With what it continues: that may be changed or deleted before the end.
+        said = json.dumps(made.earlier).encode() + b"\n" + content
+        job = Job(tenant=owner, id=response_id, object_id=response_id, content=said, identity=identity)
         await background.submit(job, made.turn.stored(response))
         if made.body.stream:
             return EventStream(background.stream(owner, job.id), headers_of(request))
@@ -149,9 +166,10 @@ class ResponseEndpoints:
         self, content: bytes, tenant: str, submission: Submission, save: Save
     ) -> tuple[dict[str, Any], AsyncGenerator[bytes, None]]:
         """As `background.Prepare`."""
+        earlier, _, content = content.partition(b"\n")
         begin_reading(self._poison_watch, PATH, content)
         try:
-            made = await self._prepared(content, tenant, tenant, submission)
+            made = await self._prepared(content, tenant, tenant, submission, json.loads(earlier))
             model = self._requests.model(made.generation.model).name
         except BaseException as error:
             end_reading(error)
@@ -161,7 +179,7 @@ class ResponseEndpoints:
 
     async def get(self, request: Request) -> ASGIApp:
         asked, tenant = request.query_params, self._history.tenant(request)
-        response_id = _id_of(request)
+        response_id = id_of(request, "response_id", RESPONSE)
         stored = await self._history.required(response_id).get(tenant, response_id)
         if not _flag("stream", asked.get("stream", "false")):
             return json_response(stored.response)
@@ -172,7 +190,7 @@ class ResponseEndpoints:
         return EventStream(background.stream(tenant, response_id, after), headers_of(request))
 
     async def cancel(self, request: Request) -> ASGIApp:
-        response_id, background = _id_of(request), self._history.background
+        response_id, background = id_of(request, "response_id", RESPONSE), self._history.background
         if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
             check_json(request)
         if background is None:
@@ -180,22 +198,15 @@ class ResponseEndpoints:
         return json_response(await background.cancel(self._history.tenant(request), response_id))
 
     async def delete(self, request: Request) -> ASGIApp:
-        response_id = _id_of(request)
+        response_id = id_of(request, "response_id", RESPONSE)
         await self._history.required(response_id).delete(self._history.tenant(request), response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def input_items(self, request: Request) -> ASGIApp:
         """The input of a response alone, without the turns before it; newest first, unless `order` is `asc`."""
-        response_id, tenant = _id_of(request), self._history.tenant(request)
+        response_id, tenant = id_of(request, "response_id", RESPONSE), self._history.tenant(request)
         stored = await self._history.required(response_id).get(tenant, response_id)
-        return json_response(page_of(stored.input, request.query_params))
-
-
-def _id_of(request: Request) -> str:
-    response_id: str = request.path_params["response_id"]
-    if len(response_id) > MAX_ID_LENGTH:
-        raise NotFoundError("response", response_id)
-    return response_id
+        return json_response(page_of(stored.input, page_asked(request.query_params)))
 
 
 def _flag(name: str, value: str) -> bool:

@@ -79,6 +79,8 @@ class ResponseEvents:
         tokens: TokenTable,
         prompt_text: str | None = None,
         save: Callable[[dict[str, Any]], Awaitable[None]] | None = None,
+        *,
+        is_stored: bool = False,
     ) -> None:
         """`prompt_text`: the prompt, where the response tells it and the output as the model has them. `save`: stores
         the response before its last event, which says whether it is stored.
@@ -87,7 +89,7 @@ class ResponseEvents:
         self._raw = None if prompt_text is None else RawMessages(prompt_text, answer.request.prompt_token_ids)
         names, request_id = TokenNames(tokens), answer.request.request_id
         self._save = save
-        self._made = _Response(body, request_id, answer.model, created, names, self._raw, save is not None)
+        self._made = _Response(body, request_id, answer.model, created, names, self._raw, is_stored)
         self._ended: dict[str, Any] | None = None
         self._blocks = Blocks(reader)
         self._has_begun = False
@@ -186,6 +188,7 @@ class _Response:
             "id": f"resp_{request_id}",
             "object": "response",
             "background": body.background is True,
+            "conversation": None if body.conversation_id is None else {"id": body.conversation_id},
             "created_at": created,
             "model": model,
             "error": None,

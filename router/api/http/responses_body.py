@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import Field
 
 from holdfast.router.api.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, Reads
+from holdfast.router.api.http.stored_objects import check_metadata
 from holdfast.router.chat import call_arguments, checked_role, content_text
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.value_types import Neutral
@@ -21,7 +22,6 @@ class ResponsesBody(Reads):
     neutral: ClassVar[Neutral] = {
         **Reads.neutral,
         **ONE_PLAIN_CHOICE,
-        "conversation": (),
         "prompt": (),
         "truncation": ("disabled",),
         "max_tool_calls": (),
@@ -59,10 +59,22 @@ class ResponsesBody(Reads):
     """The response is computed whether its client stays or not, and is read later; it must be stored."""
     previous_response_id: str | None = None
     """The stored response whose conversation goes on."""
+    conversation: str | dict[str, Any] | None = None
+    """The id of a stored conversation that goes on, and gets this turn; alone, or as the field of an object."""
     top_logprobs: int | None = None
     """Best tokens reported for each token of the text, with `LOGPROBS` in `include`."""
     enable_response_messages: bool | None = None
     """The response has its prompt and output as the model has them: texts and token ids."""
+
+    @property
+    def conversation_id(self) -> str | None:
+        given = self.conversation
+        return given["id"] if isinstance(given, dict) else given
+
+    @property
+    def continues(self) -> bool:
+        """Whether items that are stored come before its input."""
+        return self.previous_response_id is not None or self.conversation is not None
 
     @property
     def tells_logprobs(self) -> bool:
@@ -72,6 +84,12 @@ class ResponsesBody(Reads):
         for item in self.include or ():
             if item not in (LOGPROBS, NOTHING):
                 raise InvalidRequestError("include", item, f"must be {LOGPROBS} or {NOTHING}")
+        given = self.conversation
+        if isinstance(given, dict) and (list(given) != ["id"] or not isinstance(given["id"], str)):
+            raise InvalidRequestError("conversation", given, 'must be an id, or {"id": an id}')
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise InvalidRequestError("conversation", given, "must not come with previous_response_id")
+        check_metadata(self.metadata)
         if self.background and self.store is False:
             raise InvalidRequestError("background", True, "must come with store = true")
         if self.top_logprobs and not self.tells_logprobs:
@@ -124,7 +142,7 @@ def _messages(body: ResponsesBody, earlier: Sequence[dict[str, Any]]) -> Iterato
     turn: dict[str, Any] = {}
     for index, item in enumerate((*earlier, *given), -len(earlier)):
         kind = item.get("type", "message")
-        field = f"input[{index}]" if index >= 0 else f"previous_response_id: item {index} before the input"
+        field = f"input[{index}]" if index >= 0 else f"{_place_of_earlier(body)}: item {index} before the input"
         if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
             if "tool_calls" in turn and kind != "function_call":  # what comes after calls is another turn
                 yield turn
@@ -137,6 +155,10 @@ def _messages(body: ResponsesBody, earlier: Sequence[dict[str, Any]]) -> Iterato
         yield _told(kind, item, field)
     if turn:
         yield turn
+
+
+def _place_of_earlier(body: ResponsesBody) -> str:
+    return "previous_response_id" if body.conversation is None else "conversation"
 
 
 def _add_to_turn(turn: dict[str, Any], kind: str, item: Mapping[str, Any], field: str) -> None:

@@ -14,7 +14,8 @@ import pytest
 
 from holdfast.router.config import RouterConfig
 from holdfast.router.store.database import FILE, Database
-from holdfast.router.store.response_store import ResponseStore, StoredResponse, StoreLimits
+from holdfast.router.store.object_store import ObjectStore, StoreLimits
+from holdfast.router.store.response_store import ResponseStore, StoredResponse
 from holdfast.worker.errors import InvalidRequestError, NotFoundError, StoreError
 from tests.loops import on_a_loop
 
@@ -26,7 +27,6 @@ def response(name: str, previous: str | None = None, *, text: str = "") -> Store
     item = {"id": f"in_{name}", "type": "message", "role": "user", "content": text or name}
     return StoredResponse(
         id=name,
-        created_at=7,
         previous_id=previous,
         input=[item],
         response={"id": name, "output": [{"id": f"out_{name}"}]},
@@ -64,7 +64,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 async def opened(place: str, now: Callable[[], float] = lambda: 1000.0, **limits: float) -> ResponseStore:
-    return ResponseStore(await Database.open(place, now), StoreLimits(**limits))
+    return ResponseStore(ObjectStore(await Database.open(place, now), StoreLimits(**limits)))
 
 
 @on_a_loop
@@ -109,12 +109,12 @@ async def test_old_responses_and_the_oldest_of_too_many_are_deleted(place):
     for number in range(4):
         now += 1
         await store.save("t", response(f"r{number}", text="x" * 700))
-    await store.purge()
+    await store.objects.purge()
     with pytest.raises(NotFoundError):
         await store.get("t", "old")  # the oldest beyond the size
     assert [(await store.get("t", f"r{number}")).id for number in range(1, 4)] == ["r1", "r2", "r3"]
     now += 100.5
-    await store.purge()
+    await store.objects.purge()
     for number in range(4):
         with pytest.raises(NotFoundError):
             await store.get("t", f"r{number}")

@@ -270,7 +270,7 @@ async def test_requests_that_are_no_requests():
                 answer = await client.post(chat, content=content, headers=JSON)
                 assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
             assert (await client.post(chat, content=b"x" * (2**20 + 1), headers=JSON)).status_code == 400
-            assert (await client.get(chat)).status_code == 405
+            assert (await client.put(chat)).status_code == 405
             missing = await client.get("/v2/models")
             assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
             echoed = await client.get("/v1/models", headers={"x-request-id": "mine"})

@@ -10,7 +10,8 @@ import pytest
 from holdfast.router.api.http.request_reader import TENANT
 from holdfast.router.config import RouterConfig
 from holdfast.router.store.database import Database
-from holdfast.router.store.response_store import ResponseStore, StoreLimits
+from holdfast.router.store.object_store import ObjectStore, StoreLimits
+from holdfast.router.store.response_store import ResponseStore
 from holdfast.worker.errors import StoreError
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop
@@ -21,9 +22,11 @@ SHORT = {"model": "fake", "max_output_tokens": 6, "extra_body": {"seed": 5}}
 
 
 @asynccontextmanager
-async def storing(store: Path | str | None) -> AsyncIterator[tuple[Site, openai.AsyncOpenAI]]:
+async def storing(store: Path | str | None, **options: object) -> AsyncIterator[tuple[Site, openai.AsyncOpenAI]]:
     config = RouterConfig(max_reconnect_s=0.1, store=None if store is None else str(store))
-    async with site(await FakeReplica.start(), config=config, load_tokenizer=with_template, http=True) as place:
+    async with site(
+        await FakeReplica.start(), config=config, load_tokenizer=with_template, http=True, **options
+    ) as place:
         plain = openai.DefaultAsyncHttpxClient(verify=False)
         base_url = f"http://{place.router.http_address}/v1"
         async with openai.AsyncOpenAI(base_url=base_url, api_key="x", max_retries=0, http_client=plain) as client:
@@ -37,7 +40,7 @@ def prompt_of(place: Site) -> str:
 
 @on_a_loop
 async def test_a_response_is_read_again_from_another_router_and_after_a_restart(tmp_path):
-    other = ResponseStore(await Database.open(str(tmp_path / "store")), StoreLimits())
+    other = ResponseStore(ObjectStore(await Database.open(str(tmp_path / "store")), StoreLimits()))
     async with storing(tmp_path / "store") as (_, client):
         made = await client.responses.create(input="hello", metadata={"a": "b"}, **SHORT)
         assert made.store
@@ -132,8 +135,8 @@ async def test_without_a_store_nothing_is_stored_and_continuing_is_refused_by_na
 @pytest.mark.parametrize("stream", [False, True])
 @on_a_loop
 async def test_a_store_that_fails_costs_no_answer_and_is_told(tmp_path, monkeypatch, stream):
-    async def fail(self, tenant, stored):
-        raise StoreError("the response store failed: database or disk is full")
+    async def fail(self, tenant, stored, *, is_kept):
+        raise StoreError("the store failed: database or disk is full")
 
     monkeypatch.setattr(ResponseStore, "save", fail)
     async with storing(tmp_path) as (place, client):
@@ -141,4 +144,4 @@ async def test_a_store_that_fails_costs_no_answer_and_is_told(tmp_path, monkeypa
         if stream:
             made = [event async for event in made][-1].response
         assert (made.status, made.store) == ("incomplete", False)
-        assert "1 responses could not be stored: the response store failed" in place.router._all_warnings()[0]
+        assert "1 answers could not be stored: the store failed" in place.router._all_warnings()[0]
