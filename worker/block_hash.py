@@ -53,7 +53,7 @@ def short_hashes(salt: str, token_ids: Sequence[int], block_size: int, num_block
 
 @lru_cache(maxsize=64)
 def _tokens(num_tokens: int) -> struct.Struct:
-    """So many token ids as bytes."""
+    """Packer of `num_tokens` token ids."""
     return struct.Struct(f"<{num_tokens}I")
 
 

@@ -169,7 +169,7 @@ class CacheConfig(Settings):
 
 
 class ServiceOrderConfig(Settings):
-    """Who is served first, wherever requests wait: in a router for a replica, and in a replica for a place."""
+    """Order of service wherever requests wait: in a router for a replica, and in a replica for a slot."""
 
     aging_s: float = Field(30.0, gt=0, description="seconds of waiting that improve a request's priority by one class")
     tenant_shares: TenantShares = Field(

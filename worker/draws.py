@@ -35,7 +35,7 @@ PENALTIES: Final = tuple(name for name, item in PARAMETERS.items() if item.metad
 
 
 def words_of(types: Mapping[str, str]) -> dict[str, int]:
-    """Where each field of a record begins, in words of 32 bits."""
+    """First word of each field of a record, in words of 32 bits."""
     sizes = [calcsize(letter) // 4 for letter in types.values()]
     return {name: sum(sizes[:number]) for number, name in enumerate(types)}
 
@@ -58,21 +58,21 @@ class LogitsSettings:
     end_token_ids: tuple[int, ...] = ()
     """Banned while there are fewer than `min_tokens` outputs."""
     grammar: str = ""
-    """What the output must match, as llguidance writes it; empty: anything."""
+    """Grammar that the output must match, as llguidance writes it; empty: none."""
     avoided_token_ids: tuple[int, ...] = ()
     """Banned while anything else is left: ends of sequence of an output with a grammar that is to ignore them."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     biased_token_ids: "array[int]" = field(init=False, repr=False, compare=False)
-    """Of `logit_bias`."""
+    """Token ids of `logit_bias`."""
     biases: "array[float]" = field(init=False, repr=False, compare=False)
-    """Of `logit_bias`, in float32."""
+    """Biases of `logit_bias`, in float32."""
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     prompt_token_ids: "array[int]" = field(default_factory=lambda: array("q"))
     """The distinct tokens of the prompt, where the repetition penalty asks for them."""
     penalties: tuple[float, ...] = field(init=False, repr=False, compare=False)
-    """Those of `PENALTIES`."""
+    """Values of `PENALTIES`."""
     penalize: bool = field(init=False, repr=False, compare=False)
     """Some penalty is not neutral."""
 
@@ -124,7 +124,7 @@ class DrawParams:
     """All that a draw depends on besides the logits: it is a pure function of both."""
 
     sampling: SamplingParams
-    """Of the request, with a seed."""
+    """Parameters of the request, with a seed."""
     first_output_index: int
     """Output position of the first token drawn: the noise is keyed by (seed, position, token id)."""
     logits_settings: LogitsSettings | None = None
@@ -179,8 +179,7 @@ def _with(outputs: "tuple[int, ...] | array[int]", drafts: tuple[int, ...]) -> "
 
 
 def banned_token_ids(params: DrawParams) -> list[int]:
-    """What bad words, the minimum length and ends that are to be ignored forbid as the next token, of a draw with
-    logits processors."""
+    """Tokens that bad words, the minimum length and ignored ends forbid next, for a draw with logits processors."""
     logits_settings, outputs = params.logits_settings, params.output_token_ids
     assert logits_settings is not None, "only draws with logits processors have bans"
     banned = [

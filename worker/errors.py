@@ -30,11 +30,11 @@ from enum import Enum
 from typing import Final
 
 MAX_TEXT_BYTES: Final = 1024
-"""Of a text that tells of an error, in UTF-8: gRPC sends it in a header, and clients take few bytes of headers."""
+"""Most bytes of an error's text in UTF-8: gRPC sends it in a header, and clients take few bytes of headers."""
 
 
 class Fault(Enum):
-    """Who caused an error, and so who can mend it."""
+    """Party that caused an error, and so can mend it."""
 
     CALLER = "caller"
     CAPACITY = "capacity"
@@ -87,7 +87,7 @@ class UnknownModelError(CallerError):
 
 
 class NotFoundError(CallerError):
-    """Nothing of this id is stored for the caller's tenant. `kind` is what was asked for."""
+    """Nothing of this id is stored for the caller's tenant. `kind` is the kind of object requested."""
 
     def __init__(self, kind: str, id: str) -> None:
         super().__init__(f"{kind} {shortened(id)} is not stored")

@@ -26,7 +26,7 @@ _MARK: Final = "\x02"
 """A character that no word goes on: what follows it is encoded as in the middle of a text."""
 
 NONE_FITS: Final = b""
-"""In place of a mask: no token may come next."""
+"""Value in place of a mask: no token may come next."""
 
 
 class Matcher(Protocol):
@@ -37,7 +37,7 @@ class Matcher(Protocol):
         ...
 
     def validate_tokens(self, tokens: list[int], /) -> int:
-        """How many of the tokens, from the first on, may come next."""
+        """Number of tokens, from the first on, that may come next."""
         ...
 
     def consume_token(self, token: int, /) -> bool:
@@ -77,7 +77,8 @@ class GrammarMatchers:
         return len(self._matched)
 
     def masks(self, plan: StepPlan) -> dict[int, bytes]:
-        """By number of a plan's logits row, a bit for each token of the tokenizer, the lowest first: it may come next.
+        """Masks by number of a plan's logits row: a bit for each token of the tokenizer, the lowest first, set if it
+        may come next.
 
         An end of sequence may come where the grammar is fulfilled; once it is and nothing can follow, only that may.
         `NONE_FITS` stands for a dead end: nothing may come next, or what may cannot be found out.
@@ -153,8 +154,8 @@ def _grammar(draw: DrawParams) -> str:
 
 
 def grammar_tokenizer(path: Path, eos_token_ids: Collection[int] | None = None) -> "LLTokenizer":
-    """From a tokenizer.json. Takes a second where it is large. `eos_token_ids` of None: none need to be right, as where
-    a grammar is only checked. Raises ValueError if llguidance does not support the tokenizer.
+    """Tokenizer of a tokenizer.json. Takes a second where it is large. `eos_token_ids` of None: none need to be right,
+    as where a grammar is only checked. Raises ValueError if llguidance does not support the tokenizer.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -164,7 +165,7 @@ def grammar_tokenizer(path: Path, eos_token_ids: Collection[int] | None = None) 
 
 
 class _PlainEncoder:
-    """What llguidance asks of a tokenizer that it does not read by itself."""
+    """Tokenizer interface of llguidance for tokenizers that it does not read by itself."""
 
     bos_token_id = None
 
@@ -208,7 +209,7 @@ class _PlainEncoder:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _bytes_of(self, token_ids: Iterable[int]) -> bytes:
-        """Of ids that the vocabulary knows: one that a model has added lies beyond it."""
+        """Bytes of ids that the vocabulary knows: a token that a model has added lies beyond it."""
         return b"".join(self.tokens[token_id] for token_id in token_ids if token_id < len(self.tokens))
 
 

@@ -21,5 +21,5 @@ def log_level(name: str) -> LogLevel:
 
 
 def set_log_level(level: LogLevel) -> None:
-    """What this package logs in this process from now on."""
+    """Sets the level of this package's loggers in this process."""
     logging.getLogger(PACKAGE).setLevel(level)

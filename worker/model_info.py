@@ -35,9 +35,9 @@ class ModelInfo:
     num_state_slots: int = 0
     """Slots for states of sequences; 0: the model keeps none."""
     state_bytes: int = 0
-    """What a slot takes on one rank, all layers together."""
+    """Bytes of a slot on one rank, all layers together."""
     quantization: str = "none"
-    """How its weights are quantized, in words (`worker/models/checkpoint_scheme.py`)."""
+    """Quantization of its weights, in words (`worker/models/checkpoint_scheme.py`)."""
     weight_bytes: int = 0
     """Memory that the weights of all ranks take; 0 where they were made up."""
     row_invariant: bool
@@ -45,21 +45,22 @@ class ModelInfo:
     device: str = ""
     """The kind of device: kinds differ in their bits."""
     executor: str = ""
-    """What runs the layers, with the version of its numerics: executors differ in their bits."""
+    """Executor of the layers, with the version of its numerics: executors differ in their bits."""
     checkpoint_digest: str = ""
-    """Of samples of the weights; empty where they were made up."""
+    """Digest of samples of the weights; empty for random weights."""
     weights_version: str = ""
-    """What the caller who has put other weights in place calls them; empty for those of the start."""
+    """Version of updated weights, named by the caller who put them in place; empty for those of the start."""
     chat_template: str = ""
     """The chat template that its settings give; empty: the tokenizer's own."""
     release: str = ""
     """The release of the code that runs it."""
     answers_digest: bytes = b""
-    """Of the answer to a fixed question, which differs where weights or arithmetic do; empty where it was not asked."""
+    """Digest of the answer to a fixed question, which differs where weights or arithmetic do; empty if it was not
+    asked."""
 
     @property
     def numerics(self) -> str:
-        """What the bits of the output depend on besides the model's name and the number of ranks."""
+        """Everything that the bits of the output depend on besides the model's name and the number of ranks."""
         weights = (self.checkpoint_digest, self.weights_version)
         return "/".join(filter(None, (self.dtype, self.device, self.executor, *weights)))
 
@@ -90,7 +91,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaFacts(ModelInfo):
-    """What a replica says of itself when a link comes up: which one it is, and what it has loaded."""
+    """Facts that a replica reports when a link comes up: its identity, and what it has loaded."""
 
     replica_id: str
 

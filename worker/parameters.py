@@ -19,16 +19,16 @@ from holdfast.worker.errors import InvalidRequestError, shortened
 from holdfast.worker.structured_outputs import StructuredOutputs
 
 FIELD: Final = "sampling_params"
-"""Where requests hold them: what refusals call a parameter begins with it."""
+"""Field of requests that holds the parameters: refusals name a parameter with this prefix."""
 
 
 class Scope(StrEnum):
-    """Whom a parameter concerns."""
+    """Parts of the system that a parameter concerns."""
 
     TOKENS = "tokens"
-    """It travels on the link to replicas."""
+    """The link to replicas carries it."""
     TEXT = "text"
-    """It stays in the router."""
+    """The router alone uses it."""
 
 
 class Group(StrEnum):
@@ -54,7 +54,7 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """What a declaration says besides type, range and description (pydantic's `Field`)."""
+    """Facts of a declaration besides type, range and description (pydantic's `Field`)."""
 
     scope: Scope
     group: Group
@@ -65,15 +65,15 @@ class Metadata:
     neutral: str = ""
     """The default in a table of parameters, where the value alone does not say it."""
     with_beams: bool = True
-    """It may be set for a beam search."""
+    """Whether it may be set for a beam search."""
     means_all: bool = False
-    """What is larger than there is means all there is."""
+    """Whether a value larger than the number of tokens means all of them."""
     draw_type: str = ""
-    """Its type in a draw's record (`worker/draws.py`), a letter of `struct`; empty: it is not in it."""
+    """Type in a draw's record (`worker/draws.py`), a letter of `struct`; empty: not in it."""
     is_penalty: bool = False
     """A float32 in the record of a row's penalties."""
     flag_default: object = ...
-    """What the command line takes instead of the default; `...`: the default."""
+    """Default of the command line where it differs; `...`: it does not."""
     short_flag: str = ""
     negative_flag: str = ""
     """Turns it off."""
@@ -231,7 +231,7 @@ class Parameter:
 
     @property
     def limit(self) -> str:
-        """What is allowed, in words that follow the value."""
+        """Allowed values, in words that follow the value."""
         low, high = self._bound("ge", "gt"), self._bound("le")
         if self.metadata.limit or low is None:
             return self.metadata.limit or self.kind.wish

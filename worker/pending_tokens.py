@@ -8,7 +8,7 @@ from typing import Final
 from holdfast.worker.step_plan import DEAD_END, NO_TOKEN, PENDING, DecodeRows, ScheduledSequence, StepPlan, StepResult
 
 KNOWN: Final = -1
-"""In place of a row, for a token that is known."""
+"""Value in place of a row, for a token that is known."""
 
 _ANY_TOKEN: Final = 0
 """After a row without a token: its sequence is dropped, and what follows is ignored."""

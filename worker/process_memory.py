@@ -39,7 +39,7 @@ class ControlGroup:
 
     @property
     def used_bytes(self) -> int:
-        """Without what the kernel can drop at once."""
+        """Bytes in use without what the kernel can drop at once."""
         return int(_read(self.folder / self.usage) or 0) - _counts(self.folder / "memory.stat").get(self.cache, 0)
 
     @property
@@ -85,14 +85,14 @@ def available_memory() -> int:
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has ended for want of memory: in this container, or else on this machine."""
+    """Processes that the kernel has ended for lack of memory: in this container, or else on this machine."""
     counted = (group.num_oom_kills for group in control_groups())
     inner = next((count for count in counted if count is not None), None)
     return _counts(Path("/proc/vmstat")).get("oom_kill", 0) if inner is None else inner
 
 
 def readable_bytes(num_bytes: float) -> str:
-    """For people: `1.5 GiB`."""
+    """Bytes for people: `1.5 GiB`."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     amount, unit = float(num_bytes), 0
     while amount >= 1024 and unit < len(units) - 1:

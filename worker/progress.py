@@ -13,8 +13,8 @@ total of 1 is a phase without steps.
 AT_LEAST_S: Final = 1.0
 NUM_EXPECTED_GAPS: Final = 20.0
 LONGEST_LOOK_S: Final = 0.25
-"""Of the time between two looks no more than this counts: the observer may have been held up itself, on a busy machine
-or by a debugger, and must not blame another for that."""
+"""Most seconds counted between two looks: the observer may have been held up itself, on a busy machine or by a
+debugger, and must not blame another for that."""
 
 _WEIGHT: Final = 0.1
 
@@ -40,13 +40,14 @@ class ProgressCounter:
 
     def __init__(self) -> None:
         self.clock: Callable[[], float] = _stopped_clock
-        """In seconds; set by the engine. Ranks other than the leader have none: their gaps are not needed."""
+        """Clock in seconds; set by the engine. Ranks other than the leader have none: their gaps are not needed."""
         self._ticks = 0
         self._further: Callable[[], int] | None = None
         self.expected_gap_s = 0.0
         """The longest time between two counts that the step now running, or the last one, should have."""
         self.starved_s = 0.0
-        """How long, all together, work stood still because other programs had the cores; the watchdog adds to it."""
+        """Seconds that work stood still, all together, because other programs had the cores; the watchdog adds to it.
+        """
         self._ticked_at = 0.0
         self._longest_gap_s = 0.0
         self._usual_gap_s: dict[int, float] = {}  # of steps of so many bits of tokens: sizes between two powers of two

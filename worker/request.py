@@ -17,11 +17,11 @@ NUM_STEPS_TO_CLEAR: Final = 8
 
 
 class PoisonRisk(IntEnum):
-    """How far a request is suspected of killing the replicas that run it, when it is submitted."""
+    """Suspicion, at submission, that a request kills the replicas that run it."""
 
     NONE = 0
     SUSPECT = 1
-    """It has run on replicas that died, and not got on since: if this one dies, it is one too many."""
+    """The request has run on replicas that died, and made no progress since: one more death is too many."""
     ON_TRIAL = 2
     """If this replica dies, this request is the cause: no suspect of another router may run beside it."""
 
@@ -36,7 +36,7 @@ class Priority(IntEnum):
 
     @classmethod
     def of_number(cls, number: int) -> "Priority":
-        """Of vLLM's priorities, of which lower ones go first and 0 is normal."""
+        """Priority of vLLM's number, of which lower ones go first and 0 is normal."""
         return cls.NORMAL if number == 0 else cls.HIGH if number < 0 else cls.LOW
 
 
@@ -52,8 +52,8 @@ class FinishReason(StrEnum):
 
 
 class RequestKey(NamedTuple):
-    """What a router knows a client's request by. A client chooses `request_id` alone: whatever it writes there names
-    no request of another tenant, and no part of a request.
+    """Router's key of a client's request. A client chooses `request_id` alone: whatever it writes there names no
+    request of another tenant, and no part of a request.
     """
 
     tenant: str
@@ -67,7 +67,7 @@ class RequestKey(NamedTuple):
 
 
 class SequenceKey(NamedTuple):
-    """What a router knows one sequence of a request by: a sibling of parallel sampling, or one step of a beam."""
+    """Router's key of one sequence of a request: a sibling of parallel sampling, or one step of a beam."""
 
     tenant: str
     request_id: str
@@ -77,9 +77,7 @@ class SequenceKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """How a request is served and on whose account: the same from the client's request to the engine's. Touches no
-    token.
-    """
+    """Order of service and account of a request: the same from the client's request to the engine's. Affects no token."""
 
     priority: Priority = Priority.NORMAL
     tenant: str = ""
@@ -121,9 +119,8 @@ class EngineRequest(Service):
     """
 
     request_id: str
-    """What its caller calls it, for logs and traces. Routers know it by `sequence_key`, replicas by `AttemptKey`; an
-    engine that is given no key knows it by this.
-    """
+    """The caller's id, for logs and traces. Routers know the request by `sequence_key`, replicas by `AttemptKey`; an
+    engine that is given no key knows it by this."""
     prompt_token_ids: tuple[int, ...]
     sampling_params: SamplingParams
     output_token_ids: tuple[int, ...] = ()
@@ -133,22 +130,22 @@ class EngineRequest(Service):
     grammar: str = ""
     """The structured outputs of `sampling_params` as a grammar of llguidance; empty: the output may be anything."""
     group_id: Hashable = ""
-    """Those that have the same one, which is not empty, have the same prompt and salt, and share what is computed. Of
-    several links, a `GroupKey`."""
+    """Group of requests with the same prompt and salt, which share what is computed; empty: none. Of several links, a
+    `GroupKey`."""
     time_left_s: float | None = None
     """Seconds that the caller will still wait when the request is submitted; None: for ever. Touches no token."""
     poison_risk: PoisonRisk = PoisonRisk.NONE
-    """Of killing the replicas that run it. Touches no token."""
+    """Risk of killing the replicas that run it. Affects no token."""
     traceparent: str = ""
     """W3C trace context of what it is part of; empty: it is not traced. Touches no token."""
     part: int = 0
-    """As in `RequestKey`. Like `sequence_index`, it is routers' alone, and not sent to engines."""
+    """Same as in `RequestKey`. Like `sequence_index`, it is routers' alone, and not sent to engines."""
     sequence_index: int = 0
     """Which sequence of its request it is."""
 
     @property
     def key(self) -> RequestKey:
-        """Of the client's request that it belongs to."""
+        """Key of the client's request that it belongs to."""
         return RequestKey(self.tenant, self.request_id, self.part)
 
     @property
@@ -157,8 +154,8 @@ class EngineRequest(Service):
 
 
 class AttemptKey(NamedTuple):
-    """What one attempt at a request is known by where several links submit: each counts for itself. Made by the
-    submitter; to an engine, as any other key, it is something to be found again and given back.
+    """Key of one attempt at a request where several links submit: keys of different links never meet. Made by the
+    submitter; an engine only finds it again and gives it back.
     """
 
     link: str
@@ -166,7 +163,7 @@ class AttemptKey(NamedTuple):
 
 
 class GroupKey(NamedTuple):
-    """What the requests of one group are known by, likewise."""
+    """Key of the requests of one group, likewise."""
 
     link: str
     name: str

@@ -68,7 +68,7 @@ _report = partial(Metadata, scope=Scope.TEXT, group=Group.REPORT)
 @takes_neutral(SAMPLING_FIELDS, f"{FIELD}.")
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class SamplingParams(OutputKind):
-    """How to draw tokens and when to stop. The call shape follows vLLM's class of the same name.
+    """Parameters of sampling and stopping. The call shape follows vLLM's class of the same name.
 
     Raises `InvalidRequestError`, naming the field, for a value outside its limits, given or set later. Lists are stored
     as tuples. A request takes a copy: what is set after it was submitted holds for the next one.
@@ -347,7 +347,7 @@ class SamplingParams(OutputKind):
         return changed
 
     def _check_together(self) -> None:
-        """What one parameter says of another."""
+        """Checks parameters against each other."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refusal("min_tokens", self.min_tokens, f"must be at most max_tokens, {self.max_tokens}")
         if self.stop and not self.detokenize:
@@ -371,7 +371,7 @@ class SamplingParams(OutputKind):
 
     @property
     def num_sequences(self) -> int:
-        """How many completions are drawn."""
+        """Number of completions drawn."""
         return self.n if self.best_of is None else self.best_of
 
     @property

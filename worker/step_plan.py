@@ -19,7 +19,7 @@ from holdfast.worker.request import TokenLogprob
 
 
 class DecodeColumns:
-    """What stays as it is while the same sequences decode. Nothing of it changes once it is made."""
+    """Columns that stay the same while the same sequences decode. Immutable."""
 
     __slots__ = (
         "ask_for_logprobs",
@@ -43,20 +43,20 @@ class DecodeColumns:
     ) -> None:
         self.sequence_ids = sequence_ids
         self.first_positions = array("q", first_positions)
-        """At age 0."""
+        """First positions at age 0."""
         self.first_output_indices = first_output_indices
-        """At age 0."""
+        """First output indices at age 0."""
         self.draws = draws
-        """At any output position; all of them without logits settings."""
+        """Draws at any output position; all of them without logits settings."""
         self.state_slots = array("q", state_slots)
-        """Of each row, the slot of its sequence's state; empty for a model that keeps none."""
+        """Slot of each row's state; empty for a model that keeps none."""
         self.need_logits = self.ask_for_logprobs = False
         """Whether some draw takes more than the argmax of its row, and whether some draw reports log-probabilities."""
         for draw in draws:
             self.need_logits = self.need_logits or draw.needs_logits
             self.ask_for_logprobs = self.ask_for_logprobs or draw.sampling.logprobs is not None
         self.ones = array("q", (1,)) * len(first_positions)
-        """How many tokens each row computes, and how many it draws."""
+        """Number of tokens that each row computes, and draws."""
         self.num_context_tokens = sum(first_positions) + len(first_positions)
         """Position + 1, summed over the rows, at age 0."""
 
@@ -131,8 +131,9 @@ StateCopy = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
-    """What the draft model does for a sequence before the step: it reads `token_ids`, at positions `first_position`,
-    + 1, + 2, ..., which are up to the last that the step computes without drafts, and then guesses ahead."""
+    """Work of the draft model for a sequence before the step: it reads `token_ids`, at positions `first_position`, + 1,
+    + 2, ..., up to the last that the step computes without drafts, and then guesses ahead.
+    """
 
     first_position: int
     token_ids: tuple[int, ...]
@@ -153,11 +154,11 @@ class ScheduledSequence:
     draw: DrawParams | None
     """None for a chunk of the prompt that is not the last: nothing is drawn."""
     num_draws: int = 0
-    """How many of the last rows are drawn from: 1 when `draw` is set; more when drafted tokens are verified."""
+    """Number of last rows that are drawn from: 1 when `draw` is set; more when drafted tokens are verified."""
     state_slot: int | None = None
-    """Where the state of the sequence is, of a model that keeps states."""
+    """Slot of the sequence's state, for a model that keeps states."""
     num_drafts: int = 0
-    """How many of the last tokens are drafts."""
+    """Number of last tokens that are drafts."""
     prompt_logprobs: PromptLogprobParams | None = None
     """None where no logprobs of prompt tokens are asked for, which is nearly always."""
     drafting: Drafting | None = None
@@ -179,18 +180,18 @@ class StepPlan:
     others: Sequence[ScheduledSequence] = ()
     """All other sequences."""
     block_copies: tuple[BlockCopy, ...] = ()
-    """To be made before anything is computed, on every rank. A block may be the source of several, and also a
+    """Copies made before anything is computed, on every rank. A block may be the source of several, and also a
     destination: all sources are read before any destination is written."""
     state_copies: tuple[StateCopy, ...] = ()
-    """To be made before anything is computed, on every rank, one after the other in this order."""
+    """Copies made before anything is computed, on every rank, one after the other in this order."""
     num_steps: int = field(init=False)
     """Steps that are run on this plan: more than 1 only for decodes while no request waits (`DecodeRows.num_steps`)."""
     num_tokens: int = field(init=False)
     """Computed, in all its steps."""
     needs_logits: bool = field(init=False)
-    """Its result depends on more than the argmax of its rows."""
+    """Whether its result depends on more than the argmax of its rows."""
     asks_for_logprobs: bool = field(init=False)
-    """It reports log-probabilities of some token."""
+    """Whether it reports log-probabilities of some token."""
     has_grammars: bool = field(init=False)
     """Some draw must match a grammar."""
 
@@ -218,7 +219,9 @@ class StepPlan:
         return (*_shares(self.decodes), *self.others)
 
     def with_drafts(self, drafts: Sequence[tuple[int, ...]]) -> "StepPlan":
-        """What is run once the draft model has guessed: `drafts` are for each sequence, or empty where it has not."""
+        """The plan that is run once the draft model has guessed: `drafts` are for each sequence, or empty where it has
+        not.
+        """
         if not any(drafts):
             return self
         pairs = zip(self.sequences, drafts, strict=True)
@@ -274,32 +277,35 @@ def plain_draws_of(plan: StepPlan) -> list[DrawParams] | None:
 
 
 NO_TOKEN: Final = -1
-"""In place of a drawn token where the logits are NaN or infinite."""
+"""Value in place of a drawn token where the logits are NaN or infinite."""
 
 DEAD_END: Final = -2
-"""In place of a drawn token where the grammar of the output allows none, or can be followed no further."""
+"""Value in place of a drawn token where the grammar of the output allows none, or can be followed no further."""
 
 PENDING: Final = -1
-"""In a plan, in place of the token that the step before draws for the same sequence: the plan was made before that
-step's result was there. Who runs the plan puts the token in (`pending_tokens.py`)."""
+"""Value in a plan in place of the token that the step before draws for the same sequence, because the plan was made
+before that step's result. The runner of the plan puts the token in (`pending_tokens.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step drew: for each sequence of the plan `with_drafts`, in its order, `num_draws` token ids; for each
-    row of a plan of several steps, one for each step."""
+    """Draws of one step: for each sequence of the plan `with_drafts`, in its order, `num_draws` token ids; for each row
+    of a plan of several steps, one for each step.
+    """
 
     step_id: int
     token_ids: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
-    """For each sequence, one for each of its tokens, or none where it asks for none. Empty where no sequence asks."""
+    """Log-probabilities for each sequence, one for each of its tokens, or none if it asks for none. Empty if no
+    sequence asks."""
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
-    """For each sequence, one for each token of its `prompt_logprobs`. Empty where no sequence asks."""
+    """Log-probabilities of the prompt for each sequence, one for each token of its `prompt_logprobs`. Empty if no
+    sequence asks."""
     drafts: tuple[tuple[int, ...], ...] = ()
-    """What the draft model guessed for each sequence and the step verified. Empty where there was none."""
+    """Guesses of the draft model for each sequence that the step verified. Empty if there were none."""
 
     def without_first(self, count: int) -> "StepResult":
-        """What was drawn for all sequences but the first `count`."""
+        """Draws of all sequences but the first `count`."""
         if count == 0:
             return self
         return replace(
@@ -312,7 +318,7 @@ class StepResult:
 
 
 class StepRunner(Protocol):
-    """What runs a plan: `LeaderRunner`, or a pseudo-model in tests."""
+    """Runner of plans: `LeaderRunner`, or a pseudo-model in tests."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
 

@@ -1,4 +1,4 @@
-"""What a replica reports: updates of its steps, as links carry them and routers take them in, and its statistics."""
+"""Reports of a replica: updates of its steps, as links carry them and routers take them in, and its statistics."""
 
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
@@ -11,7 +11,7 @@ from holdfast.worker.request import EngineLoad, TokenDelta
 
 TIMES_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TOKEN_TIMES_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-"""Of single tokens and of single steps."""
+"""Bounds in seconds for single tokens and single steps."""
 
 
 class Histogram:
@@ -25,7 +25,7 @@ class Histogram:
         """`counts` and `total`: what was counted elsewhere, by the same bounds."""
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1) if counts is None else list(counts)
-        """By bound, and of all that are above; not cumulative."""
+        """Counts by bound, and of all that are above; not cumulative."""
         assert len(self.counts) == len(bounds) + 1, f"{len(self.counts)} counts for {len(bounds)} bounds"
         self.total = total
 
@@ -54,18 +54,18 @@ class EngineStats:
     num_steps: int = 0
     num_tokens_computed: int = 0
     num_tokens_recomputed: int = 0
-    """Those of `num_tokens_computed` that had been computed before and were lost by a preemption."""
+    """Tokens among `num_tokens_computed` that had been computed before and were lost by a preemption."""
     num_tokens_generated: int = 0
     num_prefix_query_tokens: int = 0
     """Tokens of all requests as they were when first admitted, other than by forking."""
     num_prefix_hit_tokens: int = 0
-    """Those of `num_prefix_query_tokens` that were in the prefix cache."""
+    """Tokens among `num_prefix_query_tokens` that were in the prefix cache."""
     num_forked_tokens: int = 0
     """Tokens that sequences took over from a running one of their group, other than through the prefix cache."""
     num_draft_tokens: int = 0
     """Guessed tokens that were verified."""
     num_accepted_tokens: int = 0
-    """Those of `num_draft_tokens` that were accepted; their ratio is the acceptance rate."""
+    """Tokens among `num_draft_tokens` that were accepted; their ratio is the acceptance rate."""
     num_preemptions: int = 0
     num_evictions: int = 0
     """Cached blocks that were handed out for other tokens."""
@@ -91,7 +91,7 @@ class EngineStats:
     num_free_blocks: int = 0
     """Blocks that can be handed out, cached ones among them: used and free ones are all."""
     num_cached_blocks: int = 0
-    """Those of `num_free_blocks` that still hold a prefix."""
+    """Blocks among `num_free_blocks` that still hold a prefix."""
     num_total_blocks: int = 0
     num_wasted_slots: int = 0
     """Slots of the used blocks that are kept for no token that exists: with continuous batching, less than a block
@@ -110,9 +110,9 @@ class EngineStats:
     gpu_utilization: float = 0.0
     """Share of the last moments in which the leading rank's GPU computed, from 0 to 1; 0 without a GPU."""
     gpu_memory_used_bytes: int = 0
-    """Of the leading rank's GPU, other programs' use included."""
+    """Memory in use on the leading rank's GPU, other programs' included."""
     gpu_memory_total_bytes: int = 0
-    """Of the leading rank's GPU; 0: there is none."""
+    """Memory of the leading rank's GPU; 0: there is none."""
 
     def note_gpu(self, gpu: "GpuStats") -> None:
         """Takes in a GPU as it was measured."""
@@ -174,7 +174,7 @@ class PlainTokens(NamedTuple):
 
     @classmethod
     def split(cls, deltas: Sequence[TokenDelta]) -> "tuple[PlainTokens, list[TokenDelta]]":
-        """Those of `deltas` that fit into columns, and the others. An attempt's own keep their order."""
+        """Splits `deltas` into those that fit into columns, and the others. An attempt's own keep their order."""
         attempts: list[Hashable] = []
         indices: list[int] = []
         token_ids: list[int] = []
@@ -213,7 +213,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepUpdate:
-    """What a turn of the engine did for one listener's requests, and how busy the engine is after it."""
+    """Results of one turn of the engine for one listener's requests, and the engine's load after it."""
 
     load: EngineLoad
     step_id: int = 0
@@ -222,9 +222,10 @@ class StepUpdate:
     deltas: Sequence[TokenDelta] = ()
     rejections: Sequence[Rejection] = ()
     cache: CacheChanges = NO_CHANGES
-    """For a listener that follows the cache: what came and went since its last update."""
+    """Changes of the cache since the last update, for a listener that follows it."""
     stats: EngineStats | None = None
-    """In a listener's first update, whenever the engine has fallen idle, and each `STATS_EVERY_STEPS` steps."""
+    """Statistics in a listener's first update, whenever the engine has fallen idle, and each `STATS_EVERY_STEPS` steps.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +237,7 @@ class Hello:
     heartbeat_s: float = 0.0
     """Time between two heartbeats while there is work; 0: there are none."""
     frozen_after_s: float = 0.0
-    """With work, and without progress for so long, or 20 expected steps, it is frozen."""
+    """Seconds, or 20 expected steps, with work and without progress after which it is frozen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,9 +247,9 @@ class Heartbeat:
     progress: int
     """Moves with every layer of a model and with every step."""
     expected_gap_s: float
-    """How long the step now running should take, by what was seen before."""
+    """Expected seconds of the step now running, by earlier steps."""
     starved_s: float = 0.0
-    """How long its work has stood still so far, all together, because other programs had the cores."""
+    """Seconds that its work has stood still so far, all together, because other programs had the cores."""
 
 
 class StepListener(Protocol):

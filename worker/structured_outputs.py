@@ -30,7 +30,7 @@ class StructuredOutputs:
     json_object: bool | None = False
     """Any JSON object."""
     regex: str | None = None
-    """What the whole output matches, in the syntax of Rust's regex."""
+    """Regex that the whole output matches, in the syntax of Rust's regex."""
     choice: Sequence[str] | None = None
     """The whole output is one of these. Stored as a tuple."""
     grammar: str | None = None
@@ -61,7 +61,7 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, given: "StructuredOutputs | Mapping[str, object]") -> "StructuredOutputs":
-        """From a mapping of the fields, too."""
+        """The same, or made from a mapping of the fields."""
         if isinstance(given, StructuredOutputs):
             return given
         unknown = set(given) - set(_KINDS) - STRUCTURE_FIELDS.keys()
@@ -77,7 +77,7 @@ class StructuredOutputs:
         return next(name for name in _KINDS if self._has(name))
 
     def _has(self, name: str) -> bool:
-        """By identity: what else is equal to nothing, or cannot say whether it is, is a wrong value."""
+        """Whether a field is set, by identity: a value that equals nothing, or cannot be compared, is a wrong value."""
         value = getattr(self, name)
         return value is not None and value is not False
 
@@ -88,7 +88,7 @@ class StructuredOutputs:
 
     @property
     def num_chars(self) -> int:
-        """How large the wish is, for limits."""
+        """Characters of the structure, for limits."""
         return len(self.text) + sum(map(len, self.choice or ()))
 
 

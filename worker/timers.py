@@ -15,7 +15,7 @@ _SLACK: Final = 64
 
 
 class Timers(Generic[Key]):
-    """At most one time for each key. All calls cost O(log n), but for a sweep now and then."""
+    """Times by key, at most one for each. All calls cost O(log n), but for a sweep now and then."""
 
     def __init__(self) -> None:
         self._entries: dict[Key, tuple[float, int, Key]] = {}
@@ -30,7 +30,7 @@ class Timers(Generic[Key]):
         return key in self._entries
 
     def set(self, key: Key, when: float) -> None:
-        """In the place of an earlier time, if there was one."""
+        """Sets a key's time, replacing an earlier one."""
         self._num_set += 1
         self._entries[key] = (when, self._num_set, key)
         heapq.heappush(self._heap, self._entries[key])

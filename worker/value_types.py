@@ -27,7 +27,7 @@ def is_flag(value: object) -> TypeGuard[bool]:
 
 
 def is_text(value: object) -> TypeGuard[str]:
-    """It is text, and UTF-8 can write it: half a surrogate pair is no character."""
+    """Whether it is text that UTF-8 can write: half a surrogate pair is no character."""
     if not isinstance(value, str):
         return False
     try:
@@ -38,7 +38,7 @@ def is_text(value: object) -> TypeGuard[str]:
 
 
 def as_float(value: Any) -> float:
-    """What is beyond a float's range becomes infinite."""
+    """The value as a float; infinite beyond a float's range."""
     try:
         return float(value)
     except OverflowError:
@@ -63,7 +63,7 @@ _PIECE: Final = 2**16
 
 
 def checked_token_ids(field: str, value: object) -> tuple[int, ...]:
-    """As plain integers, whatever kind they come in. Raises `InvalidRequestError`."""
+    """The ids as plain integers, whatever type they have. Raises `InvalidRequestError`."""
     if not is_list(value):
         raise InvalidRequestError(field, value, "must be a list of token ids")
     token_ids = tuple(value)
@@ -73,7 +73,9 @@ def checked_token_ids(field: str, value: object) -> tuple[int, ...]:
 
 
 def _are_plain(token_ids: tuple[object, ...]) -> bool:
-    """At the speed of C, but in pieces: for a million at one go no other thread would run for 40 ms."""
+    """Whether all are plain integers. Checked at the speed of C, but in pieces: for a million at one go no other thread
+    would run for 40 ms.
+    """
     for start in range(0, len(token_ids), _PIECE):  # noqa: SIM110  # a generator costs a request half a microsecond
         if not set(map(type, token_ids[start : start + _PIECE])) <= {int}:
             return False
@@ -96,7 +98,7 @@ def checked_text(field: str, value: object) -> str:
 
 
 def checked_seconds(field: str, value: object) -> float | None:
-    """As a plain number; None is no limit. Raises `InvalidRequestError` for what is no number."""
+    """The seconds as a plain number; None is no limit. Raises `InvalidRequestError` for what is no number."""
     if value is not None and (not is_number(value) or value != value):
         raise InvalidRequestError(field, value, "must be a number of seconds")
     return None if value is None else as_float(value)
@@ -172,7 +174,7 @@ set_slot: Final = object.__setattr__
 
 
 class RequestOutputKind(Enum):
-    """What outputs of a stream hold, by vLLM's names. Here the call says it: see `SamplingParams`."""
+    """Content of a stream's outputs, by vLLM's names. Here the call says it: see `SamplingParams`."""
 
     CUMULATIVE = 0
     DELTA = 1

@@ -12,7 +12,8 @@ from holdfast.worker.timers import Timers
 
 PROMPT_WEIGHT: Final = 1.0
 OUTPUT_WEIGHT: Final = 2.0
-"""What a token costs its tenant. An output token costs more, as in the paper: it takes a row of a step for itself."""
+"""Cost of an output token to its tenant, in prompt tokens. It costs more, as in the paper, because it takes a row of a
+step for itself."""
 
 _NUM_KEPT: Final = 1024
 """Tenants that are remembered whatever they do."""
@@ -26,9 +27,9 @@ class Tenant:
     def __init__(self, name: str, share: float) -> None:
         self.name = name
         self.share = share
-        """Its weight: of two tenants who always have requests waiting, one with twice the share gets twice as much."""
+        """Weight: of two tenants who always have requests waiting, one with twice the share gets twice as much."""
         self.output_token_cost = OUTPUT_WEIGHT / share
-        """What `charge` adds to the counter for one output token."""
+        """Amount that `charge` adds to the counter for one output token."""
         self.counter = 0.0
         """Weighted tokens served, over the share. Never falls; the tenant with the smallest is served next."""
         self.num_waiting = 0
@@ -112,12 +113,12 @@ _Entry = tuple[float, float, int, str]
 
 
 class Waiter(Protocol):
-    """What waits: what the order reads of it, and what it notes there. Compared by identity."""
+    """A waiting entry: fields that the order reads and sets. Compared by identity."""
 
     tenant: Tenant
-    """Its request's, set whenever it is added."""
+    """Tenant of its request, set whenever it is added."""
     service_class: Priority
-    """Its request's priority at first; better after a long wait."""
+    """Priority of its request at first; better after a long wait."""
     waits_since_s: float
     waited_s: float
     """All earlier waits together."""
@@ -127,7 +128,7 @@ class Waiter(Protocol):
 
     @property
     def standing(self) -> int:
-        """Of one class, the smaller goes first, whichever tenant's it is. Does not change while it waits."""
+        """Place within a class, whichever tenant's it is: the smaller goes first. Does not change while it waits."""
 
     @property
     def urgency(self) -> tuple[float, int]:
@@ -138,7 +139,7 @@ AnyWaiter = TypeVar("AnyWaiter", bound=Waiter)
 
 
 class WaitingQueue(Generic[AnyWaiter]):
-    """Those who wait in one place. Finding the first costs O(log tenants), all else O(log waiters).
+    """Queue of one place. Finding the first costs O(log tenants), all else O(log waiters).
 
     A waiter stands in the class `service_class`. That is its request's priority at first, and one class better after
     every `aging_s` seconds that it has waited, all its waits together; it never gets worse. Inside a class, and there
@@ -154,20 +155,20 @@ class WaitingQueue(Generic[AnyWaiter]):
         self._lanes = tuple((priority, _Lane[AnyWaiter]()) for priority in Priority for _ in range(num_standings))
         self._promotions = Timers[AnyWaiter]()
         self.num_waiting = 0
-        """Those who stand aside included. To be read only."""
+        """Waiters, those set aside included. Read-only."""
         self._aside: list[AnyWaiter] = []
 
     def __len__(self) -> int:
         return self.num_waiting
 
     def __iter__(self) -> Iterator[AnyWaiter]:
-        """In order of service, as if no tenant's counter changed on the way."""
+        """Yields waiters in order of service, as if no tenant's counter changed on the way."""
         for _, lane in self._lanes:
             yield from lane
 
     @property
     def num_ready(self) -> int:
-        """Those who do not stand aside."""
+        """Waiters that are not set aside."""
         return self.num_waiting - len(self._aside)
 
     @property
@@ -181,7 +182,7 @@ class WaitingQueue(Generic[AnyWaiter]):
         return None
 
     def num_up_to(self, priority: Priority) -> int:
-        """Those of this class and of better ones who do not stand aside."""
+        """Waiters of this class and of better ones that are not set aside."""
         return sum(lane.num_waiting for lane_priority, lane in self._lanes if lane_priority <= priority)
 
     def first(self) -> AnyWaiter:
@@ -250,7 +251,7 @@ class WaitingQueue(Generic[AnyWaiter]):
 
 
 class _Lane(Generic[AnyWaiter]):
-    """Those of one class and standing: a line for each tenant, and a heap of the tenants.
+    """Waiters of one class and standing: a line for each tenant, and a heap of the tenants.
 
     A tenant's key (its counter, and the urgency of its first) rises whenever it is served, and falls only when someone
     more urgent joins its line. So the heap holds one entry that counts for each tenant, never above its key: it is

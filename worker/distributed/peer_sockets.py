@@ -153,7 +153,7 @@ class _Transfer:
 
 
 def _after(parts: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of the parts after their first `count` bytes."""
+    """The parts without their first `count` bytes."""
     left = []
     for part in parts:
         if count < len(part):

@@ -34,7 +34,7 @@ _MAX_MESSAGE_BYTES: Final = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the leader of a replica listens, and the secret of that replica."""
+    """Address that the leader of a replica listens on, and the secret of that replica."""
 
     host: str
     port: int
@@ -43,7 +43,7 @@ class Rendezvous:
 
     @classmethod
     def at(cls, host: str, port: int) -> Self:
-        """With a new secret."""
+        """A rendezvous with a new secret."""
         return cls(host=host, port=port, secret=secrets.token_hex(32))
 
     def __str__(self) -> str:
@@ -52,12 +52,12 @@ class Rendezvous:
 
 @dataclass(slots=True)
 class Connections:
-    """Of one rank to the others."""
+    """Connections of one rank to the others."""
 
     peers: dict[int, socket.socket] = field(default_factory=dict)
-    """By rank, in order."""
+    """Sockets by rank, in order."""
     notice: str = ""
-    """What the leader had to tell."""
+    """Message of the leader."""
 
     def close(self) -> None:
         for connection in self.peers.values():

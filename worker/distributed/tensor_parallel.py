@@ -205,7 +205,7 @@ class DistributedGroup(TensorParallelGroup):
 
 
 def _served_store(host: str, size: int, timeout_s: float) -> TCPStore:
-    """Where NCCL's ranks find its unique id, which is all that lies in it: on the one address that ranks reach.
+    """Store in which NCCL's ranks find its unique id, the only entry: it listens on the one address that ranks reach.
 
     torch's store has no authentication, and would listen on every interface by itself.
     """

@@ -88,7 +88,7 @@ GPU_EVERY_S = 2.0
 
 
 STOP_LIMIT_S: Final = 30.0
-"""How long `stop` waits for the step now running."""
+"""Seconds that `stop` waits for the step now running."""
 
 
 class Engine:
@@ -130,7 +130,7 @@ class Engine:
         """Called once with the reason when the engine ends, before its listeners are notified. Set before `start`."""
         self._has_started = False
         self._starting = threading.Lock()
-        """Of the start, and of an end before it."""
+        """Lock of the start, and of an end before it."""
 
     # --- for any thread ---
 
@@ -165,7 +165,7 @@ class Engine:
         return not self._thread.is_alive()
 
     def attach(self, listener: StepListener) -> None:
-        """From now on `listener` gets an update after every step. Raises `ReplicaError` if the engine has ended."""
+        """Sends `listener` an update after every step from now on. Raises `ReplicaError` if the engine has ended."""
         self._inbox.put(lambda: self._core.attach(listener))
 
     def check_numbers_by(self, check: NumbersCheck) -> None:
@@ -179,7 +179,7 @@ class Engine:
         self._inbox.put_unless_closed(self._core.settle)
 
     def follow_cache(self, listener: StepListener) -> None:
-        """From now on the updates of an attached listener say what the prefix cache holds: all of it, then changes.
+        """Adds the content of the prefix cache to an attached listener's updates: all of it, then changes.
 
         Nothing is kept for this as long as no listener follows the cache.
         """
@@ -228,7 +228,7 @@ class Engine:
         return future.result(timeout_s)
 
     def recommendations(self, timeout_s: float = 30.0) -> list[Recommendation]:
-        """What the tuner would set differently. Raises `ReplicaError` if the engine has ended."""
+        """Settings that the tuner would change. Raises `ReplicaError` if the engine has ended."""
         future: Future[list[Recommendation]] = Future()
         self._inbox.put(lambda: future.set_result(self._tuner.get_recommendations() if self._tuner else []))
         return future.result(timeout_s)
@@ -247,7 +247,7 @@ class Engine:
 
     @property
     def load(self) -> EngineLoad:
-        """As of the last step."""
+        """Load after the last step."""
         return self._core.load
 
     @property
@@ -335,7 +335,7 @@ class Engine:
             self._core.commit(*self._steps.collect())
 
     def _tune(self, tuner: StepTuner, plan: StepPlan, turn_s: float, num_gained: int) -> None:
-        """What counts is the whole turn, or one step's part of it: it is what a stream waits for."""
+        """Tunes by the time of the whole turn, or one step's part of it, because a stream waits for that."""
         news = tuner.observe(plan, step_s=turn_s, num_gained=num_gained, num_waiting=self._core.load.num_waiting)
         for recommendation in news:
             logger.info("%s", recommendation)

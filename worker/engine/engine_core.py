@@ -73,7 +73,8 @@ class EngineCore:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        """To be asked for plans and statistics. Requests come and go, and results are committed, by way of the core."""
+        """The scheduler, to be asked for plans and statistics. Requests are added and removed, and results committed,
+        through the core."""
         self._output_queues: dict[StepListener, OutputQueue] = {}  # in order of attaching
         self._feeds: dict[StepListener, CacheFeed] = {}  # of those that follow the cache
         self._owners: dict[Hashable, StepListener] = {}  # by the keys of requests that have not ended
@@ -81,7 +82,8 @@ class EngineCore:
         """While it `has_news`, it must be sent to the listeners before a plan is run: the step may end the process."""
         self._non_finite_guard = NonFiniteGuard()
         self.numbers_check: NumbersCheck | None = None
-        """Without one, several requests without finite logits are proof against the replica."""
+        """Check for non-finite logits. Without one, several requests without finite logits are proof against the
+        replica."""
         self._in_doubt: list[Hashable] = []
         """Attempts without finite logits, which fail if the replica turns out to be well."""
         self._counts = scheduler.counts
@@ -94,7 +96,7 @@ class EngineCore:
         self.load = scheduler.load()
         """Load as last reported, for a listener without requests here. Read only."""
         self.told_stats = scheduler.stats()
-        """As of the last time that they were worked out for listeners."""
+        """Statistics last computed for listeners."""
 
     # --- listeners ---
 
@@ -104,7 +106,7 @@ class EngineCore:
         return list(self._output_queues)
 
     def attach(self, listener: StepListener) -> None:
-        """From now on `listener` gets an update after every step. Does nothing if it is attached already."""
+        """Sends `listener` an update after every step from now on. Does nothing if it is attached already."""
         self._output_queues.setdefault(listener, OutputQueue())
 
     def detach(self, listener: StepListener) -> None:
@@ -222,7 +224,7 @@ class EngineCore:
             output_queue.rejections.append(Rejection(attempt=attempt, error=error))
 
     def note_turn(self, plan_s: float, run_s: float, commit_s: float, num_steps: int = 1) -> None:
-        """How long the steps of a plan took: to plan, to run, and to take in and to tell. For the next statistics."""
+        """Notes the times of a plan's steps for the next statistics: to plan, to run, and to commit and deliver."""
         self._counts.plan_time_s += plan_s
         self._counts.commit_time_s += commit_s
         step_s = (plan_s + run_s + commit_s) / num_steps
@@ -289,8 +291,8 @@ class EngineCore:
             feed.note(events)
 
     def _note_speed(self, plan: StepPlan, step_s: float) -> None:
-        """What a request can hope for is the best speed of all full steps. Others say less than the machine can do, and
-        by what they say requests would be dropped that could be served.
+        """Notes the speed of a full step. Only the best speed counts: slower steps would make the router drop requests
+        that could be served.
 
         The speed of prefill is the best of late, of steps in which prompts have most of the tokens, and enough to fill
         the machine.

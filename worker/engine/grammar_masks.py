@@ -76,7 +76,7 @@ class GrammarMasks:
     def collect(
         self, waiting: WaitedMasks, note_progress: Callable[[], None], limit_s: float = MASK_LIMIT_S
     ) -> dict[int, bytes]:
-        """As `GrammarMatchers.masks`, once they are there. `note_progress` is called again and again meanwhile.
+        """Like `GrammarMatchers.masks`, once the masks are there. `note_progress` is called again and again meanwhile.
 
         Masks that take too long are a dead end of their request. The thread cannot be interrupted: it is left behind
         with the matchers that it uses, and the other sequences start over on another.
@@ -90,7 +90,7 @@ class GrammarMasks:
         return masks
 
     def masks(self, plan: StepPlan) -> dict[int, bytes]:
-        """As `GrammarMatchers.masks`."""
+        """Same as `GrammarMatchers.masks`."""
         return self._matchers.masks(plan)
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ from holdfast.worker.step_plan import StepPlan, StepResult, draws_of, plain_draw
 
 
 class Order(IntEnum):
-    """What a message begins with."""
+    """First word of a message."""
 
     KEEP_ALIVE = 0
     STOP = -1
@@ -186,7 +186,7 @@ class ModelRunner:
 
     @property
     def overlapping(self) -> OverlappingExecutor | None:
-        """What runs two steps at a time, if the device does."""
+        """Executor that runs two steps at a time, if the device does."""
         return self.backend.overlapping
 
     def enter_device(self) -> None:
@@ -266,7 +266,7 @@ class LeaderRunner:
         return LaunchedStep(plan, launched, drawing, dead_ends(masks), chosen)
 
     def collect(self, step: LaunchedStep) -> StepResult:
-        """What a step that was launched comes to: the oldest first."""
+        """Result of the oldest launched step."""
         if step.drawing is not None:
             sampler = cast(OverlappingSampler, self._runner.sampler)
             result = sampled_result(step.plan, sampler.collect(step.drawing), step.dead_ends, step.chosen)
@@ -303,7 +303,7 @@ class LeaderRunner:
         return self._grammars.collect(waiting, self._runner.progress.tick)
 
     def reload(self, folder: str, version: str) -> ModelInfo:
-        """As `ModelRunner.reload`, on all ranks. Returns what is served from now on."""
+        """Like `ModelRunner.reload`, on all ranks. Returns the facts of the new weights."""
         self._group.broadcast(reload_message(folder, version))
         self._runner.reload(folder, version)
         return self._runner.info

@@ -1,4 +1,4 @@
-"""What hides the time of planning and delivering: several decode steps on one plan, or a second step in flight.
+"""Hides the time of planning and delivering: several decode steps on one plan, or a second step in flight.
 
 Where a step takes a millisecond, planning and delivering take a good part of its time. On CPUs several steps on one
 plan share that time; but requests that arrive meanwhile wait for them, so together they take no longer than a limit. A
@@ -33,7 +33,7 @@ class OverlappingRunner(ABC):
 
     @abstractmethod
     def collect(self) -> StepResult:
-        """What the oldest step in flight came to. Waits for it. Raises `ReplicaError` if a rank is lost."""
+        """Result of the oldest step in flight. Waits for it. Raises `ReplicaError` if a rank is lost."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Both, while nothing is in flight."""
@@ -89,7 +89,7 @@ class StepsInFlight:
         return plan, result, step_s
 
     def _begin(self) -> None:
-        """From here on it is the oldest step that progress is expected of."""
+        """Makes it the oldest step, of which progress is expected from now on."""
         self._progress.begin_step(self.plans[0].num_tokens)
         self._began_s = self._clock()
 
@@ -108,7 +108,7 @@ class RunLength:
     """The most steps of the next plan, by what the last ones took."""
 
     def __init__(self, runner: StepRunner, most: int) -> None:
-        """At most `most` steps."""
+        """Runs at most `most` steps."""
         self.max_steps = 1
         self._runner = runner if most > 1 and isinstance(runner, MultiStepRunner) else None
         self._most = most

@@ -16,11 +16,12 @@ from holdfast.worker.scheduler.scheduler import DroppedRequest
 from holdfast.worker.step_update import StepListener
 
 NUM_ALONE_TO_DOUBT: Final = 3
-"""So many requests that failed in a row, each alone in its step, with no token drawn for anyone in between."""
+"""Failures in a row, each of a request alone in its step with no token drawn for anyone in between, that cast doubt on
+the replica."""
 
 
 class NumbersCheck(StepListener, Protocol):
-    """Whom to ask whether the replica is well. A listener of the engine, whose own requests are its questions."""
+    """Check that decides whether the replica is well. A listener of the engine, whose own requests are its questions."""
 
     def ask_in_doubt(self) -> bool:
         """Checks at once. False: the result is unknown. Otherwise the engine settles the request or fails."""
@@ -31,7 +32,7 @@ class NonFiniteGuard:
 
     def __init__(self) -> None:
         self.in_a_row: list[Hashable] = []
-        """To be read only."""
+        """Failures in a row. Read-only."""
 
     def note_step(self, broken: Sequence[DroppedRequest], *, has_others: bool) -> ReplicaError | None:
         """The `broken` requests got no token in this step; `has_others`: other requests did. What is wrong where the
@@ -72,7 +73,7 @@ class Suspects(Generic[Owner]):
 
     def __init__(self) -> None:
         self.requests: dict[Hashable, tuple[Owner, PoisonRisk]] = {}
-        """By attempt. To be read only."""
+        """Suspected requests by attempt. Read-only."""
         self._num_steps: dict[Hashable, int] = {}
         self.has_news = False
         """A suspect was added and not reported. It must be reported before it runs: the replica may die of it."""
@@ -87,7 +88,7 @@ class Suspects(Generic[Owner]):
             raise QueueFullError("a suspect of another router runs here, and the two are tried apart", RETRY_S)
 
     def add(self, attempt: Hashable, poison_risk: PoisonRisk, owner: Owner) -> None:
-        """It runs or waits here from now on; one that is not suspected is ignored."""
+        """Notes a suspected request that runs or waits here from now on; others are ignored."""
         if poison_risk is not PoisonRisk.NONE:
             self.requests[attempt] = (owner, poison_risk)
             self._num_steps[attempt] = 0
@@ -102,7 +103,7 @@ class Suspects(Generic[Owner]):
                     self.drop(delta.attempt)
 
     def drop(self, attempt: Hashable) -> None:
-        """It has gone, or is no longer suspected. Unknown keys are ignored."""
+        """Removes a request that has gone, or is no longer suspected. Unknown keys are ignored."""
         if self.requests.pop(attempt, None) is not None:
             del self._num_steps[attempt]
 

@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 def step_result(
     plan: StepPlan, output: HeadOutput, sampler: StepSampler, masks: Mapping[int, bytes] | None = None
 ) -> StepResult:
-    """What a step's `output` for its rows wanted comes to. `masks` are those of rows that have a grammar.
+    """Result of a step from its `output` for the wanted rows. `masks` are those of rows that have a grammar.
 
     Rows with NaN or infinity give `NO_TOKEN`, and those whose grammar has a dead end `DEAD_END`; the other rows are not
     affected.
@@ -36,7 +36,7 @@ def step_result(
 def sampled_result(
     plan: StepPlan, sampled: Sampled, dead: Collection[int] = (), chosen: ChosenLogprobs | None = None
 ) -> StepResult:
-    """What was read off the logits of a step, sequence by sequence. No token of a `dead` row counts."""
+    """Result of a step from what was sampled, sequence by sequence. No token of a `dead` row counts."""
     if chosen is not None and sampled.logprobs:
         sampled = sampled._replace(logprobs=chosen.put_into(sampled.logprobs))
     token_ids = sampled.token_ids
@@ -66,7 +66,7 @@ def prompts_of(plan: StepPlan) -> list[PromptLogprobParams]:
 
 
 def _by_sequence(plan: StepPlan, drawn: Sequence[Item]) -> tuple[tuple[Item, ...], ...]:
-    """What was drawn, or reported, in each row of `draws_of` a plan, put together for each sequence."""
+    """Items of the rows of `draws_of` a plan, grouped by sequence."""
     end = len(plan.decodes.token_ids)
     found: list[tuple[Item, ...]] = list(zip(drawn[:end]))
     for share in plan.others:
@@ -78,7 +78,7 @@ def _by_sequence(plan: StepPlan, drawn: Sequence[Item]) -> tuple[tuple[Item, ...
 def _without_none(
     reported: tuple[tuple[TokenLogprob | None, ...], ...],
 ) -> tuple[tuple[TokenLogprob, ...], ...]:
-    """What was reported of each sequence, without those of its draws that ask for nothing."""
+    """Reported items of each sequence, without those of draws that report nothing."""
     return tuple(tuple(item for item in items if item is not None) for items in reported)
 
 

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Driver(Protocol):
-    """What is asked of `torch.cuda`."""
+    """Functions of `torch.cuda` that are used."""
 
     def mem_get_info(self, device: "torch.device") -> tuple[int, int]:
         """Free and total bytes."""
@@ -49,7 +49,7 @@ class GpuWatch:
 
 
 def gpu_watch(device: "torch.device") -> Callable[[], GpuStats] | None:
-    """For the device of a leading rank; None where it is no GPU."""
+    """Statistics of a leading rank's device; None if it is no GPU."""
     if device.type != "cuda":
         return None
     import torch

@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def cpu_time_s(pid: int) -> float:
-    """What all threads of a process ran, or waited for a core to run, so far; 0 where the kernel does not tell."""
+    """Seconds that all threads of a process ran, or waited for a core to run, so far; 0 if the kernel does not tell."""
     total_ns = 0
     with suppress(OSError):  # it has just ended
         for thread in os.listdir(f"/proc/{pid}/task"):

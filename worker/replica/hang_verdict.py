@@ -6,7 +6,7 @@ from typing import Final
 from holdfast.worker.progress import LONGEST_LOOK_S, FrozenVerdict
 
 BEAT: Final = b"."
-"""What a process says over the pipe. From its event loop: it turns."""
+"""Byte that a process sends through the pipe. From its event loop: it turns."""
 
 INPUT: Final = b"i"
 """Work on input begins on it."""
@@ -18,7 +18,7 @@ BUSY_TIMES: Final = 6.0
 """A process that computes on input is ended after so many times the limit without a beat."""
 
 BUSY_SHARE: Final = 0.5
-"""Of the time of a look, what all threads together ran, or waited for a core, in a process that computes."""
+"""Share of a look's time that all threads together ran, or waited for a core, in a process that computes."""
 
 LARGE_BYTES: Final = 64 * 2**10
 """Input of at least this size is always declared; smaller input as often as there are beats."""
@@ -27,12 +27,12 @@ _BEAT_EVERY_S: Final = 0.5
 
 
 def beat_every_s(limit_s: float) -> float:
-    """How often a process beats that is ended after `limit_s` without."""
+    """Seconds between beats of a process that is ended after `limit_s` without one."""
     return min(_BEAT_EVERY_S, limit_s / 4)
 
 
 def look_every_s(limit_s: float) -> float:
-    """How often its hang supervisor looks."""
+    """Seconds between looks of its hang supervisor."""
     return min(LONGEST_LOOK_S, limit_s / 8)
 
 
@@ -44,7 +44,7 @@ class InputSigns:
         self._declared_at = -math.inf
 
     def of(self, num_bytes: int, now: float) -> bytes:
-        """What to say when work on input of this size begins; nothing, if that was said just before."""
+        """Bytes to send when work on input of this size begins; empty if the same was sent just before."""
         is_large = num_bytes >= LARGE_BYTES
         if not is_large and now - self._declared_at < self._every_s:
             return b""
@@ -69,7 +69,7 @@ class HangVerdict:
         self._looked: tuple[float, float] | None = None
         """When, and the CPU time then."""
         self._idle_s = 0.0
-        """How long it has not computed, at a stretch."""
+        """Seconds without computation, at a stretch."""
 
     @property
     def still_s(self) -> float:

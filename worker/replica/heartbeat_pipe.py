@@ -90,7 +90,9 @@ class HeartbeatPipe:
                 self._hang_supervisor = self._start()
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        """In this process's own group: what stops them all, such as Ctrl-Z, stops the hang supervisor too."""
+        """Starts the hang supervisor in this process's own group: a signal that stops them all, such as Ctrl-Z, stops
+        it too.
+        """
         hang_supervisor = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0)
         assert hang_supervisor.stdin is not None, "it is a pipe"
         self._pipe = hang_supervisor.stdin.fileno()

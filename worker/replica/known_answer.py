@@ -25,7 +25,7 @@ NUM_PROMPT_TOKENS: Final = 80
 NUM_OUTPUT_TOKENS: Final = 8
 
 NAME: Final = "self-check"
-"""Of the request and of its tenant: it is charged to no other tenant."""
+"""Id of the request and of its tenant: it is charged to no other tenant."""
 
 _DIGEST_BYTES: Final = 4
 
@@ -54,7 +54,7 @@ class KnownAnswer:
     """The output so far: tokens and log-probabilities."""
 
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """From the second token on."""
+    """Log-probabilities of the prompt from the second token on."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -162,7 +162,7 @@ class KnownAnswerCheck:
         self._loop.start()
 
     def stop(self) -> None:
-        """It will not ask any more, unless it is just about to."""
+        """Stops asking; a question that is about to be asked may still come."""
         self._loop.stop()
 
     def ask(self, priority: Priority | None = None) -> bool:
@@ -219,7 +219,9 @@ class KnownAnswerCheck:
             self._first.set_exception(error)
 
     def _note_rejection(self, error: HoldfastError) -> None:
-        """As when too many wait: that is no answer, and no wrong one. A question that the model fails at is."""
+        """Notes a rejection. One for lack of room is no answer, and no wrong one; a question that the model fails at is
+        wrong.
+        """
         logger.warning("the replica refused its self-check: %s", error)
         is_judged = self.has_answer or not self._compares
         self._take(None)

@@ -27,7 +27,7 @@ class _Followed:
     began_s: float
     num_prompt_tokens: int
     num_tokens: int
-    """Of its output so far."""
+    """Tokens of its output so far."""
     first_s: float | None = None
 
 
@@ -44,7 +44,7 @@ class LinkTraces:
         self._propagator = TraceContextTextMapPropagator()
         self._followed: dict[Hashable, _Followed] = {}
         self._waiting: set[Hashable] = set()
-        """Those of them without output."""
+        """Followed requests without output."""
 
     def submitted(self, attempt: Hashable, request: EngineRequest) -> None:
         if request.traceparent:

@@ -81,17 +81,19 @@ _PROC: Final = Path("/proc")
 
 
 class OomScore(IntEnum):
-    """In thousandths of the limit; the kernel adds it to the memory of a process. A replica that loads keeps 1000."""
+    """Scores in thousandths of the limit; the kernel adds them to the memory of a process. A replica that loads keeps
+    1000.
+    """
 
     SERVING_REPLICA = 700
-    """Its streams go on at another replica."""
+    """Score of a serving replica: its streams continue at another replica."""
     ROUTER = 300
-    """Its clients have to find another router. The directory has this score as well."""
+    """Score of a router: its clients have to find another router. The directory has this score as well."""
 
 
 def lower_oom_score(score: OomScore, processes: Iterable[ProcessId], proc: Path = _PROC) -> None:
-    """Of processes of this user on this machine. The kernel refuses a value below what a privileged process set last (a
-    container's runtime does): the score then stays as it is, which costs only the order.
+    """Lowers the score of processes of this user on this machine. The kernel refuses a value below what a privileged
+    process set last (a container's runtime does): the score then stays as it is, which costs only the order.
     """
     for process in processes:
         file = proc / str(process.pid) / "oom_score_adj"
@@ -106,7 +108,7 @@ _NS: Final = 1e-9
 
 
 class Times(NamedTuple):
-    """Of one thread since its start, in nanoseconds."""
+    """Times of one thread since its start, in nanoseconds."""
 
     ran: int
     waited: int

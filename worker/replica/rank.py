@@ -48,7 +48,7 @@ class Ranks(Protocol):
         """Ends them at once. `wait` returns."""
 
     def processes_here(self) -> list[ProcessId]:
-        """Those that run on this machine; all of them are known once the group has met."""
+        """Processes on this machine; all of them are known once the group has met."""
 
 
 class RankLauncher(Protocol):

@@ -262,7 +262,7 @@ class Replica:
         self.engine.give_up(error)
 
     def _fail(self, error: HoldfastError) -> None:
-        """From the watches or the engine's thread, whichever notices first."""
+        """Fails the replica, from the watches or the engine's thread, whichever notices first."""
         with self._lock:
             if self._stopping or self._failure is not None:
                 return
@@ -283,7 +283,7 @@ class Replica:
 
 
 def _stepping(config: WorkerConfig, leader: "LeaderRunner") -> StepRunner:
-    """What the engine gives its steps to: with two in flight where the device runs by itself and the settings allow."""
+    """Runner of the engine's steps: with two in flight if the device runs by itself and the settings allow."""
     from holdfast.worker.engine.overlapping import DeviceRunner
 
     is_wanted = config.scheduler.async_scheduling is not False
@@ -314,7 +314,7 @@ def _gather_ranks(
 
 
 def _first(joining: Callable[[], T], dying: Callable[[], str]) -> T:
-    """What `joining` returns, unless `dying` does so before: then a `ReplicaError` with what it said.
+    """Result of `joining`, unless `dying` returns before: then a `ReplicaError` with its text.
 
     Both run on daemon threads: the one that is still blocked in the end must not keep the process alive.
     """

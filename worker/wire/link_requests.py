@@ -94,7 +94,7 @@ LINK_BOUNDS: Final[Bounds] = {
     "holdfast.v1.TokenSequence": {"ids": Bound(count=2**20)},
     "holdfast.v1.SetLogLevel": {"level": _NAME},
 }
-"""Of what a router sends: wide, for routers hold their clients to narrower ones."""
+"""Bounds of a router's messages: wide, for routers hold their clients to narrower ones."""
 
 
 def link_request_parser() -> Callable[[bytes], engine_pb2.LinkRequest]:
@@ -111,7 +111,7 @@ def link_request_parser() -> Callable[[bytes], engine_pb2.LinkRequest]:
 
 
 def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> EngineRequest:
-    """As it comes by a link of that name. Raises `InvalidRequestError`, by field, for what an engine must not get."""
+    """Request from the link of that name. Raises `InvalidRequestError`, by field, for what an engine must not get."""
     if not submit.prompt_token_ids:
         raise InvalidRequestError("prompt", (), "must have at least one token")
     params = submit.sampling_params

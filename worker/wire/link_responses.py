@@ -44,7 +44,7 @@ none keeps a loop busy for long.
 """
 
 MAX_CACHE_EVENTS: Final = 4096
-"""Of one message: 32 KiB, so that a large cache's snapshot comes in pieces."""
+"""Most cache events of one message: 32 KiB, so that a large cache's snapshot comes in pieces."""
 
 _FINISH_CODES: Final[Mapping[FinishReason | None, int]] = {
     None: 0,
@@ -204,7 +204,7 @@ def _number(attempt: Hashable) -> int:
 
 
 def _add_delta(deltas: "RepeatedCompositeFieldContainer[engine_pb2.Delta]", delta: TokenDelta) -> None:
-    """What most deltas do not have costs nothing where it is absent."""
+    """Adds a delta. Fields that most deltas do not have cost nothing where they are absent."""
     message = deltas.add(
         attempt=_number(delta.attempt), first_token_index=delta.first_token_index, token_ids=delta.token_ids
     )
@@ -255,7 +255,7 @@ def _stats_message(stats: EngineStats) -> engine_pb2.EngineStats:
 
 
 def read_response(message: engine_pb2.LinkResponse | None) -> Hello | StepUpdate | Heartbeat:
-    """What a replica has said; None stands for bytes that are no message. Raises `LinkMessageError`."""
+    """Message of a replica; None stands for bytes that are no message. Raises `LinkMessageError`."""
     kind = None if message is None else message.WhichOneof("message")
     if message is None or kind is None:
         raise LinkMessageError("bytes that cannot be parsed, or a message of an unknown kind")

@@ -16,12 +16,12 @@ from holdfast.worker.wire.tls import ServerTls, Tls, add_port
 TOKEN_METADATA: Final = "x-holdfast-cluster-token"
 
 LINK_NAME: Final = "holdfast-link"
-"""What the certificates of links are for. Replicas come and go at addresses that no certificate could name."""
+"""Name in the certificates of links. Replicas come and go at addresses that no certificate could name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSecurity:
-    """Of one end of a link."""
+    """Security of one end of a link."""
 
     token: str = field(default="", repr=False)
     """Empty: none is sent, and none is asked for."""
@@ -31,12 +31,12 @@ class LinkSecurity:
     # --- of a router ---
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a router sends with its call."""
+        """Metadata that a router sends with its call."""
         return ((TOKEN_METADATA, self.token),) if self.token else ()
 
     def channel(self, address: str, options: list[tuple[str, int]]) -> grpc.aio.Channel:
-        """To a replica. Its certificate must be for `LINK_NAME`. Raises `ConfigurationError` for files that are not
-        there.
+        """Channel to a replica. Its certificate must be for `LINK_NAME`. Raises `ConfigurationError` for files that are
+        not there.
         """
         if self.tls is None:
             return grpc.aio.insecure_channel(address, options=options)
@@ -58,7 +58,7 @@ class LinkSecurity:
 
 
 UNSECURED: Final = LinkSecurity()
-"""For links inside one process or test."""
+"""Security of links inside one process or test."""
 
 
 def _digest(token: str | bytes) -> bytes:

@@ -23,7 +23,7 @@ MAX_DEPTH: Final = 32
 UNKNOWN: Final = "unknown fields"
 MAX_UNKNOWN: Final = 1024
 MAX_UNKNOWN_BYTES: Final = 2**20
-"""Of fields that a newer client knows and this server does not."""
+"""Most bytes of fields that a newer client knows and this server does not."""
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _CONTINUES: Final = bytes(range(128, 256))
@@ -41,11 +41,11 @@ _WIRE_TYPES: Final = {
     FieldDescriptor.TYPE_BYTES: _LENGTH,
     FieldDescriptor.TYPE_MESSAGE: _LENGTH,
 }
-"""Of a single value; varints where it is not listed."""
+"""Wire type of a single value; types not listed are varints."""
 
 
 Bounds = Mapping[str, Mapping[str, Bound]]
-"""By the full name of a message, and the name of a field."""
+"""Bounds by the full name of a message, and the name of a field."""
 
 
 class MalformedMessageError(Exception):
@@ -58,7 +58,7 @@ class UnboundedFieldError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """What the scan knows of a field."""
+    """Bounds and type of a field, for the scan."""
 
     name: str
     slot: int
@@ -67,7 +67,7 @@ class _Field:
     inner: "dict[int, _Field] | None"
     """The fields of the message that it holds."""
     packed: int
-    """Where its elements come packed: their wire type; else -1."""
+    """Wire type of packed elements; else -1."""
     bound: Bound
 
 
@@ -213,7 +213,7 @@ def _varint(data: bytes, position: int, longest: int) -> tuple[int, int]:
 
 
 def _num_packed(data: bytes, position: int, length: int, field: _Field) -> int:
-    """How many elements there are; more than are allowed where it is clear that there are more."""
+    """Number of elements; more than are allowed if it is clear that there are more."""
     if field.packed == _FIXED32:
         return length >> 2
     if field.packed == _FIXED64:
@@ -253,7 +253,7 @@ class _Compiler:
         return bound
 
     def _field(self, one: Any, bound: Bound) -> dict[int, _Field]:
-        """By its tags: elements of a repeated number come packed, or each by itself."""
+        """The field by its tags: elements of a repeated number come packed, or each by itself."""
         wire_type = _WIRE_TYPES.get(one.type, _VARINT)
         is_packable = one.is_repeated and wire_type != _LENGTH
         slot = -1

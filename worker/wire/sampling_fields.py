@@ -22,7 +22,7 @@ TOKEN_SCOPE: Final = frozenset({Scope.TOKENS})
 
 
 def fields_of(params: SamplingParams, message: type[Message], scopes: frozenset[Scope] = ALL_SCOPES) -> dict[str, Any]:
-    """What a message of this sort is made of to say the parameters of these scopes. A default may be left unset."""
+    """Fields of a message of this type that say the parameters of these scopes. A default may be left unset."""
     fields: dict[str, Any] = {}
     for field in _form(message.DESCRIPTOR, scopes).fields.values():
         value = getattr(params, field.name)
@@ -34,7 +34,7 @@ def fields_of(params: SamplingParams, message: type[Message], scopes: frozenset[
 
 
 def params_of(message: Message, scopes: frozenset[Scope] = ALL_SCOPES) -> SamplingParams:
-    """What a message says of these scopes. Only what is set overrides a default: zero means something.
+    """Parameters of these scopes in a message. Only fields that are set override a default: zero means something.
 
     Raises `InvalidRequestError`, naming the field.
     """
@@ -53,7 +53,7 @@ def params_of(message: Message, scopes: frozenset[Scope] = ALL_SCOPES) -> Sampli
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Field:
-    """How a sort of message holds a parameter."""
+    """Encoding of a parameter in a type of message."""
 
     name: str
     kind: Kind
@@ -61,25 +61,25 @@ class _Field:
     denial: str
     """The field that says None instead, if there is one."""
     is_repeated: bool
-    """Where it holds nothing, the default holds."""
+    """Whether it is repeated: if it is empty, the default holds."""
     can_be_unset: bool
     zero_is_none: bool
-    """It cannot be unset, and zero is no value of the parameter."""
+    """Whether zero stands for unset, because it cannot be unset and zero is no value of the parameter."""
     is_short: bool
-    """Its numbers, or those that it maps to, have 32 bits."""
+    """Whether its numbers, or those that it maps to, have 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How a sort of message holds all parameters of some scopes."""
+    """Encoding of all parameters of some scopes in a type of message."""
 
     fields: Mapping[str, _Field]
     denied: Mapping[str, str]
-    """By a field that says None: the parameter."""
+    """Parameter by the field that says None."""
     unset: SamplingParams
     """The defaults: a copy with changes costs less than the constructor."""
     unsaid: Mapping[str, object]
-    """What else than the default a message says by leaving a field out that has no presence: its zero."""
+    """Values of parameters whose fields have no presence, when left out and not the default: their zero."""
 
 
 @cache

@@ -38,7 +38,7 @@ def first_expiry(pem: bytes) -> float:
 
 
 def expiry_warning(path: str | Path, expires_s: float, now_s: float) -> str:
-    """For people; empty while there is time. Both times are since 1970."""
+    """Warning for people; empty while there is time. Both times are since 1970."""
     date = datetime.fromtimestamp(expires_s, UTC).isoformat(timespec="seconds")
     way_out = "replace its files, and new connections use them without a restart"
     if now_s >= expires_s:
@@ -54,7 +54,7 @@ def _certificates(text: str) -> Iterator[str]:
 
 
 def _not_after(der: bytes) -> float:
-    """Of a certificate of X.509 (RFC 5280): the second time of its `validity`."""
+    """End of validity of an X.509 certificate (RFC 5280): the second time of its `validity`."""
     try:
         _, certificate, _ = _element(der)
         _, signed, _ = _element(certificate)
@@ -112,11 +112,11 @@ class Tls:
     # --- of a client ---
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Of a gRPC channel, with the files as they are now. Raises `ConfigurationError`."""
+        """Credentials of a gRPC channel, with the files as they are now. Raises `ConfigurationError`."""
         return grpc.ssl_channel_credentials(_bytes(self.ca), _bytes(self.key), _bytes(self.cert))
 
     def client_context(self) -> ssl.SSLContext:
-        """Of the standard library, with the files as they are now. Raises `ConfigurationError`."""
+        """Context of the standard library, with the files as they are now. Raises `ConfigurationError`."""
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:
@@ -134,7 +134,7 @@ class _Loaded:
     configuration: grpc.ServerCertificateConfiguration
     context: ssl.SSLContext
     expires_s: float
-    """Of the chain, in seconds since 1970."""
+    """Expiry of the chain, in seconds since 1970."""
 
 
 class ServerTls:
@@ -147,7 +147,7 @@ class ServerTls:
         self._refused: tuple[object, ...] | None = None
         """The stamp of files that could not be used; each is logged once."""
         self._warned = ""
-        """What of the certificate's expiry has been logged."""
+        """Warning about the certificate's expiry that was logged last."""
         try:
             self._loaded = _load(tls)
         except (OSError, ValueError) as error:
@@ -166,7 +166,7 @@ class ServerTls:
         return self._current().expires_s
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """For ports of gRPC servers."""
+        """Credentials for ports of gRPC servers."""
         given = self._loaded
 
         def fetch() -> Any:  # None, which the stubs do not know, leaves the configuration as it was
@@ -182,7 +182,7 @@ class ServerTls:
         )
 
     def context(self) -> ssl.SSLContext:
-        """For servers of asyncio. Each handshake is made with the files as they are then."""
+        """Context for servers of asyncio. Each handshake is made with the files as they are then."""
         context = _context(self._tls)
         context.sni_callback = self._choose  # it is called for every handshake, also without a name
         return context
@@ -191,7 +191,7 @@ class ServerTls:
         connection.context = self._handshake().context
 
     def _handshake(self) -> _Loaded:
-        """For a new connection."""
+        """Credentials for a new connection."""
         loaded = self._current()
         self._warn()
         return loaded
@@ -273,26 +273,26 @@ def _bytes(path: str | Path | None) -> bytes | None:
 
 
 def _reason(error: Exception) -> str:
-    """Without what OpenSSL says of its own source lines."""
+    """The reason without OpenSSL's source lines."""
     if isinstance(error, ssl.SSLError):
         return f"it is not PEM, or certificate and key do not match ({error.reason or 'unknown'})"
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
 class Certificates:
-    """As they are now: their files may be replaced."""
+    """Certificates as they are now: their files may be replaced."""
 
     def __init__(self, clients: ServerTls | None, links: Tls | None) -> None:
-        """What the ports of clients show, and what this end of the links shows; None: nothing."""
+        """Certificates of the clients' ports, and of this end of the links; None: none."""
         self._clients = clients
         self._links = links
 
     def expiries(self) -> Mapping[str, float]:
-        """By use, in seconds since 1970."""
+        """Expiries by use, in seconds since 1970."""
         return {use: expires_s for use, (_, expires_s) in self._found().items()}
 
     def warnings(self, now_s: float) -> tuple[str, ...]:
-        """For people: which have expired, or are about to."""
+        """Warnings for people: certificates that have expired, or are about to."""
         said = (expiry_warning(path, expires_s, now_s) for path, expires_s in self._found().values())
         return tuple(filter(None, said))
 

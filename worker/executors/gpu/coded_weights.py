@@ -46,7 +46,7 @@ def coded_on(device: torch.device, parts: Sequence[StoredMatrix], num_slices: in
 
 
 def inputs_together(groups: Tensor, slice_inputs: int) -> int:
-    """How many inputs a tile takes together, by the group of each: as `CodedMatrix.group_inputs`."""
+    """Inputs that a tile takes together, by the group of each: as `CodedMatrix.group_inputs`."""
     ends = (groups[1:] != groups[:-1]).nonzero().flatten() + 1
     if not len(ends):
         return len(groups)

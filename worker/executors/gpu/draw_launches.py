@@ -69,7 +69,7 @@ class Edits:
     tokens: Tensor
     """Lists of tokens, int32."""
     saved: Tensor
-    """As long, float32: room."""
+    """Scratch space of the same length, float32."""
     counts: Tensor
     """[rows, vocab], int32: zeros."""
 
@@ -127,7 +127,7 @@ class DrawLaunches:
         self._run(edits.restore_rows, (len(given.records),), arguments)
 
     def tell(self, given: Rows, drawn: Tensor, most: int) -> Tensor:
-        """What is told of the drawn tokens [rows, TOLD_WORDS + 2 most], int32; of at most so many best ones."""
+        """Reports about the drawn tokens [rows, TOLD_WORDS + 2 most], int32, with at most `most` best tokens each."""
         take, num_rows, num_chunks = self._buffers.take, len(given.records), given.num_chunks
         num_blocks = num_chunks * _CHUNK_BLOCKS
         shared = _shared(given)
@@ -201,7 +201,7 @@ Int32Array = NDArray[np.int32]
 _EDIT: Final = Struct(f"={len(PENALTIES)}f{EDIT_WORDS - len(PENALTIES)}i")
 _WORD_BYTES: Final = 4
 _UNKNOWN: Final = -1
-"""In place of token ids that int32 does not hold: no row has them."""
+"""Value for token ids that int32 cannot hold: no row has them."""
 
 
 class EditTable:
@@ -213,7 +213,7 @@ class EditTable:
         self._lists: list[bytes] = []
         self._num_tokens = 0
         self.numbers = [NONE] * len(draws)
-        """Of each row."""
+        """Number of each row's edit."""
         packed: list[bytes] = []
         for row, params in enumerate(draws):
             if params.logits_settings is not None:

@@ -62,7 +62,7 @@ class Launched:
     tokens: Reading | None = None
     """The argmax of each row wanted, where the head gives no logits and there are any."""
     drawing: Drawing | None = None
-    """What is drawn from the logits in the step itself."""
+    """Draws from the logits in the step itself."""
 
 
 class GpuExecutor:
@@ -139,18 +139,20 @@ class GpuExecutor:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of this rank's cache, all layers together."""
+        """Bytes of this rank's cache, all layers together."""
         if self._in_fp8:
             return sum(spec.fp8_bytes_per_token for spec in self._specs)
         return sum(spec.values_per_token for spec in self._specs) * self._layout.dtype.itemsize
 
     def keep_kv_in_code(self) -> None:
-        """From the next cache on, keys and values are kept in 8 bits (`worker/executors/kv_cache.py`)."""
+        """Keeps keys and values in 8 bits from the next cache on (`worker/executors/kv_cache.py`)."""
         self.drop_cache()
         self._in_fp8 = True
 
     def kv_code_difference(self, batch: StepBatch) -> str | None:
-        """How this device differs from what keys and values in fp8 should be, tried on a batch; None: in no bit."""
+        """Difference between this device's keys and values in fp8 and the right ones, tried on a batch; None: equal in
+        all bits.
+        """
         cache = self._cache_of()
         step, _, _ = self._prepare(batch, cache.block_size, pads=False)
         return fp8_difference(self._layout, self._layers, step, int(batch.block_ids.max()) + 1, cache.block_size)
@@ -173,7 +175,7 @@ class GpuExecutor:
         return 0
 
     def allocate_states(self, num_slots: int, num_drafts: int) -> None:
-        """Nothing: there are no states."""
+        """Does nothing: there are no states."""
 
     def drop_cache(self) -> None:
         self._graphs.clear()
@@ -181,7 +183,7 @@ class GpuExecutor:
         self._cache = None
 
     def free_logits(self) -> None:
-        """Nothing: logits are read from a buffer that stays."""
+        """Does nothing: logits are read from a buffer that stays."""
 
     def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
         """One step; all ranks of the group run it together. Blocks are copied before."""
@@ -219,7 +221,7 @@ class GpuExecutor:
         return Launched(num_wanted, num_padded, with_logits, tokens=self._readback.start(tokens))
 
     def _draws_in_step(self, batch: StepBatch) -> Sequence[DrawParams] | None:
-        """What is drawn in the step's own graph: nothing on several ranks, whose graphs of a step are all alike."""
+        """Draws made in the step's own graph; none on several ranks, whose graphs of a step are all alike."""
         return None if batch.draws is None or self._group.size > 1 else batch.draws()
 
     def _launch_draws(
@@ -254,8 +256,8 @@ class GpuExecutor:
         self._drawn.put_in(token_ids)
 
     def collect(self, launched: "Launched") -> HeadOutput:
-        """What the oldest step that was launched and not collected comes to. Waits for the device, but for logits,
-        which the leader alone has. Raises `ReplicaError` as `StepWait.wait` does.
+        """Output of the oldest step that was launched and not collected. Waits for the device, but for logits, which
+        the leader alone has. Raises `ReplicaError` as `StepWait.wait` does.
         """
         if launched.drawing is not None:
             return HeadOutput(None, None, sampled=self._sampler.collect(launched.drawing))
@@ -288,7 +290,7 @@ class GpuExecutor:
         return out
 
     def _run_all(self, step: StepTensors, wanted: Tensor, cache: KVCache, with_logits: bool) -> None:
-        """From token ids to the best token of each wanted row, or to the logits."""
+        """Runs all layers, from token ids to the best token of each wanted row, or to the logits."""
         x = self._layers.run(step, wanted, cache)
         if len(wanted):
             logits = self._layers.logits(x)

@@ -20,7 +20,7 @@ _SMALLEST, _LARGEST = -12, 8
 def fp8_difference(
     layout: DecoderLayout, layers: DeviceLayers, step: StepTensors, num_blocks: int, block_size: int
 ) -> str | None:
-    """What differs in a layer of each kind, run on random rows of a step; None: nothing."""
+    """Difference in a layer of each kind, run on random rows of a step; None: none."""
     kinds: dict[object, int] = {}
     for index, layer in enumerate(layout.layers):
         kinds.setdefault(_kind(attention_of(layer)), index)

@@ -62,7 +62,7 @@ class DecodeGraphs:
     """The graphs of one executor, by what of a step is fixed in them."""
 
     def __init__(self, capture: Capture | None) -> None:
-        """Without `capture`, work runs as it is."""
+        """Without `capture`, work runs without graphs."""
         self._capture = capture
         self._graphs: dict[tuple[object, ...], Graph] = {}
         self._generation = 0
@@ -100,12 +100,12 @@ class DecodeGraphs:
 
 
 _BUSY_S: Final = 0.02
-"""For so long a wait looks again at once, as CUDA's own does: a sleep would take longer than what is left of a step."""
+"""Seconds that a wait polls without sleeping, as CUDA's own does: a sleep would take longer than the rest of a step."""
 _PAUSE_S: Final = 0.0005
 
 
 class Event(Protocol):
-    """Of a device."""
+    """Event of a device."""
 
     def query(self) -> bool:
         """Whether the device has come to it."""
@@ -177,7 +177,7 @@ class Buffers:
         return memory[:count].view(shape)
 
     def take_zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """As `take`, of memory that is zero at first."""
+        """Like `take`, for memory that is zero at first."""
         memory = self._memory.get(name)
         tensor = self.take(name, shape, dtype)
         if self._memory[name] is not memory:
@@ -219,7 +219,7 @@ class Staging:
 
 
 _FEWEST_READ: Final = 1 << 14
-"""What is read back of 256 rows with log-probabilities."""
+"""Fewest bytes read back: those of 256 rows with log-probabilities."""
 
 
 class Reading:

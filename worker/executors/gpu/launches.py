@@ -59,7 +59,7 @@ class AttentionTiles:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """What the kernels of all layers read of a step."""
+    """Inputs of a step that the kernels of all layers read."""
 
     token_ids: Tensor
     """[rows], int32; likewise positions and slots. A padding row has slot -1."""
@@ -76,7 +76,7 @@ class StepTensors:
 
 @dataclass(frozen=True, slots=True)
 class SplitSpace:
-    """Where splits of attention that are programs of their own leave their sums; flat, float32. Room for as many as
+    """Memory for the sums of attention splits that are programs of their own; flat, float32. Room for as many as
     `MOST_OUTSIDE` programs of the widest tile.
     """
 
@@ -353,5 +353,5 @@ def _power(count: int) -> int:
 
 
 def _warps(hidden: int) -> int:
-    """Of a program that takes a row of `hidden` values."""
+    """Warps of a program that takes a row of `hidden` values."""
     return min(16, max(1, _power(hidden) // 512))

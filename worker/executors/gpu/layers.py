@@ -76,7 +76,7 @@ class DeviceLayers:
         return self.mix_again(index, step, pages)
 
     def mix_again(self, index: int, step: StepTensors, pages: LayerCache) -> Tensor:
-        """What the queries that were split last make of these pages."""
+        """Output of the queries that were split last, for these pages."""
         attention = attention_of(self._layout.layers[index])
         shape = (step.num_rows, attention.num_heads * attention.head_dim)
         queries, mixed = (self.buffers.take(name, shape, self._layout.dtype) for name in ("queries", "mixed"))
@@ -196,7 +196,7 @@ class DeviceLayers:
 
 
 def kv_spec(attention: Attention) -> KVSpec:
-    """What a layer keeps."""
+    """Shape of a layer's keys and values."""
     return KVSpec(
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,

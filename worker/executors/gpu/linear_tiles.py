@@ -17,7 +17,7 @@ Weight = Tensor | StoredMatrix | CodedMatrix
 
 @dataclass(frozen=True, slots=True)
 class LinearTile:
-    """Of a linear: outputs and tokens of a program, inputs of a step of its loop."""
+    """Tile of a linear: outputs and tokens of a program, inputs of a step of its loop."""
 
     outputs: int
     tokens: int

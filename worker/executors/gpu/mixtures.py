@@ -27,9 +27,9 @@ from holdfast.worker.executors.layout import Mlp
 _SCORINGS: Final = ("softmax", "softmax_of_top", "sigmoid")
 _FEWEST_BINS: Final = 16
 _CHOICES: Final = 1024
-"""That a program of `group_rows` takes at a time."""
+"""Choices that a program of `group_rows` takes at a time."""
 _TILE_COLUMNS: Final = 256
-"""That a program of `add_experts` takes."""
+"""Columns that a program of `add_experts` takes."""
 _LARGEST_UNIT: Final = 16
 """Inputs that a slice is a multiple of: the compiler uses no more, for loads of 16 bytes."""
 
@@ -46,7 +46,7 @@ class RowGroups:
 
 
 def grouped_tile(num_chosen: int, num_experts: int, dtype: torch.dtype) -> LinearTile:
-    """That of a linear over as many rows as an expert has if all have the same number."""
+    """Tile of a linear over as many rows as an expert has if all have the same number."""
     return linear_tile(-(-num_chosen // num_experts), dtype)
 
 
@@ -171,7 +171,8 @@ assert PLACES.value == MOST_EXPERTS, "an expert's number is a part of what the c
 
 
 MOST_SUM_BYTES: Final = 256 << 20
-"""Of what the chosen experts give, slice by slice. Where it is more, of a long prompt, columns are taken in turns."""
+"""Most bytes of the chosen experts' outputs, slice by slice. Larger outputs, of a long prompt, are computed column
+block by column block."""
 _COLUMNS: Final = 128
 """Columns at a time are a multiple of this."""
 
@@ -229,7 +230,7 @@ class DeviceMixtures:
         return groups
 
     def _inner(self, mixture: DeviceMixture, x: Tensor, groups: RowGroups, num_chosen: int) -> Tensor:
-        """What goes into the experts' second linears [T * top_k, inner]."""
+        """Inputs of the experts' second linears [T * top_k, inner]."""
         up = self._buffers.take("up", (1, num_chosen, mixture.up.shape[1]))
         self._own.grouped(x, mixture.up, groups, up, sharers=mixture.top_k, bias=mixture.up_bias)
         inner = self._buffers.take("inner", (num_chosen, mixture.down.shape[2]), x.dtype)

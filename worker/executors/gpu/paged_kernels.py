@@ -35,7 +35,7 @@ _NOTHING: Final = Linear(weights=())
 
 
 def unfit(specs: Sequence[KVSpec]) -> str | None:
-    """What of a model's attention layers these kernels do not run."""
+    """Part of a model's attention layers that these kernels do not run; None: they run all."""
     widest = max(max(spec.key_dim, spec.value_dim) for spec in specs)
     if widest > MAX_HEAD_DIM:
         return f"has heads of {widest} dimensions, and {MAX_HEAD_DIM} are the most on a GPU"
@@ -170,7 +170,7 @@ class PagedKernels:
         return StepArrays(max_rows, max_blocks, self._group, self._head_dim, self._device, self._wait)
 
     def _make_space(self) -> SplitSpace:
-        """Where splits leave their sums: nothing, where no context has two."""
+        """Memory for the sums of splits; empty if no context has two splits."""
         _, widest = tile_columns(self._group, self._head_dim)
         columns = MOST_OUTSIDE * widest if self._max_positions > SPLIT_KEYS else 1
         sizes = (columns * max(16, _power(self._head_dim)), columns, columns)

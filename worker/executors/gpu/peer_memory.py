@@ -57,8 +57,8 @@ class CudaDriver:
 
 
 def missing_between(one: str, other: str, library: Any = None) -> str | None:
-    """What of reads, writes and atomic operations the link of two devices does not have; they are named by their
-    UUIDs, as `GPU-...`. Raises OSError where NVML does not tell.
+    """Reads, writes or atomic operations that the link of two devices lacks; the devices are named by their UUIDs, as
+    `GPU-...`. Raises OSError if NVML does not tell.
     """
     nvml = library or ctypes.CDLL("libnvidia-ml.so.1")
     _check(nvml.nvmlInit_v2(), "nvmlInit_v2")
@@ -90,7 +90,7 @@ _DIGEST_BYTES: Final = 32
 
 
 class Driver(Protocol):
-    """What is asked of a driver; as `CudaDriver` says."""
+    """Interface of a driver, as `CudaDriver` implements it."""
 
     def offer(self, address: int) -> tuple[bytes, int]: ...
 
@@ -104,7 +104,7 @@ class PeerMemory:
     """One rank's view of all shares."""
 
     addresses: tuple[int, ...]
-    """Where this rank finds the share of each rank, its own included; multiples of 16."""
+    """Address of each rank's share in this rank, its own included; multiples of 16."""
     own: Any = None
     """Keeps its own share alive. A rank that reads it is behind the last flag that its kernels have waited for, so it
     may go when they have ended."""
@@ -114,7 +114,7 @@ class PeerMemory:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank tells the others: fixed sizes, since it travels as one tensor."""
+    """Message of a rank to the others: fixed sizes, since it travels as one tensor."""
 
     host: bytes
     uuid: str

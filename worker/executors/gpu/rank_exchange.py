@@ -60,7 +60,7 @@ class RankExchange(Protocol):
         ...
 
     def lost(self) -> str | None:
-        """What the device has found out about ranks that do not come. It may say so one step late."""
+        """Lost ranks, as far as the device has found out. It may report them one step late."""
         ...
 
     def give_up(self) -> None:
@@ -71,7 +71,7 @@ class RankExchange(Protocol):
 
 
 class NoExchange(RankExchange):
-    """Of a single rank."""
+    """Exchange of a single rank."""
 
     on_device = True
 
@@ -101,7 +101,7 @@ class NoExchange(RankExchange):
 
 
 class GroupExchange(RankExchange):
-    """By the group's collectives, which the host starts: NCCL on GPUs."""
+    """Exchange by the group's collectives, which the host starts: NCCL on GPUs."""
 
     on_device = False
 
@@ -143,7 +143,9 @@ class GroupExchange(RankExchange):
 
 
 class PeerExchange(RankExchange):
-    """By kernels that reach the memory of all ranks. What is larger than a slot goes by `others`, or in pieces."""
+    """Exchange by kernels that reach the memory of all ranks. What is larger than a slot goes by `others`, or in
+    pieces.
+    """
 
     on_device = True
 
@@ -263,10 +265,10 @@ def _grid(num_words: int) -> tuple[int]:
 logger = logging.getLogger(__name__)
 
 Share = Callable[[TensorParallelGroup, int, torch.device], PeerMemory | str]
-"""As `share_memory`."""
+"""Same as `share_memory`."""
 
 _ROUNDS: Final = 3
-"""Of a check, so that both slots are used again."""
+"""Rounds of a check, so that both slots are used again."""
 
 
 def choose_exchange(
@@ -312,7 +314,7 @@ def check(
     device: torch.device,
     launches: Launches,
 ) -> str | None:
-    """How `peers` differs from `others` in the bits of sums and gathers of some sizes, on any rank; None: in none."""
+    """Difference between `peers` and `others` in the bits of sums and gathers of some sizes, on any rank; None: none."""
     difference = None
     generator = torch.Generator().manual_seed(group.rank)
     for size in sorted({1, min(num_values, WORDS * PROGRAMS + 5), num_values}):
@@ -327,7 +329,7 @@ def check(
 
 
 def _differing(peers: RankExchange, others: RankExchange, x: Tensor, launches: Launches) -> str | None:
-    """What differs of x [2, values], two slices of this rank."""
+    """Difference for x [2, values], two slices of this rank."""
     ours, theirs = Buffers(x.device), Buffers(x.device)
     pairs = {
         "sums": (_sum(peers, x, ours, launches), _sum(others, x, theirs, launches)),
@@ -348,7 +350,7 @@ def _differing_words(peers: RankExchange, group: TensorParallelGroup, device: to
 
 
 def _sum(exchange: RankExchange, x: Tensor, buffers: Buffers, launches: Launches) -> Tensor:
-    """Of all slices of all ranks [1, values]."""
+    """Sum of all slices of all ranks [1, values]."""
     parts = exchange.add(x[:, None], buffers)
     total = torch.empty_like(parts[0])
     launches.sum_parts(parts, total)

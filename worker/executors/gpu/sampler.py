@@ -57,14 +57,14 @@ _FEWEST_WORDS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class SamplerInput:
-    """What is asked of some rows, placed where the kernels find it."""
+    """Requests for some rows' draws, placed where the kernels find them."""
 
     draws: Sequence[DrawParams]
     rows: Rows
     count: int
     """Rows that are no padding."""
     most: int
-    """As in `Drawing`."""
+    """Same as in `Drawing`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class DeviceSampler:
         device = buffers.device
         self._buffers = buffers
         self._lists = Buffers(device)
-        """What graphs do not read, so that it may grow."""
+        """Buffers that graphs do not read, so that they may grow."""
         self._launches = DrawLaunches(self._buffers, launch)
         self._graphs = DecodeGraphs(capture)
         self._readback = Readback(device, wait)
@@ -119,7 +119,7 @@ class DeviceSampler:
         masks: Mapping[int, bytes] | None = None,
         prompts: Sequence[PromptLogprobParams] = (),
     ) -> Sampled:
-        """As `StepSampler.sample`. Waits for the device once. The logits are edited on the way, and put back."""
+        """Same as `StepSampler.sample`. Waits for the device once. The logits are edited on the way, and put back."""
         assert output.logits is not None, "a step that is drawn from asks for logits"
         return self.collect(self.launch(output.logits, draws, masks, prompts))
 
@@ -150,7 +150,7 @@ class DeviceSampler:
         return self._place(logits, draws, None, ())
 
     def key_of(self, inputs: SamplerInput) -> tuple[object, ...]:
-        """What of some draws is fixed in a graph."""
+        """Properties of some draws that are fixed in a graph."""
         logits = inputs.rows.logits
         sizes = (len(inputs.rows.records), inputs.most, *logits.shape[1:], *logits.stride())
         return ("draws", *sizes, inputs.rows.masks is not None, logits.data_ptr())
@@ -169,7 +169,7 @@ class DeviceSampler:
         return Drawing(inputs.draws, self._readback.start(found[: inputs.count]), inputs.most)
 
     def collect(self, drawing: Drawing) -> Sampled:
-        """What was drawn. Waits for the device, and for no step that was launched later."""
+        """Samples of a drawing. Waits for the device, and for no step that was launched later."""
         words, most = drawing.reading.wait(), drawing.most
         if most == NONE:
             nothing = np.empty((len(words), 0), np.int32)

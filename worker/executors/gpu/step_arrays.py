@@ -30,7 +30,7 @@ class QueryTiles:
     """[tiles, 3]: first row, rows, sequence"""
     wide: Int32Array
     narrow_splits: int
-    """Of the longest context of a narrow tile; likewise of a wide one."""
+    """Splits of the longest context of a narrow tile; likewise of a wide one."""
     wide_splits: int
 
 

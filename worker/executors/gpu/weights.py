@@ -94,7 +94,7 @@ def views_of(mixture: DeviceMixture, experts: Experts) -> Experts:
 
 
 def unfit_mixture(experts: Experts) -> str | None:
-    """What of a mixture the kernels do not take."""
+    """Part of a mixture that the kernels do not take; None: they take all."""
     shared, first = experts.shared, experts.experts[0]
     if len(experts.experts) > MOST_EXPERTS:
         return f"it has {len(experts.experts)} experts, and {MOST_EXPERTS} are the most"
@@ -161,7 +161,7 @@ class DeviceWeights:
         is_tied = len(layout.head.weights) == 1 and layout.head.weights[0] is layout.embedding
         head = self._linear(layout.head, embedding if is_tied else None)
         self.mixtures = tuple(self._mixture(layer.mlp) for layer in layout.layers)
-        """By layer; None where a layer has an MLP."""
+        """Mixtures by layer; None for a layer with an MLP."""
         self.layout = replace(
             layout,
             embedding=embedding,
@@ -235,12 +235,14 @@ def angle_table(rotary: Rotary, max_positions: int) -> Tensor:
 
 
 def _slices(number: int) -> int:
-    """Of a sum: kernels add powers of two of them. A model with an odd number of heads is on one rank, in one slice."""
+    """Slices of a sum: kernels add powers of two of them. A model with an odd number of heads is on one rank, in one
+    slice.
+    """
     return number if number in (1, 2, 4, 8) else 1
 
 
 def unfit(layout: DecoderLayout, tensor_parallel_size: int, block_size: int) -> str | None:
-    """What of a layout this executor does not run."""
+    """Part of a layout that this executor does not run; None: it runs all."""
     if tensor_parallel_size not in (1, 2, 4, 8):
         return f"sums over {tensor_parallel_size} ranks are not a binary tree"
     if 64 % block_size and block_size % 64:

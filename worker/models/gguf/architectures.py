@@ -33,21 +33,21 @@ class NamedTensor:
     """Above 0: within each of so many heads the rows lie as llama.cpp rotates them, pair after pair, where Hugging Face
     has the first of all pairs and then the second ones."""
     offset: float = 0.0
-    """What is added to its numbers: the norms of some families are stored more by one."""
+    """Value added to its numbers: the norms of some families are stored more by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """Of `general.architecture`. The defaults are those of llama."""
+    """Description of a `general.architecture`. The defaults are those of llama."""
 
     model_type: str
     hf_class: str
     layer: Mapping[str, str]
     """Modules of a layer by GGUF's names in a block."""
     optional: frozenset[str] = frozenset()
-    """Of those, the ones that not all models have."""
+    """Tensors among those that not all models have."""
     settings: Callable[[Metadata], dict[str, Any]] = lambda metadata: {}
-    """Of the config, besides the common ones."""
+    """Entries of the config, besides the common ones."""
     pairs_are_neighbours: bool = False
     """Rows of queries and keys lie as llama.cpp rotates them."""
     norms_are_more_by_one: bool = False
@@ -232,7 +232,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         pairs_are_neighbours=True,
     ),
 }
-"""By `general.architecture`. Mistral's models are written as llama's."""
+"""Architectures by `general.architecture`. Mistral's models are written as llama's."""
 
 _MIXTRAL: Final = Architecture(
     model_type="mixtral",
@@ -256,7 +256,7 @@ def architecture_of(header: Header) -> Architecture:
 
 
 def hf_config(header: Header) -> dict[str, Any]:
-    """What the model's config.json would hold. Raises `NotUnderstood`."""
+    """Content of the model's config.json. Raises `NotUnderstood`."""
     architecture, metadata = architecture_of(header), Metadata(header)
     if metadata.get("expert_count") and not architecture.has_experts:
         raise NotUnderstood(f"has experts, which are not read of files of architecture {metadata.architecture}")
@@ -299,7 +299,7 @@ def _rotated_dims(metadata: Metadata, architecture: Architecture) -> int | None:
 
 
 def _dtype(header: Header) -> str:
-    """What weights become: bfloat16 where any are quantized, else the type of most of the numbers."""
+    """Dtype of the weights: bfloat16 if any are quantized, else the type of most of the numbers."""
     matrices = [tensor for tensor in header.tensors.values() if len(tensor.shape) > 1]
     if any(tensor.kind not in FLOATS for tensor in matrices):
         return "bfloat16"

@@ -22,6 +22,6 @@ UNIT_BYTES: Final[Mapping[str, float]] = {
     "Q4_K": 148 / 256,
     "Q5_K": 180 / 256,
 }
-"""Of a number in units (`native/units.h`): as in the file, but for six bits that become eight."""
+"""Bytes of a number in units (`native/units.h`): as in the file, but for six bits that become eight."""
 
 READ_KINDS: Final = (*FLOATS, *BLOCKS)

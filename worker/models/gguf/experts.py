@@ -8,7 +8,7 @@ from holdfast.worker.models.gguf.header import StoredTensor
 from holdfast.worker.models.gguf.understanding import Metadata, NotUnderstood
 
 _SOFTMAX: Final = 1
-"""Of `expert_gating_func`."""
+"""Value of `expert_gating_func`."""
 
 QWEN_ROUTER: Final = {"ffn_gate_inp": "mlp.gate"}
 QWEN_EXPERTS: Final = {
@@ -32,7 +32,7 @@ MIXTRAL: Final = {
 
 
 def qwen_experts(metadata: Metadata, *, normalized: bool) -> dict[str, Any]:
-    """Of the config. llama.cpp's code says whether weights are normalized, and no metadata."""
+    """Entries of the config. llama.cpp's code says whether weights are normalized; the metadata does not."""
     return {
         "num_experts": _count(metadata),
         "num_experts_per_tok": metadata.count("expert_used_count"),
@@ -44,7 +44,7 @@ def qwen_experts(metadata: Metadata, *, normalized: bool) -> dict[str, Any]:
 
 
 def mixtral_experts(metadata: Metadata) -> dict[str, Any]:
-    """Of the config."""
+    """Entries of the config."""
     return {
         "num_local_experts": _count(metadata),
         "num_experts_per_tok": metadata.count("expert_used_count"),
@@ -62,7 +62,7 @@ def _count(metadata: Metadata) -> int:
 
 
 def expert_shape(module: str, config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Of a tensor of a mixture; None for modules that are none of these."""
+    """Shape of a tensor of a mixture; None for other modules."""
     count = config.get("num_experts") or config.get("num_local_experts")
     if count is None:
         return None

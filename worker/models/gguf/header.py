@@ -38,9 +38,9 @@ class StoredTensor:
 
     name: str
     kind: str
-    """Of its numbers, such as `F32` or `Q4_K`."""
+    """Type of its numbers, such as `F32` or `Q4_K`."""
     shape: tuple[int, ...]
-    """As torch has it: rows first, inputs last."""
+    """Shape in torch's order: rows first, inputs last."""
     part: int
     """Which of the files it lies in."""
     offset: int
@@ -50,11 +50,11 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a GGUF file says of itself."""
+    """Metadata and tensors of a GGUF file."""
 
     files: tuple[Path, ...]
     metadata: Mapping[str, Any]
-    """By key. Floats of 32 bits are the shortest decimals that mean them, as a config.json would have them."""
+    """Values by key. Floats of 32 bits are the shortest decimals that mean them, as a config.json would have them."""
     tensors: Mapping[str, StoredTensor]
 
 
@@ -178,7 +178,7 @@ def _value(field: Any) -> Any:
 
 
 def _decimal(value: float) -> float:
-    """What was written, before it was rounded to 32 bits."""
+    """The decimal that was rounded to 32 bits."""
     return float(str(np.float32(value)))
 
 

@@ -16,7 +16,7 @@ _FACTORS: Final = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _ORIGINAL_LENGTHS: Final = (8192, 4096, 2048, 16384, 32768)
 _LOW, _HIGH = 1.0, 4.0
-"""Of all of Llama 3's models."""
+"""Factors of all of Llama 3's models."""
 
 _CLOSE: Final = 1e-4
 _DEFAULT_THETA: Final = 10_000.0

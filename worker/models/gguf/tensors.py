@@ -298,7 +298,7 @@ class GgufWeight(StoredMatrix):
         return numbers + self.plus if self.plus else numbers
 
     def _numbers(self, stored: Tensor) -> Tensor:
-        """Of some stored rows, the numbers of the range's columns."""
+        """Numbers of some stored rows, for the range's columns."""
         first, last = self.columns
         if self.kind in _FLOATS:
             return stored.view(_FLOATS[self.kind])[:, first:last].float()
@@ -348,5 +348,7 @@ class GgufTensors:
 
 
 def _halves_first(num_rows: int, heads: int) -> Tensor:
-    """Of each row of a head in Hugging Face's order, first all first rows of pairs: where it lies pair after pair."""
+    """Position of each row of a head in the file's order, pair after pair; Hugging Face's order has all first rows of
+    pairs first.
+    """
     return torch.arange(num_rows).view(heads, -1, 2).transpose(1, 2).flatten()

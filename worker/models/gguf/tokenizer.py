@@ -48,7 +48,7 @@ _COMPOSED: Final = frozenset({"qwen2", "deepseek-r1-qwen"})
 """Text is composed (NFC) before."""
 
 _BEGINS_WITH_BOS: Final = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
-"""Where the file does not say whether."""
+"""Pre-tokenizers that begin with BOS where the file does not say."""
 
 
 class GgufTokenizer:
@@ -74,7 +74,7 @@ class GgufTokenizer:
         self._add_ends()
 
     def files(self) -> dict[str, Any]:
-        """By name, what is written as JSON but for tokenizer.json, which `tokenizer` is."""
+        """Content by file name, written as JSON, but for tokenizer.json, which is `tokenizer`."""
         template = self._chat_template()
         named = {name: self._named(key) for name, key in _NAMED.items()}
         config: dict[str, Any] = {name: text for name, text in named.items() if text is not None}
@@ -116,7 +116,7 @@ class GgufTokenizer:
         return list(dict.fromkeys(i for i in ids if i is not None))
 
     def _vocabulary(self) -> dict[str, int]:
-        """Without tokens that only fill the table up."""
+        """Vocabulary without tokens that only fill the table up."""
         kept = enumerate(zip(self._tokens, self._types, strict=True))
         return {text: i for i, (text, kind) in kept if kind != _UNUSED or text != f"[PAD{i}]"}
 
@@ -156,7 +156,9 @@ class GgufTokenizer:
         return tokenizer
 
     def _ranks(self, vocabulary: Mapping[str, int]) -> Sequence[float]:
-        """By token id: the lower, the earlier two parts become this token. Gemma's scores do not say it, its ids do."""
+        """Rank by token id: the lower, the earlier two parts become this token. Gemma's ranks are its ids, not its
+        scores.
+        """
         if self._is_gemma:
             return range(len(self._tokens))
         scores = self._get("scores")

@@ -10,7 +10,7 @@ from holdfast.worker.executors.coded import CodeKind
 
 IN_ORDER: Final = tuple(range(8))
 AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""In which four bits of a word each of eight neighbours lies."""
+"""Order in which four bits of a word each of eight neighbours lies."""
 
 _FLOATING: Final = {torch.float8_e4m3fn: CodeKind.E4M3, torch.float8_e5m2: CodeKind.E5M2}
 _E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -21,7 +21,7 @@ class Codes(Protocol):
 
     @property
     def stored(self) -> Tensor:
-        """As they lie in a file."""
+        """Codes in the form of a file."""
         ...
 
     def read(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
@@ -51,7 +51,7 @@ class UnsignedCodes(Protocol):
         ...
 
     def read_unsigned(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-        """As `Codes.read`, uint8, with nothing taken from them."""
+        """Like `Codes.read`, as uint8 with nothing subtracted."""
         ...
 
 
@@ -64,7 +64,7 @@ class FloatingCodes:
     """Their bits, uint8."""
 
     def read_bits(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-        """As `Codes.read`, uint8."""
+        """Like `Codes.read`, as uint8."""
         return self.stored[slice(*rows), slice(*columns)]
 
 
@@ -113,7 +113,7 @@ class PackedCodes:
     packed_dim: int
     is_transposed: bool = False
     order: tuple[int, ...] = IN_ORDER
-    """In which place of a word each of the neighbours lies."""
+    """Position in a word of each of the neighbours."""
     middle: int = 0
     """Is taken from each code."""
 
@@ -149,7 +149,7 @@ def unpacked(
     ranges: tuple[tuple[int, int], tuple[int, int]],
     order: tuple[int, ...] = IN_ORDER,
 ) -> Tensor:
-    """Of int32 words [a, b] that are packed along a dimension, the codes of a range of both dimensions, int32."""
+    """Codes of a range of both dimensions, int32, from int32 words [a, b] that are packed along a dimension."""
     per_word = 32 // bits
     (start, stop), (other_start, other_stop) = ranges[packed_dim], ranges[1 - packed_dim]
     first, last = start // per_word, -(-stop // per_word)

@@ -34,7 +34,7 @@ _ROUTERS: Final = re.compile(r"\.(gate|shared_expert_gate|router(\..*)?)\.weight
 
 
 def scheme_for(quantization: Quantization, name: str, shape: tuple[int, ...]) -> WeightScheme | None:
-    """How the tensor of this name in a plain checkpoint is quantized; None: it stays as it is."""
+    """Quantization of the tensor of this name in a plain checkpoint; None: it stays as it is."""
     if is_head(name):
         return _OF_HEADS[quantization]
     is_linear = len(shape) == 2 and name.endswith(".weight")
@@ -60,7 +60,7 @@ def has_layers_experts(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def words_at_load(quantization: Quantization) -> str:
-    """As `words.py` says it."""
+    """Description of the quantization, in the form of `words.py`."""
     return f"{quantization} {sharing(_OF_LINEARS[quantization].block)} at load"
 
 

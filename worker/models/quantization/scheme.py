@@ -19,7 +19,7 @@ _PACKED_BITS: Final = (4, 8)
 
 
 class Layout(Enum):
-    """How the codes of a weight [out, in] lie in its file."""
+    """Layout of a weight's codes [out, in] in its file."""
 
     PLAIN = "plain"
     """int8 or fp8 numbers [out, in]."""
@@ -35,7 +35,7 @@ class Layout(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightScheme:
-    """How the weights of a module are quantized."""
+    """Quantization of a module's weights."""
 
     layout: Layout
     bits: int
@@ -48,12 +48,12 @@ class WeightScheme:
     is_float: bool = False
     """Codes are floating-point numbers of these bits."""
     activation_bits: int = 16
-    """Of the activations that the checkpoint was made for. What is computed with is not said here."""
+    """Bits of the activations that the checkpoint was made for, not those that are computed with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationScheme:
-    """How the weights of a model are quantized."""
+    """Quantization of a model's weights."""
 
     method: str
     groups: tuple[tuple[tuple[str, ...], WeightScheme], ...]
@@ -62,7 +62,7 @@ class QuantizationScheme:
     """Modules that are not quantized: names, ends or beginnings of names, or `re:` and a regular expression."""
 
     def of(self, module: str) -> WeightScheme | None:
-        """How this module's weights are quantized, if they are."""
+        """Quantization of this module's weights; None: none."""
         if any(_is_ignored(module, pattern) for pattern in self.ignored):
             return None
         for targets, scheme in self.groups:
@@ -278,6 +278,6 @@ class _Reader:
 
 
 def _activation_bits(found: Any) -> int:
-    """Of a group's `input_activations`; 16 where it has none that say."""
+    """Bits of a group's `input_activations`; 16 if none are given."""
     bits = found.get("num_bits") if isinstance(found, Mapping) else None
     return bits if type(bits) is int else 16

@@ -43,7 +43,7 @@ def stored_tensors(weight: QuantizedWeight, scheme: StoredScheme) -> dict[str, T
 
 
 def _words(codes: Tensor) -> Tensor:
-    """Of int8 codes [out, in]: int32 words [out, in / 4], the codes plus 128, the first in the lowest bits."""
+    """Words of int8 codes [out, in], int32 [out, in / 4]: the codes plus 128, the first in the lowest bits."""
     unsigned = torch.nn.functional.pad(codes.view(torch.uint8) ^ 128, (0, -codes.shape[1] % 4))
     return unsigned.view(torch.int32)
 
@@ -90,7 +90,7 @@ def _weights(kind: WeightScheme) -> dict[str, Any]:
 
 
 def _activations(kind: WeightScheme) -> dict[str, Any]:
-    """Of 8 bits, whose scale a runtime finds for each token."""
+    """Entry for activations of 8 bits, whose scale a runtime finds for each token."""
     return {
         "num_bits": 8,
         "type": "float" if kind.is_float else "int",

@@ -11,17 +11,17 @@ _BESIDE: Final = (
     *("qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape"),
     "weight_g_idx",
 )
-"""What belongs to codes, by the last part of a tensor's name."""
+"""Last parts of the names of tensors that belong to codes."""
 
 UNUSED: Final = frozenset(
     {"input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point"}
     | {"activation_scale", "q_scale", "k_scale", "v_scale", "inv_freq"}
 )
-"""Of activations and of the KV cache, which stay in the type that is served; and angles that are computed."""
+"""Tensors of activations and of the KV cache, which stay in the type that is served; and angles that are computed."""
 
 
 def num_weights(scheme: QuantizationScheme, name: str, dtype: str, shape: Sequence[int]) -> int:
-    """How many weights the tensor of this name, type (as a header names it) and shape is the codes of, or is."""
+    """Number of weights in the tensor of this name, type (as a header names it) and shape."""
     module, _, kind = name.rpartition(".")
     count = math.prod(shape)
     if kind in _BESIDE or kind in UNUSED or kind.endswith("_scales"):

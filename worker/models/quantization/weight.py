@@ -25,7 +25,7 @@ class QuantizedWeight(StoredMatrix):
     scales: Tensor
     """[blocks of outputs, groups of inputs] of the whole weight, of any floating type."""
     zeros: Tensor | None
-    """As `scales`, float32. None: zero."""
+    """Zero points, float32, of the shape of `scales`. None: zero."""
     block_rows: int
     """Outputs that share a scale."""
     groups: Tensor
@@ -145,7 +145,7 @@ class TransposedExperts:
     shape: tuple[int, int, int]
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """Its numbers [expert, in, out], each rounded once, in memory of their own."""
+        """Numbers [expert, in, out], each rounded once, in memory of their own."""
         experts, inputs, outputs = self.shape
         assert self.weight.shape == (experts * outputs, inputs), prod(self.shape)
         return self.weight.to(dtype).view(experts, outputs, inputs).transpose(1, 2)

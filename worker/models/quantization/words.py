@@ -10,7 +10,7 @@ _NAMES: Final = {"awq": "AWQ", "gptq": "GPTQ", "mxfp4": "MXFP4"}
 
 
 def words_of(scheme: QuantizationScheme | None) -> str:
-    """How a checkpoint's weights are quantized; exceptions that GPTQ names for single modules are left out."""
+    """Quantization of a checkpoint's weights, in words; exceptions that GPTQ names for single modules are left out."""
     if scheme is None:
         return NOT_QUANTIZED
     name = _NAMES.get(scheme.method, scheme.method)
@@ -34,7 +34,7 @@ def sharing(block: tuple[int | None, int | None]) -> str:
 
 
 def _compressed(weights: WeightScheme) -> str:
-    """By the bits of weights and activations, as its presets are called."""
+    """Name of a compressed-tensors preset by the bits of weights and activations."""
     kind = " fp8" if weights.is_float else ""
     zeros = "" if weights.is_symmetric else " asymmetric"
     return f"W{weights.bits}A{weights.activation_bits}{kind} {sharing(weights.block)}{zeros}"

@@ -45,7 +45,7 @@ def _nothing_summed(DIMS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _columns(first_row, count, kv_head, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Of each column of a tile, whether it is one, its row, and its query head."""
+    """For each column of a tile: whether it is a query, its row, and its query head."""
     column = tl.arange(0, ROWS)
     is_row = column // GROUP < count
     return is_row, (first_row + column // GROUP).to(tl.int64), kv_head * GROUP + column % GROUP
@@ -53,7 +53,7 @@ def _columns(first_row, count, kv_head, GROUP: tl.constexpr, ROWS: tl.constexpr)
 
 @triton.jit
 def _places(is_row, row, head, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr):
-    """Where the columns of a tile lie in [rows, NUM_HEADS, DIM], and which of [DIMS, ROWS] do."""
+    """Offsets of a tile's columns in [rows, NUM_HEADS, DIM], and the mask of [DIMS, ROWS]."""
     dims = tl.arange(0, DIMS)
     places = (row * NUM_HEADS + head)[None, :] * DIM + dims[:, None]
     return places, is_row[None, :] & (dims < DIM)[:, None]
@@ -73,7 +73,7 @@ def _store_output(out, places, mask, total, best, weight, sinks, head, ROWS: tl.
 def _split_memory(
     totals, bests, weights, split, kv_head, KV_HEADS: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Where a split's sums lie: its total [DIMS, ROWS], best scores and weights [ROWS]. Added up in this order, they
+    """Addresses of a split's sums: its total [DIMS, ROWS], best scores and weights [ROWS]. Added up in this order, they
     take fewer registers.
     """
     place = (split * tl.num_programs(0) + tl.program_id(0)) * KV_HEADS + kv_head
@@ -85,7 +85,7 @@ def _split_memory(
 
 @triton.jit
 def _first_key(first_position, WINDOW: tl.constexpr):
-    """Where the first tile begins that a query at this position sees something of."""
+    """Start of the first tile of keys that a query at this position can see."""
     if WINDOW > 0:
         return tl.maximum(first_position - WINDOW + 1, 0) // KEYS * KEYS
     else:
@@ -309,7 +309,7 @@ def merge_splits(
     VALUE_DIM: tl.constexpr,
     VALUE_DIMS: tl.constexpr,
 ):
-    """What `attend` does after its splits where they are programs of their own. Grid: (tiles, KV_HEADS)."""
+    """Merges splits of `attend` that are programs of their own. Grid: (tiles, KV_HEADS)."""
     tile = tiles + tl.program_id(0) * 3
     kv_head = tl.program_id(1)
     first_row, count = tl.load(tile), tl.load(tile + 1)

@@ -51,7 +51,7 @@ POSITION = tl.constexpr(WORDS["position"])
 
 FINITE = tl.constexpr(1)
 BROKEN = tl.constexpr(2)
-"""What a chunk has: a logit that is finite, one that is NaN or infinite."""
+"""Flags of a chunk: it has a finite logit; it has one that is NaN or infinite."""
 LANES = tl.constexpr(32)
 SPACE_BLOCKS = tl.constexpr(64)
 """Blocks whose masses are added in one go: 16 lanes of all tokens that are left, and 16 of those above the bar."""
@@ -115,7 +115,7 @@ def start_races(
     CHUNKS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Where each row's race begins: what min-p and top-k leave, and a score to beat. Grid: (rows,)."""
+    """Start of each row's race: the tokens that min-p and top-k leave, and a score to beat. Grid: (rows,)."""
     program = tl.program_id(0).to(tl.int64)
     row, record = logits + program * stride, records + program * RECORD
     num_blocks = num_chunks * CHUNK_BLOCKS

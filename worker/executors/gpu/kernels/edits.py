@@ -27,7 +27,7 @@ ALLOWED = tl.constexpr(PENALIZES + 7)  # the mask of allowed tokens that the gra
 EDIT = tl.constexpr(PENALIZES + 8)
 
 _PROMPT = tl.constexpr(1 << 30)
-"""What the count of a token has besides, if the prompt has it."""
+"""Bit added to the count of a token that the prompt has."""
 
 
 @triton.jit

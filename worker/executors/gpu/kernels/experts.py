@@ -122,8 +122,8 @@ def add_experts(
     HAS_SHARED: tl.constexpr,
     HAS_GATE: tl.constexpr,
 ):
-    """For each slice the experts of a row are added in ascending order, the shared one last; then the slices are, as a
-    binary tree: the order of the executor for CPUs. Some columns of hidden ones. Grid: (rows, blocks of columns).
+    """Adds the experts of a row for each slice in ascending order, the shared one last, and then the slices as a binary
+    tree: the order of the executor for CPUs. For a block of hidden columns. Grid: (rows, blocks of columns).
     """
     row = tl.program_id(0).to(tl.int64)
     slices, places = tl.arange(0, SLICES)[:, None], tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]

@@ -44,7 +44,7 @@ def write_pages(
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _INFINITY = tl.constexpr(0x7F800000)
 _TO_NEXT_POWER = tl.constexpr(0x17FFFF)
-"""Of bits of float32: what rounds to more than 1.75, the largest fraction of e4m3, gets the next exponent."""
+"""Threshold in bits of float32: a fraction above 1.75, the largest of e4m3, rounds to the next exponent."""
 _SMALLEST_NORMAL = tl.constexpr(0.015625)
 _DENORMALS = tl.constexpr(16384.0)  # what is added to it keeps multiples of 2^-9, to the nearest, ties to even
 _BROKEN = tl.constexpr(255)
@@ -78,7 +78,7 @@ def encoded(x, mask, DTYPE: tl.constexpr):
 
 @triton.jit
 def factor_of(scales):
-    """What codes are multiplied with, float32, from the bytes of their scales."""
+    """Factor of codes, float32, from the bytes of their scales."""
     scales = scales.to(tl.int32)
     factor = ((scales + 7) << 23).to(tl.float32, bitcast=True)
     return tl.where(scales == _BROKEN, float("nan"), factor)
@@ -112,7 +112,9 @@ def _normed(x, twin, dims, twins, mask, weight, bias, length, eps, KIND: tl.cons
 
 @triton.jit
 def _twins(dims, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Of each dimension, the one that it turns with, the number of their pair, and whether it is the pair's first."""
+    """For each dimension: the dimension that it is rotated with, the number of their pair, and whether it is the pair's
+    first.
+    """
     if INTERLEAVED:
         return tl.where(dims < 2 * PAIRS, dims ^ 1, dims), dims // 2, dims % 2 == 0
     else:

@@ -23,7 +23,7 @@ from holdfast.worker.executors.gpu.kernels.layers import tree_of
 
 PROGRAMS = tl.constexpr(64)
 WORDS = tl.constexpr(1024)
-"""Of a block."""
+"""Words of a block."""
 MOST_RANKS = tl.constexpr(8)
 FLAGS = tl.constexpr(512)
 """Words of a share before its slots: a flag for each program of each rank."""
@@ -69,7 +69,7 @@ def meet(peers, lost, program, epoch, rank, max_polls, RANKS: tl.constexpr):
 
 @triton.jit
 def part_of(peers, rank, epoch, slot_words, places, mask):
-    """What a rank has written of a sum."""
+    """A rank's part of a sum."""
     slot = slot_of(peers, rank, epoch, slot_words)
     return tl.load(slot + places, mask=mask, other=0).to(tl.float32, bitcast=True)
 

@@ -32,7 +32,7 @@ NUM_LOGPROBS = tl.constexpr(WORDS["num_logprobs"])
 GIVEN = tl.constexpr(WORDS["token"])
 
 ABSENT = tl.constexpr(-2)
-"""In place of a given token: the row is padding, of which nothing else is read."""
+"""Value in place of a given token: the row is padding, of which nothing else is read."""
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def block_masses(
     vocab,
     num_chunks,
 ):
-    """Of each block the best logit and the exponentials of all less it, summed. Grid: (rows, chunks)."""
+    """For each block the best logit, and the sum of the exponentials of all less the best. Grid: (rows, chunks)."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     record = records + row * RECORD
     if (tl.load(record + NUM_LOGPROBS) >= 0) & (tl.load(record + GIVEN) != ABSENT):
@@ -212,7 +212,7 @@ def tell(
     most,
     BLOCKS: tl.constexpr,
 ):
-    """What a row says of its token, if it is asked. Grid: (rows,)."""
+    """Reports about a row's token, if requested. Grid: (rows,)."""
     program = tl.program_id(0).to(tl.int64)
     row, num_blocks = logits + program * stride, num_chunks * CHUNK_BLOCKS
     out, own = told + program * (HEAD + 2 * most), program * num_blocks
