@@ -77,7 +77,9 @@ class SequenceKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """Order of service and account of a request: the same from the client's request to the engine's. Affects no token."""
+    """Order of service and account of a request: the same from the client's request to the engine's. Affects no
+    token.
+    """
 
     priority: Priority = Priority.NORMAL
     tenant: str = ""

@@ -211,7 +211,9 @@ class Calibration:
         return cls(per_word, few_tokens - few_words * per_word, is_measured=True)
 
     def num_words(self, num_tokens: float) -> int:
-        """Words for so many tokens of text inside a prompt: tokens added to each prompt count once, at its beginning."""
+        """Words for so many tokens of text inside a prompt: tokens added to each prompt count once, at its
+        beginning.
+        """
         return max(0, round(num_tokens / self.tokens_per_word))
 
 

@@ -156,7 +156,9 @@ _FIXED: Final = ("host", "port", "http_port", "admin_port")
 
 
 class ChangeKind(StrEnum):
-    """Kinds of change to models and routers, in order of execution: nothing is removed before its replacement serves."""
+    """Kinds of change to models and routers, in order of execution: nothing is removed before its replacement
+    serves.
+    """
 
     ADD = "add"
     UPDATE = "update"
@@ -195,7 +197,9 @@ class PlannedChange:
 
 
 def difference(running: Mapping[str, Running], wanted: HoldfastConfig) -> list[PlannedChange]:
-    """Changes that turn the running models into those of `wanted`, whose files have been read (`with_template_texts`)."""
+    """Changes that turn the running models into those of `wanted`, whose files have been read
+    (`with_template_texts`).
+    """
     by_name = {one.model.name: one for one in wanted.each_model}
     steps = [_step_of(running.get(name), name, config) for name, config in by_name.items()]
     steps += [_removal(name, one) for name, one in running.items() if name not in by_name]

@@ -228,7 +228,9 @@ def forked_server() -> Iterator[Path]:
 
 
 def _fork_server(listening: socket.socket, is_over: int, tell: int) -> NoReturn:
-    """Starts the fork server from a process that ends at once: the fork server becomes an orphan, and reports its pid."""
+    """Starts the fork server from a process that ends at once: the fork server becomes an orphan, and reports its
+    pid.
+    """
     if os.fork():
         os._exit(0)
     os.setpgid(0, 0)  # Ctrl-C is not for it

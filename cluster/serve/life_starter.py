@@ -55,7 +55,9 @@ def _serve(control: socket.socket, life: Callable[[], None]) -> None:
 
 
 def _leave_to_supervisor(control: socket.socket, stdin: int, life: Callable[[], None]) -> None:
-    """Runs in a process that ends at once, so that its child becomes a child of the supervisor, which adopts orphans."""
+    """Runs in a process that ends at once, so that its child becomes a child of the supervisor, which adopts
+    orphans.
+    """
     os.setsid()
     pid = os.fork()
     if pid:

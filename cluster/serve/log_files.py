@@ -149,7 +149,9 @@ class JsonFormatter(DiscreetFormatter):
 
 
 def date_log_lines(log_format: Literal["text", "json"] = "text") -> None:
-    """Writes warnings and errors of this process with the time from now on. Not for libraries: logs are their caller's."""
+    """Writes warnings and errors of this process with the time from now on. Not for libraries: logs are their
+    caller's.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else DiscreetFormatter(FORMAT))
     logging.basicConfig(handlers=[handler])

@@ -21,7 +21,9 @@ the replica."""
 
 
 class NumbersCheck(StepListener, Protocol):
-    """Check that decides whether the replica is well. A listener of the engine, whose own requests are its questions."""
+    """Check that decides whether the replica is well. A listener of the engine, whose own requests are its
+    questions.
+    """
 
     def ask_in_doubt(self) -> bool:
         """Checks at once. False: the result is unknown. Otherwise the engine settles the request or fails."""

@@ -44,7 +44,9 @@ def draw_requests(
 
 
 def draw_storm(rng: random.Random, span_s: float) -> list[PlannedRequest]:
-    """In one simulation of four: dozens of requests at once, with 1 ms to 1 s to live, many of which run out together."""
+    """In one simulation of four: dozens of requests at once, with 1 ms to 1 s to live, many of which run out
+    together.
+    """
     if rng.random() < 0.75:
         return []
     begin_s, length_s, shortest_s = rng.uniform(0, span_s), rng.choice((0.0, 0.01, 0.3)), rng.choice((0.001, 0.1))

@@ -314,7 +314,9 @@ def check(
     device: torch.device,
     launches: Launches,
 ) -> str | None:
-    """Difference between `peers` and `others` in the bits of sums and gathers of some sizes, on any rank; None: none."""
+    """Difference between `peers` and `others` in the bits of sums and gathers of some sizes, on any rank; None:
+    none.
+    """
     difference = None
     generator = torch.Generator().manual_seed(group.rank)
     for size in sorted({1, min(num_values, WORDS * PROGRAMS + 5), num_values}):
