@@ -14,7 +14,7 @@ from holdfast.worker.executors.units import Offset
 
 
 class CodeKind(IntEnum):
-    """What a code is; the order is that of `gpu/kernels/codes.py`."""
+    """Kind of a code; the order is that of `gpu/kernels/codes.py`."""
 
     FOUR_BITS = 1
     """A whole number from 0 to 15."""
@@ -26,11 +26,11 @@ class CodeKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeForm:
-    """How the codes of a weight lie; those of equal forms can be stacked, if their inputs have the same groups."""
+    """Form of a weight's codes; weights of equal forms can be stacked, if their inputs have the same groups."""
 
     kind: CodeKind
     offset: Offset
-    """Of floating-point codes `MIDDLE`, which is zero then."""
+    """Offset of codes; `MIDDLE`, which is zero then, for floating-point codes."""
     scales: torch.dtype
     """One of `units.SCALE_TYPES`; of minima too."""
 
@@ -60,8 +60,8 @@ class CodedMatrix:
     """[out, groups], as in `CodedRows`."""
     offsets: Tensor | None
     group_inputs: int
-    """So many inputs that follow each other have one scale: all of them, a power of two, or a multiple of 256. 0: each
-    input's group is in `groups`."""
+    """Successive inputs that share a scale: all of them, a power of two, or a multiple of 256. 0: each input's group is
+    in `groups`."""
     groups: Tensor | None
     """[in], int32."""
 
@@ -72,6 +72,6 @@ class CodedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """In memory."""
+        """Bytes in memory."""
         tensors = (self.codes, self.scales, self.offsets, self.groups)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)

@@ -23,14 +23,14 @@ _HEADER: Final = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ (\d+)
 
 @dataclass(frozen=True, slots=True)
 class FilePlace:
-    """Where the first element of a tensor lies."""
+    """Place of a tensor's first element in a file."""
 
     path: str
-    """Without symbolic links."""
+    """Path without symbolic links."""
     offset: int
     """Bytes from the beginning of the file."""
     inode: int
-    """Of the file that is mapped, which may have lost its name since."""
+    """Inode of the mapped file, which may have lost its name since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class MappedFiles:
         self._mappings = [mapping for mapping in _read_mappings() if mapping.is_pure]
 
     def place_of(self, tensor: Tensor) -> FilePlace | None:
-        """Where in a file a tensor lies; None if it does not lie in one as a whole."""
+        """Place of a tensor in a file; None if it does not lie in one as a whole."""
         start, end = span(tensor)
         mapping = self._around(start, end)
         if mapping is None:

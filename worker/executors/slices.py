@@ -58,7 +58,7 @@ def largest_share(num_heads: int, num_kv_heads: int, size: int) -> float:
 
 
 def told_of_uneven(num_heads: int, num_kv_heads: int, size: int) -> str:
-    """What unequal shares cost, for those who start a model."""
+    """Cost of unequal shares, in words for those who start a model."""
     uneven = uneven_shares(num_heads, num_kv_heads, size)
     assert uneven is not None, "they are unequal"
     heads = ", ".join(str(num_heads // sum(uneven) * share) for share in uneven)

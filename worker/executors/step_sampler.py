@@ -24,8 +24,9 @@ from holdfast.worker.step_plan import PromptLogprobParams
 
 @dataclass(frozen=True, slots=True)
 class HeadOutput:
-    """What the head of a model gives for the rows wanted of a step. One of the first two is there, or the last; on
-    ranks that do not lead there may be none."""
+    """Output of a model's head for the wanted rows of a step. One of the first two is there, or the last; on ranks that
+    do not lead there may be none.
+    """
 
     logits: Tensor | None
     """[rows wanted, vocab], float32. The next step may overwrite it."""
@@ -35,16 +36,16 @@ class HeadOutput:
     """[rows wanted, ceil(vocab / 64)], float32: the largest of each 64 logits in turn, NaN where one is not finite.
     None where the head does not tell; it spares a sampler one reading of the logits."""
     block_mass: Tensor | None = None
-    """Of each 64 logits in turn the sum of exp(logit - the largest), float32. Log-probabilities are made of them and
-    of `block_best`, beside which they stand. None where no row asks for any."""
+    """Sum of exp(logit - the largest) over each 64 logits in turn, float32. Log-probabilities are computed from it and
+    from `block_best`. None if no row asks for any."""
     steps: list[list[int]] | None = None
     """`best` of each step, where the batch was for several; all else is None then."""
     sampled: "Sampled | None" = None
-    """What was drawn, where the device has drawn in the step itself."""
+    """Samples, if the device has drawn in the step itself."""
 
 
 class Sampled(NamedTuple):
-    """What was read off the logits of one step."""
+    """Samples of one step."""
 
     token_ids: list[int]
     """One for each draw; `NO_TOKEN` where the row has a NaN, or its best logit is infinite."""
@@ -94,7 +95,7 @@ class OverlappingSampler(Protocol):
         ...
 
     def collect(self, drawing: Any) -> Sampled:
-        """What the oldest draws that were launched and not collected come to. Waits for no step after them."""
+        """Samples of the oldest draws that were launched and not collected. Waits for no step after them."""
         ...
 
 
@@ -120,7 +121,7 @@ def draw_record(params: DrawParams, edits: int = NONE) -> bytes:
 
 
 def given_records(prompts: Sequence[PromptLogprobParams]) -> list[bytes]:
-    """Of rows that are not drawn from, but tell the log-probability of a token."""
+    """Records of rows that are not drawn from, but report the log-probability of a token."""
     return [
         RECORD.pack(*_NEUTRAL, 0.0, 0, NONE, wanted.num_logprobs, token)
         for wanted in prompts
@@ -135,7 +136,7 @@ def most_logprobs(draws: Sequence[DrawParams], prompts: Sequence[PromptLogprobPa
 
 
 class SamplerOutput:
-    """What a sampler has said of the rows of a step, with and without a draw."""
+    """Output of a sampler for the rows of a step, with and without a draw."""
 
     def __init__(self, rows: NDArray[np.int32], top_ids: NDArray[np.int32], top_logprobs: NDArray[np.float32]) -> None:
         """`rows` [N, 4]: token, rank, log-probability as float32, and how many of [N, most] best tokens count."""
@@ -145,7 +146,7 @@ class SamplerOutput:
         self._top_logprobs = top_logprobs
 
     def sampled(self, draws: Sequence[DrawParams]) -> Sampled:
-        """As the engine takes it."""
+        """Samples in the engine's form."""
         token_ids: list[int] = self._rows[:, 0].tolist()
         num_draws = len(draws)
         logprobs: list[TokenLogprob | None] = []
@@ -180,7 +181,9 @@ class ChosenLogprobs:
 
     @classmethod
     def of(cls, logits: Tensor, draws: Sequence[DrawParams]) -> "ChosenLogprobs | None":
-        """Of the rows of `logits` [N, vocab], float32, one for each draw; None where no draw names any."""
+        """Log-probabilities of named tokens in the rows of `logits` [N, vocab], float32, one for each draw; None if no
+        draw names any.
+        """
         rows = [row for row, params in enumerate(draws) if params.sampling.logprob_token_ids]
         if not rows:
             return None
@@ -194,7 +197,7 @@ class ChosenLogprobs:
         return cls(rows, [draws[row].sampling.logprob_token_ids for row in rows], torch.cat(values))
 
     def put_into(self, logprobs: Sequence[TokenLogprob | None]) -> list[TokenLogprob | None]:
-        """What was told of each row, with the named tokens in place of the best ones."""
+        """Log-probabilities of each row, with the named tokens in place of the best ones."""
         said, values = list(logprobs), iter(self._values.tolist())
         for row, token_ids in self._token_ids.items():
             top = tuple(zip(token_ids, values, strict=False))

@@ -41,22 +41,22 @@ class StoredMatrix(ABC):
 
     @abstractmethod
     def numbers(self, first: int, last: int) -> Tensor:
-        """Of these rows of the matrix, the numbers of the range's columns, float32."""
+        """Numbers of these rows of the matrix in the range's columns, float32."""
 
     @property
     def unit_form(self) -> UnitForm | None:
-        """How the range lies in units; None where it does not: its numbers are no codes of a scale, or one unit has
-        several.
+        """Form of the range's units; None if it has none: its numbers are no codes with a scale, or one unit has
+        several scales.
         """
         return None
 
     def units(self, first: int, last: int) -> Units:
-        """Of these rows of the matrix, the units of the range's columns. Only where there is a `unit_form`."""
+        """Units of these rows of the matrix in the range's columns. Only if there is a `unit_form`."""
         raise NotImplementedError(f"rows {first} to {last} of a {type(self).__name__} do not lie in units")
 
     @property
     def code_form(self) -> CodeForm | None:
-        """How the range's codes lie; None where its numbers are to be dequantized."""
+        """Form of the range's codes; None if its numbers are to be dequantized."""
         return None
 
     @property
@@ -67,24 +67,24 @@ class StoredMatrix(ABC):
         raise NotImplementedError(f"a {type(self).__name__} has no codes")
 
     def coded(self, first: int, last: int) -> CodedRows:
-        """Of these rows of the matrix, the codes of the range's columns. Only where there is a `code_form`."""
+        """Codes of these rows of the matrix in the range's columns. Only if there is a `code_form`."""
         raise NotImplementedError(f"rows {first} to {last} of a {type(self).__name__} have no codes")
 
     @property
     def num_rows_columns(self) -> tuple[int, int]:
-        """Of the range, rows, padding included, and columns."""
+        """Rows of the range, padding included, and columns."""
         return self.rows[1] - self.rows[0] + self.padding, self.columns[1] - self.columns[0]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As a tensor of the model has it."""
+        """Shape as a tensor of the model."""
         return self.num_rows_columns
 
     def __len__(self) -> int:
         return self.num_rows_columns[0]
 
     def narrow(self, dim: int, start: int, length: int) -> Self:
-        """As torch's."""
+        """Same as `torch.Tensor.narrow`."""
         assert 0 <= start <= start + length <= self.num_rows_columns[dim], "a share lies within its tensor"
         if dim == 0:
             first, last = (min(self.rows[0] + row, self.rows[1]) for row in (start, start + length))
@@ -96,11 +96,11 @@ class StoredMatrix(ABC):
         return self.narrow(0, start, max(0, stop - start))
 
     def filled_up(self, num_rows: int) -> Self:
-        """With rows of zeros behind its own, so many in all."""
+        """The matrix with rows of zeros behind its own, `num_rows` in all."""
         return replace(self, padding=num_rows - (self.rows[1] - self.rows[0]))
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """Its numbers, each rounded once, in memory of their own."""
+        """Numbers, each rounded once, in memory of their own."""
         first, last = self.rows
         out = torch.empty(*self.num_rows_columns, dtype=dtype)
         out[last - first :] = 0

@@ -18,9 +18,9 @@ _PLAIN: Final = frozenset({"F32", "F16", "BF16"})
 
 
 def quantization_of(folder: Path, at_load: Quantization | None = None) -> str:
-    """How the weights of the checkpoint in `folder` are quantized: `GGUF Q4_1`, `AWQ int4 g128`, `none`; `at_load`:
-    when they are loaded. Of a GGUF file, the type that most weights have. A scheme that is not read, which a gate
-    refuses, is `none` as well.
+    """Quantization of the checkpoint in `folder`, in words: `GGUF Q4_1`, `AWQ int4 g128`, `none`; `at_load`: when they
+    are loaded. For a GGUF file, the type that most weights have. A scheme that is not read, which a gate refuses, is
+    `none` as well.
     """
     if at_load is not None:
         return words_at_load(at_load)

@@ -36,10 +36,10 @@ _CODE_DTYPES: Final = ("I32", "I8", "F8_E4M3", "F8_E5M2")
 
 
 class CodedBytes:
-    """Of one checkpoint, or of one that is quantized at load."""
+    """Bytes of codes of one checkpoint, or of one that is quantized at load."""
 
     def __init__(self, folder: Path, quantization: Quantization | None) -> None:
-        """Of a checkpoint whose files are not there, nothing stays codes."""
+        """Without the checkpoint's files, nothing stays codes."""
         self._bits: dict[str, float] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         if is_made_of_gguf(folder):
@@ -50,7 +50,7 @@ class CodedBytes:
             self._read_quantized(folder)
 
     def bits(self, name: str) -> float | None:
-        """Of a weight of this parameter, scales and zero points included; None: it is dequantized."""
+        """Bits of a weight of this parameter, scales and zero points included; None: it is dequantized."""
         return self._bits.get(name)
 
     def saved(self, itemsize: int) -> int:

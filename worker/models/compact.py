@@ -28,11 +28,11 @@ _EXPERTS: Final = (
 """Linears of one expert in a file, by the parameter that all experts have together in the built model."""
 
 _OTHER_BLOCK: Final = (".mlp.", ".block_sparse_moe.")
-"""What mixtures of Mixtral's kind call their MLP in the built model, and in their files."""
+"""Names of the MLP of Mixtral-like mixtures in the built model, and in their files."""
 
 
 class Taken(Protocol):
-    """What stands for a tensor: itself, or codes that are numbers once they are asked for."""
+    """Stand-in for a tensor: itself, or codes that become numbers once they are needed."""
 
     @property
     def shape(self) -> Sequence[int]: ...

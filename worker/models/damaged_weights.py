@@ -18,7 +18,7 @@ Made = TypeVar("Made")
 
 
 def made_by_all(make: Callable[[], Made], group: TensorParallelGroup, undo: Callable[[Made], None]) -> Made:
-    """What `make` returns; `NotFiniteError` on all ranks where one raises it. Others `undo` what they have made."""
+    """Result of `make`; `NotFiniteError` on all ranks if one raises it. Others `undo` what they have made."""
     made: list[Made] = []
     found = NotFiniteError("a weight of another rank has NaN or infinite numbers")
     try:

@@ -94,4 +94,4 @@ DELTA_NETS: Final[Mapping[str, Family]] = {
         moe=replace(_MOE, normalized="norm_topk_prob", in_layer=is_sparse),
     ),
 }
-"""By `model_type`."""
+"""Families by `model_type`."""

@@ -67,7 +67,7 @@ class DraftModel:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of its cache, all layers together."""
+        """Bytes of its cache, all layers together."""
         return self._backend.kv_bytes_per_token
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
@@ -102,7 +102,7 @@ class DraftModel:
         return self._cache.block_size
 
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
-        """What the large model's cache is about to copy: a block means the same tokens in both."""
+        """Makes the copies that the large model's cache is about to make: a block means the same tokens in both."""
         assert self._cache is not None
         rows = [(copy.source, copy.destination, copy.num_tokens) for copy in copies]
         with torch.inference_mode():

@@ -140,7 +140,7 @@ def _product_in_pieces(linear: Linear, weight: Tensor, files: MappedFiles, x: Te
 
 @contextmanager
 def _last_states(model: Any, states: list[Tensor]) -> Iterator[None]:
-    """What the head is called with is noted."""
+    """Notes the inputs of the head."""
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
     try:
         yield

@@ -1,5 +1,5 @@
-"""What the HF backend asks of a kind of device: kernels for linears, a cache, and steps over it; and paged attention,
-as a model's attention modules call it: write the new keys and values, then attend to all.
+"""Device interface of the HF backend: kernels for linears, a cache, and steps over it; and paged attention, as a
+model's attention modules call it: write the new keys and values, then attend to all.
 
     model.attach(lambda layer: PagedAttention(specs[layer], partial(kernels.attend, layer), progress))
 """

@@ -11,7 +11,7 @@ def layer_config(config: Any, layer: int) -> Any:
 
 
 def num_kv_heads(config: Any, layer: int = 0) -> int:
-    """Of a layer, on all ranks together."""
+    """KV heads of a layer, on all ranks together."""
     return int(getattr(layer_config(config, layer), "num_key_value_heads", None) or config.num_attention_heads)
 
 

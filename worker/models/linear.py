@@ -30,7 +30,7 @@ class ProductOf(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """What modeling code may still ask of a weight that its kernel has taken: all but its values."""
+    """Attributes of a weight that its kernel has taken, for modeling code: all but its values."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -63,7 +63,7 @@ class Linear(nn.Module):
         self.bias = None if bias is None else bias.detach()
         self.num_slices = 1
         self.is_part = False
-        """Its results are a part of a sum over ranks: once settled, float32."""
+        """Whether its results are a part of a sum over ranks: once settled, float32."""
         self._kernel: Kernel | None = None
 
     def settle(self, kernel_of: ProductOf) -> None:

@@ -294,4 +294,4 @@ MIXTURES: Final[Mapping[str, Family]] = {
         moe=replace(QWEN_MOE, transposed=TRANSPOSED),
     ),
 }
-"""By `model_type` of config.json."""
+"""Families by `model_type` of config.json."""

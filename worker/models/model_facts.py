@@ -10,18 +10,18 @@ from holdfast.worker.models.weights import read_eos_token_ids
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What is known of a model besides how it computes."""
+    """Facts of a model besides how it computes."""
 
     model_type: str
     vocab_size: int
     max_model_len: int
-    """What it is served with."""
+    """Longest sequence that it is served with."""
     eos_token_ids: tuple[int, ...]
     """Ascending."""
 
 
 def facts_of(config: Any, folder: Path, max_model_len: int | None) -> ModelFacts:
-    """By the Hugging Face config of a model, or its stated config, and what `model.max_model_len` asks for.
+    """Facts by the Hugging Face config of a model, or its stated config, and the requested `model.max_model_len`.
 
     Raises `ConfigurationError` and `UnsupportedModelError` for a length that the model does not have.
     """

@@ -17,7 +17,7 @@ from holdfast.worker.models.layer_shapes import num_kv_heads
 
 
 class Split(Enum):
-    """What happens to a linear (or a bare parameter) when ranks share a model."""
+    """Split of a linear (or a bare parameter) among ranks that share a model."""
 
     WHOLE = auto()
     """Every rank has all of it."""
@@ -156,7 +156,7 @@ class Segment:
     shares: tuple[int, ...] | None = None
 
     def of_rank(self, rank: int, size: int) -> tuple[int, int]:
-        """Where a rank's share begins, and its length."""
+        """Start and length of a rank's share."""
         chunk = self.length // self.num_chunks
         if self.shares is None:
             return chunk * (rank * self.num_chunks // size), chunk
@@ -176,11 +176,11 @@ class Stored(Protocol):
     def __getitem__(self, rows: slice, /) -> "Stored": ...
 
     def filled_up(self, num_rows: int, /) -> "Stored":
-        """So many rows in all, zeros behind its own."""
+        """Rows in all, zeros behind its own."""
         ...
 
     def narrow(self, dim: int, start: int, length: int, /) -> "Stored":
-        """As torch's."""
+        """Same as `torch.Tensor.narrow`."""
         ...
 
     def to(self, dtype: torch.dtype, /) -> Tensor: ...
@@ -188,7 +188,7 @@ class Stored(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one dimension of a parameter is shared: each rank takes its chunk of every segment."""
+    """Split of one dimension of a parameter: each rank takes its chunk of every segment."""
 
     dim: int
     segments: tuple[Segment, ...]
@@ -222,7 +222,7 @@ class ParallelPlan:
         self.size = size
         self._may_be_uneven = may_be_uneven
         self.shares: tuple[int, ...] | None = None
-        """How many equal parts of the model each rank has, where ranks cannot share it evenly."""
+        """Equal parts of the model that each rank has, where ranks cannot share it evenly."""
         self._of_ranks = _complete(config, rules)
         self._rules = self._of_ranks if size > 1 else {}
         if size > 1:
@@ -255,7 +255,7 @@ class ParallelPlan:
         return _WHOLE if around.split is Split.ROWS and kind == "bias" else around
 
     def cut(self, name: str, shape: tuple[int, ...], head_dim: int | None) -> Cut | None:
-        """How the parameter of this full name and shape is shared; None: no rank has less than all of it.
+        """Cut of the parameter of this full name and shape; None: no rank has less than all of it.
 
         `head_dim` is that of the attention module around it, if there is one.
         """

@@ -37,7 +37,7 @@ from holdfast.worker.models.weights import WeightSource, loaded_weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a rank's share goes, and what it is computed in."""
+    """Device of a rank's share, and the dtype that it is computed in."""
 
     group: TensorParallelGroup
     device: torch.device
@@ -82,7 +82,7 @@ class _Share:
         self._tables: dict[int, Tensor] = {}
 
     def of(self, name: str, module: nn.Module) -> nn.Module:
-        """What stands in for `module` on this rank; the module itself where only its tensors are exchanged."""
+        """Replacement of `module` on this rank; the module itself where only its tensors are exchanged."""
         if module is self._output:
             return self._head(module)
         if module is self._input:
@@ -136,7 +136,7 @@ class _Share:
         return RowParallelLinear(weight, bias, group, num_slices=slices, split_input=style.whole_activations)
 
     def _slices(self, num_inputs: int) -> int:
-        """In which this rank adds up its inputs of a row-parallel linear, as the native executors do."""
+        """Slices in which this rank adds up its inputs of a row-parallel linear, as the native executors do."""
         config, group = self._model.config, self._target.group
         num_heads = getattr(config, "num_attention_heads", 1)
         kv_heads = num_kv_heads(config) if hasattr(config, "num_attention_heads") else num_heads

@@ -18,16 +18,17 @@ from holdfast.worker.models.reference import Reference
 NUM_TOKENS: Final = 16
 
 _FACTOR: Final = 2.0
-"""How many times the error of the reference's rounding an executor's may be."""
+"""Allowed error of an executor, as a multiple of the reference's rounding error."""
 
 _FLOORS: Final = {torch.float32: 2e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""What it may be on top, relative to what is computed."""
+"""Allowed error on top, relative to the result."""
 
 _QUANTILE: Final = 0.75
 """The share of rows that must agree. In a mixture of experts, some rows may choose others where two are close."""
 
 _MOST_REFERENCE_BYTES: Final = 1 << 30
-"""Of a rank's weights, that the reference executor runs as a whole: a second of CPU for about 400 MB."""
+"""Most bytes of a rank's weights for which the reference executor runs the whole model: a second of CPU for about 400
+MB."""
 
 _SMALLEST, _LARGEST = -2.0, 0.5
 """Powers of ten between which the rows of random states are scaled: small ones show an epsilon, large ones do not."""
@@ -70,7 +71,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAnswer:
-    """What a layer makes of random states."""
+    """Output of a layer for random states."""
 
     index: int
     states: Tensor
@@ -80,7 +81,7 @@ class LayerAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """What the reference has computed: all that a check of an executor needs of it."""
+    """Results of the reference: all that a check of an executor needs."""
 
     layers: tuple[LayerAnswer, ...]
     """One of each kind."""
@@ -99,7 +100,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What came of it; the same on every rank."""
+    """Outcome of a proof; the same on every rank."""
 
     reason: str | None
     """Why the executor is not to be used, for the log; None: it is."""
@@ -109,7 +110,7 @@ class Proof:
 
 
 def ask_reference(layout: DecoderLayout, group: TensorParallelGroup, *, max_len: int) -> Answers | str:
-    """What the reference computes of a layout; or what of it is not finite. A large model is not run as a whole.
+    """Results of the reference for a layout; or the part of it that is not finite. A large model is not run as a whole.
 
     All ranks of the group do so together. `max_len`: the most positions that the model is served with.
     """
@@ -166,7 +167,7 @@ def _random_states(layout: DecoderLayout, num_tokens: int, generator: torch.Gene
 
 
 def _answer(own: Tensor, exact: Tensor, before: Tensor, floor: float) -> Answer:
-    """What the reference gives is `own`, rounded to the model's dtype, and `exact` in float32, from `before`."""
+    """Answer of the reference: `own`, rounded to the model's dtype, and `exact` in float32, from `before`."""
     change = (exact - before).norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     return Answer(exact=exact, change=change, allowed=_FACTOR * (own - exact).norm(dim=-1) / change + floor)
 
@@ -176,7 +177,7 @@ def _worst_of_ranks(excess: Tensor, group: TensorParallelGroup) -> float:
 
 
 def num_bytes(part: object) -> int:
-    """Of the tensors of a part of a layout; a tied table counts twice."""
+    """Bytes of the tensors of a part of a layout; a tied table counts twice."""
     if isinstance(part, Tensor):
         return part.nbytes
     if isinstance(part, tuple):

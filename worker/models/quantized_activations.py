@@ -14,7 +14,7 @@ _WAY_OUT = "leave --quantized-activations at auto, or set bfloat16"
 
 
 class Kept(Enum):
-    """What quantized weights are where they are multiplied, if their form allows it."""
+    """Form of quantized weights when they are multiplied, if their storage allows it."""
 
     NUMBERS = "numbers"
     """They are dequantized while they are loaded."""
@@ -25,8 +25,8 @@ class Kept(Enum):
 
 
 def kept_form(config: ModelConfig, device: str, dtype: torch.dtype) -> Kept:
-    """Of a model that is served in `dtype`. It never depends on what the machine's CPU is capable of. Who serves in
-    float32 asks for exact products.
+    """Form for a model that is served in `dtype`. It never depends on the machine's CPU. Serving in float32 asks for
+    exact products.
     """
     if device != "cpu":
         return Kept.CODES

@@ -30,7 +30,7 @@ from holdfast.worker.models.weights import read_json
 from holdfast.worker.progress import Report
 
 SHARD_BYTES: Final = 2 << 30
-"""Of a file, unless one tensor has more; so much is in memory at a time."""
+"""Most bytes of a file, unless one tensor has more; so much is in memory at a time."""
 
 _WEIGHTS: Final = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".onnx")
 _PHASE: Final = "quantize"
@@ -90,7 +90,7 @@ class _Writer:
     scheme: StoredScheme
     shard_bytes: int
     schemes: dict[str, WeightScheme] = field(default_factory=dict)
-    """By module, those that are quantized."""
+    """Quantized modules."""
     plain: list[str] = field(default_factory=list)
     """Modules with matrices that are not, tables aside."""
     _held: dict[str, Tensor] = field(default_factory=dict)

@@ -75,7 +75,7 @@ class PlainWeight(StoredMatrix):
         )
 
     def _chosen(self, own: Tensor, columns: tuple[int, int]) -> tuple[Codes, Tensor]:
-        """Of the range's rows, in these columns."""
+        """Codes of the range's rows in these columns."""
         scheme = self.scheme
         if scheme.bits == 4:
             words, scales = searched_codes(own[:, slice(*columns)], cast(int, scheme.block[1]))
@@ -93,7 +93,8 @@ class QuantizingTensors:
     """The tensors of a plain checkpoint, those that stay as they are among them. Each is taken once."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], quantization: Quantization) -> None:
-        """Of the checkpoint in `folder`, whose config.json has `config`. The head of a tied model is made of the table.
+        """Opens the checkpoint in `folder`, whose config.json has `config`. The head of a tied model is made of the
+        table.
 
         Raises `ConfigurationError` for files that cannot be read, and for models whose weights lie in another way.
         """
@@ -116,7 +117,7 @@ class QuantizingTensors:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors that are left, and of the head that is made of the table."""
+        """Names of all tensors that are left, and of the head that is made of the table."""
         has_head = any(map(is_head, self._tensors))
         return [*sorted(self.left), *([] if self._table is None or (has_head and not self._is_tied) else [HEADS[0]])]
 

@@ -12,15 +12,15 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What a GPU can do, by its data sheet."""
+    """Capabilities of a GPU by its data sheet."""
 
     bytes_per_s: float
-    """Of its memory."""
+    """Bandwidth of its memory."""
     flops_per_s: float
     """Dense, bfloat16, float32 sums."""
     memory_bytes: int
     link_bytes_per_s: float
-    """To the other GPUs of its host, one direction."""
+    """Bandwidth to the other GPUs of its host, in one direction."""
 
 
 DEVICES: Final[Mapping[str, Device]] = {
@@ -43,16 +43,17 @@ EXCHANGE_S: Final = 10e-6
 """Latency of a sum over ranks, or of another exchange; an assumption, for kernels in peers' memory (`docs/gpus.md`)."""
 
 SECOND_WAIT_S: Final = 5e-6
-"""Of a sum that is scattered and gathered; an assumption."""
+"""Seconds of a second wait of a sum that is scattered and gathered; an assumption."""
 
 SLICES: Final = 8
-"""Of a sum over the inputs of a row-parallel linear, of all ranks together: what makes it the same for any number."""
+"""Slices of a sum over the inputs of a row-parallel linear, of all ranks together: they make it the same for any number
+of ranks."""
 
 _HALF, _FLOAT = 2, 4
 SCATTERED: Final = {4: 384 << 10, 8: 128 << 10}
 """Values of a sum, by the number of ranks, from which on it is scattered and gathered (as `decoder/gpu/` has it)."""
 _BEST_COLUMNS, _BEST_BYTES = 1024, 16
-"""Of a block of logits of which a rank tells the best, and what it tells."""
+"""Logits of a block of which a rank reports the best, and bytes of the report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,32 +63,32 @@ class ModelShape:
     num_layers: int
     hidden: int
     inner: int
-    """Of each expert, where there are some."""
+    """Inner size of each expert, if there are any."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     num_experts: int = 0
-    """Of each layer. 0: it has an MLP."""
+    """Experts of each layer. 0: it has an MLP."""
     experts_per_token: int = 0
     shared_inner: int = 0
-    """Of the expert that all tokens go through. 0: there is none."""
+    """Inner size of the expert that all tokens pass through. 0: there is none."""
     kv_in_fp8: bool = False
     """Keys and values are kept in fp8."""
     weight_bits: float = 16.0
-    """Of the linears of layers, scales and zero points included."""
+    """Bits of the layers' linears, scales and zero points included."""
     head_bits: float = 16.0
 
     @property
     def kv_row_bytes(self) -> int:
-        """What the cache keeps of a token's key or value of one head: in fp8, a byte for the scale as well."""
+        """Bytes of a token's key or value of one head in the cache: in fp8, with a byte for the scale."""
         return self.head_dim + 1 if self.kv_in_fp8 else self.head_dim * _HALF
 
     @classmethod
     def of(
         cls, config: Any, *, kv_in_fp8: bool = False, weight_bits: float = 16.0, head_bits: float = 16.0
     ) -> "ModelShape":
-        """Of a Hugging Face config. Raises ValueError where it is not of this kind."""
+        """Shape of a Hugging Face config. Raises ValueError for other kinds of model."""
         names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
         missing = [name for name in names if not isinstance(getattr(config, name, None), int)]
         if missing:
@@ -142,7 +143,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """What sums cost on one rank that are the same for any number of ranks, in a step; and plain ones beside them.
+    """Costs on one rank of a step's sums that are the same for any number of ranks, and of plain ones beside them.
 
     The first go through float32 slices, which each rank adds, and float32 partial sums of all ranks: every rank reads
     them, or, if there are many values, only its share of them and the sums of the others. A plain all-reduce has one
@@ -165,7 +166,7 @@ class Sums:
 
 
 def _sums(shape: ModelShape, rows: int, tp: int) -> Sums:
-    """Of the outputs of attention and MLPs."""
+    """Sums of the outputs of attention and MLPs."""
     num_sums, values = 2 * shape.num_layers, 2 * shape.num_layers * rows * shape.hidden
     scatters = tp in SCATTERED and rows * shape.hidden >= SCATTERED[tp]
     return Sums(
@@ -189,7 +190,7 @@ class Step:
     kernels: tuple[Kernel, ...]
     device: Device
     exchanged_bytes: float
-    """That a rank receives: in sums over ranks, of the embedding, of the best tokens."""
+    """Bytes that a rank receives: in sums over ranks, of the embedding, of the best tokens."""
     wait_s: float
     """Latency of all of that."""
     in_graph: bool
@@ -205,7 +206,7 @@ class Step:
 
     @property
     def launch_s(self) -> float:
-        """Of a graph: the gaps between kernels. Without one: what the host needs longer than the kernels."""
+        """Launch time. With a graph: the gaps between kernels. Without one: the host's time beyond the kernels'."""
         launches = sum(kernel.launches for kernel in self.kernels)
         if self.in_graph:
             return launches * GRAPH_LAUNCH_S
@@ -217,7 +218,7 @@ class Step:
 
     @property
     def share_of_kernels(self) -> float:
-        """What of the step the device computes."""
+        """Share of the step that the device computes."""
         return self.kernel_s / self.seconds
 
 
@@ -277,7 +278,7 @@ def _mlp(shape: ModelShape, rows: int, inner: int, parts: int, prefix: str = "")
 
 
 def _experts(shape: ModelShape, rows: int, tp: int, parts: int) -> list[Kernel]:
-    """Of the experts' linears: weights of those that are chosen, and rows once for each expert of theirs."""
+    """Kernels of the experts' linears: weights of the chosen experts, and rows once for each of their experts."""
     layers, hidden, inner, count = shape.num_layers, shape.hidden, shape.inner // tp, shape.num_experts
     chosen, read = rows * shape.experts_per_token, shape.experts_read(rows)
     has_shared = shape.shared_inner > 0
@@ -312,7 +313,7 @@ def _linear(
 
 
 def weight_bytes(shape: ModelShape, tp: int = 1) -> int:
-    """Of one rank, the embedding's table and the head included."""
+    """Bytes of one rank's weights, the embedding's table and the head included."""
     heads = shape.num_heads // tp + 2 * max(1, shape.num_kv_heads // tp) + shape.num_heads // tp
     inner = max(1, shape.num_experts) * (shape.inner // tp) + shape.shared_inner // tp
     router = shape.num_experts + (shape.shared_inner > 0)
@@ -322,5 +323,5 @@ def weight_bytes(shape: ModelShape, tp: int = 1) -> int:
 
 
 def kv_bytes_per_token(shape: ModelShape, tp: int = 1) -> int:
-    """Of one rank's cache."""
+    """Bytes of one rank's cache."""
     return 2 * shape.num_layers * max(1, shape.num_kv_heads // tp) * shape.kv_row_bytes

@@ -28,7 +28,7 @@ DTYPES: Final = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""By their names in a header."""
+"""Dtypes by their names in a header."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ _MAX_HEADER: Final = 100 * 2**20
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """What a safetensors file says of each of its tensors, and the bytes before their values.
+    """Header entries of a safetensors file's tensors, and the number of bytes before their values.
 
     Raises `ValueError` and `struct.error` where there is no such header.
     """

@@ -35,7 +35,7 @@ class DeltaNetBuilder:
             raise UnsupportedModelError(config.model_type, reason, "Choose another tensor_parallel_size")
 
     def build(self, prefix: str) -> GatedDeltaNet:
-        """Of the layer whose tensors have names that begin so."""
+        """Gated DeltaNet of the layer whose tensors have names with this prefix."""
         share, config = self._share, self._share.config
         slices = share.slices(self._value_heads)
         output = share.rows(f"{prefix}out_proj", (config.hidden_size, self._values), slices, has_bias=False)
@@ -94,7 +94,7 @@ def _stacked(linears: Sequence[Linear]) -> Linear:
 
 
 def _by_head(linear: Linear, lengths: Sequence[int]) -> list[list[Tensor]]:
-    """Of outputs that are those of one key head after the other, in parts of these lengths: views, by part."""
+    """Views by part, of outputs that are those of one key head after the other, in parts of these lengths."""
     (weight,) = linear.weights
     pieces = torch.split(weight, [*lengths] * (len(weight) // sum(lengths)))
     return [list(pieces[part :: len(lengths)]) for part in range(len(lengths))]

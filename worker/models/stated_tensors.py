@@ -24,7 +24,7 @@ _UNUSED: Final = r"rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$"
 
 
 class Tensors(Protocol):
-    """As `CompactTensors`."""
+    """Tensors of `CompactTensors`' interface."""
 
     def take(self, name: str, shape: tuple[int, ...], /) -> Any: ...
 
@@ -51,7 +51,7 @@ class StoredTensors:
         return None
 
     def take(self, name: str, shape: tuple[int, ...]) -> Weight:
-        """As `find`. Raises `NotStated` where there is none."""
+        """Same as `find`. Raises `NotStated` where there is none."""
         found = self.find(name, shape)
         if found is None:
             raise NotStated(f"the tensor {name} is missing")
@@ -74,7 +74,9 @@ class StoredTensors:
             raise NotStated(f"the checkpoint has {len(left)} more tensors, such as {min(left)}")
 
     def _names(self, name: str) -> list[str]:
-        """By which a tensor may be stored: its own, those of other files, and those of the model without its head."""
+        """Names by which a tensor may be stored: its own, those of other files, and those of the model without its
+        head.
+        """
         other = name
         for ours, theirs in self._family.stored_as:
             other = other.replace(ours, theirs)
@@ -83,7 +85,7 @@ class StoredTensors:
 
 
 def stored_tensors(config: ModelConfig, stated: Any, folder: Path, family: Family) -> StoredTensors:
-    """Those that the settings ask for: of the files, of the quantized files, or random ones.
+    """Tensors by the settings: of the files, of the quantized files, or random ones.
 
     Raises `ConfigurationError` and `UnsupportedModelError` as `compact_tensors`.
     """

@@ -47,7 +47,7 @@ _PREFIXES: Final = (
     ("model.text_model.", "model."),
     *((name, name) for name in ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")),
 )
-"""How names of the text model's tensors begin in the files, and in the text model alone."""
+"""Prefixes of the text model's tensors in the files, and in the text model alone."""
 
 _OF_IMAGES: Final = frozenset({"mrope_section", "mrope_interleaved"})
 """Entries of rotary angles that say which of three positions turns a pair."""
@@ -105,7 +105,7 @@ def text_name(stored: str) -> str | None:
 
 
 def name_in_model(folder: Path) -> Callable[[str], str | None]:
-    """What `folder`'s model calls a stored tensor; None for one of another model beside the text model."""
+    """Name in `folder`'s model of a stored tensor; None for one of another model beside the text model."""
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -122,12 +122,12 @@ def told_of_text_model(folder: Path) -> str | None:
 
 
 def key_mapping() -> dict[str, str]:
-    """As `text_name`, in regular expressions for transformers."""
+    """Like `text_name`, in regular expressions for transformers."""
     return {"^" + prefix.replace(".", r"\."): begins for prefix, begins in _PREFIXES if prefix != begins}
 
 
 def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a config that has the text model's entries beside those of the others."""
+    """Text config of a config that has the text model's entries beside those of the others."""
     kept = ("eos_token_id", "bos_token_id", "pad_token_id")
     return {
         key: value
@@ -153,7 +153,7 @@ def _renamed(value: Any) -> Any:
 
 
 def _names(folder: Path) -> set[str]:
-    """Of the stored tensors; none where they cannot be read, which is said when they are loaded."""
+    """Names of the stored tensors; none if they cannot be read, which is reported when they are loaded."""
     try:
         if (folder / INDEX).is_file():
             return set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])

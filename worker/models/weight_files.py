@@ -62,7 +62,7 @@ def served_itemsize(folder: Path, dtype: str = "auto") -> int:
 
 
 def _head_bytes(files: Sequence[Path], dtype: str) -> int:
-    """What a head takes that the files do not have, and that is made of the table; 0 where they have one."""
+    """Bytes of a head that the files do not have and that is made of the table; 0 if they have one."""
     try:
         entries = {name: entry for path in files for name, entry in read_header(path)[0].items()}
         table = next((math.prod(entry["shape"]) for name, entry in entries.items() if is_table(name)), 0)
@@ -80,13 +80,13 @@ def _scheme(folder: Path) -> QuantizationScheme | None:
 
 
 def _checkpoint_dtype(folder: Path) -> str:
-    """As config.json has it: files may hold another one, which loading converts."""
+    """Dtype in config.json: files may hold another one, which loading converts."""
     config = served_config(read_object(folder / "config.json"), folder)
     return str(config.get("dtype", config.get("torch_dtype", "")))
 
 
 def _bytes_of(path: Path, dtype: str, scheme: QuantizationScheme | None) -> int:
-    """By the header; of a file whose header cannot be read, its size."""
+    """Bytes by the header; for a file whose header cannot be read, its size."""
     try:
         if scheme is not None:
             header, _ = read_header(path)
@@ -141,7 +141,7 @@ _ITEMSIZES: Final = _FLOATS | {
     **dict.fromkeys(("I16", "U16"), 2),
 }
 _READ_DTYPES: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-"""By their names in a header; loading converts them to the type that is served."""
+"""Dtypes by their names in a header; loading converts them to the served dtype."""
 
 
 def check_folder(folder: Path, given: str, *, with_weights: bool = True) -> None:
@@ -190,7 +190,7 @@ def _check_json(path: Path, content: bytes, given: str) -> None:
 
 
 def _content(path: Path, given: str) -> bytes:
-    """Without spaces at its ends."""
+    """Content without spaces at its ends."""
     try:
         content = path.read_bytes().strip()
     except OSError as error:
@@ -270,7 +270,7 @@ def _check_dtypes(path: Path, given: str, dtypes: Mapping[str, tuple[str, int]])
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """What a file of JSON holds; nothing where it is not there or holds something else."""
+    """Object in a file of JSON; empty if it is not there or holds something else."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -41,7 +41,7 @@ _SPELLINGS: Final = {
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
 }
-"""How config.json may name the type of a model, and the one that it is served in."""
+"""Spellings of dtypes in config.json, with the dtype that is served."""
 
 _SMALL_FILES: Final = ("*.json", "*.model", "*.txt", "*.jinja")
 _DUPLICATES: Final = ("original/*", "consolidated*")
@@ -58,12 +58,12 @@ class WeightSource(Protocol):
 
 
 def model_folder(config: ModelConfig, with_weights: bool = True) -> Path:
-    """As `resolve_model`, of the model that is served."""
+    """Like `resolve_model`, for the served model."""
     return resolve_model(config.model, with_weights, revision=config.revision, download_dir=config.download_dir)
 
 
 def tokenizer_folder(config: ModelConfig, folder: Path) -> Path:
-    """Where the tokenizer is read: in the model's `folder`, unless a setting says otherwise."""
+    """Folder of the tokenizer: the model's `folder`, unless a setting says otherwise."""
     if config.tokenizer is None:
         return folder
     return resolve_model(
@@ -261,7 +261,7 @@ class DummyWeights:
 
 
 def read_eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
-    """What ends an output: by generation_config.json, else config.json, else the tokenizer's own end token."""
+    """Tokens that end an output: by generation_config.json, else config.json, else the tokenizer's own end token."""
     generation = read_json(folder / "generation_config.json")
     for value in (generation.get("eos_token_id"), getattr(config, "eos_token_id", None)):
         if value is not None:
@@ -273,7 +273,7 @@ def read_eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What a file of JSON holds; nothing where it is not there. Raises `ConfigurationError` where it is not JSON."""
+    """Content of a file of JSON; empty if it is not there. Raises `ConfigurationError` if it is not JSON."""
     try:
         content = json.loads(path.read_text()) if path.is_file() else {}
     except ValueError as error:
@@ -287,8 +287,8 @@ def _ready(model: Any) -> Any:
 
 @contextmanager
 def _in_silence() -> Iterator[None]:
-    """Without transformers' progress bar, which knows nothing of ranks and counts what is only mapped, and without its
-    table of missing and unexpected tensors, which `check_loaded` refuses.
+    """Silences transformers' progress bar, which knows nothing of ranks and counts what is only mapped, and its table
+    of missing and unexpected tensors, which `check_loaded` refuses.
     """
     from transformers.utils import logging
 

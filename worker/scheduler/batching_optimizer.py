@@ -28,7 +28,7 @@ class Hysteresis:
         self.value = value
         self._low, self._high = low, high
         self.reason = ""
-        """Of the proposal that it was last set to."""
+        """Reason of the proposal that it was last set to."""
         self._proposals: list[tuple[int, str]] = []
         self._last_was_up: bool | None = None
         self._num_ignored = 0
@@ -64,7 +64,7 @@ _ADVICE_FACTOR: Final = 4
 _MIN_BATCHED_TOKENS: Final = 64
 """Fewer tokens in a step cost more in steps than they save in time."""
 _DECODE_SHARE: Final = 0.8
-"""Of the target, for decodes: the rest is for the prompts of others."""
+"""Share of the target for decodes: the rest is for the prompts of others."""
 _SLACK: Final = 0.8
 """Full steps that take less than this share of the target leave room for more."""
 _MIN_FULL_STEPS: Final = 4
@@ -74,7 +74,7 @@ _WORTHWHILE: Final = 1.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """What a setting should be, and why. `current` is what is configured."""
+    """Recommended value of a setting, and the reason. `current` is the configured value."""
 
     setting: str
     current: int
@@ -93,7 +93,7 @@ class StepReport:
     num_decode_tokens: int
     """Tokens of its decodes: one each, and their drafts."""
     num_decode_context_tokens: int
-    """Those of `num_context_tokens` that the decodes attended to."""
+    """Tokens among `num_context_tokens` that the decodes attended to."""
     num_accepted_drafts: int
     num_waiting: int
     """Requests that had no place when the step ended."""
@@ -181,7 +181,7 @@ class BatchingOptimizer:
     ) -> None:
         """`num_speculative_tokens`: as configured, 0 without speculation."""
         self.limits = limits
-        """What is in effect."""
+        """Limits in effect."""
         self._configured = limits
         self._model = model
         self._target_s = target_tpot_s

@@ -11,12 +11,12 @@ from holdfast.worker.step_plan import Drafting
 
 _START: Final = 0.5
 _WEIGHT: Final = 0.3
-"""Of the newest verification in the moving average."""
+"""Weight of the newest verification in the moving average."""
 
 _PROBE_TOKENS: Final = 2
 _FIRST_SLEEP: Final = 16
 _LONGEST_SLEEP: Final = 256
-"""In steps of the sequence."""
+"""Longest pause in steps of the sequence."""
 
 _BY_BATCH_SIZE: Final = ((2, 64), (4, 4), (8, 2), (16, 1))
 """Up to so many sequences that decode together: at most so many drafts for each. With more, drafts cost other requests
@@ -42,14 +42,14 @@ class DraftLength:
         self._num_steps_asleep = 0
 
     def next(self, longest: int) -> int:
-        """How many tokens to guess in this step, at most `longest`. Called once for every step that decodes."""
+        """Tokens to guess in this step, at most `longest`. Called once for every step that decodes."""
         if self._acceptance >= self._least_acceptance:
             return min(longest, max(1, round(longest * self._acceptance * 1.25)))
         self._num_steps_asleep += 1
         return min(longest, _PROBE_TOKENS) if self._num_steps_asleep > self._sleep else 0
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """So many drafts were verified, at least one, and so many of them accepted."""
+        """Notes the number of verified drafts, at least one, and of accepted ones."""
         was_probe = self._acceptance < self._least_acceptance
         self._acceptance += _WEIGHT * (num_accepted / num_drafts - self._acceptance)
         self._num_steps_asleep = 0
@@ -81,7 +81,9 @@ class DraftModelProgress:
         return Drafting(first_position=start, token_ids=token_ids, num_drafts=num_drafts)
 
     def settle(self, sequence: Sequence) -> int:
-        """How far it has read. Wrong drafts do not count, nor what a preemption took; a cached prefix has been read."""
+        """Tokens that it has read. Wrong drafts do not count, nor what a preemption took; a cached prefix has been
+        read.
+        """
         num_computed = sequence.num_computed_tokens
         num_read = min(self._num_read.get(sequence.sequence_id, num_computed), num_computed)
         self._num_read[sequence.sequence_id] = num_read
@@ -100,7 +102,7 @@ class NgramProposer:
         self._tables: dict[int, _NgramTable] = {}  # by sequence id
 
     def propose(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
-        """At most `num_tokens` guesses at what follows; none if the last tokens are new."""
+        """Guesses at what follows, at most `num_tokens`; none if the last tokens are new."""
         table = self._tables.get(sequence.sequence_id)
         if table is None:
             table = self._tables[sequence.sequence_id] = _NgramTable(self._lengths)
@@ -115,7 +117,7 @@ class NgramProposer:
 
 
 class _NgramTable:
-    """Where in one sequence each n-gram was last followed by a token."""
+    """Positions in one sequence where each n-gram was last followed by a token."""
 
     __slots__ = ("_lengths", "_num_read", "_places")
 
@@ -169,7 +171,7 @@ class SuffixProposer:
         self._num_corpus_tokens = 0
 
     def propose(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
-        """At most `num_tokens` guesses at what follows; none if the last tokens are new."""
+        """Guesses at what follows, at most `num_tokens`; none if the last tokens are new."""
         own = self._own.setdefault(sequence.sequence_id, ContinuationCounts())
         own.read(sequence.token_ids)
         corpus = self._corpora.get(sequence.request.cache_salt)
@@ -211,7 +213,7 @@ class SuffixProposer:
 
 
 class ContinuationCounts:
-    """How often each token followed each context of the fixed lengths. False when it knows none."""
+    """Counts of the tokens that followed each context of the fixed lengths. False when there are none."""
 
     __slots__ = ("_counts", "_num_read")
 

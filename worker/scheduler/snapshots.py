@@ -43,7 +43,7 @@ def cuts_of(sequence: Sequence, block_size: int, branch: int, *, keeps_snapshots
 
 
 def tokens_to_next_cut(sequence: Sequence) -> int:
-    """How many tokens a step may compute of a sequence at most."""
+    """Most tokens of a sequence that a step may compute."""
     computed = sequence.num_computed_tokens
     for cut in sequence.cuts:
         if cut > computed:
@@ -75,5 +75,5 @@ def keep_state(sequence: Sequence, slots: StateSlots, block_size: int, first: in
 
 
 def states_left_by(scheduled: ScheduledSequence) -> int:
-    """How many of a share's last tokens have left the state behind them: the last that is no draft, and the drafts."""
+    """Last tokens of a share that have left the state behind them: the last that is no draft, and the drafts."""
     return 1 + scheduled.num_drafts

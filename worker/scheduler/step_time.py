@@ -14,9 +14,9 @@ _UNITS: Final = (1.0, 16.0, 64.0, 65536.0)
 _FORGETTING: Final = 0.998
 """Weight of a sample against the one after it: the last 500 count."""
 _ANCHOR: Final = 0.1
-"""At every fit, this share of all samples' weight says that a coefficient is what it was."""
+"""Share of all samples' weight that holds a coefficient where it was, at every fit."""
 _NUM_FIRST_SAMPLES: Final = 16
-"""So many are taken as they come: only then is there a scale by which to call one an outlier."""
+"""First samples that are taken unchecked: only then is there a scale by which to call one an outlier."""
 _FIT_EVERY: Final = 8
 _MAX_DEVIATIONS: Final = 3.0
 _MIN_ERROR: Final = 0.02
@@ -26,12 +26,12 @@ _SPEED_CHANGE: Final = 0.12
 
 @dataclass(slots=True, kw_only=True)
 class StepShape:
-    """What a step's time depends on. Made at every step, so no frozen class, which takes longer to make."""
+    """Shape of a step that its time depends on. Made at every step, so no frozen class, which takes longer to make."""
 
     num_decodes: int
     """Rows of sequences that had all but their newest token computed."""
     num_tokens: int
-    """Of decodes and of prompt chunks together."""
+    """Tokens of decodes and of prompt chunks together."""
     num_context_tokens: int
     """Tokens attended to, summed over all tokens of the step: each attends to its position + 1."""
 
@@ -71,7 +71,7 @@ class StepCosts:
         return rows + self.context_token_s * shape.num_context_tokens
 
     def prefill_tokens_within(self, limit_s: float, decodes: StepShape, *, first_position: int = 0, most: int) -> int:
-        """How many tokens of a prompt, from `first_position` on, a step with these decodes can take in `limit_s`.
+        """Tokens of a prompt, from `first_position` on, that a step with these decodes can take in `limit_s`.
 
         From 0 to `most`. A chunk of n tokens attends to n * first_position + n * (n + 1) / 2, so this is the positive
         root of a quadratic equation.
@@ -87,7 +87,7 @@ class StepCosts:
         return int(2 * room_s / divisor)
 
     def decodes_within(self, limit_s: float, *, context_tokens: float, tokens_each: float = 1, most: int) -> int:
-        """How many sequences can decode together in `limit_s`, from 0 to `most`.
+        """Sequences that can decode together in `limit_s`, from 0 to `most`.
 
         Each attends to `context_tokens`, and takes part with `tokens_each`: more than one where tokens are drafted.
         """

@@ -10,7 +10,7 @@ from holdfast.worker.scheduler.step_time import StepCosts, StepSample, StepShape
 from holdfast.worker.step_plan import StepPlan
 
 DEFAULT_TARGET_TPOT_MS: Final = 50.0
-"""What advice aims at where no target is set: text as fast as people read."""
+"""Target of advice where none is set: text as fast as people read."""
 
 ADVISE_EVERY: Final = 16
 """Steps that are learned from together where that changes no step."""
@@ -85,7 +85,7 @@ class StepTuner:
         return self._optimizer.get_recommendations()
 
     def _num_prefill_tokens(self, most: int) -> int:
-        """In whole blocks: a part of one is computed as if it were whole, and cannot be shared yet."""
+        """Prefill tokens in whole blocks: a part of one is computed as if it were whole, and cannot be shared yet."""
         limit_s = self._target_s / (1 + 2 * self.model.relative_error)
         fits = self.model.costs.prefill_tokens_within(
             limit_s, self._next.decodes, first_position=self._next.prefill_position, most=most
@@ -95,7 +95,7 @@ class StepTuner:
 
 @dataclass(slots=True, kw_only=True)
 class _NextStep:
-    """What a step tells about the one after it: at most so many decodes, and prompts that are so far."""
+    """Bounds on the step after one: at most so many decodes, and prompts that are so far."""
 
     decodes: StepShape
     prefill_position: int

@@ -23,7 +23,7 @@ from holdfast.worker.executors.kv_cache import KVSpec
 
 
 def unfit(specs: Sequence[KVSpec]) -> str | None:
-    """What of a model's attention layers the library does not run; None: it runs them all."""
+    """Part of a model's attention layers that the library does not run; None: it runs all."""
     widest = max(max(spec.key_dim, spec.value_dim) for spec in specs)
     if widest > MAX_HEAD_DIM:
         return f"heads have {widest} dimensions, and {MAX_HEAD_DIM} are the most"

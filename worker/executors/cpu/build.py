@@ -120,7 +120,7 @@ class _Part(NamedTuple):
 
 
 def _parts(name: str) -> list[_Part]:
-    """What a library is linked from. Only bf16 has tiles or pairs: classes share the plain dtypes."""
+    """Object files that a library is linked from. Only bf16 has tiles or pairs: classes share the plain dtypes."""
     lanes = "avx2" if name in ("avx2", "tiles2", "pairs2") else "avx512"
     order = "pairs" if "-DHF_PAIRS" in _ANY_CLASS[name] else "any"
     parts = [_Part("executor", name), _Part("sampler", lanes), _Part("packing", order)]

@@ -27,7 +27,7 @@ _SCALING: Final = 0.02
 
 
 def int8_difference(specs: Sequence[KVSpec], dtype: torch.dtype, library: CDLL) -> str | None:
-    """What differs in a layer of each kind; None: nothing."""
+    """Difference in a layer of each kind; None: none."""
     pool = NativePool(1, library)
     for spec in dict.fromkeys(specs):
         what = _difference(spec, dtype, pool)

@@ -9,7 +9,7 @@ from holdfast.worker.executors.cpu.cache import SUB_PAGE, TiledCache
 
 LARGEST_CODE: Final = 127
 LARGEST_SCALE: Final = 65504.0
-"""Of float16."""
+"""Largest float16."""
 
 
 def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decoded(codes: Tensor, scales: Tensor) -> Tensor:
-    """What rows are read as: float32, in which it is exact."""
+    """Numbers that rows are read as: float32, in which they are exact."""
     return codes.float() * scales.float()[..., None]
 
 

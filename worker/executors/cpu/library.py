@@ -26,7 +26,7 @@ from holdfast.worker.user_folder import user_folder
 logger = logging.getLogger(__name__)
 
 INSTALLED: Final = Path(__file__).parent / "libraries"
-"""Where a package's build puts them."""
+"""Folder where a package's build puts the libraries."""
 
 _FLAGS: Final = {
     "avx2": {"avx2", "fma", "f16c"},
@@ -53,7 +53,7 @@ def runnable_classes() -> list[str]:
 
 
 def missing_instructions(name: str) -> set[str]:
-    """What this machine lacks of a class's instructions, software tiles included."""
+    """Instructions of a class that this machine lacks, those of software tiles included."""
     known = Path("/proc/cpuinfo")
     lines = known.read_text().splitlines() if known.is_file() else []
     return _FLAGS_OF[name] - set(next((line for line in lines if line.startswith("flags")), "").split())
@@ -100,7 +100,7 @@ def class_of(library: CDLL) -> str:
 
 
 def path_of(name: str) -> Path:
-    """Where the library of a class is: beside the package, else in the user's cache, compiled if it has to be.
+    """Path of a class's library: beside the package, else in the user's cache, compiled if it has to be.
 
     Raises `Unavailable`.
     """

@@ -14,7 +14,7 @@ NO_ROW: Final = -1
 
 
 def padded_places(inner: int, slices: int, tile: int) -> IntArray:
-    """For each packed inner dimension the real one: slices are filled up to whole tiles."""
+    """Real index of each packed inner one: slices are padded to whole tiles."""
     length = inner // slices
     padded = -(-length // tile) * tile
     place = np.arange(padded)

@@ -52,7 +52,7 @@ class NativePool:
 
 
 ROWS_AS: Final = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32, torch.float32: torch.float32}
-"""What the library takes rows as, by the dtype of the model."""
+"""Dtype in which the library takes rows, by the dtype of the model."""
 
 
 class PackedProduct:

@@ -84,7 +84,7 @@ class NativeSampler:
         masks: Mapping[int, bytes] | None = None,
         prompts: Sequence[PromptLogprobParams] = (),
     ) -> Sampled:
-        """As `StepSampler.sample`. Raises `ReplicaError` in a child of the process that made the pool."""
+        """Same as `StepSampler.sample`. Raises `ReplicaError` in a child of the process that made the pool."""
         logits, best, mass = output.logits, output.block_best, output.block_mass
         assert logits is not None, "a step that is drawn from asks for logits"
         # A GPU without Triton draws here too, and the logits of a split vocabulary are cut out of padded ones.

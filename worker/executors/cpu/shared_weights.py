@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 LARGE_PAGE: Final = 2 << 20
 WAIT_S: Final = 60.0
-"""How long another process that packs the same weights is waited for. After that this one packs its own."""
+"""Seconds to wait for another process that packs the same weights. After that this one packs its own."""
 
 _LOOK_EVERY_S: Final = 0.02
 _PREFIX: Final = "holdfast-weights-"
@@ -251,7 +251,7 @@ def _reserve(length: int) -> int:
 
 
 def _map(file: int, length: int, offset: int, protection: int, address: int | None = None) -> int:
-    """At `address`, in place of whatever is there, or anywhere. Raises `OSError`."""
+    """Maps a file at `address`, in place of whatever is there, or anywhere. Raises `OSError`."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if file < 0 else mmap.MAP_SHARED
     found: int = _libc().mmap(address, length, protection, flags | (_MAP_FIXED if address else 0), file, offset)
     if found in (None, ctypes.c_void_p(-1).value):

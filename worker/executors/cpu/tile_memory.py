@@ -75,12 +75,12 @@ _PLACE_OF_MARK, _KEPT_AS_TILES = 16, 0xFFFF
 
 
 class TileShape(NamedTuple):
-    """Of a packed linear."""
+    """Shape of a packed linear."""
 
     rows: int
     """Outputs, filled up to whole groups."""
     row_bytes: int
-    """Of an output's numbers, filled up to whole tiles."""
+    """Bytes of an output's numbers, padded to whole tiles."""
     k_tiles: int
     """Tiles of an output."""
 
@@ -90,10 +90,10 @@ class TileMemory(Protocol):
 
     address: int
     panel_bytes: int
-    """Of a compact panel; 0: the tiles lie as they are."""
+    """Bytes of a compact panel; 0: the tiles are not compact."""
 
     def room(self, first: int) -> int:
-        """Where to write the tiles of rows `first` onwards."""
+        """Address for the tiles of rows `first` onwards."""
 
     def written(self, first: int, count: int) -> None:
         """They are written there."""
@@ -189,7 +189,7 @@ class CompactTiles:
 
     @property
     def _mark(self) -> ctypes.c_uint16:
-        """Of the first panel: where the rare numbers of its first tile begin, which is 0 where a weight is compact."""
+        """Position of the rare numbers of the first tile in the first panel, which is 0 where a weight is compact."""
         return ctypes.c_uint16.from_address(self.address + _PLACE_OF_MARK)
 
 
