@@ -333,6 +333,12 @@ class RouterConfig(Settings):
     store_retention_s: float = Field(
         30 * 86400.0, gt=0, description="age in seconds at which what is stored is deleted"
     )
+    store_max_file_bytes: Bytes = Field(
+        200 * 2**20, ge=2**10, description="maximum bytes of a file of /v1/files; one counts for store_max_bytes"
+    )
+    batch_concurrency: int = Field(
+        32, ge=1, le=4096, description="lines of batches that a router computes at a time, at low priority"
+    )
     killable: bool = Field(
         False, description="for demonstrations and tests: operators may end a replica's process as `kill -9` does"
     )

@@ -15,6 +15,7 @@ from holdfast.router.api.grpc import admin, endpoint_picker, server
 from holdfast.router.api.grpc import standard_services as health
 from holdfast.router.api.http.app import HttpApi
 from holdfast.router.api.http.background import BackgroundResponses
+from holdfast.router.api.http.batch_lines import BatchLines
 from holdfast.router.api.http.body_bounds import body_bounds
 from holdfast.router.api.http.request_origin import RequestOrigins
 from holdfast.router.api.intake import DecodeWorker, Intake
@@ -39,7 +40,9 @@ from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_stats import SlowRequests
 from holdfast.router.security.gate import Gate
 from holdfast.router.server.ports import Ports
+from holdfast.router.store.batch_store import BatchStore
 from holdfast.router.store.database import Database
+from holdfast.router.store.file_store import FileStore
 from holdfast.router.store.job_store import JobStore
 from holdfast.router.store.object_store import ObjectStore, StoreLimits
 from holdfast.router.store.response_store import ResponseStore
@@ -195,6 +198,7 @@ class Router:
             intake=intake,
             load_reports=reports,
             certificates=self._certificates,
+            max_file_bytes=config.store_max_file_bytes,
         )
 
     @classmethod
@@ -243,6 +247,9 @@ class Router:
         api, jobs = self._http_api, JobStore(store, uuid.uuid4().hex)
         api.history.store = store
         api.history.background = BackgroundResponses(jobs, api.responses.job, self._gate.enter_trusted)
+        api.batches.store = batches = BatchStore(FileStore(objects), jobs)
+        concurrency = self._config.batch_concurrency
+        api.batches.lines = BatchLines(jobs, batches, api.call, self._gate.enter_trusted, concurrency)
 
     @property
     def address(self) -> str:
@@ -269,6 +276,8 @@ class Router:
         self._http_api.stop()
         if (background := self._http_api.history.background) is not None:
             await background.stop()
+        if (lines := self._http_api.batches.lines) is not None:
+            await lines.stop()
         self._request_processor.close()
         if hands_over:
             self._dispatch_host.hand_over(stopping())

@@ -13,17 +13,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from holdfast.router.api.connection_guard import ConnectionGuard
 from holdfast.router.api.http.admin import AdminEndpoints
 from holdfast.router.api.http.answering import Endpoint, answering, not_found
+from holdfast.router.api.http.batches import BatchEndpoints
 from holdfast.router.api.http.conversations import ConversationEndpoints
 from holdfast.router.api.http.event_stream import ANTHROPIC, OPENAI, EventStream
+from holdfast.router.api.http.files import FileEndpoints
 from holdfast.router.api.http.generation_endpoints import GenerationEndpoints
 from holdfast.router.api.http.page_files import PAGE, page_file
 from holdfast.router.api.http.request_origin import RequestOrigins, guarded, with_cors
-from holdfast.router.api.http.request_reader import RequestReader
+from holdfast.router.api.http.request_reader import RequestReader, own_request
 from holdfast.router.api.http.response_endpoints import ResponseEndpoints
 from holdfast.router.api.http.response_history import ResponseHistory
 from holdfast.router.api.http.server import CONNECTION, Connection
 from holdfast.router.api.http.state_endpoints import StateEndpoints, TokenEndpoints
 from holdfast.router.api.http.stored_chats import StoredChats
+from holdfast.router.api.http.submission import Submission
 from holdfast.router.api.intake import DecodeWorker, Intake
 from holdfast.router.api.load_reports import ASKED_BY, LoadReports
 from holdfast.router.api.operators import Operators
@@ -76,6 +79,7 @@ class HttpApi:
         intake: Intake | None = None,
         load_reports: LoadReports | None = None,
         certificates: Certificates | None = None,
+        max_file_bytes: int = 200 * 2**20,
     ) -> None:
         """The `gate` lets requests in; without it all may come. Without `operators` there are no paths for them.
         `warnings`: warnings that health adds. The `guard` knows the connections of the server. Large bodies are decoded
@@ -94,7 +98,14 @@ class HttpApi:
         self.responses = ResponseEndpoints(
             request_processor, reader, self._generation, self.history, watch, limits.max_message_bytes
         )
+        self._files = FileEndpoints(self.history, max_file_bytes)
+        self.batches = BatchEndpoints(request_processor, reader, self.history, limits.max_message_bytes)
         self._tokens = TokenEndpoints(request_processor, reader)
+        self._of_lines: dict[str, Endpoint] = {
+            "/v1/chat/completions": self._generation.chat_completions,
+            "/v1/completions": self._generation.completions,
+            "/v1/responses": self.responses.create,
+        }
         self._guard = guard
         self._intake = intake
         self._admin = [] if operators is None else AdminEndpoints(operators, reader.content, reader.bounds).routes()
@@ -128,6 +139,8 @@ class HttpApi:
             *self.responses.routes(),
             *self._chats.routes(),
             *self._conversations.routes(),
+            *self._files.routes(),
+            *self.batches.routes(),
             *(("GET", path, page_file(path)) for path in PAGE),
             *self._admin,
         ]
@@ -149,6 +162,18 @@ class HttpApi:
         )
         api.intake = self._intake
         return api
+
+    async def call(self, path: str, tenant: str, content: bytes, submission: Submission) -> Response:
+        """The whole answer of a generating endpoint to a request of this process, whose caller the running task is."""
+        endpoint = answering(self._of_lines[path], OPENAI)
+        try:
+            answer = await endpoint(own_request(path, tenant, content, submission))
+        except BaseException as error:
+            end_reading(error)
+            raise
+        end_reading()
+        assert isinstance(answer, Response), "it asks for no stream"
+        return answer
 
     def app_for_pages(self, origins: RequestOrigins) -> ASGIApp:
         """The application, also for pages of the origins that are given (`request_origin.py`)."""

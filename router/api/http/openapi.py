@@ -10,8 +10,10 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import models_json_schema
 
 from holdfast.router.api.http.admin import AdminEndpoints
+from holdfast.router.api.http.batches import BatchEndpoints
 from holdfast.router.api.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, Reads, TokenizeBody
 from holdfast.router.api.http.conversations import ConversationEndpoints
+from holdfast.router.api.http.files import MULTIPART, PURPOSES
 from holdfast.router.api.http.messages_body import CountBody, MessagesBody
 from holdfast.router.api.http.responses_body import ResponsesBody
 from holdfast.router.api.http.stored_chats import StoredChats
@@ -118,10 +120,16 @@ _STORED: Final[Mapping[str, Mapping[str, tuple[str, tuple[tuple[str, str], ...]]
         "get": ("One item of a conversation.", ()),
         "delete": ("Deletes an item of a conversation.", ()),
     },
+    "/v1/files": {"get": ("Stored files, in pages.", (*_PAGED, ("purpose", "string")))},
+    "/v1/files/{file_id}": {"get": ("A stored file.", ()), "delete": ("Deletes a file.", ())},
+    "/v1/files/{file_id}/content": {"get": ("What a file holds.", ())},
+    "/v1/batches": {"get": ("Batches, in pages.", _PAGED)},
+    "/v1/batches/{batch_id}": {"get": ("A batch, with its counts.", ())},
+    "/v1/batches/{batch_id}/cancel": {"post": ("Ends a batch; results so far are kept.", ())},
 }
 """Of what is stored (`router.store`): by path and method what it is for, and what its query says."""
 
-_STORED_BODIES: Final = {**ConversationEndpoints.bodies, **StoredChats.bodies}
+_STORED_BODIES: Final = {**ConversationEndpoints.bodies, **StoredChats.bodies, **BatchEndpoints.bodies}
 
 
 def _add_stored(paths: dict[str, Any]) -> None:
@@ -131,9 +139,21 @@ def _add_stored(paths: dict[str, Any]) -> None:
         for method, (summary, query) in methods.items():
             described = {**_get(summary, _OBJECT), "parameters": [_query(*one) for one in query]}
             paths.setdefault(path, {})[method] = described
+    paths["/v1/files"]["post"] = _upload()
+    paths["/v1/files/{file_id}/content"]["get"]["responses"]["200"] = _content("application/octet-stream")
     for path in {*_STORED, *_STORED_BODIES}:
         if names := re.findall(r"{(\w+)}", path):
             paths[path]["parameters"] = [_in_path(name) for name in names]
+
+
+def _upload() -> dict[str, Any]:
+    form = {
+        "type": "object",
+        "required": ["file", "purpose"],
+        "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": list(PURPOSES)}},
+    }
+    body = {"required": True, "content": {MULTIPART: {"schema": form}}}
+    return {**_get("Stores a file.", _OBJECT), "requestBody": body}
 
 
 def _in_path(name: str) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 Without keys, a server accepts every caller, and a browser can call it for any page that is open there: one of
 another site, or one whose name resolves to 127.0.0.1 (DNS rebinding). So without keys a request must name a host
 of this server and no other origin. A key is stronger than both checks: with keys, neither is made.
-With or without keys, a body must have the content type of JSON, which a page cannot send to another origin unasked.
+With or without keys, a body must have the content type of JSON, which a page cannot send to another origin unasked; an
+upload of a file is a form, which a page can send, and rests on the two checks alone.
 """
 
 import ipaddress

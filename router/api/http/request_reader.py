@@ -2,17 +2,19 @@
 within bounds.
 """
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Final, TypeVar
 
 from starlette.requests import Request
+from starlette.types import Message
 
 from holdfast.router.api.chat_answer import ChatPlan
 from holdfast.router.api.http.bodies import Reads
 from holdfast.router.api.http.body_bounds import body_bounds
-from holdfast.router.api.http.request_origin import check_json
-from holdfast.router.api.http.submission import Submission, note_reading
+from holdfast.router.api.http.request_origin import JSON, check_json
+from holdfast.router.api.http.submission import SUBMISSION, Submission, note_reading
 from holdfast.router.api.intake import DecodeWorker, arriving
 from holdfast.router.config import LimitsConfig
 from holdfast.router.request import GenerationRequest
@@ -55,6 +57,8 @@ class RequestReader:
         # Before the body is read: what is shed whatever it says costs nothing more.
         self._requests.check_overload(Priority.CRITICAL, is_resumed=RESUME in request.headers)
         content = await self.content(request)
+        if (known := request.scope.get(SUBMISSION)) is not None:
+            return known, content
         num_bytes = len(content) if RESUME in request.headers else 0  # a resume record is to be read too
         read = partial(Submission.read, request.headers, content, self._limits)
         return await self._decode_worker.run(num_bytes, read)
@@ -95,3 +99,24 @@ class RequestReader:
 
 def tenant_of(request: Request) -> str:
     return request.headers.get(TENANT, "")
+
+
+def own_request(path: str, tenant: str, content: bytes, submission: Submission) -> Request:
+    """A request of this process, whose sender does not leave."""
+    sent = [{"type": "http.request", "body": content, "more_body": False}]
+
+    async def receive() -> Message:
+        if not sent:
+            await asyncio.Event().wait()
+        return sent.pop()
+
+    headers = [(b"content-type", JSON.encode()), (TENANT.encode(), tenant.encode("latin-1"))]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "headers": headers if tenant else headers[:1],
+        SUBMISSION: submission,
+    }
+    return Request(scope, receive)

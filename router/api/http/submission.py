@@ -5,7 +5,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import Final, Protocol, Self
 
 from holdfast.router.api.http.event_stream import EVENT_IDS, LAST_EVENT_ID, EventIds
 from holdfast.router.api.http.server import Connection
@@ -19,6 +19,9 @@ from holdfast.router.resume import Identity, ResumeRecord, SequenceDelta
 from holdfast.router.router_losses import ROUTERS_LOST, routers_lost
 from holdfast.router.wire.resume_codec import HOLD, REPLICAS, RESUME, MarkWriter, read_resume_json
 from holdfast.worker.errors import InvalidRequestError
+
+SUBMISSION: Final = "holdfast.submission"
+"""Where the scope of a request of this process has its submission."""
 
 _SHORTEST_S = 0.001
 

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from starlette.requests import Request
 
+from holdfast.router.api.http.files import PATH as FILES
 from holdfast.router.api.http.request_origin import OPEN, RequestOrigins
 from holdfast.router.config import RouterConfig
 from holdfast.worker.errors import PermissionDeniedError
@@ -102,7 +103,7 @@ async def test_every_route_of_a_server_without_keys_refuses_pages_and_names_of_o
 
 
 @on_a_loop
-async def test_every_post_is_refused_unless_its_body_is_called_json():
+async def test_every_post_is_refused_unless_its_body_is_called_what_it_is():
     async with site(await FakeReplica.start(), http=True) as place, client_of(place) as client:
         for method, path in routes_of(place):
             if method != "POST":
@@ -111,7 +112,7 @@ async def test_every_post_is_refused_unless_its_body_is_called_json():
                 headers = {"content-type": kind} if kind else {}
                 refused = await client.post(path, content=b'{"prompt": "x"}', headers=headers)
                 assert refused.status_code == 415, path
-                assert "content-type: application/json" in refused.text
+                assert ("multipart/form-data" if path == FILES else "content-type: application/json") in refused.text
         json = {"content-type": "Application/JSON; charset=utf-8"}
         answer = await client.post("/v1/completions", content=b'{"prompt": "x", "max_tokens": 1}', headers=json)
         assert answer.status_code == 200

@@ -23,7 +23,8 @@ SHORT = {"model": "fake", "max_output_tokens": 6, "extra_body": {"seed": 5}}
 
 @asynccontextmanager
 async def storing(store: Path | str | None, **options: object) -> AsyncIterator[tuple[Site, openai.AsyncOpenAI]]:
-    config = RouterConfig(max_reconnect_s=0.1, store=None if store is None else str(store))
+    named = {name: options.pop(name) for name in ("batch_concurrency", "store_max_file_bytes") if name in options}
+    config = RouterConfig(max_reconnect_s=0.1, store=None if store is None else str(store), **named)
     async with site(
         await FakeReplica.start(), config=config, load_tokenizer=with_template, http=True, **options
     ) as place:
