@@ -210,6 +210,7 @@ def random_layout(shape: Shape, num_layers: int, device: torch.device) -> Decode
 
     def layer(like: Layer) -> Layer:
         attention, mlp = attention_of(like), like.mlp
+        assert mlp is not None, "each of the shapes has one"
         return replace(
             like,
             attention_norm=norm(like.attention_norm),

@@ -109,6 +109,23 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 """What is added to `BASE` for each family that must be exact; `...` takes a value away."""
 
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16}
+WITH_STATES: dict[str, dict[str, Any]] = {
+    "bamba": _MAMBA,
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
+    "granitemoehybrid": {**_MAMBA, **MOE, "num_local_experts": 4},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 2},
+    "nemotron_h": {
+        **MOE,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "num_hidden_layers": ...,
+    },
+}
+"""Likewise, of families whose layers keep states, where `BASE` is not enough."""
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, one KV head": ("llama", {"num_key_value_heads": 1}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
@@ -155,7 +172,7 @@ def executor_of(family: str, size: int = 1) -> str:
 
 def settings_of(family: str) -> tuple[str, dict[str, Any]]:
     """Model type and config values of a family or a variant."""
-    model_type, extras = VARIANTS.get(family, (family, SERVED.get(family, {})))
+    model_type, extras = VARIANTS.get(family, (family, SERVED.get(family, WITH_STATES.get(family, {}))))
     return model_type, {**BASE, **extras}
 
 

@@ -54,6 +54,117 @@ DELTA_NETS: dict[str, tuple[str, dict[str, Any]]] = {
         {**DELTA_NET, "linear_key_head_dim": 80, "attention_bias": True, "linear_conv_kernel_dim": 6},
     ),
 }
+MAMBA: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_expand": 2,
+    "mamba_d_state": 16,
+    "hidden_size": 64,
+    "max_position_embeddings": 512,
+}
+GRANITE: dict[str, Any] = {
+    **MAMBA,
+    "num_hidden_layers": 3,
+    "shared_intermediate_size": 48,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.0,
+    "attention_multiplier": 0.3,
+    "head_dim": ...,
+}
+NEMOTRON: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 32,
+    "n_groups": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 64,
+    "routed_scaling_factor": 1.5,
+    "time_step_min": 0.3,
+    "max_position_embeddings": 512,
+    "num_hidden_layers": ...,
+}
+ALONE: dict[str, Any] = {
+    "num_heads": 8,
+    "head_dim": 16,
+    "hidden_size": 64,
+    "state_size": 16,
+    "expand": 2,
+    "n_groups": 2,
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "intermediate_size"), ...),
+}
+FALCON: dict[str, Any] = {
+    **MAMBA,
+    "mamba_d_ssm": 128,
+    "mamba_n_groups": 2,
+    "head_dim": 16,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.4,
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.8,
+    "mlp_multipliers": [0.9, 0.6],
+    "ssm_multipliers": [0.7, 1.2, 0.8, 1.1, 0.5],
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.7,
+}
+MOE, MLP, BOTH = "moe", "mlp", "hybrid"
+MAMBAS: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite, dense": ("granitemoehybrid", {**GRANITE, "num_local_experts": 0, "layer_types": [LINEAR, FULL, LINEAR]}),
+    "granite, mixture": (
+        "granitemoehybrid",
+        {**GRANITE, "num_local_experts": 4, "intermediate_size": 32, "layer_types": [LINEAR, LINEAR, FULL]},
+    ),
+    "granite, attention alone, rotated": (
+        "granitemoehybrid",
+        {**GRANITE, "num_local_experts": 0, "layer_types": [FULL] * 3, "position_embedding_type": "rope"},
+    ),
+    "granite, Mamba2 alone": (
+        "granitemoehybrid",
+        {
+            **GRANITE,
+            "num_local_experts": 0,
+            "layer_types": [LINEAR] * 3,
+            "mamba_d_head": "auto",
+            "mamba_n_heads": 4,
+            "mamba_d_conv": 3,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+        },
+    ),
+    "bamba": ("bamba", {**MAMBA, "head_dim": ..., "attn_layer_indices": [1], "num_hidden_layers": 3}),
+    "falcon": ("falcon_h1", FALCON),
+    "falcon, biases": (
+        "falcon_h1",
+        {**FALCON, "mamba_proj_bias": True, "projectors_bias": True, "mlp_bias": True, "mamba_n_groups": 1},
+    ),
+    "falcon, norms": (
+        "falcon_h1",
+        {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_heads": 4, "mamba_d_head": 32},
+    ),
+    "nemotron": ("nemotron_h", {**NEMOTRON, "layers_block_type": [LINEAR, MOE, FULL, MLP, LINEAR]}),
+    "nemotron, odd halves": (
+        "nemotron_h",
+        {**NEMOTRON, "n_groups": 1, "layers_block_type": [MLP, LINEAR, FULL, LINEAR, MOE, MOE]},
+    ),
+    "nemotron, attention last": (
+        "nemotron_h",
+        {**NEMOTRON, "n_groups": 8, "use_bias": True, "mlp_bias": True, "layers_block_type": [LINEAR, MLP, FULL]},
+    ),
+    "Mamba2 alone": ("mamba2", ALONE),
+    "Mamba2 alone, biases": (
+        "mamba2",
+        {**ALONE, "n_groups": 1, "use_bias": True, "use_conv_bias": False, "tie_word_embeddings": True},
+    ),
+}
 PATTERNS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         name: ("lfm2", {**LFM2, **changes})
@@ -71,6 +182,7 @@ PATTERNS: dict[str, tuple[str, dict[str, Any]]] = {
         }.items()
     },
     **DELTA_NETS,
+    **MAMBAS,
 }
 """By name: the model type, and what is changed of a tiny config."""
 

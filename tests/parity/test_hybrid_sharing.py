@@ -16,7 +16,7 @@ SHARED = 66
 """Tokens that prompts have in common: above what a snapshot is worth, and no multiple of a block."""
 
 
-@pytest.fixture(scope="module", params=["conv, attention, conv", "by key heads, mixture"])
+@pytest.fixture(scope="module", params=["conv, attention, conv", "by key heads, mixture", "granite, mixture", "falcon"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_hybrid(tmp_path_factory.mktemp("model"), request.param)
 
@@ -132,6 +132,6 @@ def test_a_window_that_is_off_by_one_after_a_chunk_shows(leader, requests, alone
     executor = leader._runner.backend.executor
     states: StateCache = executor._states
     state, layer = executor._kept_states[0], executor.packed.layers[executor._state_layers[0]]
-    columns, row = (layer.conv or layer.delta).contents.columns, state.state_length(1) - state.state_length(0)
+    columns, row = (layer.conv or layer.recurrence).contents.columns, state.state_length(1) - state.state_length(0)
     monkeypatch.setattr(leader, "run", shifted)
     assert run_all(scheduler_of(leader, max_num_batched_tokens=8), leader, requests[:1]) != {"0": alone["0"]}

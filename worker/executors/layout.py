@@ -2,7 +2,7 @@
 
 A layer computes, with `x` [T, hidden] the residual stream (float32) and each norm optional:
 
-    sequential:  x += scale * out_norm(attention(norm(x)));  x += scale * out_norm(mlp(norm(x)))
+    sequential:  x += scale * out_norm(attention(norm(x)));  x += scale * out_norm(mlp(norm(x))); either may be missing
     parallel:    x += attention(norm(x)) + mlp(norm of its own, or the same norm(x))
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.executors.coded import CodedMatrix
-from holdfast.worker.executors.layout_arithmetic import QueryScale, delta_state_length
+from holdfast.worker.executors.layout_arithmetic import QueryScale, delta_state_length, mamba_state_length
 from holdfast.worker.executors.slices import NUM_SLICES
 from holdfast.worker.executors.stored_matrix import StoredMatrix
 
@@ -97,6 +97,8 @@ class Attention:
     value_norm: Norm | None = None
     """Over each head."""
     query_scale: QueryScale | None = None
+    value_scale: float = 1.0
+    """Multiplies values."""
     rotary: int | None
     """Index into `DecoderLayout.rotaries`. None: no position embedding."""
     scaling: float
@@ -189,11 +191,71 @@ class GatedDeltaNet:
 
     def state_length(self, num_drafts: int) -> int:
         """Numbers that a slot keeps: rows of inputs, then for each key head a header and the tiles of its value heads
-        (`cpu/native/delta_task.h`).
+        (`cpu/native/recurrence_task.h`).
         """
         return delta_state_length(
             self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim, self.width - 1 + num_drafts
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2:
+    """Mamba2 over this rank's heads: head h goes with group `h // (heads / groups)`.
+
+        C, B, x = silu(conv(x W));  time = clamp(softplus(dt_scale dt + dt_bias));  decay = exp(-exp(a_log) time)
+        S = decay S + B (x) time x;  y = (S^T C + skip x) silu(z_scale z);  output(norm(y))
+
+    As Hugging Face's `GraniteMoeHybridMambaLayer` and others, all in float32; `norm` is an RMSNorm over groups of
+    heads, which several ranks may share. The state of a sequence: S of each head, float32 [state_dim,
+    head_dim], and the last inputs of the convolution (docs/mamba2.md).
+    """
+
+    num_groups: int
+    """Of this rank, as all counts. Of fewer groups than ranks, neighbours have the same."""
+    num_heads: int
+    state_dim: int
+    head_dim: int
+    """Both multiples of 16."""
+    inputs: Linear
+    """Outputs: C, then B of all groups, x of all heads; dt of each head; z, as x."""
+    kernel: Tensor
+    """float32 [channels of C, B and x, width], as of `ShortConv`."""
+    conv_bias: Tensor | None = None
+    """float32 [channels]"""
+    a_log: Tensor
+    """float32 [heads], as the next two."""
+    dt_bias: Tensor
+    skip: Tensor
+    dt_scale: float = 1.0
+    z_scale: float = 1.0
+    time_bounds: tuple[float, float]
+    """The least and the most of a time step."""
+    norm: Norm
+    """Its weights, [heads * head_dim], also multiply what is not normed."""
+    norm_heads: int
+    """Heads of the whole model that are normed together; 0: none are."""
+    norm_groups: int
+    """How often the whole model has so many."""
+    first_group: int
+    """The first of them that this rank has a part of."""
+    output: Linear | None
+    """Row-parallel. None beside attention: then its inputs are those of `Attention.output` (`Layer.state`)."""
+    num_slices: int = NUM_SLICES
+    """Slices of this rank's inputs of the output."""
+
+    @property
+    def width(self) -> int:
+        return int(self.kernel.shape[1])
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution."""
+        return 2 * self.num_groups * self.state_dim + self.num_heads * self.head_dim
+
+    def state_length(self, num_drafts: int) -> int:
+        """Numbers that a slot keeps, as of `GatedDeltaNet`."""
+        rows = self.width - 1 + num_drafts
+        return mamba_state_length(self.num_groups, self.num_heads, self.state_dim, self.head_dim, rows)
 
 
 class Activation(Enum):
@@ -214,6 +276,10 @@ class Mlp:
     has_gate: bool
     up: Linear
     """Outputs: gate, then up; or up alone."""
+    gate_scale: float = 1.0
+    """Multiplies the gate before the activation."""
+    inner_scale: float = 1.0
+    """Multiplies what goes into `down`. Both are one where there is no gate."""
     down: Linear
     """Row-parallel."""
     num_slices: int = NUM_SLICES
@@ -267,11 +333,14 @@ class Layer:
     attention_norm: Norm | None
     """Of attention, or of what is in its place."""
     attention: Attention | None
-    state: ShortConv | GatedDeltaNet | None = None
-    """Exactly one of both mixes tokens: attention, which keeps keys and values, or what keeps a state."""
+    state: ShortConv | GatedDeltaNet | Mamba2 | None = None
+    """What keeps a state mixes tokens in place of attention, which keeps keys and values; or nothing does, in a layer
+    that is an MLP alone. Mamba2 may also be beside attention, of the same norm: then each slice of the inputs of
+    `Attention.output` has values of attention first, and those of Mamba2 behind them."""
     attention_out_norm: Norm | None = None
     mlp_norm: Norm | None
-    mlp: Mlp | Experts
+    mlp: Mlp | Experts | None
+    """None: the layer mixes tokens alone."""
     beside: Beside | None = None
     """Only where `mlp` is an `Mlp` and there is an `mlp_out_norm`."""
     mlp_out_norm: Norm | None = None

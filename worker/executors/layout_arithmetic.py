@@ -27,8 +27,25 @@ class QueryScale:
 
 def delta_state_length(key_heads: int, value_heads: int, key_dim: int, value_dim: int, num_rows: int) -> int:
     """As `GatedDeltaNet.state_length`, with so many rows of inputs."""
-    row = filled(2 * key_heads * key_dim + value_heads * (value_dim + 2), 16)
-    return row * num_rows + 16 * key_heads + value_heads * key_dim * filled(value_dim, 32)
+    return _recurrence_length(key_heads, value_heads // key_heads, key_dim, value_dim + 2, value_dim, num_rows)
+
+
+def mamba_state_length(groups: int, heads: int, state_dim: int, head_dim: int, num_rows: int) -> int:
+    """As `Mamba2.state_length`, with so many rows of inputs."""
+    unit = mamba_unit(groups, heads)
+    return _recurrence_length(heads // unit, unit, state_dim, head_dim + 1, head_dim, num_rows)
+
+
+def mamba_unit(groups: int, heads: int) -> int:
+    """Heads of a group that one thread takes together: each such unit convolves the group's B and C by itself."""
+    of_group = heads // groups
+    return next(count for count in (4, 3, 2, 1) if of_group % count == 0)
+
+
+def _recurrence_length(units: int, heads: int, key_dim: int, inputs: int, value_dim: int, num_rows: int) -> int:
+    """Of `units` with so many heads each, which have `inputs` beside queries and keys (`recurrence_task.h`)."""
+    row = filled(units * (2 * key_dim + heads * inputs), 16)
+    return row * num_rows + units * (16 + heads * key_dim * filled(value_dim, 32))
 
 
 def filled(length: int, step: int) -> int:

@@ -171,7 +171,9 @@ def check_heads(config: Any, tensor_parallel_size: int, *, may_be_uneven: bool =
     """Refuses head counts that ranks cannot share: query heads divide, KV heads divide or are repeated evenly; or,
     where shares `may_be_uneven`, each rank has whole slices (`uneven_shares`), which are returned.
     """
-    num_heads = config.num_attention_heads
+    num_heads = getattr(config, "num_attention_heads", None)
+    if num_heads is None:  # no layer attends
+        return None
     kv_heads = kv_head_counts(config)
     uneven = None
     for count in kv_heads:

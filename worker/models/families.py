@@ -38,11 +38,13 @@ from holdfast.worker.models.family_rules import (
     llama4_scale,
     short_conv_length,
 )
+from holdfast.worker.models.mamba_families import MAMBAS
 from holdfast.worker.models.mixtures import MIXTURES
 
 FAMILIES: Final[Mapping[str, Family]] = {
     **MIXTURES,
     **DELTA_NETS,
+    **MAMBAS,
     "arcee": replace(
         LLAMA,
         architecture="ArceeForCausalLM",

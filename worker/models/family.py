@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final, Literal
 
-from holdfast.worker.executors.layout_arithmetic import QueryScale
+from holdfast.worker.executors.layout_arithmetic import QueryScale, mamba_state_length
 
 REQUIRED: Final = object()
 """Stands for the value of an entry that config.json must have."""
@@ -64,6 +64,47 @@ class DeltaPacking(Enum):
     """`in_proj_qkvz`: queries, keys, values and z of the first key head, then of the next; `in_proj_ba` likewise."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba:
+    """Mamba2 in the layers whose type is `linear_attention` or `hybrid`. Names are of entries of config.json, but for
+    the module."""
+
+    module: str = "mamba"
+    num_heads: str = "mamba_n_heads"
+    head_dim: str = "mamba_d_head"
+    num_groups: str = "mamba_n_groups"
+    state_dim: str = "mamba_d_state"
+    width: str = "mamba_d_conv"
+    conv_bias: str = "mamba_conv_bias"
+    input_bias: str = "mamba_proj_bias"
+    output_bias: str = "mamba_proj_bias"
+    activation: str = "hidden_act"
+    time_bounds: Callable[[Any], tuple[float, float]] = lambda config: tuple(config.time_step_limit)
+    has_norm: "Setting" = True
+    scales: Callable[[Any], "MambaScales"] = lambda config: MambaScales()
+    refused: Callable[[Any], str | None] = lambda config: None
+    """What of a config no layout can say."""
+
+    def state_length(self, config: Any, num_drafts: int) -> int:
+        """Numbers that the state of a sequence has in one layer, on one rank of one, by the most drafts of a step."""
+        heads, size = int(getattr(config, self.num_heads)), int(getattr(config, self.head_dim))
+        groups, states = int(getattr(config, self.num_groups)), int(getattr(config, self.state_dim))
+        return mamba_state_length(groups, heads, states, size, int(getattr(config, self.width)) - 1 + num_drafts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaScales:
+    """What multiplies the parts of Mamba2 (Falcon-H1)."""
+
+    input: float = 1.0
+    z: float = 1.0
+    x: float = 1.0
+    b: float = 1.0
+    c: float = 1.0
+    dt: float = 1.0
+    output: float = 1.0
+
+
 Setting = str | bool
 """Whether something is there: always or never, or by the entry of config.json with this name."""
 
@@ -108,9 +149,13 @@ class Moe:
     num_experts: str = "num_local_experts"
     """The entry of config.json; likewise of the inner features of an expert."""
     inner: str = "intermediate_size"
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Names of gate, up and down where the files have experts one by one (`experts.N.`). They may also have all of a
-    layer together: `experts.gate_up_proj` [experts, gate and up, in], `experts.down_proj` [experts, out, inner]."""
+    module: str | None = None
+    """The mixture's module in a layer, if it is not the MLP's: then the MLP is the expert that every token goes
+    through."""
+    parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    """Names of gate, up and down, or of up and down of experts without gates, where the files have experts one by one
+    (`experts.N.`). They may also have all of a layer together: `experts.gate_up_proj` [experts, gate and up, in], or
+    `experts.up_proj`, and `experts.down_proj` [experts, out, inner]."""
     transposed: Setting = False
     """The weights of all experts of a layer together are [experts, in, out]."""
     clamped: bool = False
@@ -199,6 +244,8 @@ class Family:
     query_scale: Callable[[Any], QueryScale | None] = lambda config: None
     scaling: Callable[[Any], float] = lambda config: float(config.head_dim**-0.5)
     """Of attention scores."""
+    value_scale: Callable[[Any], float] = lambda config: 1.0
+    """Of values."""
     windows: Windows = Windows.NONE
     softcap: str | None = None
     """The entry of config.json that caps attention scores."""
@@ -211,6 +258,9 @@ class Family:
     """By type of layer, of those that keep a state in place of keys and values: how many numbers the state of a
     sequence is on one rank of one, by the config and the most drafts of a step.
     """
+    mamba: Mamba | None = None
+    has_single_halves: bool = False
+    """A layer has one norm, `attention_norm`, and either what mixes tokens or an MLP, by its type: `mlp`, `moe`."""
     delta_net: DeltaPacking | None = None
     """Of layers whose type is `linear_attention`: `linear_attn`, Gated DeltaNet."""
     has_output_gate: bool = False
@@ -239,6 +289,10 @@ class Family:
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     """One name: gate and up in one linear, gate first; without a gate, the first linear."""
     down: str = "down_proj"
+    inner: str = "intermediate_size"
+    """The entry of config.json."""
+    mlp_scales: Callable[[Any], tuple[float, float]] = lambda config: (1.0, 1.0)
+    """Of the gate before the activation, and of what goes into `down`."""
     mlp_bias: Setting = False
     activation: str = "hidden_act"
     """The entry of config.json."""
@@ -258,12 +312,16 @@ class Family:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether some layers keep a state in place of keys and values."""
+        """Whether some layers keep a state in place of keys and values, or beside them."""
         return bool(self.state_lengths)
+
+    def keeps_kv(self, kind: str) -> bool:
+        """Whether layers of this type keep keys and values."""
+        return kind == "hybrid" or kind not in {*self.state_lengths, "mlp", "moe"}
 
     @property
     def may_be_uneven(self) -> bool:
         """Whether ranks may have unequal shares of a model on CPUs."""
-        if self.moe is not None or self.delta_net is not None:
+        if self.moe is not None or self.delta_net is not None or self.mamba is not None:
             return False
         return self.packing is Packing.APART and (len(self.gate_up) == 2 or not self.has_gate)

@@ -275,7 +275,7 @@ def _kv_spec(hf_config: Any, plan: ParallelPlan, layer: int) -> KVSpec:
 
 def _keeps_kv(hf_config: Any, layer: int) -> bool:
     family, types = FAMILIES.get(hf_config.model_type), getattr(hf_config, "layer_types", None)
-    return family is None or not types or types[layer] not in family.state_lengths
+    return family is None or not types or family.keeps_kv(types[layer])
 
 
 def _state_bytes(hf_config: Any, plan: ParallelPlan, num_drafts: int) -> int:

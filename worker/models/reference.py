@@ -20,11 +20,11 @@ from holdfast.worker.executors.layout import (
     GatedDeltaNet,
     Layer,
     Linear,
+    Mamba2,
     Mlp,
     Norm,
     Rotary,
     ShortConv,
-    attention_of,
 )
 from holdfast.worker.executors.mapped_files import MappedFiles
 from holdfast.worker.executors.stored_matrix import StoredMatrix
@@ -77,6 +77,8 @@ class Reference:
         y = self._norm(layer.attention_norm, x)
         y = self._mix(layer, y, positions)
         mixed = self._out(layer, layer.attention_out_norm, y)
+        if layer.mlp is None:
+            return x + mixed
         if layer.parallel:
             own = layer.attention_norm if layer.mlp_norm is None else layer.mlp_norm
             return x + mixed + self._out(layer, layer.mlp_out_norm, self._feed(layer.mlp, self._norm(own, x)))
@@ -115,19 +117,59 @@ class Reference:
         return y if norm.bias is None else y + norm.bias.to(self._dtype)
 
     def _mix(self, layer: Layer, x: Tensor, positions: Tensor) -> Tensor:
-        """Attention over the normed rows [T, hidden], or what is in its place."""
-        if isinstance(layer.state, ShortConv):
-            return self._convolve(layer.state, x)
-        return self._attend(layer, x, positions) if layer.state is None else self._recur(layer.state, x)
+        """Attention over the normed rows [T, hidden], or what is in its place; zeros where nothing is."""
+        state, attention = layer.state, layer.attention
+        if isinstance(state, ShortConv):
+            return self._convolve(state, x)
+        if isinstance(state, GatedDeltaNet):
+            return self._recur(state, x)
+        parts = [] if attention is None else [self._attend(attention, x, positions)]
+        parts += [] if state is None else [self._scan(state, x)]
+        last = state if attention is None else attention
+        if last is None or last.output is None:
+            return torch.zeros_like(x)
+        slices = [part.view(len(x), last.num_slices, -1) for part in parts]
+        return self._row_parallel(last.output, torch.cat(slices, -1).flatten(1))
+
+    def _scan(self, net: Mamba2, x: Tensor) -> Tensor:
+        """Mamba2 over [T, hidden] of one sequence from its first position on: [T, heads * head_dim]."""
+        keys, values = net.num_groups * net.state_dim, net.num_heads * net.head_dim
+        mixed, dt, z = torch.split(self._linear(net.inputs, x), [net.num_channels, net.num_heads, values], -1)
+        c, b, x = torch.split(F.silu(self._convolved(net, mixed)), [keys, keys, values], -1)
+        c, b = (part.reshape(len(x), net.num_groups, net.state_dim) for part in (c, b))
+        c, b = (part.repeat_interleave(net.num_heads // net.num_groups, 1) for part in (c, b))
+        time = F.softplus(dt * net.dt_scale + net.dt_bias.to(self._dtype)).clamp(*net.time_bounds)
+        decay = (-net.a_log.to(self._dtype).exp() * time).exp()
+        x = x.reshape(len(x), net.num_heads, net.head_dim)
+        y = _delta_rule(c, b, x, decay, time, recalls=False) + net.skip.to(self._dtype)[:, None] * x
+        return self._normed_groups(net, y * F.silu(z.reshape(y.shape) * net.z_scale))
+
+    def _normed_groups(self, net: Mamba2, y: Tensor) -> Tensor:
+        """y [T, heads, head_dim], normed by groups that may have heads of other ranks."""
+        weight = net.norm.weight.to(self._dtype)
+        if not net.norm_heads:
+            return y.flatten(1) * weight
+        first = self._group.rank * net.num_heads
+        groups = (torch.arange(net.num_heads) + first) // net.norm_heads
+        squares = y.new_zeros(len(y), net.norm_groups).index_add_(1, groups, y.square().sum(-1))
+        if net.norm_heads > net.num_heads:
+            squares = self._group.all_reduce(squares)
+        factors = torch.rsqrt(squares / (net.norm_heads * net.head_dim) + net.norm.eps)
+        return (y * factors[:, groups, None]).flatten(1) * weight
+
+    def _convolved(self, net: GatedDeltaNet | Mamba2, x: Tensor) -> Tensor:
+        """The causal convolution of [T, channels]."""
+        windows = torch.cat((x.new_zeros(net.width - 1, net.num_channels), x)).unfold(0, net.width, 1)
+        sums: Tensor = (windows * net.kernel.to(self._dtype)).sum(-1)
+        bias = net.conv_bias if isinstance(net, Mamba2) else None
+        return sums if bias is None else sums + bias.to(self._dtype)
 
     def _recur(self, net: GatedDeltaNet, x: Tensor) -> Tensor:
         """Gated DeltaNet over [T, hidden] of one sequence from its first position on."""
         keys, values = net.num_key_heads * net.key_dim, net.num_value_heads * net.value_dim
         parts = [net.num_channels, net.num_value_heads, net.num_value_heads, values]
         mixed, b, a, z = torch.split(self._linear(net.inputs, x), parts, -1)
-        windows = torch.cat((x.new_zeros(net.width - 1, net.num_channels), mixed)).unfold(0, net.width, 1)
-        mixed = F.silu((windows * net.kernel.to(self._dtype)).sum(-1))
-        q, k, v = torch.split(mixed, [keys, keys, values], -1)
+        q, k, v = torch.split(F.silu(self._convolved(net, mixed)), [keys, keys, values], -1)
         q, k = (part.reshape(len(x), net.num_key_heads, net.key_dim) for part in (q, k))
         q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (q, k))
         group = net.num_value_heads // net.num_key_heads
@@ -147,9 +189,8 @@ class Reference:
         sums = sums if conv.bias is None else sums + conv.bias.to(self._dtype)
         return self._row_parallel(conv.output, c * sums)
 
-    def _attend(self, layer: Layer, x: Tensor, positions: Tensor) -> Tensor:
-        """Attention over the normed rows [T, hidden]."""
-        attention = attention_of(layer)
+    def _attend(self, attention: Attention, x: Tensor, positions: Tensor) -> Tensor:
+        """Attention over the normed rows [T, hidden]: [T, heads * head_dim]."""
         heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
         gates = heads if attention.has_gate else 0
         parts = [count * size for count in (heads, gates, kv_heads, kv_heads)]
@@ -159,10 +200,11 @@ class Reference:
             q = q * attention.query_scale.factors(int(positions.max()) + 1)[positions, None, None]
         q = self._round(q)
         k = self._kept(self._round(self._heads(k, attention.key_norm, attention, positions)))
-        v = self._kept(self._round(self._norm(attention.value_norm, v.view(-1, kv_heads, size))))
+        v = self._norm(attention.value_norm, v.view(-1, kv_heads, size)) * attention.value_scale
+        v = self._kept(self._round(v))
         mixed = self._weights(attention, q, k, positions) @ v.repeat_interleave(heads // kv_heads, 1).transpose(0, 1)
         y = mixed.transpose(0, 1).flatten(1)
-        return self._row_parallel(attention.output, y * gate.sigmoid() if attention.has_gate else y)
+        return y * gate.sigmoid() if attention.has_gate else y
 
     def _heads(self, x: Tensor, norm: Norm | None, attention: Attention, positions: Tensor) -> Tensor:
         """Queries or keys [T, heads, head_dim], normed and rotated."""
@@ -206,7 +248,7 @@ class Reference:
         if mlp.activation is Activation.CLAMPED_SWIGLU:
             gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
             return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
-        return activated(mlp.activation, gate) * up
+        return activated(mlp.activation, gate * mlp.gate_scale) * up * mlp.inner_scale
 
     def _mixture(self, experts: Experts, x: Tensor, routed: Tensor | None = None) -> Tensor:
         """`routed`: what the router is given, if it is not the experts' input."""
@@ -337,12 +379,14 @@ def activated(activation: Activation, x: Tensor) -> Tensor:
             raise ValueError("the clamped SwiGLU needs a gate")
 
 
-def _delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
-    """The gated delta rule, token by token: q, k [T, heads, keys], v [T, heads, values], decay, rate [T, heads]."""
+def _delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, *, recalls: bool = True) -> Tensor:
+    """The gated delta rule, token by token: q, k [T, heads, keys], v [T, heads, values], decay, rate [T, heads].
+    Without what it recalls, the state space of Mamba2.
+    """
     state, out = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1]), torch.empty_like(v)
     for t in range(len(v)):
         state = state * decay[t, :, None, None]
-        write = rate[t, :, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state))
+        write = rate[t, :, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state) if recalls else v[t])
         state = state + k[t, :, :, None] * write[:, None]
         out[t] = torch.einsum("hk,hkv->hv", q[t], state)
     return out

@@ -205,6 +205,17 @@ def _are_heads_of_layers(value: Any) -> bool:
     )
 
 
+def _is_count_or_auto(value: Any) -> bool:
+    return value == "auto" or _is_count(value)
+
+
+def _are_bounds(value: Any) -> bool:
+    """Two numbers, of which one may be infinite: `{"__float__": "Infinity"}` as transformers writes it."""
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    return all(type(one) in (int, float) or one == {"__float__": "Infinity"} for one in value)
+
+
 def _is_conv_width(value: Any) -> bool:
     return type(value) is int and 2 <= value <= MAX_CONV_WIDTH
 
@@ -246,7 +257,20 @@ _KINDS: Final[Mapping[str, Callable[[Any], bool]]] = {
     for kind, names in (
         (_is_count, "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"),
         (_is_count, "max_position_embeddings no_rope_layer_interval decoder_sparse_step"),
-        (_is_count, "num_experts_per_tok num_local_experts"),
+        (_is_count, "num_experts_per_tok mamba_n_heads mamba_n_groups mamba_d_state mamba_expand mamba_num_heads"),
+        (_is_count, "mamba_head_dim n_groups ssm_state_size num_heads state_size"),
+        (_is_count, "moe_shared_expert_intermediate_size shared_intermediate_size"),
+        (_is_index, "num_local_experts"),
+        (_or_none(_is_count), "moe_latent_size mamba_d_ssm"),
+        (_is_count_or_auto, "mamba_d_head"),
+        (_or_none(_are_bounds), "time_step_limit"),
+        (_is_flag, "mamba_conv_bias mamba_proj_bias use_conv_bias mamba_rms_norm mamba_norm_before_gate"),
+        (_is_flag, "projectors_bias"),
+        (_is_positive, "time_step_min lm_head_multiplier key_multiplier attention_out_multiplier"),
+        (_is_positive, "attention_in_multiplier ssm_in_multiplier ssm_out_multiplier"),
+        (_or_none(_each(_is_positive)), "mlp_multipliers ssm_multipliers"),
+        (_is_text, "mlp_hidden_act mamba_hidden_act"),
+        (_or_none(_is_text), "position_embedding_type hybrid_override_pattern"),
         (_or_none(_is_count), "num_experts moe_intermediate_size"),
         (_is_count, "shared_expert_intermediate_size moe_num_experts moe_k moe_topk moe_layer_interval"),
         (_is_count, "n_routed_experts n_group topk_group block_multiple_of full_attention_interval"),
@@ -264,15 +288,15 @@ _KINDS: Final[Mapping[str, Callable[[Any], bool]]] = {
         (_is_flag, "conv_bias block_auto_adjust_ff_dim"),
         (_or_none(_is_flag), "tie_embedding"),
         (_is_flag, "use_sliding_window use_qk_norm qk_layernorm use_parallel_residual norm_topk_prob"),
-        (_is_fraction, "rms_norm_eps layer_norm_eps norm_eps norm_epsilon"),
+        (_is_fraction, "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon"),
         (_is_positive, "logit_scale embedding_multiplier logits_scaling residual_multiplier attention_multiplier"),
         (_is_positive, "query_pre_attn_scalar routed_scaling_factor moe_norm_min block_ffn_dim_multiplier"),
         (_or_none(_is_positive), "attn_logit_softcapping final_logit_softcapping"),
         (_is_text, "hidden_act hidden_activation"),
         (_are_tokens, "eos_token_id"),
         (_or_none(_each(_is_text)), "layer_types"),
-        (_or_none(_each(_is_index)), "no_rope_layers mlp_only_layers full_attn_idxs"),
-        (_is_conv_width, "conv_L_cache linear_conv_kernel_dim"),
+        (_or_none(_each(_is_index)), "no_rope_layers mlp_only_layers full_attn_idxs attn_layer_indices"),
+        (_is_conv_width, "conv_L_cache linear_conv_kernel_dim mamba_d_conv conv_kernel"),
     )
     for name in names.split()
 }

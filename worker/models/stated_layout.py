@@ -1,6 +1,6 @@
 """Decoder layout of a stated family: one rank's share, straight from config.json and the tensors of a checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from holdfast.worker.executors.layout import (
     GatedDeltaNet,
     Layer,
     Linear,
+    Mamba2,
     Norm,
     Rotary,
     ShortConv,
@@ -31,6 +32,7 @@ from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.rotary import make_rotary
 from holdfast.worker.models.stated_config import NotStated, read_stated_config
 from holdfast.worker.models.stated_delta_net import LINEAR, DeltaNetBuilder
+from holdfast.worker.models.stated_mamba import MambaBuilder, slices_beside
 from holdfast.worker.models.stated_mlp import MlpBuilder
 from holdfast.worker.models.stated_tensors import StoredTensors, Weight, stored_tensors
 from holdfast.worker.models.text_model import served_config
@@ -79,6 +81,7 @@ class _Builder:
         self._share = share
         self._config, self._family = share.config, share.family
         self._mlps = MlpBuilder(share)
+        self._mambas = None if share.family.mamba is None else MambaBuilder(share, share.family.mamba)
         self._delta_nets = None if share.family.delta_net is None else DeltaNetBuilder(share, share.family.delta_net)
 
     def layout(self) -> DecoderLayout:
@@ -98,7 +101,7 @@ class _Builder:
             embedding=share.embedding(table, head if whole_head is None else None),
             embedding_scale=self._embedding_scale() * family.embedding_scale(config),
             rotaries=tuple(rotaries.values()),
-            layers=tuple(self._layer(index, tuple(rotaries)) for index in range(config.num_hidden_layers)),
+            layers=tuple(self._layers(tuple(rotaries))),
             norm=self._norm(family.base, family.final_norm),
             head=head,
             logit_scale=family.logit_scale(config),
@@ -123,6 +126,8 @@ class _Builder:
     def _rotaries(self) -> Mapping[str, Rotary]:
         """By type of layer; under the empty name where there is one for all."""
         config = self._config
+        if not any(self._family.rotates(config, index) for index in range(config.num_hidden_layers)):
+            return {}
         by_type = {"": config.rope_parameters}
         if self._family.local_theta is not None:
             by_type = {kind: config.rope_parameters[kind] for kind in sorted(set(config.layer_types))}
@@ -136,17 +141,53 @@ class _Builder:
             for kind, rope in by_type.items()
         }
 
+    def _layers(self, rotaries: tuple[str, ...]) -> Iterator[Layer]:
+        """In order; of single halves, a layer has one that mixes tokens and the MLP behind it, where they are there."""
+        if not self._family.has_single_halves:
+            yield from (self._layer(index, rotaries) for index in range(self._config.num_hidden_layers))
+            return
+        mixer: int | None = None
+        for index, kind in enumerate(self._config.layer_types):
+            if self._family.keeps_kv(kind) or kind in self._family.state_lengths:
+                if mixer is not None:
+                    yield self._halves(mixer, None, rotaries)
+                mixer = index
+            else:
+                yield self._halves(mixer, index, rotaries)
+                mixer = None
+        if mixer is not None:
+            yield self._halves(mixer, None, rotaries)
+
+    def _halves(self, mixer: int | None, feeding: int | None, rotaries: tuple[str, ...]) -> Layer:
+        """One layer, of the tensors of one or two."""
+        family = self._family
+        of_mixer, of_mlp = (f"{family.base}layers.{index}." for index in (mixer, feeding))
+        state = None if mixer is None else self._state(mixer, of_mixer)
+        attends = mixer is not None and state is None
+        return Layer(
+            attention_norm=None if mixer is None else self._optional_norm(of_mixer, family.attention_norm),
+            attention=self._attention(mixer or 0, f"{of_mixer}{family.attention}.", rotaries) if attends else None,
+            state=state,
+            mlp_norm=None if feeding is None else self._optional_norm(of_mlp, family.attention_norm),
+            mlp=None if feeding is None else self._mlps.build(feeding, of_mlp),
+        )
+
     def _layer(self, index: int, rotaries: tuple[str, ...]) -> Layer:
         family, prefix = self._family, f"{self._family.base}layers.{index}."
         parallel = is_set(family.parallel, self._config)
         state = self._state(index, prefix)
+        types = getattr(self._config, "layer_types", None)
+        attends = types is None or family.keeps_kv(types[index])
+        attention = self._attention(index, f"{prefix}{family.attention}.", rotaries) if attends else None
+        if attention is not None and isinstance(state, Mamba2):
+            attention, state = slices_beside(attention, state)
         return Layer(
             attention_norm=self._optional_norm(prefix, family.attention_norm),
-            attention=self._attention(index, f"{prefix}{family.attention}.", rotaries) if state is None else None,
+            attention=attention,
             state=state,
             attention_out_norm=self._optional_norm(prefix, family.attention_out_norm),
             mlp_norm=None if parallel and family.shared_norm else self._optional_norm(prefix, family.mlp_norm),
-            mlp=self._mlps.build(index, f"{prefix}{family.mlp}."),
+            mlp=self._mlps.build(index, prefix),
             beside=self._mlps.beside(prefix),
             mlp_out_norm=self._optional_norm(prefix, family.mlp_out_norm),
             residual_scale=family.residual_scale(self._config),
@@ -154,12 +195,14 @@ class _Builder:
             parallel=parallel,
         )
 
-    def _state(self, index: int, prefix: str) -> ShortConv | GatedDeltaNet | None:
-        """What a layer has in place of attention."""
+    def _state(self, index: int, prefix: str) -> ShortConv | GatedDeltaNet | Mamba2 | None:
+        """What a layer has in place of attention, or beside it."""
         if self._family.conv is not None and self._config.layer_types[index] == "conv":
             return self._short_conv(f"{prefix}{self._family.conv}.")
         if self._delta_nets is not None and self._config.layer_types[index] == LINEAR:
             return self._delta_nets.build(f"{prefix}linear_attn.")
+        if self._mambas is not None and self._config.layer_types[index] in self._family.state_lengths:
+            return self._mambas.build(prefix)
         return None
 
     def _attention(self, index: int, prefix: str, rotaries: tuple[str, ...]) -> Attention:
@@ -181,6 +224,7 @@ class _Builder:
             norms_after_rotation=family.norms_after_rotation,
             value_norm=self._value_norm(size) if family.norms_values else None,
             query_scale=family.query_scale(config),
+            value_scale=family.value_scale(config),
             rotary=self._rotary_index(index, rotaries),
             scaling=family.scaling(config),
             sliding_window=self._window(index),

@@ -36,33 +36,44 @@ class MlpBuilder:
         self._activation = _ACTIVATIONS[name]
 
     def build(self, index: int, prefix: str) -> Mlp | Experts:
-        """Of one layer."""
-        moe = self._family.moe
-        if moe is not None and moe.in_layer(self._config, index):
-            return self._experts(moe, prefix)
-        return self._mlp(prefix, self._config.intermediate_size)
+        """Of one layer, whose tensors have names that begin so."""
+        moe, own = self._family.moe, f"{prefix}{self._family.mlp}."
+        if moe is None or not moe.in_layer(self._config, index):
+            return self._mlp(own, getattr(self._config, self._family.inner))
+        if moe.module is None:
+            return self._experts(moe, own, f"{own}{moe.shared}.")
+        return self._experts(moe, f"{prefix}{moe.module}.", own)
 
     def _mlp(self, prefix: str, inner: int, names: tuple[str, ...] | None = None, *, may_stay: bool = True) -> Mlp:
         """`names` of gate, up and down, if they are not the family's."""
         family, share, hidden = self._family, self._share, self._config.hidden_size
         *gate_up, down = names or (*family.gate_up, family.down)
-        has_bias, slices = is_set(family.mlp_bias, self._config), share.slices(inner)
+        is_expert = names is not None and not family.has_gate  # which have no biases
+        has_bias, slices = is_set(family.mlp_bias, self._config) and not is_expert, share.slices(inner)
         outputs = [(inner, None)] * (1 + family.has_gate)
+        gate_scale, inner_scale = family.mlp_scales(self._config)
+        whole_down = share.rows(prefix + down, (hidden, inner), slices, has_bias=has_bias, may_stay=may_stay)
+        if whole_down.bias is not None:
+            whole_down = replace(whole_down, bias=whole_down.bias * inner_scale)
         return Mlp(
             activation=self._activation,
             has_gate=family.has_gate,
+            gate_scale=gate_scale,
+            inner_scale=inner_scale,
             up=share.columns([prefix + one for one in gate_up], outputs, hidden, has_bias=has_bias, may_stay=may_stay),
-            down=share.rows(prefix + down, (hidden, inner), slices, has_bias=has_bias, may_stay=may_stay),
+            down=whole_down,
             num_slices=slices,
         )
 
-    def _experts(self, moe: Moe, prefix: str) -> Experts:
+    def _experts(self, moe: Moe, prefix: str, shared_prefix: str = "") -> Experts:
         config, share, hidden = self._config, self._share, self._config.hidden_size
         count = getattr(config, moe.num_experts)
+        if not count:
+            raise NotStated(f"it has {moe.num_experts} = {count} in a layer with experts")
         router = share.whole(prefix + moe.router, (count, hidden), has_bias=moe.has_router_bias, exact=moe.exact_router)
         experts = self._experts_together(moe, prefix + "experts.", count)
         shared_inner = moe.shared_inner(config)
-        shared = self._mlp(f"{prefix}{moe.shared}.", shared_inner) if shared_inner else None
+        shared = self._mlp(shared_prefix, shared_inner) if shared_inner else None
         gate = None if moe.shared_gate is None else share.whole(prefix + moe.shared_gate, (1, hidden)).weights[0]
         return Experts(
             router=router,
@@ -109,6 +120,8 @@ class MlpBuilder:
         """From one tensor for all; or one by one, where there is none."""
         inner, hidden = getattr(self._config, moe.inner), self._config.hidden_size
         first, length = self._share.part(inner)
+        if not self._family.has_gate:
+            return self._experts_without_gates(moe, prefix, count)
         transposed = moe.clamped or is_set(moe.transposed, self._config)
         up = self._stack(f"{prefix}gate_up_proj", (count, 2 * inner, hidden), transposed=transposed)
         if up is None:
@@ -127,6 +140,27 @@ class MlpBuilder:
                 has_gate=True,
                 up=_gate_and_up(up[number], up_biases[number], first, length, interleaved=moe.clamped),
                 down=self._down(down[number].narrow(1, first, length), down_biases[number]),
+                num_slices=self._share.slices(inner),
+            )
+            for number in range(count)
+        )
+
+    def _experts_without_gates(self, moe: Moe, prefix: str, count: int) -> tuple[Mlp, ...]:
+        inner, hidden = getattr(self._config, moe.inner), self._config.hidden_size
+        first, length = self._share.part(inner)
+        up = self._stack(f"{prefix}up_proj", (count, inner, hidden), transposed=False)
+        if up is None:
+            stay = self._share.keeps_units
+            return tuple(self._mlp(f"{prefix}{number}.", inner, moe.parts, may_stay=stay) for number in range(count))
+        down = self._stack(f"{prefix}down_proj", (count, hidden, inner), transposed=False)
+        if down is None:
+            raise NotStated(f"the tensor {prefix}down_proj is missing")
+        return tuple(
+            Mlp(
+                activation=self._activation,
+                has_gate=False,
+                up=Linear(weights=(up[number].narrow(0, first, length),)),
+                down=Linear(weights=(down[number].narrow(1, first, length),)),
                 num_slices=self._share.slices(inner),
             )
             for number in range(count)

@@ -60,7 +60,10 @@ def differences(family: Family) -> list[str]:
         "scales": scaled,
         "gates on what attention gives": family.has_output_gate,
         "[Gated DeltaNet](gated-delta-net.md)": family.delta_net is not None,
-        "[states](state-cache.md) in place of keys and values in some layers": family.keeps_state,
+        "[Mamba2](mamba2.md)": family.mamba is not None,
+        "[states](state-cache.md) in place of keys and values in some layers": family.keeps_state
+        and "hybrid" not in family.state_lengths,
+        "[states](state-cache.md) beside keys and values": "hybrid" in family.state_lengths,
     }
     return [words for words, holds in said.items() if holds]
 

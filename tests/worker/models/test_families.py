@@ -168,6 +168,9 @@ NOT_OF_LOGITS = {
     *("rope_parameters", "attribute_map", "router_jitter_noise", "pretraining_tp", "classifier_dropout"),
     *("quantization_config", "chunk_size_feed_forward", "bos_token_id", "eod_token_id", "num_mtp_layers"),
     "use_double_wide_mlp",  # of layers that share keys and values, which are not stated
+    *("chunk_size", "mamba_chunk_size", "rescale_prenorm_residual", "residual_in_fp32", "use_mamba_kernels"),
+    *("time_step_floor", "time_step_max", "time_step_rank", "time_step_min"),  # of the first values of weights
+    *("z_loss_coefficient", "expand"),  # the product of heads and their size
 }
 """Entries that transformers' code reads, and that are no family's own: of training, or read apart."""
 

@@ -26,7 +26,7 @@ from holdfast.worker.executors.cpu.structures import KEPT_AS_INT8, NativeLayer
 from holdfast.worker.executors.cpu.tile_memory import COMPACT_CLASSES, Arena
 from holdfast.worker.executors.finite import NotFiniteError
 from holdfast.worker.executors.kv_cache import KVSpec
-from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.layout import DecoderLayout, Mamba2
 from holdfast.worker.executors.step_sampler import HeadOutput
 
 _FEWEST_ROWS: Final = 64
@@ -93,7 +93,8 @@ class CpuExecutor:
             self.close()
             raise
         self._rows = self.packed.model.vocab_rows
-        self._num_segments = 2 * len(self.packed.layers) + 2
+        self._num_segments = 3 * len(self.packed.layers) + 2
+        self._sums = _segments_with_sums(layout)
         self._in_one_call = group.size == 1
         """Whether the library itself adds what ranks have: then all ranks know the tokens that a step has drawn."""
         self._layers_done = ctypes.c_long(0)
@@ -179,12 +180,12 @@ class CpuExecutor:
         for index, address, length in zip(self._state_layers, self._states.addresses, lengths, strict=True):
             layer = self.packed.layers[index]
             layer.states, layer.state_length = address, length
-            mixer = (layer.conv or layer.delta).contents
+            mixer = (layer.conv or layer.recurrence).contents
             mixer.columns = mixer.width - 1 + num_drafts
 
     def _attending(self) -> list[NativeLayer]:
         """The layers that keep keys and values."""
-        return [layer for index, layer in enumerate(self.packed.layers) if index not in self._state_layers]
+        return [layer for layer in self.packed.layers if layer.num_heads]
 
     def _kv_specs(self) -> list[KVSpec]:
         """What each layer that attends keeps."""
@@ -344,10 +345,10 @@ class CpuExecutor:
             raise ReplicaError(NO_MEMORY if outcome == OUT_OF_MEMORY else message)
 
     def _go_together(self, num_rows: int, first: int, end: int) -> None:
-        """Segment by segment, with a sum over ranks after each but the head."""
+        """Segment by segment, with a sum over ranks after each that leaves one."""
         for segment in range(first, end):
             self._go(segment, segment + 1)
-            if segment < self._num_segments - 1:
+            if segment in self._sums:
                 columns = self._hidden if self.packed.model.sum_parts == 1 else self._stride
                 partial = self._view(self._library.native_decoder_partial(self._decoder), num_rows, columns)
                 partial.copy_(tree_sum(self._group, partial))
@@ -367,12 +368,24 @@ class CpuExecutor:
         residual = self._view(self._library.native_decoder_residual(self._decoder), len(x), self._hidden)
         residual.copy_(x)
         if self._in_one_call:
-            self._go(2 * index + 1, 2 * index + 3, index)
+            self._go(3 * index + 1, 3 * index + 4, index)
         else:
-            self._go_together(len(x), 2 * index + 1, 2 * index + 3)
+            self._go_together(len(x), 3 * index + 1, 3 * index + 4)
             self._go(0, 0, index)
         del step  # its arrays are read until here
         return residual.clone()
+
+
+def _segments_with_sums(layout: DecoderLayout) -> frozenset[int]:
+    """After which ranks add what they have: of the embedding, of halves of layers, and of a norm that they share."""
+    sums = {0}
+    for index, layer in enumerate(layout.layers):
+        state, first = layer.state, 3 * index + 1
+        shares_norm = isinstance(state, Mamba2) and state.norm_heads > state.num_heads
+        mixes = state is not None or layer.attention is not None
+        has_sum = (mixes, shares_norm, layer.mlp is not None)
+        sums |= {first + part for part, is_there in enumerate(has_sum) if is_there}
+    return frozenset(sums)
 
 
 def tree_sum(group: TensorParallelGroup, partial: Tensor) -> Tensor:

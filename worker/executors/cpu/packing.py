@@ -14,15 +14,16 @@ from torch import Tensor
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.packed_rows import NO_ROW, IntArray, gate_and_up, padded_places, placed
 from holdfast.worker.executors.cpu.router_parts import in_dtype
+from holdfast.worker.executors.cpu.states import recurrence_numbers
 from holdfast.worker.executors.cpu.structures import (
     NativeBeside,
-    NativeDeltaNet,
     NativeExperts,
     NativeLayer,
     NativeLinear,
     NativeMlp,
     NativeModel,
     NativeNorm,
+    NativeRecurrence,
     NativeRotary,
     NativeShortConv,
     NativeUnits,
@@ -51,6 +52,7 @@ from holdfast.worker.executors.layout import (
     GatedDeltaNet,
     Layer,
     Linear,
+    Mamba2,
     Mlp,
     Norm,
     Rotary,
@@ -140,7 +142,7 @@ class PackedModel:
             attention_out_norm=self._norm(layer.attention_out_norm),
             mlp_norm=self._norm(layer.mlp_norm),
             mlp_out_norm=self._norm(layer.mlp_out_norm),
-            mlp=NativeMlp() if isinstance(mlp, Experts) else self._mlp(mlp),
+            mlp=self._mlp(mlp) if isinstance(mlp, Mlp) else NativeMlp(),
             experts=None if experts is None else self._experts(experts),
             beside=None if beside is None else self._beside(beside),
             residual_scale=layer.residual_scale,
@@ -152,7 +154,7 @@ class PackedModel:
         if isinstance(layer.state, ShortConv):
             self._put_short_conv(native, layer.state)
         elif layer.state is not None:
-            self._put_delta_net(native, layer.state)
+            self._put_recurrence(native, layer.state)
         return native
 
     def _put_attention(self, native: NativeLayer, attention: Attention) -> None:
@@ -165,7 +167,7 @@ class PackedModel:
         if attention.query_scale is not None:
             native.query_scales = self._query_scales(attention.query_scale)
         native.norms_after_rotation = int(attention.norms_after_rotation)
-        native.scaling = attention.scaling
+        native.scaling, native.value_scale = attention.scaling, attention.value_scale
         native.softcap = attention.softcap or 0.0
         native.num_heads = attention.num_heads
         native.has_gate = int(attention.has_gate)
@@ -189,24 +191,23 @@ class PackedModel:
         native.conv = ctypes.pointer(described)
         native.output = self._linear(conv.output, slices=conv.num_slices)
 
-    def _put_delta_net(self, native: NativeLayer, net: GatedDeltaNet) -> None:
+    def _put_recurrence(self, native: NativeLayer, net: GatedDeltaNet | Mamba2) -> None:
         """But for `columns`, which the states' memory decides."""
-        described = NativeDeltaNet(
+        mamba = net if isinstance(net, Mamba2) else None
+        described = NativeRecurrence(
             inputs=self._linear(net.inputs),
             kernel=self._lines(net.kernel.T),
+            conv_bias=None if mamba is None or mamba.conv_bias is None else self._floats(mamba.conv_bias),
             a_log=self._floats(net.a_log),
             dt_bias=self._floats(net.dt_bias),
+            skip=None if mamba is None else self._floats(mamba.skip),
             norm=self._norm(net.norm),
-            key_heads=net.num_key_heads,
-            value_heads=net.num_value_heads,
-            key_dim=net.key_dim,
-            value_dim=net.value_dim,
-            width=net.width,
+            **recurrence_numbers(net),
         )
         self._kept.append(described)
-        native.delta = ctypes.pointer(described)
-        native.output = self._linear(net.output, slices=net.num_slices)
-        native.heads_per_slice = net.num_value_heads // net.num_slices
+        native.recurrence = ctypes.pointer(described)
+        if net.output is not None:
+            native.output = self._linear(net.output, slices=net.num_slices)
 
     def _mlp(self, mlp: Mlp) -> NativeMlp:
         inner = mlp.down.in_features
@@ -215,6 +216,8 @@ class PackedModel:
         return NativeMlp(
             up=self._linear(mlp.up, rows=rows),
             down=self._linear(mlp.down, slices=mlp.num_slices),
+            gate_scale=mlp.gate_scale,
+            inner_scale=mlp.inner_scale,
             activation=_ACTIVATIONS.index(mlp.activation),
             has_gate=int(mlp.has_gate),
         )

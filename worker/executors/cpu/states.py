@@ -1,15 +1,18 @@
-"""State cache on CPUs: for each layer that keeps a state a pool of slots, one for a sequence. Here is only the memory;
-who owns which slot is the scheduler's (`worker/cache/state_slots.py`).
+"""State cache on CPUs: for each layer that keeps a state a pool of slots, one for a sequence. Here is only the memory,
+and the sizes of what lies there; who owns which slot is the scheduler's (`worker/cache/state_slots.py`).
 """
 
 import mmap
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import IntArray
 from holdfast.worker.executors.cpu.tile_memory import address_of, mapped_memory
+from holdfast.worker.executors.layout import GatedDeltaNet, Mamba2
+from holdfast.worker.executors.layout_arithmetic import mamba_unit
 
 VALUE_BYTES = 4
 """float32, whatever the model's dtype: a state that is rounded on the way gives other bits when it is restored."""
@@ -38,6 +41,37 @@ class StateCache:
         for source, destination in copies.T.tolist():
             for pool in self.pools:
                 pool[destination].copy_(pool[source])
+
+
+def recurrence_numbers(net: GatedDeltaNet | Mamba2) -> dict[str, Any]:
+    """Fields of a `NativeRecurrence` that are plain numbers. Of Mamba2 C and B are queries and keys, x are values."""
+    if isinstance(net, GatedDeltaNet):
+        return {
+            "dt_scale": 1.0,
+            "key_heads": net.num_key_heads,
+            "value_heads": net.num_value_heads,
+            "key_dim": net.key_dim,
+            "value_dim": net.value_dim,
+            "width": net.width,
+            "unit_heads": net.num_value_heads // net.num_key_heads,
+            "heads_per_slice": net.num_value_heads // net.num_slices,
+        }
+    return {
+        "dt_scale": net.dt_scale,
+        "z_scale": net.z_scale,
+        "least_dt": net.time_bounds[0],
+        "most_dt": net.time_bounds[1],
+        "key_heads": net.num_groups,
+        "value_heads": net.num_heads,
+        "key_dim": net.state_dim,
+        "value_dim": net.head_dim,
+        "width": net.width,
+        "unit_heads": mamba_unit(net.num_groups, net.num_heads),
+        "heads_per_slice": net.num_heads // net.num_slices,
+        "norm_heads": net.norm_heads,
+        "norm_groups": net.norm_groups,
+        "first_group": net.first_group,
+    }
 
 
 def _pool(memory: mmap.mmap, num_slots: int, length: int) -> Tensor:

@@ -33,7 +33,14 @@ class NativeNorm(Structure):
 
 
 class NativeMlp(Structure):
-    _fields_ = (("up", NativeLinear), ("down", NativeLinear), ("activation", c_int), ("has_gate", c_int))
+    _fields_ = (
+        ("up", NativeLinear),
+        ("down", NativeLinear),
+        ("gate_scale", c_float),
+        ("inner_scale", c_float),
+        ("activation", c_int),
+        ("has_gate", c_int),
+    )
 
 
 class NativeExperts(Structure):
@@ -85,19 +92,30 @@ class NativeShortConv(Structure):
     )
 
 
-class NativeDeltaNet(Structure):
+class NativeRecurrence(Structure):
     _fields_ = (
         ("inputs", NativeLinear),
         ("kernel", c_void_p),
+        ("conv_bias", c_void_p),
         ("a_log", c_void_p),
         ("dt_bias", c_void_p),
+        ("skip", c_void_p),
         ("norm", NativeNorm),
+        ("dt_scale", c_float),
+        ("z_scale", c_float),
+        ("least_dt", c_float),
+        ("most_dt", c_float),
         ("key_heads", c_int),
         ("value_heads", c_int),
         ("key_dim", c_int),
         ("value_dim", c_int),
         ("width", c_int),
         ("columns", c_int),
+        ("unit_heads", c_int),
+        ("heads_per_slice", c_int),
+        ("norm_heads", c_int),
+        ("norm_groups", c_int),
+        ("first_group", c_int),
     )
 
 
@@ -119,11 +137,12 @@ class NativeLayer(Structure):
         ("query_scales", c_void_p),
         ("pages", c_void_p),
         ("conv", POINTER(NativeShortConv)),
-        ("delta", POINTER(NativeDeltaNet)),
+        ("recurrence", POINTER(NativeRecurrence)),
         ("states", c_void_p),
         ("state_length", c_long),
         ("scaling", c_float),
         ("softcap", c_float),
+        ("value_scale", c_float),
         ("residual_scale", c_float),
         ("output_scale", c_float),
         ("num_heads", c_int),
@@ -269,7 +288,7 @@ SIZES = {
             NativeExperts,
             NativeRotary,
             NativeShortConv,
-            NativeDeltaNet,
+            NativeRecurrence,
             NativeLayer,
             NativeExchange,
             NativeModel,

@@ -173,6 +173,7 @@ class DeviceWeights:
 
     def _layer(self, layer: Layer, mixture: DeviceMixture | None) -> Layer:
         attention, mlp = attention_of(layer), layer.mlp
+        assert mlp is not None, "each layer has an MLP"
         return replace(
             layer,
             attention_norm=self._norm(layer.attention_norm),
@@ -191,8 +192,8 @@ class DeviceWeights:
             mlp=self._mlp(mlp) if isinstance(mlp, Mlp) else _views(mlp, mixture),
         )
 
-    def _mixture(self, mlp: Mlp | Experts) -> DeviceMixture | None:
-        if isinstance(mlp, Mlp):
+    def _mixture(self, mlp: Mlp | Experts | None) -> DeviceMixture | None:
+        if not isinstance(mlp, Experts):
             return None
         return mixture_on(self._device, mlp, None if mlp.shared is None else self._mlp(mlp.shared))
 
@@ -251,7 +252,9 @@ def unfit(layout: DecoderLayout, tensor_parallel_size: int, block_size: int) -> 
         return "layers that keep a state run on CPUs alone"
     groups = set()
     for layer in layout.layers:
-        attention, mlp = attention_of(layer), layer.mlp
+        if layer.attention is None or layer.mlp is None:
+            return "layers lack attention or an MLP"
+        attention, mlp = layer.attention, layer.mlp
         groups.add(attention.num_heads // attention.num_kv_heads)
         if isinstance(mlp, Experts) and (reason := unfit_mixture(mlp)):
             return reason
@@ -259,6 +262,9 @@ def unfit(layout: DecoderLayout, tensor_parallel_size: int, block_size: int) -> 
             return "queries are normed after rotation, or grow with their position, which the kernels do not do"
         if layer.beside is not None or layer.output_scale != 1.0 or attention.value_norm is not None:
             return "it has a mixture beside an MLP, scaled layers or norms of values, which the kernels do not do"
+        scales = (mlp.gate_scale, mlp.inner_scale) if isinstance(mlp, Mlp) else (1.0, 1.0)
+        if (attention.value_scale, *scales) != (1.0, 1.0, 1.0):
+            return "values and MLPs have scales, which the kernels do not apply"
         if attention.has_gate:
             return "outputs of attention have gates, which the kernels do not apply"
         if attention.head_dim > 256:

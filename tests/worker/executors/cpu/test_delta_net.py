@@ -1,7 +1,8 @@
-"""Gated DeltaNet layers: what Hugging Face and a loop in float64 compute, with the same bits however tokens come."""
+"""Gated DeltaNet and Mamba2: what Hugging Face and a loop in float64 compute, the same bits however tokens come."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
+from holdfast.worker.executors.cpu import executor
 from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.cpu.library import missing_instructions
 from holdfast.worker.executors.layout import DecoderLayout
@@ -16,7 +18,7 @@ from holdfast.worker.models import reference
 from holdfast.worker.models.reference import Reference
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 from tests.fake_group import run_ranks
-from tests.parity.hybrids import DELTA_NETS, made, save_hybrid
+from tests.parity.hybrids import DELTA_NETS, MAMBAS, made, save_hybrid
 from tests.worker.executors.cpu.native import library_or_skip, other_classes, same_bits
 from tests.worker.models.layouts import stated
 
@@ -87,7 +89,7 @@ class Runner:
         return self.executor._states.pools
 
 
-@pytest.fixture(scope="module", params=DELTA_NETS)
+@pytest.fixture(scope="module", params=[*DELTA_NETS, *MAMBAS])
 def pattern(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -105,9 +107,16 @@ def runner(layout: DecoderLayout) -> Iterator[Runner]:
     runner.executor.close()
 
 
+@pytest.fixture(scope="module", params=["dense", "granite, dense"])
+def simple(request: pytest.FixtureRequest) -> str:
+    """A pattern of each recurrence."""
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> DecoderLayout:
-    return stated(save_hybrid(tmp_path_factory.mktemp("model"), "dense"))
+def dense(simple: str, tmp_path_factory: pytest.TempPathFactory) -> DecoderLayout:
+    return stated(save_hybrid(tmp_path_factory.mktemp("model"), simple))
 
 
 def excess(logits: Tensor, expected: Tensor) -> float:
@@ -144,9 +153,9 @@ def test_neighbours_and_slots_of_others_change_no_bit(layout, runner):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_every_class_has_the_same_bits(dense, dtype, tmp_path):
+def test_every_class_has_the_same_bits(simple, dense, dtype, tmp_path):
     numbers = getattr(torch, dtype)
-    layout = stated(save_hybrid(tmp_path, "dense", numbers)) if dtype == "bfloat16" else dense
+    layout = stated(save_hybrid(tmp_path, simple, numbers)) if dtype == "bfloat16" else dense
     library_or_skip("avx2")
     expected = None
     for name in ("avx2", *other_classes(numbers)):
@@ -159,10 +168,22 @@ def test_every_class_has_the_same_bits(dense, dtype, tmp_path):
         assert same_bits(logits, expected), name
 
 
-@pytest.mark.parametrize("pattern", ["dense", "mixture", "by key heads, mixture", "state last"], scope="module")
+SHARED = ["dense", "mixture", "by key heads, mixture", "state last", *MAMBAS]
+
+
+@pytest.mark.parametrize("pattern", SHARED, scope="module")
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_have_the_bits_of_one(pattern, size, tmp_path):
-    folder = save_hybrid(tmp_path, pattern)
+    assert_ranks_agree(save_hybrid(tmp_path, pattern), size)
+
+
+@pytest.mark.parametrize("pattern", ["granite, mixture", "falcon, norms"], scope="module")
+def test_ranks_without_shared_memory_have_the_bits_of_one(pattern, tmp_path, monkeypatch):
+    monkeypatch.setattr(executor, "attach", lambda group, num_bytes: None)
+    assert_ranks_agree(save_hybrid(tmp_path, pattern), 4)
+
+
+def assert_ranks_agree(folder: Path, size: int) -> None:
 
     def logits(group: TensorParallelGroup) -> Tensor:
         runner = Runner(stated(folder, group), group, threads=1)
@@ -199,14 +220,15 @@ def test_a_step_goes_on_behind_any_of_its_drafts(layout, accepted):
 def broken_window(runner: Runner) -> None:
     """The inputs before a piece are those of one token earlier."""
     for slots, state in zip(runner.slots, runner.executor._kept_states, strict=True):
-        row = -(-(state.num_channels + 2 * state.num_value_heads) // 16) * 16
+        row = state.state_length(1) - state.state_length(0)
         rows = slots[0, : row * (state.width - 1)].view(state.width - 1, row)
         rows.copy_(rows.roll(1, 0))
 
 
 def rounded_states(runner: Runner) -> None:
     for slots, state in zip(runner.slots, runner.executor._kept_states, strict=True):
-        first = slots.shape[1] - state.num_value_heads * state.key_dim * 32
+        first = state.state_length(0) - (state.state_length(1) - state.state_length(0)) * (state.width - 1)
+        first = slots.shape[1] - first
         slots[0, first:] = slots[0, first:].bfloat16().float()
 
 
@@ -226,12 +248,12 @@ def test_a_state_that_is_spoilt_between_two_steps_shows(dense, mistake):
     assert not same_bits(said, expected[33:])
 
 
-def test_decays_in_bfloat16_would_show(dense, runner, monkeypatch):
+def test_decays_in_bfloat16_would_show(dense, monkeypatch):
     """The tolerance is narrow enough to see it."""
     exact = reference._delta_rule
 
-    def rounded(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
-        return exact(q, k, v, decay.bfloat16().to(decay.dtype), rate)
+    def rounded(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, **how: bool) -> Tensor:
+        return exact(q, k, v, decay.bfloat16().to(decay.dtype), rate, **how)
 
     monkeypatch.setattr(reference, "_delta_rule", rounded)
     wrong = Reference(dense, dtype=torch.float64).run_model(torch.tensor(IDS[0]))

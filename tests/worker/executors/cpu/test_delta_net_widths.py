@@ -1,4 +1,4 @@
-"""Layers of real width, as one rank of published models with Gated DeltaNet has them, against the reference."""
+"""Layers of real width, as one rank of published models with Gated DeltaNet or Mamba2 has them: the reference's."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
-from holdfast.worker.executors.layout import DecoderLayout, GatedDeltaNet, attention_of
+from holdfast.worker.executors.layout import DecoderLayout, GatedDeltaNet, Mamba2, attention_of
 from holdfast.worker.models.native_backend import _Provable
 from holdfast.worker.models.proof import NUM_TOKENS
 from holdfast.worker.models.reference import Reference
@@ -39,12 +39,56 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "Next 80B, one of 8": ({**MIXTURE, "model_type": "qwen3_next", "intermediate_size": 256}, 8),
 }
 """The published sizes of heads and rows, and ranks; MLPs, vocabulary and layers are fewer."""
+GRANITE = {
+    "model_type": "granitemoehybrid",
+    "hidden_size": 1536,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "mamba_n_heads": 48,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 64,
+    "shared_intermediate_size": 64,
+    "layer_types": ["mamba", "attention"],
+}
+NEMOTRON = {
+    "model_type": "nemotron_h",
+    "hidden_size": 2688,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "mamba_num_heads": 64,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 128,
+    "hybrid_override_pattern": "ME*",
+    "num_hidden_layers": 3,
+}
+FALCON = {
+    "model_type": "falcon_h1",
+    "hidden_size": 2048,
+    "head_dim": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "mamba_d_ssm": 3072,
+    "mamba_n_heads": 48,
+    "mamba_d_state": 256,
+    "intermediate_size": 256,
+}
+MAMBAS: dict[str, tuple[dict[str, Any], int, int, int]] = {
+    "Granite 4 H tiny, one of 4": (GRANITE, 4, 12, 1),
+    "Nemotron 3 Nano, one of 4": (NEMOTRON, 4, 16, 2),
+    "Falcon-H1 1.5B, one of 2": (FALCON, 2, 24, 1),
+}
+"""With heads and groups of a rank."""
 
 
 def share(folder: Path, changes: dict[str, Any], size: int) -> DecoderLayout:
     """That of the last rank, with random weights."""
-    config = {**changes, "vocab_size": 64 * size, "num_hidden_layers": 2, "max_position_embeddings": 512}
-    config |= {"layer_types": ["linear_attention", "full_attention"], "dtype": "float32"}
+    types = {} if "nemotron" in changes["model_type"] else {"layer_types": ["linear_attention", "full_attention"]}
+    config = {"vocab_size": 64 * size, "num_hidden_layers": 2, "max_position_embeddings": 512, **types, **changes}
+    config |= {"dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config))
     group: TensorParallelGroup = FakeGroup(size - 1, _Meeting(size, 1.0))
     layout: DecoderLayout = stated(folder, group, load_format="dummy")
@@ -59,6 +103,20 @@ def test_layers_of_real_width_are_those_of_the_reference(case, tmp_path):
     assert isinstance(net, GatedDeltaNet)
     assert (net.num_key_heads, net.num_value_heads) == (16 // size, changes["linear_num_value_heads"] // size)
     assert attention_of(layout.layers[1]).num_heads == changes["num_attention_heads"] // size
+    assert_layers_are_right(layout)
+
+
+@pytest.mark.parametrize("case", MAMBAS)
+def test_layers_of_real_width_with_mamba2_are_those_of_the_reference(case, tmp_path):
+    changes, size, heads, groups = MAMBAS[case]
+    layout = share(tmp_path, changes, size)
+    net = layout.layers[0].state
+    assert isinstance(net, Mamba2)
+    assert (net.num_heads, net.num_groups) == (heads, groups)
+    assert_layers_are_right(layout)
+
+
+def assert_layers_are_right(layout: DecoderLayout) -> None:
     runner = Runner(layout)
     x = torch.randn(NUM_TOKENS, layout.hidden_size, generator=torch.Generator().manual_seed(1))
     ours, reference = _Provable(runner.executor, 16), Reference(layout)

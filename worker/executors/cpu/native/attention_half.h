@@ -9,7 +9,8 @@ template <class W> bool Decoder<W>::attention_half(int index, Thread& t) {
   const NativeLayer& l = m.layers[index];
   if (t.run.tid == 0 && step.progress) __atomic_fetch_add(step.progress, 1, __ATOMIC_RELAXED);
   if (index > t.first_layer && !finish(t, m.layers[index - 1], false)) return false;
-  if (l.conv || l.delta) return state_half(index, t);
+  if (!mixes(l)) return !t.narrows || index < m.num_layers - 1 || narrow(t);
+  if (keeps_state(l)) return state_half(index, t);
   if (t.narrows && index == m.num_layers - 1) return narrowing_half(l, t);
   Rows rows;
   if (!norm_inputs(t, l, rows)) return false;
@@ -106,6 +107,10 @@ void Decoder<W>::prepare_keys(const Pages<K>& pages, const NativeLayer& l, Local
               rotated(l, own, keys, kv_head, l.key_norm, kv_head, position, l.num_kv_heads));
     const float* value = keys + (l.num_kv_heads + kv_head) * l.head_dim;
     if (l.value_norm.weight) norm_row(value, l.value_norm, l.head_dim, own.head.row(0)), value = own.head.row(0);
+    if (l.value_scale != 1.0f) {
+      for (int j = 0; j < l.head_dim; j += 16) store(own.head.row(0) + j, load(value + j) * all(l.value_scale));
+      value = own.head.row(0);
+    }
     write_value(pages, seq, kv_head, position, value);
   }
 }

@@ -35,6 +35,7 @@ struct NativeNorm {
 struct NativeMlp {
   NativeLinear up;    // with a gate: groups of 32 gates and 32 ups
   NativeLinear down;  // sums over slices
+  float gate_scale, inner_scale;  // with a gate: multiply it before the activation, and what goes into `down`
   int activation, has_gate;
 };
 
@@ -74,16 +75,24 @@ struct NativeShortConv {
   int columns;  // inputs of the convolution that a slot keeps, each at its position modulo this
 };
 
-// Gated DeltaNet in place of attention (`delta_net.h`). Its output is the layer's.
-struct NativeDeltaNet {
-  NativeLinear inputs;   // outputs: queries and keys of all key heads, values, then b, a and z of all value heads
-  const float* kernel;   // of the convolution: [width][channels of queries, keys and values]
-  const float *a_log, *dt_bias;  // [value heads]
-  NativeNorm norm;       // over the values of a head
+// A recurrence in place of attention or beside it (`recurrence.h`): Gated DeltaNet, or Mamba2, whose C, B and x are queries,
+// keys and values. Its output is the layer's.
+struct NativeRecurrence {
+  NativeLinear inputs;  // outputs: queries and keys of all key heads, values, then b and a, or dt, and z of all value heads
+  const float *kernel, *conv_bias;  // of the convolution: [width][channels of queries, keys and values]; [channels] or null
+  const float *a_log, *dt_bias;     // [value heads]
+  const float* skip;                // [value heads], of Mamba2; null: Gated DeltaNet
+  NativeNorm norm;                  // over the values of a head; of Mamba2 weights of all heads
+  float dt_scale, z_scale;          // multiply dt, or a, and z
+  float least_dt, most_dt;          // of Mamba2: bounds of a time step
   int key_heads, value_heads, key_dim, value_dim, width;
-  int columns;  // rows of inputs that a slot keeps, each at its position modulo this
+  int columns;                      // rows of inputs that a slot keeps, each at its position modulo this
+  int unit_heads, heads_per_slice;  // value heads of a unit, see `recurrence_task.h`; of a slice of the output's inputs
+  int norm_heads;  // of Mamba2: heads that are normed together, more than this rank's where ranks share them; 0: no norm
+  int norm_groups, first_group;  // groups of the whole model, and this rank's first
 };
 
+// Either half may be missing.
 struct NativeLayer {
   NativeNorm attention_norm, attention_out_norm, mlp_norm, mlp_out_norm, query_norm, key_norm, value_norm;
   NativeLinear qkv, output;
@@ -94,10 +103,11 @@ struct NativeLayer {
   const float* query_scales;  // [positions]: multiply queries; or null
   void* pages;
   const NativeShortConv* conv;  // in place of attention, or null
-  const NativeDeltaNet* delta;  // likewise
+  const NativeRecurrence* recurrence;  // likewise; or beside attention: then each slice of the output's inputs has
+                                       // values of attention first
   float* states;                // [slots][state_length]: what such a layer keeps of sequences
   long state_length;
-  float scaling, softcap, residual_scale, output_scale;  // output_scale: of a layer with an `mlp_out_norm`
+  float scaling, softcap, value_scale, residual_scale, output_scale;  // output_scale: of a layer with an `mlp_out_norm`
   int num_heads, num_kv_heads, head_dim, heads_per_slice, window, rotary, head_norms, norms_after_rotation,
       has_gate, parallel;  // head_norms: see `HeadNorms`; has_gate: a gate for each output of attention
 };

@@ -1,6 +1,8 @@
-// Gated delta rule, token by token: a recurrence whose bits depend on nothing but the tokens.
+// Recurrences of a matrix, token by token: their bits depend on nothing but the tokens.
 //
-//   S = decay S0 + k (x) write,  write = rate (v - decay S0^T k);  out = S^T q
+//   S = decay S0 + k (x) write;  out = S^T q
+//   write = rate (v - decay S0^T k)   the gated delta rule
+//   write = rate v                    the state space of Mamba2, which also adds skip v to `out`
 //
 // A state of a head lies in tiles of 32 columns, [tiles][keys][32] float32, so that one stays in the first cache while tokens
 // pass it. A lane is a column: sums over keys run inside a lane, in chains of 32 fused multiply-adds from +0, added from first
@@ -49,15 +51,17 @@ HF_INLINE void advance(float* state, const float* k, const float* q, int keys, L
   }
 }
 
-// Rows of one head: q, k [count][keys], v and out [count][stride]; decay and rate of each token.
-struct DeltaTokens {
+// Rows of one head: q, k [count][keys], v and out [count][stride]; decay and rate of each token; the head's skip, or null for
+// the delta rule.
+struct HeadTokens {
   const float *q, *k, *v, *decay, *rate;
   float* out;
   long stride;
   int keys, count;
+  const float* skip;
 };
 
-template <int N> HF_INLINE void delta_columns(float* state, const DeltaTokens& t, int column) {
+template <int N> HF_INLINE void delta_columns(float* state, const HeadTokens& t, int column) {
   Lanes memory[N], write[N], read[N];
   recall<N>(state, t.k, t.keys, memory);
   for (int i = 0; i < t.count; i++) {
@@ -70,11 +74,26 @@ template <int N> HF_INLINE void delta_columns(float* state, const DeltaTokens& t
   }
 }
 
+template <int N> HF_INLINE void space_columns(float* state, const HeadTokens& t, int column) {
+  Lanes none[N], write[N], read[N];
+  for (int i = 0; i < t.count; i++) {
+    const float *k = t.k + (long)i * t.keys, *q = t.q + (long)i * t.keys, *v = t.v + i * t.stride + column;
+    for (int c = 0; c < N; c++) write[c] = all(t.rate[i]) * load(v + c * 16);
+    advance<N, true>(state, k, q, t.keys, all(t.decay[i]), write, read, none);
+    for (int c = 0; c < N; c++)
+      store(t.out + i * t.stride + column + c * 16, fma(all(*t.skip), load(v + c * 16), read[c]));
+  }
+}
+
+template <int N> HF_INLINE void columns_pass(float* state, const HeadTokens& tokens, int column) {
+  return tokens.skip ? space_columns<N>(state, tokens, column) : delta_columns<N>(state, tokens, column);
+}
+
 // All tokens pass a tile of a state, columns [column, column + 32). Where registers are few and several tokens come, halves
 // of a tile take turns: then nothing is spilled; a single token reads whole lines, for its state comes from memory.
-__attribute__((noinline)) void delta_rule(float* tile, const DeltaTokens& tokens, int column) {
-  if (WIDTH == 16 || tokens.count == 1) return delta_columns<2>(tile, tokens, column);
-  delta_columns<1>(tile, tokens, column), delta_columns<1>(tile + 16, tokens, column + 16);
+__attribute__((noinline)) void pass_tile(float* tile, const HeadTokens& tokens, int column) {
+  if (WIDTH == 16 || tokens.count == 1) return columns_pass<2>(tile, tokens, column);
+  columns_pass<1>(tile, tokens, column), columns_pass<1>(tile + 16, tokens, column + 16);
 }
 
 // --- what goes in and comes out ---

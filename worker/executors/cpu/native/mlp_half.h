@@ -11,6 +11,7 @@ template <class W> bool Decoder<W>::mlp_half(int index, Thread& t) {
   const NativeLayer& l = m.layers[index];
   if (!t.num_rows) return true;  // the last layer, where no row is wanted
   if (!finish(t, l, true)) return false;
+  if (!feeds(l)) return true;
   Rows rows = l.mlp_norm.weight ? Rows{h2.data, h2.stride} : Rows{h.data, h.stride};
   if (!l.parallel && !normed(t, l.mlp_norm, rows)) return false;
   if (l.experts && !l.beside) return experts_part(l, rows, rows, place_of_sum(t, l.mlp_out_norm), t);
@@ -40,7 +41,9 @@ template <class W> void Decoder<W>::activate(const NativeMlp& mlp, int g, const 
   if (bias)
     for (int j = 0; j < 4; j++) v[j] = v[j] + load(bias + 16 * j);
   if (mlp.has_gate)
-    for (int j = 0; j < 2; j++) store(out + g * 32 + 16 * j, gated(mlp.activation, v[j], v[j + 2]));
+    for (int j = 0; j < 2; j++)
+      store(out + g * 32 + 16 * j,
+            gated(mlp.activation, v[j] * all(mlp.gate_scale), v[j + 2]) * all(mlp.inner_scale));
   else
     for (int j = 0; j < 4; j++)
       if (g * GROUP + 16 * j < inner_length(mlp)) store(out + g * GROUP + 16 * j, activated(mlp.activation, v[j]));

@@ -5,15 +5,16 @@
 namespace {
 
 // Ranks hold neighbouring subtrees of the tree over slices: theirs are added as its upper part.
-// `first`: the column where they begin.
+// `first`: the column where they begin; `columns`: how many there are, 0 for all of the residual stream.
 template <class W>
-void Decoder<W>::sum_over_ranks(Exchange::Sum sum, int row, float* out, long first) const {
+void Decoder<W>::sum_over_ranks(Exchange::Sum sum, int row, float* out, long first, int columns) const {
   int ranks = m.tensor_parallel_size;
   const float* parts[Exchange::kMostRanks];
+  if (!columns) columns = m.hidden;
   for (int i = 0; i < ranks; i++) parts[i] = exchange->buffer(i, sum) + row * y.stride + first;
-  for (int j = 0; j < m.hidden; j += 16) {
+  for (int j = 0; j < columns; j += 16) {
     Lanes v[Exchange::kMostRanks];
-    for (int i = 0; i < ranks; i++) v[i] = tail_of(parts[i] + j, m.hidden - j);
+    for (int i = 0; i < ranks; i++) v[i] = tail_of(parts[i] + j, columns - j);
     for (int apart = 1; apart < ranks; apart *= 2)
       for (int i = 0; i + apart < ranks; i += 2 * apart) v[i] = v[i] + v[i + apart];
     store(out + j, v[0]);
@@ -23,7 +24,7 @@ void Decoder<W>::sum_over_ranks(Exchange::Sum sum, int row, float* out, long fir
 // What a half of a layer left goes to the residual: in `y`, summed over ranks by now, or with all ranks.
 template <class W> bool Decoder<W>::finish(Thread& t, const NativeLayer& l, bool is_attention) {
   const NativeNorm& norm = is_attention ? l.attention_out_norm : l.mlp_out_norm;
-  if (is_direct(norm)) return true;
+  if (is_direct(norm) || !(is_attention ? mixes(l) : feeds(l))) return true;
   const float* bias = is_attention ? l.output.bias : l.experts && !l.beside ? nullptr : l.mlp.down.bias;
   const bool two = !is_attention && l.beside, scales = !is_attention && l.output_scale != 1.0f;
   return summed_tasks(t, t.num_rows, [&](int r) {

@@ -1,4 +1,5 @@
-// First half of a layer that keeps a state in place of keys and values: a short convolution. Methods of `Decoder`.
+// First half of a layer that keeps a state: a short convolution, and what goes around it and recurrences (`recurrence.h`).
+// Methods of `Decoder`.
 //
 //   s[t] = B[t] x[t];  out[t] = C[t] (bias + w[0] s[t - width + 1] + ... + w[width - 1] s[t]), by FMA, the oldest first
 //
@@ -23,11 +24,26 @@ inline void put_some(float* to, Lanes v, int count) {
 
 template <class W> bool Decoder<W>::state_half(int index, Thread& t) {
   const NativeLayer& l = m.layers[index];
-  const NativeLinear& inputs = l.conv ? l.conv->inputs : l.delta->inputs;
+  const NativeLinear& inputs = l.conv ? l.conv->inputs : l.recurrence->inputs;
   Rows rows;
   if (!normed(t, l.attention_norm, rows)) return false;
+  if (attends(l) && !(project(t, l.qkv, 0, l.qkv.groups, rows) && attend(l, attention.kinds[kind_of[index]], t)))
+    return false;
   if (!project(t, inputs, 0, inputs.groups, rows)) return false;
   if (!(l.conv ? convolve_all(l, t) : recur(l, t))) return false;
+  if (shares_norm(l)) return send_squares(l, t);
+  if (l.recurrence && l.recurrence->skip && !norm_groups(l, t)) return false;
+  return mixed_out(index, t);
+}
+
+// The rest of the half, of a layer whose norm several ranks share.
+template <class W> bool Decoder<W>::shared_norm_part(int index, Thread& t) {
+  const NativeLayer& l = m.layers[index];
+  return !shares_norm(l) || (norm_groups(l, t) && mixed_out(index, t));
+}
+
+template <class W> bool Decoder<W>::mixed_out(int index, Thread& t) {
+  const NativeLayer& l = m.layers[index];
   Rows mixed = {attention_out.data, attention_out.stride};
   if (t.narrows && index == m.num_layers - 1 && !narrow_mixed(t, mixed)) return false;
   if (!t.num_rows) return true;

@@ -8,9 +8,9 @@
 #include <math.h>
 
 #include "attention_tasks.h"
-#include "delta_task.h"
 #include "exchange.h"
 #include "product_tasks.h"
+#include "recurrence_task.h"
 #include "rows.h"
 
 namespace {
@@ -29,18 +29,20 @@ template <class W> class Decoder {
     bool has_states = false;
     for (int i = 0; i < m.num_layers; i++) {
       const NativeLayer& l = m.layers[i];
-      if (l.conv || l.delta) {
-        kind_of.push_back(-1), has_states = true;
-        qkv = std::max(qkv, (l.conv ? l.conv->inputs : l.delta->inputs).groups * GROUP);
-      } else {
+      if (keeps_state(l)) {
+        has_states = true;
+        qkv = std::max(qkv, (l.conv ? l.conv->inputs : l.recurrence->inputs).groups * GROUP);
+      }
+      kind_of.push_back(-1);
+      if (attends(l)) {
         HeadShape s = shape_of_heads(l.num_heads, l.num_kv_heads, l.head_dim, l.head_dim, m.block_size, l.window);
         scale_scores(s, l.scaling, l.softcap);
-        kind_of.push_back(attention.kind_like(s));
+        kind_of.back() = attention.kind_like(s);
         qkv = std::max(qkv, l.qkv.groups * GROUP), heads = std::max(heads, l.num_heads * s.padded());
       }
       attended = std::max(attended, l.output.slices * l.output.slice_tiles * K_TILE);
       auto widest = [&](const NativeMlp& mlp) { inner = std::max(inner, inner_length(mlp)); };
-      if (!l.experts || l.beside) widest(l.mlp);
+      if (feeds(l) && (!l.experts || l.beside)) widest(l.mlp);
       if (l.experts) {
         for (int e = 0; e < l.experts->num_experts; e++) widest(l.experts->experts[e]);
         if (l.experts->shared) shared = std::max(shared, inner_length(*l.experts->shared));
@@ -74,7 +76,7 @@ template <class W> class Decoder {
     const int end = attention.begin(step);
     for (int i = 0; i < m.num_rotaries; i++) fill_rotary(m.rotaries[i], end);
     narrows = can_narrow() && step.num_wanted < step.num_rows;
-    if (narrows && !ends_with_state()) list_wanted();
+    if (narrows && ends_with_attention()) list_wanted();
     make_room(step.num_wanted);
     next_segment = 0;
   }
@@ -83,7 +85,8 @@ template <class W> class Decoder {
   long partial_stride() const { return y.stride; }
   float* residual() { return x.data; }
 
-  // Runs segments [first, end) of the step: 0 embeds, 2 l + 1 and 2 l + 2 are a layer's halves, the last is the head.
+  // Runs segments [first, end) of the step: 0 embeds, 3 l + 1 and 3 l + 3 are a layer's halves, 3 l + 2 is the rest of the
+  // first half where ranks share a norm in it, the last is the head.
   // `finished_layer`: also adds what this layer's MLP left to the residual; -1: the segment after it does so.
   int run(holdfast::Pool* pool, int first, int end, int finished_layer) {
     next_segment = end;
@@ -96,7 +99,7 @@ template <class W> class Decoder {
                  step.num_wanted,
                  last_sum,
                  step.all_logits != nullptr,
-                 narrows && first == 0 && end == 2 * m.num_layers + 2};
+                 narrows && first == 0 && end == 3 * m.num_layers + 2};
     int outcome = holdfast::run(
         pool, [](const void* argument, Run& run) { ((const Part*)argument)->decoder->go(*(const Part*)argument, run); },
         &part);
@@ -129,8 +132,9 @@ template <class W> class Decoder {
     bool goes_on = true;
     for (int s = part.first; s < part.end && goes_on; s++) {
       if (s == 0) goes_on = embed(thread);
-      else if (s > 2 * m.num_layers) goes_on = head_part(thread);
-      else goes_on = s % 2 ? attention_half((s - 1) / 2, thread) : mlp_half((s - 1) / 2, thread);
+      else if (s > 3 * m.num_layers) goes_on = head_part(thread);
+      else if (s % 3 == 1) goes_on = attention_half((s - 1) / 3, thread);
+      else goes_on = s % 3 == 2 ? shared_norm_part((s - 1) / 3, thread) : mlp_half((s - 1) / 3, thread);
     }
     if (goes_on && part.finished_layer >= 0) finish(thread, m.layers[part.finished_layer], false);
     if (run.tid == 0) last_sum = thread.sum;  // the caller is in time for all phases
@@ -141,7 +145,7 @@ template <class W> class Decoder {
   struct Local {
     Scratch scratch;
     AttentionRoom<W> attention;
-    DeltaRoom delta;
+    RecurrenceRoom recurrence;
     Buffer<Input> normed;
     Buffer<float> head;
     long calls = 0;
@@ -157,6 +161,20 @@ template <class W> class Decoder {
     if (num_wanted <= room) return;
     room = num_wanted;
     group_best = Buffer<float>(room, m.head.groups), group_at = Buffer<int>(room, m.head.groups);
+  }
+
+  // --- what a layer has ---
+
+  static bool attends(const NativeLayer& l) { return l.num_heads > 0; }
+  static bool keeps_state(const NativeLayer& l) { return l.conv || l.recurrence; }
+  static bool mixes(const NativeLayer& l) { return attends(l) || keeps_state(l); }
+  static bool feeds(const NativeLayer& l) { return l.experts || l.mlp.up.groups > 0; }
+  static bool shares_norm(const NativeLayer& l) {
+    return l.recurrence && l.recurrence->norm_heads > l.recurrence->value_heads;
+  }
+  bool ends_with_attention() const {
+    const NativeLayer& last = m.layers[m.num_layers - 1];
+    return attends(last) && !keeps_state(last);
   }
 
   // --- embedding and norms ---
@@ -262,7 +280,7 @@ template <class W> class Decoder {
 
   // --- residual.h ---
 
-  void sum_over_ranks(Exchange::Sum sum, int row, float* out, long first = 0) const;
+  void sum_over_ranks(Exchange::Sum sum, int row, float* out, long first = 0, int columns = 0) const;
   bool finish(Thread& t, const NativeLayer& l, bool is_attention);
   void add_beside(Thread& t, const NativeBeside& beside, int row, float* sums);
   void scale_residual(const Thread& t, const NativeLayer& l, int row);
@@ -284,19 +302,27 @@ template <class W> class Decoder {
 
   // --- short_conv.h ---
 
-  bool ends_with_state() const { return m.layers[m.num_layers - 1].conv || m.layers[m.num_layers - 1].delta; }
   bool state_half(int index, Thread& t);
+  bool shared_norm_part(int index, Thread& t);
+  bool mixed_out(int index, Thread& t);
   bool convolve_all(const NativeLayer& l, Thread& t);
   void convolve(const NativeLayer& l, int sequence, int first, int end);
   void put_mixed(const NativeLayer& l, int row, int c, int count, Lanes v);
   bool narrow_mixed(Thread& t, Rows& mixed);
 
-  // --- delta_net.h ---
+  // --- recurrence.h ---
 
+  enum { MAX_NORM_PARTS = 1024 };
   bool recur(const NativeLayer& l, Thread& t);
-  void delta_head(const NativeLayer& l, DeltaRoom& room, int sequence, int head);
-  void delta_run(const NativeLayer& l, DeltaRoom& room, const DeltaTask& task, int from, int count, bool is_draft);
-  void put_head(const NativeLayer& l, const DeltaTask& task, int h, int position, const float* from);
+  void recurrence_unit(const NativeLayer& l, RecurrenceRoom& room, int sequence, int unit);
+  void recurrence_run(const NativeLayer& l, RecurrenceRoom& room, const RecurrenceTask& task, int from, int count,
+                      bool is_draft);
+  void put_head(const NativeLayer& l, const RecurrenceTask& task, int h, int position, const float* from);
+  Input* mixed_head(const NativeLayer& l, int row, int h);
+  static int sums_of_groups(const NativeRecurrence& net, const float* gated, float* sums);
+  const float* gated_row(const NativeRecurrence& net, int row) const;
+  bool send_squares(const NativeLayer& l, Thread& t);
+  bool norm_groups(const NativeLayer& l, Thread& t);
 
   // --- wanted_rows.h ---
 

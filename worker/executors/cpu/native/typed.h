@@ -2,10 +2,10 @@
 // What a step computes is in `step.h`; the library's entry points are in `executor.cpp`.
 #pragma once
 #include "attention_half.h"
-#include "delta_net.h"
 #include "head.h"
 #include "mlp_half.h"
 #include "paged_attention.h"
+#include "recurrence.h"
 #include "residual.h"
 #include "routing.h"
 #include "short_conv.h"

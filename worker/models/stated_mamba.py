@@ -1,0 +1,137 @@
+"""Mamba2 layers of stated families, as parts of a decoder layout."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.executors.layout import Attention, Linear, Mamba2, Norm
+from holdfast.worker.models.family import Mamba, is_set
+from holdfast.worker.models.rank_share import RankShare
+from holdfast.worker.models.stated_config import NotStated
+
+_MOST_GROUPS = 1024
+"""That are normed apart on one rank (`cpu/native/step.h`)."""
+
+
+class MambaBuilder:
+    """Builds them. Ranks share heads, and groups: of fewer groups than ranks, neighbours have the same."""
+
+    def __init__(self, share: RankShare, mamba: Mamba) -> None:
+        """Raises `NotStated` for sizes no layout can say, `UnsupportedModelError` where ranks cannot share them."""
+        config = share.config
+        self._share, self._mamba = share, mamba
+        self._heads, self._head_dim = getattr(config, mamba.num_heads), getattr(config, mamba.head_dim)
+        self._groups, self._states = getattr(config, mamba.num_groups), getattr(config, mamba.state_dim)
+        self._width, self._scales = getattr(config, mamba.width), mamba.scales(config)
+        self._values, self._keys = self._heads * self._head_dim, self._groups * self._states
+        if reason := mamba.refused(config):
+            raise NotStated(reason)
+        if getattr(config, mamba.activation) not in ("silu", "swish"):
+            raise NotStated(f"its {mamba.activation} is {getattr(config, mamba.activation)!r} in Mamba2 layers")
+        if self._heads % self._groups or self._head_dim % 16 or self._states % 16 or self._groups > _MOST_GROUPS:
+            raise NotStated("its Mamba2 heads have sizes that are no multiples of 16, or share groups unevenly")
+        if self._heads % share.size or (self._groups % share.size and share.size % self._groups):
+            reason = f"{self._heads} heads and {self._groups} groups of its Mamba2 layers cannot be shared by "
+            raise UnsupportedModelError(
+                config.model_type, f"{reason}{share.size} ranks", "Choose another tensor_parallel_size"
+            )
+        self._slices = share.slices(self._heads)
+        of_slice, of_group = self._heads // share.size // self._slices, self._heads // self._groups
+        if of_slice % of_group and of_group % of_slice:
+            raise NotStated("the groups of its Mamba2 heads do not fit the slices of its sums")
+
+    def build(self, layer: str) -> Mamba2:
+        """Of the layer whose tensors have names that begin so."""
+        share, config, mamba, scales = self._share, self._share.config, self._mamba, self._scales
+        prefix, has_norm = f"{layer}{mamba.module}.", is_set(mamba.has_norm, self._share.config)
+        has_bias = is_set(mamba.output_bias, config)
+        output = share.rows(f"{prefix}out_proj", (config.hidden_size, self._values), self._slices, has_bias=has_bias)
+        if output.bias is not None:
+            output = replace(output, bias=output.bias * scales.output)
+        return Mamba2(
+            num_groups=max(1, self._groups // share.size),
+            num_heads=self._heads // share.size,
+            state_dim=self._states,
+            head_dim=self._head_dim,
+            inputs=self._inputs(f"{prefix}in_proj"),
+            kernel=self._of_channels(f"{prefix}conv1d.weight", self._width) * self._channel_scales()[:, None],
+            conv_bias=self._conv_bias(prefix),
+            a_log=self._of_heads(f"{prefix}A_log"),
+            dt_bias=self._of_heads(f"{prefix}dt_bias"),
+            skip=self._of_heads(f"{prefix}D"),
+            dt_scale=scales.input * scales.dt,
+            z_scale=scales.input * scales.z,
+            time_bounds=mamba.time_bounds(config),
+            norm=self._norm(f"{prefix}norm.weight", has_norm=has_norm),
+            norm_heads=self._heads // self._groups if has_norm else 0,
+            norm_groups=self._groups,
+            first_group=share.rank * self._groups // share.size,
+            output=output,
+            num_slices=self._slices,
+        )
+
+    def _inputs(self, name: str) -> Linear:
+        """Stored as z, x, B, C, dt. What multiplies the inputs, multiplies no bias: so biases are divided by it."""
+        share, values, keys = self._share, (self._values, None), (self._keys, self._groups)
+        outputs = [values, values, keys, keys, (self._heads, None)]
+        has_bias = is_set(self._mamba.input_bias, share.config)
+        whole = share.columns([name], outputs, share.config.hidden_size, has_bias=has_bias, may_stay=False)
+        lengths = [len(weight) for weight in whole.weights]
+        bias = None if whole.bias is None else torch.split(whole.bias / self._scales.input, lengths)
+        order = (3, 2, 1, 4, 0)
+        return Linear(
+            weights=tuple(whole.weights[part] for part in order),
+            bias=None if bias is None else torch.cat([bias[part] for part in order]),
+        )
+
+    def _of_channels(self, name: str, width: int) -> Tensor:
+        """[channels of this rank, width] in the order of C, B, x; stored as x, B, C."""
+        whole = self._share.tensors.take(name, (self._values + 2 * self._keys, 1, width))
+        return self._cut(self._share.floats(whole).squeeze(1))
+
+    def _conv_bias(self, prefix: str) -> Tensor | None:
+        if not is_set(self._mamba.conv_bias, self._share.config):
+            return None
+        whole = self._share.tensors.take(f"{prefix}conv1d.bias", (self._values + 2 * self._keys,))
+        return self._cut(self._share.floats(whole))
+
+    def _cut(self, whole: Tensor) -> Tensor:
+        of_keys, of_values = self._share.part(self._keys, self._groups), self._share.part(self._values)
+        x, b, c = torch.split(whole, [self._values, self._keys, self._keys])
+        return torch.cat([c.narrow(0, *of_keys), b.narrow(0, *of_keys), x.narrow(0, *of_values)])
+
+    def _channel_scales(self) -> Tensor:
+        """Of the inputs of the convolution, which is linear."""
+        scales, parts = self._scales, ((self._values, "x"), (self._keys, "b"), (self._keys, "c"))
+        return self._cut(torch.cat([torch.full((n,), scales.input * getattr(scales, one)) for n, one in parts]))
+
+    def _of_heads(self, name: str) -> Tensor:
+        """Numbers as they are stored: what is rounded here would change every decay."""
+        return self._share.vector(name, (self._heads,)).narrow(0, *self._share.part(self._heads))
+
+    def _norm(self, name: str, *, has_norm: bool) -> Norm:
+        share = self._share
+        weight = share.floats(share.tensors.take(name, (self._values,))) if has_norm else torch.ones(self._values)
+        own = weight.narrow(0, *share.part(self._values)) * self._scales.output
+        return Norm(kind="rms", weight=own, eps=float(getattr(share.config, share.family.eps)))
+
+
+def slices_beside(attention: Attention, mamba: Mamba2) -> tuple[Attention, Mamba2]:
+    """Both with one output, whose inputs are, slice by slice, values of attention and then those of Mamba2."""
+    ours, theirs = attention.output, mamba.output
+    assert theirs is not None, "each is built with its own"
+    if attention.num_slices != mamba.num_slices:
+        raise NotStated("attention and Mamba2 beside each other have other numbers of slices")
+    parts = [_numbers(one).reshape(len(_numbers(one)), attention.num_slices, -1) for one in (ours, theirs)]
+    biases = [one.bias for one in (ours, theirs) if one.bias is not None]
+    bias = torch.stack(biases).sum(0) if biases else None
+    output = Linear(weights=(torch.cat(parts, -1).flatten(1),), bias=bias)
+    return replace(attention, output=output), replace(mamba, output=None)
+
+
+def _numbers(linear: Linear) -> Tensor:
+    if not linear.weights:
+        raise NotStated("quantized outputs of attention and Mamba2 beside each other are not read as units")
+    return linear.weights[0]
