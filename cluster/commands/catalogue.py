@@ -93,6 +93,20 @@ COMMANDS: Final = (
         ),
     ),
     Command(
+        name="run-batch",
+        target="run_batch:run_batch",
+        help="Compute the requests of a file, on a server or in this process, and write the answers.",
+        details=(
+            "Each line is a request as OpenAI's batches have it: custom_id, method, url, body. Started again after "
+            "an interruption, it goes on. With --server: a server with --store computes the batch, whether this "
+            "command runs or not."
+        ),
+        examples=(
+            "run-batch -i requests.jsonl -o answers.jsonl --model ./my-model",
+            "run-batch -i requests.jsonl -o answers.jsonl --server http://localhost:8000",
+        ),
+    ),
+    Command(
         name="chat",
         target="chat:chat",
         help="Chat with a model in the terminal, in this process or on a server.",

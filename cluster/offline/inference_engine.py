@@ -4,11 +4,11 @@ import asyncio
 import itertools
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, Unpack
 
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.call_options import ServiceOptions, check_timeout
@@ -20,7 +20,9 @@ from holdfast.cluster.offline.outputs import RequestOutput
 from holdfast.cluster.offline.request_handle import Callback, RequestHandle
 from holdfast.cluster.offline.weight_folder import WeightFolder
 from holdfast.router.config import LimitsConfig
+from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.request import GenerationRequest
+from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import ModelConfig, WorkerConfig
 from holdfast.worker.errors import InvalidRequestError, ReplicaError, RequestAbortedError
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 ALONE_FROZEN_AFTER_S: Final = 60.0
 """Seconds without progress after which an engine without a cluster counts as frozen."""
+
+ResultT = TypeVar("ResultT")
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -117,6 +121,10 @@ class InferenceEngine:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def on_router(self, work: Callable[[RequestProcessor, DispatchHost], Coroutine[Any, Any, ResultT]]) -> ResultT:
+        """Result of `work` on the event loop that serves all requests, with what serves them. Blocking."""
+        return self._running()[1].run(work)
 
     def submit_request(
         self,

@@ -5,10 +5,10 @@ import math
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from holdfast.cluster.loop_thread import LoopThread
 from holdfast.cluster.offline.request_handle import RequestHandle
@@ -26,6 +26,8 @@ from holdfast.worker.errors import HoldfastError, ReplicaError, RequestAbortedEr
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.step_update import StepUpdate
+
+ResultT = TypeVar("ResultT")
 
 REPLICA_ID: Final = "local"
 """The first one's: weights that are put in place later make another replica."""
@@ -205,6 +207,10 @@ class LocalRouter:
         the tokens that they have. Blocking. Raises what `Replica.update_weights` raises.
         """
         self._thread.run(self._update_weights(folder, version, replay=replay))
+
+    def run(self, work: Callable[[RequestProcessor, DispatchHost], Coroutine[Any, Any, ResultT]]) -> ResultT:
+        """Result of `work` on the router's loop, with what serves its requests. Blocking."""
+        return self._thread.run(work(self._processor, self._dispatch_host))
 
     def is_this_thread(self) -> bool:
         """Whether the caller is on the router's own thread, where waiting for a request would block it for ever."""

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import random
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -14,8 +13,6 @@ from holdfast.router.api.connection_guard import ConnectionGuard
 from holdfast.router.api.grpc import admin, endpoint_picker, server
 from holdfast.router.api.grpc import standard_services as health
 from holdfast.router.api.http.app import HttpApi
-from holdfast.router.api.http.background import BackgroundResponses
-from holdfast.router.api.http.batch_lines import BatchLines
 from holdfast.router.api.http.body_bounds import body_bounds
 from holdfast.router.api.http.request_origin import RequestOrigins
 from holdfast.router.api.intake import DecodeWorker, Intake
@@ -40,12 +37,6 @@ from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_stats import SlowRequests
 from holdfast.router.security.gate import Gate
 from holdfast.router.server.ports import Ports
-from holdfast.router.store.batch_store import BatchStore
-from holdfast.router.store.database import Database
-from holdfast.router.store.file_store import FileStore
-from holdfast.router.store.job_store import JobStore
-from holdfast.router.store.object_store import ObjectStore, StoreLimits
-from holdfast.router.store.response_store import ResponseStore
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import ServiceOrderConfig, TelemetryConfig
 from holdfast.worker.log_level import PACKAGE, set_log_level
@@ -224,7 +215,7 @@ class Router:
         if (prepare := options.get("before_opening")) is not None:
             prepare(router)
         if config.store is not None:
-            await router._open_store(config.store)
+            await router._http_api.open_store(config)
         await router._ports.serve_grpc(host, port)
         if http_port is not None:
             origins = RequestOrigins(host, config.http_allowed_hosts, config.http_cors_origin)
@@ -238,18 +229,6 @@ class Router:
             asyncio.create_task(probe.run(), name="overload probe"),
         ]
         return router
-
-    async def _open_store(self, place: str) -> None:
-        limits = StoreLimits(max_bytes=self._config.store_max_bytes, retention_s=self._config.store_retention_s)
-        objects = ObjectStore(await Database.open(place), limits)
-        await objects.purge()
-        store = ResponseStore(objects)
-        api, jobs = self._http_api, JobStore(store, uuid.uuid4().hex)
-        api.history.store = store
-        api.history.background = BackgroundResponses(jobs, api.responses.job, self._gate.enter_trusted)
-        api.batches.store = batches = BatchStore(FileStore(objects), jobs)
-        concurrency = self._config.batch_concurrency
-        api.batches.lines = BatchLines(jobs, batches, api.call, self._gate.enter_trusted, concurrency)
 
     @property
     def address(self) -> str:
@@ -274,10 +253,7 @@ class Router:
         """
         self._health.stop()
         self._http_api.stop()
-        if (background := self._http_api.history.background) is not None:
-            await background.stop()
-        if (lines := self._http_api.batches.lines) is not None:
-            await lines.stop()
+        await self._http_api.leave_jobs()
         self._request_processor.close()
         if hands_over:
             self._dispatch_host.hand_over(stopping())

@@ -1,5 +1,6 @@
 """HTTP application of a router: the endpoints of OpenAI and Anthropic, and tokenization, as one ASGI application."""
 
+import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -13,6 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from holdfast.router.api.connection_guard import ConnectionGuard
 from holdfast.router.api.http.admin import AdminEndpoints
 from holdfast.router.api.http.answering import Endpoint, answering, not_found
+from holdfast.router.api.http.background import BackgroundResponses
+from holdfast.router.api.http.batch_lines import BatchLines
 from holdfast.router.api.http.batches import BatchEndpoints
 from holdfast.router.api.http.conversations import ConversationEndpoints
 from holdfast.router.api.http.event_stream import ANTHROPIC, OPENAI, EventStream
@@ -30,11 +33,17 @@ from holdfast.router.api.http.submission import Submission
 from holdfast.router.api.intake import DecodeWorker, Intake
 from holdfast.router.api.load_reports import ASKED_BY, LoadReports
 from holdfast.router.api.operators import Operators
-from holdfast.router.config import LimitsConfig
+from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.requests.poison_watch import PoisonWatch, end_reading
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.security.gate import Gate
+from holdfast.router.store.batch_store import BatchStore
+from holdfast.router.store.database import Database
+from holdfast.router.store.file_store import FileStore
+from holdfast.router.store.job_store import JobStore
+from holdfast.router.store.object_store import ObjectStore, StoreLimits
+from holdfast.router.store.response_store import ResponseStore
 from holdfast.worker.wire.tls import Certificates
 
 
@@ -120,6 +129,25 @@ class HttpApi:
     def stop(self) -> None:
         """From now on `/health` and `/ready` answer that the router does not serve."""
         self._state.is_stopping = True
+
+    async def open_store(self, config: RouterConfig) -> None:
+        """Opens the store of the configuration, and begins to compute what waits there. Raises `StoreError`."""
+        assert config.store is not None, "there is one"
+        limits = StoreLimits(max_bytes=config.store_max_bytes, retention_s=config.store_retention_s)
+        objects = ObjectStore(await Database.open(config.store), limits)
+        await objects.purge()
+        self.history.store = store = ResponseStore(objects)
+        jobs, enter = JobStore(store, uuid.uuid4().hex), self._gate.enter_trusted
+        self.history.background = BackgroundResponses(jobs, self.responses.job, enter)
+        self.batches.store = batches = BatchStore(FileStore(objects), jobs)
+        self.batches.lines = BatchLines(jobs, batches, self.call, enter, config.batch_concurrency)
+
+    async def leave_jobs(self) -> None:
+        """What is computed in the background goes on elsewhere."""
+        if self.history.background is not None:
+            await self.history.background.stop()
+        if self.batches.lines is not None:
+            await self.batches.lines.stop()
 
     @property
     def is_stopping(self) -> bool:
