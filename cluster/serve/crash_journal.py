@@ -74,6 +74,7 @@ class CrashJournals:
         self._watch = watch
         self._read.clear()
         watch.journal = self.own
+        watch.is_read_elsewhere = self._is_read_elsewhere
 
     async def follow(self) -> None:
         """Until it is cancelled."""
@@ -88,6 +89,10 @@ class CrashJournals:
                 loop.remove_reader(process)
                 os.close(process)
             self._others.clear()
+
+    def _is_read_elsewhere(self, digest: str, silent_s: float) -> bool:
+        now = time.monotonic()
+        return any(journal.is_reading(digest, silent_s, now) for journal, _ in self._others.values())
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         for path in self._folder.glob(f"*{SUFFIX}"):

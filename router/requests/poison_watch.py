@@ -8,7 +8,8 @@ process (`Journal`), so that a process that finds the journal of a router that h
     two, or proof:     it is convicted, and refused
 
 Proof is a loss on trial, and the end of a router that hung, or had no memory, while it read nothing else. A suspect
-that is admitted is cleared.
+that is admitted is cleared. The connections of a process close before its end is seen: a request that is sent again in
+between has to wait while the journal of that process has it (`is_read_elsewhere`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -185,6 +186,8 @@ class PoisonWatch:
         self.num_trials = 0
         self.on_change: Callable[[], None] = lambda: None
         """Called when there are new losses."""
+        self.is_read_elsewhere: Callable[[str, float], bool] = lambda digest, silent_s: False
+        """Whether a router that was not seen to end reads the request, and has not turned its loop for `silent_s`."""
 
     @property
     def is_on(self) -> bool:
@@ -233,8 +236,9 @@ class PoisonWatch:
         """A request is read from here on.
 
         Raises `RequestQuarantinedError` for one that is convicted, and `OnTrialError` for a suspect while another one
-        is on trial.
+        is on trial, and for a request that another router seems to hang with.
         """
+        self.await_others(digest, HUNG_S)
         known = self._losses.get(digest)
         if known is None:
             return Reading(self, digest, PoisonRisk.NONE)
@@ -243,6 +247,11 @@ class PoisonWatch:
             raise RequestQuarantinedError(_convicted(len(known)))
         self.begin_trial()
         return Reading(self, digest, PoisonRisk.ON_TRIAL)
+
+    def await_others(self, digest: str, silent_s: float) -> None:
+        """Raises `OnTrialError` while a router that has been silent for so long reads the same request."""
+        if self.is_read_elsewhere(digest, silent_s):
+            raise OnTrialError("another router is reading this request and may end with it", RETRY_S)
 
     def begin_trial(self) -> None:
         """Raises `OnTrialError` while another suspect is on trial."""
@@ -283,6 +292,7 @@ class Reading:
         watch = self._watch
         if watch is None or not num_lost or self.poison_risk is not PoisonRisk.NONE:
             return
+        watch.await_others(self.digest, 0.0)
         watch.begin_trial()
         watch.journal.clear(self._place)
         self.poison_risk = PoisonRisk.ON_TRIAL

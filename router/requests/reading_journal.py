@@ -18,6 +18,9 @@ from holdfast.worker.request import PoisonRisk
 TURN_S: Final = 0.5
 """Seconds between a router's signs that its loop turns."""
 
+MAX_HUNG_S: Final = 60.0
+"""Seconds that a request waits at most for the end of a router that hangs with it."""
+
 NUM_PLACES: Final = 1024
 """Requests that are read at a time. Of more, no note is taken."""
 
@@ -90,6 +93,15 @@ class LeftJournal:
         if monotonic_s - self._turned_at >= HUNG_S + TURN_S:
             self._buffer[_OWN_FAULT_AT] = 1
 
+    def is_reading(self, digest: str, silent_s: float, monotonic_s: float) -> bool:
+        """Whether its process, not seen to end so far, reads the request and has not turned its loop for `silent_s`.
+        False after `MAX_HUNG_S`: a process that nobody ends must not hold requests for ever.
+        """
+        if not silent_s <= monotonic_s - self._turned_at <= MAX_HUNG_S:
+            return False
+        wanted = bytes.fromhex(digest)
+        return any(one == wanted for _, one in self._taken())
+
     def says_nothing(self, monotonic_s: float) -> bool:
         """Whether it ended in order, or long ago: before the machine was started, too."""
         return bool(self._buffer[_IN_ORDER_AT]) or not 0.0 <= monotonic_s - self._turned_at <= FORGET_S
@@ -103,14 +115,16 @@ class LeftJournal:
         return losses_of(tuple(self.entries()), router, ended_s, is_own_fault=is_own_fault)
 
     def entries(self) -> Iterator[Entry]:
+        for state, digest in self._taken():
+            is_known_good = bool(state & _KNOWN_GOOD)
+            yield Entry(digest=digest.hex(), poison_risk=PoisonRisk(state & 0x0F), is_known_good=is_known_good)
+
+    def _taken(self) -> Iterator[tuple[int, bytes]]:
+        """(state, digest) of the places that are taken."""
         for at in range(_HEAD.size, SIZE, _PLACE_BYTES):
             state = self._buffer[at]
             if state & _TAKEN:
-                yield Entry(
-                    digest=bytes(self._buffer[at + 1 : at + _PLACE_BYTES]).hex(),
-                    poison_risk=PoisonRisk(state & 0x0F),
-                    is_known_good=bool(state & _KNOWN_GOOD),
-                )
+                yield state, bytes(self._buffer[at + 1 : at + _PLACE_BYTES])
 
     @property
     def _turned_at(self) -> float:

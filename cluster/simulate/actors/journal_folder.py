@@ -1,6 +1,6 @@
 """Journal folder of a simulated machine: the reading journals of its routers, which outlive their processes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from holdfast.router.requests.reading_journal import SIZE
 
@@ -25,6 +25,10 @@ class JournalFolder:
         self._ended.append(router)
         for watcher in list(self._watchers.values()):
             watcher(router, self._buffers[router])
+
+    def others(self, router: str) -> Iterator[tuple[str, bytearray]]:
+        """The journals of all other routers, ended ones included."""
+        return ((name, buffer) for name, buffer in self._buffers.items() if name != router)
 
     @property
     def left(self) -> list[tuple[str, bytearray]]:

@@ -35,6 +35,9 @@ CUT_S: Final = 1e-3
 HANDED_OVER: Final = 5
 """Calls that are reset, and that gRPC hands to the loop in one turn: ten floods held a loop for 5 ms at most."""
 MOST_PEERS: Final = 2**14
+END_SEEN_S: Final = 0.002
+"""Seconds from the end of a process, which closes its connections, until other processes of its machine see it."""
+
 IDLE_BYTES: Final = 170 * 2**20
 """Memory of a router without requests."""
 MAX_MEMORY: Final = 2**30
@@ -138,8 +141,10 @@ class RouterApis:
         self.overload = Overload(settings.overload, self.ledger, MAX_MEMORY)
         self._overload_watch = OverloadWatch(self.overload)
         self.poison_watch = PoisonWatch(now=lambda: host.clock)
+        self.poison_watch.is_read_elsewhere = self._is_read_elsewhere
+        self._taken_journals: set[str] = set()
         self._journal = ReadingJournal(
-            settings.journals.begin(self._name, partial(host.soon, self._take_journal, True))
+            settings.journals.begin(self._name, partial(host.after, END_SEEN_S, self._take_journal, True))
         )
         self._journal.begin(host.timeline.now)
         self.poison_watch.journal = self._journal
@@ -177,7 +182,14 @@ class RouterApis:
     def _resident_bytes(self) -> int:
         return IDLE_BYTES + self.ledger.held_bytes + sum(one.built_bytes for one in self._arrived.values())
 
+    def _is_read_elsewhere(self, digest: str, silent_s: float) -> bool:
+        now = self._host.timeline.now
+        others = self._settings.journals.others(self._name)
+        unseen = (buffer for router, buffer in others if router not in self._taken_journals)
+        return any(LeftJournal(buffer).is_reading(digest, silent_s, now) for buffer in unseen)
+
     def _take_journal(self, is_seen: bool, router: str, buffer: bytearray) -> None:
+        self._taken_journals.add(router)
         left = LeftJournal(buffer)
         if is_seen:
             left.note_end(self._host.timeline.now)

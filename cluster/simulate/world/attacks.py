@@ -134,8 +134,9 @@ def most_ended(attack: Attack, num_routers: int) -> int:
 
     The first crash proves nothing: a router that is killed while it reads an honest request looks the same. A hang is
     proof to the process that sees it end, so another router is needed. A router that is out of memory says so itself.
+    Several callers can crash one more: two routers may be reading the request when the end of the first is seen.
     """
-    most = {CRASHES: 2, HANGS: 1 if num_routers > 1 else 2, OUT_OF_MEMORY: 1}
+    most = {CRASHES: 2 if attack.num_calls == 1 else 3, HANGS: 1 if num_routers > 1 else 2, OUT_OF_MEMORY: 1}
     return most.get(attack.kind, 0)
 
 

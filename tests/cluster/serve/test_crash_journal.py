@@ -13,7 +13,8 @@ import pytest
 
 from holdfast.cluster.serve.crash_journal import SUFFIX, CrashJournal, CrashJournals, left_journal
 from holdfast.router.requests.poison_watch import FORGET_S, HUNG_S, Entry, PoisonWatch
-from holdfast.router.requests.reading_journal import NUM_PLACES
+from holdfast.router.requests.reading_journal import MAX_HUNG_S, NUM_PLACES
+from holdfast.worker.errors import OnTrialError
 from holdfast.worker.request import PoisonRisk
 from holdfast.worker.timers import WallClock
 from tests.loops import on_each_loop
@@ -24,6 +25,7 @@ ROUTER = """
 import os, sys
 from pathlib import Path
 from holdfast.cluster.serve.crash_journal import CrashJournal
+from holdfast.worker.errors import OnTrialError
 from holdfast.worker.request import PoisonRisk
 from holdfast.worker.timers import WallClock
 journal = CrashJournal(Path(sys.argv[1]))
@@ -136,6 +138,36 @@ def test_a_loop_that_does_not_turn_has_hung(later_s, is_proof, tmp_path: Path):
     (loss,) = left_journal(own.path).losses(own.path.name, time.monotonic() + 60, 1000.0)
     assert loss.at_s == pytest.approx(940, abs=1)
     assert loss.is_proof == is_proof
+
+
+def test_what_another_router_reads_is_seen_while_it_is_not_known_to_have_ended(tmp_path: Path):
+    own = CrashJournal(tmp_path)
+    place = own.enter(DIGEST, PoisonRisk.NONE, is_known_good=False)
+    left, now = left_journal(own.path), time.monotonic()
+    assert left.is_reading(DIGEST, 0.0, now)
+    assert not left.is_reading("cd" * 16, 0.0, now)
+    assert not left.is_reading(DIGEST, HUNG_S, now), "its loop turns"
+    assert left.is_reading(DIGEST, HUNG_S, now + HUNG_S + 1)
+    assert not left.is_reading(DIGEST, HUNG_S, now + MAX_HUNG_S + 1), "nobody ends it"
+    own.clear(place)
+    assert not left.is_reading(DIGEST, 0.0, now)
+
+
+@on_each_loop
+async def test_a_request_waits_for_the_end_of_a_router_that_reads_it(tmp_path: Path):
+    watch = PoisonWatch(now=WallClock(time.time(), time.monotonic))
+    event = await heard(watch)
+    async with other_router(tmp_path, "killed"):
+        journals = CrashJournals(tmp_path, watch)
+        following = asyncio.create_task(journals.follow())
+        await asyncio.sleep(0)
+        with pytest.raises(OnTrialError):
+            watch.begin(DIGEST).suspect(1)
+    await asyncio.wait_for(event.wait(), 10)
+    assert watch.begin(DIGEST).poison_risk is PoisonRisk.ON_TRIAL
+    following.cancel()
+    await asyncio.wait([following])
+    journals.own.close()
 
 
 def test_other_files_are_left_alone(tmp_path: Path):

@@ -6,6 +6,7 @@ import pytest
 
 from holdfast.router.requests.poison_watch import (
     FORGET_S,
+    HUNG_S,
     MAX_LOSSES,
     PIECE_BYTES,
     RETRY_S,
@@ -20,7 +21,7 @@ from holdfast.router.requests.poison_watch import (
 )
 from holdfast.router.router_losses import RouterLoss
 from holdfast.v1 import inference_pb2
-from holdfast.worker.errors import InvalidRequestError, ReplicaError, RequestQuarantinedError
+from holdfast.worker.errors import InvalidRequestError, OnTrialError, ReplicaError, RequestQuarantinedError
 from holdfast.worker.request import PoisonRisk
 
 NOW = 1_000.0
@@ -165,6 +166,24 @@ def test_clients_say_what_they_have_lost():
     begin_reading(watch, "/v1/completions", b"[]").suspect(1)
     end_reading()
     assert not journal.entries
+
+
+def test_what_a_router_may_end_with_is_not_read_before_its_end_is_seen():
+    """Its connections close before: a client is here again at once."""
+    watch = PoisonWatch(ListJournal())
+    silent_for_s = {"hung": HUNG_S, "ended": 0.1}
+    watch.is_read_elsewhere = lambda digest, silent_s: silent_for_s.get(digest, -1.0) >= silent_s
+    with pytest.raises(OnTrialError):
+        watch.begin("hung")
+    reading = watch.begin("ended")
+    reading.suspect(0)
+    with pytest.raises(OnTrialError):
+        reading.suspect(1)
+    assert reading.poison_risk is PoisonRisk.NONE
+    reading.end(is_cleared=True)
+    silent_for_s.clear()
+    watch.begin("ended").suspect(1)
+    assert watch.num_trials == 1
 
 
 def test_a_request_of_many_prompts_is_read_until_the_last_is_admitted():
