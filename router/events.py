@@ -152,3 +152,17 @@ class ReplicaLoad:
     """Whether it gets no new requests."""
     num_ranks: int = 1
     """Tensor-parallel ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreFigures:
+    """How much is stored, of all tenants and for all routers."""
+
+    num_bytes: int
+    max_bytes: int
+    num_objects: dict[str, int]
+    """By kind."""
+    num_jobs: dict[tuple[str, str], int]
+    """By kind, `response` or `line`, and state: `waiting` for a router, or `running` at one."""
+    oldest_job_s: float
+    """Age of the oldest job; 0 where there is none."""

@@ -225,6 +225,23 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
         ),
     ),
+    (
+        "Store",
+        (
+            Panel(
+                "Stored",
+                "bytes",
+                (("stored", "max(holdfast_store_bytes)"), ("bound", "max(holdfast_store_max_bytes)")),
+            ),
+            Panel("Stored objects", "short", (("{{kind}}", "max by (kind) (holdfast_store_objects)"),)),
+            Panel(
+                "Background jobs",
+                "short",
+                (("{{kind}} {{state}}", "max by (kind, state) (holdfast_store_jobs)"),),
+            ),
+            Panel("Oldest background job", "s", (("age", "max(holdfast_store_oldest_job_seconds)"),)),
+        ),
+    ),
 )
 SOURCE = {"type": "prometheus", "uid": "${source}"}
 

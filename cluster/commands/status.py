@@ -114,6 +114,8 @@ def _router_lines(router: RouterStatus) -> list[tuple[str, str]]:
         return [(f"router {router.address}: does not answer: {router.error}", "red")]
     load = router.load
     lines = [(f"router {router.address}: {load.num_open} requests open, {load.num_queued} waiting for a replica", "")]
+    if load.HasField("store"):
+        lines.append((f"  {_store_line(load.store)}", ""))
     up = Counter(replica.model for replica in load.replicas)
     lines += [
         (f"  model {model.name} has no replica: its requests wait or are refused", "red")
@@ -123,6 +125,13 @@ def _router_lines(router: RouterStatus) -> list[tuple[str, str]]:
     if not router.models.models:
         lines.append(("  no replica has connected yet: requests wait for one (router.replica_wait_s)", "red"))
     return lines
+
+
+def _store_line(store: Any) -> str:
+    size = f"{readable_bytes(store.num_bytes)} of {readable_bytes(store.max_bytes)}"
+    jobs = f"{store.num_jobs_running} background jobs running, {store.num_jobs_waiting} waiting"
+    oldest = f", the oldest for {store.oldest_job_s:.0f} s" if store.oldest_job_s else ""
+    return f"store: {store.num_objects} objects, {size}; {jobs}{oldest}"
 
 
 def _replica_row(replica: Any) -> list[str]:

@@ -204,6 +204,24 @@ OF_REPLICAS: Final = (
     Metric("holdfast_replica_gpu_memory_used_bytes", G, _REPLICA, "Memory in use on the leading rank's GPU"),
     Metric("holdfast_replica_gpu_memory_total_bytes", G, _REPLICA, "Memory of the leading rank's GPU"),
 )
+OF_THE_STORE: Final = (
+    Metric("holdfast_store_bytes", G, (), "What is stored, of all tenants and for all routers (router.store)"),
+    Metric("holdfast_store_max_bytes", G, (), "Size beyond which the oldest is deleted (router.store_max_bytes)"),
+    Metric(
+        "holdfast_store_objects",
+        G,
+        ("kind",),
+        "Stored objects: response, chat completion, conversation, file, batch; hidden is what is not whole",
+    ),
+    Metric(
+        "holdfast_store_jobs",
+        G,
+        ("kind", "state"),
+        "Background responses and lines of batches that are not over: waiting for a router, or running at one",
+    ),
+    Metric("holdfast_store_oldest_job_seconds", G, (), "Age of the oldest of them; 0 where there is none"),
+    Metric("holdfast_store_failures_total", C, (), "Answers that this router could not store"),
+)
 OF_GATEWAYS: Final = (
     Metric("vllm:num_requests_running", G, ("model_name",), "Sequences that run"),
     Metric("vllm:num_requests_waiting", G, ("model_name",), "Requests that wait, in this router and in its replicas"),
@@ -226,6 +244,7 @@ SECTIONS: Final[Mapping[str, tuple[Metric, ...]]] = {
     "Connections": OF_CONNECTIONS,
     "Overload": OF_OVERLOAD,
     "Replicas": OF_REPLICAS,
+    "Store": OF_THE_STORE,
     "Gateways": OF_GATEWAYS,
     "Process": OF_THE_PROCESS,
 }

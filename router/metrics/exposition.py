@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.request_stats import DispatchStats
+from holdfast.router.events import StoreFigures
 from holdfast.router.metrics.catalogue import METRICS, Metric, MetricType
 from holdfast.router.overload.overload import Overload, OverloadAction
 from holdfast.router.requests.poison_watch import PoisonWatch
@@ -164,6 +165,19 @@ def process_samples(version: str) -> Iterator[Sample]:
 def kv_usage(load: EngineLoad) -> float:
     """Share of the blocks that are in use."""
     return 1 - load.num_free_blocks / max(1, load.num_total_blocks)
+
+
+def store_samples(figures: StoreFigures, num_failures: int) -> Iterator[Sample]:
+    """Samples of what is stored."""
+    yield Sample("holdfast_store_bytes", (), figures.num_bytes)
+    yield Sample("holdfast_store_max_bytes", (), figures.max_bytes)
+    for kind, count in figures.num_objects.items():
+        yield Sample("holdfast_store_objects", (kind,), count)
+    for kind in ("response", "line"):
+        for state in ("waiting", "running"):
+            yield Sample("holdfast_store_jobs", (kind, state), figures.num_jobs.get((kind, state), 0))
+    yield Sample("holdfast_store_oldest_job_seconds", (), figures.oldest_job_s)
+    yield Sample("holdfast_store_failures_total", (), num_failures)
 
 
 class ConnectionCounts(Protocol):

@@ -157,7 +157,7 @@ class Router:
         )
         servicers = {
             admin.SERVICE: admin.AdminServicer(operators),
-            server.SERVICE: server.InferenceServicer(*parts, worker),
+            server.SERVICE: server.InferenceServicer(*parts, worker, lambda: self._http_api.history.figures()),
             open_inference.SERVICE: open_inference.InferenceProtocolServicer(*parts, body_bounds(self._limits), worker),
             health.SERVICE: self._health,
         }

@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.router.store.file_store import FileStore, hidden
-from holdfast.router.store.job_store import CANCELLED, HELD_BACK, Job, JobStore
-from holdfast.router.store.object_store import HIDDEN, Page, StoredObject
+from holdfast.router.store.job_store import CANCELLED, Job, JobStore
+from holdfast.router.store.object_store import HELD_BACK, HIDDEN, Page, StoredObject
 
 if TYPE_CHECKING:
     import sqlalchemy

@@ -21,9 +21,6 @@ LEASE_S: Final = 5.0
 
 CANCELLED: Final = "cancelled"
 
-HELD_BACK: Final = 1e15
-"""A lease that does not run out: of jobs whose object is not whole yet."""
-
 
 @dataclass(slots=True, kw_only=True)
 class Job:

@@ -5,11 +5,13 @@ pieces, items and jobs: what deletes it deletes them.
 """
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from holdfast.router.events import StoreFigures
 from holdfast.router.store.database import Database
 from holdfast.worker.errors import InvalidRequestError, NotFoundError
 
@@ -22,6 +24,9 @@ MAX_LISTED: Final = 100
 
 HIDDEN: Final = "hidden"
 """Kind of a file that is not whole."""
+
+HELD_BACK: Final = 1e15
+"""A lease that does not run out: of jobs whose object is not whole yet."""
 
 _PURGES_PER_STORE: Final = 64
 """A purge follows each time that a 64th of `max_bytes` was written, and each time that a router starts."""
@@ -65,6 +70,10 @@ class Page:
     is_ascending: bool = False
 
 
+_FIGURES_LAST_S: Final = 2.0
+"""How long figures are given without looking again."""
+
+
 class ObjectStore:
     """Of one router. Methods raise `StoreError` where the database fails."""
 
@@ -73,6 +82,14 @@ class ObjectStore:
         self.limits = limits
         self._table = database.tables.objects
         self._num_written = 0
+        self._figures: tuple[float, StoreFigures] | None = None
+
+    async def figures(self) -> StoreFigures:
+        """As they were 2 s ago at most."""
+        now = time.monotonic()
+        if self._figures is None or now - self._figures[0] > _FIGURES_LAST_S:
+            self._figures = now, await self.database.run(self._count)
+        return self._figures[1]
 
     async def save(self, tenant: str, stored: StoredObject) -> None:
         """Durably. One of the same id is replaced: the same request was submitted again."""
@@ -195,6 +212,24 @@ class ObjectStore:
         table = self._table
         found = table.update().where(table.c.tenant == tenant, table.c.id == object_id)
         connection.execute(found.values(saved_at=self.database.now(connection)))
+
+    def _count(self, connection: "sqlalchemy.Connection") -> StoreFigures:
+        from sqlalchemy import case, func, select
+
+        table, jobs, now = self._table, self.database.tables.jobs, self.database.now(connection)
+        counted = select(table.c.kind, func.count().label("count"), func.sum(table.c.num_bytes).label("size"))
+        objects = connection.execute(counted.group_by(table.c.kind)).all()
+        kind = case((jobs.c.number.is_(None), "response"), else_="line")
+        state = case((jobs.c.lease_until < now, "waiting"), else_="running")
+        begun = select(kind, state, func.count(), func.min(jobs.c.made_at)).where(jobs.c.lease_until < HELD_BACK)
+        found = [tuple(row) for row in connection.execute(begun.group_by(kind, state)).all()]
+        return StoreFigures(
+            num_bytes=sum(int(row.size) for row in objects),
+            max_bytes=self.limits.max_bytes,
+            num_objects={row.kind: int(row[1]) for row in objects},
+            num_jobs={(kind, state): count for kind, state, count, _ in found},
+            oldest_job_s=max(0.0, now - min((first for *_, first in found), default=now)),
+        )
 
     def _rows(
         self, connection: "sqlalchemy.Connection", tenant: str, kind: str, after: str | None, is_ascending: bool

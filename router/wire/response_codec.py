@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from holdfast.router.events import ModelStatus, ReplicaLoad
+from holdfast.router.events import ModelStatus, ReplicaLoad, StoreFigures
 from holdfast.router.generation import Generation, OutputDelta, Usage
 from holdfast.router.wire.chat_codec import (
     chat_delta_message,
@@ -158,7 +158,9 @@ def models_response(models: Iterable[ModelStatus]) -> inference_pb2.ListModelsRe
     )
 
 
-def load_response(num_queued: int, num_open: int, replicas: Iterable[ReplicaLoad]) -> inference_pb2.GetLoadResponse:
+def load_response(
+    num_queued: int, num_open: int, replicas: Iterable[ReplicaLoad], stored: StoreFigures | None = None
+) -> inference_pb2.GetLoadResponse:
     return inference_pb2.GetLoadResponse(
         num_queued=num_queued,
         num_open=num_open,
@@ -174,6 +176,22 @@ def load_response(num_queued: int, num_open: int, replicas: Iterable[ReplicaLoad
             )
             for replica in replicas
         ],
+        store=None if stored is None else _store_load(stored),
+    )
+
+
+def _store_load(stored: StoreFigures) -> inference_pb2.StoreLoad:
+    by_state = {
+        state: sum(count for (_, one), count in stored.num_jobs.items() if one == state)
+        for state in ("waiting", "running")
+    }
+    return inference_pb2.StoreLoad(
+        num_bytes=stored.num_bytes,
+        max_bytes=stored.max_bytes,
+        num_objects=sum(stored.num_objects.values()),
+        num_jobs_waiting=by_state["waiting"],
+        num_jobs_running=by_state["running"],
+        oldest_job_s=stored.oldest_job_s,
     )
 
 

@@ -458,14 +458,32 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("num_queued", "num_open", "replicas")
+    __slots__ = ("num_queued", "num_open", "replicas", "store")
     NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
     NUM_OPEN_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
     num_queued: int
     num_open: int
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaLoad]
-    def __init__(self, num_queued: _Optional[int] = ..., num_open: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaLoad, _Mapping]]] = ...) -> None: ...
+    store: StoreLoad
+    def __init__(self, num_queued: _Optional[int] = ..., num_open: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaLoad, _Mapping]]] = ..., store: _Optional[_Union[StoreLoad, _Mapping]] = ...) -> None: ...
+
+class StoreLoad(_message.Message):
+    __slots__ = ("num_bytes", "max_bytes", "num_objects", "num_jobs_waiting", "num_jobs_running", "oldest_job_s")
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_JOBS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_JOBS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_JOB_S_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    max_bytes: int
+    num_objects: int
+    num_jobs_waiting: int
+    num_jobs_running: int
+    oldest_job_s: float
+    def __init__(self, num_bytes: _Optional[int] = ..., max_bytes: _Optional[int] = ..., num_objects: _Optional[int] = ..., num_jobs_waiting: _Optional[int] = ..., num_jobs_running: _Optional[int] = ..., oldest_job_s: _Optional[float] = ...) -> None: ...
 
 class ReplicaLoad(_message.Message):
     __slots__ = ("replica_id", "model", "num_running", "num_waiting", "num_free_blocks", "num_total_blocks", "stats")

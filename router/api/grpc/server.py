@@ -1,7 +1,7 @@
 """gRPC servicer of the public API, `holdfast.v1.Inference`, and the server that has all services on one port."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from holdfast.router.api.grpc.standard_services import add_reflection
 from holdfast.router.api.intake import DecodeWorker, Intake
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.events import StoreFigures
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_processor import RequestProcessor
@@ -61,8 +62,12 @@ class InferenceServicer:
         request_processor: RequestProcessor,
         dispatch_host: DispatchHost,
         decode_worker: DecodeWorker | None = None,
+        store_figures: Callable[[], Awaitable[StoreFigures | None]] | None = None,
     ) -> None:
-        """Requests are made of large messages by the `decode_worker`, or one of its own."""
+        """Requests are made of large messages by the `decode_worker`, or one of its own. `store_figures`: how much is
+        stored, if anything.
+        """
+        self._store_figures = store_figures
         self._request_processor = request_processor
         self._dispatch_host = dispatch_host
         self._decode_worker = decode_worker or DecodeWorker()
@@ -127,7 +132,8 @@ class InferenceServicer:
 
     async def GetLoad(self, message: inference_pb2.GetLoadRequest, context: Context) -> inference_pb2.GetLoadResponse:
         dispatch = self._dispatch_host.dispatch
-        return load_response(dispatch.num_queued, dispatch.num_open, dispatch.loads())
+        stored = None if self._store_figures is None else await self._store_figures()
+        return load_response(dispatch.num_queued, dispatch.num_open, dispatch.loads(), stored)
 
 
 _BYTES_OF_MESSAGE: Final = 64

@@ -125,6 +125,7 @@ class HttpApi:
         )
         self._state.overload = None if intake is None else intake.overload
         self._state.certificates = certificates
+        self._state.history = self.history
 
     def stop(self) -> None:
         """From now on `/health` and `/ready` answer that the router does not serve."""

@@ -11,6 +11,7 @@ from holdfast.router.api.http.request_reader import tenant_of
 from holdfast.router.api.http.responses_body import ResponsesBody
 from holdfast.router.api.http.stored_objects import SETTING
 from holdfast.router.api.http.submission import Submission
+from holdfast.router.events import StoreFigures
 from holdfast.router.security.gate import Gate
 from holdfast.router.store.conversation_store import CONVERSATION
 from holdfast.router.store.object_store import MAX_ID_LENGTH
@@ -64,6 +65,13 @@ class ResponseHistory:
         if not self.num_failures:
             return ()
         return (f"{self.num_failures} answers could not be stored: {self._last_failure}",)
+
+    async def figures(self) -> StoreFigures | None:
+        """How much is stored; None where nothing is, or the database fails."""
+        try:
+            return None if self.store is None else await self.store.objects.figures()
+        except StoreError:
+            return None
 
     async def close(self) -> None:
         if self.store is not None:

@@ -19,9 +19,10 @@ from holdfast.router.api.http.messages_body import chat_body as messages_chat
 from holdfast.router.api.http.openapi import description
 from holdfast.router.api.http.page_files import cluster_view
 from holdfast.router.api.http.request_reader import RequestReader, tenant_of
+from holdfast.router.api.http.response_history import ResponseHistory
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.events import ModelStatus
-from holdfast.router.metrics.exposition import ConnectionCounts, exposed, router_samples
+from holdfast.router.metrics.exposition import ConnectionCounts, exposed, router_samples, store_samples
 from holdfast.router.overload.overload import Overload
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.poison_watch import PoisonWatch
@@ -48,6 +49,8 @@ class StateEndpoints:
         """Once it is set, health answers 503."""
         self.overload: Overload | None = None
         """Overload manager, whose state is part of health; None: there is none."""
+        self.history: ResponseHistory | None = None
+        """What it stores is part of the metrics."""
         self.certificates: Certificates | None = None
         """Their expiry is part of health."""
         self._requests = request_processor
@@ -138,7 +141,9 @@ class StateEndpoints:
             self.overload,
             self.certificates,
         )
-        text, media_type = exposed(samples)
+        stored = await self.history.figures() if self.history is not None else None
+        of_store = () if stored is None or self.history is None else store_samples(stored, self.history.num_failures)
+        text, media_type = exposed((*samples, *of_store))
         return Response(text, headers={"content-type": media_type})
 
 

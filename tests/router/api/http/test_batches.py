@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import re
 import time
 from collections.abc import Sequence
 
@@ -11,9 +12,11 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
+from holdfast.cluster.client.async_client import AsyncClient
+from holdfast.cluster.commands.status import RouterStatus, _router_lines
 from holdfast.router.api.http.request_reader import TENANT
 from holdfast.router.config import RouterConfig
-from holdfast.router.store import job_store
+from holdfast.router.store import job_store, object_store
 from holdfast.router.store.batch_store import BatchStore, result_line
 from holdfast.router.store.database import Database
 from holdfast.router.store.file_store import FileStore
@@ -22,6 +25,7 @@ from holdfast.router.store.object_store import ObjectStore, StoreLimits
 from holdfast.router.store.response_store import ResponseStore
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop
+from tests.router.api.http.test_metrics import scraped
 from tests.router.api.http.test_stored_responses import storing
 from tests.router.api.test_keys_by_api import locked
 from tests.router.security.test_gate import key_of, secret_of
@@ -340,3 +344,31 @@ async def test_lines_have_the_tenant_and_the_models_of_their_key(tmp_path):
             await b.batches.retrieve(over.id)
         for client in (a, b):
             await client.close()
+
+
+@on_a_loop
+async def test_the_store_is_part_of_the_metrics_and_of_the_status(tmp_path, monkeypatch):
+    monkeypatch.setattr(object_store, "_FIGURES_LAST_S", 0.0)
+    async with storing(tmp_path, batch_concurrency=2) as (place, client):
+        empty = await scraped(place)
+        assert (empty["store_bytes",], empty["store_oldest_job_seconds",], empty["store_max_bytes",]) == (0, 0, 2**30)
+        place.replicas[0].pause()
+        made = await submitted(client, [line(str(number)) for number in range(5)])
+        async with asyncio.timeout(10):
+            while len(place.replicas[0].submits) < 2:
+                await asyncio.sleep(0.01)
+        found = await scraped(place)
+        assert (found["store_jobs", "line", "running"], found["store_jobs", "line", "waiting"]) == (2, 3)
+        assert (found["store_objects", "file"], found["store_objects", "batch"]) == (1, 1)
+        assert found["store_bytes",] > 2 * len(text_of([line("0")] * 5))
+        assert found["store_oldest_job_seconds",] > 0
+        async with AsyncClient(place.router.address) as own:
+            load, models = await own.get_load(), await own.list_models()
+        assert (load.store.num_jobs_running, load.store.num_jobs_waiting) == (2, 3)
+        (told,) = [text for text, _ in _router_lines(RouterStatus("here", load, models)) if "store" in text]
+        assert re.match(r"  store: 4 objects, .* of 1 GiB; 2 background jobs running, 3 waiting, the oldest", told)
+        place.replicas[0].resume()
+        await until_over(client, made.id)
+        assert (await scraped(place))["store_jobs", "line", "running"] == 0
+    async with storing(None) as (place, client):
+        assert ("store_bytes",) not in await scraped(place)
