@@ -233,12 +233,16 @@ class HealthConfig(Settings):
 class SpeculationConfig(Settings):
     """Speculative decoding: drafts tokens and verifies them in one step. It changes the speed, never the tokens."""
 
-    speculative: Literal["none", "ngram", "suffix", "draft"] = Field(
+    speculative: Literal["none", "ngram", "suffix", "draft", "mtp"] = Field(
         "none",
-        description="draft tokens from the sequence itself (ngram), earlier outputs too (suffix), or a draft model",
+        description="draft tokens from the sequence itself (ngram), earlier outputs too (suffix), a draft model, or "
+        "the checkpoint's own next-token layer (mtp)",
     )
     num_speculative_tokens: int | None = Field(
-        None, ge=1, le=64, description="maximum draft tokens per sequence and step; unset: 8, or 4 with a draft model"
+        None,
+        ge=1,
+        le=64,
+        description="maximum draft tokens per sequence and step; unset: 8, or 4 with a draft model, 3 with mtp",
     )
     draft_model: str | None = Field(
         None, description="folder or hub id of the draft model; `demo-draft` is the bundled one, for `demo`"
@@ -250,11 +254,11 @@ class SpeculationConfig(Settings):
     @property
     def max_num_drafts(self) -> int:
         """Most tokens guessed ahead for one sequence; 0 without speculative decoding. A draft model pays for each of
-        them.
+        them, and a next-token layer was made to guess one.
         """
         if self.speculative == "none":
             return 0
-        return self.num_speculative_tokens or (4 if self.speculative == "draft" else 8)
+        return self.num_speculative_tokens or {"draft": 4, "mtp": 3}.get(self.speculative, 8)
 
     @model_validator(mode="after")
     def _check_ngrams(self) -> "SpeculationConfig":

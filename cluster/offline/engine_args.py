@@ -157,7 +157,7 @@ SHARED: Final = frozenset(
 
 NONE_IS_DEFAULT: Final = NEUTRAL.keys() | WITHOUT_EFFECT | SHARED | RENAMED.keys()
 
-_DRAFT_METHODS: Final = {"ngram": "ngram", "suffix": "suffix", "draft_model": "draft", None: "draft"}
+_DRAFT_METHODS: Final = {"ngram": "ngram", "suffix": "suffix", "draft_model": "draft", "mtp": "mtp", None: "draft"}
 
 
 def translated(arguments: Mapping[str, object]) -> dict[str, object]:

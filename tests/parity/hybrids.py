@@ -227,8 +227,9 @@ def scheduler_of(leader: LeaderRunner, drafts: int = 0, **values: Any) -> Schedu
     info = leader._runner.info
     own = {"num_blocks": info.num_blocks, "num_state_slots": info.num_state_slots, "prefix_caching": True}
     own |= {key: values.pop(key) for key in own.keys() & values.keys()}
+    usual = SpeculationConfig(speculative="ngram" if drafts else "none", num_speculative_tokens=drafts or None)
+    speculation = values.pop("speculation", usual)
     config = SchedulerConfig(**values)
-    speculation = SpeculationConfig(speculative="ngram" if drafts else "none", num_speculative_tokens=drafts or None)
     return Scheduler(
         config,
         block_size=info.block_size,

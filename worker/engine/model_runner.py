@@ -28,6 +28,7 @@ from holdfast.worker.models.loading import LoadedModel, check_same_model, load_m
 from holdfast.worker.models.memory import WAYS_OUT, is_failed_allocation, memory_left
 from holdfast.worker.models.model import choose_device
 from holdfast.worker.models.native_backend import OverlappingExecutor
+from holdfast.worker.models.next_token import NextTokenLayer
 from holdfast.worker.process_memory import readable_bytes
 from holdfast.worker.progress import ProgressCounter, Report
 from holdfast.worker.step_plan import StepPlan, StepResult, draws_of, plain_draws_of
@@ -138,6 +139,9 @@ class ModelRunner:
         except ConfigurationError:
             fresh.close()
             raise
+        if isinstance(self.draft, NextTokenLayer):  # it belongs to the weights, and has their head
+            self.draft.close()
+            self.draft = fresh.draft
         old, self.backend = self.backend, fresh.backend
         self.info = replace(fresh.info, path=self.info.path, weights_version=version)
         self.progress.follow(lambda: fresh.backend.progress.count)
@@ -231,6 +235,8 @@ class LeaderRunner:
             plan = plan.with_drafts(drafts)
         waiting = self._grammars.start(plan) if plan.has_grammars else None
         output = self._runner.execute(self._ordered(plan))
+        if isinstance(self._runner.draft, NextTokenLayer):
+            self._runner.draft.take(plan)
         self._runner.progress.tick()
         masks = None if waiting is None else self._masks(waiting)
         result = step_result(plan, output, self._runner.sampler, masks)

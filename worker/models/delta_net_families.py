@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from holdfast.worker.executors.layout_arithmetic import delta_state_length
-from holdfast.worker.models.family import DeltaPacking, Family, HeadNorms, Moe, NormKind, is_sparse
+from holdfast.worker.models.family import DeltaPacking, Family, HeadNorms, Moe, NextToken, NormKind, is_sparse
 
 
 def _derive(config: Any) -> None:
@@ -45,6 +45,14 @@ _DENSE: Final = Family(
     derive=_derive,
     layer_types=frozenset({"full_attention", "linear_attention"}),
     unused=(r"^mtp\.",),
+    next_token=NextToken(
+        base=lambda config: "mtp.",
+        layer="layers.0.",
+        input="fc",
+        embedding_norm="pre_fc_norm_embedding",
+        hidden_norm="pre_fc_norm_hidden",
+        norm="norm",
+    ),
     norm=NormKind.RMS_PLUS_ONE,
     qkv_bias="attention_bias",
     output_bias="attention_bias",

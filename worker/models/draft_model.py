@@ -145,17 +145,18 @@ class _Work:
             first_position=first,
             token_ids=token_ids,
             block_ids=self._sequence.block_ids[: -(-(first + len(token_ids)) // block_size)],
-            draw=self._draw_params() if draws else None,
+            draw=drawn_params(self._sequence, self.drafts) if draws else None,
             num_draws=1 if draws else 0,
         )
 
-    def _draw_params(self) -> DrawParams:
-        assert self._sequence.draw is not None, "only a sequence that draws is drafted"
-        draw = draw_after(self._sequence.draw, self.drafts)
-        if draw.sampling.logprobs is None:
-            return draw
-        # Nobody reads those of a guess.
-        return replace(draw, sampling=draw.sampling.with_changes(logprobs=None, logprob_token_ids=()))
+
+def drawn_params(sequence: ScheduledSequence, drafts: tuple[int, ...]) -> DrawParams:
+    """How the token after these drafts is guessed: as the model draws it, without log-probabilities."""
+    assert sequence.draw is not None, "only a sequence that draws is drafted"
+    draw = draw_after(sequence.draw, drafts)
+    if draw.sampling.logprobs is None:
+        return draw
+    return replace(draw, sampling=draw.sampling.with_changes(logprobs=None, logprob_token_ids=()))
 
 
 def _alone(config: WorkerConfig, folder: Path) -> WorkerConfig:

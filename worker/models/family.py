@@ -105,6 +105,21 @@ class MambaScales:
     output: float = 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextToken:
+    """A layer that guesses the token after the next: `layer(input [norm(embedding) | norm(hidden)])`, with attention as
+    the model's own layers have it, and keys and values of its own. Names are of modules in `base`.
+    """
+
+    base: Callable[[Any], str]
+    """How names of its tensors begin, by config."""
+    layer: str
+    input: str
+    embedding_norm: str
+    hidden_norm: str
+    norm: str
+
+
 Setting = str | bool
 """Whether something is there: always or never, or by the entry of config.json with this name."""
 
@@ -208,6 +223,8 @@ class Family:
     """Parts of the names of Hugging Face's modules, and what some files have in their place."""
     unused: tuple[str, ...] = ()
     """Patterns of the names of tensors that only draft; `{entry}` is an entry of config.json."""
+
+    next_token: NextToken | None = None
 
     # norms
     norm: NormKind = NormKind.RMS

@@ -16,7 +16,7 @@ from holdfast.worker.draws import DrawParams
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.slices import largest_share, told_of_uneven
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.models.backend import Backend, BlockCache, load_backend
+from holdfast.worker.models.backend import Backend, BlockCache, LoadedBackend, load_backend
 from holdfast.worker.models.checkpoint_scheme import quantization_of
 from holdfast.worker.models.checks import check_kv_cache_dtype, check_own_dtype
 from holdfast.worker.models.draft_model import DraftModel
@@ -35,6 +35,7 @@ from holdfast.worker.models.memory import (
     smallest_of_all_ranks,
     useful_blocks,
 )
+from holdfast.worker.models.next_token import NextTokenLayer
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.quantization.rule import rule_name
 from holdfast.worker.models.quantization.words import NOT_QUANTIZED
@@ -58,7 +59,7 @@ class LoadedModel:
     backend: Backend
     cache: BlockCache
     info: ModelInfo
-    draft: DraftModel | None
+    draft: DraftModel | NextTokenLayer | None
     """On the leading rank of a replica that has one."""
 
 
@@ -81,7 +82,7 @@ def load_model(
     loaded = load_backend(config, folder, group, device, progress)
     backend, facts, target = loaded.backend, loaded.facts, loaded.target
     check_own_dtype(config, str(target.dtype).removeprefix("torch."))
-    draft = _load_draft(config, folder, facts.vocab_size, target)
+    draft = _load_draft(config, folder, loaded)
     num_slots = _num_slots(config, backend, target)
     cache = _allocate_cache(config, backend, draft, target, facts.max_model_len, num_slots)
     if draft is not None:
@@ -184,16 +185,19 @@ def check_same_model(served: ModelInfo, other: ModelInfo) -> None:
             raise ConfigurationError(f"weights of another model cannot be taken: its {name} is {new}, not {old}")
 
 
-def _load_draft(config: WorkerConfig, folder: Path, vocab_size: int, target: Target) -> DraftModel | None:
-    """The draft model, whole, on the leading rank: it is small, and ranks that wait for it cost less than its sums."""
-    speculation = config.speculation
+def _load_draft(config: WorkerConfig, folder: Path, loaded: LoadedBackend) -> DraftModel | NextTokenLayer | None:
+    """What drafts, whole, on the leading rank: it is small, and ranks that wait for it cost less than its sums."""
+    speculation, target, facts = config.speculation, loaded.target, loaded.facts
+    if speculation.speculative == "mtp":
+        leads = target.group.rank == 0
+        return NextTokenLayer.load(config, folder, loaded.backend, facts.max_model_len, leads=leads)
     if speculation.speculative != "draft":
         return None
     if speculation.draft_model is None:
         raise ConfigurationError(f"speculation.draft_model: {config.model.model} has no built-in draft model; name one")
     if target.group.rank > 0:
         return None
-    return DraftModel.load(config, folder, vocab_size, target)
+    return DraftModel.load(config, folder, facts.vocab_size, target)
 
 
 def _num_slots(config: WorkerConfig, backend: Backend, target: Target) -> int:
@@ -206,7 +210,7 @@ def _num_slots(config: WorkerConfig, backend: Backend, target: Target) -> int:
 def _allocate_cache(
     config: WorkerConfig,
     backend: Backend,
-    draft: DraftModel | None,
+    draft: DraftModel | NextTokenLayer | None,
     target: Target,
     max_model_len: int,
     num_slots: int,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from holdfast.worker.models.family import Family, HeadNorms, Moe, MoeBeside, NormKind, Windows
+from holdfast.worker.models.family import Family, HeadNorms, Moe, MoeBeside, NextToken, NormKind, Windows
 from holdfast.worker.models.family_bases import (
     BARE,
     ERNIE,
@@ -136,6 +136,14 @@ MIXTURES: Final[Mapping[str, Family]] = {
         },
         aliases={"num_local_experts": "n_routed_experts"},
         unused=(r"^model\.layers\.{num_hidden_layers}\.",),
+        next_token=NextToken(
+            base=lambda config: f"model.layers.{config.num_hidden_layers}.",
+            layer="",
+            input="eh_proj",
+            embedding_norm="enorm",
+            hidden_norm="hnorm",
+            norm="shared_head.norm",
+        ),
         output_bias=False,
         head_norms=HeadNorms.ONE_FOR_EACH,
         has_head_norms="use_qk_norm",

@@ -39,8 +39,9 @@ class MappedTensor:
     file: str
 
 
-def mapped_tensors(folder: Path) -> dict[str, MappedTensor]:
-    """The tensors of the files that Hugging Face would read, without those of other models beside the text model.
+def mapped_tensors(folder: Path, others: str | None = None) -> dict[str, MappedTensor]:
+    """The tensors of the files that Hugging Face would read, without those of other models beside the text model but
+    for those whose names begin with `others`.
 
     Raises `ConfigurationError` that names tensor and file: it is there twice, of no type that is read, or of a shape
     that does not fit its bytes.
@@ -51,7 +52,10 @@ def mapped_tensors(folder: Path) -> dict[str, MappedTensor]:
         header, header_bytes = read_header(path)
         storage = storage_of_file(path)
         for stored, entry in header.items():
-            if (name := named(stored)) is None:
+            name = named(stored)
+            if name is None and others is not None and stored.startswith(others):
+                name = stored
+            if name is None:
                 continue
             where = f"{stored} in {path}"
             if name in found:

@@ -23,7 +23,7 @@ from holdfast.worker.executors.layout import (
 )
 from holdfast.worker.models.checks import check_heads
 from holdfast.worker.models.families import FAMILIES
-from holdfast.worker.models.family import HeadNorms, Packing, Windows, is_set
+from holdfast.worker.models.family import HeadNorms, NextToken, Packing, Windows, is_set
 from holdfast.worker.models.layer_shapes import head_dim, num_kv_heads
 from holdfast.worker.models.model import serving_dtype
 from holdfast.worker.models.model_facts import ModelFacts, facts_of
@@ -69,12 +69,12 @@ def stated_layout(
     Raises `NotStated`, and `UnsupportedModelError` where so many ranks cannot share the model.
     """
     share = RankShare(config, FAMILIES[config.model_type], tensors, group, dtype, kept)
-    layout = _Builder(share).layout()
+    layout = LayoutBuilder(share).layout()
     tensors.check_all_taken(config)
     return layout
 
 
-class _Builder:
+class LayoutBuilder:
     """Builds one rank's share."""
 
     def __init__(self, share: RankShare) -> None:
@@ -107,6 +107,25 @@ class _Builder:
             logit_scale=family.logit_scale(config),
             logit_softcap=None if family.logit_softcap is None else getattr(config, family.logit_softcap),
         )
+
+    def next_token(self, next_token: NextToken) -> tuple[DecoderLayout, Weight]:
+        """The layer that drafts, with the model's head, and the model's table, which its layout has no numbers of."""
+        config, family, share = self._config, self._family, self._share
+        base, rotaries, shape = next_token.base(config), self._rotaries(), (config.vocab_size, config.hidden_size)
+        index = max(index for index in range(config.num_hidden_layers) if self._keeps_kv(index))
+        table = share.tensors.take(f"{family.base}{family.embedding}.weight", shape)
+        head = self._own_head(table)
+        layout = DecoderLayout(
+            dtype=share.dtype,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            embedding=torch.empty(shape, dtype=share.dtype, device="meta"),
+            rotaries=tuple(rotaries.values()),
+            layers=(self._layer(index, tuple(rotaries), base + next_token.layer),),
+            norm=self._norm(base, next_token.norm),
+            head=Linear(weights=(share.numbers(table if head is None else head),)),
+        )
+        return layout, table
 
     def _own_head(self, table: Weight) -> Weight | None:
         """The head, where it is not the table: also a head that is stored, and differs from what it is tied to."""
@@ -172,12 +191,16 @@ class _Builder:
             mlp=None if feeding is None else self._mlps.build(feeding, of_mlp),
         )
 
-    def _layer(self, index: int, rotaries: tuple[str, ...]) -> Layer:
-        family, prefix = self._family, f"{self._family.base}layers.{index}."
+    def _keeps_kv(self, index: int) -> bool:
+        types = getattr(self._config, "layer_types", None)
+        return types is None or self._family.keeps_kv(types[index])
+
+    def _layer(self, index: int, rotaries: tuple[str, ...], prefix: str = "") -> Layer:
+        """`prefix`: of the names of the tensors, if they are not those of the model's layer."""
+        family, prefix = self._family, prefix or f"{self._family.base}layers.{index}."
         parallel = is_set(family.parallel, self._config)
         state = self._state(index, prefix)
-        types = getattr(self._config, "layer_types", None)
-        attends = types is None or family.keeps_kv(types[index])
+        attends = self._keeps_kv(index)
         attention = self._attention(index, f"{prefix}{family.attention}.", rotaries) if attends else None
         if attention is not None and isinstance(state, Mamba2):
             attention, state = slices_beside(attention, state)

@@ -97,9 +97,15 @@ def stored_tensors(config: ModelConfig, stated: Any, folder: Path, family: Famil
     return StoredTensors(_PlainTensors(folder), family, stated.dtype)
 
 
+def drafting_tensors(stated: Any, folder: Path, family: Family, base: str) -> StoredTensors:
+    """Those of the files as they are, those whose names begin with `base` among them."""
+    return StoredTensors(_PlainTensors(folder, base), family, stated.dtype)
+
+
 class _PlainTensors:
-    def __init__(self, folder: Path) -> None:
-        self._tensors: Mapping[str, Tensor] = {name: one.values for name, one in mapped_tensors(folder).items()}
+    def __init__(self, folder: Path, others: str | None = None) -> None:
+        mapped = mapped_tensors(folder, others)
+        self._tensors: Mapping[str, Tensor] = {name: one.values for name, one in mapped.items()}
         self.left = set(self._tensors)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor | None:

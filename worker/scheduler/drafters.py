@@ -62,7 +62,11 @@ class DraftLength:
 class DraftModelProgress:
     """Tokens of each sequence that the draft model has read, and that still count."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, rereads: bool = False) -> None:
+        """`rereads`: it reads drafts that were right once more, with what the model has made of them (`next_token.py`);
+        then no token before the one before it is computed, and in each step, for the next loses what is needed.
+        """
+        self.rereads = rereads
         self._num_read: dict[int, int] = {}  # by sequence id
 
     def drafting(self, sequence: Sequence, end: int, num_drafts: int, max_num_tokens: int) -> Drafting | None:
@@ -71,13 +75,15 @@ class DraftModelProgress:
         Reads at most `max_num_tokens`; a sequence that has more to catch up with gets its guesses in a later step.
         """
         start = self.settle(sequence)
+        end = min(end, sequence.num_computed_tokens + 1) if self.rereads else end
         token_ids = tuple(sequence.token_ids[start : min(end, start + max_num_tokens)])
         if not token_ids:
             return None
         if start + len(token_ids) < end:
             num_drafts = 0
         # The last draft is guessed and not read.
-        self._num_read[sequence.sequence_id] = start + len(token_ids) + max(0, num_drafts - 1)
+        num_own = 0 if self.rereads else max(0, num_drafts - 1)
+        self._num_read[sequence.sequence_id] = start + len(token_ids) + num_own
         return Drafting(first_position=start, token_ids=token_ids, num_drafts=num_drafts)
 
     def settle(self, sequence: Sequence) -> int:

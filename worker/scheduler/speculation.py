@@ -96,7 +96,8 @@ class Speculation:
         """`proposer` takes the place of the configured one."""
         self.num_speculative_tokens = config.max_num_drafts
         self._max_num_draws = max_num_draws(scheduler, config)
-        self._model = DraftModelProgress() if config.speculative == "draft" and proposer is None else None
+        drafts_by_model = config.speculative in ("draft", "mtp") and proposer is None
+        self._model = DraftModelProgress(rereads=config.speculative == "mtp") if drafts_by_model else None
         self._proposer = proposer or _proposer(config)
         self._lengths: dict[int, DraftLength] = {}  # by sequence id
         self._lent: dict[int, int] = {}  # blocks for drafts of the outstanding step, by sequence id
@@ -171,7 +172,7 @@ class Speculation:
         self, model: DraftModelProgress, sequence: Sequence, num_tokens: int, wanted: int, budget: "_DraftBudget"
     ) -> Drafts:
         """As `_drafts`, by the draft model. It keeps up with prompts; with outputs only when it is to guess."""
-        if budget.longest == 0 or (wanted == 0 and _decodes(sequence)):
+        if not model.rereads and (budget.longest == 0 or (wanted == 0 and _decodes(sequence))):
             model.settle(sequence)
             return NO_DRAFTS
         end = sequence.num_computed_tokens + num_tokens

@@ -1,4 +1,5 @@
-"""Shared memory of the ranks of one host, in which the native executor exchanges partial sums.
+"""Sums over ranks: shared memory of the ranks of one host, in which the native executor exchanges partial sums, and
+which segments of a step leave some where there is none.
 
 Rank 0 makes a nameless file in memory, and the others open it through its process's folder in /proc. So nothing has to
 be cleaned up after any end of a process, and no limit of /dev/shm applies.
@@ -16,9 +17,11 @@ from typing import Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.executors.cpu.structures import NativeExchange
+from holdfast.worker.executors.layout import DecoderLayout, Mamba2
 
 logger = logging.getLogger(__name__)
 
@@ -129,3 +132,25 @@ def _map(path: str, num_bytes: int) -> mmap.mmap:
         return mmap.mmap(file, num_bytes)
     finally:
         os.close(file)
+
+
+def segments_with_sums(layout: DecoderLayout) -> frozenset[int]:
+    """After which ranks add what they have: of the embedding, of halves of layers, and of a norm that they share."""
+    sums = {0}
+    for index, layer in enumerate(layout.layers):
+        state, first = layer.state, 3 * index + 1
+        shares_norm = isinstance(state, Mamba2) and state.norm_heads > state.num_heads
+        mixes = state is not None or layer.attention is not None
+        has_sum = (mixes, shares_norm, layer.mlp is not None)
+        sums |= {first + part for part, is_there in enumerate(has_sum) if is_there}
+    return frozenset(sums)
+
+
+def tree_sum(group: TensorParallelGroup, partial: Tensor) -> Tensor:
+    """The sum of all ranks' partial sums, added as a binary tree over ranks: the upper part of the tree over slices."""
+    parts = list(group.all_gather(partial.contiguous().unsqueeze(0), dim=0))
+    while len(parts) > 1:
+        odd = parts[-1:] if len(parts) % 2 else []
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=False)] + odd
+    total: Tensor = parts[0]
+    return total

@@ -14,7 +14,7 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.cache import TiledCache, bytes_per_token
-from holdfast.worker.executors.cpu.exchange import Exchange, attach
+from holdfast.worker.executors.cpu.exchange import Exchange, attach, segments_with_sums, tree_sum
 from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS, int8_difference
 from holdfast.worker.executors.cpu.library import class_of, load_library
 from holdfast.worker.executors.cpu.packing import PackedModel
@@ -22,11 +22,11 @@ from holdfast.worker.executors.cpu.running_step import Room, RunningStep
 from holdfast.worker.executors.cpu.sampler import OUT_OF_MEMORY, NativeSampler
 from holdfast.worker.executors.cpu.shared_weights import arena_for
 from holdfast.worker.executors.cpu.states import VALUE_BYTES, StateCache
-from holdfast.worker.executors.cpu.structures import KEPT_AS_INT8, NativeLayer
+from holdfast.worker.executors.cpu.structures import KEPT_AS_INT8, NativeLayer, NativeLinear
 from holdfast.worker.executors.cpu.tile_memory import COMPACT_CLASSES, Arena
 from holdfast.worker.executors.finite import NotFiniteError
 from holdfast.worker.executors.kv_cache import KVSpec
-from holdfast.worker.executors.layout import DecoderLayout, Mamba2
+from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.step_sampler import HeadOutput
 
 _FEWEST_ROWS: Final = 64
@@ -53,10 +53,12 @@ class CpuExecutor:
         instruction_class: str | None = None,
         uses_up: bool = False,
         compacts: bool | None = None,
+        head: NativeLinear | None = None,
     ) -> None:
         """Packs the layout's weights. If it `uses_up` the layout, gives their own memory back, and shares the packed
         ones with other processes that have the same. `compacts`: whether weights of bfloat16 are kept in 12 bits, which
-        changes no bit of what is computed; None: where that is faster.
+        changes no bit of what is computed; None: where that is faster. `head`: packed by another executor, which lives
+        longer, in place of the layout's.
 
         Raises `Unavailable` where this machine cannot run it, `NotFiniteError` for a weight with a NaN or an infinity.
         """
@@ -88,19 +90,27 @@ class CpuExecutor:
                 uses_up=uses_up,
                 compacts=compacts,
                 arena=arena_for(layout, form) if uses_up else Arena(),
+                head=head,
             )
         except NotFiniteError:
             self.close()
             raise
         self._rows = self.packed.model.vocab_rows
         self._num_segments = 3 * len(self.packed.layers) + 2
-        self._sums = _segments_with_sums(layout)
+        self._sums = segments_with_sums(layout)
         self._in_one_call = group.size == 1
         """Whether the library itself adds what ranks have: then all ranks know the tokens that a step has drawn."""
         self._layers_done = ctypes.c_long(0)
-        self._own_logits = Room()
-        self._all_logits = Room()
+        self.keeps_hidden = False
+        """Whether each step leaves the residual stream of all its rows in `hidden`. The same on all ranks."""
+        self.hidden = torch.empty(0)
+        """[rows, hidden] behind the last layer of the last step; the next one writes over it."""
+        self._own_logits, self._all_logits, self._hidden_rows = Room(), Room(), Room()
         self._block_best, self._block_mass = Room(), Room()
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        return self._group.size
 
     def make_sampler(self) -> NativeSampler:
         """A sampler on the threads of this executor. It is closed before this is."""
@@ -242,8 +252,10 @@ class CpuExecutor:
             self._in_one_call = self._group.size == 1 or self._exchange is not None
         model.exchange = None if self._exchange is None else pointer(self._exchange.native)
 
-    def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
-        """One step; all ranks of the group run it together. Blocks are copied before."""
+    def run(self, batch: StepBatch, *, with_logits: bool, inputs: Tensor | None = None) -> HeadOutput:
+        """One step; all ranks of the group run it together. Blocks are copied before. `inputs` [rows, hidden], on one
+        rank, take the place of the embedding.
+        """
         if batch.num_steps > 1:
             return self._run_several(batch)
         assert self._cache is not None, "a cache is allocated before steps run"
@@ -253,7 +265,10 @@ class CpuExecutor:
             ahead.begin_step()
         try:
             step = self._begin(batch, with_logits)
-            if self._in_one_call:
+            if inputs is not None:
+                self._residual(len(inputs)).copy_(inputs)
+                self._go(1, self._num_segments)
+            elif self._in_one_call:
                 self._go(0, self._num_segments)
             else:
                 self._go_together(len(batch.token_ids), 0, self._num_segments)
@@ -265,7 +280,7 @@ class CpuExecutor:
     @property
     def runs_several_steps(self) -> bool:
         """Whether a batch may be for several steps now. The same on all ranks."""
-        return self._in_one_call
+        return self._in_one_call and not self.keeps_hidden
 
     def _run_several(self, batch: StepBatch) -> HeadOutput:
         """As many steps as the batch is for, each with the tokens of the one before."""
@@ -318,6 +333,9 @@ class CpuExecutor:
                 step.ask_for_block_mass(self._block_mass.of(*blocks))
         if with_logits and self._exchange is not None:
             step.ask_for_all_logits(self._all_logits.of(step.native.num_wanted, self._vocab_size))
+        if self.keeps_hidden:
+            self.hidden = self._hidden_rows.of(len(batch.token_ids), self._hidden)
+            step.ask_for_hidden(self.hidden)
         step.native.first_layer = first_layer
         self._prepare(step)
         return step
@@ -360,12 +378,15 @@ class CpuExecutor:
         rows: Tensor = torch.frombuffer(memory, dtype=torch.float32).view(num_rows, self._stride)
         return rows[:, :columns]
 
+    def _residual(self, num_rows: int) -> Tensor:
+        return self._view(self._library.native_decoder_residual(self._decoder), num_rows, self._hidden)
+
     # --- for proofs ---
 
     def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:
         """The residual stream [T, hidden] after one layer, of the step's tokens. Overwrites their pages."""
         step = self._begin(batch, False, first_layer=index)
-        residual = self._view(self._library.native_decoder_residual(self._decoder), len(x), self._hidden)
+        residual = self._residual(len(x))
         residual.copy_(x)
         if self._in_one_call:
             self._go(3 * index + 1, 3 * index + 4, index)
@@ -374,25 +395,3 @@ class CpuExecutor:
             self._go(0, 0, index)
         del step  # its arrays are read until here
         return residual.clone()
-
-
-def _segments_with_sums(layout: DecoderLayout) -> frozenset[int]:
-    """After which ranks add what they have: of the embedding, of halves of layers, and of a norm that they share."""
-    sums = {0}
-    for index, layer in enumerate(layout.layers):
-        state, first = layer.state, 3 * index + 1
-        shares_norm = isinstance(state, Mamba2) and state.norm_heads > state.num_heads
-        mixes = state is not None or layer.attention is not None
-        has_sum = (mixes, shares_norm, layer.mlp is not None)
-        sums |= {first + part for part, is_there in enumerate(has_sum) if is_there}
-    return frozenset(sums)
-
-
-def tree_sum(group: TensorParallelGroup, partial: Tensor) -> Tensor:
-    """The sum of all ranks' partial sums, added as a binary tree over ranks: the upper part of the tree over slices."""
-    parts = list(group.all_gather(partial.contiguous().unsqueeze(0), dim=0))
-    while len(parts) > 1:
-        odd = parts[-1:] if len(parts) % 2 else []
-        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=False)] + odd
-    total: Tensor = parts[0]
-    return total

@@ -95,13 +95,13 @@ class PackedModel:
         uses_up: bool = False,
         compacts: bool = False,
         arena: Arena | None = None,
+        head: NativeLinear | None = None,
     ) -> None:
         """Packs all weights, on the pool's threads, into `arena`. Rotary tables have room for `max_positions`.
         Raises `NotFiniteError` for a weight with a NaN or an infinity.
 
         With `uses_up`, the memory of the layout's linears is given back: only what lies in a file can be read again.
-        With `compacts`, weights of bfloat16 are kept in 12 bits each (`tile_memory.py`).
-        """
+        With `compacts`, weights of bfloat16 are kept in 12 bits each (`tile_memory.py`). `head`: packed elsewhere."""
         self._spent = FreedWeights(layout) if uses_up else None
         self.dtype = DTYPES[layout.dtype]
         self._layout_dtype = layout.dtype
@@ -121,7 +121,7 @@ class PackedModel:
             rotaries=self._rotaries,
             embedding=None if is_tied(layout) else self._embedding(layout.embedding),
             norm=self._norm(layout.norm),
-            head=self._linear(layout.head),
+            head=self._linear(layout.head) if head is None else head,
             embedding_scale=layout.embedding_scale,
             logit_scale=layout.logit_scale,
             logit_softcap=layout.logit_softcap or 0.0,

@@ -31,6 +31,7 @@ class RunningStep:
             None,
             None,
             None,
+            None,
             array_address(self.best),
             layers_done,
             len(batch.token_ids),
@@ -57,6 +58,10 @@ class RunningStep:
         """Those of all ranks: [rows wanted, vocab size]."""
         self.logits = out
         self.native.all_logits = out.data_ptr()
+
+    def ask_for_hidden(self, out: Tensor) -> None:
+        """The residual stream behind the last layer, of all rows: [rows, hidden]."""
+        self.native.hidden = out.data_ptr()
 
 
 class Room:

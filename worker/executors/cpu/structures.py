@@ -237,6 +237,7 @@ class NativeStep(Structure):
         ("block_best", c_void_p),
         ("block_mass", c_void_p),
         ("all_logits", c_void_p),
+        ("hidden", c_void_p),
         ("best", c_void_p),
         ("progress", c_void_p),
         ("num_rows", c_int),

@@ -160,6 +160,7 @@ struct NativeStep {
   float* block_best;  // [wanted][groups of the head], or null: the largest of each 64 logits; NaN: not all are finite
   float* block_mass;  // [wanted][groups of the head], or null: the sum of exp(logit - the largest) of each 64 logits
   float* all_logits;  // [wanted][vocab size], or null: with an exchange, those of all ranks; null or not on all alike
+  float* hidden;      // [rows][hidden], or null: the residual stream of all rows behind the last layer; then none is left out
   int* best;  // [wanted]: the token of the row's largest logit; -1: not all are finite. With an exchange, of all
               // ranks, unless there are logits; without, a column of this rank
   long* progress;     // counts layers

@@ -75,7 +75,7 @@ template <class W> class Decoder {
     step = next;
     const int end = attention.begin(step);
     for (int i = 0; i < m.num_rotaries; i++) fill_rotary(m.rotaries[i], end);
-    narrows = can_narrow() && step.num_wanted < step.num_rows;
+    narrows = can_narrow() && step.num_wanted < step.num_rows && !step.hidden;
     if (narrows && ends_with_attention()) list_wanted();
     make_room(step.num_wanted);
     next_segment = 0;
@@ -99,6 +99,7 @@ template <class W> class Decoder {
                  step.num_wanted,
                  last_sum,
                  step.all_logits != nullptr,
+                 step.hidden != nullptr,
                  narrows && first == 0 && end == 3 * m.num_layers + 2};
     int outcome = holdfast::run(
         pool, [](const void* argument, Run& run) { ((const Part*)argument)->decoder->go(*(const Part*)argument, run); },
@@ -112,7 +113,7 @@ template <class W> class Decoder {
     Decoder* decoder;
     int first, end, finished_layer, first_layer, num_rows, num_wanted;
     Exchange::Sum last_sum;
-    bool gathers, narrows;
+    bool gathers, keeps_hidden, narrows;
   };
   struct Local;
   struct Thread {
@@ -120,15 +121,15 @@ template <class W> class Decoder {
     Run& run;
     int first_layer, num_rows, num_wanted;
     Exchange::Sum sum;
-    bool gathers, narrows;
+    bool gathers, keeps_hidden, narrows;
     float* residual;
   };  // sum: the latest, counted by each thread; num_rows: of the residual stream, fewer once it is narrowed
 
   void go(const Part& part, Run& run) {
     unsigned control = _mm_getcsr();
     _mm_setcsr(control | 0x8040);  // flush denormals, as the tile unit does
-    Thread thread = {*local[run.tid], run,          part.first_layer, part.num_rows, part.num_wanted,
-                     part.last_sum,   part.gathers, part.narrows,     x.data};
+    Thread thread = {*local[run.tid], run,          part.first_layer,  part.num_rows, part.num_wanted,
+                     part.last_sum,   part.gathers, part.keeps_hidden, part.narrows,  x.data};
     bool goes_on = true;
     for (int s = part.first; s < part.end && goes_on; s++) {
       if (s == 0) goes_on = embed(thread);

@@ -1,0 +1,219 @@
+"""A checkpoint's own next-token layer drafts what its formula says, and changes no token."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from holdfast.worker.config import SpeculationConfig, WorkerConfig
+from holdfast.worker.engine.model_runner import LeaderRunner
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.models.next_token import NextTokenLayer
+from holdfast.worker.request import EngineRequest
+from holdfast.worker.step_plan import Drafting, ScheduledSequence, StepPlan
+from tests.parity.families import randomize, save_tiny_model
+from tests.parity.harness import BLOCK_SIZE, GREEDY, hugging_face, load, on_ranks, worker_config
+from tests.parity.hybrids import Said, request, run_all, save_hybrid, scheduler_of, start
+
+PATTERNS = ("dense", "mixture", "by key heads, mixture", "glm4_moe")
+NAMES = {
+    "mtp": ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0."),
+    "glm": ("eh_proj", "enorm", "hnorm", "shared_head.norm", ""),
+}
+
+
+class Parts(torch.nn.Module):
+    """The layer, of Hugging Face's modules: it has none of its own for it."""
+
+    def __init__(self, model: Any, is_glm: bool) -> None:
+        super().__init__()
+        self.model, layers, hidden = model.model, model.model.layers, model.config.hidden_size
+        kinds = getattr(model.config, "layer_types", None)
+        index = len(layers) - 1 if is_glm else kinds.index("full_attention")
+        norm = type(model.model.norm)
+        self.layer = type(layers[index])(model.config, index)
+        self.fc = torch.nn.Linear(2 * hidden, hidden, bias=False)
+        self.norms = torch.nn.ModuleList(norm(hidden, eps=model.config.rms_norm_eps) for _ in range(3))
+        del self.model
+        randomize(self, seed=3)
+        self.requires_grad_(False)
+
+    def tensors(self, is_glm: bool, num_layers: int) -> dict[str, Tensor]:
+        """By the names of checkpoints."""
+        base = f"model.layers.{num_layers}." if is_glm else "mtp."
+        fc, *norms, layer = NAMES["glm" if is_glm else "mtp"]
+        own = {f"{base}{fc}.weight": self.fc.weight}
+        own |= {f"{base}{name}.weight": norm.weight for name, norm in zip(norms, self.norms, strict=True)}
+        return own | {f"{base}{layer}{name}": tensor for name, tensor in self.layer.state_dict().items()}
+
+    def drafts(self, model: Any, ids: Sequence[int], count: int) -> list[int]:
+        """Greedy guesses at what follows all but the last of these tokens' successor."""
+        tokens = torch.tensor([ids])
+        hidden = model.model(tokens, use_cache=False).last_hidden_state[:, :-1]
+        behind, following, drafts = hidden, tokens[:, 1:], list[int]()
+        for _ in range(count):
+            embedded = model.get_input_embeddings()(following)
+            x = self.fc(torch.cat((self.norms[0](embedded), self.norms[1](behind)), -1))
+            positions = torch.arange(x.shape[1])[None]
+            mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)[None, None]
+            angles = model.model.rotary_emb(x, positions)
+            y = self.layer(x, position_embeddings=angles, attention_mask=mask, position_ids=positions)
+            y = self.norms[2](y[0] if isinstance(y, tuple) else y)
+            drafts.append(int(model.lm_head(y)[0, -1].argmax()))
+            behind = torch.cat((behind, y[:, -1:]), 1)
+            following = torch.cat((following, torch.tensor([drafts[-1:]])), 1)
+        return drafts
+
+
+def add_layer(folder: Path, parts: Parts, is_glm: bool, num_layers: int) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path) | {name: one.contiguous() for name, one in parts.tensors(is_glm, num_layers).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def configured(folder: Path, size: int = 1) -> WorkerConfig:
+    return worker_config(folder, size).model_copy(update={"speculation": SpeculationConfig(speculative="mtp")})
+
+
+@pytest.fixture(scope="module", params=PATTERNS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Parts]:
+    folder, is_glm = tmp_path_factory.mktemp("model"), request.param == "glm4_moe"
+    save_tiny_model("glm4_moe", folder) if is_glm else save_hybrid(folder, request.param)
+    model = hugging_face(folder)
+    parts = Parts(model, is_glm)
+    add_layer(folder, parts, is_glm, model.config.num_hidden_layers)
+    return folder, model, parts
+
+
+def test_it_drafts_what_its_formula_says(made, prompts):
+    folder, model, parts = made
+    leader = load(configured(folder))
+    draft = leader._runner.draft
+    assert isinstance(draft, NextTokenLayer)
+    for prompt in prompts:
+        for cut in (len(prompt) - 1, 5):  # what the model has read in one step, or in several
+            assert drafts_of(leader, draft, prompt, cut) == parts.drafts(model, prompt, 3)
+
+
+def drafts_of(leader: LeaderRunner, draft: NextTokenLayer, prompt: Sequence[int], cut: int) -> list[int]:
+    """The drafts behind a prompt of which all but the last token are computed, `cut` of them at a time."""
+    done, read = 0, 0
+
+    def share(count: int, num_drafts: int) -> ScheduledSequence:
+        reading = Drafting(first_position=read, token_ids=tuple(prompt[read : done + 1]), num_drafts=num_drafts)
+        return ScheduledSequence(
+            sequence_id=cut,
+            first_position=done,
+            token_ids=tuple(prompt[done : done + count]),
+            block_ids=tuple(range(-(-(done + count + num_drafts) // BLOCK_SIZE))),
+            draw=GREEDY,
+            num_draws=1,
+            drafting=reading,
+            state_slot=0 if leader._runner.info.num_state_slots else None,
+        )
+
+    while done < len(prompt) - 1:
+        count = min(cut, len(prompt) - 1 - done)
+        plan = StepPlan(step_id=0, others=(share(count, 0),))
+        draft.guess(plan)
+        leader.logits(plan)
+        draft.take(plan)
+        read, done = done + 1, done + count
+    (drafts,) = draft.guess(StepPlan(step_id=0, others=(share(1, 3),)))
+    return list(drafts)
+
+
+# --- what it changes: nothing but the number of steps ---
+
+NUM_NEW = 24
+
+
+def scheduler(leader: LeaderRunner, **values: Any) -> Any:
+    if leader._runner._config.speculation.speculative == "mtp":
+        values["speculation"] = leader._runner._config.speculation
+    return scheduler_of(leader, **values)
+
+
+@pytest.fixture(scope="module")
+def requests(prompts) -> list[EngineRequest]:
+    return [request(str(number), prompt, NUM_NEW) for number, prompt in enumerate([*prompts, prompts[0][:40]])]
+
+
+@pytest.fixture(scope="module")
+def alone(made, requests) -> Said:
+    """Without drafts and company."""
+    leader = load(worker_config(made[0]))
+    said: Said = {}
+    for each in requests:
+        said |= run_all(scheduler_of(leader, prefix_caching=False), leader, [each])
+    return said
+
+
+@pytest.mark.parametrize("values", [{}, {"max_num_batched_tokens": 8}, {"num_state_slots": 2}, {"max_num_seqs": 1}])
+def test_requests_are_told_the_same(values, made, requests, alone):
+    leader = load(configured(made[0]))
+    if not leader._runner.info.num_state_slots:
+        values = {name: value for name, value in values.items() if name != "num_state_slots"}
+    ours = scheduler(leader, **values)
+    for _ in range(2):  # then from the prefix cache
+        assert run_all(ours, leader, requests) == alone
+        assert ours.stats().num_draft_tokens > 0
+
+
+def test_on_two_ranks_requests_are_told_the_same(made, requests, alone):
+    assert on_ranks(configured(made[0], 2), lambda leader: run_all(scheduler(leader), leader, requests)) == alone
+
+
+@pytest.fixture(scope="module")
+def predictable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A token depends on little but the one before it, and the layer knows that."""
+    folder = save_hybrid(tmp_path_factory.mktemp("model"), "dense")
+    model = hugging_face(folder)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+                tensor *= 0.02
+    model.save_pretrained(folder)
+    parts = Parts(model, is_glm=False)
+    hidden = model.config.hidden_size
+    parts.fc.weight.copy_(torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1))
+    parts.norms[0].weight.zero_()
+    for name, tensor in parts.layer.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor *= 0.02
+    parts.norms[2].weight.copy_(model.model.norm.weight)
+    add_layer(folder, parts, is_glm=False, num_layers=0)
+    return folder
+
+
+def test_a_layer_that_guesses_well_saves_steps(predictable, requests):
+    steps = {}
+    for name, config in {"with": configured(predictable), "without": worker_config(predictable)}.items():
+        leader = load(config)
+        ours = scheduler(leader)
+        said = start(ours, leader, requests[:1], num_steps=1)
+        count = 1
+        while ours.stats().num_running:
+            for key, more in start(ours, leader, [], num_steps=1).items():
+                said[key] += more
+            count += 1
+        steps[name] = (count, dict(said))
+        if name == "with":
+            stats = ours.stats()
+            assert stats.num_accepted_tokens > 0.6 * stats.num_draft_tokens > 0
+    assert steps["with"][1] == steps["without"][1]
+    assert steps["with"][0] < 0.6 * steps["without"][0]
+
+
+def test_files_without_such_a_layer_are_refused_by_name(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"mtp.*no next-token layer to draft with.*mtp\.fc.* is missing"):
+        load(configured(save_hybrid(tmp_path, "dense")))
+
+
+def test_families_without_such_layers_are_refused_by_name(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"mtp.*model type llama has no next-token layer"):
+        load(configured(save_tiny_model("llama", tmp_path)))

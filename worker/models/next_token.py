@@ -1,0 +1,255 @@
+"""Next-token layer of a checkpoint as a draft: one layer more, which guesses the token after the next (Qwen3.5's and
+GLM's MTP).
+
+    input = W [norm(embedding of token t + 1) | norm(final norm(hidden of token t))];  head(norm(layer(input)))
+
+Its output takes the place of the hidden state for the token after that. It runs on the leading rank, whole, with a
+cache of its own that has the blocks of the model's, and draws with the model's noise, as a draft model does
+(`draft_model.py`). What the model's last step left behind its layers is read here in the next step: so the prompt's
+tokens too, and drafts that were right once more, by the model's own states. What is not there any more, as behind a
+prefix from the cache, is left out: no token depends on the bits of a draft.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from holdfast.worker.config import ModelConfig, WorkerConfig
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
+from holdfast.worker.executors.cpu.executor import CpuExecutor
+from holdfast.worker.executors.layout import DecoderLayout, Norm
+from holdfast.worker.models.backend import Backend
+from holdfast.worker.models.draft_model import drawn_params
+from holdfast.worker.models.families import FAMILIES
+from holdfast.worker.models.model import serving_dtype
+from holdfast.worker.models.native_backend import NativeBackend
+from holdfast.worker.models.quantized_activations import Kept
+from holdfast.worker.models.rank_share import RankShare
+from holdfast.worker.models.stated_config import NotStated, read_stated_config
+from holdfast.worker.models.stated_layout import LayoutBuilder
+from holdfast.worker.models.stated_tensors import drafting_tensors
+from holdfast.worker.models.text_model import served_config
+from holdfast.worker.models.weights import read_json
+from holdfast.worker.step_plan import BlockCopy, ScheduledSequence, StepPlan, draws_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextTokenParts:
+    """What the layer is made of, whole."""
+
+    table: Tensor
+    """[vocab, hidden], the model's embedding."""
+    final_norm: Norm
+    """Of the model."""
+    embedding_norm: Norm
+    hidden_norm: Norm
+    input: Tensor
+    """[hidden, 2 hidden], of both normed inputs."""
+    layout: DecoderLayout
+    """One layer, with the model's head. Its embedding has no numbers."""
+
+
+def read_next_token(config: ModelConfig, folder: Path) -> NextTokenParts:
+    """The next-token layer of a checkpoint. Raises `ConfigurationError` where there is none that can be used."""
+    raw = {**served_config(read_json(folder / "config.json"), folder), **config.config_changes}
+    family = FAMILIES.get(str(raw.get("model_type")))
+    if family is None or family.next_token is None:
+        raise _refused(config, f"model type {raw.get('model_type')} has no next-token layer that is read")
+    try:
+        stated = read_stated_config(raw, config.hf_overrides)
+        base = family.next_token.base(stated)
+        tensors = drafting_tensors(stated, folder, family, base)
+        share = RankShare(stated, family, tensors, SingleRank(), serving_dtype(config, stated), Kept.NUMBERS)
+        shape = (stated.hidden_size, 2 * stated.hidden_size)
+        of_input = share.whole(base + family.next_token.input, shape).weights[0]
+        layout, table = LayoutBuilder(share).next_token(family.next_token)
+        norms = [base + family.next_token.embedding_norm, base + family.next_token.hidden_norm]
+        of_all, of_embedding, of_hidden = (
+            share.norm(name, shape[:1], has_bias=False) for name in (family.base + family.final_norm, *norms)
+        )
+    except (NotStated, UnsupportedModelError) as reason:
+        raise _refused(config, str(reason)) from reason
+    return NextTokenParts(
+        table=share.numbers(table),
+        final_norm=of_all,
+        embedding_norm=of_embedding,
+        hidden_norm=of_hidden,
+        input=of_input,
+        layout=layout,
+    )
+
+
+def _refused(config: ModelConfig, reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"speculation.speculative = 'mtp': {config.model} has no next-token layer to draft with: {reason}; choose "
+        "ngram, suffix, or draft"
+    )
+
+
+class NextTokenLayer:
+    """The layer, loaded. Give it a cache before it guesses (`allocate_cache`)."""
+
+    def __init__(self, parts: NextTokenParts, model: CpuExecutor, *, max_len: int, max_rows: int, threads: int) -> None:
+        """`model` has the head, and its group's first rank the whole of it, if it is the only one. At most `max_rows`
+        rows of hidden states are kept from step to step.
+        """
+        is_alone = model.tensor_parallel_size == 1
+        self._parts = parts
+        self._executor = CpuExecutor(
+            parts.layout,
+            SingleRank(),
+            max_positions=max_len,
+            num_threads=threads,
+            head=model.packed.model.head if is_alone else None,
+        )
+        self._executor.keeps_hidden = True
+        self._sampler = self._executor.make_sampler()
+        self._model = model
+        self._max_len, self._max_rows = max_len, max_rows
+        self._block_size = 0
+        self._kept: dict[int, tuple[int, Tensor]] = {}
+        """By sequence id: the first position of the rows [tokens, hidden] that its last step left, normed."""
+
+    @classmethod
+    def load(
+        cls, config: WorkerConfig, folder: Path, backend: Backend, max_len: int, *, leads: bool
+    ) -> "NextTokenLayer | None":
+        """On the leading rank; None on the others, whose steps keep as many rows. Raises `ConfigurationError` on all
+        ranks alike.
+        """
+        if not isinstance(backend, NativeBackend) or not isinstance(backend.executor, CpuExecutor):
+            raise _refused(config.model, "the native executor on CPUs alone runs it")
+        parts = read_next_token(config.model, folder)
+        backend.executor.keeps_hidden = True
+        if not leads:
+            return None
+        max_rows = 2 * config.scheduler.max_num_batched_tokens
+        threads = torch.get_num_threads()
+        return cls(parts, backend.executor, max_len=max_len, max_rows=max_rows, threads=threads)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of its cache."""
+        return self._executor.kv_bytes_per_token
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> None:
+        """Gives it as many blocks as the model has."""
+        self._cache = self._executor.allocate_cache(num_blocks, block_size)
+        self._block_size = block_size
+
+    def close(self) -> None:
+        """Frees its memory. No drafts can be made after it."""
+        self._sampler.close()
+        self._executor.close()
+
+    def take(self, plan: StepPlan) -> None:
+        """Keeps what the model's step on this plan left, until the sequences' next steps."""
+        rows = self._model.hidden
+        start = 0
+        for sequence in plan.sequences:
+            end = start + len(sequence.token_ids)
+            self._kept.pop(sequence.sequence_id, None)  # so that the newest are last
+            normed = _normed(self._parts.final_norm, rows[start:end])
+            self._kept[sequence.sequence_id] = (sequence.first_position, normed)
+            start = end
+        num_rows = sum(len(kept) for _, kept in self._kept.values())
+        while num_rows > self._max_rows and len(self._kept) > 1:
+            oldest = next(iter(self._kept))
+            num_rows -= len(self._kept.pop(oldest)[1])
+
+    def guess(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
+        """The drafts of each of a plan's sequences, as many as their `drafting` asks for; empty if there is nothing to
+        read.
+        """
+        if plan.block_copies:
+            self._copy(plan.block_copies)
+        works = [_Pairs(sequence, self._kept.get(sequence.sequence_id), self._max_len) for sequence in plan.sequences]
+        passing = [work for work in works if work.token_ids]
+        number = 0
+        with torch.inference_mode():
+            while passing:
+                self._pass(plan.step_id, passing)
+                number += 1
+                passing = [work for work in passing if work.num_drafts > number]
+        return tuple(work.drafts for work in works) if number else ()
+
+    def _pass(self, step_id: int, works: Sequence["_Pairs"]) -> None:
+        """Reads the pairs of each, and guesses a token of those that want more."""
+        plan = StepPlan(step_id=step_id, others=tuple(work.share(self._block_size) for work in works))
+        batch = StepBatch.of(plan)
+        inputs = self._inputs(batch.token_ids.tolist(), torch.cat([work.hidden for work in works]))
+        output = self._executor.run(batch, with_logits=True, inputs=inputs)
+        drawing = [work for work in works if work.wants_more]
+        drawn = self._sampler.sample(output, draws_of(plan)).token_ids if drawing else []
+        ends = torch.tensor([len(work.token_ids) for work in works]).cumsum(0) - 1
+        behind = dict(zip(map(id, works), self._executor.hidden[ends], strict=True))
+        for work, token in zip(drawing, drawn, strict=True):
+            work.go_on(max(0, token), _normed(self._parts.layout.norm, behind[id(work)]))
+
+    def _inputs(self, token_ids: list[int], hidden: Tensor) -> Tensor:
+        """[rows, hidden] of normed hidden states and the tokens behind them."""
+        parts = self._parts
+        embedded = _normed(parts.embedding_norm, parts.table[token_ids].float())
+        pairs = torch.cat((embedded, _normed(parts.hidden_norm, hidden)), -1)
+        return F.linear(pairs.to(parts.input.dtype), parts.input).float()
+
+    def _copy(self, copies: Sequence[BlockCopy]) -> None:
+        """As the model's cache does: a block means the same tokens in both."""
+        rows = [(copy.source, copy.destination, copy.num_tokens) for copy in copies]
+        self._cache.copy(*torch.tensor(rows).T)
+
+
+class _Pairs:
+    """What one sequence of a plan has to read: tokens, each with the hidden state of the one before it."""
+
+    def __init__(self, sequence: ScheduledSequence, kept: tuple[int, Tensor] | None, max_len: int) -> None:
+        drafting = sequence.drafting
+        self._sequence = sequence
+        self.num_drafts = 0
+        self.drafts: tuple[int, ...] = ()
+        self.token_ids: tuple[int, ...] = ()
+        if drafting is None or kept is None:
+            return
+        first_kept, rows = kept
+        end = drafting.first_position + len(drafting.token_ids)
+        first = max(drafting.first_position, first_kept + 1)
+        last = min(end, first_kept + len(rows) + 1)
+        if first >= last:
+            return
+        self._first = first - 1
+        self.token_ids = drafting.token_ids[first - drafting.first_position : last - drafting.first_position]
+        self.hidden = rows[first - 1 - first_kept : last - 1 - first_kept]
+        fits = end + drafting.num_drafts <= max_len
+        self.num_drafts = drafting.num_drafts if last == end and fits else 0
+
+    @property
+    def wants_more(self) -> bool:
+        return len(self.drafts) < self.num_drafts
+
+    def share(self, block_size: int) -> ScheduledSequence:
+        """The pass that is next. A pair lies at the position of its hidden state."""
+        return ScheduledSequence(
+            sequence_id=self._sequence.sequence_id,
+            first_position=self._first,
+            token_ids=self.token_ids,
+            block_ids=self._sequence.block_ids[: -(-(self._first + len(self.token_ids)) // block_size)],
+            draw=drawn_params(self._sequence, self.drafts) if self.wants_more else None,
+            num_draws=int(self.wants_more),
+        )
+
+    def go_on(self, token: int, hidden: Tensor) -> None:
+        """With a guess, and what is behind the layer."""
+        self._first += len(self.token_ids)
+        self.drafts += (token,)
+        self.token_ids, self.hidden = (token,), hidden[None]
+
+
+def _normed(norm: Norm, x: Tensor) -> Tensor:
+    """float32"""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
