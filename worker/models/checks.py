@@ -14,6 +14,9 @@ CAUSAL_SUFFIXES: Final = ("ForCausalLM", "LMHeadModel")
 LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers whose whole state is the keys and values that the attention function is given."""
 
+MAX_POSITIONS: Final = 2**31 - 1
+"""Positions are of 32 bits in the native library and on devices."""
+
 OTHER_ENGINE: Final = "Serve a model of another family, or this one with Hugging Face generate"
 
 
@@ -88,7 +91,7 @@ def _check_architecture(config: Any) -> None:
         raise UnsupportedModelError(config.model_type, reason, "Serve the text model alone, saved as ...ForCausalLM")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(config.model_type, "it is an encoder-decoder model", OTHER_ENGINE)
-    if names and not names[0].endswith(CAUSAL_SUFFIXES):
+    if names and not str(names[0]).endswith(CAUSAL_SUFFIXES):
         reason = f"its architecture {names[0]} is not a causal language model"
         raise UnsupportedModelError(config.model_type, reason, "Serve the text model alone, saved as ...ForCausalLM")
     if getattr(config, "is_causal", True) is False:
@@ -106,10 +109,7 @@ def _check_layers(config: Any) -> None:
 
 
 def _check_positions(config: Any) -> None:
-    positions = getattr(config, "max_position_embeddings", None)
-    if isinstance(positions, int) and positions < 1:
-        reason = f"its config.json has max_position_embeddings = {positions}"
-        raise UnsupportedModelError(config.model_type, reason, "Fetch the file again, or replace the entry")
+    _positions(config)
     attention = getattr(config, "attn_config", None)
     if getattr(config, "alibi", False) or getattr(attention, "alibi", False):
         raise UnsupportedModelError(config.model_type, "it uses alibi position biases", OTHER_ENGINE)
@@ -145,12 +145,27 @@ def choose_max_model_len(config: Any, requested: int | None) -> int:
 
 def _length_of_recipe(config: Any) -> int | None:
     """The positions that a model has: those of its config, or more where a model card has yarn added to that."""
-    limit: int | None = getattr(config, "max_position_embeddings", None)
+    limit = _positions(config)
     rope = getattr(config, "rope_parameters", None) or {}
     if limit is None or rope.get("rope_type") != "yarn":
         return limit
-    original = rope.get("original_max_position_embeddings") or limit
-    return max(limit, int(original * rope.get("factor", 1.0)))
+    original, factor = rope.get("original_max_position_embeddings") or limit, rope.get("factor", 1.0)
+    are_numbers = isinstance(original, int) and isinstance(factor, (int, float))
+    if not are_numbers or not 0 < factor * original <= MAX_POSITIONS:  # nor NaN
+        raise _impossible(config, f"rotary angles of kind yarn with factor = {factor}, from {original} positions on")
+    return max(limit, int(original * factor))
+
+
+def _positions(config: Any) -> int | None:
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    if limit is not None and not (isinstance(limit, int) and 1 <= limit <= MAX_POSITIONS):
+        raise _impossible(config, f"max_position_embeddings = {limit}")
+    return limit
+
+
+def _impossible(config: Any, entry: str) -> UnsupportedModelError:
+    reason = f"its config.json has {entry}"
+    return UnsupportedModelError(config.model_type, reason, "Fetch the file again, or replace the entry")
 
 
 def _length_with_fixed_angles(config: Any) -> int | None:
@@ -184,6 +199,13 @@ def check_heads(config: Any, tensor_parallel_size: int, *, may_be_uneven: bool =
             reason = f"{num_heads} query and {count} KV heads cannot be shared by {tensor_parallel_size} ranks"
             raise UnsupportedModelError(config.model_type, reason, "Choose another tensor_parallel_size")
     return uneven
+
+
+def check_num_layers(config: Any, num_tensors: int) -> None:
+    """Refuses more layers than the checkpoint has tensors, if it has any, before a module is made for each."""
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(num_layers, int) and num_layers > num_tensors > 0:
+        raise _impossible(config, f"num_hidden_layers = {num_layers}, and the checkpoint {num_tensors} tensors")
 
 
 def check_loaded(

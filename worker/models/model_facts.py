@@ -29,5 +29,5 @@ def facts_of(config: Any, folder: Path, max_model_len: int | None) -> ModelFacts
         model_type=config.model_type,
         vocab_size=config.vocab_size,
         max_model_len=choose_max_model_len(config, max_model_len),
-        eos_token_ids=tuple(sorted(i for i in read_eos_token_ids(folder, config) if i < config.vocab_size)),
+        eos_token_ids=tuple(sorted(i for i in read_eos_token_ids(folder, config) if 0 <= i < config.vocab_size)),
     )

@@ -5,6 +5,7 @@ It needs no torch, so that a command can look before anything is started.
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
@@ -17,7 +18,7 @@ from holdfast.worker.models.gguf.folder import gguf_files, is_made_of_gguf, read
 from holdfast.worker.models.quantization.rule import is_head, is_table
 from holdfast.worker.models.quantization.scheme import QuantizationScheme, read_scheme
 from holdfast.worker.models.quantization.stored_parts import num_weights
-from holdfast.worker.models.safetensors_header import INDEX, read_header
+from holdfast.worker.models.safetensors_header import INDEX, checked_header, read_header
 from holdfast.worker.models.text_model import name_in_model, served_config
 
 _DUPLICATES: Final = "consolidated"
@@ -39,7 +40,7 @@ def weight_files(folder: Path) -> list[Path]:
             named = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
         except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
             named = set()  # loading says what is wrong with it
-        if found := [folder / name for name in sorted(named) if (folder / name).is_file()]:
+        if found := [folder / name for name in sorted(named) if _is_file(folder / name)]:
             return found
     return [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith(_DUPLICATES)]
 
@@ -54,6 +55,13 @@ def weight_bytes(folder: Path, dtype: str = "auto", quantization: Quantization |
         return sum(math.prod(tensor.shape) for tensor in read_index(folder)) * _SERVED[served]
     scheme, files = _scheme(folder), weight_files(folder)
     return sum(_bytes_of(path, served, scheme) for path in files) + (_head_bytes(files, served) if quantization else 0)
+
+
+def num_tensors(folder: Path) -> int:
+    """Tensors of all files, of other models beside the text model too."""
+    if is_made_of_gguf(folder):
+        return len(list(read_index(folder)))
+    return sum(len(read_header(path)[0]) for path in weight_files(folder))
 
 
 def served_itemsize(folder: Path, dtype: str = "auto") -> int:
@@ -130,9 +138,15 @@ _LARGE_JSON: Final = ("tokenizer.json",)
 
 _TEXT_FILES: Final = ("chat_template.jinja",)
 _ADAPTER: Final = "adapter_config.json"
+_ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 
 _POINTER: Final = b"version https://git-lfs.github.com/spec/"
 _FETCH: Final = "fetch it again"
+_SHOWN: Final = 200
+"""Characters of a name that an error shows."""
+
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Half of an escaped pair, or both."""
 
 _ITEMSIZES: Final = _FLOATS | {
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
@@ -155,6 +169,8 @@ def check_folder(folder: Path, given: str, *, with_weights: bool = True) -> None
             content = _content(path, given)
             if path.name in _JSON_FILES:
                 _check_json(path, content, given)
+            elif path.name in _TEXT_FILES:
+                _check_text(path, content, given)
             elif path.name in _LARGE_JSON and not content.startswith(b"{"):
                 raise _refused(given, path, "holds no JSON object")
             elif path.name in _LARGE_JSON and not content.endswith(b"}"):
@@ -170,23 +186,35 @@ def check_folder(folder: Path, given: str, *, with_weights: bool = True) -> None
 
 
 def _check_no_adapter(folder: Path, given: str) -> None:
-    if (folder / "config.json").is_file() or not (folder / _ADAPTER).is_file():
+    if not (folder / _ADAPTER).is_file():
+        return
+    weights = {path.name for path in weight_files(folder)}
+    if (folder / "config.json").is_file() and weights != {_ADAPTER_WEIGHTS}:
         return
     base = read_object(folder / _ADAPTER).get("base_model_name_or_path")
     of = f" of {base}" if base else ""
     raise ConfigurationError(
-        f"{given}: this is the folder of an adapter{of} (it has {_ADAPTER} and no config.json), and adapters are not "
-        "served; merge it into its model, and give the folder of that"
+        f"{given}: this is the folder of an adapter{of} (it has {_ADAPTER} and no weights of a model), and adapters "
+        "are not served; merge it into its model, and give the folder of that"
     )
 
 
 def _check_json(path: Path, content: bytes, given: str) -> None:
     try:
-        found = json.loads(content)
+        found = json.loads(content.decode())
+        if _SURROGATE.search(content):
+            json.dumps(found, ensure_ascii=False).encode()  # raises UnicodeEncodeError for one that is alone
     except (ValueError, RecursionError) as error:
         raise _refused(given, path, f"is no JSON, or cut short ({error})") from error
     if not isinstance(found, dict):
         raise _refused(given, path, "holds no JSON object")
+
+
+def _check_text(path: Path, content: bytes, given: str) -> None:
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        raise _refused(given, path, f"is not in UTF-8 (byte {error.start}: {error.reason})") from error
 
 
 def _content(path: Path, given: str) -> bytes:
@@ -208,19 +236,30 @@ def _check_shards(folder: Path, given: str) -> None:
     if not isinstance(named, Mapping):
         return
     for name in sorted({str(name) for name in named.values()}):
-        if not (folder / name).is_file():
-            raise ConfigurationError(f"{given}: {name}, which {INDEX} names, is not there; {_FETCH}")
+        if not _is_file(folder / name):
+            raise ConfigurationError(f"{given}: {name[:_SHOWN]}, which {INDEX} names, is not there; {_FETCH}")
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long for any
+        return False
 
 
 def _check_weights(path: Path, given: str, *, check_dtypes: bool) -> None:
-    size = path.stat().st_size
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            begins = file.read(len(_POINTER))
+    except OSError as error:
+        raise _refused(given, path, f"cannot be read ({error.strerror})") from error
     if size == 0:
         raise _refused(given, path, "is empty")
-    with path.open("rb") as file:
-        if file.read(len(_POINTER)) == _POINTER:
-            raise _pointer(given, path)
+    if begins == _POINTER:
+        raise _pointer(given, path)
     try:
-        header, header_bytes = read_header(path)
+        header, header_bytes = checked_header(path)
         ends = [int(entry["data_offsets"][1]) for entry in header.values()]
         dtypes = {name: (str(entry["dtype"]), len(entry["shape"])) for name, entry in header.items()}
         misplaced = _misplaced(header)

@@ -5,6 +5,7 @@ cache.
 
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,10 +18,10 @@ from torch import Tensor, nn
 
 from holdfast.worker.config import ModelConfig
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
-from holdfast.worker.models.checks import OTHER_ENGINE, check_config, check_loaded, first_line
+from holdfast.worker.models.checks import OTHER_ENGINE, check_config, check_loaded, check_num_layers, first_line
 from holdfast.worker.models.gguf.folder import hf_folder, is_gguf, tokenizer_reason
 from holdfast.worker.models.text_model import holds_text_model, key_mapping, served_config, text_name
-from holdfast.worker.models.weight_files import check_folder
+from holdfast.worker.models.weight_files import check_folder, num_tensors
 
 ATTENTION: Final = "holdfast_paged"
 """The name under which `model.py` registers the paged attention with transformers."""
@@ -43,9 +44,24 @@ _SPELLINGS: Final = {
 }
 """Spellings of dtypes in config.json, with the dtype that is served."""
 
+_LONGEST_NAME: Final = 255
+"""Bytes of the name of a file or folder."""
+
 _SMALL_FILES: Final = ("*.json", "*.model", "*.txt", "*.jinja")
 _DUPLICATES: Final = ("original/*", "consolidated*")
 """Some publishers add the weights once more in a format of their own."""
+
+_IMPOSSIBLE: Final = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What transformers and torch raise of a config that no model can be built of: there is no common class."""
 
 _BUILDING = threading.Lock()
 """Transformers patches torch while it builds a model: ranks that are threads of one process take turns."""
@@ -86,6 +102,8 @@ def resolve_model(
     Raises `ConfigurationError`, naming the setting that `model` is the value of.
     """
     folder, given = Path(model).expanduser(), f"{setting} = {model!r}"
+    if len(os.fsencode(folder.name)) > _LONGEST_NAME:
+        raise ConfigurationError(f"{given[:_LONGEST_NAME]}...: a name of more than {_LONGEST_NAME} bytes")
     if folder.is_dir() or folder.is_file():
         folder = hf_folder(folder, given)
         check_folder(folder, given, with_weights=with_weights)
@@ -189,6 +207,7 @@ def load_checkpoint(folder: Path, config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     is_text = holds_text_model(read_json(folder / "config.json"))
+    check_num_layers(config, num_tensors(folder))
     with _BUILDING, _in_silence():
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -205,7 +224,7 @@ def load_checkpoint(folder: Path, config: Any) -> Any:
             )
         except KeyError as error:
             raise _unknown_entry(config, error) from error
-        except (ValueError, OSError, RuntimeError, AttributeError) as error:
+        except _IMPOSSIBLE as error:
             reason = f"transformers cannot load it ({first_line(error)})"
             way_out = "Check that the folder has complete *.safetensors of a causal language model"
             raise UnsupportedModelError(config.model_type, reason, way_out) from error
@@ -232,7 +251,7 @@ def build_hf_model(config: Any) -> Any:
             model = AutoModelForCausalLM.from_config(
                 config, dtype=config.dtype, attn_implementation=ATTENTION, trust_remote_code=False
             )
-        except (ValueError, KeyError, AttributeError) as error:
+        except _IMPOSSIBLE as error:
             reason = f"transformers has no causal language model for it ({first_line(error)})"
             raise UnsupportedModelError(config.model_type, reason, "Serve a causal language model") from error
         model.tie_weights()
@@ -263,9 +282,18 @@ class DummyWeights:
 def read_eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
     """Tokens that end an output: by generation_config.json, else config.json, else the tokenizer's own end token."""
     generation = read_json(folder / "generation_config.json")
-    for value in (generation.get("eos_token_id"), getattr(config, "eos_token_id", None)):
+    found = {
+        "generation_config.json": generation.get("eos_token_id"),
+        "config.json": getattr(config, "eos_token_id", None),
+    }
+    for file, value in found.items():
         if value is not None:
-            return frozenset(value if isinstance(value, list) else [value])
+            token_ids = value if isinstance(value, list) else [value]
+            if not all(type(token_id) is int for token_id in token_ids):
+                raise ConfigurationError(
+                    f"{folder / file}: eos_token_id = {value!r}: must be a token id or a list of them; fetch it again"
+                )
+            return frozenset(token_ids)
     eos = read_json(folder / "tokenizer_config.json").get("eos_token")
     content = eos.get("content") if isinstance(eos, dict) else eos
     added = read_json(folder / "tokenizer.json").get("added_tokens", [])

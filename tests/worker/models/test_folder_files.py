@@ -6,15 +6,16 @@ import json
 import shutil
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.models.checks import choose_max_model_len
 from holdfast.worker.models.weight_files import check_folder
-from holdfast.worker.models.weights import read_config, resolve_model
+from holdfast.worker.models.weights import load_checkpoint, read_config, read_eos_token_ids, resolve_model
 from tests.parity.families import save_tiny_model
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456\n"
@@ -112,9 +113,77 @@ def test_a_header_whose_tensors_do_not_fit_their_places_is_refused_by_name(folde
     assert name == "another.weight" or name in said
 
 
-def test_a_file_that_an_index_names_and_that_is_not_there_is_named(folder):
-    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": WEIGHTS, "b": "model-00002-of-00002.safetensors"}}))
-    assert refusal(folder).startswith(f"model-00002-of-00002.safetensors, which {INDEX} names, is not there")
+NORM = "model.norm.weight"
+HEADERS = {
+    "a shape of floats": lambda header: header[NORM].update(shape=[32.0]),
+    "a shape of bool": lambda header: header[NORM].update(shape=[True, 32]),
+    "negative sizes": lambda header: header[NORM].update(shape=[-1, -32]),
+    "places of floats": lambda header: header[NORM].update(
+        data_offsets=[float(i) for i in header[NORM]["data_offsets"]]
+    ),
+    "three places": lambda header: header[NORM]["data_offsets"].append(0),
+    "a type that is no text": lambda header: header[NORM].update(dtype=5),
+    "metadata that is no table": lambda header: header.update(__metadata__=5),
+    "metadata of numbers": lambda header: header.update(__metadata__={"format": 5}),
+    "half a surrogate pair": lambda header: header.update({"\ud800": header.pop(NORM)}),
+    "no object": lambda header: header.update({NORM: None}),
+}
+
+
+@pytest.mark.parametrize("change", HEADERS)
+def test_a_header_that_is_not_of_the_format_is_refused(folder, change):
+    content = (folder / WEIGHTS).read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    HEADERS[change](header)
+    written = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(written)) + written + content[8 + length :])
+    assert refusal(folder).startswith(f"{WEIGHTS} is not a safetensors file")
+
+
+def test_a_name_that_is_twice_in_a_header_is_refused(folder):
+    content = (folder / WEIGHTS).read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = content[8 : 8 + length].strip()
+    written = header[:-1] + b", " + header[1:]
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(written)) + written + content[8 + length :])
+    assert refusal(folder).startswith(f"{WEIGHTS} is not a safetensors file")
+
+
+@pytest.mark.parametrize("where", ["nowhere", WEIGHTS, "."])
+def test_weights_that_cannot_be_read_are_named(folder, where):
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).symlink_to(where)
+    (folder / INDEX).unlink()
+    assert refusal(folder).startswith(f"{WEIGHTS} cannot be read (")
+
+
+@pytest.mark.parametrize(
+    "name", ["model-00002-of-00002.safetensors", "../model.safetensors", ".", "a\0b", "a" * 5000, 5]
+)
+def test_a_file_that_an_index_names_and_that_is_not_there_is_named(folder, name):
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": WEIGHTS, "b": name}}))
+    assert refusal(folder).startswith(f"{str(name)[:200]}, which {INDEX} names, is not there")
+
+
+@pytest.mark.parametrize("content", [b"caf\xe9 {{ messages }}", "{{ messages }}".encode("utf-16"), b"\x1f\x8b\x08\x00"])
+def test_a_template_that_is_not_in_utf_8_is_refused(folder, content):
+    (folder / "chat_template.jinja").write_bytes(content)
+    assert refusal(folder).startswith("chat_template.jinja is not in UTF-8 (byte ")
+
+
+@pytest.mark.parametrize("name", [name for name in CONTENTS if name not in (*NOT_JSON, "tokenizer.json")])
+@pytest.mark.parametrize(
+    "content", ["{}".encode("utf-16"), b"\xef\xbb\xbf{}", b'{"eos_token": "\\ud800"}', b'{"a": "\xe9"}']
+)
+def test_json_that_is_not_in_utf_8_is_refused(folder, name, content):
+    (folder / name).write_bytes(content)
+    assert refusal(folder).startswith(f"{name} is no JSON, or cut short (")
+
+
+def test_a_name_that_no_file_can_have_is_refused_without_all_of_it():
+    with pytest.raises(ConfigurationError, match=r"^model\.model = '(aé)+\.\.\.: a name of more than 255 bytes"):
+        resolve_model("aé" * 150)
 
 
 def test_weights_are_not_looked_at_where_none_are_wanted(folder):
@@ -123,8 +192,12 @@ def test_weights_are_not_looked_at_where_none_are_wanted(folder):
 
 
 @pytest.mark.parametrize("base", ["someone/base", None])
-def test_an_adapter_is_called_one(folder, base):
-    (folder / "config.json").unlink()
+@pytest.mark.parametrize("with_config", [True, False])
+def test_an_adapter_is_called_one(folder, base, with_config):
+    (folder / INDEX).unlink()
+    (folder / WEIGHTS).rename(folder / "adapter_model.safetensors")
+    if not with_config:
+        (folder / "config.json").unlink()
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": base}))
     said = refusal(folder)
     assert said.startswith(f"this is the folder of an adapter{f' of {base}' if base else ''} (")
@@ -221,3 +294,53 @@ def test_a_recipe_for_longer_contexts_counts(folder, rope, length):
     assert choose_max_model_len(config, length) == length
     with pytest.raises(ConfigurationError, match=f"at most {length}"):
         choose_max_model_len(config, length + 1)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"num_key_value_heads": 0},
+        {"head_dim": 0},
+        {"vocab_size": 0},
+        {"vocab_size": -1},
+        {"hidden_size": 2**63, "head_dim": 8},
+        {"intermediate_size": -1},
+        {"num_hidden_layers": 10**9},
+        {"max_position_embeddings": 2**63},
+        {"max_position_embeddings": 0},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": "4"}},
+        {"architectures": [5]},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": float("nan")}},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": -2.0}},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 1e30}},
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": "x",
+            }
+        },
+    ],
+)
+def test_a_config_that_no_model_can_be_built_of_is_refused(folder, entries):
+    """By the way of those that no native backend reads, which ends in transformers' own code."""
+    change_config(folder, **entries)
+    with pytest.raises(UnsupportedModelError, match="model type 'llama' cannot be served: "):
+        build(folder)
+
+
+def build(folder: Path) -> None:
+    config = read_config(folder)
+    choose_max_model_len(config, None)
+    load_checkpoint(folder, config)
+
+
+@pytest.mark.parametrize("value", ["x", "2", [None], [[2]], {"a": 2}, 2.0, True])
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_an_end_of_output_that_is_no_token_is_refused_by_name(folder, file, value):
+    (folder / "generation_config.json").unlink()
+    (folder / file).write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ConfigurationError, match=rf"{file}: eos_token_id = .*must be a token id or a list of them"):
+        read_eos_token_ids(folder, SimpleNamespace(eos_token_id=value if file == "config.json" else None))
