@@ -23,13 +23,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from holdfast.cluster.serve.kept_process import tables_folder
 from holdfast.cluster.serve.life_starter import IMPORTED, import_for_forks
 
-READ_LIMIT_S: Final = 10.0
-"""Seconds that a launcher may take to send its request. The fork server is blocked meanwhile."""
+MAX_ASKING: Final = 64
+"""Launchers that have not sent their whole request; the oldest gives way to one more."""
+
+MAX_REQUEST_BYTES: Final = 16 * 2**20
 
 END_LIMIT_S: Final = 10.0
 """Seconds that a fork server may take to end its workers."""
@@ -38,6 +40,7 @@ NUM_STREAMS: Final = 3
 """Standard input, output and error, which come with a request."""
 
 _STDIN: Final = 0
+_READ_BYTES: Final = 2**16
 _SIZE: Final = struct.Struct("!I")
 _CREDENTIALS: Final = struct.Struct("3i")
 
@@ -59,6 +62,8 @@ class ForkServer:
     def __init__(self, listening: socket.socket) -> None:
         self._listening = listening
         self._selector = selectors.DefaultSelector()
+        self._asking: dict[socket.socket, _Asking] = {}
+        """Launchers whose request is not whole: one that is silent or slow holds up no other."""
         self._pids: dict[socket.socket, int] = {}
         """The worker of each connected launcher."""
 
@@ -73,46 +78,70 @@ class ForkServer:
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._listening:
-                    if (request := self._accept()) is not None:
-                        return request
+                    self._accept()
                 elif key.fileobj == news:
                     os.read(news, 4096)
                     self._reap()
                 elif key.fileobj == _STDIN:
                     self._kill(self._pids.values())
                     return None
+                elif key.fileobj in self._asking:
+                    if (request := self._read(key.fileobj)) is not None:
+                        return request
                 elif isinstance(key.fileobj, socket.socket):
                     self._lose(key.fileobj)
 
-    def _accept(self) -> WorkerRequest | None:
-        """Takes one launcher. Returns its request in the worker, None in the fork server."""
+    def _accept(self) -> None:
         launcher, _ = self._listening.accept()
+        launcher.setblocking(False)
+        self._asking[launcher] = _Asking()
+        self._selector.register(launcher, selectors.EVENT_READ)
+        if len(self._asking) > MAX_ASKING or user_of(launcher) != os.getuid():
+            self._refuse(next(iter(self._asking)) if len(self._asking) > MAX_ASKING else launcher)
+
+    def _read(self, launcher: socket.socket) -> WorkerRequest | None:
+        """Takes what a launcher sends. Returns its request in the worker, None in the fork server."""
         try:
-            launcher.settimeout(READ_LIMIT_S)
-            request = read_request(launcher)
-        except (OSError, ValueError):
-            launcher.close()
+            request = self._asking[launcher].read(launcher)
+        except BlockingIOError:
             return None
-        pid = os.fork()
+        except (OSError, ValueError, RecursionError):
+            self._refuse(launcher)
+            return None
+        return None if request is None else self._fork(launcher, request)
+
+    def _fork(self, launcher: socket.socket, request: WorkerRequest) -> WorkerRequest | None:
+        try:
+            pid = os.fork()
+        except OSError:  # the launcher becomes a worker by itself
+            self._refuse(launcher)
+            return None
         if pid == 0:
-            self._close_all(launcher)
+            del self._asking[launcher]
+            self._close_all()
             return request
-        for stream in request.streams:
+        for stream in self._asking.pop(launcher).streams:
             os.close(stream)
         self._pids[launcher] = pid
-        self._selector.register(launcher, selectors.EVENT_READ)
         with suppress(OSError):
             launcher.sendall(_SIZE.pack(pid))
         return None
 
-    def _close_all(self, launcher: socket.socket) -> None:
-        """Closes everything of the fork server's, in a new worker."""
+    def _refuse(self, launcher: socket.socket) -> None:
+        for stream in self._asking.pop(launcher).streams:
+            os.close(stream)
+        self._selector.unregister(launcher)
+        launcher.close()
+
+    def _close_all(self) -> None:
+        """Closes everything of the fork server's, in a new worker. What came with its own request stays."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for key in list(self._selector.get_map().values()):
-            os.close(key.fd)
+            key.fileobj.close() if isinstance(key.fileobj, socket.socket) else os.close(key.fd)
+        for stream in (stream for other in self._asking.values() for stream in other.streams):
+            os.close(stream)
         self._selector.close()
-        launcher.close()
 
     def _reap(self) -> None:
         """Tells launchers of the workers that have ended."""
@@ -142,29 +171,44 @@ class ForkServer:
                 os.kill(pid, signal.SIGKILL)
 
 
-def read_request(launcher: socket.socket) -> WorkerRequest:
-    """Raises `ValueError` or `OSError` where a launcher is not this user's or does not send a whole request."""
+def user_of(launcher: socket.socket) -> int:
     _, user, _ = _CREDENTIALS.unpack(launcher.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    if user != os.getuid():
-        raise ValueError(f"a launcher of user {user}")
-    head, streams, _, _ = socket.recv_fds(launcher, _SIZE.size, NUM_STREAMS)
+    return int(user)
+
+
+class _Asking:
+    """What a launcher has sent so far."""
+
+    def __init__(self) -> None:
+        self.streams: list[int] = []
+        self._received = bytearray()
+
+    def read(self, launcher: socket.socket) -> WorkerRequest | None:
+        """The request once it is whole. Raises `ValueError` and `OSError` where none comes."""
+        part, streams, _, _ = socket.recv_fds(launcher, _READ_BYTES, NUM_STREAMS)
+        self.streams += streams
+        self._received += part
+        if not part or len(self.streams) > NUM_STREAMS:
+            raise ValueError("a launcher ended before its request, or has more streams than a worker")
+        if len(self._received) < _SIZE.size:
+            return None
+        (size,) = _SIZE.unpack_from(self._received)
+        if size > MAX_REQUEST_BYTES:
+            raise ValueError(f"a request of {size} bytes")
+        if len(self._received) < _SIZE.size + size:
+            return None
+        read = json.loads(self._received[_SIZE.size :])
+        if not isinstance(read, dict) or read.keys() != {"argv", "environment", "folder"} or _is_gone(launcher):
+            raise ValueError(f"no request: {read!r:.100}")
+        return WorkerRequest(**read, streams=tuple(self.streams))
+
+
+def _is_gone(launcher: socket.socket) -> bool:
+    """Whether a launcher has given up, as `worker_launcher.py` does where no answer comes."""
     try:
-        return WorkerRequest(**_settings(launcher, head), streams=tuple(streams))
-    except BaseException:
-        for stream in streams:
-            os.close(stream)
-        raise
-
-
-def _settings(launcher: socket.socket, head: bytes) -> dict[str, Any]:
-    if len(head) != _SIZE.size:
-        raise ValueError("a launcher ended before its request")
-    with launcher.makefile("rb") as reader:
-        (size,) = _SIZE.unpack(head)
-        read = json.loads(reader.read(size))
-    if not isinstance(read, dict) or read.keys() != {"argv", "environment", "folder"}:
-        raise ValueError(f"no request: {read!r:.100}")
-    return read
+        return not launcher.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
 
 
 def become_worker(request: WorkerRequest) -> None:

@@ -25,7 +25,11 @@ NO_ENVIRONMENT: Final = ("{}", "")
 EXIT_UNKNOWN: Final = 1
 """Exit code of a worker whose fork server was lost: the worker's own code is unknown."""
 
+ANSWER_LIMIT_S: Final = 30
+"""Whole seconds that a fork server may take: half of what the raylet gives a worker until it registers."""
+
 _SIZE: Final = struct.Struct("!I")
+_TIME: Final = struct.Struct("ll")
 
 
 def ray_file(*names: str) -> str:
@@ -44,8 +48,12 @@ def is_plain(options: list[str]) -> bool:
 
 
 def ask(path: str, argv: list[str]) -> tuple[socket.socket, int]:
-    """The connection that stands for a new worker, and its pid. Raises `OSError` where no fork server answers."""
+    """The connection that stands for a new worker, and its pid. Raises `OSError` where no fork server answers, or none
+    within `ANSWER_LIMIT_S`: it may be stopped.
+    """
     connection = socket.socket(socket.AF_UNIX)
+    for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # the kernel's: they hold for `connect` too
+        connection.setsockopt(socket.SOL_SOCKET, limit, _TIME.pack(ANSWER_LIMIT_S, 0))
     connection.connect(path)
     request = json.dumps({"argv": argv, "environment": dict(os.environ), "folder": os.getcwd()}).encode()
     streams = array.array("i", (0, 1, 2))
@@ -54,6 +62,7 @@ def ask(path: str, argv: list[str]) -> tuple[socket.socket, int]:
     answer = connection.recv(_SIZE.size, socket.MSG_WAITALL)
     if len(answer) != _SIZE.size:
         raise ConnectionResetError("the fork server ended before it had forked")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIME.pack(0, 0))
     return connection, int(_SIZE.unpack(answer)[0])
 
 

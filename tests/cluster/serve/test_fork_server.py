@@ -1,5 +1,6 @@
 """A fork server forks workers that are as those of a new interpreter, and that end when their launchers do."""
 
+import errno
 import json
 import os
 import signal
@@ -9,13 +10,15 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from holdfast.cluster.serve import fork_server, worker_launcher
-from holdfast.cluster.serve.fork_server import started_server
+from holdfast.cluster.serve.fork_server import ForkServer, started_server
 from holdfast.cluster.serve.worker_launcher import EXIT_UNKNOWN, ask, is_plain, stand_for
 
 LIMIT_S = 60
@@ -132,11 +135,72 @@ def test_what_is_no_request_ends_nothing(forks: Path, worker: str, sent: bytes):
     assert launch(forks, worker, "end", "3").wait(LIMIT_S) == 3
 
 
+REQUEST = json.dumps({"argv": [], "environment": {}, "folder": "/"}).encode()
+
+
+def test_strangers_hold_up_no_launcher(forks: Path, worker: str):
+    """Silent ones, more than are kept; a byte of a size; half a request; one that is too long, too deep, or of another
+    kind; more streams than a worker has; and one who asks and is gone before the answer.
+    """
+    strangers = [socket.socket(socket.AF_UNIX) for _ in range(fork_server.MAX_ASKING + 8)]
+    for stranger in strangers:
+        stranger.connect(str(forks))
+    half, size, large, deep, many, gone = strangers[-6:]
+    socket.send_fds(half, [struct.pack("!I", len(REQUEST)) + REQUEST[:5]], [0, 1, 2])
+    size.sendall(b"\0")
+    large.sendall(struct.pack("!I", 2**32 - 1))
+    deep.sendall(struct.pack("!I", 10**5) + b"[" * 10**5)
+    for _ in range(2):
+        socket.send_fds(many, [b"\0"], [0, 1, 2])
+    socket.send_fds(gone, [struct.pack("!I", len(REQUEST)) + REQUEST], [0, 1, 2])
+    gone.close()
+    assert launch(forks, worker, "end", "3").wait(LIMIT_S) == 3
+    for refused in (large, deep, many, strangers[0]):
+        refused.settimeout(LIMIT_S)
+        with suppress(ConnectionResetError):  # closed with bytes unread
+            assert refused.recv(1) == b""
+    for stranger in strangers:
+        stranger.close()
+
+
+def served_here(connection: socket.socket) -> ForkServer:
+    """A fork server of this process with one launcher, which has sent nothing yet."""
+    listening, _ = socket.socketpair(socket.AF_UNIX)
+    monkey = SimpleNamespace(accept=lambda: (connection, None), fileno=listening.fileno)
+    server = ForkServer(monkey)
+    server._accept()
+    return server
+
+
 def test_other_users_get_no_worker(monkeypatch: pytest.MonkeyPatch):
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     monkeypatch.setattr("os.getuid", lambda: 12345)
-    with ours, theirs, pytest.raises(ValueError, match="a launcher of user"):
-        fork_server.read_request(ours)
+    with theirs:
+        served_here(ours)
+        assert theirs.recv(1) == b""
+
+
+def test_a_launcher_is_told_at_once_where_no_process_can_be_forked(monkeypatch: pytest.MonkeyPatch):
+    def fork() -> int:
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    monkeypatch.setattr("os.fork", fork)
+    with theirs:
+        server = served_here(ours)
+        socket.send_fds(theirs, [struct.pack("!I", len(REQUEST)) + REQUEST], [0, 1, 2])
+        assert server._read(ours) is None
+        assert theirs.recv(1) == b""
+
+
+def test_a_launcher_does_not_wait_for_ever_for_a_fork_server_that_is_stopped(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(worker_launcher, "ANSWER_LIMIT_S", 1)
+    with socket.socket(socket.AF_UNIX) as stopped:
+        stopped.bind(str(tmp_path / "forks"))
+        stopped.listen(0)
+        for _ in range(3):  # the first are in the queue, later ones are not let in
+            with pytest.raises(BlockingIOError):
+                ask(str(tmp_path / "forks"), ["worker"])
 
 
 @pytest.mark.parametrize(
