@@ -254,7 +254,9 @@ class ForkedCluster:
         )
         async for line in reader:
             news = json.loads(line)
-            self._expected.pop(news["id"]).set_result(news)
+            expected = self._expected.pop(news["id"])
+            if not expected.done():  # whoever asked for it may have been cancelled
+                expected.set_result(news)
         transport.close()
 
     def _publish(self) -> None:
