@@ -296,8 +296,10 @@ class SimulatedClient:
                 self._retry(error.retry_after_s)
             case CapacityError() if self.num_connections > 1:
                 # It has come before, and may have output.
-                if not self._retry(error.retry_after_s) and self._left_s() > PATIENCE_S:
-                    self._over("shed")
+                if not self._retry(error.retry_after_s):
+                    self.is_notified = True
+                    if self._left_s() > PATIENCE_S:
+                        self._over("shed")
             case CapacityError():
                 require(not self.num_tokens, f"{self}: {error}, after {self.num_tokens} tokens")
                 self._over("shed")
