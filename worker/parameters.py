@@ -118,6 +118,24 @@ def _biases(value: object) -> object:
     return {} if value is None else value
 
 
+def by_token_id(biases: object) -> object:
+    """Biases whose token ids may be texts, as those of JSON. Raises `InvalidRequestError`, naming the wrong ones."""
+    if not isinstance(biases, Mapping):
+        return biases
+    if wrong := [key for key in biases if not _is_token_id(key)]:
+        named = ", ".join(shortened(key) for key in wrong[:_MAX_NAMED]) + ", ..." * (len(wrong) > _MAX_NAMED)
+        raise InvalidRequestError(f"{FIELD}.logit_bias", wrong[0], f"must have token ids as its keys, not {named}")
+    return {int(key): bias for key, bias in biases.items()}
+
+
+def _is_token_id(key: Any) -> bool:
+    try:
+        int(key)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def _structure(value: object) -> object:
     if not isinstance(value, StructuredOutputs | Mapping):
         raise _wrong_type()
@@ -149,6 +167,9 @@ AT_LEAST_ZERO: Final = AfterValidator(_at_least_zero)
 def _wrong_type() -> PydanticCustomError:
     return PydanticCustomError("wrong_type", "is of a wrong type")
 
+
+_MAX_NAMED: Final = 8
+"""Wrong keys that an error names."""
 
 MAX_LOGIT_BIAS: Final = 100.0
 """A bias of this size bans a token or forces it, as far as logits go."""

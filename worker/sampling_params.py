@@ -7,7 +7,7 @@ from `PARAMETERS`.
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, InitVar, dataclass, field
 from functools import partial
-from typing import Annotated, Final, Self
+from typing import Annotated, Any, Final, Self
 
 from pydantic import AfterValidator, Field
 
@@ -16,6 +16,7 @@ from holdfast.worker.parameters import (
     AT_LEAST_ZERO,
     BIASES,
     FIELD,
+    MAX_LOGIT_BIAS,
     NOT_BLANK,
     NOT_ZERO,
     STRUCTURE,
@@ -25,6 +26,7 @@ from holdfast.worker.parameters import (
     Group,
     Metadata,
     Scope,
+    by_token_id,
 )
 from holdfast.worker.structured_outputs import StructuredOutputs
 from holdfast.worker.value_types import (
@@ -69,7 +71,6 @@ _report = partial(Metadata, scope=Scope.TEXT, group=Group.REPORT)
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class SamplingParams(OutputKind):
     """Parameters of sampling and stopping. The call shape follows vLLM's class of the same name.
-
     Raises `InvalidRequestError`, naming the field, for a value outside its limits, given or set later. Lists are stored
     as tuples. A request takes a copy: what is set after it was submitted holds for the next one.
 
@@ -320,6 +321,13 @@ class SamplingParams(OutputKind):
         else:
             raise AttributeError(f"SamplingParams has no parameter {name!r}")
 
+    @classmethod
+    def from_optional(cls, **given: Any) -> Self:
+        """As vLLM's server makes them: None is the default, and keys of `logit_bias` may be texts."""
+        if isinstance(biases := by_token_id(given.get("logit_bias")), Mapping):  # beyond the bounds it takes the bounds
+            given["logit_bias"] = {key: min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, one)) for key, one in biases.items()}
+        return cls(**{name: value for name, value in given.items() if value is not None or name == "max_tokens"})
+
     def clone(self) -> Self:
         """Another object with the same values."""
         twin = object.__new__(type(self))
@@ -330,7 +338,7 @@ class SamplingParams(OutputKind):
         return twin
 
     def with_valid(self, **changes: object) -> Self:
-        """The same but for these, which are known to be valid: nothing is checked."""
+        """The same but for these, which are valid."""
         changed = self.clone()
         for name, value in changes.items():
             set_slot(changed, name, value)

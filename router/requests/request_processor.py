@@ -89,6 +89,11 @@ class RequestProcessor:
         self._gate.caller().charged(request, self._dispatch_host.now())
 
     @property
+    def key_name(self) -> str:
+        """Name of the caller's key; empty where no keys are required."""
+        return self._gate.caller().name
+
+    @property
     def pauses(self) -> Pauses:
         """Which models take no new requests for now."""
         return self._admission.pauses

@@ -34,6 +34,8 @@ class Caller:
     max_priority: Priority = Priority.CRITICAL
     is_operator: bool = True
     rates: Rates | None = field(default=None, repr=False)
+    has_paid: bool = False
+    """Its request was let in, and taken off the rate of requests, before; tokens are still charged."""
 
     def check_model(self, model: str) -> None:
         """Raises `PermissionDeniedError`. An empty name is that of the only one that it sees."""
@@ -58,7 +60,7 @@ class Caller:
             raise PermissionDeniedError("priority", message)
         if self.tenant is not None and request.tenant not in ("", self.tenant):
             raise PermissionDeniedError("tenant", f"the key {self.name!r} may not send requests of another tenant")
-        if self.rates is not None:
+        if self.rates is not None and not self.has_paid:
             self._check_rates(self.rates, now)
         return request if self.tenant is None else replace(request, tenant=self.tenant)
 
@@ -121,9 +123,15 @@ class Gate:
         _caller.set(caller)
         return caller
 
-    def enter_trusted(self, tenant: str | None = None) -> None:
-        """The running task is one of this process's own. `tenant`: whom its requests are charged to."""
-        _caller.set(TRUSTED if tenant is None else replace(TRUSTED, tenant=tenant))
+    def enter_trusted(self, tenant: str | None = None, key_name: str = "") -> None:
+        """The running task is one of this process's own.
+
+        `tenant`: whom its requests are charged to. `key_name`: the key that was let in with them before, whose rate of
+        tokens they are charged to while there is such a key.
+        """
+        key = next((one for one in self._known().keys if one.name == key_name), None) if key_name else None
+        rates = None if key is None else self._rates_of(key)
+        _caller.set(TRUSTED if tenant is None else replace(TRUSTED, tenant=tenant, rates=rates, has_paid=True))
 
     @property
     def has_entered(self) -> bool:
@@ -141,28 +149,36 @@ class Gate:
 
     def _who(self, presented: str) -> Caller:
         assert self._keys is not None, "a gate that is not locked asks for no key"
-        ring = self._keys.ring()
-        if ring is not self._ring:
-            self._ring, self._with_own = ring, KeyRing([*ring.keys, *([] if self._own is None else [self._own])])
-            names = {key.name for key in ring.keys}
-            self._rates = {name: rates for name, rates in self._rates.items() if name in names}
+        self._known()
         found = self._with_own.find(presented)
         if found is None:
             raise AuthenticationError(UNKNOWN)
         return TRUSTED if found is self._own else self._caller_of(found)
 
-    def _caller_of(self, key: ApiKey) -> Caller:
+    def _known(self) -> KeyRing:
+        """The keys as they are now, but for the cluster's own."""
+        ring = KeyRing() if self._keys is None else self._keys.ring()
+        if ring is not self._ring:
+            self._ring, self._with_own = ring, KeyRing([*ring.keys, *([] if self._own is None else [self._own])])
+            names = {key.name for key in ring.keys}
+            self._rates = {name: rates for name, rates in self._rates.items() if name in names}
+        return ring
+
+    def _rates_of(self, key: ApiKey) -> Rates:
         limits = key.requests_per_minute, key.tokens_per_minute
         rates = self._rates.get(key.name)
         if rates is None or rates.limits != limits:
             rates = self._rates[key.name] = Rates(*limits)
+        return rates
+
+    def _caller_of(self, key: ApiKey) -> Caller:
         return Caller(
             name=key.name,
             tenant=key.charged_tenant,
             models=frozenset(key.models) or None,
             max_priority=key.priority,
             is_operator=key.operator,
-            rates=rates,
+            rates=self._rates_of(key),
         )
 
 

@@ -163,6 +163,7 @@ def _jobs(metadata: "sqlalchemy.MetaData") -> "sqlalchemy.Table":
         Column("number", Integer),
         Column("content", LargeBinary, nullable=False),
         Column("identity", Text, nullable=False),
+        Column("key_name", Text, nullable=False),
         Column("num_claims", Integer, nullable=False),
         Column("owner", Text, nullable=False),
         Column("lease_until", Float, nullable=False),

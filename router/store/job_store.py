@@ -37,6 +37,8 @@ class Job:
     """Of a response what `background` makes of its request; of a batch its line."""
     identity: str
     """As `Identity.text`."""
+    key_name: str = ""
+    """The API key that asked for it, whose rate of tokens is charged; empty: none."""
     num_claims: int = 1
     """Routers that have had it, and the times that it was begun again."""
     pieces: list[bytes] = field(default_factory=list)
@@ -142,7 +144,7 @@ class JobStore:
             "num_claims": 1,
             "made_at": self._database.now(connection),
         }
-        names = "tenant", "id", "object_id", "number", "content", "identity"
+        names = "tenant", "id", "object_id", "number", "content", "identity", "key_name"
         rows = [{**of_all, **{name: getattr(job, name) for name in names}} for job in jobs]
         connection.execute(self._jobs.insert(), rows)
 
@@ -169,6 +171,7 @@ class JobStore:
             number=row.number,
             content=row.content,
             identity=row.identity,
+            key_name=row.key_name,
             num_claims=row.num_claims + 1,
             pieces=pieces,
             num_pieces=len(pieces),

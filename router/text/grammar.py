@@ -8,7 +8,7 @@ import json
 from collections.abc import Collection, Sequence
 from functools import cached_property, lru_cache
 from itertools import takewhile
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -16,7 +16,7 @@ from holdfast.router.schemas.normalizer import normalized_text
 from holdfast.router.schemas.patterns import with_ascii_classes
 from holdfast.router.schemas.places import SchemaError
 from holdfast.router.text.ebnf import ebnf_as_lark, is_ebnf
-from holdfast.router.text.grammar_rules import check_finite, lark_rules
+from holdfast.router.text.grammar_rules import check_finite, lark_rules, with_schemas
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.grammar_matchers import grammar_tokenizer
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _JSON_OPTIONS: Final["JsonCompileOptions"] = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 """Flexible whitespace lets a model emit blanks without end; `lenient` would silently drop what cannot be enforced."""
+
+_SEPARATORS: Final = ("item_separator", "key_separator")
 
 _KEYWORDS: Final = (  # of a JSON schema, where llguidance's errors do not name them
     ("patternProperty regexes", "patternProperties"),
@@ -126,9 +128,8 @@ def _grammar(structure: StructuredOutputs) -> str:
     if structure.json_object:
         return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON_OPTIONS)
     if isinstance(structure.json, str):
-        schema = normalized_text(structure.json)
-        options: JsonCompileOptions = {**_JSON_OPTIONS, "json_allowed_escapes": schema.escapes}
-        return LLMatcher.grammar_from_json_schema(json.dumps(dict(schema.schema)), overrides=options)
+        schema, options = _enforced(structure.json)
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
     if structure.regex is not None:
         return LLMatcher.grammar_from_regex(with_ascii_classes(structure.regex))
     if structure.choice is not None:
@@ -138,4 +139,19 @@ def _grammar(structure: StructuredOutputs) -> str:
     if is_ebnf(structure.grammar):
         return LLMatcher.grammar_from_lark(ebnf_as_lark(structure.grammar))
     check_finite(lark_rules(structure.grammar))
-    return LLMatcher.grammar_from_lark(structure.grammar)
+    return LLMatcher.grammar_from_lark(with_schemas(structure.grammar, _schema_in_lark))
+
+
+def _enforced(text: str) -> tuple[dict[str, Any], "JsonCompileOptions"]:
+    """A schema as llguidance enforces it, with its options."""
+    schema = normalized_text(text)
+    return dict(schema.schema), {**_JSON_OPTIONS, "json_allowed_escapes": schema.escapes}
+
+
+def _schema_in_lark(text: str) -> str:
+    """A schema that stands in a grammar: of the options that come with it, only separators are its own to choose."""
+    schema, options = _enforced(text)
+    written = json.loads(text)
+    asked = written.get("x-guidance") if isinstance(written, dict) else None
+    own = {name: asked[name] for name in _SEPARATORS if name in asked} if isinstance(asked, dict) else {}
+    return json.dumps({**schema, "x-guidance": {**options, **own}}, ensure_ascii=False)

@@ -3,21 +3,27 @@
 EBNF is judged, and Lark where each of its parts is known here. What may not live here: compilation.
 """
 
+import json
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 _LARK: Final = re.compile(
-    r"""(?P<space>\s+|//[^\n]*|\.\.)
-    |(?P<head>[!?]*[A-Za-z_][\w-]*(?:\.-?\d+)?\s*:)
+    r"""(?P<space>\s+|(?://|\#)[^\n]*|\.\.|->\s*[A-Za-z_][\w-]*)
+    |(?P<directive>%\w*)
+    |(?P<head>[!?]{0,2}[A-Za-z_][\w-]*(?:\[[^\[\]\n]*\])?(?:\.-?\d+)?\s*:)
     |(?P<name>[A-Za-z_][\w-]*)
     |(?P<text>"(?:\\.|[^"\\\n])*"i?|/(?!/)(?:\\.|[^/\\\n])+/[a-z]*|<[^<>\s]+>)
-    |(?P<count>\{\s*\d*\s*(?:,\s*\d*\s*)?\})
-    |(?P<mark>[()\[\]|*+?])""",
+    |(?P<count>\{\s*(?:\d+\s*)?(?:,\s*(?:\d+\s*)?)?\})
+    |(?P<mark>[()\[\]|*+?])
+    |(?P<other>[&~@,=:.!<>{}-]|\d+)""",
     re.VERBOSE,
 )
+_DIRECTIVES: Final = ("%ignore", "%import", "%json", "%lark", "%llguidance", "%regex")
+_JSON_FOLLOWS: Final = ("%json", "%llguidance", "%regex")
+_SPACE: Final = re.compile(r"\s*")
 _NAME: Final = re.compile(r"[A-Za-z_][\w-]*")
 _NO_TIMES: Final = re.compile(r"\{\s*0*\s*[,}]")
 
@@ -73,22 +79,67 @@ def check_finite(rules: Mapping[str, Sequence[Piece]]) -> None:
 
 
 def lark_rules(grammar: str) -> Mapping[str, Sequence[Piece]]:
-    """The rules of a Lark grammar; none where it has parts that are not known here, such as `%json`."""
+    """The rules of a Lark grammar; none where it has parts that are not known here, such as `%lark`.
+
+    Raises ValueError for what is not Lark, for a directive that nobody knows, and for one whose JSON is none.
+    """
     rules: dict[str, list[Piece]] = {}
     body: list[Piece] = []
+    is_known = True
+    for piece, _ in _lark_pieces(grammar):
+        named = _NAME.search(piece.text)
+        if piece.kind == "head" and named is not None:
+            body = rules.setdefault(named[0], [])
+        elif piece.kind == "directive" and piece.text.startswith(("%json", "%regex")):
+            body.append(Piece("text", piece.text))
+        elif piece.kind == "directive":
+            body = []  # what follows belongs to no rule
+            is_known &= not piece.text.startswith("%lark")
+        else:
+            body.append(piece)
+            is_known &= piece.kind != "other"
+    return rules if is_known else {}
+
+
+def with_schemas(grammar: str, rewritten: Callable[[str], str]) -> str:
+    """A Lark grammar whose JSON schemas (`%json`) are rewritten. Raises what `lark_rules` raises."""
+    out, position = [], 0
+    for piece, start in _lark_pieces(grammar):
+        if piece.text.startswith("%json"):
+            out += [grammar[position:start], "%json ", rewritten(piece.text.removeprefix("%json"))]
+            position = start + len(piece.text)
+    return "".join([*out, grammar[position:]])
+
+
+def _lark_pieces(grammar: str) -> Iterator[tuple[Piece, int]]:
+    """Pieces that are no space, each with its position. The text of a directive has its JSON, or its line's rest."""
     position = 0
     while position < len(grammar):
         found = _LARK.match(grammar, position)
         if found is None or found.lastgroup is None:
-            return {}
-        if found.lastgroup == "head":
-            named = _NAME.search(found[0])
-            assert named is not None
-            body = rules.setdefault(named[0], [])
-        elif found.lastgroup != "space":
-            body.append(Piece(found.lastgroup, found[0]))
-        position = found.end()
-    return rules
+            line = grammar.count("\n", 0, position) + 1
+            raise ValueError(f"line {line}: {grammar[position : position + 20]!r} is not Lark")
+        end = _directive_end(grammar, found[0], found.end()) if found.lastgroup == "directive" else found.end()
+        if found.lastgroup != "space":
+            yield Piece(found.lastgroup, grammar[position:end]), position
+        position = end
+
+
+def _directive_end(grammar: str, name: str, position: int) -> int:
+    if name not in _DIRECTIVES:
+        raise ValueError(f"{name} is not known here: directives are {', '.join(_DIRECTIVES)}")
+    if name == "%import":
+        return position + len(grammar[position:].partition("\n")[0])
+    if name not in _JSON_FOLLOWS:
+        return position
+    space = _SPACE.match(grammar, position)
+    assert space is not None
+    try:
+        return json.JSONDecoder().raw_decode(grammar, space.end())[1]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} must be followed by JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{name}: the JSON is nested too deeply") from None
 
 
 def _clauses(

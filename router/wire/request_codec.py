@@ -1,7 +1,7 @@
 """Protobuf codec of requests of the public API: from messages for routers, to messages for clients."""
 
 import json
-from typing import Final
+from typing import Any, Final
 
 from holdfast.router.chat import Chat, check_messages
 from holdfast.router.request import GenerationRequest
@@ -15,8 +15,9 @@ from holdfast.router.wire.chat_codec import (
 from holdfast.router.wire.resume_codec import in_pieces, resume_message, resume_record
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.parameters import FIELD, MAX_WHOLE
 from holdfast.worker.request import Priority
-from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
 from holdfast.worker.wire.sampling_fields import fields_of, params_of
 
 PRIORITIES: Final = {
@@ -30,6 +31,8 @@ PRIORITIES_READ: Final = {int(number): priority for priority, number in PRIORITI
 }
 
 MAX_TIMEOUT_MS: Final = 2**32 - 1
+
+_TOKEN_IDS: Final = "must be token ids: integers in [0, 4294967295]"
 
 
 def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequest:
@@ -72,7 +75,23 @@ def generation_request_message(request: GenerationRequest) -> inference_pb2.Gene
 
 
 def sampling_params_message(params: SamplingParams) -> inference_pb2.SamplingParams:
-    return inference_pb2.SamplingParams(**fields_of(params, inference_pb2.SamplingParams))
+    """Raises `InvalidRequestError` for a token id that the message cannot hold."""
+    fields = fields_of(params, inference_pb2.SamplingParams)
+    try:
+        return inference_pb2.SamplingParams(**fields)
+    except ValueError:  # a number that a field cannot hold, which is rare
+        return inference_pb2.SamplingParams(**{name: _held(name, value) for name, value in fields.items()})
+
+
+def _held(name: str, value: Any) -> Any:
+    """A parameter's value as the message can hold it: the largest number where larger ones mean the same."""
+    if name in PARAMETERS and PARAMETERS[name].metadata.means_all:
+        return min(value, MAX_WHOLE)
+    try:
+        inference_pb2.SamplingParams(**{name: value})
+    except ValueError:
+        raise InvalidRequestError(f"{FIELD}.{name}", value, _TOKEN_IDS) from None
+    return value
 
 
 def _timeout_ms(timeout_s: float | None) -> int | None:
@@ -114,8 +133,7 @@ def _set_prompt(message: inference_pb2.GenerateRequest, request: GenerationReque
             request.prompt_field, error.object, f"must be valid Unicode: {error.reason}"
         ) from None
     except (TypeError, ValueError):
-        limit = "must be token ids: integers in [0, 4294967295]"
-        raise InvalidRequestError(request.prompt_field, request.prompt, limit) from None
+        raise InvalidRequestError(request.prompt_field, request.prompt, _TOKEN_IDS) from None
 
 
 def _chat(message: inference_pb2.Chat) -> Chat:

@@ -141,6 +141,20 @@ def test_a_clone_is_equal_and_another_object():
     assert params.temperature == 0.5
 
 
+def test_parameters_of_optional_values_are_those_of_vllm():
+    none = dict.fromkeys(("n", "temperature", "top_p", "presence_penalty", "repetition_penalty", "stop", "logprobs"))
+    assert SamplingParams.from_optional(**none) == SamplingParams.from_optional() == SamplingParams()
+    assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
+    made = SamplingParams.from_optional(logit_bias={"7": 150, 8: -1e9, "9": 0.5}, seed=3, watermarking=None)
+    assert made == SamplingParams(logit_bias={7: 100.0, 8: -100.0, 9: 0.5}, seed=3)
+    with pytest.raises(InvalidRequestError, match=r"sampling_params\.logit_bias.*must have token ids.*not 'a', None"):
+        SamplingParams.from_optional(logit_bias={"a": 1, "7": 1, None: 1})
+    with pytest.raises(InvalidRequestError, match="watermarking"):
+        SamplingParams.from_optional(watermarking=True)
+    with pytest.raises(TypeError, match="tempreature"):
+        SamplingParams.from_optional(tempreature=1)
+
+
 def test_names_of_vllm_are_understood():
     guided = SamplingParams(guided_decoding={"choice": ["a", "b"]}, output_kind=RequestOutputKind.DELTA)
     assert guided == SamplingParams(structured_outputs={"choice": ["a", "b"]})

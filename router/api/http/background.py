@@ -82,8 +82,8 @@ class _Run:
 class BackgroundResponses:
     """Of one router."""
 
-    def __init__(self, jobs: JobStore, prepare: Prepare, enter: Callable[[str], None]) -> None:
-        """`enter` makes the running task one of this process's own, charged to a tenant."""
+    def __init__(self, jobs: JobStore, prepare: Prepare, enter: Callable[[str, str], None]) -> None:
+        """`enter` makes the running task one of this process's own, charged to a tenant and to the key of this name."""
         self._jobs = jobs
         self._prepare = prepare
         self._enter = enter
@@ -98,7 +98,7 @@ class BackgroundResponses:
         if len(self._runs) < MAX_RUNNING and not self._is_stopping:
             self._start(job)
         else:
-            await self._jobs.release(job)
+            await self._release(job)
 
     async def cancel(self, tenant: str, response_id: str) -> dict[str, Any]:
         """As `JobStore.cancel`. The router that computes it stops when it stores its next piece."""
@@ -152,7 +152,7 @@ class BackgroundResponses:
         task.add_done_callback(lambda _: self._runs.pop(name, None))
 
     async def _run(self, job: Job) -> None:
-        self._enter(job.tenant)
+        self._enter(job.tenant, job.key_name)
         identity = Identity.of(job.identity)
         assert identity is not None, "it is written as this is read"
         run = _Run(job, _record_of(job, identity))
@@ -160,6 +160,7 @@ class BackgroundResponses:
         job.pieces = []
         submission = Submission(identity=identity, attempt=job.num_claims, record=known)
         computing = asyncio.create_task(self._compute(run, submission))
+        computing.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may ask for it
         try:
             is_mine = True
             while is_mine and not computing.done():
@@ -218,7 +219,13 @@ class BackgroundResponses:
         computing.cancel()
         await asyncio.wait([computing])
         if run.ended is None and await self._store(run):
-            await self._jobs.release(run.job)
+            await self._release(run.job)
+
+    async def _release(self, job: Job) -> None:
+        try:
+            await self._jobs.release(job)
+        except StoreError as error:  # its lease runs out
+            logger.warning("a background response cannot be put back: %s", error)
 
     async def _failed(self, run: _Run, error: HoldfastError) -> None:
         """It is over with this error, or begun again where that may help."""
@@ -227,7 +234,7 @@ class BackgroundResponses:
         if kind_of(error).http.may_retry and not isinstance(error, StoreError):
             await self._store(run)
             await asyncio.sleep(0 if self._is_stopping else CLAIM_EVERY_S)
-            await self._jobs.release(run.job)
+            await self._release(run.job)
             return
         answer = http_error(error)
         stored = run.begun or {"id": run.job.id, "object": "response", "background": True, "output": []}

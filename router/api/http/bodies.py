@@ -307,7 +307,8 @@ class ChatFields(BaseModel):
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """Templates that know other values get them in `chat_template_kwargs`."""
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Listed[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None

@@ -52,7 +52,9 @@ def chat_of(body: ChatFields, messages: list[dict[str, Any]]) -> Chat:
     if body.documents is not None:
         variables["documents"] = body.documents
     if body.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
+        thinks = body.reasoning_effort != "none"
+        effort = {"reasoning_effort": body.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        variables = effort | variables
     return Chat(
         messages=messages,
         template_kwargs=variables,

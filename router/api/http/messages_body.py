@@ -29,6 +29,7 @@ class MessagesBody(Reads):
         "stop_sequences": "stop",
         "output_config.format": "response_format",
         "output_config.format.schema": "response_format.json_schema.schema",
+        "output_config.effort": "reasoning_effort",
         "output_format": "response_format",
         "output_format.schema": "response_format.json_schema.schema",
     }
@@ -84,10 +85,7 @@ def chat_body(body: MessagesBody) -> ChatBody:
     if body.chat_template_kwargs is not None:
         own["chat_template_kwargs"] = {**body.chat_template_kwargs, **own.get("chat_template_kwargs", {})}
     own["response_format"] = _format(body)
-    if (effort := (body.output_config or {}).get("effort")) is not None:
-        if not isinstance(effort, str):
-            raise InvalidRequestError("output_config.effort", effort, "must be text")
-        own["reasoning_effort"] = effort
+    own["reasoning_effort"] = (body.output_config or {}).get("effort")
     if is_prefilled(body):
         own |= _prefilled(body, own)
     return ChatBody.made_of(body, {**(body.model_extra or {}), **own})

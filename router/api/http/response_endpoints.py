@@ -156,7 +156,14 @@ class ResponseEndpoints:
         response_id, identity = response["id"], made.submission.identity.text
         # With what it continues: that may be changed or deleted before the end.
         said = json.dumps(made.earlier).encode() + b"\n" + content
-        job = Job(tenant=owner, id=response_id, object_id=response_id, content=said, identity=identity)
+        job = Job(
+            tenant=owner,
+            id=response_id,
+            object_id=response_id,
+            content=said,
+            identity=identity,
+            key_name=self._requests.key_name,
+        )
         await background.submit(job, made.turn.stored(response))
         if made.body.stream:
             return EventStream(background.stream(owner, job.id), headers_of(request))

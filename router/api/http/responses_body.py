@@ -113,10 +113,7 @@ def chat_body(body: ResponsesBody, earlier: Sequence[dict[str, Any]] = ()) -> Ch
         own["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
     if body.tool_choice is not None and (body.tools or body.tool_choice != "auto"):
         own["tool_choice"] = _choice(body.tool_choice)
-    effort = (body.reasoning or {}).get("effort")
-    if effort is not None and not isinstance(effort, str):
-        raise InvalidRequestError("reasoning.effort", effort, "must be text")
-    own["reasoning_effort"] = effort
+    own["reasoning_effort"] = (body.reasoning or {}).get("effort")
     return ChatBody.made_of(body, {**(body.model_extra or {}), **own})
 
 

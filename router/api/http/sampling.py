@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from holdfast.router.api.http.bodies import Body, ChatBody, CompletionBody, Reads
-from holdfast.worker.errors import InvalidRequestError, shortened
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.parameters import by_token_id
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
 from holdfast.worker.structured_outputs import StructuredOutputs
-
-_MAX_NAMED: Final = 8
-"""Wrong keys that an error names."""
 
 
 def chat_params(body: ChatBody) -> SamplingParams:
@@ -68,24 +66,7 @@ def _all_if_negative(number: object) -> object:
     return max(0, number) if isinstance(number, int) else number
 
 
-def _by_token_id(biases: object) -> object:
-    if not isinstance(biases, Mapping):
-        return biases
-    if wrong := [key for key in biases if not _is_token_id(key)]:
-        named = ", ".join(shortened(key) for key in wrong[:_MAX_NAMED]) + ", ..." * (len(wrong) > _MAX_NAMED)
-        raise InvalidRequestError("logit_bias", wrong[0], f"must have token ids as its keys, not {named}")
-    return {int(key): bias for key, bias in biases.items()}
-
-
-def _is_token_id(key: object) -> bool:
-    try:
-        int(key)  # type: ignore[call-overload]  # keys of JSON are texts
-    except ValueError:
-        return False
-    return True
-
-
-_OTHER_VALUES: Final = {"top_k": _all_if_negative, "logit_bias": _by_token_id}
+_OTHER_VALUES: Final = {"top_k": _all_if_negative, "logit_bias": by_token_id}
 
 
 def structure_of(body: Body) -> StructuredOutputs | None:

@@ -68,6 +68,21 @@ def test_what_matches(grammar: str, texts: list[str], others: list[str]):
         ("start: a\na: b\nb: a", "start matches no finite text"),
         ('start: "x" | a  // never\n!a.2: /b/ [a] a', "a matches no finite text"),
         ("start: A\nA: /a/ & /b/", "no output matches"),
+        ('start: "a" x\nx: "b" x\n%ignore " "', "start matches no finite text"),
+        ("start: INT x\n%import common.INT\nx: INT x -> more", "start matches no finite text"),
+        ('start: x\nx: %json {"const": 1} x', "start matches no finite text"),
+        ('start: x\nx[capture="%json"]: "a" x  # %import', "start matches no finite text"),
+        ('start: "a"\n%declare FOO', "%declare is not known here: directives are %ignore, %import"),
+        ('start: "a"\n%override start: "b"', "%override is not known here"),
+        ('start: "a"\n%extend start: "b"', "%extend is not known here"),
+        ('start: "a"\n%Ignore " "', "%Ignore is not known here"),
+        ("start: x\n%import python.NAME -> x", "Unknown common regex: python.NAME"),
+        ("start: %json", "%json must be followed by JSON"),
+        ('start: %json {"type": "object"', "%json must be followed by JSON"),
+        ("start: %json " + "[" * 100_000, "nested too deeply"),
+        ('start: %json {"const": 9007199254740993}', "9007199254740993"),
+        ('start: %json {"uniqueItems": true, "x-guidance": {"lenient": true}}', "uniqueItems"),
+        ('start: %lark {\nstart: %json {"not": {}}\n}', "not"),
     ],
 )
 def test_what_is_none_or_never_ends_is_refused_by_line_or_rule(grammar: str, named: str):
@@ -87,6 +102,8 @@ def test_what_is_none_or_never_ends_is_refused_by_line_or_rule(grammar: str, nam
         'start: item{2,}\nitem: "a" | item "b" | (item "c")',
         "start: NUMBER\nNUMBER: /[0-9]+/",
         '%llguidance {}\nstart: "a" %json {"type": "object"}',
+        'start: "a" [x]\nx: "b" x?\n%ignore " "\n| /\\t/',
+        'start: "%foo" /%bar/  // %baz\n# %qux',
     ],
 )
 def test_rules_that_end_are_taken_however_they_refer_to_themselves(grammar: str):
@@ -109,6 +126,26 @@ def test_rules_cost_no_more_than_their_length_however_they_refer_to_each_other()
     assert len(found) == num_rules + 1
     assert len(derived_from) < 8 * num_rules
     assert "start: T_0" in ebnf_as_lark(chain)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "texts", "others"),
+    [
+        ('start: "a" "b"\n%ignore " "', ["ab", "a b", "a  b"], ["a\nb"]),
+        ('start: N ("+" N)*\n%import common.INT -> N\n%import common.WS\n%ignore WS', ["1+2", "1 +\n2"], ["1-2"]),
+        ('start: "=" %json {"enum": [1, "%json 2"]}', ["=1", '="%json 2"'], ["= 1", "=2"]),
+        ('start: %json {"type": "object", "properties": {"a": {"const": 1}}}', ['{"a":1}'], ['{ "a": 1 }', '{"a":2}']),
+        ('start: %regex {"substring_words": "one two three"}', ["two three"], ["three two"]),
+        ('start: "<" %lark {\nstart: "b" %json {"const": 3}\n}\n', ["<b3"], ["<b"]),
+    ],
+)
+def test_what_directives_of_lark_mean(grammar: str, texts: list[str], others: list[str]):
+    compiled = GrammarCompiler(Tokenizer.load(str(BUNDLED))).compile(StructuredOutputs(grammar=grammar))
+    matches = []
+    for text in texts + others:
+        matcher = LLMatcher(LLTokenizer("byte"), compiled, log_level=0)
+        matches.append(matcher.consume_tokens(list(text.encode())) and matcher.is_accepting())
+    assert matches == [True] * len(texts) + [False] * len(others)
 
 
 @pytest.mark.parametrize("lark", ['start: "a"', '// root ::= "x"\nstart: "::="', '%llguidance {}\nstart: "a"'])

@@ -10,12 +10,13 @@ from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
 from holdfast.router.request import GenerationRequest, derived_seed
 from holdfast.router.resume import ResumeRecord, SequenceRecord
-from holdfast.router.wire.request_codec import generation_request, generation_request_message
+from holdfast.router.wire.request_codec import generation_request, generation_request_message, sampling_params_message
 from holdfast.router.wire.response_codec import generation
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.wire.sampling_fields import params_of
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -107,6 +108,17 @@ def test_what_the_wire_has_no_place_for_is_refused_by_name(fields, field, limit)
         generation_request_message(GenerationRequest(**fields))
     assert refused.value.field == field
     assert limit in refused.value.limit
+
+
+def test_numbers_that_mean_all_are_the_largest_that_the_wire_has_and_token_ids_are_refused_by_name():
+    params = SamplingParams(max_tokens=2**63, top_k=2**31, truncate_prompt_tokens=10**30, seed=5)
+    most = 2**31 - 1
+    assert params_of(sampling_params_message(params)) == params.with_changes(
+        max_tokens=most, top_k=most, truncate_prompt_tokens=most
+    )
+    for ids in ({"stop_token_ids": [2**32]}, {"allowed_token_ids": [7, 2**63]}, {"logit_bias": {2**32: 1}}):
+        with pytest.raises(InvalidRequestError, match=rf"sampling_params\.{next(iter(ids))} = .*4294967295"):
+            sampling_params_message(SamplingParams(max_tokens=2**63, **ids))
 
 
 def test_a_time_that_is_nearly_over_is_not_none():

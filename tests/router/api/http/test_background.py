@@ -1,6 +1,7 @@
 """Background responses as OpenAI's client uses them: computed without a client, and continued by another router."""
 
 import asyncio
+import gc
 from itertools import pairwise
 
 import openai
@@ -9,6 +10,8 @@ import pytest
 from holdfast.router.api.http import background
 from holdfast.router.api.http.request_reader import TENANT
 from holdfast.router.config import RouterConfig
+from holdfast.router.store.job_store import JobStore
+from holdfast.worker.errors import StoreError
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop
 from tests.router.api.http.test_stored_responses import SHORT, storing
@@ -158,3 +161,43 @@ async def test_keys_see_the_responses_of_their_own_tenant_also_those_made_in_the
             await low.responses.create(input="hello", background=True, **SHORT)
         for client in (a, b, low):
             await client.close()
+
+
+@on_a_loop
+async def test_its_tokens_are_charged_to_the_key_that_asked_for_it(tmp_path):
+    replica = await FakeReplica.start()
+    config = RouterConfig(max_reconnect_s=0.1, store=str(tmp_path))
+    async with (
+        site(replica, config=config, http=True, **locked(key_of("a", tokens_per_minute=6), key_of("b"))) as place,
+        openai.AsyncOpenAI(
+            base_url=f"http://{place.router.http_address}/v1", api_key=secret_of("a"), max_retries=0
+        ) as client,
+    ):
+        made = await client.responses.create(input="hello", background=True, **LONG)
+        assert (await until_over(client, made.id)).status == "incomplete"
+        await place.until_idle()
+        with pytest.raises(openai.RateLimitError, match="tokens_per_minute") as refused:
+            await client.responses.create(input="hello", **SHORT)
+        assert int(refused.value.response.headers["retry-after"]) > 600, "60 tokens of its output at 6 a minute"
+
+
+@on_a_loop
+async def test_a_store_that_fails_while_a_job_is_handed_over_is_a_warning(tmp_path, monkeypatch, caplog):
+    async def failing(*_: object) -> None:
+        raise StoreError("the disk is full")
+
+    unhandled: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+    async with storing(tmp_path) as (place, client):
+        place.replicas[0].pause()
+        made = await client.responses.create(input="hello", background=True, **LONG)
+        monkeypatch.setattr(JobStore, "release", failing)
+        monkeypatch.setattr(background, "MAX_RUNNING", 0)
+        waits = await client.responses.create(input="hello", background=True, **LONG | {"extra_body": {"seed": 6}})
+        assert (made.status, waits.status) == ("queued", "queued")
+        await place.router.stop()
+    gc.collect()
+    assert not unhandled
+    assert [record.message for record in caplog.records if "the disk is full" in record.message] == [
+        "a background response cannot be put back: the disk is full"
+    ] * 2

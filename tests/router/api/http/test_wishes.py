@@ -26,9 +26,9 @@ BY_PATH = {
 
 
 @asynccontextmanager
-async def api(limits: LimitsConfig | None = None):
+async def api(limits: LimitsConfig | None = None, template: str = TEMPLATE):
     replica = await FakeReplica.start(step_s=0.0)
-    load = lambda path: byte_tokenizer(path, TEMPLATE)  # noqa: E731
+    load = lambda path: byte_tokenizer(path, template)  # noqa: E731
     options = {"load_tokenizer": load, "http": True, "limits": limits}
     async with site(replica, **options) as place, client_of(place) as client:
         yield client, replica
@@ -77,6 +77,10 @@ REFUSED = [
     ("/v1/chat/completions", {"logprob_token_ids": [5]}, "logprob_token_ids", "must come with logprobs"),
     ("/v1/messages", {"logprob_token_ids": [5]}, "logprob_token_ids", "is not supported"),
     ("/v1/responses", {"logprob_token_ids": [5]}, "logprob_token_ids", "is not supported"),
+    ("/v1/chat/completions", {"reasoning_effort": "banana"}, "reasoning_effort", "'none', 'minimal', 'low'"),
+    ("/v1/responses", {"reasoning": {"effort": "banana"}}, "reasoning.effort", "'xhigh' or 'max'"),
+    ("/v1/messages", {"output_config": {"effort": "banana"}}, "output_config.effort", "'xhigh' or 'max'"),
+    ("/tokenize", {**CHAT, "reasoning_effort": "banana"}, "reasoning_effort", "'xhigh' or 'max'"),
     *((path, {"request_id": "x" * 200}, "request_id", "at most 128") for path in BY_PATH),
     ("/v1/completions", {"request_id": "a\nb"}, "request_id", "printable ASCII"),
     ("/v1/completions", {"request_id": 7}, "request_id", "string"),
@@ -111,6 +115,23 @@ async def test_a_refusal_names_what_was_written(path: str, fields: dict[str, Any
         assert error["message"].startswith(named), error
         assert limit in error["message"]
         assert error.get("param", named).startswith(named)
+
+
+@pytest.mark.parametrize(
+    ("fields", "seen"),
+    [
+        ({}, "//"),
+        ({"reasoning_effort": "low"}, "low/True/True"),
+        ({"reasoning_effort": "none"}, "none/False/False"),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "none/True/False"),
+        ({"chat_template_kwargs": {"reasoning_effort": "banana"}}, "banana//"),
+    ],
+)
+@on_a_loop
+async def test_an_effort_says_whether_the_model_thinks_unless_the_request_does(fields: dict[str, Any], seen: str):
+    async with api(template="{{ reasoning_effort }}/{{ enable_thinking }}/{{ thinking }}") as (client, _):
+        answer = await posted(client, "/v1/chat/completions", **fields, return_prompt_text=True)
+        assert answer.json()["prompt_text"] == seen
 
 
 IDS = {
