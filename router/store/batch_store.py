@@ -125,6 +125,10 @@ class BatchStore:
         await self._objects.purge_if_due()
         return is_mine
 
+    async def purge(self) -> None:
+        """As `ObjectStore.purge`."""
+        await self._objects.purge()
+
     async def expire(self) -> None:
         """Ends the batches whose time is up, with an error for each line that has no result."""
         for tenant, batch_id in await self._database.run(self._overdue):

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S: Final = 1.0
 """How often it looks for lines, renews leases, and ends batches whose time is up."""
 
+PURGE_EVERY_S: Final = 600.0
+"""How often what has expired is deleted, also where nothing is written."""
+
 AGAIN_AFTER_S: Final = 1.0
 """A line that was refused for now is put back after so long."""
 
@@ -74,13 +77,16 @@ class BatchLines:
 
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
-        renews_at = loop.time()
+        renews_at, purges_at = loop.time(), loop.time() + PURGE_EVERY_S
         while not self._is_stopping:
             self._looks.clear()
             try:
                 if loop.time() >= renews_at:
                     renews_at = loop.time() + LOOK_EVERY_S
                     await self._keep()
+                if loop.time() >= purges_at:
+                    purges_at = loop.time() + PURGE_EVERY_S
+                    await self._batches.purge()
                 await self._claim()
             except StoreError as error:
                 logger.warning("lines of batches cannot be claimed: %s", error)

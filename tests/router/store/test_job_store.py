@@ -2,6 +2,7 @@
 
 import pytest
 
+from holdfast.router.store import database
 from holdfast.router.store.database import Database
 from holdfast.router.store.job_store import LEASE_S, Job, JobStore
 from holdfast.router.store.object_store import ObjectStore, StoreLimits
@@ -110,3 +111,18 @@ async def test_streams_count_for_the_size_of_the_store(tmp_path):
         await store.get("t", "a")
     assert (await store.get("t", "d")).id == "d"
     await store.database.close()
+
+
+@on_a_loop
+async def test_hosts_whose_clocks_differ_agree_on_leases_by_the_clock_of_the_server(postgresql, monkeypatch):
+    first = ResponseStore(ObjectStore(await Database.open(postgresql), StoreLimits()))
+    jobs, job = JobStore(first, "first"), job_of("far")
+    await jobs.submit(job, queued("far"))
+    monkeypatch.setattr(database.time, "time", lambda: 2e9)  # of the other host
+    other = ResponseStore(ObjectStore(await Database.open(postgresql), StoreLimits()))
+    assert await JobStore(other, "other").claim(8) == []
+    await jobs.release(job)
+    assert len(await JobStore(other, "other").claim(8)) == 1
+    await first.delete("t", "far")
+    for store in (first, other):
+        await store.database.close()

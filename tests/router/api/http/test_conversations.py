@@ -5,11 +5,12 @@ import asyncio
 import openai
 import pytest
 
+from holdfast.router.api.http import background
 from holdfast.router.api.http.request_reader import TENANT
 from holdfast.router.config import LimitsConfig
 from holdfast.router.store.conversation_store import ConversationStore
 from tests.loops import on_a_loop
-from tests.router.api.http.test_background import until_over
+from tests.router.api.http.test_background import LONG, until_over
 from tests.router.api.http.test_stored_responses import SHORT, prompt_of, storing
 
 
@@ -97,6 +98,27 @@ async def test_two_turns_at_once_are_added_whole_in_the_order_of_their_ends(tmp_
         found = await texts_of(client, made.id)
         assert sorted(found[::2]) == ["first", "second"]
         assert [answers[name] for name in found[::2]] == found[1::2]
+
+
+@on_a_loop
+async def test_a_background_turn_goes_on_from_what_it_has_read_whatever_was_added_since(tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "STORE_EVERY_S", 0.01)
+    async with storing(tmp_path) as (place, client):
+        made = await client.conversations.create(items=[user("one", id="x")])
+        place.replicas[0].step_s = 0.02
+        turn = {**LONG, "input": "two", "conversation": made.id}
+        stream = await client.responses.create(background=True, stream=True, **turn)
+        async for event in stream:
+            if event.type == "response.output_text.delta" and event.sequence_number > 8:
+                break
+        await client.conversations.items.create(made.id, items=[user("between")])
+        await client.conversations.items.delete("x", conversation_id=made.id)
+        await place.router.stop()
+    async with storing(tmp_path) as (place, client):
+        over = await until_over(client, "resp_same")
+        assert prompt_of(place) == "<user>one<user>two<a>"
+        assert place.replicas[0].submits[-1].output_token_ids, "it was begun anew"
+        assert await texts_of(client, made.id) == ["between", "two", over.output_text]
 
 
 @on_a_loop
