@@ -15,7 +15,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from holdfast.cluster.client.http_packages import AsyncIo, BlockingIo, Io, Package, at_once, package_of
-from holdfast.cluster.client.resumable_call import HeldCall, error_event
+from holdfast.cluster.client.resumable_call import HeldCall, error_event, is_sent_once
 from holdfast.cluster.client.retry_policy import RECONNECT_S, RetryPolicy
 from holdfast.router.wire.resume_codec import HOLD
 from holdfast.worker.wire.tls import Tls
@@ -191,7 +191,10 @@ class _Held:
                 if verdict != "again":
                     return response
             except self._io.lost as lost:
-                self._call.note_lost(time.monotonic(), was_sent=not isinstance(lost, self._io.unsent))
+                was_sent = not isinstance(lost, self._io.unsent)
+                self._call.note_lost(time.monotonic(), was_sent=was_sent)
+                if was_sent and is_sent_once(self._request.method, self._request.url.path):
+                    raise
                 if not await self._has_paused():
                     raise
                 continue

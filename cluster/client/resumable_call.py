@@ -14,6 +14,14 @@ from holdfast.router.resume import Identity, ResumeRecord, SequenceDelta
 from holdfast.router.router_losses import ROUTERS_LOST
 from holdfast.router.wire.resume_codec import HOLD, MARK, RESUME, StreamFailure, read_mark, resume_json
 
+SENT_ONCE: Final = ("/admin/", "/v1/batches", "/v1/conversations", "/v1/files")
+"""Paths of orders: what one has done is not known when its router is lost."""
+
+
+def is_sent_once(method: str, path: str) -> bool:
+    """Whether a request is never sent to another router."""
+    return method != "GET" and path.startswith(SENT_ONCE)
+
 
 class ResumableCall:
     """State of one request across all routers it was sent to."""

@@ -12,6 +12,7 @@ import httptools
 from starlette.types import Scope
 
 from holdfast.cluster.client.http_packages import keepalive_options
+from holdfast.cluster.client.resumable_call import is_sent_once
 from holdfast.router.router_losses import ROUTERS_LOST
 from holdfast.router.wire.resume_codec import HOLD, RESUME
 
@@ -214,9 +215,6 @@ class Upstream:
 def _nothing(data: bytes) -> None: ...
 
 
-ONCE: Final = ("/admin/",)
-"""Paths that are sent once: what an order has done is not known when its router is lost."""
-
 OF_A_HOP: Final = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade expect content-length accept-encoding".split()
@@ -286,7 +284,7 @@ class ClientRequest:
 
     @property
     def is_sent_once(self) -> bool:
-        return self.method != b"GET" and self.target.startswith(tuple(path.encode() for path in ONCE))
+        return is_sent_once(self.method.decode(), self.target.decode("latin-1"))
 
     def bytes_of(self, added: dict[str, str], body: bytes) -> list[bytes]:
         """The request as a router gets it. It learns the client's address: a forwarded client is not on the router's

@@ -137,7 +137,7 @@ class BatchStore:
     # --- within a transaction ---
 
     def _finish(self, connection: "sqlalchemy.Connection", job: Job, result: bytes, is_error: bool) -> bool:
-        self._objects.lock(connection, job.tenant, job.object_id)  # of two last lines one sees that it is the last
+        self._objects.lock(connection, job.tenant, job.object_id)  # first, as all who end lines or batches
         if not connection.execute(self._jobs.delete().where(*self._job_store.mine(job))).rowcount:
             return False
         found = self._objects.read(connection, job.tenant, BATCH, job.object_id)

@@ -126,6 +126,27 @@ async def test_servers_of_others_are_left_as_they_are():
     server.close()
 
 
+@pytest.mark.parametrize(
+    ("path", "is_sent_again"),
+    [("/v1/batches", False), ("/v1/conversations/x/items", False), ("/v1/files", False), ("/v1/completions", True)],
+)
+@on_a_loop
+async def test_what_makes_something_is_not_sent_again_when_its_router_is_lost(path, is_sent_again):
+    servers, seen = [], []
+    for _ in range(2):
+        server, requests = await stranger(lambda request: b"")
+        servers.append(server)
+        seen.append(requests)
+    addresses = [f"127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
+    transport = HoldingTransport(addresses, connect_s=0.2, reconnect_s=0.2)
+    async with httpx2.AsyncClient(transport=transport) as http:
+        with pytest.raises(httpx2.TransportError):
+            await http.post(f"http://{addresses[0]}{path}", json={})
+    assert (sum(map(len, seen)) > 1) == is_sent_again
+    for server in servers:
+        server.close()
+
+
 def test_addresses_are_checked():
     for wrong in ("127.0.0.1:8000", [], ["ftp://x"], ["http://x:80/v1"]):
         with pytest.raises(ValueError, match="address"):

@@ -91,6 +91,30 @@ async def test_a_conversation_is_read_oldest_turn_first_within_its_tenant(place)
 
 
 @on_a_loop
+async def test_conversations_of_one_id_are_apart_by_tenant_and_grow_with_turns(place):
+    store = await opened(place)
+    conversations = store.conversations
+    for tenant in ("t", "u"):
+        await conversations.create(tenant, {"id": "c"}, [{"id": "x", "of": tenant}])
+    turn = response("r")
+    turn.response.update(status="completed", conversation={"id": "c"})
+    for _ in range(2):  # it was asked for again
+        await store.save("t", turn)
+    assert [item["id"] for item in await conversations.all_items("t", "c", PLENTY)] == ["x", "in_r", "out_r"]
+    assert await conversations.all_items("u", "c", PLENTY) == [{"id": "x", "of": "u"}]
+    assert (await conversations.item("u", "c", "x"))["of"] == "u"
+    with pytest.raises(InvalidRequestError, match="must have at most 20 bytes"):
+        await conversations.all_items("t", "c", 20)
+    await conversations.delete_item("u", "c", "x")
+    assert (await conversations.item("t", "c", "x"))["of"] == "t"
+    await store.objects.delete("t", "conversation", "c")
+    assert await conversations.all_items("u", "c", PLENTY) == []
+    await store.objects.delete("u", "conversation", "c")
+    await store.delete("t", "r")
+    await store.database.close()
+
+
+@on_a_loop
 async def test_the_same_response_takes_its_own_place_and_may_hold_any_text(place):
     store, odd = await opened(place), "\x00 \ud800 \U0001f600 '; DROP TABLE holdfast_responses; --"
     await store.save("t", response("a"))
