@@ -1,7 +1,7 @@
 """Block hashes of the prefix cache: a chained hash of a full block's tokens, the same everywhere.
 
 A block's hash covers its tokens and the hash of the block before it, so equal hashes mean the same tokens after the
-same prefix under the same salt. Workers cache blocks by it, and routers look prefixes up by it.
+same prefix, of the same tenant and under the same salt. Workers cache blocks by it, and routers look prefixes up by it.
 """
 
 import struct
@@ -19,9 +19,16 @@ _SHORT: Final = struct.Struct("<Q")
 
 
 @lru_cache(maxsize=256)
-def root_hash(salt: str) -> bytes:
-    """The parent of every first block under this salt. Blocks under different salts are never found for each other."""
-    return blake2b(salt.encode(errors="surrogatepass"), digest_size=HASH_BYTES).digest()
+def root_hash(salt: str, tenant: str = "") -> bytes:
+    """The parent of every first block of a tenant under this salt. Blocks of different tenants, or under different
+    salts, are never found for each other.
+    """
+    key = blake2b(_bytes(tenant), digest_size=HASH_BYTES).digest() if tenant else b""
+    return blake2b(_bytes(salt), digest_size=HASH_BYTES, key=key).digest()
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
 
 
 def next_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -37,13 +44,14 @@ def short_hash(block_hash: bytes) -> int:
     return number
 
 
-def short_hashes(salt: str, token_ids: Sequence[int], block_size: int, num_blocks: int) -> Iterator[int]:
-    """The short hashes of a prompt's first blocks, which are full; each is worked out when it is asked for.
+def short_hashes(root: bytes, token_ids: Sequence[int], block_size: int, num_blocks: int) -> Iterator[int]:
+    """The short hashes of a prompt's first blocks, which are full, behind a `root_hash`; each is worked out when it is
+    asked for.
 
     They are `next_hash` and `short_hash`, without the calls: a router makes all of them for each request.
     """
     fresh, pack, short = _EMPTY.copy, _tokens(block_size).pack, _SHORT.unpack_from
-    parent = root_hash(salt)
+    parent = root
     for start in range(0, num_blocks * block_size, block_size):
         hasher = fresh()
         hasher.update(parent + pack(*token_ids[start : start + block_size]))
@@ -62,8 +70,8 @@ class HashChain:
 
     __slots__ = ("_hashes",)
 
-    def __init__(self, salt: str) -> None:
-        self._hashes = [root_hash(salt)]
+    def __init__(self, salt: str, tenant: str = "") -> None:
+        self._hashes = [root_hash(salt, tenant)]
 
     def hash_of(self, index: int, token_ids: Sequence[int], block_size: int) -> bytes:
         """Hash of block number `index`, -1 for the root. `token_ids` are all of the sequence's, and fill that block."""

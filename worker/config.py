@@ -2,7 +2,7 @@
 
 import json
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -138,6 +138,9 @@ class ParallelConfig(Settings):
     )
 
 
+LEAST_OFFLOAD_BYTES: Final = 16 << 20
+"""A smaller store would hold a few prompts at best."""
+
 KVCacheDtype = Literal["auto", "bfloat16", "float16", "float32", "int8", "fp8"]
 
 
@@ -166,6 +169,45 @@ class CacheConfig(Settings):
         "many as running sequences and cached prefixes can use, in at most half of the cache's memory",
     )
     enable_prefix_caching: bool = Field(True, description="reuse the KV blocks of prompts with a common prefix")
+    kv_offload_disk: str | None = Field(
+        None,
+        description="a folder and how much of the disk it may take, e.g. /var/cache/holdfast,100GB, which keeps cached "
+        "blocks that memory has no room for, also after the replica's end; on CPUs; unset: none",
+    )
+    kv_offload_key_file: str | None = Field(
+        None, description="file with a key of 32 bytes, which encrypts what kv_offload_disk keeps; unset: not encrypted"
+    )
+
+    @field_validator("kv_offload_disk")
+    @classmethod
+    def _has_folder_and_size(cls, given: str | None) -> str | None:
+        """Raises ValueError unless it names a folder and a size."""
+        if given is not None:
+            folder, _, size = given.rpartition(",")
+            found = parse_bytes(size) if folder and size else None
+            if not isinstance(found, int):
+                raise ValueError(f"{given!r} is no folder and size; write it like /var/cache/holdfast,100GB")
+            if found < LEAST_OFFLOAD_BYTES:
+                raise ValueError(f"{given!r}: the size must be at least {LEAST_OFFLOAD_BYTES >> 20}MiB")
+        return given
+
+    @model_validator(mode="after")
+    def _has_a_cache_to_offload(self) -> Self:
+        if self.kv_offload_disk is not None and not self.enable_prefix_caching:
+            raise ValueError("kv_offload_disk keeps cached prefixes, and enable_prefix_caching is off")
+        if self.kv_offload_key_file is not None and self.kv_offload_disk is None:
+            raise ValueError("kv_offload_key_file encrypts what kv_offload_disk keeps, which is unset")
+        return self
+
+    @property
+    def offload_folder_and_bytes(self) -> tuple[str, int] | None:
+        """Of `kv_offload_disk`."""
+        if self.kv_offload_disk is None:
+            return None
+        folder, _, size = self.kv_offload_disk.rpartition(",")
+        found = parse_bytes(size)
+        assert isinstance(found, int), "it is checked"
+        return folder, found
 
 
 class ServiceOrderConfig(Settings):

@@ -8,7 +8,7 @@ from copy import copy
 from itertools import takewhile, tee
 from typing import Final, NamedTuple
 
-from holdfast.worker.block_hash import short_hashes
+from holdfast.worker.block_hash import root_hash, short_hashes
 from holdfast.worker.request import EngineRequest
 
 
@@ -37,9 +37,9 @@ class PromptPrefix:
         """
         hashes = self._hashes.get(block_size)
         if hashes is None:
-            salt, token_ids = self._request.cache_salt, self._request.prompt_token_ids
+            root, token_ids = root_hash(self._request.cache_salt, self._request.tenant), self._request.prompt_token_ids
             num_blocks = (len(token_ids) - 1) // block_size
-            (hashes,) = tee(short_hashes(salt, token_ids, block_size, num_blocks), 1)
+            (hashes,) = tee(short_hashes(root, token_ids, block_size, num_blocks), 1)
             self._hashes[block_size] = hashes
         return copy(hashes)
 

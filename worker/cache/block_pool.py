@@ -17,7 +17,7 @@ class BlockStored:
 
     block_hash: bytes
     parent_hash: bytes
-    """Of the block before it, or `root_hash` of the salt."""
+    """Of the block before it, or `root_hash` of tenant and salt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,10 @@ class PrefixCache:
                 break
             block_ids.append(block_id)
         return block_ids
+
+    def block_of(self, block_hash: bytes) -> int | None:
+        """The block that is found by this hash."""
+        return self._block_ids.get(block_hash)
 
     def place_of(self, chain: HashChain, token_ids: Sequence[int], index: int) -> int | None:
         """What holds block number `index` of a sequence; None if nothing does."""

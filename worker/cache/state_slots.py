@@ -9,7 +9,7 @@ blocks are.
 from collections.abc import Sequence
 
 from holdfast.worker.block_hash import HashChain
-from holdfast.worker.cache.block_pool import BlockAllocator
+from holdfast.worker.cache.block_pool import BlockAllocator, CacheEvent
 from holdfast.worker.step_plan import StateCopy
 
 
@@ -92,6 +92,26 @@ class StateSlots:
         slot = self._cache.place_of(chain, token_ids, num_blocks - 1)
         if slot is not None:
             self._allocator.make_blank(slot)
+
+    def put(self, slot: int, chain: HashChain, token_ids: Sequence[int], num_blocks: int) -> None:
+        """A slot that was taken holds the state behind so many blocks, to be found by their hash, and has no owner any
+        more.
+        """
+        if self._cache.place_of(chain, token_ids, num_blocks - 1) is None:
+            self._cache.store(slot, chain, token_ids, num_blocks - 1)
+        self._allocator.free([slot])
+
+    def holder_of(self, block_hash: bytes) -> int | None:
+        """The slot with the state of a snapshot, by its hash, as slots are before the next step's copies are made."""
+        slot = self._cache.block_of(block_hash)
+        for source, destination in reversed(self._copies):
+            if destination == slot:
+                slot = source
+        return slot
+
+    def take_events(self) -> list[CacheEvent]:
+        """The snapshots that came and went since the last call."""
+        return self._cache.take_events()
 
     def take_copies(self) -> tuple[StateCopy, ...]:
         """The copies that the next step makes; each is returned once."""

@@ -11,15 +11,17 @@ Whichever way the loop ends, every request that was submitted has been answered.
 
 import logging
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from functools import partial
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeVar
 
+from holdfast.worker.engine.block_mover import MoverEvents
+from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.engine_core import EngineCore
+from holdfast.worker.engine.inbox import Inbox
 from holdfast.worker.engine.overlapping import RunLength, StepsInFlight
 from holdfast.worker.engine.request_guards import NumbersCheck
 from holdfast.worker.errors import HoldfastError, ReplicaError
@@ -30,54 +32,6 @@ from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.scheduler.step_tuner import StepTuner
 from holdfast.worker.step_plan import StepPlan, StepRunner
 from holdfast.worker.step_update import EngineStats, GpuStats, StepListener
-
-Command: TypeAlias = Callable[[], None]
-
-
-class Inbox:
-    """A queue that is closed once, for a reason. Nothing comes in after that, and what is in stays to be taken."""
-
-    def __init__(self) -> None:
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._gate = threading.Lock()
-        self.closed_by: HoldfastError | None = None
-        """The reason, or None while it is open. To be read only."""
-
-    @property
-    def is_empty(self) -> bool:
-        return self._commands.empty()
-
-    def put(self, command: Command) -> None:
-        """Raises the reason if the inbox is closed."""
-        with self._gate:
-            if self.closed_by is not None:
-                raise self.closed_by
-            self._commands.put(command)
-
-    def put_unless_closed(self, command: Command) -> None:
-        with self._gate:
-            if self.closed_by is None:
-                self._commands.put(command)
-
-    def close(self, reason: HoldfastError) -> bool:
-        """Whether this call has closed it: of several, the first one has, and its reason counts."""
-        with self._gate:
-            if self.closed_by is not None:
-                return False
-            self.closed_by = reason
-            return True
-
-    def take(self, wait_s: float = 0.0) -> list[Command]:
-        """All commands that are in. Waits at most so long for the first. For the one thread that takes commands."""
-        commands: list[Command] = []
-        try:
-            if wait_s > 0:
-                commands.append(self._commands.get(timeout=wait_s))
-            while True:
-                commands.append(self._commands.get_nowait())
-        except queue.Empty:
-            return commands
-
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +197,17 @@ class Engine:
 
     def forget_cache(self) -> None:
         """Empties the prefix cache. On the engine's thread only, while no request is open."""
-        self._core.scheduler.forget_cache()
+        self._core.forget_cache()
+
+    def put_below(self, tier: BlockTier) -> MoverEvents:
+        """Gives the cache a store below it, before the start; what its mover is to call."""
+        self._core.tier = tier
+        put = self._inbox.put_unless_closed
+        return MoverEvents(
+            on_news=lambda came, gone: put(lambda: tier.learn(came, gone)),
+            on_piece=lambda ticket: put(lambda: tier.note_piece(ticket)),
+            on_written=lambda: put(lambda: None),
+        )
 
     @property
     def load(self) -> EngineLoad:
@@ -285,12 +249,14 @@ class Engine:
 
     def _take_commands(self) -> None:
         """Runs all commands in the inbox; with nothing to do, waits for the first command."""
-        wait_s = 0.0 if self._core.scheduler.has_work else self._idle_s
+        wait_s = 0.0 if self._core.scheduler.has_work else self._core.most_idle_s(self._clock(), self._idle_s)
         commands = self._inbox.take(wait_s)
         if wait_s and not commands:
             self._runner.keep_alive()
         for command in commands:
             command()
+        if not self._core.scheduler.has_work:
+            self._core.tend_tier(self._clock())
 
     def _turn(self) -> None:
         began_s = self._clock()
@@ -304,6 +270,7 @@ class Engine:
         collected_s = self._clock()
         num_gained = self._core.commit(plan, result, step_s)
         self._deliver()
+        self._core.tend_tier(self._clock(), step_s)
         ended_s, num_steps = self._clock(), plan.num_steps
         self._core.note_turn(launched_s - began_s, collected_s - launched_s, ended_s - collected_s, num_steps)
         self._run_length.observe(plan, step_s)

@@ -8,8 +8,9 @@ A caller whose device runs one step while the next is planned asks for that one 
 
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
+from holdfast.worker.engine.block_tier import BlockTier, Restore
 from holdfast.worker.engine.cache_feed import CacheFeed
 from holdfast.worker.engine.request_guards import NonFiniteGuard, NumbersCheck, Suspects, no_numbers
 from holdfast.worker.errors import DeadlineExceededError, HoldfastError
@@ -66,6 +67,15 @@ class OutputQueue:
         return update
 
 
+class _Held(NamedTuple):
+    """A request that waits for its prefix to be brought back from below the cache."""
+
+    request: EngineRequest
+    listener: StepListener
+    arrived_s: float
+    restore: Restore
+
+
 class EngineCore:
     """A scheduler and its listeners' output queues. Not thread-safe, but for `load`, `told_stats`, `listeners` and the
     scheduler's `has_work`.
@@ -84,6 +94,9 @@ class EngineCore:
         self.numbers_check: NumbersCheck | None = None
         """Check for non-finite logits. Without one, several requests without finite logits are proof against the
         replica."""
+        self.tier: BlockTier | None = None
+        """Where the cache has a block store below it. Set before any request comes."""
+        self._held: dict[Hashable, _Held] = {}
         self._in_doubt: list[Hashable] = []
         """Attempts without finite logits, which fail if the replica turns out to be well."""
         self._counts = scheduler.counts
@@ -114,6 +127,8 @@ class EngineCore:
         self._reject_dropped()
         self._output_queues.pop(listener, None)
         self._feeds.pop(listener, None)
+        for attempt in [attempt for attempt, held in self._held.items() if held.listener is listener]:
+            self._let_go(attempt)
         for attempt in [attempt for attempt, owner in self._owners.items() if owner is listener]:
             self.abort(attempt)
 
@@ -122,7 +137,9 @@ class EngineCore:
         output_queue = self._output_queues.get(listener)
         if output_queue is not None:
             # Earlier events that have not been taken follow, and agree with this on each block.
-            output_queue.cache = self._feeds[listener] = CacheFeed(self.scheduler.prefix_cache.block_hashes)
+            below = () if self.tier is None else self.tier.block_hashes
+            hashes = (*self.scheduler.prefix_cache.block_hashes, *below)
+            output_queue.cache = self._feeds[listener] = CacheFeed(hashes)
 
     # --- requests ---
 
@@ -132,6 +149,14 @@ class EngineCore:
         `attempt` is the key that the request is known by from here on, None its own id.
         """
         attempt = request.request_id if attempt is None else attempt
+        if attempt in self._held:
+            self._release(attempt)
+        elif self.tier is not None and (restore := self.tier.restore_for(request, now)) is not None:
+            self._held[attempt] = _Held(request, listener, now, restore)
+            return
+        self._submit(request, listener, now, attempt)
+
+    def _submit(self, request: EngineRequest, listener: StepListener, now: float, attempt: Hashable) -> None:
         self._counts.num_requests += 1
         if listener not in self._output_queues:
             return  # detached meanwhile: no one waits for an answer
@@ -149,8 +174,21 @@ class EngineCore:
         if finished is not None:
             self._keep([finished])
 
+    def _release(self, attempt: Hashable) -> None:
+        """A request that was held goes on, as if it had come just now, but for its deadline."""
+        held = self._let_go(attempt)
+        self._submit(held.request, held.listener, held.arrived_s, attempt)
+
+    def _let_go(self, attempt: Hashable) -> _Held:
+        held = self._held.pop(attempt)
+        if self.tier is not None and all(other.restore is not held.restore for other in self._held.values()):
+            self.tier.end(held.restore)
+        return held
+
     def abort(self, attempt: Hashable) -> None:
         """Ends a request; its last delta says `ABORT`. Unknown keys are ignored."""
+        if attempt in self._held:
+            self._release(attempt)
         delta = self.scheduler.abort(attempt)
         if delta is not None:
             self._keep([delta])
@@ -160,8 +198,38 @@ class EngineCore:
 
     def abort_all(self) -> None:
         """`abort` for every request."""
+        for attempt in list(self._held):
+            self._release(attempt)
         self._keep(self.scheduler.abort_all())
         self._reject_in_doubt()
+
+    # --- below the cache ---
+
+    def tend_tier(self, now: float, step_s: float | None = None) -> None:
+        """Between two steps: copies blocks to the store and from it, and lets requests go on that waited for some.
+        `step_s`: how long the last step took; None: nothing runs.
+        """
+        if self.tier is None:
+            return
+        self._note_cache_events()
+        for restore in self.tier.advance(step_s, now):
+            for attempt in [attempt for attempt, held in self._held.items() if held.restore is restore]:
+                self._release(attempt)
+        self.tier.store_some(step_s)
+        self.tier.report(self._counts)
+
+    def most_idle_s(self, now: float, most_s: float) -> float:
+        """How long to wait for a command, if there is nothing to run."""
+        return most_s if self.tier is None else min(most_s, max(0.001, self.tier.next_due_s - now))
+
+    def forget_cache(self) -> None:
+        """What is cached belongs to other weights. No request may be open."""
+        for attempt in list(self._held):
+            self._release(attempt)
+        self.scheduler.forget_cache()
+        if self.tier is not None:
+            self._note_cache_events()
+            self.tier.forget()
 
     # --- steps ---
 
@@ -245,7 +313,7 @@ class EngineCore:
             if not is_busy or self._step_id >= self._stats_step_id + STATS_EVERY_STEPS:
                 self._stats_step_id = self._step_id
                 stats = self.told_stats = self.scheduler.stats()
-        if self._feeds:
+        if self._feeds or self.tier is not None:
             self._note_cache_events()
         updates = []
         for listener, output_queue in self._output_queues.items():
@@ -285,8 +353,11 @@ class EngineCore:
         return num_tokens
 
     def _note_cache_events(self) -> None:
-        """Keeps the prefix cache's events for the listeners that follow it; while none does, they are not asked for."""
+        """Keeps the prefix cache's events for those that follow it; while none does, they are not asked for."""
         events = self.scheduler.prefix_cache.take_events()
+        if self.tier is not None:
+            self.tier.note(events, self.scheduler.take_state_events())
+            events = self.tier.seen(events)
         for feed in self._feeds.values():
             feed.note(events)
 

@@ -8,7 +8,6 @@ from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +15,15 @@ from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
 from holdfast.worker.engine.grammar_masks import GrammarMasks, WaitedMasks
+from holdfast.worker.engine.rank_orders import (
+    BLOCK_ORDERS,
+    Order,
+    RankMover,
+    RankMovers,
+    number_message,
+    read_reload,
+    reload_message,
+)
 from holdfast.worker.engine.self_check import SelfCheck
 from holdfast.worker.engine.step_results import dead_ends, fitting, prompts_of, sampled_result, step_result
 from holdfast.worker.errors import CallerError, ConfigurationError, ReplicaError, UnsupportedModelError
@@ -27,37 +35,11 @@ from holdfast.worker.models.checks import first_line
 from holdfast.worker.models.loading import LoadedModel, check_same_model, load_model, reloaded_config
 from holdfast.worker.models.memory import WAYS_OUT, is_failed_allocation, memory_left
 from holdfast.worker.models.model import choose_device
-from holdfast.worker.models.native_backend import OverlappingExecutor
+from holdfast.worker.models.native_backend import NativeBackend, OverlappingExecutor
 from holdfast.worker.models.next_token import NextTokenLayer
 from holdfast.worker.process_memory import readable_bytes
 from holdfast.worker.progress import ProgressCounter, Report
 from holdfast.worker.step_plan import StepPlan, StepResult, draws_of, plain_draws_of
-
-
-class Order(IntEnum):
-    """First word of a message."""
-
-    KEEP_ALIVE = 0
-    STOP = -1
-    RELOAD = -2
-    """A folder's name and a version follow."""
-
-
-def number_message(number: int) -> Message:
-    """A message of one number."""
-    return np.array([number], dtype=np.int64)
-
-
-def reload_message(folder: str, version: str) -> Message:
-    """The order to take the weights of a folder as a version."""
-    return np.array([Order.RELOAD, *f"{folder}\0{version}".encode()], dtype=np.int64)
-
-
-def read_reload(message: Message) -> tuple[str, str]:
-    """The folder and the version of an order to reload."""
-    folder, version = bytes(message[1:].tolist()).decode().split("\0")
-    return folder, version
-
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +70,8 @@ class ModelRunner:
         self._group = group
         self._device = device
         self._entered_by: int | None = None
+        self.mover: RankMover | None = None
+        """Copies blocks to the store below the cache and back, where there is one."""
 
     @classmethod
     def load(
@@ -121,6 +105,10 @@ class ModelRunner:
         if not row_invariant:
             logger.warning("on this machine a token's last bits depend on its batch: replays may differ")
         runner.info = replace(loaded.info, row_invariant=row_invariant)
+        memory = loaded.backend.block_memory() if isinstance(loaded.backend, NativeBackend) else None
+        runner.mover = RankMover.of(config, runner.info, memory, group)
+        if runner.mover is not None and group.rank > 0:
+            runner.mover.start()
         return runner
 
     def reload(self, folder: str, version: str) -> None:
@@ -143,6 +131,9 @@ class ModelRunner:
             self.draft.close()
             self.draft = fresh.draft
         old, self.backend = self.backend, fresh.backend
+        if self.mover is not None and fresh.mover is not None:
+            self.mover.give_way_to(fresh.mover)
+            self.mover = fresh.mover
         self.info = replace(fresh.info, path=self.info.path, weights_version=version)
         self.progress.follow(lambda: fresh.backend.progress.count)
         old.close()
@@ -202,6 +193,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Frees what the backend holds. Nothing is run after it."""
+        if self.mover is not None:
+            self.mover.close()
         self.backend.close()
 
 
@@ -314,6 +307,11 @@ class LeaderRunner:
         self._runner.reload(folder, version)
         return self._runner.info
 
+    def movers(self) -> RankMovers | None:
+        """What copies blocks of all ranks to the store below the cache and back, where there is one."""
+        runner = self._runner
+        return None if runner.mover is None else RankMovers(lambda: runner.mover, self._group)
+
     def keep_alive(self) -> None:
         """Tells idle followers that the leader is alive."""
         self._group.broadcast(number_message(Order.KEEP_ALIVE))
@@ -329,6 +327,8 @@ def follow(runner: ModelRunner, group: TensorParallelGroup) -> None:
     while (message := group.broadcast(None))[0] != Order.STOP:
         if message[0] == Order.RELOAD:
             _follow_reload(runner, message)
+        elif message[0] in BLOCK_ORDERS and runner.mover is not None:
+            runner.mover.carry_out(message)
         elif message[0] != Order.KEEP_ALIVE:
             runner.take_part(StepBatch.unpack(message))
 

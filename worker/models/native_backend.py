@@ -11,6 +11,7 @@ from torch import Tensor
 from holdfast.worker.config import KVCacheDtype
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.executors.block_bytes import BlockMemory
 from holdfast.worker.executors.cpu.cache import MAX_HEAD_DIM, TiledCache
 from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.cpu.tile_memory import linears
@@ -146,6 +147,15 @@ class MultiStepExecutor(Protocol):
         ...
 
 
+@runtime_checkable
+class MovableExecutor(Protocol):
+    """An executor whose blocks can be copied elsewhere and back."""
+
+    def block_memory(self) -> BlockMemory:
+        """The caches that were allocated."""
+        ...
+
+
 class NativeBackend:
     """One rank's share of a model on an executor. All ranks make the same calls."""
 
@@ -178,6 +188,10 @@ class NativeBackend:
     def allocate_states(self, num_slots: int, num_drafts: int) -> None:
         """The slots that steps use, of a model that keeps states."""
         self.executor.allocate_states(num_slots, num_drafts)
+
+    def block_memory(self) -> BlockMemory | None:
+        """The caches, to be copied elsewhere and back; None where they cannot be."""
+        return self.executor.block_memory() if isinstance(self.executor, MovableExecutor) else None
 
     @property
     def runs_several_steps(self) -> bool:

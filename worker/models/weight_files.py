@@ -343,3 +343,11 @@ def checkpoint_digest(folder: Path, overrides: Mapping[str, Any] | None = None) 
             file.seek(max(0, size - _SAMPLE_BYTES))
             digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def weights_stamp(folder: Path) -> str:
+    """Names, sizes and times of change of the files of weights: of others, written later to the same place, it differs
+    though the ends of the files, which `checkpoint_digest` reads, are the same.
+    """
+    found = [(path.name, path.stat()) for path in sorted([*folder.glob("*.safetensors"), *gguf_files(folder)])]
+    return " ".join(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in found)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.worker.config import HealthConfig, WorkerConfig
 from holdfast.worker.distributed.rendezvous import RankListener, Rendezvous
+from holdfast.worker.engine.block_tier import BlockTier, TierShape
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.model_info import ModelInfo
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
     from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
     from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
+    from holdfast.worker.engine.rank_orders import RankMovers
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +158,8 @@ class Replica:
             gpu=gpu,
             num_scheduler_steps=config.scheduler.num_scheduler_steps,
         )
+        if (movers := leader.movers()) is not None:
+            _put_below(engine, scheduler, movers, tuner, info)
         replica = cls(info, engine, leader, group, ranks, config.health)
         try:
             replica._begin()
@@ -280,6 +284,19 @@ class Replica:
     def _stop_watching(self) -> None:
         self._watchdog.stop()
         self.wind_down()
+
+
+def _put_below(engine: Engine, scheduler: Scheduler, movers: "RankMovers", tuner: StepTuner, info: ModelInfo) -> None:
+    """Gives the cache its store, whose blocks are known when this returns."""
+    import torch
+
+    shape = TierShape(
+        block_bytes=info.kv_bytes_per_token * info.block_size,
+        state_bytes=info.state_bytes,
+        num_threads=torch.get_num_threads(),
+    )
+    tier = BlockTier(*scheduler.caches, movers, shape, tuner.model.prefill_s)
+    movers.own.start(engine.put_below(tier))
 
 
 def _stepping(config: WorkerConfig, leader: "LeaderRunner") -> StepRunner:

@@ -12,7 +12,7 @@ from enum import Enum
 from itertools import repeat
 from typing import NamedTuple
 
-from holdfast.worker.cache.block_pool import BlockAllocator
+from holdfast.worker.cache.block_pool import BlockAllocator, CacheEvent
 from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
@@ -223,6 +223,15 @@ class Scheduler:
         """The `dropped` requests since the last call."""
         dropped, self.dropped = self.dropped, []
         return dropped
+
+    @property
+    def caches(self) -> tuple[BlockAllocator, StateSlots | None]:
+        """Blocks, and slots of a model that keeps states: for what lies below the cache."""
+        return self._allocator, self._slots
+
+    def take_state_events(self) -> list[CacheEvent]:
+        """The snapshots of states that came and went since the last call."""
+        return [] if self._slots is None else self._slots.take_events()
 
     def forget_cache(self) -> None:
         """Evicts all that the prefix cache holds: it belongs to other weights. No request may be open."""

@@ -126,7 +126,7 @@ class Sequence:
         """Tokens that were computed once and lost by a preemption; computing them again is waste."""
         self.num_cached_tokens = 0
         """Tokens found in the prefix cache when it, or the sequence that it was forked from, was first admitted."""
-        self.hash_chain = HashChain(request.cache_salt)
+        self.hash_chain = HashChain(request.cache_salt, request.tenant)
         """Hashes of its full blocks: their keys in the prefix cache."""
         self.block_ids: tuple[int, ...] = ()
         """Block of positions 0 to block_size - 1, and so on. A tuple, so that plans can share it instead of copying."""

@@ -135,6 +135,11 @@ class StepTimeModel:
         """Seconds that such a step takes."""
         return self.costs.predict(shape)
 
+    def prefill_s(self, first_position: int, num_tokens: int) -> float:
+        """Seconds that it takes to compute so many tokens of a prompt, and nothing else, in one step."""
+        context = num_tokens * first_position + num_tokens * (num_tokens + 1) // 2
+        return self.costs.predict(StepShape(num_decodes=0, num_tokens=num_tokens, num_context_tokens=context))
+
     def _accumulate(self, sample: StepSample, scale_s: float) -> None:
         """Add a sample in units of `scale_s`, which makes its error relative."""
         decodes_unit, tokens_unit, context_unit = _UNITS[1:]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.worker.engine.engine import Inbox
+from holdfast.worker.engine.inbox import Inbox
 from holdfast.worker.errors import ReplicaError
 
 

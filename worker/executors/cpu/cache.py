@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import CDLL
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.executors.block_bytes import BlockBytes, Bytes
 from holdfast.worker.executors.cpu.packing import DTYPES
 from holdfast.worker.executors.cpu.tile_memory import address_of, mapped_memory
 from holdfast.worker.executors.kv_cache import KVSpec
@@ -158,6 +161,13 @@ def bytes_per_token(spec: KVSpec, dtype: torch.dtype, *, in_int8: bool = False) 
     return numbers + 2 * _SCALE_BYTES * spec.num_kv_heads if in_int8 else numbers * dtype.itemsize
 
 
+def _rows(pages: Pages) -> Bytes:
+    """[num_blocks, block_bytes]"""
+    return np.frombuffer(pages.memory, np.uint8, pages.num_blocks * pages.block_bytes).reshape(
+        pages.num_blocks, pages.block_bytes
+    )
+
+
 def _whole(count: int, of: int) -> int:
     return -(-count // of) * of
 
@@ -199,6 +209,10 @@ class TiledCache:
         self._layers = [_LayerPages(spec, num_blocks, block_size, kept, places, self.span) for spec in specs]
         self.ahead = KvPrefault([layer.memory for layer in self._layers])
         """Is told of each step."""
+        self.bytes = BlockBytes([_rows(layer.memory) for layer in self._layers])
+        """Its blocks, to be copied elsewhere and back."""
+        self.form = f"{kept} {block_size} {blake2b(places.numpy().tobytes(), digest_size=8).hexdigest()} {specs}"
+        """Names how bytes of a block are laid out: equal forms, equal meaning."""
 
     @property
     def addresses(self) -> list[int]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ReplicaError
+from holdfast.worker.executors.block_bytes import BlockMemory
 from holdfast.worker.executors.cpu.cache import TiledCache, bytes_per_token
 from holdfast.worker.executors.cpu.exchange import Exchange, attach, segments_with_sums, tree_sum
 from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS, int8_difference
@@ -192,6 +193,14 @@ class CpuExecutor:
             layer.states, layer.state_length = address, length
             mixer = (layer.conv or layer.recurrence).contents
             mixer.columns = mixer.width - 1 + num_drafts
+
+    def block_memory(self) -> BlockMemory:
+        """The caches that were allocated, to be copied between two steps."""
+        assert self._cache is not None, "a cache is allocated before blocks are moved"
+        if (states := self._states) is None:
+            return BlockMemory(blocks=self._cache.bytes, form=self._cache.form)
+        form = f"{self._cache.form} {[pool.shape[1] for pool in states.pools]}"
+        return BlockMemory(blocks=self._cache.bytes, form=form, states=states.bytes, copy_states=states.copy)
 
     def _attending(self) -> list[NativeLayer]:
         """The layers that keep keys and values."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import IntArray
+from holdfast.worker.executors.block_bytes import BlockBytes
 from holdfast.worker.executors.cpu.tile_memory import address_of, mapped_memory
 from holdfast.worker.executors.layout import GatedDeltaNet, Mamba2
 from holdfast.worker.executors.layout_arithmetic import mamba_unit
@@ -30,6 +31,8 @@ class StateCache:
         self._memory = [mapped_memory(num_slots * length * VALUE_BYTES) for length in lengths]
         self.pools = [_pool(memory, num_slots, length) for memory, length in zip(self._memory, lengths, strict=True)]
         """[num_slots, length] of each layer."""
+        self.bytes = BlockBytes([pool.view(torch.uint8).numpy() for pool in self.pools])
+        """Its slots, to be copied elsewhere and back."""
 
     @property
     def addresses(self) -> list[int]:

@@ -1,0 +1,424 @@
+"""Block tier: which blocks go from the prefix cache to the store below it, and which come back; without IO.
+
+Down: blocks that the cache has and the store has not are copied to it between two steps, in the order in which they
+were computed, as far as a budget of time goes: a share of what the steps take, and all of it while nothing runs. So
+nearly all blocks are down long before they are evicted; those that are evicted before are lost.
+
+Up: a request whose prefix goes on in the store is held until its blocks are in the cache, where that is sooner than to
+compute them, and then submitted as if it had come just now. It finds them as it finds any cached block: nothing but
+the cache knows where they came from. A request is held no longer than computing would take.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from holdfast.worker.block_hash import HashChain
+from holdfast.worker.cache.block_pool import BlockAllocator, BlockEvicted, BlockStored, CacheEvent
+from holdfast.worker.cache.state_slots import StateSlots
+from holdfast.worker.request import EngineRequest
+from holdfast.worker.step_plan import StateCopy
+from holdfast.worker.step_update import EngineStats
+
+KV: Final = b"k"
+STATE: Final = b"s"
+"""A block's name begins with what it holds: keys and values, or a state. The rest is its hash."""
+
+SHARE: Final = 0.015
+"""Of the time that steps take, what copying blocks to the store may cost them."""
+TAKE_SHARE: Final = 0.1
+"""Of the time that steps take, what copying blocks from the store may cost them, but for one piece each time."""
+MOST_S: Final = 0.1
+"""Of either, what is saved up."""
+PIECE_BYTES: Final = 8 << 20
+IDLE_BYTES: Final = 16 << 20
+"""Copied to the store at a time while nothing runs."""
+MATURE_TURNS: Final = 64
+"""Turns that a snapshot must outlive to be copied while others run: most of them are soon replaced by the next."""
+FIXED_S: Final = 0.002
+"""What a restore takes besides reading: two threads wait for each other."""
+LEAST_S: Final = 0.1
+"""A request is held for so long at most, if computing would take less."""
+
+Place = tuple[bytes, int]
+"""A name, and the block or slot that holds what it names."""
+
+
+class MovingCounts(Protocol):
+    """What moving costs, as measured, and what there is; on the leading rank."""
+
+    copy_s_per_byte: float
+    write_s_per_byte: float
+    read_s_per_byte: float
+    num_blocks: int
+    num_bytes: int
+    num_failures: int
+    num_errors: int
+    staged_bytes: int
+
+
+class Mover(Protocol):
+    """Carries out what the tier decides, on all ranks."""
+
+    @property
+    def counts(self) -> MovingCounts: ...
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more may be stored now."""
+        ...
+
+    def store(self, places: Sequence[Place]) -> None:
+        """Copies what these blocks and slots hold, to be written by their names."""
+        ...
+
+    def fetch(self, ticket: int, names: Sequence[bytes], piece: int) -> None:
+        """Begins to read, `piece` blocks at a time; each piece is told of. No names: ends what the ticket was for."""
+        ...
+
+    def take(self, ticket: int, places: Sequence[Place], state_copies: Sequence[StateCopy]) -> Sequence[bool]:
+        """Makes the copies of slots that are due, and puts the ticket's next piece in its places: for each of these,
+        whether all ranks have it.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierShape:
+    """Sizes on the leading rank."""
+
+    block_bytes: int
+    state_bytes: int = 0
+    num_threads: int = 1
+    """Of steps: one thread more takes so much less from them."""
+
+    @property
+    def piece(self) -> int:
+        """Blocks that are read, and put in their places, at a time."""
+        return max(1, PIECE_BYTES // max(1, self.block_bytes))
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Restore:
+    """A prefix that is brought back."""
+
+    ticket: int
+    chain: HashChain
+    token_ids: Sequence[int]
+    first: int
+    """The number of the first block that is brought back."""
+    names: Sequence[bytes]
+    """Of keys and values in order, and of a snapshot behind the last of them."""
+    depth: int
+    """Blocks of the sequence that can be used afterwards."""
+    num_tokens: int
+    """That need not be computed then."""
+    num_bytes: int
+    due_s: float
+    """When it is given up."""
+    num_ready: int = 0
+    """Pieces that were read and are not in the cache yet."""
+    num_taken: int = 0
+    """Names that are in the cache."""
+    has_failed: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.has_failed or self.num_taken == len(self.names)
+
+
+class BlockTier:
+    """Of the leader's engine. Used by one thread."""
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        slots: StateSlots | None,
+        mover: Mover,
+        shape: TierShape,
+        computing_s: Callable[[int, int], float],
+    ) -> None:
+        """`computing_s`: how long it takes to compute so many tokens of a prompt, from a position on."""
+        self._num_hit_tokens = self._num_lost_blocks = 0
+        self._allocator = allocator
+        self._cache = allocator.prefix_cache
+        self._slots = slots
+        self._mover = mover
+        self._shape = shape
+        self._computing_s = computing_s
+        self._stored: set[bytes] = set()
+        self._changes: list[CacheEvent] = []
+        self._to_store: OrderedDict[bytes, int] = OrderedDict()
+        """Blocks of keys and values that the store has not; and states, each with the turn since when it is here."""
+        self._states_to_store: OrderedDict[bytes, int] = OrderedDict()
+        self._restores: dict[int, Restore] = {}
+        self._num_restores = self._turn = 0
+        self._budget_s = self._take_budget_s = 0.0
+
+    # --- what can be had ---
+
+    def learn(self, came: Iterable[bytes], gone: Iterable[bytes]) -> None:
+        """The store has got, and lost, what has these names."""
+        for name in came:
+            if name not in self._stored:
+                self._stored.add(name)
+                self._to_store.pop(name, None)
+                self._states_to_store.pop(name, None)
+                self._tell(name, BlockStored(block_hash=name[1:], parent_hash=b""))
+        for name in gone:
+            self._forget(name)
+
+    def forget(self) -> None:
+        """What is cached and stored belongs to other weights now."""
+        self._to_store.clear()
+        self._states_to_store.clear()
+        for name in list(self._stored):
+            self._forget(name)
+        for restore in self._restores.values():
+            restore.has_failed = True
+
+    @property
+    def block_hashes(self) -> Iterable[bytes]:
+        """Of the keys and values that the store has."""
+        return (name[1:] for name in self._stored if name.startswith(KV))
+
+    def seen(self, events: Iterable[CacheEvent]) -> list[CacheEvent]:
+        """What changes of what can be had, here or from the store, with these changes of the cache."""
+        changes, self._changes = self._changes, []
+        return [*(event for event in events if not self._is_kept(event)), *changes]
+
+    def _is_kept(self, event: CacheEvent) -> bool:
+        return isinstance(event, BlockEvicted) and KV + event.block_hash in self._stored
+
+    def _tell(self, name: bytes, event: CacheEvent) -> None:
+        if name.startswith(KV) and self._cache.block_of(event.block_hash) is None:
+            self._changes.append(event)
+
+    def _forget(self, name: bytes) -> None:
+        if name in self._stored:
+            self._stored.discard(name)
+            self._tell(name, BlockEvicted(block_hash=name[1:]))
+
+    # --- down ---
+
+    def note(self, events: Iterable[CacheEvent], state_events: Iterable[CacheEvent] = ()) -> None:
+        """Takes in what has changed in the caches since the last call."""
+        for kind, queue, changes in (
+            (KV, self._to_store, events),
+            (STATE, self._states_to_store, state_events),
+        ):
+            for event in changes:
+                name = kind + event.block_hash
+                if isinstance(event, BlockEvicted):
+                    self._num_lost_blocks += queue.pop(name, None) is not None and kind == KV
+                elif name not in self._stored:
+                    queue[name] = self._turn
+
+    def report(self, stats: EngineStats) -> None:
+        """Writes its figures into an engine's."""
+        counts, shape = self._mover.counts, self._shape
+        waiting = len(self._to_store) * shape.block_bytes + len(self._states_to_store) * shape.state_bytes
+        stats.disk_backlog_bytes = waiting + counts.staged_bytes
+        stats.num_disk_hit_tokens, stats.num_disk_losses = self._num_hit_tokens, self._num_lost_blocks
+        stats.num_disk_blocks, stats.disk_bytes = counts.num_blocks, counts.num_bytes
+        stats.num_digest_failures, stats.num_disk_errors = counts.num_failures, counts.num_errors
+
+    def store_some(self, step_s: float | None) -> None:
+        """Copies some blocks to the store. `step_s`: how long the last step took; None: nothing runs."""
+        self._turn += 1
+        if step_s is not None:
+            self._budget_s = min(MOST_S, self._budget_s + SHARE * step_s)
+        if not (self._to_store or self._states_to_store) or not self._mover.has_room:
+            return
+        each_s = self._mover.counts.copy_s_per_byte + self._mover.counts.write_s_per_byte / self._shape.num_threads
+        room = IDLE_BYTES if step_s is None else int(self._budget_s / each_s)
+        places = self._next_places(room, is_idle=step_s is None)
+        if places:
+            num_bytes = sum(self._bytes_of(name) for name, _ in places)
+            self._budget_s -= 0.0 if step_s is None else num_bytes * each_s
+            self._mover.store(places)
+
+    def _next_places(self, room: int, *, is_idle: bool) -> list[Place]:
+        """The next blocks to copy, of so many bytes at most; idle, at least one."""
+        places: list[Place] = []
+        for queue in (self._to_store, self._states_to_store):
+            while queue:
+                name, since = next(iter(queue.items()))
+                is_young = queue is self._states_to_store and not is_idle and self._turn - since < MATURE_TURNS
+                if is_young or (self._bytes_of(name) > room and not (is_idle and not places)):
+                    break
+                del queue[name]
+                place = self._place_of(name)
+                if place is not None:
+                    places.append((name, place))
+                    room -= self._bytes_of(name)
+        return places
+
+    def _place_of(self, name: bytes) -> int | None:
+        if name.startswith(KV):
+            return self._cache.block_of(name[1:])
+        return None if self._slots is None else self._slots.holder_of(name[1:])
+
+    def _bytes_of(self, name: bytes) -> int:
+        return self._shape.block_bytes if name.startswith(KV) else self._shape.state_bytes
+
+    # --- up ---
+
+    def restore_for(self, request: EngineRequest, now: float) -> Restore | None:
+        """What a request is to be held for: a restore that has begun, maybe for another; None: it is not held."""
+        if not self._stored or (request.sampling_params.prompt_logprobs is not None and not request.output_token_ids):
+            return None
+        token_ids = (*request.prompt_token_ids, *request.output_token_ids)
+        restore = self._promised(HashChain(request.cache_salt, request.tenant), token_ids)
+        if restore is None:
+            return None
+        for other in self._restores.values():
+            if other.names[0] == restore.names[0] and not other.is_over:
+                return other
+        position = restore.depth * self._allocator.block_size - restore.num_tokens
+        computing_s = self._computing_s(position, restore.num_tokens)
+        queued = restore.num_bytes + sum(other.num_bytes for other in self._restores.values())
+        moving_s = FIXED_S + queued * (self._mover.counts.read_s_per_byte + self._mover.counts.copy_s_per_byte)
+        if moving_s >= computing_s:
+            return None
+        restore.due_s = now + max(LEAST_S, computing_s)
+        self._num_restores += 1
+        restore.ticket = self._num_restores
+        self._restores[restore.ticket] = restore
+        self._mover.fetch(restore.ticket, restore.names, self._shape.piece)
+        return restore
+
+    def _promised(self, chain: HashChain, token_ids: Sequence[int]) -> Restore | None:
+        """What could be brought back of a prefix; None: nothing that is not here."""
+        size = self._allocator.block_size
+        most = (len(token_ids) - 1) // size
+        num_here = len(self._cache.find(chain, token_ids, most))
+        end = num_here
+        while end < most and KV + chain.hash_of(end, token_ids, size) in self._stored:
+            end += 1
+        state: tuple[bytes, ...] = ()
+        usable = num_here
+        if self._slots is not None:
+            usable, _ = self._slots.deepest(chain, token_ids, num_here)
+            end, state = self._deepest_state(chain, token_ids, usable, end)
+        if end <= usable:
+            return None
+        names = [KV + chain.hash_of(index, token_ids, size) for index in range(num_here, end)]
+        num_bytes = len(names) * self._shape.block_bytes + len(state) * self._shape.state_bytes
+        return Restore(
+            ticket=0,
+            chain=chain,
+            token_ids=token_ids,
+            first=num_here,
+            names=(*names, *state),
+            depth=end,
+            num_tokens=(end - usable) * size,
+            num_bytes=num_bytes,
+            due_s=0.0,
+        )
+
+    def _deepest_state(
+        self, chain: HashChain, token_ids: Sequence[int], usable: int, end: int
+    ) -> tuple[int, tuple[bytes, ...]]:
+        """Behind how many blocks, of more than `usable` and up to `end`, a state is; its name if it is not here."""
+        assert self._slots is not None, "the model keeps states"
+        for depth in range(end, usable, -1):
+            block_hash = chain.hash_of(depth - 1, token_ids, self._allocator.block_size)
+            if self._slots.holder_of(block_hash) is not None:
+                return depth, ()
+            if STATE + block_hash in self._stored:
+                return depth, (STATE + block_hash,)
+        return usable, ()
+
+    def note_piece(self, ticket: int) -> None:
+        """The next piece of a restore was read."""
+        if (restore := self._restores.get(ticket)) is not None:
+            restore.num_ready += 1
+
+    def advance(self, step_s: float | None, now: float) -> list[Restore]:
+        """Puts pieces that were read in their places; returns the restores that are over, or given up. `step_s` as for
+        `store_some`.
+        """
+        if not self._restores:
+            return []
+        if step_s is not None:
+            self._take_budget_s = min(MOST_S, self._take_budget_s + TAKE_SHARE * step_s)
+        num_bytes = 0
+        for restore in self._restores.values():
+            while restore.num_ready and not restore.is_over:
+                if step_s is not None and num_bytes * self._mover.counts.copy_s_per_byte > self._take_budget_s:
+                    break
+                num_bytes += self._take_piece(restore)
+        if step_s is not None:
+            self._take_budget_s = max(0.0, self._take_budget_s - num_bytes * self._mover.counts.copy_s_per_byte)
+        over = [restore for restore in self._restores.values() if restore.is_over or now >= restore.due_s]
+        for restore in over:
+            self.end(restore)
+        return over
+
+    def end(self, restore: Restore) -> None:
+        """Nobody waits for it any more."""
+        if self._restores.pop(restore.ticket, None) is None:
+            return
+        if restore.num_taken < len(restore.names):
+            self._mover.fetch(restore.ticket, (), 0)
+        else:
+            self._num_hit_tokens += restore.num_tokens
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether `advance` would put some in their places now."""
+        return any(restore.num_ready and not restore.is_over for restore in self._restores.values())
+
+    @property
+    def next_due_s(self) -> float:
+        """When the first restore is given up."""
+        return min((restore.due_s for restore in self._restores.values()), default=float("inf"))
+
+    def _take_piece(self, restore: Restore) -> int:
+        """Puts the next piece in its places; its bytes."""
+        restore.num_ready -= 1
+        names = restore.names[restore.num_taken : restore.num_taken + self._shape.piece]
+        of_state = names[-1] if names[-1].startswith(STATE) else None
+        blocks = names[:-1] if of_state else names
+        first = restore.first + restore.num_taken
+        before = self._cache.find(restore.chain, restore.token_ids, first)
+        has_slot = of_state is None or (self._slots is not None and self._slots.num_free > 0)
+        if len(before) < first or not has_slot:
+            restore.has_failed = True
+            return 0
+        self._allocator.share(before)
+        if self._allocator.num_free < len(blocks):
+            self._allocator.free(before)
+            restore.has_failed = True
+            return 0
+        own = self._allocator.allocate(len(blocks))
+        places = list(zip(blocks, own, strict=True))
+        slot: int | None = None
+        copies: Sequence[StateCopy] = ()
+        if of_state and self._slots is not None:
+            slot = self._slots.take()
+            copies = self._slots.take_copies()
+            places.append((of_state, slot))
+        found = self._mover.take(restore.ticket, places, copies)
+        self._keep(restore, first, own, slot, found)
+        self._allocator.free([*before, *own])
+        for (name, _), is_there in zip(places, found, strict=True):
+            if not is_there:
+                self._forget(name)
+        return sum(self._bytes_of(name) for name in names)
+
+    def _keep(self, restore: Restore, first: int, own: Sequence[int], slot: int | None, found: Sequence[bool]) -> None:
+        """The first blocks that are there, without a gap, can be found from now on; a state if all of them are."""
+        chain, token_ids = restore.chain, restore.token_ids
+        num_found = next((number for number, is_there in enumerate(found) if not is_there), len(found))
+        for index, block_id in enumerate(own[:num_found], first):
+            self._cache.store(block_id, chain, token_ids, index)
+        if slot is not None and self._slots is not None:
+            if num_found == len(found):
+                self._slots.put(slot, chain, token_ids, restore.depth)
+            else:
+                self._slots.give_back(slot)
+        restore.num_taken += num_found
+        restore.has_failed = num_found < len(found)

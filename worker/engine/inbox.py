@@ -1,0 +1,55 @@
+"""Inbox of an engine: commands from any thread for the one that runs the steps. Closed once, for a reason."""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeAlias
+
+from holdfast.worker.errors import HoldfastError
+
+Command: TypeAlias = Callable[[], None]
+
+
+class Inbox:
+    """A queue that is closed once, for a reason. Nothing comes in after that, and what is in stays to be taken."""
+
+    def __init__(self) -> None:
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._gate = threading.Lock()
+        self.closed_by: HoldfastError | None = None
+        """The reason, or None while it is open. To be read only."""
+
+    @property
+    def is_empty(self) -> bool:
+        return self._commands.empty()
+
+    def put(self, command: Command) -> None:
+        """Raises the reason if the inbox is closed."""
+        with self._gate:
+            if self.closed_by is not None:
+                raise self.closed_by
+            self._commands.put(command)
+
+    def put_unless_closed(self, command: Command) -> None:
+        with self._gate:
+            if self.closed_by is None:
+                self._commands.put(command)
+
+    def close(self, reason: HoldfastError) -> bool:
+        """Whether this call has closed it: of several, the first one has, and its reason counts."""
+        with self._gate:
+            if self.closed_by is not None:
+                return False
+            self.closed_by = reason
+            return True
+
+    def take(self, wait_s: float = 0.0) -> list[Command]:
+        """All commands that are in. Waits at most so long for the first. For the one thread that takes commands."""
+        commands: list[Command] = []
+        try:
+            if wait_s > 0:
+                commands.append(self._commands.get(timeout=wait_s))
+            while True:
+                commands.append(self._commands.get_nowait())
+        except queue.Empty:
+            return commands
