@@ -141,6 +141,8 @@ def _replica_row(replica: Any) -> list[str]:
     if not replica.HasField("stats"):
         return [*row, "-", "-", "-"]
     stats = replica.stats
+    if stats.disk_bytes:
+        row[-1] += f", {stats.num_disk_blocks} on disk"
     hits, asked = stats.num_prefix_hit_tokens, stats.num_prefix_query_tokens
     speed = stats.num_tokens_generated / stats.step_time_s if stats.step_time_s else 0.0
     return [*row, f"{hits / asked:.0%}" if asked else "-", str(stats.num_preemptions), f"{speed:.0f}"]

@@ -185,6 +185,15 @@ OF_REPLICAS: Final = (
     ),
     Metric("holdfast_replica_snapshot_hits_total", C, _REPLICA, "Requests that began from a snapshot of a state"),
     Metric("holdfast_replica_snapshot_evictions_total", C, _REPLICA, "Snapshots whose slots were handed out"),
+    Metric("holdfast_replica_disk_blocks", G, _REPLICA, "Blocks and snapshots on the disk that a replica can use"),
+    Metric("holdfast_replica_disk_bytes", G, _REPLICA, "What the block store of a replica's host takes on the disk"),
+    Metric("holdfast_replica_disk_backlog_bytes", G, _REPLICA, "What is still to be written to the disk"),
+    Metric("holdfast_replica_disk_hit_tokens_total", C, _REPLICA, "Tokens whose blocks came back from the disk"),
+    Metric("holdfast_replica_disk_losses_total", C, _REPLICA, "Blocks that were evicted before they were on the disk"),
+    Metric(
+        "holdfast_replica_digest_failures_total", C, _REPLICA, "Blocks on the disk that were damaged: computed again"
+    ),
+    Metric("holdfast_replica_disk_errors_total", C, _REPLICA, "Reads and writes of the block store that failed"),
     Metric("holdfast_replica_expired_total", C, _REPLICA, "Requests dropped because their deadline was, or would be"),
     Metric("holdfast_replica_prefix_query_tokens_total", C, _REPLICA, "Tokens looked up in the prefix cache"),
     Metric("holdfast_replica_prefix_hit_tokens_total", C, _REPLICA, "Those of them that were cached"),

@@ -103,6 +103,17 @@ COUNTS: Final = {
 }
 """Fields of `EngineStats`, and the middle of their names."""
 
+DISK: Final = {
+    "num_disk_blocks": "disk_blocks",
+    "disk_bytes": "disk_bytes",
+    "disk_backlog_bytes": "disk_backlog_bytes",
+    "num_disk_hit_tokens": "disk_hit_tokens_total",
+    "num_disk_losses": "disk_losses_total",
+    "num_digest_failures": "digest_failures_total",
+    "num_disk_errors": "disk_errors_total",
+}
+"""Fields of `EngineStats`, and the end of their names, of a replica with a store below its cache."""
+
 
 def replica_samples(model: str, replica: str, load: EngineLoad, stats: EngineStats | None) -> Iterator[Sample]:
     """`stats` None: the replica has reported none yet."""
@@ -126,6 +137,9 @@ def replica_samples(model: str, replica: str, load: EngineLoad, stats: EngineSta
         slots = {"used": stats.num_used_slots, "snapshot": stats.num_cached_slots, "empty": num_empty}
         for state, count in slots.items():
             yield Sample(f"{prefix}state_slots", (*labels, state), count)
+    if stats.disk_bytes:
+        for field, name in DISK.items():
+            yield Sample(f"{prefix}{name}", labels, getattr(stats, field))
     for field, name in COUNTS.items():
         yield Sample(f"{prefix}{name}_total", labels, getattr(stats, field))
     times = {"plan": stats.plan_time_s, "run": stats.step_time_s, "commit": stats.commit_time_s}

@@ -170,6 +170,8 @@ class BlockMover:
             elif batch is not None:
                 self._write(batch)
             self._tell_news()
+            if batch is not None:
+                self._note_written(batch)
         self._store.close()
 
     def _has_work(self) -> bool:
@@ -211,6 +213,8 @@ class BlockMover:
         except OSError as error:
             self._complain("writing to", error)
             self._paused_until = time.monotonic() + PAUSE_S
+
+    def _note_written(self, batch: list[tuple[bytes, Bytes]]) -> None:
         with self._changed:
             self._writes.popleft()
             self.counts.staged_bytes -= _size(batch)

@@ -108,6 +108,7 @@ def _replica(one: ReplicaLoad) -> dict[str, Any]:
     if stats is not None:
         said |= {
             "num_cached_blocks": min(stats.num_cached_blocks, load.num_free_blocks),
+            "num_disk_blocks": stats.num_disk_blocks,
             "prefix_hit_rate": stats.prefix_hit_rate,
             "num_tokens_generated": stats.num_tokens_generated,
             "num_preemptions": stats.num_preemptions,

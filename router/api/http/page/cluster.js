@@ -149,7 +149,8 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
     const meter = made("meter", "");
     meter.max = one.num_total_blocks;
     meter.value = one.num_used_blocks;
-    const said = `${one.num_used_blocks} of ${one.num_total_blocks} blocks in use, ${one.num_cached_blocks ?? 0} cached`;
+    const onDisk = one.num_disk_blocks ? `, ${one.num_disk_blocks} on the disk` : "";
+    const said = `${one.num_used_blocks} of ${one.num_total_blocks} blocks in use, ${one.num_cached_blocks ?? 0} cached${onDisk}`;
     meter.setAttribute("aria-label", said);
     meter.title = said;
     cell.append(meter);
