@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from holdfast.worker.cache.block_store import BlockStore
-from holdfast.worker.engine.block_tier import KV, Place
+from holdfast.worker.engine.tier_mover import KV, Place
 from holdfast.worker.executors.block_bytes import BlockBytes, Bytes
 
 logger = logging.getLogger(__name__)

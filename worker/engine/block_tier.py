@@ -12,18 +12,15 @@ the cache knows where they came from. A request is held no longer than computing
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from holdfast.worker.block_hash import HashChain
 from holdfast.worker.cache.block_pool import BlockAllocator, BlockEvicted, BlockStored, CacheEvent
 from holdfast.worker.cache.state_slots import StateSlots
+from holdfast.worker.engine.tier_mover import KV, STATE, Mover, Place, TierShape
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.step_plan import StateCopy
 from holdfast.worker.step_update import EngineStats
-
-KV: Final = b"k"
-STATE: Final = b"s"
-"""A block's name begins with what it holds: keys and values, or a state. The rest is its hash."""
 
 SHARE: Final = 0.015
 """Of the time that steps take, what copying blocks to the store may cost them."""
@@ -31,7 +28,6 @@ TAKE_SHARE: Final = 0.1
 """Of the time that steps take, what copying blocks from the store may cost them, but for one piece each time."""
 MOST_S: Final = 0.1
 """Of either, what is saved up."""
-PIECE_BYTES: Final = 8 << 20
 IDLE_BYTES: Final = 16 << 20
 """Copied to the store at a time while nothing runs."""
 MATURE_TURNS: Final = 64
@@ -40,63 +36,6 @@ FIXED_S: Final = 0.002
 """What a restore takes besides reading: two threads wait for each other."""
 LEAST_S: Final = 0.1
 """A request is held for so long at most, if computing would take less."""
-
-Place = tuple[bytes, int]
-"""A name, and the block or slot that holds what it names."""
-
-
-class MovingCounts(Protocol):
-    """What moving costs, as measured, and what there is; on the leading rank."""
-
-    copy_s_per_byte: float
-    write_s_per_byte: float
-    read_s_per_byte: float
-    num_blocks: int
-    num_bytes: int
-    num_failures: int
-    num_errors: int
-    staged_bytes: int
-
-
-class Mover(Protocol):
-    """Carries out what the tier decides, on all ranks."""
-
-    @property
-    def counts(self) -> MovingCounts: ...
-
-    @property
-    def has_room(self) -> bool:
-        """Whether more may be stored now."""
-        ...
-
-    def store(self, places: Sequence[Place]) -> None:
-        """Copies what these blocks and slots hold, to be written by their names."""
-        ...
-
-    def fetch(self, ticket: int, names: Sequence[bytes], piece: int) -> None:
-        """Begins to read, `piece` blocks at a time; each piece is told of. No names: ends what the ticket was for."""
-        ...
-
-    def take(self, ticket: int, places: Sequence[Place], state_copies: Sequence[StateCopy]) -> Sequence[bool]:
-        """Makes the copies of slots that are due, and puts the ticket's next piece in its places: for each of these,
-        whether all ranks have it.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierShape:
-    """Sizes on the leading rank."""
-
-    block_bytes: int
-    state_bytes: int = 0
-    num_threads: int = 1
-    """Of steps: one thread more takes so much less from them."""
-
-    @property
-    def piece(self) -> int:
-        """Blocks that are read, and put in their places, at a time."""
-        return max(1, PIECE_BYTES // max(1, self.block_bytes))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -255,7 +255,7 @@ class Engine:
             self._runner.keep_alive()
         for command in commands:
             command()
-        if not self._core.scheduler.has_work:
+        if self._core.tier is not None and not self._core.scheduler.has_work:
             self._core.tend_tier(self._clock())
 
     def _turn(self) -> None:
@@ -270,7 +270,8 @@ class Engine:
         collected_s = self._clock()
         num_gained = self._core.commit(plan, result, step_s)
         self._deliver()
-        self._core.tend_tier(self._clock(), step_s)
+        if self._core.tier is not None:
+            self._core.tend_tier(self._clock(), step_s)
         ended_s, num_steps = self._clock(), plan.num_steps
         self._core.note_turn(launched_s - began_s, collected_s - launched_s, ended_s - collected_s, num_steps)
         self._run_length.observe(plan, step_s)

@@ -20,7 +20,7 @@ from holdfast.worker.cache.sealing import sealer_of
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
 from holdfast.worker.engine.block_mover import BlockMover, MoverCounts, MoverEvents
-from holdfast.worker.engine.block_tier import KV, STATE, Place
+from holdfast.worker.engine.tier_mover import KV, STATE, Place
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.block_bytes import BlockMemory
 from holdfast.worker.model_info import ModelInfo
@@ -186,5 +186,5 @@ def _check(config: WorkerConfig, memory: BlockMemory | None) -> None:
         raise ConfigurationError(f"{setting}: only the native executor on CPUs can keep blocks on a disk")
     if config.model.load_format == "dummy":
         raise ConfigurationError(f"{setting}: random weights (load_format = 'dummy') have no name to keep blocks by")
-    if config.speculation.speculative == "draft":
-        raise ConfigurationError(f"{setting}: the cache of a draft model is not kept; choose ngram or suffix")
+    if config.speculation.speculative in ("draft", "mtp"):
+        raise ConfigurationError(f"{setting}: what a draft model caches is not kept; choose ngram or suffix")

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.worker.config import HealthConfig, WorkerConfig
 from holdfast.worker.distributed.rendezvous import RankListener, Rendezvous
-from holdfast.worker.engine.block_tier import BlockTier, TierShape
+from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.engine import Engine
+from holdfast.worker.engine.tier_mover import TierShape
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.process_memory import loading, take_back

@@ -1,0 +1,70 @@
+"""What a block tier asks of a mover, which carries out its decisions on all ranks, and how both name blocks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from holdfast.worker.step_plan import StateCopy
+
+KV: Final = b"k"
+STATE: Final = b"s"
+"""A block's name begins with what it holds: keys and values, or a state. The rest is its hash."""
+
+PIECE_BYTES: Final = 8 << 20
+
+Place = tuple[bytes, int]
+"""A name, and the block or slot that holds what it names."""
+
+
+class MovingCounts(Protocol):
+    """What moving costs, as measured, and what there is; on the leading rank."""
+
+    copy_s_per_byte: float
+    write_s_per_byte: float
+    read_s_per_byte: float
+    num_blocks: int
+    num_bytes: int
+    num_failures: int
+    num_errors: int
+    staged_bytes: int
+
+
+class Mover(Protocol):
+    """Carries out what the tier decides, on all ranks."""
+
+    @property
+    def counts(self) -> MovingCounts: ...
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more may be stored now."""
+        ...
+
+    def store(self, places: Sequence[Place]) -> None:
+        """Copies what these blocks and slots hold, to be written by their names."""
+        ...
+
+    def fetch(self, ticket: int, names: Sequence[bytes], piece: int) -> None:
+        """Begins to read, `piece` blocks at a time; each piece is told of. No names: ends what the ticket was for."""
+        ...
+
+    def take(self, ticket: int, places: Sequence[Place], state_copies: Sequence[StateCopy]) -> Sequence[bool]:
+        """Makes the copies of slots that are due, and puts the ticket's next piece in its places: for each of these,
+        whether all ranks have it.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierShape:
+    """Sizes on the leading rank."""
+
+    block_bytes: int
+    state_bytes: int = 0
+    num_threads: int = 1
+    """Of steps: one thread more takes so much less from them."""
+
+    @property
+    def piece(self) -> int:
+        """Blocks that are read, and put in their places, at a time."""
+        return max(1, PIECE_BYTES // max(1, self.block_bytes))
