@@ -72,6 +72,13 @@ SERVED: dict[str, dict[str, Any]] = {
     },
     "glm": {},
     "glm4": {},
+    "glm4_moe_lite": {
+        **LATENT,
+        **MOE,
+        **{key: value for key, value in ROUTED.items() if key != "first_k_dense_replace"},
+        "v_head_dim": 12,
+        "head_dim": ...,
+    },
     "glm4_moe": {**MOE, **ROUTED, "num_local_experts": 4, "use_qk_norm": True, "routed_scaling_factor": 1.5},
     "gpt2": MHA,
     "gpt_bigcode": {"head_dim": ..., "num_key_value_heads": ...},
@@ -138,7 +145,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 NOT_NATIVE = {
     **dict.fromkeys(SERVED.keys() - FAMILIES.keys(), "not among the stated families"),
-    "deepseek_v3, whole queries": "not among the stated families",
     "olmo": "config.json has clip_qkv",
 }
 """Families and variants that the HF backend serves, and a word of why."""

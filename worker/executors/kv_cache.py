@@ -22,6 +22,7 @@ class KVSpec:
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    """0: values are dimensions of the keys (latent attention)."""
     sliding_window: int | None = None
     """A query sees itself and this many keys less one before it. None: all."""
     softcap: float | None = None

@@ -113,6 +113,51 @@ class Attention:
     """Slices of this rank's inputs of `output`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention over this rank's heads (DeepSeek), in its absorbed form:
+
+        a | c | r = inputs(x);  c = latent_norm(c), r turned;  q | p of each head = queries(query_norm(a)), p turned
+        score = scaling ((q A^T) c + p r), with A of the head;  output((what the softmax weighs of c) V^T, of each head)
+
+    What is kept of a token is c | r, once for all heads: every rank has it. Without `queries`, a is q | p of each head.
+    """
+
+    num_heads: int
+    plain_dim: int
+    """Of a head's q."""
+    rope_dim: int
+    latent_dim: int
+    value_dim: int
+    inputs: Linear
+    """Outputs: a, then c, then r."""
+    query_norm: Norm | None = None
+    queries: Linear | None = None
+    """Outputs: q and p of the first head, then of the next."""
+    latent_norm: Norm
+    absorb: Linear
+    """A of each head: [latent_dim, plain_dim]."""
+    expand: Linear
+    """V of each head: [value_dim, latent_dim]."""
+    rotary: int | None
+    """Index into `DecoderLayout.rotaries`. None: no position embedding."""
+    scaling: float
+    output: Linear
+    """Row-parallel."""
+    num_slices: int = NUM_SLICES
+    """Slices of this rank's inputs of `output`."""
+
+    @property
+    def key_dim(self) -> int:
+        """Numbers that are kept of a token."""
+        return self.latent_dim + self.rope_dim
+
+    @property
+    def query_outputs(self) -> int:
+        """Of `inputs`."""
+        return self.inputs.out_features - self.key_dim
+
+
 MAX_CONV_WIDTH: Final = 8
 """Tokens that a convolution sees at most (`cpu/native/short_conv.h`)."""
 
@@ -299,7 +344,8 @@ class Experts:
     num_groups: int = 1
     """Neighbouring experts are a group; where there are several, only those of `top_groups` groups are chosen."""
     top_groups: int = 1
-    """With the largest sums of their two best scores."""
+    """With the largest sums of their `group_best` best scores."""
+    group_best: int = 2
     normalized: bool
     """The weights of the chosen experts are divided by their sum."""
     least_sum: float = 0.0
@@ -332,7 +378,7 @@ class Beside:
 class Layer:
     attention_norm: Norm | None
     """Of attention, or of what is in its place."""
-    attention: Attention | None
+    attention: Attention | LatentAttention | None
     state: ShortConv | GatedDeltaNet | Mamba2 | None = None
     """What keeps a state mixes tokens in place of attention, which keeps keys and values; or nothing does, in a layer
     that is an MLP alone. Mamba2 may also be beside attention, of the same norm: then each slice of the inputs of
@@ -374,8 +420,8 @@ class DecoderLayout:
 
 
 def attention_of(layer: Layer) -> Attention:
-    """The attention of a layer that has one."""
-    assert layer.attention is not None, "a layer with a state has no attention"
+    """The attention of a layer that keeps keys and values of its KV heads."""
+    assert isinstance(layer.attention, Attention), "it has latent attention, or a state"
     return layer.attention
 
 

@@ -17,7 +17,7 @@ from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.executors.cpu.library import load_library
 from holdfast.worker.executors.finite import NotFiniteError
 from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler
-from holdfast.worker.models.checks import OTHER_ENGINE, check_kv_cache_dtype, kv_cache_dtype_refused
+from holdfast.worker.models.checks import OTHER_ENGINE, check_kv_cache_dtype, check_latents, kv_cache_dtype_refused
 from holdfast.worker.models.damaged_weights import damaged
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.hf_backend import HfBackend
@@ -195,6 +195,7 @@ def _stated(
     if isinstance(prepared, str):
         return prepared
     assert facts is not None
+    check_latents(config, facts.model_type)
     progress("load", 1, 1)
     backend = make_backend(
         prepared,

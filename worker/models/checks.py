@@ -46,7 +46,9 @@ def check_kv_cache_dtype(config: WorkerConfig, device: str, hf_config: Any = Non
     if wanted == "fp8" and config.model.executor == "hf":
         reason = "model.executor = 'hf', which has no kernels for it"
         raise kv_cache_dtype_refused(config, reason, "leave --executor at auto")
-    if wanted == "fp8" and hf_config is not None and hf_config.model_type not in FAMILIES:
+    if hf_config is not None:
+        check_latents(config, hf_config.model_type)
+    if wanted == "fp8" and hf_config is not None and not _is_native_on_gpus(hf_config.model_type):
         reason = f"model type {hf_config.model_type!r} has no native backend (docs/models.md)"
         raise kv_cache_dtype_refused(config, reason)
     if config.model.dtype != "auto":
@@ -54,6 +56,20 @@ def check_kv_cache_dtype(config: WorkerConfig, device: str, hf_config: Any = Non
     elif hf_config is not None:
         found = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or "float32"
         check_own_dtype(config, str(found).removeprefix("torch."))
+
+
+def check_latents(config: WorkerConfig, model_type: str) -> None:
+    """Refuses int8 for what native latent attention keeps. Raises `ConfigurationError`."""
+    family = FAMILIES.get(model_type)
+    if config.cache.kv_cache_dtype == "int8" and config.model.executor != "hf" and family is not None and family.latent:
+        reason = (
+            f"{model_type} keeps latents and turned keys of other magnitudes in one row, which has one scale in int8"
+        )
+        raise kv_cache_dtype_refused(config, reason)
+
+
+def _is_native_on_gpus(model_type: str) -> bool:
+    return model_type in FAMILIES and not FAMILIES[model_type].on_cpus_alone
 
 
 def check_own_dtype(config: WorkerConfig, dtype: str) -> None:

@@ -38,12 +38,14 @@ from holdfast.worker.models.family_rules import (
     llama4_scale,
     short_conv_length,
 )
+from holdfast.worker.models.latent_families import LATENTS
 from holdfast.worker.models.mamba_families import MAMBAS
 from holdfast.worker.models.mixtures import MIXTURES
 
 FAMILIES: Final[Mapping[str, Family]] = {
     **MIXTURES,
     **DELTA_NETS,
+    **LATENTS,
     **MAMBAS,
     "arcee": replace(
         LLAMA,

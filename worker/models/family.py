@@ -154,6 +154,8 @@ class Moe:
     is_row: bool = False
     num_groups: Callable[[Any], int] = lambda config: 1
     top_groups: Callable[[Any], int] = lambda config: 1
+    group_best: int = 2
+    """So many best scores of a group count."""
     normalized: Setting = True
     """The weights of the chosen experts are divided by their sum, or by `least_sum` where that is more."""
     least_sum: Callable[[Any], float] = lambda config: 0.0
@@ -268,6 +270,9 @@ class Family:
     """The entry of config.json that caps attention scores."""
     sinks: bool = False
 
+    latent: bool = False
+    """Multi-head latent attention, with the names of DeepSeek's modules and entries."""
+
     # layers without attention
     conv: str | None = None
     """The short convolution of layers whose type is `conv`."""
@@ -295,7 +300,7 @@ class Family:
     """Angles by kind of layer: `full_attention`, `sliding_attention`. The base of the latter, where none is given."""
     partial: float | None = None
     """The share of a head's dimensions that turns, where config.json says none; None: all turn."""
-    interleaved: bool = False
+    interleaved: Setting = False
     """Pairs are neighbours."""
     rotates: Callable[[Any, int], bool] = _every_layer
     """Whether a layer, by config and index, has position embeddings."""
@@ -337,8 +342,13 @@ class Family:
         return kind == "hybrid" or kind not in {*self.state_lengths, "mlp", "moe"}
 
     @property
+    def on_cpus_alone(self) -> bool:
+        """Whether GPUs have no native backend for it."""
+        return self.keeps_state or self.latent
+
+    @property
     def may_be_uneven(self) -> bool:
         """Whether ranks may have unequal shares of a model on CPUs."""
-        if self.moe is not None or self.delta_net is not None or self.mamba is not None:
+        if self.moe is not None or self.delta_net is not None or self.mamba is not None or self.latent:
             return False
         return self.packing is Packing.APART and (len(self.gate_up) == 2 or not self.has_gate)

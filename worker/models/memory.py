@@ -73,8 +73,10 @@ class MemoryEstimator:
         self.weight_bytes = _weight_bytes(model, plan, dtype, coded)
         check_kv_cache_dtype(config, device.type, hf_config)
         check_block_size(self.block_size, device)
-        in_tiles = device.type == "cpu"
-        self.kv_bytes_per_token = _kv_bytes_per_token(config, hf_config, plan, dtype, in_tiles=in_tiles)
+        keeps_latents = is_native and family is not None and family.latent
+        kept_by = filter(partial(_keeps_kv, hf_config), range(hf_config.num_hidden_layers))
+        specs = [_latent_spec(hf_config) if keeps_latents else _kv_spec(hf_config, plan, layer) for layer in kept_by]
+        self.kv_bytes_per_token = _kv_bytes_per_token(config, specs, dtype, in_tiles=device.type == "cpu")
         self.state_bytes = _state_bytes(hf_config, plan, config.speculation.max_num_drafts)
         """What the states of a sequence take; 0: the model keeps none."""
 
@@ -242,24 +244,25 @@ def _weight_bytes(model: Any, plan: ParallelPlan, dtype: torch.dtype, coded: Cod
     return int(total)
 
 
-def _kv_bytes_per_token(
-    config: WorkerConfig, hf_config: Any, plan: ParallelPlan, dtype: torch.dtype, *, in_tiles: bool
-) -> int:
+def _kv_bytes_per_token(config: WorkerConfig, specs: Sequence[KVSpec], dtype: torch.dtype, *, in_tiles: bool) -> int:
     """`in_tiles`: of a cache that fills up heads to whole tiles."""
     kept = config.cache.kv_cache_dtype
-    total = 0
-    for layer in filter(partial(_keeps_kv, hf_config), range(hf_config.num_hidden_layers)):
-        spec = _kv_spec(hf_config, plan, layer)
-        if in_tiles:
-            total += bytes_per_token(spec, dtype, in_int8=kept == "int8")
-        else:
-            total += spec.fp8_bytes_per_token if kept == "fp8" else spec.values_per_token * dtype.itemsize
-    return total
+    if in_tiles:
+        return sum(bytes_per_token(spec, dtype, in_int8=kept == "int8") for spec in specs)
+    if kept == "fp8":
+        return sum(spec.fp8_bytes_per_token for spec in specs)
+    return kv_bytes_per_token(specs, dtype)
+
+
+def _latent_spec(hf_config: Any) -> KVSpec:
+    """What each rank keeps of a layer with latent attention, on the native backend."""
+    key_dim = hf_config.kv_lora_rank + hf_config.qk_rope_head_dim
+    return KVSpec(num_heads=hf_config.num_attention_heads, num_kv_heads=1, key_dim=key_dim, value_dim=0)
 
 
 def _kv_spec(hf_config: Any, plan: ParallelPlan, layer: int) -> KVSpec:
     """What a rank keeps of a layer."""
-    if getattr(hf_config, "qk_nope_head_dim", None):  # latent attention is cached expanded
+    if getattr(hf_config, "qk_nope_head_dim", None):  # the HF backend caches latent attention expanded
         kv_heads = hf_config.num_attention_heads
         key_dim = hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim
         value_dim = hf_config.v_head_dim

@@ -17,7 +17,7 @@ from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.cpu.tile_memory import linears
 from holdfast.worker.executors.gpu import weights
 from holdfast.worker.executors.kv_cache import KVCache
-from holdfast.worker.executors.layout import DecoderLayout, Experts
+from holdfast.worker.executors.layout import DecoderLayout, Experts, LatentAttention
 from holdfast.worker.executors.step_sampler import HeadOutput, OverlappingSampler, StepSampler
 from holdfast.worker.models.damaged_weights import made_by_all
 from holdfast.worker.models.proof import NUM_TOKENS, Prepared, ask_reference, check
@@ -327,8 +327,12 @@ def _unfit(layout: DecoderLayout) -> str | None:
         attention = layer.attention
         if layer.state is not None and layer.parallel:
             return "a layer with a state has its MLP beside it"
-        if attention is not None and attention.head_dim > MAX_HEAD_DIM:
-            return f"heads have {attention.head_dim} dimensions, and {MAX_HEAD_DIM} are the most"
+        if isinstance(attention, LatentAttention):
+            size = attention.key_dim
+        else:
+            size = 0 if attention is None else attention.head_dim
+        if size > MAX_HEAD_DIM:
+            return f"heads have {size} dimensions, and {MAX_HEAD_DIM} are the most"
         if isinstance(layer.mlp, Experts) and _is_uneven(layer.mlp):
             return "the expert that all tokens share is cut into other slices than the others"
     return None

@@ -39,7 +39,7 @@ def coded_bytes(config: ModelConfig, folder: Path, device: str, model_type: str)
     """The memory of what stays codes on a device; None where all weights are dequantized."""
     family = FAMILIES.get(model_type)
     is_read = config.executor != "hf" and config.load_format != "dummy"
-    if device == "cpu" or not is_read or family is None or family.conv is not None:
+    if device == "cpu" or not is_read or family is None or family.on_cpus_alone:
         return None
     return CodedBytes(folder, config.quantization)
 

@@ -18,6 +18,7 @@ from holdfast.worker.executors.layout import (
     DecoderLayout,
     Experts,
     GatedDeltaNet,
+    LatentAttention,
     Layer,
     Linear,
     Mamba2,
@@ -123,13 +124,44 @@ class Reference:
             return self._convolve(state, x)
         if isinstance(state, GatedDeltaNet):
             return self._recur(state, x)
-        parts = [] if attention is None else [self._attend(attention, x, positions)]
+        parts = [] if attention is None else [self._attended(attention, x, positions)]
         parts += [] if state is None else [self._scan(state, x)]
         last = state if attention is None else attention
         if last is None or last.output is None:
             return torch.zeros_like(x)
         slices = [part.view(len(x), last.num_slices, -1) for part in parts]
         return self._row_parallel(last.output, torch.cat(slices, -1).flatten(1))
+
+    def _attended(self, attention: Attention | LatentAttention, x: Tensor, positions: Tensor) -> Tensor:
+        """What the output of attention is given."""
+        if isinstance(attention, LatentAttention):
+            return self._attend_latents(attention, x, positions)
+        return self._attend(attention, x, positions)
+
+    def _attend_latents(self, attention: LatentAttention, x: Tensor, positions: Tensor) -> Tensor:
+        """Latent attention over the normed rows [T, hidden]."""
+        heads, latent, rope = attention.num_heads, attention.latent_dim, attention.rope_dim
+        parts = [attention.query_outputs, latent, rope]
+        q, c, r = torch.split(self._linear(attention.inputs, x), parts, -1)
+        if attention.queries is not None:
+            q = self._linear(attention.queries, self._norm(attention.query_norm, q))
+        plain, p = torch.split(q.view(len(x), heads, -1), [attention.plain_dim, rope], -1)
+        r = r[:, None]
+        if attention.rotary is not None:
+            p, r = (rotated(one, self._layout.rotaries[attention.rotary], positions) for one in (p, r))
+        c = self._round(self._norm(attention.latent_norm, c))
+        absorbed = self._of_heads(attention.absorb, plain)
+        scores = torch.einsum("qhd,kd->hqk", self._round(absorbed), c)
+        scores = (scores + torch.einsum("qhd,kd->hqk", self._round(p), self._round(r)[:, 0])) * attention.scaling
+        hidden = positions[:, None] < positions
+        weights = self._round(scores.masked_fill(hidden, -torch.inf).softmax(-1))
+        weighed = torch.einsum("hqk,kd->qhd", weights, c)
+        return self._of_heads(attention.expand, weighed).flatten(1)
+
+    def _of_heads(self, linear: Linear, x: Tensor) -> Tensor:
+        """x [T, heads, in], each head by its part of the linear -> [T, heads, out]."""
+        parts = enumerate(linear.weights)
+        return torch.stack([self._linear(Linear(weights=(weight,)), x[:, head]) for head, weight in parts], 1)
 
     def _scan(self, net: Mamba2, x: Tensor) -> Tensor:
         """Mamba2 over [T, hidden] of one sequence from its first position on: [T, heads * head_dim]."""
@@ -332,7 +364,7 @@ def _scores_for_choice(experts: Experts, scores: Tensor) -> Tensor:
     if experts.num_groups == 1:
         return scores
     groups = scores.view(*scores.shape[:-1], experts.num_groups, -1)
-    best = groups.topk(2, -1).values.sum(-1).topk(experts.top_groups, -1).indices
+    best = groups.topk(experts.group_best, -1).values.sum(-1).topk(experts.top_groups, -1).indices
     kept = torch.zeros(groups.shape[:-1], dtype=torch.bool).scatter_(-1, best, True)
     masked: Tensor = groups.masked_fill(~kept[..., None], -torch.inf).view(scores.shape)
     return masked

@@ -14,6 +14,7 @@ from holdfast.worker.executors.layout import (
     Attention,
     DecoderLayout,
     GatedDeltaNet,
+    LatentAttention,
     Layer,
     Linear,
     Mamba2,
@@ -32,6 +33,7 @@ from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.rotary import make_rotary
 from holdfast.worker.models.stated_config import NotStated, read_stated_config
 from holdfast.worker.models.stated_delta_net import LINEAR, DeltaNetBuilder
+from holdfast.worker.models.stated_latent import latent_attention
 from holdfast.worker.models.stated_mamba import MambaBuilder, slices_beside
 from holdfast.worker.models.stated_mlp import MlpBuilder
 from holdfast.worker.models.stated_tensors import StoredTensors, Weight, stored_tensors
@@ -155,7 +157,7 @@ class LayoutBuilder:
                 rope,
                 head_dim(config, config.layer_types.index(kind) if kind else 0),
                 config.max_position_embeddings,
-                interleaved=self._family.interleaved,
+                interleaved=is_set(self._family.interleaved, config),
             )
             for kind, rope in by_type.items()
         }
@@ -202,7 +204,7 @@ class LayoutBuilder:
         state = self._state(index, prefix)
         attends = self._keeps_kv(index)
         attention = self._attention(index, f"{prefix}{family.attention}.", rotaries) if attends else None
-        if attention is not None and isinstance(state, Mamba2):
+        if isinstance(attention, Attention) and isinstance(state, Mamba2):
             attention, state = slices_beside(attention, state)
         return Layer(
             attention_norm=self._optional_norm(prefix, family.attention_norm),
@@ -228,7 +230,9 @@ class LayoutBuilder:
             return self._mambas.build(prefix)
         return None
 
-    def _attention(self, index: int, prefix: str, rotaries: tuple[str, ...]) -> Attention:
+    def _attention(self, index: int, prefix: str, rotaries: tuple[str, ...]) -> Attention | LatentAttention:
+        if self._family.latent:
+            return latent_attention(self._share, prefix)
         family, config, share = self._family, self._config, self._share
         size, kv_heads = head_dim(config, index), num_kv_heads(config, index)
         qkv = self._qkv(index, prefix)

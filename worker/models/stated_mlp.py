@@ -68,6 +68,8 @@ class MlpBuilder:
     def _experts(self, moe: Moe, prefix: str, shared_prefix: str = "") -> Experts:
         config, share, hidden = self._config, self._share, self._config.hidden_size
         count = getattr(config, moe.num_experts)
+        if getattr(config, moe.top_k) is None:
+            raise NotStated(f"config.json has no {moe.top_k}")
         if not count:
             raise NotStated(f"it has {moe.num_experts} = {count} in a layer with experts")
         router = share.whole(prefix + moe.router, (count, hidden), has_bias=moe.has_router_bias, exact=moe.exact_router)
@@ -82,6 +84,7 @@ class MlpBuilder:
             selection_bias=self._selection_bias(moe, prefix, count),
             num_groups=moe.num_groups(config),
             top_groups=moe.top_groups(config),
+            group_best=moe.group_best,
             normalized=is_set(moe.normalized, config),
             least_sum=moe.least_sum(config),
             scales=self._scales(moe, prefix, count),

@@ -43,6 +43,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi, norms of heads": ("phi", {"qk_layernorm": True}),
     "gemma4_text, dense": ("gemma4_text", {"enable_moe_block": False, "attention_k_eq_v": False}),
     "glm4_moe, groups": ("glm4_moe", {"n_routed_experts": 8, "num_local_experts": 8, "n_group": 4, "topk_group": 2}),
+    "deepseek_v2, groups": (
+        "deepseek_v2",
+        {"n_routed_experts": 8, "n_group": 4, "topk_group": 1, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v3, groups and yarn": (
+        "deepseek_v3",
+        {
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_interleave": False,
+            "kv_lora_rank": 24,
+            "v_head_dim": 20,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+        },
+    ),
     "hunyuan_v1_dense, dynamic": (
         "hunyuan_v1_dense",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}},

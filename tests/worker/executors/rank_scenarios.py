@@ -16,7 +16,7 @@ from holdfast.worker.models.native_backend import NativeBackend, make_backend
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 from tests.worker.executors.models import config_of, layout_of, prepared
 
-MODELS = ("llama", "mixtral", "gemma2", "gemma4_text", "glm4_moe, groups", "ministral3")
+MODELS = ("llama", "mixtral", "gemma2", "gemma4_text", "glm4_moe, groups", "glm4_moe_lite", "ministral3")
 BLOCK_SIZE = 16
 NUM_BLOCKS = 32
 MAX_LEN = 200

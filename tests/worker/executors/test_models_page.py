@@ -25,8 +25,9 @@ def table() -> list[str]:
 def row(name: str, family: Family | None) -> str:
     if family is None:
         return f"| `{name}` | HF | HF | |"
-    if family.keeps_state:
-        return f"| `{name}` | native, on CPUs | native, on CPUs | {', '.join(differences(family))} |"
+    if family.on_cpus_alone:
+        backend = "native, on CPUs" if family.keeps_state else "native; HF on GPUs"
+        return f"| `{name}` | {backend} | {backend} | {', '.join(differences(family))} |"
     several = "HF" if name in NOT_SPLIT else "native"
     return f"| `{name}` | native | {several} | {', '.join(differences(family))} |"
 
@@ -46,7 +47,7 @@ def differences(family: Family) -> list[str]:
         "fused gate and up": family.has_gate and len(family.gate_up) == 1,
         "norms of queries and keys after rotation": family.norms_after_rotation,
         "queries that grow with their position": family.query_scale is not LLAMA.query_scale,
-        "rotary pairs are neighbours": family.interleaved,
+        "rotary pairs are neighbours": bool(family.interleaved),
         "layers without positions": family.rotates is not LLAMA.rotates,
         "windows": family.windows is not Windows.NONE,
         "softcap": family.softcap is not None or family.logit_softcap is not None,
@@ -57,6 +58,7 @@ def differences(family: Family) -> list[str]:
         "scaled layers": family.output_scale is not None,
         "a bias of choice": family.moe is not None and family.moe.selection_bias is not None,
         "sinks": family.sinks,
+        "[latent attention](latent-attention.md)": family.latent,
         "scales": scaled,
         "gates on what attention gives": family.has_output_gate,
         "[Gated DeltaNet](gated-delta-net.md)": family.delta_net is not None,

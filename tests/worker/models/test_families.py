@@ -126,13 +126,14 @@ def read_and_run(model: Any, folder: Path, group: TensorParallelGroup) -> tuple[
 # --- config.json ---
 
 SIZES = {"vocab_size": 126, "hidden_size": 1280, "intermediate_size": 48, "num_hidden_layers": 30}
-HEADS = {"num_attention_heads": 160}
 
 
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if not family.keeps_state])
 def test_what_config_json_leaves_out_is_what_transformers_takes(tmp_path, family):
     """And the older names of rotary angles are read alike."""
-    raw = {"model_type": family, "dtype": "bfloat16", **SIZES, **HEADS, "max_position_embeddings": 64}
+    heads = FAMILIES[family].entries.get("num_key_value_heads") if FAMILIES[family].latent else None
+    raw = {"model_type": family, "dtype": "bfloat16", **SIZES, "max_position_embeddings": 64}
+    raw |= {"num_attention_heads": heads or 160, "num_experts_per_tok": 2}
     scaling = {"rope_scaling": {"type": "linear", "factor": 2.0}} if family not in ("phi3", "gemma4_text") else {}
     theta = "rotary_emb_base" if family == "gpt_neox" else "rope_theta"
     for more in ({}, {theta: 5000, **scaling, FAMILIES[family].eps: 1e-4}):
@@ -257,6 +258,21 @@ MISTAKES: dict[str, tuple[str, Callable[[DecoderLayout], DecoderLayout]]] = {
     "weights of experts": ("qwen3_moe", mixtures(normalized=True)),
     "parallel": ("stablelm, parallel", every_layer(lambda layer: replace(layer, parallel=False))),
     "bias of choice": ("minimax_m2", mixtures(selection_bias=None)),
+    "groups of experts by their best": ("deepseek_v2, groups", mixtures(num_groups=1)),
+    "scale of yarn": ("deepseek_v3, groups and yarn", attentions(scaling=16**-0.5)),
+    "rotary style of latents": ("deepseek_v3", OTHER_STYLE),
+    "latents that are not normed": (
+        "glm4_moe_lite",
+        every_attention(lambda one: replace(one, latent_norm=replace(one.latent_norm, weight=torch.ones(16)))),
+    ),
+    "epsilon of latents": (
+        "glm4_moe_lite",
+        every_attention(lambda one: replace(one, latent_norm=replace(one.latent_norm, eps=1e-3))),
+    ),
+    "heads of another": (
+        "deepseek_v3",
+        every_attention(lambda one: replace(one, expand=replace(one.expand, weights=one.expand.weights[::-1]))),
+    ),
     "groups of experts": ("glm4_moe, groups", mixtures(num_groups=1)),
     "scale of experts": ("glm4_moe", mixtures(scales=None)),
     "scale of a layer": ("gemma4_text, dense", every_layer(lambda layer: replace(layer, output_scale=1.0))),

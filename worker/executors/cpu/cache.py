@@ -147,7 +147,7 @@ class KvPrefault:
 
 SUB_PAGE: Final = 16
 """Keys of a tile: a block holds a whole number of them."""
-MAX_HEAD_DIM: Final = 512
+MAX_HEAD_DIM: Final = 576
 """Dimensions of a key or a value (`native/pages.h`)."""
 _SCALE_BYTES: Final = 2
 """float16."""
@@ -305,6 +305,8 @@ class _LayerPages:
     def _hide_values(self, values: Tensor, hidden: Tensor) -> None:
         """values [C, heads, block / span, tiles of dimensions, a tile of `span` keys], hidden [C, block]."""
         by_span = hidden.view(len(hidden), -1, self._span)[..., self._key_of_value_tile]
+        if not values.numel():
+            return
         values.view(*values.shape[:2], by_span.shape[1], -1, by_span.shape[2]).masked_fill_(
             by_span[:, None, :, None], 0
         )

@@ -213,7 +213,7 @@ class CpuExecutor:
                 num_heads=layer.num_heads,
                 num_kv_heads=layer.num_kv_heads,
                 key_dim=layer.head_dim,
-                value_dim=layer.head_dim,
+                value_dim=0 if layer.latent else layer.head_dim,
             )
             for layer in self._attending()
         ]

@@ -18,6 +18,7 @@ from holdfast.worker.executors.cpu.states import recurrence_numbers
 from holdfast.worker.executors.cpu.structures import (
     NativeBeside,
     NativeExperts,
+    NativeLatent,
     NativeLayer,
     NativeLinear,
     NativeMlp,
@@ -50,6 +51,7 @@ from holdfast.worker.executors.layout import (
     DecoderLayout,
     Experts,
     GatedDeltaNet,
+    LatentAttention,
     Layer,
     Linear,
     Mamba2,
@@ -149,7 +151,9 @@ class PackedModel:
             output_scale=layer.output_scale,
             parallel=int(layer.parallel),
         )
-        if layer.attention is not None:
+        if isinstance(layer.attention, LatentAttention):
+            self._put_latent_attention(native, layer.attention)
+        elif layer.attention is not None:
             self._put_attention(native, layer.attention)
         if isinstance(layer.state, ShortConv):
             self._put_short_conv(native, layer.state)
@@ -177,6 +181,29 @@ class PackedModel:
         native.window = attention.sliding_window or 0
         native.rotary = -1 if attention.rotary is None else attention.rotary
         native.head_norms = _head_norms(attention.query_norm, attention.head_dim, attention.num_heads)
+
+    def _put_latent_attention(self, native: NativeLayer, attention: LatentAttention) -> None:
+        heads, latent, value = attention.num_heads, attention.latent_dim, attention.value_dim
+        described = NativeLatent(
+            queries=NativeLinear() if attention.queries is None else self._linear(attention.queries),
+            absorb=self._linear(attention.absorb, rows=padded_places(heads * latent, heads, GROUP)),
+            expand=self._linear(attention.expand, rows=padded_places(heads * value, heads, GROUP)),
+            query_norm=self._norm(attention.query_norm),
+            latent_norm=self._norm(attention.latent_norm),
+            query_outputs=attention.query_outputs,
+            plain_dim=attention.plain_dim,
+            rope_dim=attention.rope_dim,
+            latent_dim=latent,
+            value_dim=value,
+        )
+        self._kept.append(described)
+        native.latent = ctypes.pointer(described)
+        native.qkv = self._linear(attention.inputs)
+        native.output = self._linear(attention.output, slices=attention.num_slices)
+        native.scaling = attention.scaling
+        native.num_heads, native.num_kv_heads, native.head_dim = heads, 1, attention.key_dim
+        native.heads_per_slice = heads // attention.num_slices
+        native.rotary = -1 if attention.rotary is None else attention.rotary
 
     def _put_short_conv(self, native: NativeLayer, conv: ShortConv) -> None:
         """But for `columns`, which the states' memory decides."""
@@ -240,6 +267,7 @@ class PackedModel:
             scales=None if experts.scales is None else self._floats(experts.scales),
             num_groups=experts.num_groups,
             top_groups=experts.top_groups,
+            group_best=experts.group_best,
         )
         self._kept += [packed, shared, gate, described]
         return ctypes.pointer(described)

@@ -58,6 +58,7 @@ class NativeExperts(Structure):
         ("normalized", c_int),
         ("num_groups", c_int),
         ("top_groups", c_int),
+        ("group_best", c_int),
     )
 
 
@@ -119,6 +120,21 @@ class NativeRecurrence(Structure):
     )
 
 
+class NativeLatent(Structure):
+    _fields_ = (
+        ("queries", NativeLinear),
+        ("absorb", NativeLinear),
+        ("expand", NativeLinear),
+        ("query_norm", NativeNorm),
+        ("latent_norm", NativeNorm),
+        ("query_outputs", c_int),
+        ("plain_dim", c_int),
+        ("rope_dim", c_int),
+        ("latent_dim", c_int),
+        ("value_dim", c_int),
+    )
+
+
 class NativeLayer(Structure):
     _fields_ = (
         ("attention_norm", NativeNorm),
@@ -138,6 +154,7 @@ class NativeLayer(Structure):
         ("pages", c_void_p),
         ("conv", POINTER(NativeShortConv)),
         ("recurrence", POINTER(NativeRecurrence)),
+        ("latent", POINTER(NativeLatent)),
         ("states", c_void_p),
         ("state_length", c_long),
         ("scaling", c_float),
@@ -290,6 +307,7 @@ SIZES = {
             NativeRotary,
             NativeShortConv,
             NativeRecurrence,
+            NativeLatent,
             NativeLayer,
             NativeExchange,
             NativeModel,

@@ -13,6 +13,7 @@ from holdfast.worker.executors.layout import (
     Activation,
     DecoderLayout,
     Experts,
+    LatentAttention,
     Layer,
     Linear,
     Mlp,
@@ -255,6 +256,8 @@ def unfit(layout: DecoderLayout, tensor_parallel_size: int, block_size: int) -> 
         if layer.attention is None or layer.mlp is None:
             return "layers lack attention or an MLP"
         attention, mlp = layer.attention, layer.mlp
+        if isinstance(attention, LatentAttention):
+            return "latent attention in its absorbed form runs on CPUs alone"
         groups.add(attention.num_heads // attention.num_kv_heads)
         if isinstance(mlp, Experts) and (reason := unfit_mixture(mlp)):
             return reason

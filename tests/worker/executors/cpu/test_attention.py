@@ -24,7 +24,7 @@ SPECS = {
     "more heads than rows of a task": KVSpec(num_heads=66, num_kv_heads=1, key_dim=16, value_dim=16),
     "latent": KVSpec(num_heads=4, num_kv_heads=2, key_dim=192, value_dim=128),
     "short keys": KVSpec(num_heads=4, num_kv_heads=4, key_dim=12, value_dim=40),
-    "widest": KVSpec(num_heads=2, num_kv_heads=1, key_dim=512, value_dim=512),
+    "widest": KVSpec(num_heads=2, num_kv_heads=1, key_dim=576, value_dim=576),
     "window": replace(PLAIN, sliding_window=100),
     "narrow window": replace(PLAIN, sliding_window=7),
     "softcap": replace(PLAIN, softcap=5.0),
@@ -253,4 +253,4 @@ def test_layers_of_different_kinds_share_a_step():
 
 def test_heads_of_too_many_dimensions_are_refused():
     assert unfit([PLAIN, SPECS["widest"]]) is None
-    assert unfit([PLAIN, replace(PLAIN, key_dim=520)]) == "heads have 520 dimensions, and 512 are the most"
+    assert unfit([PLAIN, replace(PLAIN, key_dim=584)]) == "heads have 584 dimensions, and 576 are the most"

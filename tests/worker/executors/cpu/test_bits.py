@@ -24,6 +24,12 @@ CASES = {
     "biases, no gate": ("starcoder2", ()),
     "a norm over all heads": ("olmo2", ()),
     "norms of each head": ("cohere, norms of each head", ()),
+    "latents": ("glm4_moe_lite", ()),
+    "latents of odd sizes, yarn": ("deepseek_v3, groups and yarn", ()),
+    "latents of 512, whole queries": (
+        "deepseek_v2, groups",
+        (("kv_lora_rank", 512), ("qk_rope_head_dim", 64), ("q_lora_rank", None), ("v_head_dim", 96)),
+    ),
     "one KV head": ("llama, one KV head", ()),
 }
 IDS = tokens(150)
@@ -67,7 +73,7 @@ def test_instruction_classes(case):
 
 @pytest.mark.parametrize("dtype", [F16, F32])
 @pytest.mark.parametrize(
-    "case", ["llama, heads of 80", "windows, softcap", "sinks, clamped experts", "biases, no gate"]
+    "case", ["llama, heads of 80", "windows, softcap", "sinks, clamped experts", "biases, no gate", "latents"]
 )
 def test_the_plain_dtypes(case, dtype):
     layout, one_piece = expected(case, dtype)

@@ -16,10 +16,13 @@ from tests.worker.executors.models import MODELS
 
 FEW = (
     "cohere2",
+    "deepseek_v2, groups",
+    "deepseek_v3, groups and yarn",
     "ernie4_5_moe",
     "gemma3_text, softcap",
     "gemma4_text",
     "glm4_moe, groups",
+    "glm4_moe_lite",
     "gpt_oss",
     "hunyuan_v1_moe",
     "ministral3",

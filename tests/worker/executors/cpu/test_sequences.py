@@ -12,7 +12,7 @@ from holdfast.worker.step_plan import BlockCopy
 from tests.worker.executors.cpu.native import BF16, F16, F32, same_bits
 from tests.worker.executors.cpu.runs import Part, Runner, layout_of, tokens
 
-CASES = ("llama", "gemma2", "gpt_oss", "mixtral")
+CASES = ("llama", "gemma2", "glm4_moe_lite", "gpt_oss", "mixtral")
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 66, 90, 128, 140)
 CHUNKS = ((1,), (5, 1), (64,), (2, 30, 1), (17,))
 
@@ -55,10 +55,11 @@ def test_a_step_of_many_sequences(model, threads):
         assert same_bits(logits, alone(layout, ids)), len(ids)
 
 
+@pytest.mark.parametrize("model", ["gemma2", "glm4_moe_lite"])
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("block_size", [16, 32, 48])
-def test_dirty_memory_does_not_matter(dtype, block_size):
-    layout, ids = layout_of("gemma2", dtype), tokens(100)
+def test_dirty_memory_does_not_matter(model, dtype, block_size):
+    layout, ids = layout_of(model, dtype), tokens(100)
     clean = alone(layout, ids)
     for dirt in (torch.nan, torch.inf, 1e4):
         runner = Runner(layout, block_size=block_size)
@@ -102,11 +103,12 @@ def test_nan_is_not_taken_for_a_number(softcap, monkeypatch):
     runner.close()
 
 
+@pytest.mark.parametrize("model", ["glm4_moe_lite", "gpt_oss"])
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("block_size", [16, 32, 48])
-def test_a_copied_block_is_as_if_computed(dtype, block_size):
+def test_a_copied_block_is_as_if_computed(model, dtype, block_size):
     """Sequences that share a beginning: the block in which they part is copied up to there, over dirty memory."""
-    layout = layout_of("gpt_oss", dtype)
+    layout = layout_of(model, dtype)
     ids = tokens(60)
     for shared in (1, 15, 17, 33, 47, 50):
         other = [*ids[:shared], *tokens(30, seed=shared)]

@@ -13,6 +13,7 @@ import torch
 
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.gpu.executor import GpuExecutor
+from holdfast.worker.executors.gpu.weights import unfit
 from scripts.gpu_kernels import Use, measured, use_of
 from scripts.gpu_shapes import decode_batch, prompt_batch
 from tests.worker.executors.cpu.runs import layout_of
@@ -29,6 +30,8 @@ def uses_of_families(models: list[str]) -> dict[object, Use]:
     for model in models:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             layout = layout_of(model, dtype)
+            if unfit(layout, 1, 64):
+                continue
             executor = GpuExecutor(layout, SingleRank(), max_positions=4096, device=torch.device("meta"), launch=record)
             for in_fp8 in (False, True):
                 if in_fp8:

@@ -15,6 +15,7 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.executors.gpu.executor import NUMERICS, GpuExecutor
+from holdfast.worker.executors.gpu.weights import unfit
 from holdfast.worker.models import native_backend as backend
 from holdfast.worker.models.loading import LoadedModel
 from holdfast.worker.models.model import register_attention
@@ -46,6 +47,8 @@ Runner = partial(runs.Runner, launch=launch)
 def test_the_error_of_a_family_is_that_of_its_keys_and_values_in_fp8(model, dtype):
     """In one piece and in chunks: equal bits. In float32 hardly anything else is rounded."""
     layout = layout_of(model, dtype)
+    if reason := unfit(layout, 1, 16):
+        pytest.skip(reason)
     ids = tokens(18)
     exact = Reference(layout, dtype=torch.float64).run_model(torch.tensor(ids))
     rounded = Fp8Reference(layout, rounds=True).run_model(torch.tensor(ids))

@@ -62,6 +62,7 @@ def answers(folder: Path, size: int, executor: str = "auto") -> tuple[list[list[
         ("qwen2", "awq", 2, "auto"),
         ("qwen3_moe", "ct w4a16 asym", 2, "auto"),
         ("deepseek_v3", "fp8 block", 1, "hf"),
+        ("deepseek_v3", "fp8 block", 2, "auto"),
     ],
 )
 def test_a_model_answers_with_the_bits_of_its_dequantized_folder(tmp_path, family, layout, size, executor):

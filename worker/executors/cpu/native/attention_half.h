@@ -11,6 +11,7 @@ template <class W> bool Decoder<W>::attention_half(int index, Thread& t) {
   if (index > t.first_layer && !finish(t, m.layers[index - 1], false)) return false;
   if (!mixes(l)) return !t.narrows || index < m.num_layers - 1 || narrow(t);
   if (keeps_state(l)) return state_half(index, t);
+  if (l.latent) return latent_half(index, t);
   if (t.narrows && index == m.num_layers - 1) return narrowing_half(l, t);
   Rows rows;
   if (!norm_inputs(t, l, rows)) return false;

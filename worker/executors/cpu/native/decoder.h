@@ -48,7 +48,8 @@ struct NativeExperts {
   const float* selection_bias;      // [experts]: what experts are chosen by is their score and this; or null
   const float* scales;              // [experts]: multiply the weights of chosen experts; or null
   float least_sum;
-  int num_experts, top_k, scoring, normalized, num_groups, top_groups;
+  int num_experts, top_k, scoring, normalized, num_groups, top_groups,
+      group_best;  // best scores of a group that count, 1 or 2
 };
 
 // A mixture beside an MLP: mlp_out_norm(MLP) + out_norm(experts of norm(x)), with a router that is given router_norm(x).
@@ -92,6 +93,16 @@ struct NativeRecurrence {
   int norm_groups, first_group;  // groups of the whole model, and this rank's first
 };
 
+// What multi-head latent attention has beside `qkv` and `output` (`latent_attention.h`): one key of all heads, [latent][rope],
+// whose latent is the value.
+struct NativeLatent {
+  NativeLinear queries;  // of the normed first outputs of `qkv`: [head][plain][rope]; no groups: `qkv` has them itself
+  NativeLinear absorb, expand;  // each head by itself: from plain dimensions to the latent's, and from them to values
+  NativeNorm query_norm, latent_norm;
+  int query_outputs;  // of `qkv`, before the latent and the rope part of the key
+  int plain_dim, rope_dim, latent_dim, value_dim;
+};
+
 // Either half may be missing.
 struct NativeLayer {
   NativeNorm attention_norm, attention_out_norm, mlp_norm, mlp_out_norm, query_norm, key_norm, value_norm;
@@ -105,6 +116,7 @@ struct NativeLayer {
   const NativeShortConv* conv;  // in place of attention, or null
   const NativeRecurrence* recurrence;  // likewise; or beside attention: then each slice of the output's inputs has
                                        // values of attention first
+  const NativeLatent* latent;   // of latent attention: one KV head of `head_dim` = latent and rope; or null
   float* states;                // [slots][state_length]: what such a layer keeps of sequences
   long state_length;
   float scaling, softcap, value_scale, residual_scale, output_scale;  // output_scale: of a layer with an `mlp_out_norm`

@@ -3,15 +3,17 @@
 // A page belongs to one block and one KV head: keys [block / 16][dims / 32][a tile of 32 dims and 16 keys], then values
 // [block / span][dims / 16][a tile of `span` keys and 16 dims], with spans of 32 keys, or 16 where blocks are that small (half a
 // tile): tiles as they are multiplied (`tile_order.h`). They are of K: a model's dtype, or codes (`codes.h`), behind whose tiles
-// lie scales, [block] float16 of keys, then of values. What is computed from them is in `attention.h`.
+// lie scales, [block] float16 of keys, then of values. What is computed from them is in `attention.h`. Of latent attention
+// values are the first dimensions of keys: there are no others, and tiles of values are turned from those of keys.
 #pragma once
 #include "codes.h"
 #include "functions.h"
 #include "linear.h"
+#include "turned.h"
 
 namespace {
 
-enum { MAX_HEAD = 512, SUB_PAGE = 16 };  // dimensions of a key or a value; keys of a tile
+enum { MAX_HEAD = 576, SUB_PAGE = 16 };  // dimensions of a key or a value; keys of a tile
 
 struct HeadShape {
   int num_heads, num_kv_heads, key_dim, value_dim;
@@ -20,15 +22,16 @@ struct HeadShape {
   int window;                  // keys that a query sees; 0: all
   float scale = 0, softcap = 0;  // see `scale_scores`
   float cap_scale = 0;
+  bool values_in_keys = false;  // the first `value_dim` dimensions
   int group() const { return num_heads / num_kv_heads; }
   int padded() const { return key_tiles * 32; }
   int value_dims() const { return value_tiles * 16; }
   long key_elements() const { return (long)block_size * padded(); }
-  long page_elements() const { return key_elements() + (long)block_size * value_dims(); }
+  long page_elements() const { return key_elements() + (values_in_keys ? 0 : (long)block_size * value_dims()); }
   bool operator==(const HeadShape& o) const {
     return num_heads == o.num_heads && num_kv_heads == o.num_kv_heads && key_dim == o.key_dim &&
            value_dim == o.value_dim && block_size == o.block_size && window == o.window && scale == o.scale &&
-           softcap == o.softcap;
+           softcap == o.softcap && values_in_keys == o.values_in_keys;
   }
 };
 
@@ -86,10 +89,21 @@ template <class K> HF_INLINE const K* value_span(const Pages<K>& pages, const Se
   return pages.page(seq.blocks[key / s.block_size], kv_head) + s.key_elements() +
          (long)in_block / s.span * s.span * s.value_dims();
 }
+// As `value_tile`, of values that are dimensions of keys.
+template <class K>
+HF_INLINE const K* turned_tile(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key, int num_keys,
+                               int dims, K* turned) {
+  const long from = (long)dims / 2 * TILE + dims % 2 * (TILE / 2);
+  turn_half(key_tile(pages, seq, kv_head, key) + from, turned);
+  if (num_keys > 16) turn_half(key_tile(pages, seq, kv_head, key + 16) + from, turned + TILE / 2);
+  else memset((void*)(turned + TILE / 2), 0, TILE / 2 * sizeof(K));
+  return turned;
+}
 // The values of 32 keys from `key` on, 16 dimensions: a tile. Two spans of 16 are put together; `num_keys` of them exist.
 template <class K>
 HF_INLINE const K* value_tile(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key, int num_keys,
                               int dims, K* joined) {
+  if (pages.shape.values_in_keys) return turned_tile(pages, seq, kv_head, key, num_keys, dims, joined);
   const K* first = value_span(pages, seq, kv_head, key) + (long)dims * pages.shape.span * 16;
   if (pages.shape.span == 32) return first;
   memcpy(joined, first, TILE / 2 * sizeof(K));
@@ -105,6 +119,7 @@ template <class K>
 HF_INLINE const void* value_bytes(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key, int num_keys,
                                   int tile) {
   const HeadShape& s = pages.shape;
+  if (s.values_in_keys) return nullptr;
   const long at = (long)tile * TILE, of_span = (long)s.span * s.value_dims();
   const int first = (int)(at / of_span) * s.span;
   return first < num_keys ? value_span(pages, seq, kv_head, key + first) + at % of_span : nullptr;
@@ -119,7 +134,7 @@ template <class K> void clear_begun(const Pages<K>& pages, const SequenceView& s
            s.key_tiles * TILE * sizeof(K));
     if (Pages<K>::HAS_SCALES) memset((void*)pages.key_scales(seq, p, kv_head), 0, SUB_PAGE * sizeof(Half));
   }
-  for (int p = (first + s.span - 1) / s.span * s.span; p < end; p += s.span) {
+  for (int p = (first + s.span - 1) / s.span * s.span; p < end && !s.values_in_keys; p += s.span) {
     if (p + s.span <= end) continue;
     K* values = pages.at(seq, p, kv_head) + s.key_elements();
     memset((void*)(values + (long)(p % s.block_size) * s.value_dims()), 0, (long)s.span * s.value_dims() * sizeof(K));

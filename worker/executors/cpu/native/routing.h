@@ -11,7 +11,8 @@ template <class W> void Decoder<W>::choose_experts(const NativeExperts& e, int r
   const float* logits = summed_logits(e, row);
   int* chosen = &choices[row * e.top_k];
   float* weight = &weights[row * e.top_k];
-  const float* values = e.selection_bias ? scores_for_choice(e, logits, choice_scores.row(row)) : logits;
+  const bool by_scores = e.selection_bias || e.num_groups > 1;
+  const float* values = by_scores ? scores_for_choice(e, logits, choice_scores.row(row)) : logits;
   choose_best_of(values, e.num_experts, e.top_k, chosen);
   const float largest = *std::max_element(logits, logits + e.num_experts);
   float sum = 0, kept = 0;
@@ -50,23 +51,26 @@ const float* Decoder<W>::scores_for_choice(const NativeExperts& e, const float* 
     for (int i = 0; i < count; i += 16) store(scores + i, exp_of(load(logits + i) - all(largest)));
     for (int i = 0; i < count; i++) sum += scores[i];
   }
-  for (int i = 0; i < count; i++) scores[i] = (sum > 0 ? scores[i] / sum : scores[i]) + e.selection_bias[i];
+  for (int i = 0; i < count; i++) {
+    if (sum > 0) scores[i] /= sum;
+    if (e.selection_bias) scores[i] += e.selection_bias[i];
+  }
   if (e.num_groups > 1) keep_best_groups(e, scores);
   return scores;
 }
 
-// A group counts as the sum of its two best scores; of equal groups the first is chosen.
+// A group counts as the sum of its two best scores, or as its best; of equal groups the first is chosen.
 template <class W> void Decoder<W>::keep_best_groups(const NativeExperts& e, float* scores) {
   const int size = e.num_experts / e.num_groups;
-  auto sum_of_two = [&](int group) {
+  auto sum_of_best = [&](int group) {
     float best = -INFINITY, next = -INFINITY;
     for (int i = group * size; i < (group + 1) * size; i++)
       if (scores[i] > best) next = best, best = scores[i];
       else next = std::max(next, scores[i]);
-    return best + next;
+    return e.group_best == 1 ? best : best + next;
   };
   std::vector<float> sums;
-  for (int g = 0; g < e.num_groups; g++) sums.push_back(sum_of_two(g));
+  for (int g = 0; g < e.num_groups; g++) sums.push_back(sum_of_best(g));
   std::vector<int> kept(e.top_groups);
   choose_best_of(sums.data(), e.num_groups, e.top_groups, kept.data());
   for (int g = 0; g < e.num_groups; g++)

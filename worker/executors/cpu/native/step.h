@@ -15,7 +15,19 @@
 
 namespace {
 
-enum { NORM_ROWS = 8, OWN_NORM_ROWS = 2, SPIN_FOR_PEERS = 2000, COPIED = 1 << 14 };
+enum { NORM_ROWS = 8, OWN_NORM_ROWS = 2, HEAD_ROWS = 128, SPIN_FOR_PEERS = 2000, COPIED = 1 << 14 };
+
+// What rows of latent attention take, of all layers.
+struct LatentSizes {
+  int query_rows = 0, head_queries = 0, plain = 0, weighed = 0;
+  void add(const NativeLayer& l) {
+    const NativeLatent& latent = *l.latent;
+    if (latent.queries.groups) query_rows = std::max(query_rows, latent.query_outputs);
+    head_queries = std::max(head_queries, latent.queries.groups * GROUP);
+    plain = std::max(plain, latent.absorb.slice_tiles * K_TILE);
+    weighed = std::max(weighed, l.num_heads * latent.expand.slice_tiles * K_TILE);
+  }
+};
 
 template <class W> class Decoder {
   typedef typename InputOf<W>::Type Input;
@@ -24,8 +36,9 @@ template <class W> class Decoder {
 
  public:
   Decoder(const NativeModel& model, int num_threads) : m(model), threads(num_threads), attention(num_threads) {
+    LatentSizes latents;
     int qkv = 0, heads = 0, attended = 0, inner = 0, moe_rows = 1, experts = 0, shared = 0, logits = 0;
-    bool has_bias = false;
+    bool has_scores = false;
     bool has_states = false;
     for (int i = 0; i < m.num_layers; i++) {
       const NativeLayer& l = m.layers[i];
@@ -35,10 +48,13 @@ template <class W> class Decoder {
       }
       kind_of.push_back(-1);
       if (attends(l)) {
-        HeadShape s = shape_of_heads(l.num_heads, l.num_kv_heads, l.head_dim, l.head_dim, m.block_size, l.window);
+        const int values = l.latent ? l.latent->latent_dim : l.head_dim;
+        HeadShape s = shape_of_heads(l.num_heads, l.num_kv_heads, l.head_dim, values, m.block_size, l.window);
+        s.values_in_keys = l.latent;
         scale_scores(s, l.scaling, l.softcap);
         kind_of.back() = attention.kind_like(s);
         qkv = std::max(qkv, l.qkv.groups * GROUP), heads = std::max(heads, l.num_heads * s.padded());
+        if (l.latent) latents.add(l);
       }
       attended = std::max(attended, l.output.slices * l.output.slice_tiles * K_TILE);
       auto widest = [&](const NativeMlp& mlp) { inner = std::max(inner, inner_length(mlp)); };
@@ -47,7 +63,7 @@ template <class W> class Decoder {
         for (int e = 0; e < l.experts->num_experts; e++) widest(l.experts->experts[e]);
         if (l.experts->shared) shared = std::max(shared, inner_length(*l.experts->shared));
         moe_rows = std::max(moe_rows, l.experts->top_k), experts = std::max(experts, l.experts->num_experts);
-        logits = std::max(logits, l.experts->router.outputs), has_bias |= l.experts->selection_bias != nullptr;
+        logits = std::max(logits, l.experts->router.outputs), has_scores |= l.experts->selection_bias || l.experts->num_groups > 1;
       }
     }
     long rows = m.max_rows;
@@ -57,15 +73,16 @@ template <class W> class Decoder {
     h = Buffer<Input>(rows, m.hidden), h2 = Buffer<Input>(rows, m.hidden);
     projected = Buffer<float>(rows, qkv), queries = Buffer<Input>(rows, heads);
     attention_out = Buffer<Input>(rows, attended), inner_rows = Buffer<Input>(rows * moe_rows, inner);
+    if (latents.weighed) make_latent_rows(latents);
     if (has_states) wanted_mixed = Buffer<Input>(rows, attended);
     if (experts) {
       router_logits = Buffer<float>(rows, logits), expert_input = Buffer<Input>(rows * moe_rows, m.hidden);
       choices.resize(rows * moe_rows), weights.resize(rows * moe_rows), first_of.resize(experts + 1),
           order.resize(rows * moe_rows);
     }
-    if (has_bias) choice_scores = Buffer<float>(rows, experts);
+    if (has_scores) choice_scores = Buffer<float>(rows, experts);
     if (shared) shared_rows = Buffer<Input>(rows, shared), shared_weights.assign(rows, 1.0f);
-    for (int i = 0; i < threads; i++) local.emplace_back(new Local(m.hidden));
+    for (int i = 0; i < threads; i++) local.emplace_back(new Local(m.hidden, latents));
     num_tokens = std::max(0, std::min(m.vocab_rows, m.vocab_size - m.first_vocab_row));
     if (m.exchange) exchange.reset(new Exchange(*m.exchange, rows, y.stride));
   }
@@ -77,6 +94,7 @@ template <class W> class Decoder {
     for (int i = 0; i < m.num_rotaries; i++) fill_rotary(m.rotaries[i], end);
     narrows = can_narrow() && step.num_wanted < step.num_rows && !step.hidden;
     if (narrows && ends_with_attention()) list_wanted();
+    if (weighed.data) list_positions(step.num_sequences);
     make_room(step.num_wanted);
     next_segment = 0;
   }
@@ -147,7 +165,7 @@ template <class W> class Decoder {
     Scratch scratch;
     AttentionRoom<W> attention;
     RecurrenceRoom recurrence;
-    Buffer<Input> normed;
+    Buffer<Input> normed, query_rows, head_rows;  // the last two of latent attention
     Buffer<float> head;
     long calls = 0;
     Exchange::Waiter peers{SPIN_FOR_PEERS, SPIN_FOR_PEERS};
@@ -156,7 +174,10 @@ template <class W> class Decoder {
       of_experts.assign(count, 0.0f);
       return of_experts.data();
     }
-    explicit Local(int hidden) : normed(OWN_NORM_ROWS, hidden), head(2, MAX_HEAD) {}
+    Local(int hidden, const LatentSizes& latents) : normed(OWN_NORM_ROWS, hidden), head(2, MAX_HEAD) {
+      if (!latents.weighed) return;
+      query_rows = Buffer<Input>(OWN_NORM_ROWS, latents.query_rows), head_rows = Buffer<Input>(HEAD_ROWS, latents.plain);
+    }
   };
   void make_room(int num_wanted) {
     if (num_wanted <= room) return;
@@ -301,6 +322,22 @@ template <class W> class Decoder {
   float* rotated(const NativeLayer& l, Local& own, const float* from, int head, const NativeNorm& norm, int norm_head,
                  int position, int num_heads);
 
+  // --- latent_attention.h ---
+
+  bool latent_half(int index, Thread& t);
+  bool project_queries(Thread& t, const NativeLatent& latent);
+  template <class Fn, class Other>
+  bool head_tasks(Thread& t, int heads, int groups, int others, Fn&& fn, Other&& other);
+  bool absorb_queries(Thread& t, const NativeLayer& l, int num_units);
+  void absorb_head(Thread& t, const NativeLayer& l, int head, int first, int count, int begin, int end);
+  void keep_latents(const NativeLayer& l, Local& own, Unit unit);
+  bool expand_values(Thread& t, const NativeLayer& l);
+  void list_positions(int num_sequences);
+  void make_latent_rows(const LatentSizes& sizes) {
+    query_rows = Buffer<Input>(m.max_rows, sizes.query_rows), weighed = Buffer<Input>(m.max_rows, sizes.weighed);
+    head_queries = Buffer<float>(m.max_rows, sizes.head_queries);
+  }
+
   // --- short_conv.h ---
 
   bool state_half(int index, Thread& t);
@@ -380,12 +417,13 @@ template <class W> class Decoder {
   bool narrows = false;
   Attention<W> attention;
   std::vector<std::unique_ptr<Local>> local;
-  Buffer<float> x, y, wanted_x, projected, group_best, router_logits, choice_scores;
-  Buffer<Input> h, h2, queries, attention_out, wanted_mixed, inner_rows, expert_input, shared_rows;
+  Buffer<float> x, y, wanted_x, projected, head_queries, group_best, router_logits, choice_scores;
+  Buffer<Input> h, h2, queries, attention_out, wanted_mixed, inner_rows, expert_input, shared_rows,
+      query_rows, weighed;  // the last two of latent attention, as `head_queries`
   Buffer<int> group_at;
   std::vector<int> choices, first_of, order;
   std::vector<float> weights, shared_weights;
-  std::vector<int> kind_of;
+  std::vector<int> kind_of, positions[2];  // positions: of rows, and of wanted rows
   AttentionKind wanted_kind;  // of the last layer, for the rows that are wanted
   int num_wanted_units = 0, room = 0;
 };

@@ -3,6 +3,7 @@
 #pragma once
 #include "attention_half.h"
 #include "head.h"
+#include "latent_attention.h"
 #include "mlp_half.h"
 #include "paged_attention.h"
 #include "recurrence.h"

@@ -1,0 +1,141 @@
+"""Families with multi-head latent attention, stated (`families.py`): DeepSeek V2 and V3, and GLM-4.7-Flash."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from holdfast.worker.models.family import Family, Moe
+from holdfast.worker.models.family_bases import PLAIN
+
+
+def _derive(config: Any) -> None:
+    """Heads of another size than the rotary angles are not the config's `head_dim`."""
+    config.head_dim = config.qk_rope_head_dim
+    if getattr(config, "mlp_layer_types", ()) is None:
+        config.mlp_layer_types = ["dense"] + ["sparse"] * (config.num_hidden_layers - 1)
+
+
+def _scaling(config: Any) -> float:
+    """With what yarn multiplies scores by, once for queries and once for keys."""
+    rope = config.rope_parameters
+    scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+    weight = rope.get("mscale_all_dim") if rope["rope_type"] != "default" else None
+    if weight and rope["factor"] > 1:
+        scale *= (0.1 * weight * math.log(rope["factor"]) + 1.0) ** 2
+    return float(scale)
+
+
+_V3: Final = replace(
+    PLAIN,
+    architecture="DeepseekV3ForCausalLM",
+    entries={
+        "num_key_value_heads": 128,
+        "eos_token_id": 1,
+        "attention_bias": False,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "rope_interleave": True,
+        "moe_intermediate_size": 2048,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+    },
+    aliases={"num_local_experts": "n_routed_experts"},
+    derive=_derive,
+    unused=(r"^model\.layers\.{num_hidden_layers}\.",),
+    latent=True,
+    scaling=_scaling,
+    interleaved="rope_interleave",
+    moe=Moe(
+        scoring="sigmoid",
+        selection_bias="gate.e_score_correction_bias",
+        num_groups=lambda config: int(config.n_group or 1),
+        top_groups=lambda config: int(config.topk_group or 1),
+        normalized="norm_topk_prob",
+        least_sum=lambda config: 1e-20,
+        scale=lambda config: float(config.routed_scaling_factor),
+        num_experts="n_routed_experts",
+        inner="moe_intermediate_size",
+        shared="shared_experts",
+        shared_inner=lambda config: config.moe_intermediate_size * config.n_shared_experts,
+        in_layer=lambda config, index: index >= config.first_k_dense_replace,
+    ),
+)
+assert _V3.moe is not None
+
+
+def _without(*names: str) -> dict[str, Any]:
+    return {name: value for name, value in _V3.entries.items() if name not in names}
+
+
+def _groups(config: Any) -> bool:
+    return bool(config.topk_method == "group_limited_greedy")
+
+
+LATENTS: Final[Mapping[str, Family]] = {
+    "deepseek_v2": replace(
+        _V3,
+        architecture="DeepseekV2ForCausalLM",
+        entries={
+            **_without("rope_interleave", "norm_topk_prob"),
+            "num_key_value_heads": None,
+            "eos_token_id": 2,
+            "mlp_bias": False,
+            "first_k_dense_replace": 0,
+            "n_group": None,
+            "topk_group": None,
+            "topk_method": "greedy",
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": None,
+            "routed_scaling_factor": 1.0,
+            "moe_intermediate_size": 1407,
+        },
+        aliases={"num_experts": "n_routed_experts"},
+        mlp_bias="mlp_bias",
+        interleaved=True,
+        moe=replace(
+            _V3.moe,
+            scoring="softmax",
+            selection_bias=None,
+            num_groups=lambda config: int(config.n_group) if _groups(config) else 1,
+            top_groups=lambda config: int(config.topk_group) if _groups(config) else 1,
+            group_best=1,
+            normalized=False,
+            least_sum=lambda config: 0.0,
+        ),
+    ),
+    "deepseek_v3": _V3,
+    "glm4_moe_lite": replace(
+        _V3,
+        architecture="Glm4MoeLiteForCausalLM",
+        entries={
+            **_without("first_k_dense_replace"),
+            "num_key_value_heads": 20,
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "moe_intermediate_size": 1536,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.8,
+            "n_group": 1,
+            "topk_group": 1,
+            "mlp_layer_types": None,
+        },
+        aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
+        partial=1.0,
+        moe=replace(_V3.moe, in_layer=lambda config, index: config.mlp_layer_types[index] == "sparse"),
+    ),
+}
+"""By `model_type`."""
