@@ -87,6 +87,20 @@ def kv_cache_dtype_refused(config: WorkerConfig, reason: str, way_out: str = "")
     return ConfigurationError(f"cache.kv_cache_dtype = {wanted!r}: {reason}; leave --kv-cache-dtype at auto{ways}")
 
 
+_SPARSE: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "the indexer that chooses 2,048 keys for each query"),
+    "deepseek_v4": "the indexer that chooses keys, the compressed keys and the four streams of its residual",
+}
+"""Types of models with sparse attention, and what of them is not there."""
+
+
+def check_sparse(model_type: str) -> None:
+    """Refuses models with sparse attention by name. Raises `UnsupportedModelError`."""
+    if model_type in _SPARSE:
+        reason = f"it has sparse attention, and {_SPARSE[model_type]} is not there"
+        raise UnsupportedModelError(model_type, reason, OTHER_ENGINE)
+
+
 def check_config(config: Any) -> None:
     """Refuses what the config alone shows: no causal LM, other layers than attention, alibi, weights that are quantized
     in a way that is not read.

@@ -15,6 +15,7 @@ _TEXT_TYPES: Final[Mapping[str, str]] = {
     "gemma4": "gemma4_text",
     "idefics3": "llama",
     "internvl": "qwen2",
+    "kimi_k25": "deepseek_v3",
     "llava": "llama",
     "llava_next": "llama",
     "llava_onevision": "qwen2",
@@ -29,7 +30,11 @@ _TEXT_TYPES: Final[Mapping[str, str]] = {
 }
 """Types of checkpoints whose text model is served, and the type of the text model where its config names none."""
 
+_OTHER_NAMES: Final[Mapping[str, str]] = {"kimi_k2": "deepseek_v3"}
+"""Types of checkpoints that another type's code computes, with the same entries and names of tensors."""
+
 _SAME_ON_TEXT: Final[Mapping[str, str]] = {
+    **_OTHER_NAMES,
     "qwen2_5_vl_text": "qwen2",
     "qwen2_vl_text": "qwen2",
     "qwen3_vl_moe_text": "qwen3_moe",
@@ -59,7 +64,10 @@ _OUTER: Final = ("dtype", "torch_dtype", "quantization_config", "eos_token_id")
 
 def served_config(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     """`raw`, the config.json of `folder`; of a checkpoint with several models, what it would be for its text model."""
-    return text_config(raw, _names(folder)) if holds_text_model(raw) else raw
+    if holds_text_model(raw):
+        return text_config(raw, _names(folder))
+    known = _OTHER_NAMES.get(str(raw.get("model_type")))
+    return raw if known is None else {**raw, "model_type": known}
 
 
 def holds_text_model(raw: Mapping[str, Any]) -> bool:

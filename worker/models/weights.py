@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from holdfast.worker.config import ModelConfig
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
-from holdfast.worker.models.checks import OTHER_ENGINE, check_config, check_loaded, check_num_layers, first_line
+from holdfast.worker.models.checks import (
+    OTHER_ENGINE,
+    check_config,
+    check_loaded,
+    check_num_layers,
+    check_sparse,
+    first_line,
+)
 from holdfast.worker.models.gguf.folder import hf_folder, is_gguf, tokenizer_reason
 from holdfast.worker.models.text_model import holds_text_model, key_mapping, served_config, text_name
 from holdfast.worker.models.weight_files import check_folder, num_tensors
@@ -150,10 +157,11 @@ def read_config(folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> An
     written = read_json(folder / "config.json")
     raw = {**served_config(written, folder), **overrides}
     model_type = str(raw.get("model_type"))
+    check_sparse(model_type)
     dtype = _written_dtype(raw)
     replaced = {**overrides, **({} if dtype is None else {"dtype": dtype})}
     try:
-        if holds_text_model(written):
+        if model_type != written.get("model_type"):
             config, unknown = CONFIG_MAPPING[model_type].from_dict(raw, return_unused_kwargs=True, **replaced)
         else:
             config, unknown = AutoConfig.from_pretrained(

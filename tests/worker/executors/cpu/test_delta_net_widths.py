@@ -1,4 +1,4 @@
-"""Layers of real width, as one rank of published models with Gated DeltaNet or Mamba2 has them: the reference's."""
+"""Layers of real width, as a rank of published models with Gated DeltaNet, Mamba2 or latents has them: the reference's."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
-from holdfast.worker.executors.layout import DecoderLayout, GatedDeltaNet, Mamba2, attention_of
+from holdfast.worker.executors.layout import DecoderLayout, GatedDeltaNet, LatentAttention, Mamba2, attention_of
 from holdfast.worker.models.native_backend import _Provable
 from holdfast.worker.models.proof import NUM_TOKENS
 from holdfast.worker.models.reference import Reference
@@ -84,9 +84,25 @@ MAMBAS: dict[str, tuple[dict[str, Any], int, int, int]] = {
 """With heads and groups of a rank."""
 
 
+FLASH = {
+    "model_type": "glm4_moe_lite",
+    "hidden_size": 2048,
+    "num_attention_heads": 20,
+    "intermediate_size": 128,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
+LATENTS: dict[str, tuple[dict[str, Any], int]] = {
+    "GLM-4.7-Flash": (FLASH, 1),
+    "GLM-4.7-Flash, one of 4": (FLASH, 4),
+}
+
+
 def share(folder: Path, changes: dict[str, Any], size: int) -> DecoderLayout:
     """That of the last rank, with random weights."""
-    types = {} if "nemotron" in changes["model_type"] else {"layer_types": ["linear_attention", "full_attention"]}
+    types = {"layer_types": ["linear_attention", "full_attention"]}
+    types = {} if changes["model_type"] in ("nemotron_h", "glm4_moe_lite") else types
     config = {"vocab_size": 64 * size, "num_hidden_layers": 2, "max_position_embeddings": 512, **types, **changes}
     config |= {"dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config))
@@ -113,6 +129,16 @@ def test_layers_of_real_width_with_mamba2_are_those_of_the_reference(case, tmp_p
     net = layout.layers[0].state
     assert isinstance(net, Mamba2)
     assert (net.num_heads, net.num_groups) == (heads, groups)
+    assert_layers_are_right(layout)
+
+
+@pytest.mark.parametrize("case", LATENTS)
+def test_layers_of_real_width_with_latents_are_those_of_the_reference(case, tmp_path):
+    changes, size = LATENTS[case]
+    layout = share(tmp_path, changes, size)
+    attention = layout.layers[0].attention
+    assert isinstance(attention, LatentAttention)
+    assert (attention.num_heads, attention.key_dim) == (changes["num_attention_heads"] // size, 576)
     assert_layers_are_right(layout)
 
 
