@@ -16,12 +16,11 @@ if TYPE_CHECKING:
     from holdfast.cluster.client.blocking_client import Client
     from holdfast.cluster.client.holding_transport import HoldingTransport
     from holdfast.cluster.client.transport import SERVICE_CONFIG
-    from holdfast.cluster.offline.engine_args import AsyncEngineArgs, EngineArgs
     from holdfast.cluster.offline.inference_engine import InferenceEngine
     from holdfast.cluster.offline.llm import LLM
     from holdfast.cluster.offline.outputs import BeamSearchParams, CompletionOutput, RequestMetrics, RequestOutput
     from holdfast.cluster.offline.prompts import TextPrompt, TokensPrompt
-    from holdfast.cluster.offline.vllm_engines import AsyncLLMEngine, LLMEngine
+    from holdfast.cluster.offline.vllm_engines import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine
     from holdfast.cluster.serve.app import build_app, build_model
     from holdfast.router.generation import OutputDelta
     from holdfast.worker.errors import HoldfastError
@@ -68,7 +67,7 @@ __all__ = [
 HOMES = {  # the module of each name
     "SERVICE_CONFIG": "holdfast.cluster.client.transport",
     "AsyncClient": "holdfast.cluster.client.async_client",
-    "AsyncEngineArgs": "holdfast.cluster.offline.engine_args",
+    "AsyncEngineArgs": "holdfast.cluster.offline.vllm_engines",
     "AsyncLLMEngine": "holdfast.cluster.offline.vllm_engines",
     "LLMEngine": "holdfast.cluster.offline.vllm_engines",
     "OutputDelta": "holdfast.router.generation",
@@ -76,7 +75,7 @@ HOMES = {  # the module of each name
     "LLM": "holdfast.cluster.offline.llm",
     "BeamSearchParams": "holdfast.cluster.offline.outputs",
     "CompletionOutput": "holdfast.cluster.offline.outputs",
-    "EngineArgs": "holdfast.cluster.offline.engine_args",
+    "EngineArgs": "holdfast.cluster.offline.vllm_engines",
     "FinishReason": "holdfast.worker.request",
     "HoldfastError": "holdfast.worker.errors",
     "HoldingTransport": "holdfast.cluster.client.holding_transport",

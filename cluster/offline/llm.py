@@ -20,7 +20,7 @@ from holdfast.cluster.offline.call_arguments import (
     takes_arguments_of,
 )
 from holdfast.cluster.offline.chat_tokenizer import ChatTokenizer
-from holdfast.cluster.offline.engine_args import WHERE, EngineArgs, translated
+from holdfast.cluster.offline.engine_args import WHERE, translated
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.cluster.offline.outputs import BeamSearchOutput, BeamSearchParams, RequestOutput, beam_sequence
 from holdfast.cluster.offline.prompts import ChatShape, Given, PromptInput, chat_list, prompt_list
@@ -35,6 +35,8 @@ from holdfast.worker.value_types import is_list
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from holdfast.cluster.offline.vllm_engines import EngineArgs
 
 Message = Mapping[str, Any]
 """One turn of a chat: `role` and `content`, as OpenAI's clients send them."""
@@ -81,7 +83,7 @@ class LLM(VllmMethods):
         self._close = weakref.finalize(self, self._engine.stop)
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+    def from_engine_args(cls, engine_args: "EngineArgs") -> Self:
         """Loads a model with arguments kept as one value, such as those of a command line."""
         return cls(**engine_args.arguments())
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,15 @@ _PAGE: Final = mmap.PAGESIZE
 _MADV_DONTNEED: Final = 4
 
 _HEADER: Final = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ (\d+)\s+(/.*)$")
-"""Start, end, offset in the file, inode and path of a mapping of `/proc/self/smaps`."""
+"""Start, end, offset in the file, inode and path of a mapping of `/proc/self/maps`."""
+
+_THERE: Final = np.uint64(3 << 62)
+"""Bits of a page that is in memory or swapped out."""
+
+_OF_FILE: Final = np.uint64(1 << 61)
+"""Bit of a page of a file, or of shared memory."""
+
+_PAGES_AT_ONCE: Final = 2**17
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +49,17 @@ class _Mapping:
     offset: int
     inode: int
     path: str
-    is_pure: bool
-    """None of its pages has been written to: all are as in the file."""
 
 
 class MappedFiles:
-    """The files that were mapped when this was made."""
+    """The files that were mapped when this was made. One that was written to in memory is none: it is looked at when it
+    is asked about first.
+    """
 
     def __init__(self) -> None:
-        self._mappings = [mapping for mapping in _read_mappings() if mapping.is_pure]
+        self._mappings = _read_mappings()
+        self._pure: dict[int, bool] = {}
+        """By the start of a mapping: none of its pages has been written to, all are as in the file."""
 
     def place_of(self, tensor: Tensor) -> FilePlace | None:
         """Place of a tensor in a file; None if it does not lie in one as a whole."""
@@ -67,7 +78,12 @@ class MappedFiles:
         return True
 
     def _around(self, start: int, end: int) -> _Mapping | None:
-        return next((one for one in self._mappings if one.start <= start and end <= one.end), None)
+        found = next((one for one in self._mappings if one.start <= start and end <= one.end), None)
+        if found is None:
+            return None
+        if found.start not in self._pure:
+            self._pure[found.start] = _is_pure(found.start, found.end)
+        return found if self._pure[found.start] else None
 
 
 def discard_contents(tensor: Tensor) -> None:
@@ -118,19 +134,32 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _read_mappings() -> list[_Mapping]:
-    smaps = Path("/proc/self/smaps")
-    mappings: list[_Mapping] = []
-    header: re.Match[str] | None = None
-    for line in smaps.read_text().splitlines() if smaps.is_file() else ():
-        if line.startswith("Anonymous:"):
-            if header is not None:
-                start, end, offset = (int(header[n], 16) for n in (1, 2, 3))
-                is_pure = line.split()[1] == "0"
-                mappings.append(_Mapping(start, end, offset, int(header[4]), header[5], is_pure))
-            header = None
-        elif not line[:1].isupper():
-            header = _HEADER.match(line)
-    return mappings
+    maps = Path("/proc/self/maps")
+    found = (_HEADER.match(line) for line in (maps.read_text().splitlines() if maps.is_file() else ()))
+    return [
+        _Mapping(int(one[1], 16), int(one[2], 16), int(one[3], 16), int(one[4]), one[5])
+        for one in found
+        if one is not None
+    ]
+
+
+def _is_pure(start: int, end: int) -> bool:
+    """Whether no page between two addresses has been written to, by the page map (`pagemap` of proc(5)): none is
+    anonymous, in memory or swapped out. False where it cannot be read.
+
+    `/proc/self/smaps` says it too, and walks the pages of every library for it, which takes 25 ms.
+    """
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+            pages.seek(start // _PAGE * 8)
+            for first in range(start // _PAGE, -(-end // _PAGE), _PAGES_AT_ONCE):
+                count = min(_PAGES_AT_ONCE, -(-end // _PAGE) - first)
+                entries = np.frombuffer(pages.read(count * 8), dtype=np.uint64)
+                if len(entries) < count or np.any((entries & _THERE != 0) & (entries & _OF_FILE == 0)):
+                    return False
+    except OSError:
+        return False
+    return True
 
 
 def _libc() -> ctypes.CDLL:

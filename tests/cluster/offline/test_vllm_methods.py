@@ -6,10 +6,9 @@ import inspect
 
 import pytest
 
-from holdfast.cluster.offline.engine_args import AsyncEngineArgs, EngineArgs
 from holdfast.cluster.offline.llm import LLM
 from holdfast.cluster.offline.outputs import BeamSearchParams
-from holdfast.cluster.offline.vllm_engines import AsyncLLMEngine, LLMEngine
+from holdfast.cluster.offline.vllm_engines import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine
 from holdfast.cluster.offline.vllm_methods import Refused
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
