@@ -44,6 +44,14 @@ def short_hash(block_hash: bytes) -> int:
     return number
 
 
+_ALL_BITS = 2**64 - 1
+
+
+def short_snapshot(short: int) -> int:
+    """Stands for a snapshot of the state behind a block, by the block's short hash: the other bits."""
+    return short ^ _ALL_BITS
+
+
 def short_hashes(root: bytes, token_ids: Sequence[int], block_size: int, num_blocks: int) -> Iterator[int]:
     """The short hashes of a prompt's first blocks, which are full, behind a `root_hash`; each is worked out when it is
     asked for.

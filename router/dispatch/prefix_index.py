@@ -8,7 +8,7 @@ from copy import copy
 from itertools import takewhile, tee
 from typing import Final, NamedTuple
 
-from holdfast.worker.block_hash import root_hash, short_hashes
+from holdfast.worker.block_hash import root_hash, short_hashes, short_snapshot
 from holdfast.worker.request import EngineRequest
 
 
@@ -62,6 +62,13 @@ class PrefixMatch(NamedTuple):
 NO_MATCH: Final = PrefixMatch()
 
 
+class _Kind(NamedTuple):
+    """Kind of a replica's blocks."""
+
+    block_size: int
+    has_states: bool
+
+
 class PrefixHolders:
     """The replicas of a model that have each block cached. Lookups cost the same however many replicas there are."""
 
@@ -69,14 +76,17 @@ class PrefixHolders:
         self._masks: dict[int, int] = {}
         """Slots of the holders as bits of an integer, by short hash. No holder is 0. Blocks that were stored together
         share one integer, which saves memory and comparisons."""
-        self._num_by_size = Counter[int]()
-        """Replicas by block size: those of a model may differ in it, and then share no hash."""
+        self._num_by_kind = Counter[_Kind]()
+        """Replicas by their blocks: those of a model may differ in them, and then share no hash."""
 
     def match(self, prefix: PromptPrefix) -> PrefixMatch:
         """Looks up a prompt's blocks one by one, up to the first that no replica has."""
         if not self._masks:
             return NO_MATCH
-        runs = [run for block_size in self._num_by_size for run in self._runs(prefix, block_size)]
+        runs: list[tuple[int, int]] = []
+        for kind in self._num_by_kind:
+            find = self._snapshots if kind.has_states else self._runs
+            runs += find(prefix, kind.block_size)
         return PrefixMatch(tuple(sorted(runs, reverse=True))) if runs else NO_MATCH
 
     def _runs(self, prefix: PromptPrefix, block_size: int) -> list[tuple[int, int]]:
@@ -96,13 +106,32 @@ class PrefixHolders:
             runs.append((num_tokens, held_by))
         return runs
 
-    def add_replica(self, block_size: int) -> None:
-        self._num_by_size[block_size] += 1
+    def _snapshots(self, prefix: PromptPrefix, block_size: int) -> list[tuple[int, int]]:
+        """For each set of holders, the tokens before the last snapshot that all of it have."""
+        found: list[tuple[int, int]] = []
+        held_by, num_tokens = -1, 0
+        for block in prefix.blocks(block_size):
+            held_by &= self._masks.get(block, 0)
+            if not held_by:
+                break
+            num_tokens += block_size
+            if mask := self._masks.get(short_snapshot(block), 0) & held_by:
+                found.append((num_tokens, mask))
+        runs: list[tuple[int, int]] = []
+        have = 0
+        for num_tokens, mask in reversed(found):
+            if mask | have != have:
+                have |= mask
+                runs.append((num_tokens, have))
+        return runs
 
-    def remove_replica(self, block_size: int) -> None:
-        self._num_by_size[block_size] -= 1
-        if not self._num_by_size[block_size]:
-            del self._num_by_size[block_size]
+    def add_replica(self, kind: _Kind) -> None:
+        self._num_by_kind[kind] += 1
+
+    def remove_replica(self, kind: _Kind) -> None:
+        self._num_by_kind[kind] -= 1
+        if not self._num_by_kind[kind]:
+            del self._num_by_kind[kind]
 
     def add(self, blocks: Iterable[int], bit: int) -> None:
         """One replica has stored these."""
@@ -127,17 +156,19 @@ class PrefixHolders:
 
 
 class PrefixIndex:
-    """The hashes of the blocks that one replica has cached, kept in its model's `PrefixHolders` as well."""
+    """The hashes of the blocks that one replica has cached, kept in its model's `PrefixHolders` as well; and of its
+    snapshots, where the model keeps states: then a request begins with the last one that it comes by.
+    """
 
-    __slots__ = ("_bit", "_block_size", "_holders", "blocks")
+    __slots__ = ("_bit", "_holders", "_kind", "blocks")
 
-    def __init__(self, block_size: int, holders: PrefixHolders, slot: int) -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: int, holders: PrefixHolders, slot: int, *, has_states: bool = False) -> None:
+        self._kind = _Kind(block_size, has_states)
         self.blocks: set[int] = set()
         """Blocks of the replica. Read-only."""
         self._holders = holders
         self._bit = 1 << slot
-        holders.add_replica(block_size)
+        holders.add_replica(self._kind)
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -153,11 +184,15 @@ class PrefixIndex:
         """The replica was lost, and its cache with it."""
         self._holders.discard(self.blocks, self._bit)
         self.blocks.clear()
-        self._holders.remove_replica(self._block_size)
+        self._holders.remove_replica(self._kind)
 
     def num_cached_tokens(self, prefix: PromptPrefix) -> int:
         """Leading tokens of a prompt that are cached here. Looks up one block more than are cached."""
         if not self.blocks:
             return 0
-        is_cached = (block in self.blocks for block in prefix.blocks(self._block_size))
-        return self._block_size * sum(takewhile(bool, is_cached))
+        size, has_states = self._kind
+        cached = takewhile(self.blocks.__contains__, prefix.blocks(size))
+        if not has_states:
+            return size * sum(1 for _ in cached)
+        ends = (number for number, block in enumerate(cached, 1) if short_snapshot(block) in self.blocks)
+        return size * max(ends, default=0)

@@ -156,7 +156,8 @@ class ReplicaState:
         """Statistics as last reported; None before the first report."""
         self.slot = table.add(facts.replica_id)
         """Slot in the load table."""
-        self.cached = PrefixIndex(facts.block_size, table.holders, self.slot)
+        has_states = facts.num_state_slots > 0
+        self.cached = PrefixIndex(facts.block_size, table.holders, self.slot, has_states=has_states)
         """The replica's prefix cache; empty unless this router follows cache events."""
         self.attempts: set[int] = set()
         """Attempts of this router that run or wait there."""

@@ -6,7 +6,7 @@ first blocks of some sequence, found by the same hash as the last of these block
 blocks are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from holdfast.worker.block_hash import HashChain
 from holdfast.worker.cache.block_pool import BlockAllocator, CacheEvent
@@ -108,6 +108,11 @@ class StateSlots:
             if destination == slot:
                 slot = source
         return slot
+
+    @property
+    def snapshot_hashes(self) -> Iterable[bytes]:
+        """Of the last blocks before all snapshots."""
+        return self._cache.block_hashes
 
     def take_events(self) -> list[CacheEvent]:
         """The snapshots that came and went since the last call."""

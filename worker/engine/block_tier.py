@@ -87,7 +87,7 @@ class BlockTier:
         self._shape = shape
         self._computing_s = computing_s
         self._stored: set[bytes] = set()
-        self._changes: list[CacheEvent] = []
+        self._changes: dict[bytes, list[CacheEvent]] = {KV: [], STATE: []}
         self._to_store: OrderedDict[bytes, int] = OrderedDict()
         """Blocks of keys and values that the store has not; and states, each with the turn since when it is here."""
         self._states_to_store: OrderedDict[bytes, int] = OrderedDict()
@@ -122,17 +122,31 @@ class BlockTier:
         """Of the keys and values that the store has."""
         return (name[1:] for name in self._stored if name.startswith(KV))
 
-    def seen(self, events: Iterable[CacheEvent]) -> list[CacheEvent]:
-        """What changes of what can be had, here or from the store, with these changes of the cache."""
-        changes, self._changes = self._changes, []
-        return [*(event for event in events if not self._is_kept(event)), *changes]
+    @property
+    def snapshot_hashes(self) -> Iterable[bytes]:
+        """Of the last blocks before the snapshots that the store has."""
+        return (name[1:] for name in self._stored if name.startswith(STATE))
 
-    def _is_kept(self, event: CacheEvent) -> bool:
-        return isinstance(event, BlockEvicted) and KV + event.block_hash in self._stored
+    def seen(
+        self, events: Iterable[CacheEvent], state_events: Iterable[CacheEvent]
+    ) -> tuple[list[CacheEvent], list[CacheEvent]]:
+        """What changes of what can be had, here or from the store, with these changes of the caches."""
+        changes, self._changes = self._changes, {KV: [], STATE: []}
+        blocks = [event for event in events if not self._is_kept(KV, event)]
+        states = [event for event in state_events if not self._is_kept(STATE, event)]
+        return [*blocks, *changes[KV]], [*states, *changes[STATE]]
+
+    def _is_kept(self, kind: bytes, event: CacheEvent) -> bool:
+        return isinstance(event, BlockEvicted) and kind + event.block_hash in self._stored
 
     def _tell(self, name: bytes, event: CacheEvent) -> None:
-        if name.startswith(KV) and self._cache.block_of(event.block_hash) is None:
-            self._changes.append(event)
+        kind, block_hash = name[:1], name[1:]
+        if kind == KV:
+            is_here = self._cache.block_of(block_hash) is not None
+        else:
+            is_here = self._slots is not None and self._slots.holder_of(block_hash) is not None
+        if not is_here:
+            self._changes[kind].append(event)
 
     def _forget(self, name: bytes) -> None:
         if name in self._stored:

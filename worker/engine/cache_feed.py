@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from holdfast.worker.block_hash import short_hash
+from holdfast.worker.block_hash import short_hash, short_snapshot
 from holdfast.worker.cache.block_pool import BlockStored, CacheEvent
 from holdfast.worker.step_update import CacheChanges
 
@@ -14,14 +14,19 @@ class CacheFeed:
     of blocks that were stored or evicted since the last `take`.
     """
 
-    def __init__(self, block_hashes: Iterable[bytes]) -> None:
-        """`block_hashes` are those of all blocks in the cache now."""
+    def __init__(self, block_hashes: Iterable[bytes], snapshot_hashes: Iterable[bytes] = ()) -> None:
+        """`block_hashes` are those of all blocks in the cache now; `snapshot_hashes`, of a model that keeps states, of the
+        blocks with a snapshot behind them.
+        """
         self._is_stored = dict.fromkeys(map(short_hash, block_hashes), True)
+        self._is_stored |= {short_snapshot(short_hash(one)): True for one in snapshot_hashes}
 
-    def note(self, events: Iterable[CacheEvent]) -> None:
-        """Take in the events since the last call, in order."""
+    def note(self, events: Iterable[CacheEvent], snapshots: Iterable[CacheEvent] = ()) -> None:
+        """Take in the events since the last call, in order, and those of snapshots."""
         for event in events:
             self._is_stored[short_hash(event.block_hash)] = isinstance(event, BlockStored)
+        for event in snapshots:
+            self._is_stored[short_snapshot(short_hash(event.block_hash))] = isinstance(event, BlockStored)
 
     @property
     def has_news(self) -> bool:

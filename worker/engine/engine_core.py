@@ -137,9 +137,10 @@ class EngineCore:
         output_queue = self._output_queues.get(listener)
         if output_queue is not None:
             # Earlier events that have not been taken follow, and agree with this on each block.
-            below = () if self.tier is None else self.tier.block_hashes
-            hashes = (*self.scheduler.prefix_cache.block_hashes, *below)
-            output_queue.cache = self._feeds[listener] = CacheFeed(hashes)
+            blocks, states = self.scheduler.prefix_cache.block_hashes, self.scheduler.snapshot_hashes
+            if self.tier is not None:
+                blocks, states = (*blocks, *self.tier.block_hashes), (*states, *self.tier.snapshot_hashes)
+            output_queue.cache = self._feeds[listener] = CacheFeed(blocks, states)
 
     # --- requests ---
 
@@ -354,12 +355,12 @@ class EngineCore:
 
     def _note_cache_events(self) -> None:
         """Keeps the prefix cache's events for those that follow it; while none does, they are not asked for."""
-        events = self.scheduler.prefix_cache.take_events()
+        events, states = self.scheduler.prefix_cache.take_events(), self.scheduler.take_state_events()
         if self.tier is not None:
-            self.tier.note(events, self.scheduler.take_state_events())
-            events = self.tier.seen(events)
+            self.tier.note(events, states)
+            events, states = self.tier.seen(events, states)
         for feed in self._feeds.values():
-            feed.note(events)
+            feed.note(events, states)
 
     def _note_speed(self, plan: StepPlan, step_s: float) -> None:
         """Notes the speed of a full step. Only the best speed counts: slower steps would make the router drop requests

@@ -58,12 +58,14 @@ class SequenceQueues:
         allocator: BlockAllocator,
         *,
         slots: StateSlots | None = None,
+        turn_ends: frozenset[int] = frozenset(),
         aging_s: float = math.inf,
         tenant_shares: Mapping[str, float] | None = None,
     ) -> None:
-        """`slots`: of a model that keeps states."""
+        """`slots`: of a model that keeps states. `turn_ends`: tokens that end a turn of a chat."""
         self.allocator = allocator
         self.slots = slots
+        self._turn_ends = turn_ends
         self.waiting = WaitingQueue[Sequence](TenantCounters(tenant_shares or {}), aging_s)
         self.running: list[Sequence] = []
         self.num_moves = 0
@@ -255,7 +257,9 @@ class SequenceQueues:
         sequence.state_slot = slots.take() if source is None else slots.take_copy(source)
         sequence.num_admitted_tokens = len(sequence.token_ids)
         block_size, keeps = self.allocator.block_size, slots.keeps_snapshots
-        sequence.cuts = cuts_of(sequence, block_size, prefix.num_known_tokens, keeps_snapshots=keeps)
+        sequence.cuts = cuts_of(
+            sequence, block_size, prefix.num_known_tokens, keeps_snapshots=keeps, turn_ends=self._turn_ends
+        )
         if prefix.snapshot is not None and sequence.num_discarded_tokens == 0:
             self.counts.num_snapshot_hits += 1
 

@@ -6,7 +6,7 @@ safe at any point of it. Where the device runs a step while the host plans the n
 """
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from enum import Enum
 from itertools import repeat
@@ -75,7 +75,11 @@ class Scheduler:
         if num_state_slots:
             self._slots = StateSlots(num_state_slots, block_size, prefix_caching=prefix_caching)
         self._queues = SequenceQueues(
-            self._allocator, slots=self._slots, aging_s=config.aging_s, tenant_shares=config.tenant_shares
+            self._allocator,
+            slots=self._slots,
+            turn_ends=eos_token_ids,
+            aging_s=config.aging_s,
+            tenant_shares=config.tenant_shares,
         )
         self._decode_batch = DecodeBatch(self._queues)
         self._share_commit = ShareCommit(self._queues, self._drafter, block_size, self._drop_broken)
@@ -228,6 +232,11 @@ class Scheduler:
     def caches(self) -> tuple[BlockAllocator, StateSlots | None]:
         """Blocks, and slots of a model that keeps states: for what lies below the cache."""
         return self._allocator, self._slots
+
+    @property
+    def snapshot_hashes(self) -> Iterable[bytes]:
+        """The hashes of the blocks behind which there is a snapshot of the state."""
+        return () if self._slots is None else self._slots.snapshot_hashes
 
     def take_state_events(self) -> list[CacheEvent]:
         """The snapshots of states that came and went since the last call."""

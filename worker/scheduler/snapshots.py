@@ -2,7 +2,8 @@
 
 All of them are multiples of the block size, for the keys and values before them are found by blocks:
 
-  - the last one in the prompt, which the same prompt again, and the next turn of a chat, begin with;
+  - the last one in the prompt, which the same prompt again begins with; or, if that is near, the last one before the
+    end of a turn, for templates write something else behind it once the next turn is there, such as no thoughts;
   - where a prompt parts from what is cached: keys and values were found up to there and no state. Others part there
     too;
   - every 1,024 tokens;
@@ -26,9 +27,11 @@ WORTH_A_CUT: Final = 64
 """Tokens of a prompt from which its last snapshot is worth a step more. Of a shorter one, as much is computed again."""
 
 
-def cuts_of(sequence: Sequence, block_size: int, branch: int, *, keeps_snapshots: bool) -> tuple[int, ...]:
+def cuts_of(
+    sequence: Sequence, block_size: int, branch: int, *, keeps_snapshots: bool, turn_ends: frozenset[int] = frozenset()
+) -> tuple[int, ...]:
     """The positions, ascending, up to which a sequence is computed before it goes on, once it is admitted. `branch`:
-    how many of its first tokens have their keys and values cached.
+    how many of its first tokens have their keys and values cached. `turn_ends`: tokens that end a turn of a chat.
     """
     first, last = sequence.num_computed_tokens, len(sequence.token_ids) - 1
     cuts: set[int] = set()
@@ -38,8 +41,20 @@ def cuts_of(sequence: Sequence, block_size: int, branch: int, *, keeps_snapshots
         cuts.update(range(first // SPACING * SPACING + SPACING, last, SPACING))
         cuts.add(branch)
         if last >= WORTH_A_CUT:
-            cuts.add(last // block_size * block_size)
+            turn = _end_of_last_turn(sequence, turn_ends)
+            cuts.add(turn // block_size * block_size)
+            if last - turn > WORTH_A_CUT:
+                cuts.add(last // block_size * block_size)
     return tuple(sorted(cut for cut in cuts if first < cut < len(sequence.token_ids)))
+
+
+def _end_of_last_turn(sequence: Sequence, turn_ends: frozenset[int]) -> int:
+    """The position behind the last turn that has ended in a prompt, among its last tokens; else its last position."""
+    tokens, last = sequence.token_ids, len(sequence.token_ids) - 1
+    for position in range(last, max(0, last - SPACING), -1):
+        if tokens[position - 1] in turn_ends:
+            return position
+    return last
 
 
 def tokens_to_next_cut(sequence: Sequence) -> int:

@@ -7,16 +7,20 @@ import pytest
 
 from holdfast.cluster.simulate.oracle.oracle import right_token
 from holdfast.cluster.simulate.oracle.pseudo_runner import PROPOSERS, PseudoRunner
+from holdfast.router.dispatch.prefix_index import PrefixHolders, PrefixIndex, PromptPrefix
 from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.config import SchedulerConfig, SpeculationConfig
+from holdfast.worker.engine.cache_feed import CacheFeed
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler import planned_step
 from holdfast.worker.scheduler.scheduler import Scheduler
+from holdfast.worker.scheduler.sequence import Sequence
 from holdfast.worker.scheduler.snapshots import WORTH_A_CUT
 from holdfast.worker.scheduler.speculation import Speculation
 
 BLOCK_SIZE = 4
+SIZES = {"max_model_len": 256, "eos_token_ids": frozenset(), "arrived_s": 0.0, "attempt": "x"}
 NUM_BLOCKS = 128
 
 
@@ -24,7 +28,7 @@ class Machine:
     """A scheduler of a model with states, its runner, and what each request has got."""
 
     def __init__(self, num_slots: int, *, proposer: str | None = None, num_blocks: int = NUM_BLOCKS, **values) -> None:
-        caching = values.pop("prefix_caching", True)
+        caching, turn_ends = values.pop("prefix_caching", True), values.pop("turn_ends", ())
         config = SchedulerConfig(**{"max_num_batched_tokens": 16, "max_num_seqs": 8} | values)
         speculation = SpeculationConfig(speculative="ngram", num_speculative_tokens=3)
         self.scheduler = Scheduler(
@@ -32,7 +36,7 @@ class Machine:
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
             max_model_len=256,
-            eos_token_ids=frozenset(),
+            eos_token_ids=frozenset(turn_ends),
             prefix_caching=caching,
             num_state_slots=num_slots,
             drafter=Speculation(speculation, config, PROPOSERS[proposer]()) if proposer else None,
@@ -154,6 +158,46 @@ def test_a_repetition_a_turn_and_a_branch_begin_from_snapshots():
     assert computed("parts there too", prompt[:42] + tokens(4, 30)) == 32
     assert not machine.wrong
     assert machine.scheduler.stats().num_snapshot_hits == 3
+
+
+@pytest.mark.parametrize("behind", [3, WORTH_A_CUT + 9])
+def test_a_turn_that_has_another_end_begins_from_the_last_turn(behind):
+    """As where a template leaves thoughts out once there is a next turn."""
+    machine = Machine(16, turn_ends=(2,))
+    turn = tokens(1, WORTH_A_CUT + 5) + b"\2"
+    machine.add("first", turn + tokens(2, behind))
+    machine.run()
+    before = machine.scheduler.stats().num_prefix_hit_tokens
+    machine.add("next", turn + tokens(3, 20))
+    machine.run()
+    assert machine.scheduler.stats().num_prefix_hit_tokens - before == len(turn) // BLOCK_SIZE * BLOCK_SIZE
+    assert not machine.wrong
+
+
+@pytest.mark.parametrize("num_slots", [3, 16])
+@pytest.mark.parametrize("num_blocks", [40, NUM_BLOCKS])
+def test_routers_know_how_much_of_a_prompt_a_request_begins_with(num_slots, num_blocks):
+    """Not what lies behind the deepest snapshot, whatever is evicted."""
+    machine, holders, feed = Machine(num_slots, num_blocks=num_blocks), PrefixHolders(), CacheFeed(())
+    scheduler, index = machine.scheduler, PrefixIndex(BLOCK_SIZE, holders, 3, has_states=True)
+    beginning, num_found = tokens(0, 70), 0
+    prompts = [beginning[: 30 + 8 * seed] + tokens(seed, 24 + 3 * seed) for seed in range(8)]
+    for number in range(24):
+        machine.add(str(number), prompts[number * 5 % len(prompts)], num_tokens=6)
+        while machine.step():
+            feed.note(scheduler.prefix_cache.take_events(), scheduler.take_state_events())
+            changes = feed.take()
+            index.apply(changes.stored, changes.evicted)
+        for prompt in prompts:
+            params = SamplingParams(seed=0, max_tokens=1)
+            request = EngineRequest(request_id="x", prompt_token_ids=tuple(prompt), sampling_params=params)
+            found = scheduler._queues.cached_prefix(Sequence(10_000, request, **SIZES)).num_tokens
+            assert index.num_cached_tokens(PromptPrefix(request)) == found
+            assert holders.match(PromptPrefix(request)).num_cached(3) == found
+            num_found += found
+    whole = CacheFeed(scheduler.prefix_cache.block_hashes, scheduler.snapshot_hashes).take()
+    assert set(whole.stored) == index.blocks
+    assert num_found > 0
 
 
 def test_only_as_many_run_as_there_are_slots_and_snapshots_make_room_for_them():
