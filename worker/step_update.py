@@ -156,8 +156,8 @@ class GpuStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheChanges:
-    """Short hashes of blocks that can be had from now on, and of those that cannot any more; and of snapshots, of a model
-    that keeps states (`short_snapshot`). None is in both.
+    """Short hashes of blocks that can be had from now on, and of those that cannot any more; of a model that keeps
+    states of its snapshots too (`short_snapshot`). None is in both.
     """
 
     stored: Sequence[int] = ()
