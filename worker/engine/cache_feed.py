@@ -15,8 +15,8 @@ class CacheFeed:
     """
 
     def __init__(self, block_hashes: Iterable[bytes], snapshot_hashes: Iterable[bytes] = ()) -> None:
-        """`block_hashes` are those of all blocks in the cache now; `snapshot_hashes`, of a model that keeps states, those
-        of blocks with a snapshot behind them.
+        """`block_hashes` are those of all blocks in the cache now; `snapshot_hashes` those of blocks with a snapshot
+        behind them, of a model that keeps states.
         """
         self._is_stored = dict.fromkeys(map(short_hash, block_hashes), True)
         self._is_stored |= {short_snapshot(short_hash(one)): True for one in snapshot_hashes}

@@ -1,4 +1,4 @@
-"""Layers of real width, as a rank of published models with Gated DeltaNet, Mamba2 or latents has them: the reference's."""
+"""Layers of real width, as one rank of published models with Gated DeltaNet, Mamba2 or latents has them."""
 
 import json
 from pathlib import Path
