@@ -19,7 +19,7 @@ from tests.parity.families import randomize, save_tiny_model
 from tests.parity.harness import BLOCK_SIZE, GREEDY, hugging_face, load, on_ranks, worker_config
 from tests.parity.hybrids import Said, request, run_all, save_hybrid, scheduler_of, start
 
-PATTERNS = ("dense", "mixture", "by key heads, mixture", "glm4_moe")
+PATTERNS = ("dense", "mixture", "by key heads, mixture", "glm4_moe", "glm4_moe_lite")
 NAMES = {
     "mtp": ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0."),
     "glm": ("eh_proj", "enorm", "hnorm", "shared_head.norm", ""),
@@ -81,8 +81,8 @@ def configured(folder: Path, size: int = 1) -> WorkerConfig:
 
 @pytest.fixture(scope="module", params=PATTERNS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Parts]:
-    folder, is_glm = tmp_path_factory.mktemp("model"), request.param == "glm4_moe"
-    save_tiny_model("glm4_moe", folder) if is_glm else save_hybrid(folder, request.param)
+    folder, is_glm = tmp_path_factory.mktemp("model"), request.param.startswith("glm")
+    save_tiny_model(request.param, folder) if is_glm else save_hybrid(folder, request.param)
     model = hugging_face(folder)
     parts = Parts(model, is_glm)
     add_layer(folder, parts, is_glm, model.config.num_hidden_layers)

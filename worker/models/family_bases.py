@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Final
 
-from holdfast.worker.models.family import Family, HeadNorms, Moe, NormKind, Windows, is_sparse
+from holdfast.worker.models.family import Family, HeadNorms, Moe, NextToken, NormKind, Windows, is_sparse
 from holdfast.worker.models.family_rules import derive_qwen, full_every
 
 BIASES: Final = {"attention_bias": False, "mlp_bias": False}
@@ -179,5 +179,14 @@ QWEN_EXPERTS: Final = {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_
 QWEN_MOE: Final = Moe(
     normalized="norm_topk_prob", num_experts="num_experts", inner="moe_intermediate_size", in_layer=is_sparse
 )
+LAYER_BEHIND: Final = NextToken(
+    base=lambda config: f"model.layers.{config.num_hidden_layers}.",
+    layer="",
+    input="eh_proj",
+    embedding_norm="enorm",
+    hidden_norm="hnorm",
+    norm="shared_head.norm",
+)
+"""The next-token layer of GLM and DeepSeek, which is stored as one layer more."""
 TRANSPOSED: Final = "transposed_experts"
 """Set where a checkpoint of several models has them (`text_model.py`)."""

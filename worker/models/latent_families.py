@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from holdfast.worker.models.family import Family, Moe
-from holdfast.worker.models.family_bases import PLAIN
+from holdfast.worker.models.family_bases import LAYER_BEHIND, PLAIN
 
 
 def _derive(config: Any) -> None:
@@ -53,6 +53,7 @@ _V3: Final = replace(
     derive=_derive,
     unused=(r"^model\.layers\.{num_hidden_layers}\.",),
     latent=True,
+    next_token=LAYER_BEHIND,
     scaling=_scaling,
     interleaved="rope_interleave",
     moe=Moe(
@@ -102,6 +103,7 @@ LATENTS: Final[Mapping[str, Family]] = {
         },
         aliases={"num_experts": "n_routed_experts"},
         mlp_bias="mlp_bias",
+        next_token=None,
         interleaved=True,
         moe=replace(
             _V3.moe,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from holdfast.worker.models.family import Family, HeadNorms, Moe, MoeBeside, NextToken, NormKind, Windows
+from holdfast.worker.models.family import Family, HeadNorms, Moe, MoeBeside, NormKind, Windows
 from holdfast.worker.models.family_bases import (
     BARE,
     ERNIE,
@@ -13,6 +13,7 @@ from holdfast.worker.models.family_bases import (
     GEMMA2,
     GRANITE,
     HUNYUAN,
+    LAYER_BEHIND,
     MISTRAL,
     PLAIN,
     QWEN2,
@@ -136,14 +137,7 @@ MIXTURES: Final[Mapping[str, Family]] = {
         },
         aliases={"num_local_experts": "n_routed_experts"},
         unused=(r"^model\.layers\.{num_hidden_layers}\.",),
-        next_token=NextToken(
-            base=lambda config: f"model.layers.{config.num_hidden_layers}.",
-            layer="",
-            input="eh_proj",
-            embedding_norm="enorm",
-            hidden_norm="hnorm",
-            norm="shared_head.norm",
-        ),
+        next_token=LAYER_BEHIND,
         output_bias=False,
         head_norms=HeadNorms.ONE_FOR_EACH,
         has_head_norms="use_qk_norm",
