@@ -4,9 +4,10 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from holdfast.router.config import LimitsConfig
+from holdfast.router.config import LimitsConfig, RouterConfig
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.loops import runner
 from tests.router.api.http.test_openai_sdk import TEMPLATE
@@ -26,8 +27,8 @@ class Served:
 
 
 @contextmanager
-def served(max_model_len: int = 200, limits: LimitsConfig | None = None) -> Iterator[Served]:
-    """Leaving it checks that nothing is left over, as every site does."""
+def served(max_model_len: int = 200, limits: LimitsConfig | None = None, *, stores: bool = False) -> Iterator[Served]:
+    """Leaving it checks that nothing is left over, as every site does. `stores`: it has a store of its own."""
     ready, over = threading.Event(), threading.Event()
     found: list[Served] = []
     failures: list[BaseException] = []
@@ -36,10 +37,12 @@ def served(max_model_len: int = 200, limits: LimitsConfig | None = None) -> Iter
         replica = await FakeReplica.start(step_s=0.0)
         replica.max_model_len = max_model_len
         load = lambda path: byte_tokenizer(path, TEMPLATE)  # noqa: E731
-        async with site(replica, load_tokenizer=load, limits=limits, http=True) as place:
-            found.append(Served(place, asyncio.get_running_loop()))
-            ready.set()
-            await asyncio.to_thread(over.wait)
+        with TemporaryDirectory() as folder:
+            config = RouterConfig(max_reconnect_s=0.1, store=folder if stores else None)
+            async with site(replica, config=config, load_tokenizer=load, limits=limits, http=True) as place:
+                found.append(Served(place, asyncio.get_running_loop()))
+                ready.set()
+                await asyncio.to_thread(over.wait)
 
     def work() -> None:
         try:

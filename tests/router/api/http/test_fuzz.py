@@ -28,13 +28,15 @@ FINE = {
     "/v1/messages/count_tokens": {"messages": HELLO},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [1, 2]},
+    "/v1/conversations": {"items": HELLO, "metadata": {"a": "b"}},
+    "/v1/batches": {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"},
 }
 NAMES = {
     path: sorted(description()["components"]["schemas"][schema]["properties"])
     for path, schema in (
         (path, methods["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2])
         for path, methods in description()["paths"].items()
-        if "requestBody" in methods.get("post", {})
+        if path in FINE
     )
 }
 INNER = ["role", "content", "type", "text", "function", "name", "parameters", "arguments", "tool_calls", "schema", "id"]
@@ -77,7 +79,7 @@ def requests(draw) -> tuple[str, bytes, dict[str, str]]:
 
 def fuzz(num_requests: int) -> Counter[int]:
     seen: Counter[int] = Counter()
-    with served(limits=LIMITS) as router, httpx2.Client(verify=False, timeout=20) as client:
+    with served(limits=LIMITS, stores=True) as router, httpx2.Client(verify=False, timeout=20) as client:
 
         @given(requests())
         @settings(

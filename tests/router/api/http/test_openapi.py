@@ -39,7 +39,7 @@ def check_all(max_examples: int) -> None:
     left_out = [positive_data_acceptance]
     CHECKS.get_all()
     schema = schemathesis.openapi.from_dict(description())
-    with served(limits=LimitsConfig(max_message_bytes=2**20)) as router:
+    with served(limits=LimitsConfig(max_message_bytes=2**20), stores=True) as router:
         for found in schema.get_all_operations():
             operation = found.ok()
             strategy = st.one_of(
