@@ -23,7 +23,7 @@ class StaticBatching:
         alive = [sequence for sequence in queues.running if sequence.status is SequenceStatus.RUNNING]
         prefills = [sequence for sequence in alive if sequence.num_uncomputed_tokens > 1]
         shares: list[Share] = []
-        share_out(prefills or alive, self.limits.max_num_batched_tokens, shares)
+        share_out(queues, prefills or alive, self.limits.max_num_batched_tokens, shares)
         return shares
 
     def schedule_ahead(self, queues: SequenceQueues) -> list[Share]:

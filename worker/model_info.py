@@ -1,11 +1,51 @@
 """Model info: facts of a loaded model, and what a replica reports of itself. Plain data, no torch."""
 
 import hashlib
+from bisect import bisect_right
 from dataclasses import dataclass, fields
 from typing import Final, Self
 
 VERSION_LENGTH: Final = 8
 """Hexadecimal digits of a version."""
+
+TILE_TOKENS: Final = 64
+"""Executors read keys in tiles of this many positions, and the first tile that a window reaches into whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """What layers keep whose queries see the last positions alone: blocks of their own, as long as a query may still
+    read them.
+    """
+
+    num_tokens: int
+    """A query sees itself and this many keys less one before it."""
+    block_size: int
+    """Tokens of such a block. It takes as much memory as a block of the other layers, whose size is a multiple or a
+    divisor of this.
+    """
+    spacing: int
+    """The larger of both block sizes: cached prefixes end at multiples of it."""
+
+    @classmethod
+    def beside(cls, block_size: int, num_tokens: int, own_block_size: int) -> "Window":
+        """Beside layers that see all and have blocks of this size."""
+        return cls(num_tokens=num_tokens, block_size=own_block_size, spacing=max(block_size, own_block_size))
+
+    def first_block(self, position: int) -> int:
+        """The first block that a query at this position reads; those before it are of no use to later ones either."""
+        return max(0, position - self.num_tokens + 1) // TILE_TOKENS * TILE_TOKENS // self.block_size
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold positions 0 to `num_tokens - 1`."""
+        return -(-num_tokens // self.block_size)
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """The most that a sequence of so many tokens needs at a time: what its next token sees, or one behind the last
+        prefix that can be cached, and one to go on.
+        """
+        of_window = (self.num_tokens + TILE_TOKENS + self.spacing) // self.block_size + 3
+        return min(self.num_blocks_for(num_tokens), of_window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +71,11 @@ class ModelInfo:
     block_size: int
     num_blocks: int
     kv_bytes_per_token: int
-    """On one rank, all layers together."""
+    """On one rank, all layers together; with a `window`, of those that see all, as their blocks are filled up."""
+    window_tokens: int = 0
+    """Of the layers that see the last positions alone, where they keep blocks of their own; 0: there are none."""
+    window_block_size: int = 0
+    """Likewise."""
     num_state_slots: int = 0
     """Slots for states of sequences; 0: the model keeps none."""
     state_bytes: int = 0
@@ -84,9 +128,20 @@ class ModelInfo:
         return "/".join(filter(None, (self.model, f"tp{self.tensor_parallel_size}", self.numerics, *measured)))
 
     @property
+    def window(self) -> Window | None:
+        """What layers keep that see the last positions alone, where they keep blocks of their own."""
+        size = self.window_block_size
+        return Window.beside(self.block_size, self.window_tokens, size) if self.window_tokens and size else None
+
+    @property
     def max_sequence_len(self) -> int:
         """Longest sequence that one request can have here: the model's context, or all of the KV cache."""
-        return min(self.max_model_len, self.block_size * self.num_blocks)
+        return min(self.max_model_len, most_tokens(self.num_blocks, self.block_size, self.window))
+
+    @property
+    def num_full_sequences(self) -> int:
+        """Sequences as long as the model's context that fit the KV cache at the same time."""
+        return self.num_blocks // sequence_blocks(self.max_model_len, self.block_size, self.window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +153,20 @@ class ReplicaFacts(ModelInfo):
     @classmethod
     def of(cls, replica_id: str, info: ModelInfo) -> Self:
         return cls(replica_id=replica_id, **{item.name: getattr(info, item.name) for item in fields(ModelInfo)})
+
+
+def sequence_blocks(num_tokens: int, block_size: int, window: Window | None) -> int:
+    """Blocks that a sequence of so many tokens takes, those of layers with a window among them."""
+    return -(-num_tokens // block_size) + (0 if window is None else window.most_blocks(num_tokens))
+
+
+def most_tokens(num_blocks: int, block_size: int, window: Window | None) -> int:
+    """Tokens of one sequence that so many blocks hold, those of the layers with a window among them."""
+    if window is None:
+        return num_blocks * block_size
+    counts = range(num_blocks + 1)
+    fitting = bisect_right(counts, num_blocks, key=lambda count: count + window.most_blocks(count * block_size))
+    return (fitting - 1) * block_size
 
 
 def without_version(fingerprint: str) -> str:

@@ -12,6 +12,7 @@ advances all of them by one number.
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Final, Protocol
 
 from holdfast.worker.draws import DrawParams, draw_after
@@ -76,16 +77,24 @@ class BlockTables:
 class DecodeRows:
     """The rows of one step, each with one token at position `first_positions + age` of its columns."""
 
-    __slots__ = ("age", "blocks", "columns", "num_context_tokens", "num_steps", "token_ids")
+    __slots__ = ("age", "blocks", "columns", "num_context_tokens", "num_steps", "token_ids", "window_blocks")
 
     def __init__(
-        self, columns: DecodeColumns, age: int, token_ids: Sequence[int], blocks: BlockTables, num_steps: int = 1
+        self,
+        columns: DecodeColumns,
+        age: int,
+        token_ids: Sequence[int],
+        blocks: BlockTables,
+        num_steps: int = 1,
+        window_blocks: BlockTables | None = None,
     ) -> None:
         self.columns = columns
         self.age = age
         """Steps since the columns were made."""
         self.token_ids = array("q", token_ids)
         self.blocks = blocks
+        self.window_blocks = window_blocks
+        """Of layers with a window, where they have blocks of their own."""
         self.num_context_tokens = columns.num_context_tokens + age * len(self.token_ids)
         """Position + 1, summed over the rows: the tokens that they attend to."""
         self.num_steps = num_steps
@@ -151,6 +160,10 @@ class ScheduledSequence:
     token_ids: tuple[int, ...]
     block_ids: tuple[int, ...]
     """Blocks of positions 0 to `first_position + len(token_ids) - 1`, in order; with `drafting`, of its drafts too."""
+    window_block_ids: tuple[int, ...] = ()
+    """The same of layers with a window, where they have blocks of their own. Those that no token of the step sees are
+    any blocks.
+    """
     draw: DrawParams | None
     """None for a chunk of the prompt that is not the last: nothing is drawn."""
     num_draws: int = 0
@@ -182,6 +195,8 @@ class StepPlan:
     block_copies: tuple[BlockCopy, ...] = ()
     """Copies made before anything is computed, on every rank. A block may be the source of several, and also a
     destination: all sources are read before any destination is written."""
+    window_copies: tuple[BlockCopy, ...] = ()
+    """The same, in layers with a window that have blocks of their own."""
     state_copies: tuple[StateCopy, ...] = ()
     """Copies made before anything is computed, on every rank, one after the other in this order."""
     num_steps: int = field(init=False)
@@ -231,24 +246,27 @@ class StepPlan:
 def _shares(rows: DecodeRows) -> list[ScheduledSequence]:
     """The rows of a step, each as a share of its own."""
     columns, age = rows.columns, rows.age
+    window_tables = repeat(()) if rows.window_blocks is None else rows.window_blocks.tables
     return [
         ScheduledSequence(
             sequence_id=sequence_id,
             first_position=first_position + age,
             token_ids=(token_id,),
             block_ids=block_ids,
+            window_block_ids=window_block_ids,
             draw=draw,
             num_draws=1,
             state_slot=columns.state_slots[row] if columns.state_slots else None,
         )
-        for row, (sequence_id, first_position, token_id, block_ids, draw) in enumerate(
+        for row, (sequence_id, first_position, token_id, block_ids, window_block_ids, draw) in enumerate(
             zip(
                 columns.sequence_ids,
                 columns.first_positions,
                 rows.token_ids,
                 rows.blocks.tables,
+                window_tables,
                 rows.draws(),
-                strict=True,
+                strict=False,
             )
         )
     ]

@@ -105,6 +105,9 @@ def _print_estimate(config: "WorkerConfig") -> None:
         shares = " : ".join(map(str, needs.shares))
         print(f"            of the rank with most: ranks have {shares} of its heads and inner features")
     print(f"KV cache    {readable_bytes(needs.kv_bytes_per_token)} a token, {needs.block_size} tokens a block")
+    if needs.window is not None:
+        most = needs.window.most_blocks(needs.max_model_len) * needs.block_bytes
+        print(f"            and {readable_bytes(most)} a sequence for layers that see {needs.window.num_tokens} tokens")
     if needs.state_bytes:
         print(f"states      {readable_bytes(needs.state_bytes)} a sequence, and as much for each kept prefix")
     slots = f" and {num_slots} slots for states" if num_slots else ""

@@ -283,7 +283,7 @@ class InferenceEngine:
     @property
     def max_sequence_len(self) -> int:
         """Longest prompt plus output in tokens: the model's context, or all of the KV cache."""
-        return min(self.info.max_model_len, self.info.block_size * self.info.num_blocks)
+        return self.info.max_sequence_len
 
     @property
     def max_num_waiting(self) -> int:

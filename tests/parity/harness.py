@@ -89,9 +89,13 @@ class Sequences:
         self._block_size = leader._runner.info.block_size
         self._has_states = leader._runner.info.num_state_slots > 0
         shuffled = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(0)).tolist()
-        needs = [-(-(len(prompt) + num_new) // self._block_size) for prompt in prompts]
-        assert sum(needs) <= NUM_BLOCKS
+        self._window = leader._runner.info.window
+        lengths = [len(prompt) + num_new for prompt in prompts]
+        needs = [-(-length // self._block_size) for length in lengths]
+        in_windows = [0 if self._window is None else self._window.num_blocks_for(length) for length in lengths]
+        assert sum(needs) + sum(in_windows) <= NUM_BLOCKS
         self._tables = [[shuffled.pop() for _ in range(need)] for need in needs]
+        self._window_tables = [[shuffled.pop() for _ in range(need)] for need in in_windows]
 
     def scheduled(self, number: int, start: int, count: int, num_draws: int) -> ScheduledSequence:
         return ScheduledSequence(
@@ -99,10 +103,14 @@ class Sequences:
             first_position=start,
             token_ids=tuple(self.tokens[number][start : start + count]),
             block_ids=tuple(self._tables[number][: -(-(start + count) // self._block_size)]),
+            window_block_ids=tuple(self._window_tables[number][: self._num_window_blocks(start + count)]),
             draw=GREEDY if num_draws else None,
             num_draws=num_draws,
             state_slot=number if self._has_states else None,
         )
+
+    def _num_window_blocks(self, num_tokens: int) -> int:
+        return 0 if self._window is None else self._window.num_blocks_for(num_tokens)
 
 
 def logits_in_chunks(leader: LeaderRunner, prompts: Sequence[Sequence[int]], chunk: int) -> list[Tensor]:

@@ -142,6 +142,7 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_cache = PrefixCache(block_size, enabled=prefix_caching)
+        self._caches = [self.prefix_cache]
         self._ref_counts = [0] * num_blocks
         # A stack with the lowest id on top. Blocks freed together come out together and in the same order, so that
         # sequences hold runs of neighbours, which are gathered faster, and the blocks used last are still cached.
@@ -164,6 +165,14 @@ class BlockAllocator:
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
 
+    def serve_also(self, cache: PrefixCache) -> None:
+        """Blocks may hold prefixes for this cache as well. A block holds one, of one cache."""
+        self._caches.append(cache)
+
+    def is_cached(self, block_id: int) -> bool:
+        """Whether a block holds a prefix."""
+        return any(block_id in cache for cache in self._caches)
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold positions 0 to `num_tokens - 1`."""
         return -(-num_tokens // self.block_size)
@@ -181,7 +190,7 @@ class BlockAllocator:
         del self._blank[num_left:]
         while len(block_ids) < num_blocks:
             block_id, _ = self._evictable.popitem(last=False)
-            self.prefix_cache.evict(block_id)
+            self._cache_of(block_id).evict(block_id)
             block_ids.append(block_id)
         block_ids.reverse()
         for block_id in block_ids:
@@ -196,19 +205,21 @@ class BlockAllocator:
                 del self._evictable[block_id]
             self._ref_counts[block_id] += 1
 
-    def free(self, block_ids: Sequence[int]) -> None:
+    def free(self, block_ids: Sequence[int], *, evict_first: bool = False) -> None:
         """Take one owner from each of these blocks; a block without owners is free again.
 
         The blocks of a sequence are passed in its order: of those freed together the last is evicted first, because a
-        prefix is of use without its end and not without its beginning.
+        prefix is of use without its end and not without its beginning. `evict_first`: before all that are cached now.
         """
         for block_id in reversed(block_ids):
             assert self.ref_count(block_id) > 0, f"block {block_id} is freed but not allocated"
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] > 0:
                 continue
-            if block_id in self.prefix_cache:
+            if self.is_cached(block_id):
                 self._evictable[block_id] = None
+                if evict_first:
+                    self._evictable.move_to_end(block_id, last=False)
             else:
                 self._blank.append(block_id)
 
@@ -216,30 +227,35 @@ class BlockAllocator:
         """What a cached block without an owner holds is of no use any more."""
         assert block_id in self._evictable, f"block {block_id} is not cached, or has an owner"
         del self._evictable[block_id]
-        self.prefix_cache.forget(block_id)
+        self._cache_of(block_id).forget(block_id)
         self._blank.append(block_id)
 
     def forget_cached(self) -> None:
         """Evicts all blocks from the prefix cache. None may have an owner."""
         assert not self.num_used, f"{self.num_used} blocks have owners"
         for block_id in self._evictable:
-            self.prefix_cache.evict(block_id)
+            self._cache_of(block_id).evict(block_id)
         self._blank += self._evictable
         self._evictable.clear()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block is blank, once, or cached without an owner, or owned. O(blocks)."""
-        self.prefix_cache.check_integrity()
+        for cache in self._caches:
+            cache.check_integrity()
         blank = set(self._blank)
         assert len(blank) == len(self._blank), "a block is twice in the list of blank ones"
         foreign = (blank | self._evictable.keys()) - set(range(self.num_blocks))
         assert not foreign, f"foreign ids among the free: {foreign}"
         for block_id, ref_count in enumerate(self._ref_counts):
             assert ref_count >= 0, f"block {block_id} has {ref_count} owners"
-            is_cached = block_id in self.prefix_cache
+            is_cached = self.is_cached(block_id)
             expected = (ref_count == 0 and not is_cached, ref_count == 0 and is_cached)
             found = (block_id in blank, block_id in self._evictable)
             assert found == expected, (
                 f"block {block_id} has {ref_count} owners and is {'' if is_cached else 'not '}cached, and is "
                 f"{'' if found[0] else 'not '}blank and {'' if found[1] else 'not '}evictable"
             )
+
+    def _cache_of(self, block_id: int) -> PrefixCache:
+        """The cache that finds a block."""
+        return next(cache for cache in self._caches if block_id in cache)

@@ -1,11 +1,13 @@
 """Step batch: a plan as arrays, and the one array in which the leader broadcasts a step to the other ranks.
 
-    packed:  [S, T, B, C, P, A, D, step id, with logits, with masses, steps | S first positions | S token counts |
-              S draw counts | S block counts | T ids | B blocks | C sources | C destinations | C slot counts | P rows |
-              A state slots | A draft counts | D sources | D destinations]
+    packed:  [S, T, B, C, P, A, D, W, V, E, step id, with logits, with masses, steps | S first positions |
+              S token counts | S draw counts | S block counts | T ids | B blocks | C sources | C destinations |
+              C slot counts | P rows | A state slots | A draft counts | D sources | D destinations |
+              W window block counts | V window blocks | E sources | E destinations | E slot counts]
 
 It is one int64 array. C, the block copies, and P, the rows that give prompt log-probabilities, are nearly always 0. A
-is S for a model that keeps states, else 0; D are the copies of states.
+is S for a model that keeps states, else 0; D are the copies of states. W is S where layers with a window have blocks of
+their own, else 0; E are the copies of those.
 """
 
 from array import array
@@ -18,11 +20,11 @@ from numpy.typing import NDArray
 
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.pending_tokens import KNOWN, drawing_rows, has_pending
-from holdfast.worker.step_plan import DecodeRows, ScheduledSequence, StepPlan
+from holdfast.worker.step_plan import BlockCopy, DecodeRows, ScheduledSequence, StepPlan
 
 IntArray = NDArray[np.int64]
 
-_HEADER_WORDS: Final = 11
+_HEADER_WORDS: Final = 14
 
 _NO_ROWS: Final = np.zeros(0, dtype=np.int64)
 _NO_COPIES: Final = np.zeros((3, 0), dtype=np.int64)
@@ -61,6 +63,14 @@ class StepBatch:
     those of them that were right, so the state before each of them can be had again. Empty like `state_slots`."""
     state_copies: IntArray = field(default_factory=lambda: _NO_STATE_COPIES)
     """[2, D] sources and destinations among the slots, to be copied before the step, one after the other."""
+    window_block_ids: IntArray = field(default_factory=lambda: _NO_ROWS)
+    """The sequences' block tables of layers with a window, one after the other, where these have blocks of their own;
+    else empty: they have the same blocks as all.
+    """
+    num_window_blocks: IntArray = field(default_factory=lambda: _NO_ROWS)
+    """[S] length of each such table. Empty like those."""
+    window_copies: IntArray = field(default_factory=lambda: _NO_COPIES)
+    """[3, E] as `block_copies`, of layers with a window."""
     with_logits: bool = True
     """False: their argmax is enough."""
     with_masses: bool = False
@@ -105,11 +115,15 @@ class StepBatch:
 
         `before` is the plan of the step before, where tokens of this one are pending.
         """
-        parts, prompt_rows = _row_arrays(plan.decodes), _NO_ROWS
+        parts, windows = _row_arrays(plan.decodes)
+        prompt_rows = _NO_ROWS
         if plan.others:
-            of_others, prompt_rows = _share_arrays(plan.others, len(plan.decodes.token_ids))
+            of_others, of_windows, prompt_rows = _share_arrays(plan.others, len(plan.decodes.token_ids))
             parts = tuple(np.concatenate(pair) for pair in zip(parts, of_others, strict=True))
+            if of_windows[0]:
+                windows = tuple(np.concatenate(pair) for pair in zip(windows, of_windows, strict=True))
         first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids, state_slots, num_drafts = parts
+        num_window_blocks, window_block_ids = windows
         if before is not None and has_pending(plan):
             rows = np.frombuffer(drawing_rows(plan, before), np.int64)
             token_ids = np.where(rows == KNOWN, token_ids, -1 - rows)
@@ -121,7 +135,10 @@ class StepBatch:
             num_draws=num_draws,
             block_ids=block_ids,
             num_blocks=num_blocks,
-            block_copies=_copies(plan) if plan.block_copies else _NO_COPIES,
+            block_copies=_copies(plan.block_copies) if plan.block_copies else _NO_COPIES,
+            num_window_blocks=num_window_blocks,
+            window_block_ids=window_block_ids,
+            window_copies=_copies(plan.window_copies) if plan.window_copies else _NO_COPIES,
             logits_rows=_logits_rows(num_tokens, num_draws, len(token_ids), prompt_rows),
             state_slots=state_slots,
             num_drafts=num_drafts,
@@ -142,6 +159,9 @@ class StepBatch:
             len(prompt_rows),
             len(self.state_slots),
             self.state_copies.shape[1],
+            len(self.num_window_blocks),
+            len(self.window_block_ids),
+            self.window_copies.shape[1],
             self.step_id,
             self.with_logits,
             self.with_masses,
@@ -149,7 +169,8 @@ class StepBatch:
         )
         of_sequences = (self.first_positions, self.num_tokens, self.num_draws, self.num_blocks)
         states = (self.state_slots, self.num_drafts, self.state_copies.ravel())
-        rest = (self.token_ids, self.block_ids, self.block_copies.ravel(), prompt_rows, *states)
+        windows = (self.num_window_blocks, self.window_block_ids, self.window_copies.ravel())
+        rest = (self.token_ids, self.block_ids, self.block_copies.ravel(), prompt_rows, *states, *windows)
         return np.concatenate((np.array(header, dtype=np.int64), *of_sequences, *rest))
 
     @property
@@ -168,16 +189,16 @@ class StepBatch:
         """The step that was packed. Its fields are views of `packed` where they can be."""
         header = packed[:_HEADER_WORDS].tolist()
         num_sequences, total_tokens, total_blocks, num_copies, num_prompt_rows, num_slots, num_states, *rest = header
-        step_id, *flags, num_steps = rest
+        num_windows, total_window_blocks, num_window_copies, step_id, *flags, num_steps = rest
         with_logits, with_masses = flags
         sizes = [num_sequences] * 4 + [total_tokens, total_blocks, 3 * num_copies, num_prompt_rows]
-        sizes += [num_slots, num_slots, 2 * num_states]
+        sizes += [num_slots, num_slots, 2 * num_states, num_windows, total_window_blocks, 3 * num_window_copies]
         parts, start = [], _HEADER_WORDS
         for size in sizes:
             parts.append(packed[start : start + size])
             start += size
         first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids, copies, prompt_rows, *states = parts
-        state_slots, num_drafts, state_copies = states
+        state_slots, num_drafts, state_copies, num_window_blocks, window_block_ids, window_copies = states
         return cls(
             step_id=step_id,
             token_ids=token_ids,
@@ -191,6 +212,9 @@ class StepBatch:
             state_slots=state_slots,
             num_drafts=num_drafts,
             state_copies=state_copies.reshape(2, num_states),
+            num_window_blocks=num_window_blocks,
+            window_block_ids=window_block_ids,
+            window_copies=window_copies.reshape(3, num_window_copies),
             with_logits=with_logits != 0,
             with_masses=with_masses != 0,
             num_steps=num_steps,
@@ -211,13 +235,17 @@ def _logits_rows(num_tokens: IntArray, num_draws: IntArray, total_tokens: int, p
     return np.concatenate((drawn_rows, prompt_rows)) if len(prompt_rows) else drawn_rows
 
 
-def _row_arrays(rows: DecodeRows) -> tuple[IntArray, ...]:
+def _row_arrays(rows: DecodeRows) -> tuple[tuple[IntArray, ...], tuple[IntArray, ...]]:
     """First positions, token counts, draw counts, block counts, tokens, blocks, state slots and draft counts of decode
-    rows.
+    rows; and block counts and blocks of layers with a window.
     """
     columns, blocks = rows.columns, rows.blocks
+    num_window_blocks = window_block_ids = _NO_ROWS
+    if rows.window_blocks is not None:
+        num_window_blocks = np.frombuffer(rows.window_blocks.num_blocks, np.int64)
+        window_block_ids = np.frombuffer(rows.window_blocks.packed, np.int64)
     ones = np.frombuffer(columns.ones, np.int64)
-    return (
+    parts = (
         np.frombuffer(columns.first_positions, np.int64) + rows.age,
         ones,
         ones,
@@ -227,15 +255,18 @@ def _row_arrays(rows: DecodeRows) -> tuple[IntArray, ...]:
         np.frombuffer(columns.state_slots, np.int64),
         np.zeros(len(columns.state_slots), dtype=np.int64),
     )
+    return parts, (num_window_blocks, window_block_ids)
 
 
-def _share_arrays(shares: Sequence[ScheduledSequence], first_row: int) -> tuple[tuple["array[int]", ...], IntArray]:
+def _share_arrays(
+    shares: Sequence[ScheduledSequence], first_row: int
+) -> tuple[tuple["array[int]", ...], tuple["array[int]", ...], IntArray]:
     """The same of single shares; and the rows, among all of the step, that tell prompt logprobs. `first_row` is the
     first of these shares.
     """
     first_positions, num_tokens, num_draws, num_blocks = array("q"), array("q"), array("q"), array("q")
     token_ids, block_ids, prompt_rows = array("q"), array("q"), array("q")
-    state_slots, num_drafts = array("q"), array("q")
+    state_slots, num_drafts, num_window_blocks, window_block_ids = array("q"), array("q"), array("q"), array("q")
     for share in shares:
         first_positions.append(share.first_position)
         num_tokens.append(len(share.token_ids))
@@ -249,12 +280,14 @@ def _share_arrays(shares: Sequence[ScheduledSequence], first_row: int) -> tuple[
         if share.state_slot is not None:
             state_slots.append(share.state_slot)
             num_drafts.append(share.num_drafts)
+        if share.window_block_ids:
+            num_window_blocks.append(len(share.window_block_ids))
+            window_block_ids.extend(share.window_block_ids)
     columns = (first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids, state_slots, num_drafts)
-    return columns, np.frombuffer(prompt_rows, np.int64)
+    return columns, (num_window_blocks, window_block_ids), np.frombuffer(prompt_rows, np.int64)
 
 
-def _copies(plan: StepPlan) -> IntArray:
-    copies = plan.block_copies
+def _copies(copies: Sequence[BlockCopy]) -> IntArray:
     fields = ([copy.source for copy in copies], [c.destination for c in copies], [c.num_tokens for c in copies])
     return np.array(fields, dtype=np.int64)
 

@@ -6,6 +6,7 @@ replay may differ from the first run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Final
 
 import torch
@@ -43,26 +44,40 @@ class SelfCheck:
         generator = torch.Generator().manual_seed(seed)
         self._tokens: list[list[int]] = []
         self._blocks: list[tuple[int, ...]] = []
+        self._window_blocks: list[tuple[int, ...]] = []
+        ids = iter(range(info.num_blocks - 1, -1, -1))
         free = info.num_blocks
         for want in self._wanted():
-            length = min(want, info.max_model_len, free * info.block_size)
-            used = -(-length // info.block_size)
-            if used:
+            if length := self._longest(want, free):
                 self._tokens.append(torch.randint(info.vocab_size, (length,), generator=generator).tolist())
-                self._blocks.append(tuple(range(free - 1, free - 1 - used, -1)))
-                free -= used
+                self._blocks.append(tuple(islice(ids, self._num_blocks(length))))
+                self._window_blocks.append(tuple(islice(ids, self._num_window_blocks(length))))
+                free -= self._num_blocks(length) + self._num_window_blocks(length)
         self._alone: list[Tensor] = []
         self._largest: list[Tensor] = []
 
     def _wanted(self) -> tuple[int, ...]:
         """Lengths of the sequences. Few blocks, or few slots of state, leave room for fewer sequences."""
-        first = min(NUM_TOKENS[0], max(1, self._info.num_blocks // 2) * self._info.block_size)
+        first = self._longest(NUM_TOKENS[0], max(1, self._info.num_blocks // 2))
         return (first, *NUM_TOKENS[1:])[: self._info.num_state_slots or None]
 
     @property
     def block_ids(self) -> Tensor:
         """The blocks that the check writes to, int64."""
-        return torch.tensor([block for blocks in self._blocks for block in blocks])
+        return torch.tensor([block for blocks in (*self._blocks, *self._window_blocks) for block in blocks])
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._info.block_size)
+
+    def _num_window_blocks(self, num_tokens: int) -> int:
+        window = self._info.window
+        return 0 if window is None else window.num_blocks_for(num_tokens)
+
+    def _longest(self, num_tokens: int, num_blocks: int) -> int:
+        """At most so many tokens of a sequence, as far as these blocks hold them, and nothing is given back."""
+        lengths = range(min(num_tokens, self._info.max_model_len), 0, -1)
+        fits = (n for n in lengths if self._num_blocks(n) + self._num_window_blocks(n) <= num_blocks)
+        return next(fits, 0)
 
     def passes_bitwise(self) -> bool:
         """Whether every row has the same bits whatever else is in its step.
@@ -130,12 +145,13 @@ class SelfCheck:
                 yield number, start, part
 
     def _scheduled(self, number: int, start: int, count: int) -> ScheduledSequence:
-        num_blocks = -(-(start + count) // self._info.block_size)
+        end = start + count
         return ScheduledSequence(
             sequence_id=number,
             first_position=start,
             token_ids=tuple(self._tokens[number][start : start + count]),
-            block_ids=tuple(self._blocks[number][:num_blocks]),
+            block_ids=tuple(self._blocks[number][: self._num_blocks(end)]),
+            window_block_ids=tuple(self._window_blocks[number][: self._num_window_blocks(end)]),
             draw=_GREEDY,
             num_draws=count,
             state_slot=number if self._info.num_state_slots else None,

@@ -9,8 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-TILE_TOKENS: Final = 64
-"""Keys are read in tiles of this many positions, so a block holds a whole number of tiles or a tile of blocks."""
+from holdfast.worker.model_info import TILE_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

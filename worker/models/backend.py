@@ -17,6 +17,7 @@ from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.executors.cpu.library import load_library
 from holdfast.worker.executors.finite import NotFiniteError
 from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler
+from holdfast.worker.model_info import Window
 from holdfast.worker.models.checks import OTHER_ENGINE, check_kv_cache_dtype, check_latents, kv_cache_dtype_refused
 from holdfast.worker.models.damaged_weights import damaged
 from holdfast.worker.models.families import FAMILIES
@@ -83,7 +84,17 @@ class Backend(Protocol):
         """Of this rank's cache, all layers together."""
         ...
 
-    def allocate_cache(self, num_blocks: int, block_size: int) -> BlockCache:
+    def block_sizes(self, block_size: int, max_model_len: int) -> tuple[int, Window | None]:
+        """Tokens of a block, and what layers with a sliding window keep in blocks of their own; None: as much as all.
+        `block_size` are the fewest, `max_model_len` the tokens of the longest sequence.
+        """
+        ...
+
+    def block_bytes(self, block_size: int, window: Window | None) -> int:
+        """What a block takes of this rank's memory."""
+        ...
+
+    def allocate_cache(self, num_blocks: int, block_size: int, window: Window | None = None) -> BlockCache:
         """The cache that steps use from now on. Raises ValueError where the block size does not fit."""
         ...
 

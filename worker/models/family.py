@@ -332,6 +332,14 @@ class Family:
     logit_softcap: str | None = None
     """The entry of config.json that caps logits."""
 
+    def window_of(self, config: Any, index: int) -> int | None:
+        """The sliding window of a layer, by config and index."""
+        if self.windows is Windows.NONE:
+            return None
+        slides = self.windows is Windows.ALL or config.layer_types[index] == "sliding_attention"
+        window: int | None = config.sliding_window if slides else None
+        return window
+
     @property
     def keeps_state(self) -> bool:
         """Whether some layers keep a state in place of keys and values, or beside them."""

@@ -19,6 +19,7 @@ from holdfast.worker.executors.cpu.products import NativePool, PackedProduct
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.kv_cache import KVCache
 from holdfast.worker.executors.step_sampler import HeadOutput
+from holdfast.worker.model_info import Window
 from holdfast.worker.models.checks import OTHER_ENGINE
 from holdfast.worker.models.damaged_weights import made_by_all
 from holdfast.worker.models.hf_steps import HfDevice, HfSteps, PagedAttention
@@ -148,7 +149,16 @@ class HfBackend:
     def runs_several_steps(self) -> bool:
         return False
 
-    def allocate_cache(self, num_blocks: int, block_size: int) -> TiledCache | KVCache:
+    def block_sizes(self, block_size: int, max_model_len: int) -> tuple[int, Window | None]:
+        """All layers keep as much."""
+        return block_size, None
+
+    def block_bytes(self, block_size: int, window: Window | None) -> int:
+        """What a block takes of this rank's memory."""
+        return self.kv_bytes_per_token * block_size
+
+    def allocate_cache(self, num_blocks: int, block_size: int, window: Window | None = None) -> TiledCache | KVCache:
+        assert window is None, "all layers keep as much"
         cache, self._steps = self._device.allocate(num_blocks, block_size, self.progress)
         return cache
 

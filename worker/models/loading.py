@@ -15,7 +15,7 @@ from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.slices import largest_share, told_of_uneven
-from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.model_info import ModelInfo, Window, most_tokens
 from holdfast.worker.models.backend import Backend, BlockCache, LoadedBackend, load_backend
 from holdfast.worker.models.checkpoint_scheme import quantization_of
 from holdfast.worker.models.checks import check_kv_cache_dtype, check_own_dtype
@@ -84,10 +84,11 @@ def load_model(
     check_own_dtype(config, str(target.dtype).removeprefix("torch."))
     draft = _load_draft(config, folder, loaded)
     num_slots = _num_slots(config, backend, target)
-    cache = _allocate_cache(config, backend, draft, target, facts.max_model_len, num_slots)
+    block_size, window = _block_sizes(config, backend, target, facts.max_model_len)
+    cache = _allocate_cache(config, backend, draft, target, facts.max_model_len, num_slots, block_size, window)
     if draft is not None:
         draft.allocate_cache(cache.num_blocks, cache.block_size)
-    num_tokens = cache.num_blocks * cache.block_size
+    num_tokens = most_tokens(cache.num_blocks, cache.block_size, window)
     if num_tokens < facts.max_model_len:
         logger.warning("the KV cache holds %d tokens, and the model could use %d", num_tokens, facts.max_model_len)
     info = ModelInfo(
@@ -102,7 +103,9 @@ def load_model(
         tensor_parallel_size=group.size,
         block_size=cache.block_size,
         num_blocks=cache.num_blocks,
-        kv_bytes_per_token=backend.kv_bytes_per_token,
+        kv_bytes_per_token=backend.block_bytes(block_size, window) // block_size,
+        window_tokens=0 if window is None else window.num_tokens,
+        window_block_size=0 if window is None else window.block_size,
         num_state_slots=num_slots,
         state_bytes=backend.state_bytes(config.speculation.max_num_drafts),
         quantization=quantization_of(folder, config.model.quantization) if has_weights else NOT_QUANTIZED,
@@ -162,7 +165,8 @@ def reloaded_config(config: WorkerConfig, info: ModelInfo, folder: str) -> Worke
     """The settings to load other weights by: a cache of the same size, and no draft model, for there is one."""
     found = {"model": folder, "served_model_name": info.model, "max_model_len": info.max_model_len}
     found |= {"load_format": "auto", "revision": None, "tokenizer": info.path}
-    cache = {"num_blocks": info.num_blocks, "block_size": info.block_size, "kv_cache_memory": None}
+    block_size = min(info.block_size, info.window_block_size or info.block_size)
+    cache = {"num_blocks": info.num_blocks, "block_size": block_size, "kv_cache_memory": None}
     cache |= {"num_state_slots": info.num_state_slots or None}
     speculation = config.speculation
     if speculation.speculative == "draft":  # states keep room for as many drafts as before
@@ -207,6 +211,20 @@ def _num_slots(config: WorkerConfig, backend: Backend, target: Target) -> int:
     return smallest_of_all_ranks(choose_num_slots(config, cache_bytes, state_bytes), target.group, target.device)
 
 
+def _block_sizes(
+    config: WorkerConfig, backend: Backend, target: Target, max_model_len: int
+) -> tuple[int, Window | None]:
+    """Tokens of a block, and what layers with a sliding window keep in blocks of their own, the same on every rank."""
+    smallest = config.cache.block_size or default_block_size(target.device)
+    block_size, window = backend.block_sizes(smallest, max_model_len)
+    if window is None or config.cache.kv_offload_disk is not None:  # which keeps blocks by the prefix of all layers
+        return smallest, None
+    block_size, own = (
+        smallest_of_all_ranks(size, target.group, target.device) for size in (block_size, window.block_size)
+    )
+    return block_size, Window.beside(block_size, window.num_tokens, own)
+
+
 def _allocate_cache(
     config: WorkerConfig,
     backend: Backend,
@@ -214,13 +232,14 @@ def _allocate_cache(
     target: Target,
     max_model_len: int,
     num_slots: int,
+    block_size: int,
+    window: Window | None,
 ) -> BlockCache:
     """The cache, with the same number of blocks on every rank, and memory left for the draft model's and for states."""
     num_drafts = config.speculation.max_num_drafts
     state_bytes = num_slots * backend.state_bytes(num_drafts)
-    block_size = config.cache.block_size or default_block_size(target.device)
     draft_bytes = draft.kv_bytes_per_token if draft is not None else 0
-    block_bytes = (backend.kv_bytes_per_token + draft_bytes) * block_size
+    block_bytes = backend.block_bytes(block_size, window) + draft_bytes * block_size
     most_blocks = None
     if config.cache.num_blocks is not None or config.cache.kv_cache_memory is not None:
         default_bytes = 0
@@ -229,16 +248,18 @@ def _allocate_cache(
         default_bytes = gpu_cache_bytes(target.device, activations, config.cache.gpu_memory_utilization)
     else:
         default_bytes = cpu_cache_bytes()
-        most_blocks = useful_blocks(config, block_size, max_model_len)
+        most_blocks = useful_blocks(config, block_size, max_model_len, window)
     chosen = choose_num_blocks(config.cache, default_bytes, block_bytes, most_blocks, state_bytes)
     num_blocks = smallest_of_all_ranks(chosen, target.group, target.device)
-    check_num_blocks(num_blocks, block_bytes)  # only now: all ranks come to the same answer
+    check_num_blocks(num_blocks, block_bytes, block_size, window)  # only now: all ranks come to the same answer
     if target.device.type == "cpu":
         left_bytes = smallest_of_all_ranks(available_memory(), target.group, target.device)
         check_memory(num_blocks, block_bytes, left_bytes - state_bytes)
     logger.info("KV cache: %d blocks of %d tokens, %d MiB", num_blocks, block_size, num_blocks * block_bytes >> 20)
+    if window is not None:
+        logger.info("layers with a window of %d tokens: blocks of %d tokens", window.num_tokens, window.block_size)
     try:
-        cache = backend.allocate_cache(num_blocks, block_size)
+        cache = backend.allocate_cache(num_blocks, block_size, window)
     except ValueError as error:
         raise ConfigurationError(f"cache.{error}") from error
     if num_slots:

@@ -12,9 +12,10 @@ import torch
 from holdfast.worker.config import CacheConfig, WorkerConfig
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.cpu.cache import SUB_PAGE, bytes_per_token
+from holdfast.worker.executors.cpu.cache import SUB_PAGE, BlockForm
 from holdfast.worker.executors.cpu.states import VALUE_BYTES
 from holdfast.worker.executors.kv_cache import KVSpec
+from holdfast.worker.model_info import Window, sequence_blocks
 from holdfast.worker.models.checkpoint_scheme import quantization_of
 from holdfast.worker.models.checks import check_kv_cache_dtype, choose_max_model_len
 from holdfast.worker.models.coded_bytes import CodedBytes
@@ -76,16 +77,36 @@ class MemoryEstimator:
         keeps_latents = is_native and family is not None and family.latent
         kept_by = filter(partial(_keeps_kv, hf_config), range(hf_config.num_hidden_layers))
         specs = [_latent_spec(hf_config) if keeps_latents else _kv_spec(hf_config, plan, layer) for layer in kept_by]
-        self.kv_bytes_per_token = _kv_bytes_per_token(config, specs, dtype, in_tiles=device.type == "cpu")
+        form = BlockForm(specs, dtype, config.cache.kv_cache_dtype == "int8")
+        self.window: Window | None = None
+        """What layers with a sliding window keep, where they have blocks of their own."""
+        if device.type == "cpu":
+            has_all = config.cache.kv_offload_disk is not None
+            if is_native and family is not None and not (family.keeps_state or has_all):
+                self.block_size, self.window = form.sizes(self.block_size, self.max_model_len)
+            self.block_bytes = form.block_bytes(self.block_size, self.window)
+        else:
+            of_token = (
+                spec.fp8_bytes_per_token
+                if config.cache.kv_cache_dtype == "fp8"
+                else spec.values_per_token * dtype.itemsize
+                for spec in specs
+            )
+            self.block_bytes = self.block_size * sum(of_token)
         self.state_bytes = _state_bytes(hf_config, plan, config.speculation.max_num_drafts)
         """What the states of a sequence take; 0: the model keeps none."""
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """With a `window`, of the layers that see all, as their blocks are filled up."""
+        return self.block_bytes // self.block_size
+
     def default_cache_bytes(self, config: WorkerConfig, default_bytes: int, *, is_gpu: bool) -> int:
         """Memory of the cache that loading would choose where `default_bytes` are there for it."""
-        block_bytes = self.kv_bytes_per_token * self.block_size
-        most_blocks = None if is_gpu else useful_blocks(config, self.block_size, self.max_model_len)
+        most_blocks = None if is_gpu else useful_blocks(config, self.block_size, self.max_model_len, self.window)
         states = self.num_slots(config, default_bytes) * self.state_bytes
-        return choose_num_blocks(config.cache, default_bytes, block_bytes, most_blocks, states) * block_bytes + states
+        num_blocks = choose_num_blocks(config.cache, default_bytes, self.block_bytes, most_blocks, states)
+        return num_blocks * self.block_bytes + states
 
     def num_slots(self, config: WorkerConfig, default_bytes: int) -> int:
         """Slots for states that loading would choose where `default_bytes` are there for the cache."""
@@ -94,11 +115,12 @@ class MemoryEstimator:
 
     def num_blocks(self, cache_bytes: int, num_slots: int = 0) -> int:
         """Blocks that fit into this much memory for the cache, beside so many states."""
-        return max(0, cache_bytes - num_slots * self.state_bytes) // max(1, self.kv_bytes_per_token * self.block_size)
+        return max(0, cache_bytes - num_slots * self.state_bytes) // max(1, self.block_bytes)
 
     def num_sequences(self, cache_bytes: int, num_tokens: int, num_slots: int = 0) -> int:
         """Sequences of `num_tokens`, prompt and output together, that fit at the same time."""
-        fitting = self.num_blocks(cache_bytes, num_slots) // -(-num_tokens // self.block_size)
+        needed = sequence_blocks(num_tokens, self.block_size, self.window)
+        fitting = self.num_blocks(cache_bytes, num_slots) // needed
         return min(fitting, num_slots) if self.state_bytes else fitting
 
 
@@ -131,9 +153,9 @@ def gpu_cache_bytes(device: torch.device, activation_bytes: int, utilization: fl
     return int(total * utilization) - (total - free) - activation_bytes
 
 
-def useful_blocks(config: WorkerConfig, block_size: int, max_model_len: int) -> int:
+def useful_blocks(config: WorkerConfig, block_size: int, max_model_len: int, window: Window | None) -> int:
     """Blocks beyond which a larger cache does little: for a small model, far fewer than fit its memory."""
-    running = config.scheduler.max_num_seqs * -(-max_model_len // block_size)
+    running = config.scheduler.max_num_seqs * sequence_blocks(max_model_len, block_size, window)
     return max(MIN_BLOCKS, running * (PREFIX_CACHE_FACTOR if config.cache.enable_prefix_caching else 1))
 
 
@@ -173,11 +195,12 @@ def choose_num_slots(config: WorkerConfig, cache_bytes: int, state_bytes: int) -
     return max(MIN_SLOTS, min(useful, int(cache_bytes * STATE_SHARE) // state_bytes))
 
 
-def check_num_blocks(num_blocks: int, block_bytes: int) -> None:
+def check_num_blocks(num_blocks: int, block_bytes: int, block_size: int, window: Window | None = None) -> None:
     """Refuses a cache that is too small. Raises `ConfigurationError`."""
-    if num_blocks < MIN_BLOCKS:
+    fewest = MIN_BLOCKS * sequence_blocks(block_size, block_size, window)
+    if num_blocks < fewest:
         raise ConfigurationError(
-            f"the KV cache would have {max(num_blocks, 0)} blocks of {block_bytes} bytes, and needs {MIN_BLOCKS}; "
+            f"the KV cache would have {max(num_blocks, 0)} blocks of {block_bytes} bytes, and needs {fewest}; "
             "raise cache.num_blocks, cache.kv_cache_memory or cache.gpu_memory_utilization, or lower cache.block_size"
         )
 
@@ -244,16 +267,6 @@ def _weight_bytes(model: Any, plan: ParallelPlan, dtype: torch.dtype, coded: Cod
     return int(total)
 
 
-def _kv_bytes_per_token(config: WorkerConfig, specs: Sequence[KVSpec], dtype: torch.dtype, *, in_tiles: bool) -> int:
-    """`in_tiles`: of a cache that fills up heads to whole tiles."""
-    kept = config.cache.kv_cache_dtype
-    if in_tiles:
-        return sum(bytes_per_token(spec, dtype, in_int8=kept == "int8") for spec in specs)
-    if kept == "fp8":
-        return sum(spec.fp8_bytes_per_token for spec in specs)
-    return kv_bytes_per_token(specs, dtype)
-
-
 def _latent_spec(hf_config: Any) -> KVSpec:
     """What each rank keeps of a layer with latent attention, on the native backend."""
     key_dim = hf_config.kv_lora_rank + hf_config.qk_rope_head_dim
@@ -273,7 +286,9 @@ def _kv_spec(hf_config: Any, plan: ParallelPlan, layer: int) -> KVSpec:
         local = kv_heads // sum(plan.shares) * max(plan.shares)
     else:
         local = max(1, kv_heads // plan.size) if plan.splits_attention else kv_heads
-    return KVSpec(num_heads=local, num_kv_heads=local, key_dim=key_dim, value_dim=value_dim)
+    family = FAMILIES.get(hf_config.model_type)
+    window = None if family is None else family.window_of(hf_config, layer)
+    return KVSpec(num_heads=local, num_kv_heads=local, key_dim=key_dim, value_dim=value_dim, sliding_window=window)
 
 
 def _keeps_kv(hf_config: Any, layer: int) -> bool:

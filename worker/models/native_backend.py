@@ -19,6 +19,7 @@ from holdfast.worker.executors.gpu import weights
 from holdfast.worker.executors.kv_cache import KVCache
 from holdfast.worker.executors.layout import DecoderLayout, Experts, LatentAttention
 from holdfast.worker.executors.step_sampler import HeadOutput, OverlappingSampler, StepSampler
+from holdfast.worker.model_info import Window
 from holdfast.worker.models.damaged_weights import made_by_all
 from holdfast.worker.models.proof import NUM_TOKENS, Prepared, ask_reference, check
 from holdfast.worker.progress import ProgressCounter
@@ -169,6 +170,7 @@ class NativeBackend:
         if isinstance(executor, OverlappingExecutor) and isinstance(self.sampler, OverlappingSampler):
             self.overlapping = executor if executor.overlaps else None
         self._multi_step = executor if isinstance(executor, MultiStepExecutor) else None  # slow to ask at every step
+        self._windowed = executor if isinstance(executor, CpuExecutor) else None  # whose layers may give blocks back
         self.progress = ProgressCounter()
         """Moves with every layer."""
         self.progress.follow(executor.layers_done)
@@ -177,9 +179,24 @@ class NativeBackend:
     def kv_bytes_per_token(self) -> int:
         return self.executor.kv_bytes_per_token
 
-    def allocate_cache(self, num_blocks: int, block_size: int) -> TiledCache | KVCache:
+    def block_sizes(self, block_size: int, max_model_len: int) -> tuple[int, Window | None]:
+        """Tokens of a block, and what layers with a sliding window keep in blocks of their own, if they do."""
+        if self._windowed is None or self._windowed.state_bytes(0):
+            return block_size, None
+        return self._windowed.block_form.sizes(block_size, max_model_len)
+
+    def block_bytes(self, block_size: int, window: Window | None) -> int:
+        """What a block takes of this rank's memory."""
+        if self._windowed is None:
+            return self.kv_bytes_per_token * block_size
+        return self._windowed.block_form.block_bytes(block_size, window)
+
+    def allocate_cache(self, num_blocks: int, block_size: int, window: Window | None = None) -> TiledCache | KVCache:
         """The cache that steps use. Raises ValueError where the block size does not fit."""
-        return self.executor.allocate_cache(num_blocks, block_size)
+        if self._windowed is None:
+            assert window is None, "the executor keeps all of every layer"
+            return self.executor.allocate_cache(num_blocks, block_size)
+        return self._windowed.allocate_cache(num_blocks, block_size, window)
 
     def state_bytes(self, num_drafts: int) -> int:
         """What a slot takes; 0: the model keeps no states."""

@@ -24,7 +24,7 @@ from holdfast.worker.executors.layout import (
 )
 from holdfast.worker.models.checks import check_heads
 from holdfast.worker.models.families import FAMILIES
-from holdfast.worker.models.family import HeadNorms, NextToken, Packing, Windows, is_set
+from holdfast.worker.models.family import HeadNorms, NextToken, Packing, is_set
 from holdfast.worker.models.layer_shapes import head_dim, num_kv_heads
 from holdfast.worker.models.model import serving_dtype
 from holdfast.worker.models.model_facts import ModelFacts, facts_of
@@ -254,7 +254,7 @@ class LayoutBuilder:
             value_scale=family.value_scale(config),
             rotary=self._rotary_index(index, rotaries),
             scaling=family.scaling(config),
-            sliding_window=self._window(index),
+            sliding_window=self._family.window_of(self._config, index),
             softcap=None if family.softcap is None else getattr(config, family.softcap),
             sinks=self._sinks(prefix) if family.sinks else None,
             output=output,
@@ -322,13 +322,6 @@ class LayoutBuilder:
         if not self._family.rotates(self._config, index):
             return None
         return 0 if rotaries == ("",) else rotaries.index(self._config.layer_types[index])
-
-    def _window(self, index: int) -> int | None:
-        if self._family.windows is Windows.NONE:
-            return None
-        slides = self._family.windows is Windows.ALL or self._config.layer_types[index] == "sliding_attention"
-        window: int | None = self._config.sliding_window if slides else None
-        return window
 
     def _sinks(self, prefix: str) -> Tensor:
         num_heads = self._config.num_attention_heads

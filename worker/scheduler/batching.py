@@ -9,8 +9,8 @@ from typing import Final, NamedTuple, Protocol
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.request import Priority
 from holdfast.worker.scheduler.prompt_sharing import Siblings, num_step_tokens
-from holdfast.worker.scheduler.queues import SequenceQueues, SharedPrefix
-from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
+from holdfast.worker.scheduler.queues import SequenceQueues
+from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus, SharedPrefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class ContinuousBatching:
         siblings = Siblings(queues)
         claim = self._claim(queues, siblings)
         decodes, prefills, grown_out = self._split_running(queues)
-        is_short = len(grown_out) > queues.allocator.num_free
+        is_short = len(grown_out) > queues.num_free
         if is_short or (claim is not None and not self._has_room(queues, claim.first, claim.prefix)):
             queues.waiting.return_all()
             return []
@@ -133,14 +133,14 @@ class ContinuousBatching:
             return shares
         budget = self._prefill_budget(len(shares))
         if not queues.waiting.num_ready:
-            share_out(prefills, budget, shares)
+            share_out(queues, prefills, budget, shares)
         else:
             prefills_of: dict[Priority, list[Sequence]] = defaultdict(list)
             for sequence in prefills:
                 prefills_of[sequence.service_class].append(sequence)
             for service_class in Priority:
                 if service_class in prefills_of:
-                    budget = share_out(prefills_of[service_class], budget, shares)
+                    budget = share_out(queues, prefills_of[service_class], budget, shares)
                 # Once the first of a class was refused, no request of a worse class is the first of the waiting.
                 budget = self._admit(queues, siblings, service_class, budget, shares)
         queues.waiting.return_all()
@@ -154,7 +154,7 @@ class ContinuousBatching:
 
     def _split_running(self, queues: SequenceQueues) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
         """The running sequences that decode, those with more to compute, and which of the first need one more block."""
-        block_size = queues.allocator.block_size
+        block_size, windows = queues.allocator.block_size, queues.windows
         decodes, prefills, grown_out = [], [], []
         for sequence in queues.running:
             if sequence.awaits_result:
@@ -166,6 +166,8 @@ class ContinuousBatching:
             decodes.append(sequence)
             if num_tokens > len(sequence.block_ids) * block_size:
                 grown_out.append(sequence)
+            if windows is not None and sequence.window is not None:
+                windows.extend(sequence.window, num_tokens)  # promised to it
         return decodes, prefills, grown_out
 
     def _admit(
@@ -183,7 +185,7 @@ class ContinuousBatching:
             queues.admit(sequence, queues.allocator.num_blocks_for(len(sequence.token_ids)), prefix)
             if sequence.request.group_id:
                 siblings.add(sequence)
-            num_tokens = min(num_step_tokens(sequence), budget)
+            num_tokens = queues.extend_window(sequence, min(num_step_tokens(sequence), budget))
             shares.append((sequence, num_tokens))
             budget -= num_tokens
         return budget
@@ -201,7 +203,7 @@ class ContinuousBatching:
         It gets blocks for all of its tokens at once, and one more is kept for everyone who runs already: a newcomer
         would often be the next victim as soon as the others grow, and its prefill would be lost.
         """
-        return num_blocks_to_take(queues, sequence, prefix) + len(queues.running) <= queues.allocator.num_free
+        return num_blocks_to_take(queues, sequence, prefix) + len(queues.running) <= queues.num_free
 
     def _make_way(self, queues: SequenceQueues, siblings: Siblings) -> None:
         """Preempts running sequences of worse classes for the first waiting one, if that makes room for it."""
@@ -225,7 +227,7 @@ class ContinuousBatching:
         worse = [sequence for sequence in reversed(queues.running) if sequence.service_class > first.service_class]
         worse.sort(key=lambda sequence: (-sequence.service_class, sequence.num_computed_tokens))
         # Blocks that several share are counted for each of them: then some may be preempted a little too early.
-        num_in_reach = queues.allocator.num_free + sum(len(sequence.block_ids) for sequence in worse)
+        num_in_reach = queues.num_free + sum(_num_held(queues, sequence) for sequence in worse)
         num_left = len(queues.running) - len(worse)
         if num_blocks_to_take(queues, first, prefix) + num_left > num_in_reach:
             return None
@@ -245,21 +247,29 @@ class _Claim(NamedTuple):
 
 
 def num_blocks_to_take(queues: SequenceQueues, sequence: Sequence, prefix: SharedPrefix) -> int:
-    """Free blocks that a waiting sequence needs: all its blocks, less those of its prefix that are in use already."""
+    """Free blocks that a waiting sequence needs: all its blocks, less those of its prefix that are in use already, and
+    those that it is promised in layers with a window.
+    """
     num_shared = 0
     for block_id in prefix.block_ids:
         num_shared += queues.allocator.ref_count(block_id) > 0
-    return queues.allocator.num_blocks_for(len(sequence.token_ids)) - num_shared
+    of_all = queues.allocator.num_blocks_for(len(sequence.token_ids)) - num_shared
+    return of_all + queues.num_promised_blocks(sequence.max_num_slots)
 
 
-def share_out(sequences: Iterable[Sequence], budget: int, shares: list[Share]) -> int:
+def _num_held(queues: SequenceQueues, sequence: Sequence) -> int:
+    """Blocks that a running sequence keeps from others."""
+    return len(sequence.block_ids) + queues.num_promised_blocks(sequence.max_num_slots)
+
+
+def share_out(queues: SequenceQueues, sequences: Iterable[Sequence], budget: int, shares: list[Share]) -> int:
     """Divides a budget of tokens among sequences: each gets all it can use before the next gets any. Adds their shares;
     returns what is left of the budget.
     """
     for sequence in sequences:
         if budget <= 0:
             break
-        num_tokens = min(num_step_tokens(sequence), budget)
+        num_tokens = queues.extend_window(sequence, min(num_step_tokens(sequence), budget))
         shares.append((sequence, num_tokens))
         budget -= num_tokens
     return budget
@@ -269,7 +279,7 @@ def _grow(queues: SequenceQueues, sequences: Iterable[Sequence]) -> bool:
     """Gives each of these running sequences one more block. False if a sequence, maybe one of them, was preempted."""
     num_preemptions = queues.counts.num_preemptions
     for sequence in sequences:
-        while queues.allocator.num_free == 0 and sequence.status is SequenceStatus.RUNNING:
+        while queues.num_free <= 0 and sequence.status is SequenceStatus.RUNNING:
             queues.preempt(_victim(queues.running))
         if sequence.status is SequenceStatus.RUNNING:
             queues.grow(sequence)
@@ -321,7 +331,7 @@ class MemoryAwareBatching(ContinuousBatching):
             num_expected = sequence.num_prompt_tokens + -(-self._num_finished_tokens // self._num_finished)
             if len(sequence.token_ids) < num_expected:
                 num_slots = min(num_slots, num_expected - 1)
-        return queues.allocator.num_blocks_for(num_slots)
+        return queues.allocator.num_blocks_for(num_slots) + queues.num_promised_blocks(sequence.max_num_slots)
 
 
 POLICIES: Final[Mapping[str, MakePolicy]] = {"continuous": ContinuousBatching, "memory_aware": MemoryAwareBatching}

@@ -30,6 +30,7 @@ _NEVER: Final = -1
 _sequence: Final = itemgetter(0)
 _sequence_id: Final = attrgetter("sequence_id")
 _block_ids: Final = attrgetter("block_ids")
+_window_block_ids: Final = attrgetter("window.block_ids")
 _token_ids: Final = attrgetter("token_ids")
 _last: Final = itemgetter(-1)
 
@@ -43,8 +44,9 @@ class _Row:
         self.draw: DrawParams = sequence.draw_params()
         self.lead = self.draw.first_output_index - sequence.num_computed_tokens
         """From the position of a token to the output position of the one drawn after it."""
-        self.block_ids: tuple[int, ...] = ()
-        self.packed = array("q")
+        self.block_ids: list[tuple[int, ...]] = [(), ()]
+        """Block tables of layers that see all, and of those with a window; and the same as integers in a row."""
+        self.packed = [array("q"), array("q")]
 
 
 class RowsInFlight(NamedTuple):
@@ -57,6 +59,8 @@ class RowsInFlight(NamedTuple):
     num_steps: int = 1
 
 
+_NO_TABLES: Final = BlockTables((), ())
+
 NOBODY: Final = RowsInFlight([], {}, [])
 
 
@@ -68,12 +72,12 @@ class DecodeBatch:
 
     def __init__(self, queues: SequenceQueues) -> None:
         self._queues = queues
-        self._block_size = queues.allocator.block_size
+        self._block_size = queues.fill_size
         self._sequences: list[Sequence] = []  # in the order of their rows
         self._num_by_tenant: dict[Tenant, int] = {}  # how many of them each has
         self._rows: dict[Sequence, _Row] = {}
         self._columns = DecodeColumns((), (), (), ())
-        self._blocks = BlockTables((), ())
+        self._blocks = self._window_blocks = _NO_TABLES
         # By the age modulo the block size: those whose row is then the last of a block.
         self._ending_block: dict[int, list[Sequence]] = {}
         self._age = 0
@@ -96,12 +100,18 @@ class DecodeBatch:
             others = list(map(shares.__getitem__, self._others))
         tables = list(map(_block_ids, self._sequences))
         if tables != self._blocks.tables:
-            self._update_blocks(tables)
+            self._blocks = self._packed(tables, 0)
+        if self._queues.windows is not None:
+            tables = list(map(_window_block_ids, self._sequences))
+            if tables != self._window_blocks.tables:
+                self._window_blocks = self._packed(tables, 1)
         token_ids = list(map(_last, map(_token_ids, self._sequences)))
         num_steps = 1 if max_steps == 1 or others or self._columns.need_logits else self._num_steps(max_steps)
         ending = self._ending_block.get((self._age + num_steps - 1) % self._block_size, [])
         in_flight = RowsInFlight(self._sequences, self._num_by_tenant, ending, num_steps)
-        return DecodeRows(self._columns, self._age, token_ids, self._blocks, num_steps), in_flight, others
+        of_windows = None if self._queues.windows is None else self._window_blocks
+        rows = DecodeRows(self._columns, self._age, token_ids, self._blocks, num_steps, of_windows)
+        return rows, in_flight, others
 
     def foresee(self) -> None:
         """The rows of the last split are one token further, before they are committed."""
@@ -161,10 +171,13 @@ class DecodeBatch:
 
     def _num_steps(self, most: int) -> int:
         """How many steps go by, of at most so many, before a row ends or needs another block."""
-        size = self._block_size
+        size, windows = self._queues.allocator.block_size, self._queues.windows
         for sequence in self._sequences:
             left = sequence.max_len - len(sequence.token_ids)
             room = len(sequence.block_ids) * size - sequence.num_computed_tokens
+            if windows is not None and sequence.window is not None:
+                in_window = len(sequence.window.block_ids) * windows.window.block_size
+                room = min(room, in_window - sequence.num_computed_tokens)
             most = min(most, left, room)
         return most
 
@@ -185,10 +198,11 @@ class DecodeBatch:
 
     def _is_plain(self, share: Share) -> bool:
         sequence, num_tokens = share
+        size = self._queues.allocator.block_size
         return (
             num_tokens == 1
             and sequence.decodes_plainly
-            and len(sequence.block_ids) * self._block_size < len(sequence.token_ids) + self._block_size
+            and len(sequence.block_ids) * size < len(sequence.token_ids) + size
         )
 
     def _choose(self, shares: list[Share], sequences: list[Sequence]) -> None:
@@ -215,24 +229,32 @@ class DecodeBatch:
         self._num_by_tenant = num_by_tenant
         self._age, self._num_moves = 0, self._queues.num_moves
         self._ending_block = ending_block
-        self._blocks = BlockTables((), ())
+        self._blocks = self._window_blocks = _NO_TABLES
 
-    def _update_blocks(self, tables: list[tuple[int, ...]]) -> None:
-        """Blocks are given and taken one sequence at a time, so most tables are the very ones of the last step."""
+    def _packed(self, tables: list[tuple[int, ...]], number: int) -> BlockTables:
+        """Table `number` of each row. Blocks are given and taken one sequence at a time, so most tables are the very
+        ones of the last step.
+        """
         packed = []
         for row, block_ids in zip(self._rows.values(), tables, strict=True):
-            if block_ids is not row.block_ids:
-                row.block_ids, row.packed = block_ids, array("q", block_ids)
-            packed.append(row.packed)
-        self._blocks = BlockTables(tables, packed)
+            if block_ids is not row.block_ids[number]:
+                row.block_ids[number], row.packed[number] = block_ids, array("q", block_ids)
+            packed.append(row.packed[number])
+        return BlockTables(tables, packed)
 
 
-def scheduled_sequence(sequence: Sequence, num_tokens: int, drafts: Drafts, block_size: int) -> ScheduledSequence:
+def scheduled_sequence(
+    sequence: Sequence, num_tokens: int, drafts: Drafts, queues: SequenceQueues
+) -> ScheduledSequence:
     """The next `num_tokens` tokens of a running sequence, and drafts after them."""
-    first, block_ids = sequence.num_computed_tokens, sequence.block_ids
+    first, block_ids, windows = sequence.num_computed_tokens, sequence.block_ids, queues.windows
     end = first + num_tokens
     draws = end == len(sequence.token_ids)
-    num_blocks = -(-(end if drafts is NO_DRAFTS else end + drafts.num_tokens) // block_size)
+    last = end if drafts is NO_DRAFTS else end + drafts.num_tokens
+    num_blocks = -(-last // queues.allocator.block_size)
+    window_block_ids: tuple[int, ...] = ()
+    if windows is not None and sequence.window is not None:
+        window_block_ids = sequence.window.block_ids[: windows.window.num_blocks_for(last)]
     prompt_logprobs = None
     if sequence.prompt_logprobs is not None and sequence.num_missing_prompt_logprobs:
         prompt_logprobs = prompt_logprob_params(sequence, num_tokens)
@@ -241,6 +263,7 @@ def scheduled_sequence(sequence: Sequence, num_tokens: int, drafts: Drafts, bloc
         first_position=first,
         token_ids=(*sequence.token_ids[first:end], *drafts.token_ids),
         block_ids=block_ids if len(block_ids) == num_blocks else block_ids[:num_blocks],
+        window_block_ids=window_block_ids,
         draw=sequence.draw_params() if draws else None,
         num_draws=1 + len(drafts.token_ids) if draws else 0,
         drafting=drafts.drafting,
@@ -254,13 +277,14 @@ class ShareCommit:
     """Of one scheduler's steps."""
 
     def __init__(
-        self, queues: SequenceQueues, drafter: Drafter | None, block_size: int, drop_broken: Callable[[Sequence], None]
+        self, queues: SequenceQueues, drafter: Drafter | None, drop_broken: Callable[[Sequence], None]
     ) -> None:
         """`drop_broken` is called for a sequence that no token can follow, before the next one is looked at:
         its blocks may not be found."""
         self._queues = queues
         self._drafter = drafter
-        self._block_size = block_size
+        self._block_size = queues.allocator.block_size
+        self._fill_size = queues.fill_size
         self._drop_broken = drop_broken
 
     def take(
@@ -299,7 +323,7 @@ class ShareCommit:
         sequence.tenant.charge(0, len(gained))
         if self._drafter is not None:
             self._drafter.settle(sequence, scheduled, gained, self._queues)
-        if scheduled.first_position % self._block_size + len(scheduled.token_ids) >= self._block_size:
+        if scheduled.first_position % self._fill_size + len(scheduled.token_ids) >= self._fill_size:
             self._queues.store_full_blocks(sequence, scheduled.first_position)
             if (slots := self._queues.slots) is not None:
                 keep_state(sequence, slots, self._block_size, scheduled.first_position, states_left_by(scheduled))

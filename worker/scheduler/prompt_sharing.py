@@ -4,8 +4,9 @@ from collections import defaultdict
 from collections.abc import Hashable
 from typing import Final
 
-from holdfast.worker.scheduler.queues import SequenceQueues, SharedPrefix
-from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
+from holdfast.worker.cache.window_blocks import NOTHING_SEEN, WindowPrefix
+from holdfast.worker.scheduler.queues import SequenceQueues
+from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus, SharedPrefix
 from holdfast.worker.scheduler.snapshots import tokens_to_next_cut
 from holdfast.worker.step_plan import PromptLogprobParams
 
@@ -37,7 +38,7 @@ class Siblings:
             return cached
         if self._queues.slots is not None and parent.num_computed_tokens != num_common:
             return cached  # the parent's state is not that behind the prompt any more
-        return self._fork(parent, num_common)
+        return self._fork(parent, num_common) or cached
 
     def first_ready(self) -> tuple[Sequence, SharedPrefix] | None:
         """The first waiting sequence that need not wait for a sibling, and its shared prefix. Those before it are set
@@ -68,10 +69,18 @@ class Siblings:
         alive = (sibling for sibling in group if sibling.status is SequenceStatus.RUNNING)
         return [sibling for sibling in alive if _share_prompt(sequence, sibling, block_size)]
 
-    def _fork(self, parent: Sequence, num_tokens: int) -> SharedPrefix:
-        """Full blocks are shared. A last block that is not full is copied, because the fork writes to it next."""
+    def _fork(self, parent: Sequence, num_tokens: int) -> SharedPrefix | None:
+        """Full blocks are shared. A last block that is not full is copied, because the fork writes to it next.
+
+        None: the parent has given back what the next token sees in layers with a window.
+        """
+        seen: WindowPrefix | None = NOTHING_SEEN
+        if self._queues.windows is not None and parent.window is not None:
+            seen = self._queues.windows.fork(parent.window, num_tokens)
+        if seen is None:
+            return None
         num_whole = num_tokens // self._queues.allocator.block_size
-        return SharedPrefix(parent.block_ids[:num_whole], num_tokens, parent)
+        return SharedPrefix(parent.block_ids[:num_whole], num_tokens, parent, window=seen)
 
 
 def _share_prompt(a: Sequence, b: Sequence, block_size: int) -> bool:

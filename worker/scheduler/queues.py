@@ -8,38 +8,19 @@ import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 from typing import Final
 
+from holdfast.worker.block_hash import HashChain
 from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.cache.state_slots import StateSlots
-from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.request import EngineRequest
-from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
+from holdfast.worker.cache.window_blocks import WindowBlocks
+from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus, SharedPrefix
 from holdfast.worker.scheduler.snapshots import cuts_of
 from holdfast.worker.step_plan import BlockCopy
 from holdfast.worker.step_update import EngineStats
-from holdfast.worker.timers import Timers
 from holdfast.worker.waiting_queue import TenantCounters, WaitingQueue
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPrefix:
-    """A prefix that a sequence shares and need not compute."""
-
-    block_ids: tuple[int, ...] = ()
-    """Full blocks of other sequences, or cached ones."""
-    num_tokens: int = 0
-    """Tokens in `block_ids`; in a fork also those in the parent's next block, which is copied."""
-    parent: Sequence | None = None
-    """The running sequence to fork from; None: the prefix is from the prefix cache."""
-    snapshot: int | None = None
-    """The slot with the state behind a prefix from the cache, of a model that keeps states."""
-    num_known_tokens: int = 0
-    """Tokens whose keys and values are cached, of such a model: a state may be missing behind the last of them."""
-
 
 NOTHING = SharedPrefix()
 
@@ -58,13 +39,17 @@ class SequenceQueues:
         allocator: BlockAllocator,
         *,
         slots: StateSlots | None = None,
+        windows: WindowBlocks | None = None,
         turn_ends: frozenset[int] = frozenset(),
         aging_s: float = math.inf,
         tenant_shares: Mapping[str, float] | None = None,
     ) -> None:
-        """`slots`: of a model that keeps states. `turn_ends`: tokens that end a turn of a chat."""
+        """`slots`: of a model that keeps states. `windows`: where layers with a window have blocks of their own.
+        `turn_ends`: tokens that end a turn of a chat.
+        """
         self.allocator = allocator
         self.slots = slots
+        self.windows = windows
         self._turn_ends = turn_ends
         self.waiting = WaitingQueue[Sequence](TenantCounters(tenant_shares or {}), aging_s)
         self.running: list[Sequence] = []
@@ -75,6 +60,7 @@ class SequenceQueues:
         self.counts = EngineStats()
         """What the scheduler and the engine count, in place."""
         self._copies: dict[int, BlockCopy] = {}  # of the coming step, by destination
+        self._window_copies: dict[int, BlockCopy] = {}  # likewise, in layers with a window
         self._in_flight: list[list[Sequence]] = []  # who is in each step whose result is to come, the oldest step first
         self._held: list[Sequence] = []  # ended, with blocks that a step in flight writes to
 
@@ -85,11 +71,17 @@ class SequenceQueues:
 
     def cached_prefix(self, sequence: Sequence) -> SharedPrefix:
         """The cached full blocks that a waiting sequence can begin with: of a model that keeps states, those up to the
-        deepest snapshot.
+        deepest snapshot; of one with windows, those behind which all is there that the next token sees.
         """
         size = self.allocator.block_size
         max_num_blocks = sequence.num_skippable_tokens // size
         found = self.allocator.prefix_cache.find(sequence.hash_chain, sequence.token_ids, max_num_blocks)
+        if self.windows is not None:
+            known = len(found) * size
+            chain = self._window_chain(sequence)
+            num_tokens, seen = self.windows.find(chain, sequence.token_ids, known)
+            prefix = tuple(found[: num_tokens // size])
+            return SharedPrefix(prefix, num_tokens, num_known_tokens=known, window=seen)
         if self.slots is None:
             return SharedPrefix(tuple(found), len(found) * size)
         count, snapshot = self.slots.deepest(sequence.hash_chain, sequence.token_ids, len(found))
@@ -106,13 +98,15 @@ class SequenceQueues:
         self.num_uncomputed_tokens -= prefix.num_tokens
         if prefix.block_ids:
             self.allocator.share(prefix.block_ids)
+        if self.windows is not None:  # before anything is allocated, for which a cached block could be evicted
+            self._begin_window(self.windows, sequence, prefix)
         own = self.allocator.allocate(num_blocks - len(prefix.block_ids))
         sequence.block_ids = (*prefix.block_ids, *own)
         sequence.num_computed_tokens = prefix.num_tokens
         sequence.status = SequenceStatus.RUNNING
         insort(self.running, sequence, key=_service_order)
         if prefix.parent is not None and (num_tokens := prefix.num_tokens % self.allocator.block_size):
-            self._copy(prefix.parent.block_ids[len(prefix.block_ids)], own[0], num_tokens)
+            _copy(self._copies, prefix.parent.block_ids[len(prefix.block_ids)], own[0], num_tokens)
         if self.slots is not None:
             self._give_slot(self.slots, sequence, prefix)
         self._count_prompt(sequence, prefix.parent)
@@ -131,11 +125,20 @@ class SequenceQueues:
 
     def take_block_copies(self) -> tuple[BlockCopy, ...]:
         """The block copies that the next step makes before it computes; each is returned once."""
-        if not self._copies:
-            return ()
-        copies = tuple(self._copies.values())
-        self._copies.clear()
-        return copies
+        return _taken(self._copies) if self._copies else ()
+
+    def take_window_copies(self) -> tuple[BlockCopy, ...]:
+        """The same of layers with a window."""
+        return _taken(self._window_copies)
+
+    @property
+    def num_free(self) -> int:
+        """Free blocks that are promised to nobody."""
+        return self.allocator.num_free - (0 if self.windows is None else self.windows.num_owed)
+
+    def num_promised_blocks(self, num_tokens: int) -> int:
+        """Blocks that a sequence of at most so many tokens is promised beside those of layers that see all."""
+        return 0 if self.windows is None else self.windows.window.most_blocks(num_tokens)
 
     @property
     def has_slot(self) -> bool:
@@ -152,12 +155,35 @@ class SequenceQueues:
         self.allocator.free(sequence.block_ids[kept:])
         sequence.block_ids = sequence.block_ids[:kept]
 
+    def extend_window(self, sequence: Sequence, num_tokens: int) -> int:
+        """How many of its next tokens a step can compute, at most so many and at least one, as far as blocks of layers
+        with a window are concerned. Those are allocated.
+        """
+        if self.windows is None or sequence.window is None:
+            return num_tokens
+        first = sequence.num_computed_tokens
+        end = min(first + num_tokens, self.windows.room(sequence.window))
+        assert end > first, f"sequence {sequence.sequence_id} does not get what it was promised"
+        self.windows.extend(sequence.window, end)
+        return end - first
+
     def store_full_blocks(self, sequence: Sequence, first_position: int) -> None:
-        """Adds the blocks that a running sequence has filled, from `first_position` on, to the prefix cache."""
-        block_size = self.allocator.block_size
-        for index in range(first_position // block_size, sequence.num_computed_tokens // block_size):
+        """Adds the blocks that a running sequence has filled, from `first_position` on, to the prefix cache, and gives
+        back those that no window reaches any more.
+        """
+        block_size, end = self.allocator.block_size, sequence.num_computed_tokens
+        for index in range(first_position // block_size, end // block_size):
             block_id = sequence.block_ids[index]
             self.allocator.prefix_cache.store(block_id, sequence.hash_chain, sequence.token_ids, index)
+        if self.windows is not None and sequence.window is not None:
+            self.windows.store(sequence.window, sequence.token_ids, first_position, end)
+            self.windows.give_back(sequence.window, end)
+
+    @property
+    def fill_size(self) -> int:
+        """A block may become full only where a sequence has a multiple of so many tokens."""
+        size = self.allocator.block_size
+        return size if self.windows is None else min(size, self.windows.window.block_size)
 
     def preempt(self, sequence: Sequence) -> None:
         """Preempts a running sequence. It keeps its outputs and loses all that was computed, but for what the
@@ -197,6 +223,8 @@ class SequenceQueues:
         for block_id in sequence.block_ids:
             if block_id in self.allocator.prefix_cache:
                 self.allocator.prefix_cache.evict(block_id)
+        if self.windows is not None and sequence.window is not None:
+            self.windows.forget(sequence.window.chain, sequence.token_ids, sequence.num_computed_tokens)
         if self.slots is not None and self.slots.keeps_snapshots:
             for num_blocks in range(1, sequence.num_computed_tokens // self.allocator.block_size + 1):
                 self.slots.drop(sequence.hash_chain, sequence.token_ids, num_blocks)
@@ -223,7 +251,13 @@ class SequenceQueues:
     def check_integrity(self) -> None:
         """Raises AssertionError unless blocks, states and orders agree. O(blocks + sequences)."""
         self.allocator.check_integrity()
-        owners = Counter(block_id for sequence in (*self.running, *self._held) for block_id in sequence.block_ids)
+        owning = (*self.running, *self._held)
+        owners = Counter(block_id for sequence in owning for block_id in sequence.block_ids)
+        tables = [sequence.window for sequence in owning if sequence.window is not None]
+        owners.update(block_id for table in tables for block_id in table.own)
+        if self.windows is not None:
+            assert len(tables) == len(owning), "a running sequence has no table of layers with a window"
+            self.windows.check_integrity(tables)
         for block_id in range(self.allocator.num_blocks):
             counted, found = self.allocator.ref_count(block_id), owners[block_id]
             assert counted == found, f"block {block_id} has {found} owners and a reference count of {counted}"
@@ -237,6 +271,7 @@ class SequenceQueues:
             assert sequence.status is SequenceStatus.WAITING, f"waiting {sequence.sequence_id} is {sequence.status}"
             assert not sequence.block_ids, f"waiting sequence {sequence.sequence_id} owns blocks"
             assert sequence.state_slot is None, f"waiting sequence {sequence.sequence_id} owns a slot"
+            assert sequence.window is None, f"waiting sequence {sequence.sequence_id} has blocks of windows"
             assert sequence.num_computed_tokens == 0, f"waiting sequence {sequence.sequence_id} has computed tokens"
         for sequence in self.running:
             assert sequence.status is not SequenceStatus.WAITING, f"running sequence {sequence.sequence_id} waits"
@@ -250,6 +285,27 @@ class SequenceQueues:
         else:
             assert None not in owned, "a running sequence owns no slot"
             self.slots.check_integrity([slot for slot in owned if slot is not None])
+
+    def _window_chain(self, sequence: Sequence) -> HashChain:
+        """Its hashes of blocks of layers with a window. They are worked out anew if it waits again."""
+        assert self.windows is not None
+        is_same = self.windows.window.block_size == self.allocator.block_size
+        return sequence.hash_chain if is_same else HashChain(sequence.request.cache_salt)
+
+    def _begin_window(self, windows: WindowBlocks, sequence: Sequence, prefix: SharedPrefix) -> None:
+        """Its table of layers with a window: others are likely to begin where this prefix ends, or its keys and values
+        are known to, and where its prompt does.
+        """
+        spacing = windows.window.spacing
+        ends = {prefix.num_tokens, prefix.num_known_tokens, sequence.num_prompt_tokens - 1}
+        ends = {end // spacing * spacing for end in ends}
+        chain = self._window_chain(sequence)
+        table = sequence.window = windows.begin(sequence.max_num_slots, prefix.window, chain, ends)
+        num_tokens = prefix.num_tokens % windows.window.block_size
+        if prefix.parent is not None and prefix.parent.window is not None and num_tokens:
+            number = len(table.block_ids)
+            windows.extend(table, prefix.num_tokens)
+            _copy(self._window_copies, prefix.parent.window.block_ids[number], table.block_ids[-1], num_tokens)
 
     def _give_slot(self, slots: StateSlots, sequence: Sequence, prefix: SharedPrefix) -> None:
         """Its state is the parent's, the snapshot's, or none yet."""
@@ -283,13 +339,6 @@ class SequenceQueues:
         del self.running[index]
         self.num_moves += 1
 
-    def _copy(self, source: int, destination: int, num_tokens: int) -> None:
-        """The source may be a copy that has not been made yet: then it is the original that is copied again."""
-        if (earlier := self._copies.get(source)) is not None:
-            assert num_tokens <= earlier.num_tokens, f"block {source} will not hold {num_tokens} tokens to copy"
-            source = earlier.source
-        self._copies[destination] = BlockCopy(source=source, destination=destination, num_tokens=num_tokens)
-
     def _count_prompt(self, sequence: Sequence, parent: Sequence | None) -> None:
         """Counts what a request finds cached and what it costs when first admitted, not after a preemption.
 
@@ -320,71 +369,26 @@ class SequenceQueues:
             self._copies.pop(block_id, None)
         self.allocator.free(sequence.block_ids)
         sequence.block_ids = ()
+        if self.windows is not None and sequence.window is not None:
+            for block_id in sequence.window.own if self._window_copies else ():
+                self._window_copies.pop(block_id, None)
+            self.windows.end(sequence.window)
+            sequence.window = None
         if self.slots is not None and sequence.state_slot is not None:
             self.slots.give_back(sequence.state_slot)
             sequence.state_slot = None
 
 
-def check_can_end(request: EngineRequest, eos_token_ids: frozenset[int]) -> None:
-    """Raises `InvalidRequestError` for an output with a grammar, of a model that has no token to end it with."""
-    if not eos_token_ids:
-        limit = "is not possible: the model has no end-of-sequence token to end the output with"
-        raise InvalidRequestError("sampling_params.structured_outputs", request.sampling_params.structure, limit)
+def _copy(copies: dict[int, BlockCopy], source: int, destination: int, num_tokens: int) -> None:
+    """The source may be a copy that has not been made yet: then it is the original that is copied again."""
+    if (earlier := copies.get(source)) is not None:
+        assert num_tokens <= earlier.num_tokens, f"block {source} will not hold {num_tokens} tokens to copy"
+        source = earlier.source
+    copies[destination] = BlockCopy(source=source, destination=destination, num_tokens=num_tokens)
 
 
-def check_fits(sequence: Sequence, *, num_slots: int, max_model_len: int) -> None:
-    """Raises `InvalidRequestError` if a sequence is longer than the context, or than the whole KV cache.
-
-    `num_slots` is the number of tokens that the KV cache holds.
-    """
-    num_prompt_tokens = sequence.num_prompt_tokens
-    max_prompt_tokens = min(max_model_len - 1, num_slots)
-    if num_prompt_tokens > max_prompt_tokens:
-        limit = f"must be at most {max_prompt_tokens} tokens: the context holds {max_model_len} with the output"
-        raise InvalidRequestError(
-            "prompt", f"{num_prompt_tokens} tokens", f"{limit}, and the KV cache {num_slots} in all"
-        )
-    if sequence.max_len - 1 > num_slots:  # the last token is sampled and never computed
-        limit = f"must be at most {num_slots + 1 - num_prompt_tokens} after a prompt of {num_prompt_tokens} tokens"
-        max_tokens = sequence.request.sampling_params.max_tokens
-        raise InvalidRequestError(
-            "sampling_params.max_tokens", max_tokens, f"{limit}: the KV cache holds {num_slots} in all"
-        )
-
-
-class DeadlineWatch:
-    """The deadlines of all requests that have not ended."""
-
-    def __init__(self, queues: SequenceQueues) -> None:
-        self._queues = queues
-        self._timers = Timers[Sequence]()
-        self.tokens_per_s: float | None = None
-        """The most tokens that steps compute in a second, as measured by the engine; None: not known.
-
-        Set too low, it drops requests that could have been served; too high, it drops fewer of the hopeless.
-        """
-
-    def watch(self, sequence: Sequence) -> None:
-        """Watches a sequence with a deadline until it is forgotten."""
-        self._timers.set(sequence, self._latest_start_s(sequence))
-
-    def forget(self, sequence: Sequence) -> None:
-        self._timers.drop(sequence)
-
-    def next_expired(self, now: float) -> Sequence | None:
-        """A sequence whose deadline has passed; it is no longer watched. To be called until None."""
-        while (sequence := self._timers.pop(now)) is not None:
-            # What was true when the timer was set may not be true any more: it runs now, or its prefix is cached.
-            latest_start_s = self._latest_start_s(sequence)
-            if latest_start_s <= now:
-                return sequence
-            self._timers.set(sequence, latest_start_s)
-        return None
-
-    def _latest_start_s(self, sequence: Sequence) -> float:
-        """The latest time to begin running: a bound for the best case, in which no other request is served."""
-        is_new = sequence.status is SequenceStatus.WAITING and sequence.num_output_tokens == 0
-        if self.tokens_per_s is None or not is_new:
-            return sequence.deadline_s
-        num_cached = self._queues.cached_prefix(sequence).num_tokens
-        return sequence.deadline_s - (len(sequence.token_ids) - num_cached) / self.tokens_per_s
+def _taken(copies: dict[int, BlockCopy]) -> tuple[BlockCopy, ...]:
+    """All of them, which are forgotten."""
+    taken = tuple(copies.values())
+    copies.clear()
+    return taken

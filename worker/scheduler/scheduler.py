@@ -14,13 +14,16 @@ from typing import NamedTuple
 
 from holdfast.worker.cache.block_pool import BlockAllocator, CacheEvent
 from holdfast.worker.cache.state_slots import StateSlots
+from holdfast.worker.cache.window_blocks import WindowBlocks
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
+from holdfast.worker.model_info import Window, most_tokens
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
+from holdfast.worker.scheduler.acceptance import DeadlineWatch, check_can_end, check_fits
 from holdfast.worker.scheduler.batching import POLICIES, MakePolicy, Share, StepLimits
 from holdfast.worker.scheduler.planned_step import NOBODY, DecodeBatch, ShareCommit, StepInFlight, scheduled_sequence
 from holdfast.worker.scheduler.prompt_sharing import bound_prompt_logprobs
-from holdfast.worker.scheduler.queues import DeadlineWatch, SequenceQueues, check_can_end, check_fits
+from holdfast.worker.scheduler.queues import SequenceQueues
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
 from holdfast.worker.scheduler.speculation import NO_DRAFTS, Drafter, Drafts
 from holdfast.worker.step_plan import NO_ROWS, StepPlan, StepResult
@@ -59,10 +62,12 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         prefix_caching: bool = True,
         num_state_slots: int = 0,
+        window: Window | None = None,
         drafter: Drafter | None = None,
         make_policy: MakePolicy | None = None,
     ) -> None:
-        """`num_state_slots`: slots for states of sequences; 0: the model keeps none. `drafter` drafts tokens
+        """`num_state_slots`: slots for states of sequences; 0: the model keeps none. `window`: of layers that see the
+        last positions alone, where they have blocks of their own. `drafter` drafts tokens
         (speculative decoding); None: no speculation. `make_policy` makes the batching policy; None: the one that the
         settings name.
         """
@@ -74,15 +79,18 @@ class Scheduler:
         self._slots: StateSlots | None = None
         if num_state_slots:
             self._slots = StateSlots(num_state_slots, block_size, prefix_caching=prefix_caching)
+        windows = None if window is None else WindowBlocks(self._allocator, window)
+        self._most_tokens = most_tokens(num_blocks, block_size, window)
         self._queues = SequenceQueues(
             self._allocator,
             slots=self._slots,
+            windows=windows,
             turn_ends=eos_token_ids,
             aging_s=config.aging_s,
             tenant_shares=config.tenant_shares,
         )
         self._decode_batch = DecodeBatch(self._queues)
-        self._share_commit = ShareCommit(self._queues, self._drafter, block_size, self._drop_broken)
+        self._share_commit = ShareCommit(self._queues, self._drafter, self._drop_broken)
         self.deadlines = DeadlineWatch(self._queues)
         self.prefix_cache = self._allocator.prefix_cache
         """To be asked which blocks it holds and what has changed; the scheduler alone changes it."""
@@ -125,8 +133,7 @@ class Scheduler:
         if (reason := sequence.finish_reason) is not None and request.output_token_ids:
             self.counts.num_finished += 1
             return sequence.last_delta(reason)
-        num_slots = self._allocator.num_blocks * self._allocator.block_size
-        check_fits(sequence, num_slots=num_slots, max_model_len=self._max_model_len)
+        check_fits(sequence, num_slots=self._most_tokens, max_model_len=self._max_model_len)
         if self._queues.waiting.num_waiting >= self._max_num_waiting:
             raise QueueFullError(f"{self._queues.waiting.num_waiting} requests are waiting, and no more may")
         self._num_added += 1
@@ -186,6 +193,8 @@ class Scheduler:
         (step,) = self._in_flight
         if not self._sequences or self._drafter is not None or self._slots is not None:
             return None  # with slots: states are copied as the last step has left them
+        if self._queues.windows is not None:
+            return None  # what a step has passed is given back once it has landed
         step.foresee(self._queues)
         self._decode_batch.foresee()
         if step.holds_up_too_many:
@@ -263,7 +272,7 @@ class Scheduler:
             num_running=len(self._sequences) - self._queues.waiting.num_waiting,
             num_waiting=self._queues.waiting.num_waiting,
             num_waiting_tokens=self._queues.num_uncomputed_tokens,
-            num_free_blocks=self._allocator.num_free,
+            num_free_blocks=self._queues.num_free,
             num_total_blocks=self._allocator.num_blocks,
         )
 
@@ -278,7 +287,7 @@ class Scheduler:
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             num_waiting_tokens=load.num_waiting_tokens,
-            num_used_blocks=self._allocator.num_used,
+            num_used_blocks=load.num_total_blocks - load.num_free_blocks,
             num_free_blocks=load.num_free_blocks,
             num_cached_blocks=self._allocator.num_cached,
             num_total_blocks=load.num_total_blocks,
@@ -317,16 +326,16 @@ class Scheduler:
             rows, in_rows, others = NO_ROWS, NOBODY, shares
         else:
             rows, in_rows, others = self._decode_batch.split(shares, max_steps)
-        block_size = self._allocator.block_size
         sequences, scheduled = [*in_rows.sequences], []
         for (sequence, num_tokens), drafted in zip(others, drafts or repeat(NO_DRAFTS), strict=False):
             sequences.append(sequence)
-            scheduled.append(scheduled_sequence(sequence, num_tokens, drafted, block_size))
+            scheduled.append(scheduled_sequence(sequence, num_tokens, drafted, self._queues))
         plan = StepPlan(
             step_id=self._num_plans,
             decodes=rows,
             others=scheduled,
             block_copies=self._queues.take_block_copies(),
+            window_copies=() if self._queues.windows is None else self._queues.take_window_copies(),
             state_copies=() if self._slots is None else self._slots.take_copies(),
         )
         self._in_flight.append(StepInFlight(plan, in_rows, sequences))

@@ -3,10 +3,12 @@
 import math
 from array import array
 from collections.abc import Hashable
+from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
 from holdfast.worker.block_hash import HashChain
+from holdfast.worker.cache.window_blocks import NOTHING_SEEN, WindowPrefix, WindowTable
 from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta, TokenLogprob
 from holdfast.worker.step_plan import DEAD_END, NO_TOKEN, PENDING, ScheduledSequence
@@ -75,6 +77,7 @@ class Sequence:
         "urgency",
         "waited_s",
         "waits_since_s",
+        "window",
     )
 
     def __init__(
@@ -130,6 +133,8 @@ class Sequence:
         """Hashes of its full blocks: their keys in the prefix cache."""
         self.block_ids: tuple[int, ...] = ()
         """Block of positions 0 to block_size - 1, and so on. A tuple, so that plans can share it instead of copying."""
+        self.window: WindowTable | None = None
+        """Its blocks of layers with a window while it runs, where they have blocks of their own."""
         self.state_slot: int | None = None
         """Where its state is while it runs, of a model that keeps states."""
         self.cuts: tuple[int, ...] = ()
@@ -358,6 +363,26 @@ class Sequence:
             token_ids=(),
             finish_reason=reason,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """A prefix that a sequence shares and need not compute."""
+
+    block_ids: tuple[int, ...] = ()
+    """Full blocks of other sequences, or cached ones."""
+    num_tokens: int = 0
+    """Tokens in `block_ids`; in a fork also those in the parent's next block, which is copied."""
+    parent: Sequence | None = None
+    """The running sequence to fork from; None: the prefix is from the prefix cache."""
+    snapshot: int | None = None
+    """The slot with the state behind a prefix from the cache, of a model that keeps states."""
+    num_known_tokens: int = 0
+    """Tokens whose blocks are cached: a state, or blocks of layers with a window, may be missing before the last of
+    them.
+    """
+    window: WindowPrefix = NOTHING_SEEN
+    """What the next token sees of it in layers with a window."""
 
 
 def _confirmed(token_ids: tuple[int, ...], drawn: tuple[int, ...]) -> tuple[int, ...]:

@@ -139,6 +139,8 @@ class Speculation:
         num_needed = queues.allocator.num_blocks_for(len(sequence.token_ids))
         if num_surplus := min(num_lent, max(0, len(sequence.block_ids) - num_needed)):
             queues.shrink(sequence, num_surplus)
+        if queues.windows is not None and sequence.window is not None and scheduled.num_draws > 1:
+            queues.windows.shrink(sequence.window, len(sequence.token_ids))
         if scheduled.num_draws > 1:
             drafts = scheduled.token_ids[1 - scheduled.num_draws :]
             num_accepted = sum(draft == token_id for draft, token_id in zip(drafts, gained, strict=False))
@@ -202,12 +204,14 @@ class Speculation:
             return 0
         allocator, num_tokens = queues.allocator, len(sequence.token_ids)
         num_lent = min(
-            allocator.num_free, max(0, allocator.num_blocks_for(num_tokens + num_drafts) - len(sequence.block_ids))
+            max(0, queues.num_free),
+            max(0, allocator.num_blocks_for(num_tokens + num_drafts) - len(sequence.block_ids)),
         )
         if num_lent:
             queues.grow(sequence, num_lent)
             self._lent[sequence.sequence_id] = num_lent
-        return min(num_drafts, len(sequence.block_ids) * allocator.block_size - num_tokens)
+        num_drafts = min(num_drafts, len(sequence.block_ids) * allocator.block_size - num_tokens)
+        return queues.extend_window(sequence, 1 + num_drafts) - 1
 
 
 @dataclass(slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from holdfast.cluster.simulate.oracle.pseudo_model import (
 from holdfast.cluster.simulate.oracle.pseudo_state import PseudoStates, digest_of
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.grammar_matchers import GrammarMatchers
+from holdfast.worker.model_info import Window
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.scheduler import sequence as scheduled
 from holdfast.worker.scheduler.drafters import NgramProposer
@@ -36,7 +37,9 @@ _EMPTY: Final = b"\xff"
 """Content of slots that were never written: no token."""
 
 _WITHOUT_STATE: Final = b"\xfe"
-"""Stands in place of the first token where a state does not belong to the tokens: every draw differs then."""
+"""Stands in place of the first token where a state, or what a window sees, does not belong to the tokens: every draw
+differs then.
+"""
 
 Row = tuple[DrawParams, bytes | None]
 """A draw and the mask of its grammar."""
@@ -45,10 +48,16 @@ Row = tuple[DrawParams, bytes | None]
 class PseudoRunner:
     """One replica's runner, from its start to its end."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_state_slots: int = 0) -> None:
-        """`num_state_slots`: 0 for a model that keeps no states."""
+    def __init__(
+        self, num_blocks: int, block_size: int, num_state_slots: int = 0, window: Window | None = None
+    ) -> None:
+        """`num_state_slots`: 0 for a model that keeps no states. `window`: of layers that see the last positions alone,
+        and keep the tokens once more, in blocks of the same memory.
+        """
         self._block_size = block_size
-        self._slots = bytearray(_EMPTY * (num_blocks * block_size))
+        self._window = window
+        self._room = block_size if window is None else window.spacing
+        self._slots = bytearray(_EMPTY * (num_blocks * self._room))
         self._states = PseudoStates(num_state_slots) if num_state_slots else None
         self._grammars = GrammarMatchers(PseudoMatcher, frozenset({EOS_TOKEN_ID}))
 
@@ -57,9 +66,13 @@ class PseudoRunner:
 
     def _run_one(self, plan: StepPlan) -> StepResult:
         sequences = plan.sequences
-        self._copy(plan.block_copies)
+        self._copy(plan.block_copies, self._block_size)
         for sequence in sequences:
-            self._write(sequence)
+            self._write(sequence, sequence.block_ids, self._block_size)
+        if self._window is not None:
+            self._copy(plan.window_copies, self._window.block_size)
+            for sequence in sequences:
+                self._write(sequence, sequence.window_block_ids, self._window.block_size)
         masks = self._grammars.masks(plan) if plan.has_grammars else {}
         rows = ((params, masks.get(number)) for number, params in enumerate(draws_of(plan)))
         prefixes = [self._read_back(sequence) for sequence in sequences]
@@ -77,18 +90,17 @@ class PseudoRunner:
             prompt_logprobs=tuple(of_prompts) if any(of_prompts) else (),
         )
 
-    def _copy(self, copies: Sequence[BlockCopy]) -> None:
+    def _copy(self, copies: Sequence[BlockCopy], size: int) -> None:
         """All sources are read before any destination is written."""
-        size = self._block_size
-        sources = [self._slots[copy.source * size :][: copy.num_tokens] for copy in copies]
+        starts = [copy.source * self._room for copy in copies]
+        sources = [self._slots[start : start + copy.num_tokens] for start, copy in zip(starts, copies, strict=True)]
         for copy, tokens in zip(copies, sources, strict=True):
-            start = copy.destination * size
+            start = copy.destination * self._room
             self._slots[start : start + size] = tokens.ljust(size, _EMPTY)
 
-    def _write(self, sequence: ScheduledSequence) -> None:
-        size, block_ids = self._block_size, sequence.block_ids
+    def _write(self, sequence: ScheduledSequence, block_ids: Sequence[int], size: int) -> None:
         for position, token_id in enumerate(sequence.token_ids, sequence.first_position):
-            self._slots[block_ids[position // size] * size + position % size] = token_id
+            self._slots[block_ids[position // size] * self._room + position % size] = token_id
 
     def _with_state(self, states: PseudoStates, sequence: ScheduledSequence, prefix: bytes) -> bytes:
         """The prefix, if the state is that of its tokens."""
@@ -99,9 +111,18 @@ class PseudoRunner:
         """Tokens read back from the blocks, up to the last token of the step; empty if nothing is asked."""
         if sequence.draw is None and sequence.prompt_logprobs is None:
             return b""
-        size, end = self._block_size, sequence.first_position + len(sequence.token_ids)
-        blocks = [self._slots[block_id * size : (block_id + 1) * size] for block_id in sequence.block_ids]
-        return bytes(b"".join(blocks)[:end])
+        prefix = self._content(sequence.block_ids, self._block_size, sequence)
+        if self._window is not None:
+            seen = self._content(sequence.window_block_ids, self._window.block_size, sequence)
+            first = self._window.first_block(sequence.first_position) * self._window.block_size
+            if seen[first:] != prefix[first:]:
+                return _WITHOUT_STATE + prefix[1:]
+        return prefix
+
+    def _content(self, block_ids: Sequence[int], size: int, sequence: ScheduledSequence) -> bytes:
+        starts = (block_id * self._room for block_id in block_ids)
+        blocks = [self._slots[start : start + size] for start in starts]
+        return bytes(b"".join(blocks)[: sequence.first_position + len(sequence.token_ids)])
 
 
 def _draw(sequence: ScheduledSequence, prefix: bytes, rows: Iterator[Row]) -> tuple[int, ...]:
@@ -146,9 +167,11 @@ def run_each(plan: StepPlan, run: Callable[[StepPlan], StepResult]) -> StepResul
     rows, drawn = plan.decodes, []
     token_ids = list(rows.token_ids)
     for number in range(plan.num_steps):
-        single = DecodeRows(rows.columns, rows.age + number, token_ids, rows.blocks)
-        copies, states = ((), ()) if number else (plan.block_copies, plan.state_copies)
-        result = run(replace(plan, decodes=single, block_copies=copies, state_copies=states))
+        single = DecodeRows(rows.columns, rows.age + number, token_ids, rows.blocks, 1, rows.window_blocks)
+        step = replace(plan, decodes=single)
+        if number:
+            step = replace(step, block_copies=(), window_copies=(), state_copies=())
+        result = run(step)
         token_ids = [token_id for (token_id,) in result.token_ids]
         drawn.append(token_ids)
     return StepResult(step_id=plan.step_id, token_ids=tuple(zip(*drawn, strict=True)))

@@ -107,8 +107,8 @@ BUGS = {
     "the cache is given a block whose last token was not computed": Bug(
         SequenceQueues,
         "store_full_blocks",
-        "sequence.num_computed_tokens // block_size)",
-        "len(sequence.token_ids) // block_size)",
+        "range(first_position // block_size, end // block_size)",
+        "range(first_position // block_size, len(sequence.token_ids) // block_size)",
         by_all_kinds_of_requests,
     ),
     "the cache keeps what is not finite": Bug(
@@ -147,7 +147,7 @@ BUGS = {
     "a plan ahead runs out of blocks": Bug(
         ContinuousBatching,
         "schedule_ahead",
-        "len(grown_out) > queues.allocator.num_free",
+        "len(grown_out) > queues.num_free",
         "False",
         test_two_plans_ends.test_nobody_is_preempted_before_a_result,
     ),

@@ -8,8 +8,8 @@ from holdfast.worker.block_hash import HashChain
 from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.request import EngineRequest, Priority
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.scheduler.queues import SequenceQueues, SharedPrefix
-from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
+from holdfast.worker.scheduler.queues import SequenceQueues
+from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus, SharedPrefix
 
 
 def make_queues(*priorities: Priority) -> SequenceQueues:

@@ -1,83 +1,20 @@
 """Slots for states: whatever happens to a sequence, its state is that of its tokens: the pseudo-model would show it."""
 
-import random
 from collections.abc import Callable
 
 import pytest
 
-from holdfast.cluster.simulate.oracle.oracle import right_token
-from holdfast.cluster.simulate.oracle.pseudo_runner import PROPOSERS, PseudoRunner
 from holdfast.router.dispatch.prefix_index import PrefixHolders, PrefixIndex, PromptPrefix
 from holdfast.worker.cache.state_slots import StateSlots
-from holdfast.worker.config import SchedulerConfig, SpeculationConfig
 from holdfast.worker.engine.cache_feed import CacheFeed
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler import planned_step
-from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.scheduler.sequence import Sequence
 from holdfast.worker.scheduler.snapshots import WORTH_A_CUT
-from holdfast.worker.scheduler.speculation import Speculation
+from tests.worker.scheduler.pseudo_machine import BLOCK_SIZE, NUM_BLOCKS, Machine, tokens
 
-BLOCK_SIZE = 4
 SIZES = {"max_model_len": 256, "eos_token_ids": frozenset(), "arrived_s": 0.0, "attempt": "x"}
-NUM_BLOCKS = 128
-
-
-class Machine:
-    """A scheduler of a model with states, its runner, and what each request has got."""
-
-    def __init__(self, num_slots: int, *, proposer: str | None = None, num_blocks: int = NUM_BLOCKS, **values) -> None:
-        caching, turn_ends = values.pop("prefix_caching", True), values.pop("turn_ends", ())
-        config = SchedulerConfig(**{"max_num_batched_tokens": 16, "max_num_seqs": 8} | values)
-        speculation = SpeculationConfig(speculative="ngram", num_speculative_tokens=3)
-        self.scheduler = Scheduler(
-            config,
-            num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            max_model_len=256,
-            eos_token_ids=frozenset(turn_ends),
-            prefix_caching=caching,
-            num_state_slots=num_slots,
-            drafter=Speculation(speculation, config, PROPOSERS[proposer]()) if proposer else None,
-        )
-        self.runner = PseudoRunner(num_blocks, BLOCK_SIZE, num_slots)
-        self.requests: dict[str, EngineRequest] = {}
-        self.got: dict[str, bytes] = {}
-
-    def add(self, name: str, prompt: bytes, num_tokens: int = 20, **values) -> None:
-        params = SamplingParams(seed=len(self.got), max_tokens=num_tokens, ignore_eos=True)
-        request = EngineRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling_params=params, **values)
-        self.requests[name], self.got[name] = request, b""
-        self.scheduler.add(request)
-
-    def step(self, max_steps: int = 1) -> bool:
-        plan = self.scheduler.plan(max_steps=max_steps)
-        if plan is None:
-            return False
-        for delta in self.scheduler.commit(plan, self.runner.run(plan)):
-            self.got[str(delta.attempt)] += bytes(delta.token_ids)
-        self.scheduler.check_integrity()
-        return True
-
-    def run(self, max_steps: int = 1) -> None:
-        while self.step(max_steps):
-            pass
-
-    @property
-    def wrong(self) -> list[str]:
-        """Requests that have got other tokens than the model draws."""
-        return [name for name in self.got if self.got[name] != self._right(name)]
-
-    def _right(self, name: str) -> bytes:
-        output = b""
-        while len(output) < len(self.got[name]):
-            output += bytes((right_token(self.requests[name], output),))
-        return output
-
-
-def tokens(seed: int, length: int) -> bytes:
-    return bytes(random.Random(seed).choices(range(3, 60), k=length))
 
 
 def chat(machine: Machine) -> None:

@@ -1,11 +1,7 @@
 """KV cache on CPUs: pages of tiles, as the native library's attention multiplies them. Here is only the memory."""
 
-import ctypes
-import errno
-import mmap
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import CDLL
 from dataclasses import dataclass
@@ -19,131 +15,10 @@ from torch import Tensor
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.executors.block_bytes import BlockBytes, Bytes
 from holdfast.worker.executors.cpu.packing import DTYPES
-from holdfast.worker.executors.cpu.tile_memory import address_of, mapped_memory
+from holdfast.worker.executors.cpu.prefault import KvPrefault, Pages
+from holdfast.worker.executors.cpu.tile_memory import address_of
 from holdfast.worker.executors.kv_cache import KVSpec
-
-LARGE_PAGE: Final = 2 << 20
-AHEAD_BYTES: Final = 4 * LARGE_PAGE
-"""Of each layer: what has its memory beyond the last block that a step has used, unless all of it is wanted."""
-QUIET_S: Final = 0.02
-"""A pause of steps that is longer than those between the steps of a burst."""
-
-_MADV_POPULATE_WRITE: Final = 23
-
-
-@dataclass(frozen=True, slots=True)
-class Pages:
-    """A layer's pages: `num_blocks` blocks of `block_bytes` each, one after the other."""
-
-    memory: mmap.mmap
-    num_blocks: int
-    block_bytes: int
-
-    def wanted(self, used: int, ahead_bytes: int) -> int:
-        """Blocks to have ready, for so many bytes beyond those that are used."""
-        return min(self.num_blocks, used - -ahead_bytes // self.block_bytes)
-
-
-def populate(pages: Pages, begin: int, end: int) -> bool:
-    """Backs the bytes [begin, end) with memory that can be written at once. Their contents stay as they are.
-
-    False where this kernel (before Linux 5.14) or its memory does not allow it: then writes do it, as ever.
-    """
-    base = address_of(pages.memory)
-    first = (base + begin) // mmap.PAGESIZE * mmap.PAGESIZE
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    while libc.madvise(first, base + end - first, _MADV_POPULATE_WRITE):
-        if ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):
-            return False
-    return True
-
-
-class KvPrefault:
-    """A thread for the pages of all layers. Small caches have none."""
-
-    def __init__(
-        self,
-        layers: Sequence[Pages],
-        *,
-        populate: Callable[[Pages, int, int], bool] = populate,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._layers = [layer for layer in layers if layer.num_blocks * layer.block_bytes > LARGE_PAGE]
-        self._populate = populate
-        self._clock = clock
-        self._in_step = False
-        self._last_step_s = clock()
-        self._used = 0
-        """Blocks up to the last one that a step has used."""
-        self._ahead_bytes = AHEAD_BYTES
-        self._more = threading.Event()
-        self._closed = threading.Event()
-        self.is_on = bool(self._layers)
-        """Steps are told to it. To be read only."""
-        if self._layers:
-            self._more.set()
-            threading.Thread(target=self._work, name="holdfast-memory-ahead", daemon=True).start()
-
-    def want_all(self) -> None:
-        """From now on the pages of all blocks are taken, while there are no steps."""
-        self._ahead_bytes = max((layer.num_blocks * layer.block_bytes for layer in self._layers), default=0)
-        self._more.set()
-
-    def begin_step(self) -> None:
-        """From now on the thread waits, but for a page that it has begun, and for pages that come soon."""
-        self._in_step = True
-
-    def end_step(self, last_block: int) -> None:
-        """The step used blocks up to this one."""
-        self._in_step = False
-        self._last_step_s = self._clock()
-        if last_block >= self._used:
-            self._used = last_block + 1
-            self._more.set()
-
-    def close(self) -> None:
-        """Ends the thread, after a page that it has begun: until then it holds the memory."""
-        self._closed.set()
-        self._more.set()
-
-    def _work(self) -> None:
-        done = [0] * len(self._layers)
-        while True:
-            self._more.wait()
-            self._more.clear()
-            while index := self._next(done):
-                if not self._may_begin(done, index - 1) or not self._back_one(done, index - 1):
-                    return
-            if self._closed.is_set():
-                return
-
-    def _next(self, done: list[int]) -> int:
-        """The number, from 1, of the layer that has fewest blocks ready and needs more. 0: all have enough."""
-        lacking = [
-            (blocks, number)
-            for number, (layer, blocks) in enumerate(zip(self._layers, done, strict=True), 1)
-            if blocks < layer.wanted(self._used, self._ahead_bytes)
-        ]
-        return 0 if self._closed.is_set() else min(lacking, default=(0, 0))[1]
-
-    def _back_one(self, done: list[int], index: int) -> bool:
-        layer = self._layers[index]
-        end = min(layer.num_blocks, done[index] + max(1, LARGE_PAGE // layer.block_bytes))
-        worked = self._populate(layer, done[index] * layer.block_bytes, end * layer.block_bytes)
-        done[index] = end
-        return worked
-
-    def _may_begin(self, done: list[int], index: int) -> bool:
-        """Waits until no step has run for a while, or the layer's next page is the last that it has. False: closed."""
-        while self._is_busy() and done[index] >= self._layers[index].wanted(self._used, LARGE_PAGE):
-            if self._closed.wait(QUIET_S):
-                return False
-        return not self._closed.is_set()
-
-    def _is_busy(self) -> bool:
-        return self._in_step or self._clock() - self._last_step_s < QUIET_S
-
+from holdfast.worker.model_info import TILE_TOKENS, Window
 
 SUB_PAGE: Final = 16
 """Keys of a tile: a block holds a whole number of them."""
@@ -172,6 +47,11 @@ def _whole(count: int, of: int) -> int:
     return -(-count // of) * of
 
 
+def span_of(block_size: int) -> int:
+    """Keys of a tile of values."""
+    return 16 if block_size % 32 else 32
+
+
 def _tile_places(library: CDLL, dtype: torch.dtype) -> Tensor:
     """[32 inputs, 16 outputs]: where each number lies in a tile of packed weights, keys or values."""
     places = torch.empty(32, 16, dtype=torch.int16)
@@ -191,25 +71,36 @@ class TiledCache:
         library: CDLL,
         *,
         in_int8: bool = False,
+        window: Window | None = None,
     ) -> None:
         """Pages for layers of these specs, in this order, as `library` reads them: of numbers of `dtype`, or of codes
-        and scales (`native/codes.h`).
+        and scales (`native/codes.h`). With a `window`, those with a sliding window have blocks of their own, in the
+        same memory: what a block holds is all other layers' pages, or all of theirs.
 
         Raises ValueError unless `block_size` is a multiple of 16.
         """
-        if block_size % SUB_PAGE:
+        if block_size % SUB_PAGE or (window is not None and window.block_size % SUB_PAGE):
             raise ValueError(f"block_size = {block_size}: must be a multiple of {SUB_PAGE}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.in_int8 = in_int8
         kept = torch.int8 if in_int8 else dtype
         places = _tile_places(library, torch.float32 if in_int8 else dtype)  # codes lie in lines, as float32 does
-        self.span = 16 if block_size % 32 else 32
+        self.span = span_of(block_size)
         """Keys of a tile of values."""
-        self._layers = [_LayerPages(spec, num_blocks, block_size, kept, places, self.span) for spec in specs]
-        self.ahead = KvPrefault([layer.memory for layer in self._layers])
+        form = _PageForm(kept, places)
+        self.window = window
+        self._in_window = [window is not None and spec.sliding_window is not None for spec in specs]
+        if window is None:
+            memories = [Pages.mapped(num_blocks, _block_bytes(spec, block_size, kept)) for spec in specs]
+            self._layers = [
+                _LayerPages(spec, block_size, form, memory, 0) for spec, memory in zip(specs, memories, strict=True)
+            ]
+        else:
+            memories, self._layers = _in_one_memory(specs, num_blocks, block_size, form, window)
+        self.ahead = KvPrefault(memories)
         """Is told of each step."""
-        self.bytes = BlockBytes([_rows(layer.memory) for layer in self._layers])
+        self.bytes = BlockBytes([_rows(memory) for memory in memories])
         """Its blocks, to be copied elsewhere and back."""
         self.form = f"{kept} {block_size} {blake2b(places.numpy().tobytes(), digest_size=8).hexdigest()} {specs}"
         """Names how bytes of a block are laid out: equal forms, equal meaning."""
@@ -219,6 +110,16 @@ class TiledCache:
         """Where each layer's pages begin."""
         return [layer.address for layer in self._layers]
 
+    @property
+    def tables(self) -> list[tuple[int, int, bool]]:
+        """Of each layer: tokens of a block, bytes from a block to the next, and whether its blocks are those of layers
+        with a window.
+        """
+        return [
+            (layer.block_size, layer.stride_bytes, in_window)
+            for layer, in_window in zip(self._layers, self._in_window, strict=True)
+        ]
+
     def parts(self, layer: int) -> tuple[Tensor, ...]:
         """A layer's keys, values and the bytes of scales, [block, head, ...] each, as they lie."""
         return self._layers[layer].parts()
@@ -226,13 +127,19 @@ class TiledCache:
     @contextmanager
     def step(self, batch: StepBatch) -> Iterator[None]:
         """Inside it, a step runs: its blocks are copied before, and no memory is taken ahead meanwhile."""
-        if batch.block_copies.size:
-            self.copy(*torch.from_numpy(batch.block_copies))
+        self.copy_for(batch)
         self.ahead.begin_step()
         try:
             yield
         finally:
-            self.ahead.end_step(int(batch.block_ids.max(initial=-1)))
+            self.ahead.end_step(last_block(batch))
+
+    def copy_for(self, batch: StepBatch) -> None:
+        """The copies of blocks that a step makes before it computes."""
+        if batch.block_copies.size:
+            self.copy(*torch.from_numpy(batch.block_copies))
+        if batch.window_copies.size:
+            self._copy(*torch.from_numpy(batch.window_copies), in_window=True)
 
     def want_all(self) -> None:
         """All of this memory is meant to be used: it is taken from the system while no step runs."""
@@ -243,12 +150,17 @@ class TiledCache:
         self.ahead.close()
 
     def copy(self, sources: Tensor, destinations: Tensor, num_tokens: Tensor) -> None:
-        """Copies the first `num_tokens` [C] slots of blocks to other ones in all layers, and clears their other slots.
+        """Copies the first `num_tokens` [C] slots of blocks to other ones in all layers, but for those with a window
+        that have blocks of their own, and clears their other slots.
 
         All sources are read before any destination is written. The destinations differ from each other.
         """
-        for layer in self._layers:
-            layer.copy(sources, destinations, num_tokens)
+        self._copy(sources, destinations, num_tokens, in_window=False)
+
+    def _copy(self, sources: Tensor, destinations: Tensor, num_tokens: Tensor, *, in_window: bool) -> None:
+        for layer, is_there in zip(self._layers, self._in_window, strict=True):
+            if is_there == in_window:
+                layer.copy(sources, destinations, num_tokens)
 
     def clear(self, block_ids: Tensor) -> None:
         """Writes zeros over these blocks in all layers."""
@@ -256,25 +168,103 @@ class TiledCache:
             layer.pages.index_fill_(0, block_ids, 0)
 
 
+def last_block(batch: StepBatch) -> int:
+    """The largest id in the tables of a step; -1: there is none."""
+    return max(int(ids.max(initial=-1)) for ids in (batch.block_ids, batch.window_block_ids))
+
+
+MOST_TIMES_LARGER: Final = 16
+"""A block of layers that see all, than one of layers with a window, or the other way round."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockForm:
+    """What decides how a cache is cut into blocks: what its layers keep, and as what numbers."""
+
+    specs: Sequence[KVSpec]
+    dtype: torch.dtype
+    in_int8: bool = False
+
+    @property
+    def bytes_per_token(self) -> int:
+        """All layers together."""
+        return sum(self._bytes_of_token(spec) for spec in self.specs)
+
+    def sizes(self, block_size: int, max_model_len: int) -> tuple[int, Window | None]:
+        """Tokens of a block, and what layers with a sliding window keep in blocks of their own, for sequences of at
+        most so many tokens. None: they keep as much as the others.
+
+        A block takes the same memory for both kinds of layers, or nearly: one kind has several times as many tokens in
+        a block, by what the layers keep of a token. The other has `block_size`.
+        """
+        windows = [spec.sliding_window for spec in self.specs if spec.sliding_window is not None]
+        if len(windows) in (0, len(self.specs)) or max(windows) + TILE_TOKENS + block_size >= max_model_len:
+            return block_size, None
+        of_windows = sum(self._bytes_of_token(spec) for spec in self.specs if spec.sliding_window is not None)
+        of_all = self.bytes_per_token - of_windows
+        times = min(MOST_TIMES_LARGER, max(1, round(max(of_all, of_windows) / min(of_all, of_windows))))
+        larger = block_size * times
+        sizes = (larger, block_size) if of_windows >= of_all else (block_size, larger)
+        return sizes[0], Window.beside(sizes[0], max(windows), sizes[1])
+
+    def block_bytes(self, block_size: int, window: Window | None) -> int:
+        """Memory of a block: of all layers; with a `window`, of those that see all or the others, if that is more."""
+        if window is None:
+            return block_size * self.bytes_per_token
+        of_windows = sum(self._bytes_of_token(spec) for spec in self.specs if spec.sliding_window is not None)
+        of_all = self.bytes_per_token - of_windows
+        return _whole(max(of_all * block_size, of_windows * window.block_size), math.lcm(64, block_size))
+
+    def _bytes_of_token(self, spec: KVSpec) -> int:
+        return bytes_per_token(spec, self.dtype, in_int8=self.in_int8)
+
+
+def _block_bytes(spec: KVSpec, block_size: int, kept: torch.dtype) -> int:
+    return block_size * bytes_per_token(spec, kept, in_int8=kept == torch.int8)
+
+
+@dataclass(frozen=True, slots=True)
+class _PageForm:
+    """How numbers lie in tiles."""
+
+    kept: torch.dtype
+    places: Tensor
+    """[32 inputs, 16 outputs]: where each number lies in a tile."""
+
+
+def _in_one_memory(
+    specs: Sequence[KVSpec], num_blocks: int, block_size: int, form: _PageForm, window: Window
+) -> tuple[list[Pages], list["_LayerPages"]]:
+    """Each layer's place in blocks of one memory, for layers with a window from the beginning of a block as well."""
+    blocks = BlockForm(specs, form.kept, in_int8=form.kept == torch.int8)
+    memory = Pages.mapped(num_blocks, blocks.block_bytes(block_size, window))
+    layers, places = [], [0, 0]
+    for spec in specs:
+        in_window = spec.sliding_window is not None
+        size = window.block_size if in_window else block_size
+        layers.append(_LayerPages(spec, size, form, memory, places[in_window]))
+        places[in_window] += _block_bytes(spec, size, form.kept)
+    return [memory], layers
+
+
 class _LayerPages:
     """[num_blocks, num_kv_heads, page]. A page has keys, values and, of int8, the bytes of scales: [2, block]."""
 
-    def __init__(
-        self, spec: KVSpec, num_blocks: int, block_size: int, kept: torch.dtype, places: Tensor, span: int
-    ) -> None:
-        block_bytes = block_size * bytes_per_token(spec, kept, in_int8=kept == torch.int8)
-        elements = block_bytes // spec.num_kv_heads // kept.itemsize
-        shape = (num_blocks, spec.num_kv_heads, elements)
-        memory = mapped_memory(num_blocks * block_bytes)
-        self.memory = Pages(memory, num_blocks, block_bytes)
-        self.address = address_of(memory)
-        count = num_blocks * spec.num_kv_heads * elements
-        self.pages = torch.frombuffer(memory, dtype=kept, count=count).view(shape)
+    def __init__(self, spec: KVSpec, block_size: int, form: _PageForm, memory: Pages, offset: int) -> None:
+        """In blocks of a memory, from a byte of each on."""
+        kept = form.kept
+        self.memory, self.block_size, self.stride_bytes = memory, block_size, memory.block_bytes
+        self.address = address_of(memory.memory) + offset
+        elements = _block_bytes(spec, block_size, kept) // spec.num_kv_heads // kept.itemsize
+        stride = self.stride_bytes // kept.itemsize
+        numbers = torch.frombuffer(memory.memory, dtype=kept, count=memory.num_blocks * stride)
+        shape = (memory.num_blocks, spec.num_kv_heads, elements)
+        self.pages = numbers.as_strided(shape, (stride, elements, 1), offset // kept.itemsize)
         keys_end = block_size * _whole(spec.key_dim, 32)
         self._ends = [keys_end, keys_end + block_size * _whole(spec.value_dim, 16)]
         self._block_size = block_size
-        self._span = span
-        at = torch.argsort(places.flatten())  # of each number of a tile: input * 16 + output
+        self._span = span_of(block_size)
+        at = torch.argsort(form.places.flatten())  # of each number of a tile: input * 16 + output
         self._key_of_key_tile = at % SUB_PAGE
         self._key_of_value_tile = at[: self._span * 16] // 16
 

@@ -14,7 +14,7 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.block_bytes import BlockMemory
-from holdfast.worker.executors.cpu.cache import TiledCache, bytes_per_token
+from holdfast.worker.executors.cpu.cache import BlockForm, TiledCache, last_block
 from holdfast.worker.executors.cpu.exchange import Exchange, attach, segments_with_sums, tree_sum
 from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS, int8_difference
 from holdfast.worker.executors.cpu.library import class_of, load_library
@@ -29,6 +29,7 @@ from holdfast.worker.executors.finite import NotFiniteError
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.step_sampler import HeadOutput
+from holdfast.worker.model_info import Window
 
 _FEWEST_ROWS: Final = 64
 _FORKED: Final = -1
@@ -143,7 +144,12 @@ class CpuExecutor:
     @property
     def kv_bytes_per_token(self) -> int:
         """Of this rank's cache, all layers together."""
-        return sum(bytes_per_token(spec, self._dtype, in_int8=self._in_int8) for spec in self._kv_specs())
+        return self.block_form.bytes_per_token
+
+    @property
+    def block_form(self) -> BlockForm:
+        """Decides how the next cache is cut into blocks."""
+        return BlockForm(self.kv_specs, self._dtype, self._in_int8)
 
     def keep_kv_in_code(self) -> None:
         """From the next cache on, keys and values are kept in eight bits (`native/codes.h`)."""
@@ -151,10 +157,8 @@ class CpuExecutor:
         self._in_int8 = True
 
     def kv_code_difference(self, batch: StepBatch) -> str | None:
-        """How this machine's library differs from the rule for keys and values in int8; None: in no bit. Whatever the
-        batch has: rows of all magnitudes are tried.
-        """
-        return int8_difference(self._kv_specs(), self._dtype, self._library)
+        """How the library differs from the rule for keys and values in int8, tried on its own rows; None: in no bit."""
+        return int8_difference(self.kv_specs, self._dtype, self._library)
 
     @property
     def shares_memory(self) -> bool:
@@ -165,22 +169,20 @@ class CpuExecutor:
         """Layers that have been run since the start, also while a step runs. Safe to call from any thread."""
         return int(self._layers_done.value)
 
-    def allocate_cache(self, num_blocks: int, block_size: int) -> TiledCache:
-        """The cache that steps use from now on. Raises ValueError (see `TiledCache`)."""
+    def allocate_cache(self, num_blocks: int, block_size: int, window: Window | None = None) -> TiledCache:
+        """Cache that steps use from now on. Raises ValueError (see `TiledCache`)."""
         self.drop_cache()
         self._cache = TiledCache(
-            self._kv_specs(), num_blocks, block_size, self._dtype, self._library, in_int8=self._in_int8
+            self.kv_specs, num_blocks, block_size, self._dtype, self._library, in_int8=self._in_int8, window=window
         )
-        for layer, address in zip(self._attending(), self._cache.addresses, strict=True):
+        for layer, address, table in zip(self._attending(), self._cache.addresses, self._cache.tables, strict=True):
             layer.pages = address
-        self.packed.model.block_size = block_size
+            layer.block_size, layer.block_bytes, layer.has_own_table = table
         self.packed.model.kept_as = KEPT_AS_INT8 if self._in_int8 else 0
         return self._cache
 
     def state_bytes(self, num_drafts: int) -> int:
-        """What a slot takes of this rank's memory, all layers together, where a step has up to so many drafts of one
-        sequence; 0 for a model whose layers all attend.
-        """
+        """Memory of a slot on this rank, where a step has up to so many drafts of a sequence; 0: all layers attend."""
         return VALUE_BYTES * sum(state.state_length(num_drafts) for state in self._kept_states)
 
     def allocate_states(self, num_slots: int, num_drafts: int) -> None:
@@ -206,7 +208,8 @@ class CpuExecutor:
         """The layers that keep keys and values."""
         return [layer for layer in self.packed.layers if layer.num_heads]
 
-    def _kv_specs(self) -> list[KVSpec]:
+    @property
+    def kv_specs(self) -> list[KVSpec]:
         """What each layer that attends keeps."""
         return [
             KVSpec(
@@ -214,6 +217,7 @@ class CpuExecutor:
                 num_kv_heads=layer.num_kv_heads,
                 key_dim=layer.head_dim,
                 value_dim=0 if layer.latent else layer.head_dim,
+                sliding_window=layer.window or None,
             )
             for layer in self._attending()
         ]
@@ -262,9 +266,7 @@ class CpuExecutor:
         model.exchange = None if self._exchange is None else pointer(self._exchange.native)
 
     def run(self, batch: StepBatch, *, with_logits: bool, inputs: Tensor | None = None) -> HeadOutput:
-        """One step; all ranks of the group run it together. Blocks are copied before. `inputs` [rows, hidden], on one
-        rank, take the place of the embedding.
-        """
+        """One step, of all ranks together. `inputs` [rows, hidden], on one rank, take the place of the embedding."""
         if batch.num_steps > 1:
             return self._run_several(batch)
         assert self._cache is not None, "a cache is allocated before steps run"
@@ -284,7 +286,7 @@ class CpuExecutor:
             return self._output(step)
         finally:
             if ahead.is_on:
-                ahead.end_step(int(batch.block_ids.max(initial=-1)))
+                ahead.end_step(last_block(batch))
 
     @property
     def runs_several_steps(self) -> bool:
@@ -313,14 +315,14 @@ class CpuExecutor:
                 drawn.append(step.best.tolist())
         finally:
             if ahead.is_on:
-                ahead.end_step(int(batch.block_ids.max(initial=-1)))
+                ahead.end_step(last_block(batch))
         return HeadOutput(None, None, steps=drawn)
 
     def _copy(self, batch: StepBatch) -> None:
         """What is copied before a step."""
-        if batch.block_copies.size:
-            assert self._cache is not None, "a cache is allocated before steps run"
-            self._cache.copy(*torch.from_numpy(batch.block_copies))
+        assert self._cache is not None, "a cache is allocated before steps run"
+        assert (len(batch.num_window_blocks) > 0) == (self._cache.window is not None), "tables are those of the cache"
+        self._cache.copy_for(batch)
         if batch.state_copies.size:
             assert self._states is not None, "states are allocated before steps run"
             self._states.copy(batch.state_copies)

@@ -25,6 +25,8 @@ class RunningStep:
             array_address(batch.num_blocks),
             array_address(batch.block_ids),
             array_address(batch.logits_rows),
+            array_address(batch.num_window_blocks) if len(batch.num_window_blocks) else None,
+            array_address(batch.window_block_ids) if len(batch.num_window_blocks) else None,
             array_address(batch.state_slots),
             array_address(batch.num_drafts),
             None,

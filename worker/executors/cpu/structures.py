@@ -157,6 +157,7 @@ class NativeLayer(Structure):
         ("latent", POINTER(NativeLatent)),
         ("states", c_void_p),
         ("state_length", c_long),
+        ("block_bytes", c_long),
         ("scaling", c_float),
         ("softcap", c_float),
         ("value_scale", c_float),
@@ -172,6 +173,8 @@ class NativeLayer(Structure):
         ("norms_after_rotation", c_int),
         ("has_gate", c_int),
         ("parallel", c_int),
+        ("block_size", c_int),
+        ("has_own_table", c_int),
     )
 
 
@@ -233,7 +236,6 @@ class NativeModel(Structure):
         ("vocab_rows", c_int),
         ("vocab_size", c_int),
         ("max_rows", c_int),
-        ("block_size", c_int),
         ("tensor_parallel_size", c_int),
         ("kept_as", c_int),
         ("sum_parts", c_int),
@@ -248,6 +250,8 @@ class NativeStep(Structure):
         ("num_blocks", c_void_p),
         ("blocks", c_void_p),
         ("wanted", c_void_p),
+        ("num_window_blocks", c_void_p),
+        ("window_blocks", c_void_p),
         ("state_slots", c_void_p),
         ("num_drafts", c_void_p),
         ("logits", c_void_p),

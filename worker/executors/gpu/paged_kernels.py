@@ -24,8 +24,9 @@ from holdfast.worker.executors.gpu.launches import (
     triton_launch,
 )
 from holdfast.worker.executors.gpu.step_arrays import StepArrays, tile_columns
-from holdfast.worker.executors.kv_cache import TILE_TOKENS, KVSpec, LayerCache
+from holdfast.worker.executors.kv_cache import KVSpec, LayerCache
 from holdfast.worker.executors.layout import Attention, Linear
+from holdfast.worker.model_info import TILE_TOKENS
 
 MAX_HEAD_DIM: Final = 256
 MAX_GROUP: Final = 64

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.worker.executors.cpu.cache import AHEAD_BYTES, LARGE_PAGE, KvPrefault, Pages, populate
+from holdfast.worker.executors.cpu.prefault import AHEAD_BYTES, LARGE_PAGE, KvPrefault, Pages, populate
 from holdfast.worker.executors.cpu.tile_memory import address_of, mapped_memory
 
 BLOCK_BYTES = LARGE_PAGE // 4

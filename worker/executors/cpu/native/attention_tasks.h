@@ -51,15 +51,14 @@ template <class W> class Attention {
   int begin(const NativeStep& step) {
     sequences.clear(), units.clear();
     int row = 0, last = 0;
-    long num_blocks = 0;
-    for (int i = 0; i < step.num_sequences; i++) num_blocks += step.num_blocks[i];
-    block_ids.assign(step.blocks, step.blocks + num_blocks);
-    const int* blocks = block_ids.data();
+    const int* blocks = keep(block_ids, step.blocks, step.num_blocks, step.num_sequences);
+    const int* window_blocks = keep(window_block_ids, step.window_blocks, step.num_window_blocks, step.num_sequences);
     decodes_alone = true;
     for (int i = 0; i < step.num_sequences; i++) {
-      SequenceView seq = {row, (int)step.first_positions[i], (int)step.num_tokens[i], blocks};
+      SequenceView seq = {row, (int)step.first_positions[i], (int)step.num_tokens[i], blocks, window_blocks};
       sequences.push_back(seq);
       blocks += step.num_blocks[i];
+      if (step.num_window_blocks) window_blocks += step.num_window_blocks[i];
       for (int t = 0; t < seq.num_tokens;) {
         int end = std::min(seq.num_tokens, t + 32 - (seq.first_position + t) % 32);
         units.push_back({i, t, end});
@@ -126,6 +125,14 @@ template <class W> class Attention {
   int num_units = 0;
 
  private:
+  // The tables of all sequences, as they are looked up. None: `counts` is null.
+  static const int* keep(std::vector<int>& kept, const long* ids, const long* counts, int num_sequences) {
+    long total = 0;
+    for (int i = 0; counts && i < num_sequences; i++) total += counts[i];
+    kept.assign(ids, ids + total);
+    return kept.data();
+  }
+
   // What a task of a decode begins with: the keys of its part, but for its own token's, which are not written yet.
   SomeKeys keys_of(const AttentionKind& kind, const AttentionTask& task) const {
     const SequenceView& seq = sequences[task.sequence];
@@ -178,7 +185,7 @@ template <class W> class Attention {
 
   int threads;
   bool decodes_alone = false;
-  std::vector<int> block_ids;
+  std::vector<int> block_ids, window_block_ids;
   std::vector<std::unique_ptr<Softmax>> parts;
 };
 

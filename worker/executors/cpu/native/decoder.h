@@ -119,9 +119,11 @@ struct NativeLayer {
   const NativeLatent* latent;   // of latent attention: one KV head of `head_dim` = latent and rope; or null
   float* states;                // [slots][state_length]: what such a layer keeps of sequences
   long state_length;
+  long block_bytes;  // of its pages: from a block to the next; 0: blocks follow one another
   float scaling, softcap, value_scale, residual_scale, output_scale;  // output_scale: of a layer with an `mlp_out_norm`
   int num_heads, num_kv_heads, head_dim, heads_per_slice, window, rotary, head_norms, norms_after_rotation,
       has_gate, parallel;  // head_norms: see `HeadNorms`; has_gate: a gate for each output of attention
+  int block_size, has_own_table;  // has_own_table: its blocks are those of layers with a window
 };
 
 // Attention of one layer of modules that are not a decoder's.
@@ -160,12 +162,13 @@ struct NativeModel {
   float embedding_scale, logit_scale, logit_softcap;
   int num_layers, num_rotaries, hidden, first_vocab_row, vocab_rows,
       vocab_size;  // rows: of this rank; the last ranks' may lie beyond the vocabulary
-  int max_rows, block_size, tensor_parallel_size, kept_as;  // kept_as: see `KeptAs`
+  int max_rows, tensor_parallel_size, kept_as;  // kept_as: see `KeptAs`
   int sum_parts;  // sums that a half of a layer leaves beside each other: 2 with a mixture beside an MLP, else 1
 };
 
 struct NativeStep {
   const long *token_ids, *first_positions, *num_tokens, *num_blocks, *blocks, *wanted;
+  const long *num_window_blocks, *window_blocks;  // of layers with a window that have a table of their own; or null
   const long *state_slots, *num_drafts;  // of each sequence, where the model has states: its slot; how many of its last
                                          // tokens are drafts, which its next step may follow only in part
   float* logits;      // [wanted][vocab rows], or null

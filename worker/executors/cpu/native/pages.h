@@ -20,6 +20,8 @@ struct HeadShape {
   int key_tiles, value_tiles;  // tiles of 32 and of 16 dimensions
   int block_size, span;        // keys of a page, and of a tile of its values
   int window;                  // keys that a query sees; 0: all
+  int has_own_table = 0;       // its blocks are those of layers with a window
+  long block_bytes = 0;        // from a block to the next; 0: blocks follow one another
   float scale = 0, softcap = 0;  // see `scale_scores`
   float cap_scale = 0;
   bool values_in_keys = false;  // the first `value_dim` dimensions
@@ -31,7 +33,8 @@ struct HeadShape {
   bool operator==(const HeadShape& o) const {
     return num_heads == o.num_heads && num_kv_heads == o.num_kv_heads && key_dim == o.key_dim &&
            value_dim == o.value_dim && block_size == o.block_size && window == o.window && scale == o.scale &&
-           softcap == o.softcap && values_in_keys == o.values_in_keys;
+           softcap == o.softcap && values_in_keys == o.values_in_keys && has_own_table == o.has_own_table &&
+           block_bytes == o.block_bytes;
   }
 };
 
@@ -49,10 +52,10 @@ HF_INLINE void scale_scores(HeadShape& s, float scaling, float softcap) {
   s.softcap = softcap > 0 ? softcap * LOG2_E : 0, s.cap_scale = softcap > 0 ? scaling / softcap : 0;
 }
 
-// One sequence of a step, as attention sees it.
+// One sequence of a step, as attention sees it. Its blocks in layers with a window are others where those have their own.
 struct SequenceView {
   int first_row, first_position, num_tokens;
-  const int* blocks;
+  const int *blocks, *window_blocks;
 };
 
 template <class K> struct Pages {
@@ -62,11 +65,13 @@ template <class K> struct Pages {
   long page_length() const {
     return shape.page_elements() + (HAS_SCALES ? 2 * shape.block_size * (long)(sizeof(Half) / sizeof(Code)) : 0);
   }
-  K* page(int block, int kv_head) const {
-    return base + ((long)block * shape.num_kv_heads + kv_head) * page_length();
+  long block_length() const {
+    return shape.block_bytes ? shape.block_bytes / (long)sizeof(K) : shape.num_kv_heads * page_length();
   }
+  // The page that holds a position.
   K* at(const SequenceView& seq, int position, int kv_head) const {
-    return page(seq.blocks[position / shape.block_size], kv_head);
+    const int* blocks = shape.has_own_table ? seq.window_blocks : seq.blocks;
+    return base + blocks[position / shape.block_size] * block_length() + kv_head * page_length();
   }
   // Of the key and of the value at a position, and those that follow in its block.
   Half* key_scales(const SequenceView& seq, int position, int kv_head) const {
@@ -80,14 +85,12 @@ template <class K> struct Pages {
 // The tile of 16 keys (a sub-page) at position `key`, dimensions 32 * d onwards.
 template <class K> HF_INLINE const K* key_tile(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key) {
   int in_block = key % pages.shape.block_size;
-  return pages.page(seq.blocks[key / pages.shape.block_size], kv_head) +
-         (long)in_block / SUB_PAGE * pages.shape.key_tiles * TILE;
+  return pages.at(seq, key, kv_head) + (long)in_block / SUB_PAGE * pages.shape.key_tiles * TILE;
 }
 template <class K> HF_INLINE const K* value_span(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key) {
   const HeadShape& s = pages.shape;
   int in_block = key % s.block_size;
-  return pages.page(seq.blocks[key / s.block_size], kv_head) + s.key_elements() +
-         (long)in_block / s.span * s.span * s.value_dims();
+  return pages.at(seq, key, kv_head) + s.key_elements() + (long)in_block / s.span * s.span * s.value_dims();
 }
 // As `value_tile`, of values that are dimensions of keys.
 template <class K>

@@ -49,8 +49,9 @@ template <class W> class Decoder {
       kind_of.push_back(-1);
       if (attends(l)) {
         const int values = l.latent ? l.latent->latent_dim : l.head_dim;
-        HeadShape s = shape_of_heads(l.num_heads, l.num_kv_heads, l.head_dim, values, m.block_size, l.window);
+        HeadShape s = shape_of_heads(l.num_heads, l.num_kv_heads, l.head_dim, values, l.block_size, l.window);
         s.values_in_keys = l.latent;
+        s.has_own_table = l.has_own_table, s.block_bytes = l.block_bytes;
         scale_scores(s, l.scaling, l.softcap);
         kind_of.back() = attention.kind_like(s);
         qkv = std::max(qkv, l.qkv.groups * GROUP), heads = std::max(heads, l.num_heads * s.padded());

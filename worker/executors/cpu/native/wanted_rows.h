@@ -22,7 +22,7 @@ template <class W> void Decoder<W>::list_wanted() {
     else {
       SequenceView of = sequences[s];
       units.push_back({(int)sequences.size(), 0, 1});
-      sequences.push_back({i, of.first_position + row - of.first_row, 1, of.blocks});
+      sequences.push_back({i, of.first_position + row - of.first_row, 1, of.blocks, of.window_blocks});
     }
   }
   num_wanted_units = (int)units.size() - attention.num_units;

@@ -1,0 +1,72 @@
+"""Acceptance of requests: which can never run and are refused, and which run out of time and are dropped."""
+
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.request import EngineRequest
+from holdfast.worker.scheduler.queues import SequenceQueues
+from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
+from holdfast.worker.timers import Timers
+
+
+def check_can_end(request: EngineRequest, eos_token_ids: frozenset[int]) -> None:
+    """Raises `InvalidRequestError` for an output with a grammar, of a model that has no token to end it with."""
+    if not eos_token_ids:
+        limit = "is not possible: the model has no end-of-sequence token to end the output with"
+        raise InvalidRequestError("sampling_params.structured_outputs", request.sampling_params.structure, limit)
+
+
+def check_fits(sequence: Sequence, *, num_slots: int, max_model_len: int) -> None:
+    """Raises `InvalidRequestError` if a sequence is longer than the context, or than the whole KV cache.
+
+    `num_slots` is the number of tokens that the KV cache holds.
+    """
+    num_prompt_tokens = sequence.num_prompt_tokens
+    max_prompt_tokens = min(max_model_len - 1, num_slots)
+    if num_prompt_tokens > max_prompt_tokens:
+        limit = f"must be at most {max_prompt_tokens} tokens: the context holds {max_model_len} with the output"
+        raise InvalidRequestError(
+            "prompt", f"{num_prompt_tokens} tokens", f"{limit}, and the KV cache {num_slots} in all"
+        )
+    if sequence.max_len - 1 > num_slots:  # the last token is sampled and never computed
+        limit = f"must be at most {num_slots + 1 - num_prompt_tokens} after a prompt of {num_prompt_tokens} tokens"
+        max_tokens = sequence.request.sampling_params.max_tokens
+        raise InvalidRequestError(
+            "sampling_params.max_tokens", max_tokens, f"{limit}: the KV cache holds {num_slots} in all"
+        )
+
+
+class DeadlineWatch:
+    """The deadlines of all requests that have not ended."""
+
+    def __init__(self, queues: SequenceQueues) -> None:
+        self._queues = queues
+        self._timers = Timers[Sequence]()
+        self.tokens_per_s: float | None = None
+        """The most tokens that steps compute in a second, as measured by the engine; None: not known.
+
+        Set too low, it drops requests that could have been served; too high, it drops fewer of the hopeless.
+        """
+
+    def watch(self, sequence: Sequence) -> None:
+        """Watches a sequence with a deadline until it is forgotten."""
+        self._timers.set(sequence, self._latest_start_s(sequence))
+
+    def forget(self, sequence: Sequence) -> None:
+        self._timers.drop(sequence)
+
+    def next_expired(self, now: float) -> Sequence | None:
+        """A sequence whose deadline has passed; it is no longer watched. To be called until None."""
+        while (sequence := self._timers.pop(now)) is not None:
+            # What was true when the timer was set may not be true any more: it runs now, or its prefix is cached.
+            latest_start_s = self._latest_start_s(sequence)
+            if latest_start_s <= now:
+                return sequence
+            self._timers.set(sequence, latest_start_s)
+        return None
+
+    def _latest_start_s(self, sequence: Sequence) -> float:
+        """The latest time to begin running: a bound for the best case, in which no other request is served."""
+        is_new = sequence.status is SequenceStatus.WAITING and sequence.num_output_tokens == 0
+        if self.tokens_per_s is None or not is_new:
+            return sequence.deadline_s
+        num_cached = self._queues.cached_prefix(sequence).num_tokens
+        return sequence.deadline_s - (len(sequence.token_ids) - num_cached) / self.tokens_per_s
