@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 
 from holdfast.router.schemas.places import SchemaError
 from holdfast.router.tools.gemma_calls import QUOTE
+from holdfast.router.tools.harmony import ANALYSIS, CHANNEL, CONSTRAIN, END, HARMONY, MARKS, MESSAGE, OPENING, START
 from holdfast.router.tools.reasoning import REASONING_TAGS
 from holdfast.router.tools.tools import Tool, ToolChoice
 from holdfast.router.tools.typed_parameters import LarkRules, gemma_arguments, python_arguments, xml_parameters
@@ -76,6 +77,7 @@ def _schema(tool: Tool) -> Mapping[str, Any]:
 
 
 _GEMMA, _GEMMA_END = "<|tool_call>", "<tool_call|>"
+_HARMONY: Final = _Form(_named_call(OPENING, f" {CONSTRAIN}json{MESSAGE}", ""), others=MARKS)
 _TOOL_CALL, _TOOL_CALL_END = "<tool_call>", "</tool_call>"
 _CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL_BEGIN, _CALL_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
@@ -119,6 +121,7 @@ _FORMS: Final[Mapping[str, _Form]] = MappingProxyType(
         "deepseek_v3": _deepseek(
             _named_call(f"{_CALL_BEGIN}function{_SEPARATOR}", "\n```json\n", f"\n```{_CALL_END}"), "\n"
         ),
+        "openai": _HARMONY,
         "deepseek_v31": _deepseek(_named_call(_CALL_BEGIN, _SEPARATOR, _CALL_END), ""),
     }
 )
@@ -146,6 +149,8 @@ def tool_grammar(
     if choice.mode == "none" or (choice.mode == "auto" and not any(tool.is_strict for tool in tools)):
         return ""
     form, rules = _form(format_name, token_ids), LarkRules(token_ids)
+    if form is _HARMONY:
+        return _harmony_grammar(rules, tools, choice, has_thoughts=reasoning is not None)
     thoughts = _thoughts(rules, reasoning, starts_in_reasoning)
     if choice.mode == "auto":
         calls = _calls(rules, form, [_as_wanted(tool) for tool in tools], is_parallel)
@@ -158,11 +163,25 @@ def tool_grammar(
     return rules.written()
 
 
+def _harmony_grammar(rules: LarkRules, tools: Sequence[Tool], choice: ToolChoice, *, has_thoughts: bool) -> str:
+    """Thoughts, a message to the user, and one call, at which gpt-oss stops; with `auto` an answer in its place."""
+    again = rules.text(f"{START}assistant")
+    thoughts = f"{rules.text(f'{CHANNEL}{ANALYSIS}{MESSAGE}')} {rules.free_text('thoughts', END)} {again}"
+    told = f"{rules.text(f'{CHANNEL}commentary{MESSAGE}')} {rules.free_text('told', END)} {again}"
+    chosen = [tool for tool in tools if choice.mode != "named" or tool.name == choice.name]
+    answer = _calls(rules, _HARMONY, [_as_wanted(tool) for tool in chosen] if choice.mode == "auto" else chosen, False)
+    if choice.mode == "auto":
+        answer += f" | {rules.text(f'{CHANNEL}final{MESSAGE}')} {rules.any_text('ANSWER')}"
+    before = f"({thoughts})* ({told})?" if has_thoughts else ""
+    rules.add("start", f"{before} {rules.add('answer', answer)}")
+    return rules.written()
+
+
 def markers(format_name: str | None, reasoning: str | None = None) -> tuple[str, ...]:
     """The texts that parsers and splitters look for. Each may be a single token of a tokenizer, even a special one."""
     form = _FORMS.get(format_name or "")
     calls = (form.marker, form.banned, *form.others) if form else ()
-    tags = REASONING_TAGS[reasoning] if reasoning else ()
+    tags = (ANALYSIS,) if reasoning == HARMONY else REASONING_TAGS[reasoning] if reasoning else ()
     return tuple(text for text in (*calls, *tags) if text)
 
 

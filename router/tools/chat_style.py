@@ -15,6 +15,17 @@ from holdfast.router.tools.call_events import CallBegin, CallEvent, Content
 from holdfast.router.tools.call_grammar import markers, single_tokens, tool_grammar
 from holdfast.router.tools.call_parser import ToolCallParser
 from holdfast.router.tools.gemma_calls import Gemma4CallParser
+from holdfast.router.tools.harmony import (
+    ANALYSIS,
+    CALL,
+    CHANNEL,
+    HARMONY,
+    MARKS,
+    MESSAGE,
+    HarmonyCallParser,
+    HarmonySplitter,
+    HarmonyThoughtCounter,
+)
 from holdfast.router.tools.json_calls import DeepSeekCallParser, HermesCallParser, LlamaCallParser, MistralCallParser
 from holdfast.router.tools.pythonic_calls import Lfm2CallParser, Llama4CallParser, PythonicCallParser
 from holdfast.router.tools.reasoning import (
@@ -48,11 +59,13 @@ FORMATS: Final[Mapping[str, _Make]] = MappingProxyType(
         "gemma4": lambda tools: Gemma4CallParser(),
         "deepseek_v3": lambda tools: DeepSeekCallParser(),
         "deepseek_v31": lambda tools: DeepSeekCallParser(),
+        "openai": lambda tools: HarmonyCallParser(),
     }
 )
 """Named as for vLLM's `--tool-call-parser`."""
 
 _SIGNS: Final = (  # what a template writes, all of a row; the first row that fits decides
+    ("openai", (CHANNEL, MESSAGE, CALL)),
     ("gemma4", ("<|tool_call>", "call:")),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("hermes", ("<tool_call>",)),
@@ -99,7 +112,7 @@ class ChatStyle:
     is_generic: bool = False
     """Whether its template has no place for tools: they are described in the system message."""
     reasoning: str | None = None
-    """Reasoning tags of `REASONING_TAGS`; None: its template has no reasoning."""
+    """Reasoning tags of `REASONING_TAGS`, or `HARMONY`; None: its template has no reasoning."""
     unwanted: tuple[str, ...] | None = None
     """Special texts to take out of an output that keeps its special tokens; None: none need to be kept."""
     token_ids: Mapping[str, int] = field(default_factory=dict, hash=False)
@@ -110,7 +123,8 @@ class ChatStyle:
         """Style by one of its chat templates and the tokenizer. Raises `ConfigurationError` for a template that does
         not compile.
         """
-        call_format, reasoning = detect_format(template), detect_reasoning(template)
+        call_format = detect_format(template)
+        reasoning = HARMONY if call_format == "openai" else detect_reasoning(template)
         traits = TemplateTraits() if template is None else template_traits(template, tokenizer.special_tokens)
         if not traits.shows_tools and not traits.shows_calls:
             call_format = generic_tools.FORMAT
@@ -126,10 +140,22 @@ class ChatStyle:
 
     def begins_inside(self, prompt: str) -> bool:
         """Whether an output after this prompt begins within the reasoning."""
-        return self.reasoning is not None and starts_in_reasoning(self.reasoning, prompt)
+        name = self.reasoning
+        return name is not None and name != HARMONY and starts_in_reasoning(name, prompt)
 
-    def thought_counter(self, begins_inside: bool, call: str = "") -> ThoughtCounter | None:
+    def splitter(self, begins_inside: bool, call: str, *, reads_calls: bool) -> ReasoningSplitter | None:
+        """Splits the reasoning off; None: there is none. `call`: how calls begin that may end the reasoning."""
+        if self.reasoning == HARMONY:
+            return HarmonySplitter(reads_calls=reads_calls)
+        if self.reasoning is None:
+            return None
+        return splitter_for(self.reasoning, starts_inside=begins_inside, call=call)
+
+    def thought_counter(self, begins_inside: bool, call: str = "") -> ThoughtCounter | HarmonyThoughtCounter | None:
         """None where a tag is several tokens. `call`: how calls begin that may end the reasoning."""
+        if self.reasoning == HARMONY:
+            is_known = all(text in self.token_ids for text in (*MARKS, ANALYSIS))
+            return HarmonyThoughtCounter(self.token_ids) if is_known else None
         tags = REASONING_TAGS[self.reasoning] if self.reasoning else ()
         ids = [self.token_ids[tag] for tag in tags if tag in self.token_ids]
         if len(ids) != len(Tags._fields):
@@ -173,13 +199,13 @@ class ChatReader:
         self._is_over = False
         self._filter = SpecialTextFilter(style.unwanted) if is_filtered and style.unwanted is not None else None
         self._splitter: ReasoningSplitter | None = None
-        self._thoughts: ThoughtCounter | None = None
+        self._thoughts: ThoughtCounter | HarmonyThoughtCounter | None = None
         self._parser: ToolCallParser | None = None
         if tools and style.call_format is not None:
             self._parser = parser_for(style.call_format, tools)
-        if splits and style.reasoning is not None:
+        if splits:
             call = "" if self._parser is None else self._parser.IN_THOUGHTS
-            self._splitter = splitter_for(style.reasoning, starts_inside=begins_inside, call=call)
+            self._splitter = style.splitter(begins_inside, call, reads_calls=self._parser is not None)
             self._thoughts = style.thought_counter(begins_inside, call)
 
     @property

@@ -18,6 +18,24 @@ HERMES: Final = (
 )
 """It writes null as the word None."""
 
+HARMONY: Final = (
+    "<|start|>system<|message|># Valid channels: analysis, commentary, final.<|end|>"
+    "{% if tools %}<|start|>developer<|message|># Tools\n\nnamespace functions {\n"
+    "{% for t in tools %}type {{ t.function.name }} = (_: {{ t.function.parameters | tojson }}) => any;\n{% endfor %}}"
+    "<|end|>{% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "{% if m.tool_calls %}{% set c = m.tool_calls[0].function %}{% set ns.last = c.name %}"
+    "{{ '<|start|>assistant to=functions.' + c.name + '<|channel|>commentary json<|message|>' }}"
+    "{{ c.arguments | tojson }}<|call|>"
+    "{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}"
+    "{% elif m.role == 'tool' %}"
+    "<|start|>functions.{{ ns.last }} to=assistant<|channel|>commentary<|message|>{{ m.content }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+).replace("{% for m in messages %}", "{% set ns = namespace(last='') %}{% for m in messages %}", 1)
+"""Channels, one call in a turn."""
+
 CODER: Final = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<tool_call><function={{ c.function.name }}>"
