@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.value_types import is_flag, is_list, is_text
+from holdfast.worker.value_types import Neutral, check_neutral, is_flag, is_list, is_text
 
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+_WISHES: Final[Neutral] = {"defer_loading": (False,), "allowed_callers": (["direct"],), "input_examples": ([],)}
+"""Fields of vendors' tools that are not supported, with the values that ask for nothing."""
 
 Mode: TypeAlias = Literal["none", "auto", "required", "named"]
 
@@ -100,6 +103,13 @@ def _chosen_name(value: object, field: str) -> object:
     if not isinstance(function, Mapping):
         raise InvalidRequestError(f"{field}.function", function, "must be an object with a name")
     return function.get("name")
+
+
+def check_wishes(tool: Mapping[str, Any], field: str) -> None:
+    """Raises `InvalidRequestError` for what a tool asks for and does not get."""
+    for name, values in _WISHES.items():
+        if tool.get(name) is not None:
+            check_neutral(name, tool[name], values, f"{field}.")
 
 
 def _from_openai(item: object, field: str) -> Tool:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, Field, PrivateAttr, ValidationError
 
 from holdfast.router.api.http.errors import invalid_body
+from holdfast.router.api.http.stored_objects import check_metadata
 from holdfast.router.api.intake import loggable
 from holdfast.router.request import FieldNames, naming
 from holdfast.router.wire.bounds import INLINE_BYTES
@@ -23,21 +24,6 @@ from holdfast.worker.sampling_params import PARAMETERS
 from holdfast.worker.value_types import SAMPLING_FIELDS, Neutral, check_neutral
 
 logger = logging.getLogger(__name__)
-
-_ACCEPTED = frozenset(
-    [
-        "user",
-        "store",
-        "metadata",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "moderation",
-        "verbosity",
-    ]
-)
-"""Known fields that change nothing of the output."""
 
 ONE_PLAIN_CHOICE: Final[Neutral] = {
     "n": (1,),
@@ -113,8 +99,12 @@ class Reads(BaseModel):
         "mm_processor_kwargs": ({},),
         "mm_payload": ("tensors", "none"),
         "return_mm_kwargs": (False, True),  # no prompt here has media, of which these tell
+        "moderation": (),
+        "stream_options.include_obfuscation": (False,),
     }
-    """Fields that are not supported, with the values that ask for nothing. None always asks for nothing."""
+    """Fields that are not supported, with the values that ask for nothing. None always asks for nothing. A name with a
+    dot is that of a field in an object.
+    """
 
     passed_on: ClassVar[Container[str]] = ()
     """Fields that are not declared, and are read by the body that is made of this one."""
@@ -189,6 +179,9 @@ class Reads(BaseModel):
         """Raises `InvalidRequestError` for a field that means nothing beside the others."""
 
     def _check_extra(self) -> None:
+        for name, values in self.neutral.items():
+            if "." in name and (value := self._inside(name)) is not None:
+                check_neutral(name, value, values)
         for name, value in (self.model_extra or {}).items():
             if name in self.neutral:
                 if value is not None:
@@ -197,14 +190,33 @@ class Reads(BaseModel):
                 _logged.add(name)
                 logger.warning("a request has a field that is not known here, %r: it is ignored", loggable(name))
 
+    def _inside(self, dotted: str) -> Any:
+        """The value of a field in an object; None where there is none."""
+        own, _, name = dotted.partition(".")
+        value = getattr(self, own, None)
+        fields = value.model_extra if isinstance(value, BaseModel) else value
+        return fields.get(name) if isinstance(fields, Mapping) else None
+
     @classmethod
     def knows(cls, name: str) -> bool:
-        """Whether a field is read, or refused unless it asks for nothing, or accepted for its caller's own use."""
+        """Whether a field is read, or refused unless it asks for nothing."""
         declared = name in cls.model_fields or name in cls.neutral or name in PARAMETERS
-        return declared or name in cls.passed_on or name in _ACCEPTED
+        return declared or name in cls.passed_on
 
 
-class Body(Reads):
+class Notes(BaseModel):
+    """Fields that no answer depends on: who asks, and what it costs. Their values are checked, and that is all."""
+
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: (
+        Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast", "standard_only"] | None
+    ) = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+
+class Body(Reads, Notes):
     """Fields of OpenAI's generating endpoints without the sampling parameters, which are read by their declarations
     (`sampling.py`).
     """
@@ -309,6 +321,7 @@ class ChatFields(BaseModel):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """Templates that know other values get them in `chat_template_kwargs`."""
+    verbosity: Literal["low", "medium", "high"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Listed[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
@@ -352,6 +365,10 @@ class ChatBody(Body, ChatFields):
     """False: reasoning is not sent, nor are tokens from which it could be read."""
     return_prompt_text: bool | None = None
     """The answer has the prompt that the template made, as `prompt_text`."""
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        check_metadata(self.metadata)
 
     @property
     def hides_reasoning(self) -> bool:

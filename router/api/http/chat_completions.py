@@ -55,6 +55,8 @@ def chat_of(body: ChatFields, messages: list[dict[str, Any]]) -> Chat:
         thinks = body.reasoning_effort != "none"
         effort = {"reasoning_effort": body.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
         variables = effort | variables
+    if body.verbosity is not None:
+        variables.setdefault("verbosity", body.verbosity)
     return Chat(
         messages=messages,
         template_kwargs=variables,

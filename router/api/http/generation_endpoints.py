@@ -21,7 +21,6 @@ from holdfast.router.api.http.messages_body import chat_body as messages_chat
 from holdfast.router.api.http.request_reader import RequestReader, tenant_of
 from holdfast.router.api.http.server import CONNECTION, Connection
 from holdfast.router.api.http.stored_chats import StoredChats, StoredChunks
-from holdfast.router.api.http.stored_objects import check_metadata
 from holdfast.router.api.http.submission import (
     Encoder,
     Submission,
@@ -59,8 +58,7 @@ class GenerationEndpoints:
     async def chat_completions(self, request: Request) -> ASGIApp:
         submission, content = await self._reader.submission(request)
         body, bare = await self._reader.decoded(content, ChatBody, partial(chat_request, tenant=tenant_of(request)))
-        if (save := self._chats.save(request, body)) is not None:
-            check_metadata(body.metadata)
+        save = self._chats.save(request, body)
         submission = self._reader.named(submission, bare)
         plan = await self._reader.plan(bare)
         generation = submission.of(plan.request, choices=plan.request.sampling_params.n)

@@ -5,15 +5,16 @@ from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field
 
-from holdfast.router.api.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, Reads
+from holdfast.router.api.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, Notes, Reads
 from holdfast.router.chat import content_text
+from holdfast.router.tools.tools import check_wishes
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.value_types import Neutral
+from holdfast.worker.value_types import Neutral, is_whole
 
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class MessagesBody(Reads):
+class MessagesBody(Reads, Notes):
     """`POST /v1/messages`."""
 
     neutral: ClassVar[Neutral] = {
@@ -21,6 +22,10 @@ class MessagesBody(Reads):
         **ONE_PLAIN_CHOICE,
         "mcp_servers": ([],),
         "container": (),
+        "diagnostics": (),
+        "inference_geo": ("global",),
+        "speed": ("standard",),
+        "thinking.display": ("summarized",),
     }
 
     passed_on: ClassVar[Container[str]] = frozenset(ChatBody.model_fields)
@@ -48,6 +53,11 @@ class MessagesBody(Reads):
     """Asked for by Anthropic's protocol."""
     stop_sequences: Listed[str] | None = None
     stream: bool | None = None
+    metadata: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
+    """Prompts are cached without it."""
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
     tools: Listed[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
@@ -57,6 +67,11 @@ class MessagesBody(Reads):
     """The older place of the shape."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the chat template, as vLLM's server takes them."""
+
+    def _check_together(self) -> None:
+        user = (self.metadata or {}).get("user_id")
+        if not isinstance(user, str | None):
+            raise InvalidRequestError("metadata.user_id", user, "must be text")
 
     @property
     def shape_field(self) -> str:
@@ -128,12 +143,16 @@ def _thinks(thinking: Mapping[str, Any]) -> bool:
     kind = thinking.get("type")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise InvalidRequestError("thinking.type", kind, "must be enabled, adaptive or disabled")
+    budget = thinking.get("budget_tokens")
+    if budget is not None and (not is_whole(budget) or budget < 1):
+        raise InvalidRequestError("thinking.budget_tokens", budget, "must be a whole number of at least 1")
     return bool(kind != "disabled")
 
 
 def _tool(tool: Mapping[str, Any], field: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise InvalidRequestError(f"{field}.type", tool["type"], "must be custom: this server runs no tools itself")
+    check_wishes(tool, field)
     function = {name: tool.get(name) for name in ("name", "description", "strict")}
     return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}
 

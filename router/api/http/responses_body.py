@@ -5,9 +5,10 @@ from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field
 
-from holdfast.router.api.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, Reads
+from holdfast.router.api.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, Notes, Reads, StreamOptions
 from holdfast.router.api.http.stored_objects import check_metadata
 from holdfast.router.chat import call_arguments, checked_role, content_text
+from holdfast.router.tools.tools import check_wishes
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.value_types import Neutral
 
@@ -16,7 +17,7 @@ NOTHING: Final = "reasoning.encrypted_content"
 """Accepted value of `include` without effect: no content is kept from a client."""
 
 
-class ResponsesBody(Reads):
+class ResponsesBody(Reads, Notes):
     """`POST /v1/responses`."""
 
     neutral: ClassVar[Neutral] = {
@@ -26,6 +27,13 @@ class ResponsesBody(Reads):
         "truncation": ("disabled",),
         "max_tool_calls": (),
         "previous_input_messages": ([],),
+        "access_programs": ({"cyber": "standard"},),
+        "background_options": ({"completion_window": "soonest"},),
+        "context_management": ([],),
+        "reasoning.summary": ("auto",),  # reasoning is sent as it is
+        "reasoning.generate_summary": ("auto",),
+        "reasoning.context": ("auto",),
+        "reasoning.mode": ("standard",),
     }
 
     passed_on: ClassVar[Container[str]] = frozenset(ChatBody.model_fields)
@@ -36,6 +44,7 @@ class ResponsesBody(Reads):
         "text.format": "response_format",
         "text.format.schema": "response_format.json_schema.schema",
         "reasoning.effort": "reasoning_effort",
+        "text.verbosity": "verbosity",
     }
 
     fixed_names: ClassVar[Mapping[str, str]] = {"tools[].function": "tools[]", "tool_choice.function": "tool_choice"}
@@ -46,6 +55,9 @@ class ResponsesBody(Reads):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    image: dict[str, Any] | None = None
+    """Of prompts with images, which there are none of here."""
     text: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
@@ -81,6 +93,8 @@ class ResponsesBody(Reads):
         return LOGPROBS in (self.include or ())
 
     def _check_together(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options", "set", "must come with stream = true")
         for item in self.include or ():
             if item not in (LOGPROBS, NOTHING):
                 raise InvalidRequestError("include", item, f"must be {LOGPROBS} or {NOTHING}")
@@ -114,12 +128,14 @@ def chat_body(body: ResponsesBody, earlier: Sequence[dict[str, Any]] = ()) -> Ch
     if body.tool_choice is not None and (body.tools or body.tool_choice != "auto"):
         own["tool_choice"] = _choice(body.tool_choice)
     own["reasoning_effort"] = (body.reasoning or {}).get("effort")
+    own["verbosity"] = (body.text or {}).get("verbosity")
     return ChatBody.made_of(body, {**(body.model_extra or {}), **own})
 
 
 def _tool(tool: Mapping[str, Any], field: str) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise InvalidRequestError(f"{field}.type", tool.get("type"), "must be function: this server has no other tools")
+    check_wishes(tool, field)
     parts = ("name", "parameters", "description", "strict")
     return {"type": "function", "function": {name: tool.get(name) for name in parts}}
 

@@ -27,7 +27,7 @@ ROOT: Final = Path(__file__).resolve().parents[4]
 DEMO: Final = ROOT / "cluster/bundled_model/model"
 TEMPLATE: Final = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if not loop.last %}\n{% endif %}{% endfor %}"
-    "{{ documents }}{{ reasoning_effort }}{{ enable_thinking }}{{ shade }}{{ tools }}"
+    "{{ documents }}{{ reasoning_effort }}{{ enable_thinking }}{{ shade }}{{ tools }}{{ verbosity }}"
     "{% if add_generation_prompt %}\nassistant: {% endif %}"
     '{# <tool_call>{"name": "", "arguments": {}}</tool_call> #}'
 )
