@@ -1,14 +1,17 @@
-"""A router whose event loop spins for ever on what it reads, in a cluster of Ray: it is ended and replaced, its request
-is refused from then on, and no stream loses a token.
+"""Routers whose event loops are held by what they read, in a cluster of Ray. One that spins for ever is ended and
+replaced, and its request is refused from then on. One that is merely slow sheds, and is not ended. No stream loses a
+token.
 """
 
 import asyncio
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from holdfast import AsyncClient, SamplingParams
@@ -17,7 +20,7 @@ from tests import loops
 from tests.chaos.command import Served, served
 from tests.chaos.kinds import KINDS
 from tests.chaos.load import Load, steady_load
-from tests.chaos.planted.sitecustomize import SPINS
+from tests.chaos.planted.sitecustomize import DRAGS, SPINS
 from tests.chaos.tally import Row, Tally
 from tests.integration.processes import two_free_ports
 
@@ -30,6 +33,8 @@ ONE_TOKEN = SamplingParams(max_tokens=1)
 BACK_S = 120.0
 LIMIT_S = 450
 POLL_S = 0.1
+NUM_SLOW = 8
+SLOW_S = 25.0
 
 Fault = Callable[[Served], Awaitable[None]]
 
@@ -90,4 +95,47 @@ def test_streams_go_on_where_a_loop_spins_and_the_request_ends_one_router_alone(
             assert routers(cluster) == left
 
     with served("--replicas", "2", environ=PLANTED, ports=(two_free_ports(), two_free_ports())) as cluster:
+        loops.run(run(cluster), timeout_s=LIMIT_S)
+
+
+async def slow_down(http: str) -> Counter[int]:
+    """Clients that send slow requests to one router, each the next one when it is answered. Returns the statuses."""
+    statuses = Counter[int]()
+    over_s = time.monotonic() + SLOW_S
+
+    async def ask(number: int) -> None:
+        async with httpx2.AsyncClient(base_url=f"http://{http}", timeout=BACK_S) as client:
+            while time.monotonic() < over_s:
+                body = {"model": "demo", "prompt": f"{DRAGS} {number}", "max_tokens": 1}
+                answer = await client.post("/v1/completions", json=body)
+                statuses[answer.status_code] += 1
+                if answer.status_code != 200:
+                    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded"), answer.text
+                    assert "overload.max_loop_delay_s" in answer.json()["error"]["message"]
+                    await asyncio.sleep(POLL_S)
+
+    await asyncio.gather(*map(ask, range(NUM_SLOW)))
+    return statuses
+
+
+def test_a_router_that_is_slow_on_what_it_reads_sheds_and_is_not_ended(tally: Tally):
+    async def run(cluster: Served) -> None:
+        met = Counter[int]()
+
+        async def slow(cluster: Served) -> None:
+            met.update(await slow_down(cluster.http[0]))
+
+        kinds = [kind.longer(MAX_TOKENS) for kind in KINDS if kind.may_meet_itself and not kind.is_whole]
+        async with steady_load(cluster.routers, kinds, NUM_CLIENTS, connect_s=BACK_S) as load:
+            ended = await strike(cluster, load, slow, tally.row("a router reads slowly"))
+        print(f"statuses of what was slow: {dict(met)}")
+        assert not ended
+        assert met.keys() == {200, 503}
+        async with httpx2.AsyncClient(base_url=f"http://{cluster.http[0]}", timeout=BACK_S) as client:
+            body = {"model": "demo", "prompt": "Hello", "max_tokens": 1}
+            async with asyncio.timeout(BACK_S):
+                while (await client.post("/v1/completions", json=body)).status_code != 200:
+                    await asyncio.sleep(POLL_S)
+
+    with served("--replicas", "2", environ=PLANTED) as cluster:
         loops.run(run(cluster), timeout_s=LIMIT_S)

@@ -71,6 +71,9 @@ class _Field:
     bound: Bound
 
 
+_Outer = tuple[int, dict[int, _Field], str]
+"""Of a message that holds the one being read: its end, its fields, and its name."""
+
 _NO_LIMIT: Final = 2**63
 
 
@@ -96,15 +99,15 @@ class MessageBounds:
             raise MalformedMessageError("it is cut off") from None
 
     def _scan(self, data: bytes) -> None:
-        """One loop without calls for what is common, since a request may have thousands of fields.
+        """One loop without calls for what is common, since a request may have thousands of fields. Each turn reads a
+        tag, moves `position` behind the field, and then back to where a message in it begins.
 
         With numbers in a function of their own, 4,096 biases take 1.36 times as long, a small request 1.15 times.
         """
         used = [0] * self._slots
-        position, end, fields = 0, len(data), self._root
-        outer: list[tuple[int, dict[int, _Field], str]] = []
-        name, left, unknown_left, unknown_bytes_left = "", MAX_FIELDS, MAX_UNKNOWN, MAX_UNKNOWN_BYTES
-        field: _Field | None = None
+        position, end, fields, name = 0, len(data), self._root, ""
+        outer: list[_Outer] = []
+        left, unknown = MAX_FIELDS, [MAX_UNKNOWN, MAX_UNKNOWN_BYTES]
         while True:
             if position >= end:
                 if position > end:
@@ -113,47 +116,24 @@ class MessageBounds:
                     return
                 end, fields, name = outer.pop()
                 continue
-            left -= 1
-            if left < 0:
-                place = ".".join(filter(None, (name, field.name if field is not None else "")))
-                self._refuse(outer, place, MAX_FIELDS + 1, f"must be one of at most {MAX_FIELDS} fields on the wire")
             tag = data[position]
             position += 1
             if tag >= 0x80:
                 tag, position = _varint(data, position - 1, _LONGEST_TAG)
             field = fields.get(tag)
-            wire_type = tag & 7
+            left -= 1
+            if left < 0:
+                self._refuse_more(outer, name, field)
+            wire_type, length = tag & 7, 0
             if wire_type == _LENGTH:
                 length = data[position]
                 position += 1
                 if length >= 0x80:
                     length, position = _varint(data, position - 1, _LONGEST_VARINT)
-                if position + length > end:
+                position += length
+                if position > end:
                     raise MalformedMessageError("a field ends beyond its message")
-                if field is None:
-                    unknown_left -= 1
-                    unknown_bytes_left -= length
-                    if unknown_left < 0 or unknown_bytes_left < 0:
-                        self._refuse_unknown(outer, name)
-                    position += length
-                    continue
-                slot = field.slot
-                if field.packed < 0:
-                    used[slot] += 1
-                    used[slot + 1] += length
-                else:
-                    used[slot] += _num_packed(data, position, length, field)
-                if used[slot] > field.count or used[slot + 1] > field.size:
-                    self._refuse_field(outer, name, field, used)
-                if field.inner is None:
-                    position += length
-                else:
-                    if len(outer) >= MAX_DEPTH:
-                        self._refuse(outer, name, MAX_DEPTH + 1, f"must be at most {MAX_DEPTH} messages deep")
-                    outer.append((end, fields, name))
-                    end, fields, name = position + length, field.inner, field.name
-                continue
-            if wire_type == _VARINT:
+            elif wire_type == _VARINT:
                 start = position
                 while data[position] >= 0x80:
                     position += 1
@@ -167,19 +147,21 @@ class MessageBounds:
             else:
                 raise MalformedMessageError("it has groups, which are not known here")
             if field is None:
-                unknown_left -= 1
-                if unknown_left < 0:
-                    self._refuse_unknown(outer, name)
-            elif field.slot >= 0:
-                used[field.slot] += 1
-                if used[field.slot] > field.count:
+                self._count_unknown(outer, name, unknown, length)
+            elif (slot := field.slot) >= 0:
+                used[slot] += 1 if field.packed < 0 else _num_packed(data, position - length, length, field)
+                used[slot + 1] += length
+                if used[slot] > field.count or used[slot + 1] > field.size:
                     self._refuse_field(outer, name, field, used)
+                if field.inner is not None:
+                    if len(outer) >= MAX_DEPTH:
+                        self._refuse(outer, name, MAX_DEPTH + 1, f"must be at most {MAX_DEPTH} messages deep")
+                    outer.append((end, fields, name))
+                    position, end, fields, name = position - length, position, field.inner, field.name
 
     # --- refusals ---
 
-    def _refuse_field(
-        self, outer: list[tuple[int, dict[int, _Field], str]], name: str, field: _Field, used: list[int]
-    ) -> NoReturn:
+    def _refuse_field(self, outer: "list[_Outer]", name: str, field: _Field, used: list[int]) -> NoReturn:
         place, count, size = f"{name}.{field.name}" if name else field.name, used[field.slot], used[field.slot + 1]
         if count > field.count:
             limit = f"must have at most {field.count} elements{field.bound.source}, not {count} or more"
@@ -187,13 +169,19 @@ class MessageBounds:
         limit = f"must be at most {field.size} bytes{field.bound.source}, not {size}"
         self._refuse(outer, place, f"{size} bytes", limit)
 
-    def _refuse_unknown(self, outer: list[tuple[int, dict[int, _Field], str]], name: str) -> NoReturn:
-        limit = f"must be at most {MAX_UNKNOWN}, of at most {MAX_UNKNOWN_BYTES} bytes"
-        self._refuse(outer, f"{name}.{UNKNOWN}" if name else UNKNOWN, "more", limit)
+    def _refuse_more(self, outer: "list[_Outer]", name: str, field: _Field | None) -> NoReturn:
+        place = ".".join(filter(None, (name, field.name if field is not None else "")))
+        self._refuse(outer, place, MAX_FIELDS + 1, f"must be one of at most {MAX_FIELDS} fields on the wire")
 
-    def _refuse(
-        self, outer: list[tuple[int, dict[int, _Field], str]], place: str, value: object, limit: str
-    ) -> NoReturn:
+    def _count_unknown(self, outer: "list[_Outer]", name: str, left: list[int], length: int) -> None:
+        """`left`: fields that nobody knows, and their bytes, that may still come."""
+        left[0] -= 1
+        left[1] -= length
+        if min(left) < 0:
+            limit = f"must be at most {MAX_UNKNOWN}, of at most {MAX_UNKNOWN_BYTES} bytes"
+            self._refuse(outer, f"{name}.{UNKNOWN}" if name else UNKNOWN, "more", limit)
+
+    def _refuse(self, outer: "list[_Outer]", place: str, value: object, limit: str) -> NoReturn:
         path = ".".join(filter(None, (*(name for _, _, name in outer), place))) or self.name
         raise InvalidRequestError(path, value, limit)
 

@@ -1,8 +1,9 @@
-"""Plants a prompt that holds the event loop of whatever tokenizes it, in every Python process with this folder on its
-path: it is planted when the tokenizer is imported, since Ray and `holdfast serve` import it by themselves.
+"""Plants prompts that hold the event loop of whatever tokenizes them, in every Python process with this folder on its
+path: they are planted when the tokenizer is imported, since Ray and `holdfast serve` import it by themselves.
 """
 
 import sys
+import time
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -11,6 +12,11 @@ from typing import Any, Final
 
 SPINS: Final = "spins:"
 """A prompt that begins so never comes to an end."""
+
+DRAGS: Final = "drags:"
+"""A prompt that begins so takes `DRAG_S`."""
+
+DRAG_S: Final = 1.2
 
 _MODULE: Final = "holdfast.router.text.tokenizer"
 
@@ -21,6 +27,9 @@ def plant(tokenizer: Any) -> None:
 
     def planted(self: Any, text: str, *arguments: Any, **options: Any) -> Any:
         while text.startswith(SPINS):
+            pass
+        until = time.monotonic() + DRAG_S * text.startswith(DRAGS)
+        while time.monotonic() < until:
             pass
         return encode(self, text, *arguments, **options)
 
