@@ -1,5 +1,6 @@
 """A checkpoint's own next-token layer drafts what its formula says, and changes no token."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.parity.families import randomize, save_tiny_model
 from tests.parity.harness import BLOCK_SIZE, GREEDY, hugging_face, load, on_ranks, worker_config
 from tests.parity.hybrids import Said, request, run_all, save_hybrid, scheduler_of, start
 
+BUNDLED = Path(__file__).parents[2] / "cluster" / "bundled_model" / "model" / "tokenizer.json"
 PATTERNS = ("dense", "mixture", "by key heads, mixture", "glm4_moe", "glm4_moe_lite")
 NAMES = {
     "mtp": ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0."),
@@ -217,3 +219,19 @@ def test_files_without_such_a_layer_are_refused_by_name(tmp_path):
 def test_families_without_such_layers_are_refused_by_name(tmp_path):
     with pytest.raises(ConfigurationError, match=r"mtp.*model type llama has no next-token layer"):
         load(configured(save_tiny_model("llama", tmp_path)))
+
+
+def test_other_weights_come_with_their_own_layer(predictable, tmp_path, requests):
+    """It shares the head's memory with the model."""
+    other = save_hybrid(tmp_path, "dense")
+    shutil.copy(BUNDLED, predictable)
+    parts = Parts(hugging_face(other), is_glm=False)
+    add_layer(other, parts, is_glm=False, num_layers=0)
+    plain = load(worker_config(other))
+    expected = run_all(scheduler(plain), plain, requests)
+    leader = load(configured(predictable))
+    run_all(scheduler(leader), leader, requests)
+    leader.reload(str(other), "second")
+    ours = scheduler(leader)
+    assert run_all(ours, leader, requests) == expected
+    assert ours.stats().num_draft_tokens > 0
