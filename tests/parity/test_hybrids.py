@@ -21,7 +21,7 @@ from tests.parity.harness import (
     relative_difference,
     worker_config,
 )
-from tests.parity.hybrids import PATTERNS, save_config, save_hybrid
+from tests.parity.hybrids import MAMBAS, PATTERNS, save_config, save_hybrid
 
 TOLERANCE = 1e-5
 """Of the largest logit."""
@@ -56,6 +56,15 @@ def test_what_they_need_is_estimated_from_the_config(folder, leader):
     needs, info = MemoryEstimator(worker_config(folder)), leader._runner.info
     assert (needs.state_bytes, needs.kv_bytes_per_token) == (info.state_bytes, info.kv_bytes_per_token)
     assert needs.num_slots(worker_config(folder), 1 << 20) == info.num_state_slots
+
+
+@pytest.mark.parametrize("pattern", MAMBAS)
+def test_what_a_rank_of_them_needs_is_estimated(pattern, tmp_path):
+    """But for what ranks share of groups, convolutions and tables, which is much of a tiny model."""
+    folder = save_hybrid(tmp_path, pattern)
+    whole, shared = (MemoryEstimator(worker_config(folder, size)) for size in (1, 2))
+    assert 0.45 < shared.weight_bytes / whole.weight_bytes < 0.6
+    assert shared.state_bytes == whole.state_bytes // 2
 
 
 @pytest.mark.parametrize("size", [2, 4])

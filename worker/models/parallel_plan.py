@@ -98,11 +98,22 @@ _GPT_OSS_EXPERTS: Final = {  # stored as [expert, input, output], gate and up in
     "model.layers.*.mlp.experts.down_proj_bias": "first_rank",
 }
 
+
+def _mamba(prefix: str) -> dict[str, str]:
+    """Of Mamba2: its few groups' B and C, which neighbours may share, count as cut."""
+    return {f"{prefix}in_proj": "colwise", f"{prefix}out_proj": "rowwise"}
+
+
+_FEED_FORWARD: Final = _rules("model.layers.*.feed_forward.", "colwise", "gate_proj", "up_proj") | {
+    "model.layers.*.feed_forward.down_proj": "rowwise"
+}
 _OVERRIDES: Final[Mapping[str, Mapping[str, str]]] = {
+    "bamba": _ATTENTION | _FEED_FORWARD | _mamba("model.layers.*.mamba."),
     "biogpt": _attention("biogpt.layers.*.self_attn.", "out_proj")
     | {"biogpt.layers.*.fc1": "colwise", "biogpt.layers.*.fc2": "rowwise"},
     "deepseek_v3": _rules("model.layers.*.self_attn.", "colwise", "q_proj", "q_b_proj", "kv_b_proj")
     | {"model.layers.*.self_attn.o_proj": "rowwise"},
+    "falcon_h1": _ATTENTION | _FEED_FORWARD | _mamba("model.layers.*.mamba."),
     "glm": _FUSED_MLP,
     "glm4": _FUSED_MLP,
     "gpt2": _rules("transformer.h.*.", "rowwise", "attn.c_proj", "mlp.c_proj")
@@ -112,6 +123,12 @@ _OVERRIDES: Final[Mapping[str, Mapping[str, str]]] = {
     | {"transformer.h.*.mlp.c_fc": "colwise", "transformer.h.*.mlp.c_proj": "rowwise"},
     "gpt_oss": _ATTENTION | {"model.layers.*.self_attn.sinks": "colwise"} | _GPT_OSS_EXPERTS,
     "granitemoe": _ATTENTION,
+    "granitemoehybrid": _ATTENTION
+    | _mamba("model.layers.*.mamba.")
+    | {
+        "model.layers.*.shared_mlp.input_linear": "packed_colwise",
+        "model.layers.*.shared_mlp.output_linear": "rowwise",
+    },
     "granitemoeshared": _ATTENTION,
     "hunyuan_v1_dense": _ATTENTION | _MLP,
     "hunyuan_v1_moe": _ATTENTION
@@ -121,6 +138,11 @@ _OVERRIDES: Final[Mapping[str, Mapping[str, str]]] = {
     | _rules("model.layers.*.conv.", "three_packed_colwise", "in_proj")
     | {"model.layers.*.conv.out_proj": "rowwise", "model.layers.*.feed_forward.w2": "rowwise"}
     | _rules("model.layers.*.feed_forward.", "colwise", "w1", "w3"),
+    "mamba2": _mamba("backbone.layers.*.mixer."),
+    "nemotron_h": _attention("model.layers.*.mixer.")
+    | _mamba("model.layers.*.mixer.")
+    | _rules("model.layers.*.mixer.", "colwise", "up_proj", "shared_experts.up_proj")
+    | _rules("model.layers.*.mixer.", "rowwise", "down_proj", "shared_experts.down_proj"),
     "nemotron": _ATTENTION | {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"},
     "opt": _attention("model.decoder.layers.*.self_attn.", "out_proj")
     | {"model.decoder.layers.*.fc1": "colwise", "model.decoder.layers.*.fc2": "rowwise"},
@@ -271,13 +293,12 @@ class ParallelPlan:
         return cut
 
     def _segments(self, name: str, style: Style, length: int, head_dim: int | None) -> tuple[Segment, ...]:
-        num_heads = self.config.num_attention_heads
         if self.shares is not None:
             packed = style.num_packed
             return (Segment(length // packed, sum(self.shares), self.shares),) * packed
         if style.packed_heads:
             assert head_dim is not None, "heads are fused in attention modules, and those know their size"
-            queries = num_heads * head_dim
+            queries = self.config.num_attention_heads * head_dim
             keys = Segment((length - queries) // 2, min((length - queries) // 2 // head_dim, self.size))
             return Segment(queries, self.size), keys, keys
         is_kv = bool({"k_proj", "v_proj"} & set(name.split("."))) and not style.whole_activations
