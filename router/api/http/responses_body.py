@@ -12,6 +12,8 @@ from holdfast.router.tools.tools import check_wishes
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.value_types import Neutral
 
+_OF_SCHEMA: Final = ("schema", "name", "description", "strict")
+
 LOGPROBS: Final = "message.output_text.logprobs"
 NOTHING: Final = "reasoning.encrypted_content"
 """Accepted value of `include` without effect: no content is kept from a client."""
@@ -42,7 +44,7 @@ class ResponsesBody(Reads, Notes):
         "max_output_tokens": "max_tokens",
         "input": "messages",
         "text.format": "response_format",
-        "text.format.schema": "response_format.json_schema.schema",
+        **{f"text.format.{name}": f"response_format.json_schema.{name}" for name in _OF_SCHEMA},
         "reasoning.effort": "reasoning_effort",
         "text.verbosity": "verbosity",
     }
@@ -225,5 +227,5 @@ def _format(body: ResponsesBody) -> dict[str, Any] | None:
     if kind in ("text", "json_object"):
         return {"type": kind}
     if kind == "json_schema" and isinstance(asked.get("schema"), Mapping):
-        return {"type": kind, "json_schema": {"schema": dict(asked["schema"])}}
+        return {"type": kind, "json_schema": {name: asked.get(name) for name in _OF_SCHEMA}}
     raise InvalidRequestError("text.format", asked, "must be text, json_object, or json_schema with a schema")

@@ -12,6 +12,7 @@ from holdfast.worker.parameters import by_token_id
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
 from holdfast.worker.structured_outputs import StructuredOutputs
+from holdfast.worker.value_types import is_flag, is_text
 
 
 def chat_params(body: ChatBody) -> SamplingParams:
@@ -69,6 +70,14 @@ def _all_if_negative(number: object) -> object:
 _OTHER_VALUES: Final = {"top_k": _all_if_negative, "logit_bias": by_token_id}
 
 
+_ABOUT_SCHEMAS: Final = (
+    ("name", is_text, "text"),
+    ("description", is_text, "text"),
+    ("strict", is_flag, "true or false"),
+)
+"""What a schema is said to be. All are enforced."""
+
+
 def structure_of(body: Body) -> StructuredOutputs | None:
     """The shape of the output, in any of its spellings; at most one of them may be there."""
     found: dict[str, StructuredOutputs] = {}
@@ -96,7 +105,11 @@ def _format(body: Body) -> StructuredOutputs | None:
     if asked.type == "json_object":
         return StructuredOutputs(json_object=True)
     if asked.type == "json_schema":
-        schema = (asked.json_schema or {}).get("schema")
+        about = asked.json_schema or {}
+        for name, is_right, wish in _ABOUT_SCHEMAS:
+            if about.get(name) is not None and not is_right(about[name]):
+                raise InvalidRequestError(f"response_format.json_schema.{name}", about[name], f"must be {wish}")
+        schema = about.get("schema")
         if not isinstance(schema, Mapping) and schema is not True:
             raise InvalidRequestError("response_format.json_schema.schema", schema, "must be a JSON schema")
         return StructuredOutputs(json=schema)

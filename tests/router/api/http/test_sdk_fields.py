@@ -96,6 +96,7 @@ NO_LIST: Final = (5, True, {"a": 1})
 NO_NUMBER: Final = ("a", True, {"a": 1}, [1])
 NO_WHOLE: Final = (*NO_NUMBER, 1.5)
 NO_FLAG: Final = (5, "a", {"a": 1}, [True])
+WRONG_ABOUT_SCHEMA: Final = ({"name": 5}, {"description": ["a"]}, {"strict": "yes"}, {"strict": 1})
 
 WRONG: Final[Mapping[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("model", "user", "safety_identifier", "prompt_cache_key", "suffix", "instructions"), NO_TEXT),
@@ -118,7 +119,10 @@ WRONG: Final[Mapping[str, tuple[Any, ...]]] = {
     "reasoning.effort": (*NO_TEXT, "banana"),
     "reasoning.summary": (*NO_TEXT, "banana"),
     "text.verbosity": (*NO_TEXT, "banana"),
-    "text.format": NO_OBJECT,
+    "text.format": (*NO_OBJECT, *({"type": "json_schema", "schema": {}, **about} for about in WRONG_ABOUT_SCHEMA)),
+    "chat.response_format": [
+        {"type": "json_schema", "json_schema": {"schema": {}, **about}} for about in WRONG_ABOUT_SCHEMA
+    ],
     "output_config.effort": (*NO_TEXT, "banana"),
     "thinking.type": (*NO_TEXT, "banana"),
     "thinking.budget_tokens": (*NO_WHOLE, 0, -5),
