@@ -18,7 +18,7 @@ from holdfast.worker.errors import InvalidRequestError, NotFoundError
 if TYPE_CHECKING:
     import sqlalchemy
 
-MAX_ID_LENGTH: Final = 512
+_MAX_ID_LENGTH: Final = 512
 
 MAX_LISTED: Final = 100
 
@@ -30,6 +30,11 @@ HELD_BACK: Final = 1e15
 
 _PURGES_PER_STORE: Final = 64
 """A purge follows each time that a 64th of `max_bytes` was written, and each time that a router starts."""
+
+
+def is_id(text: str) -> bool:
+    """Whether anything may have this id; databases refuse some of the other texts."""
+    return 0 < len(text) <= _MAX_ID_LENGTH and text.isascii() and text.isprintable()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,13 @@ from typing import Any, Final, Protocol
 
 from starlette.responses import Response
 
+from holdfast.router.api.http.errors import http_error
+from holdfast.router.api.http.event_stream import OPENAI
 from holdfast.router.api.http.submission import Submission
 from holdfast.router.resume import Identity
 from holdfast.router.store.batch_store import BatchStore, result_line
 from holdfast.router.store.job_store import LEASE_S, Job, JobStore
-from holdfast.worker.errors import StoreError
+from holdfast.worker.errors import InternalError, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,8 @@ class BatchLines:
                 await self._claim()
             except StoreError as error:
                 logger.warning("lines of batches cannot be claimed: %s", error)
+            except Exception:
+                logger.exception("lines of batches cannot be claimed: internal error")
             if not self._is_stopping:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(max(0.0, renews_at - loop.time())):
@@ -135,7 +139,12 @@ class BatchLines:
         assert identity is not None, "it is written as this is read"
         line = json.loads(job.content)
         submission = Submission(identity=identity, attempt=job.num_claims)
-        answer = await self._call(line["url"], job.tenant, _content(line["body"]), submission)
+        try:
+            answer = await self._call(line["url"], job.tenant, _content(line["body"]), submission)
+        except Exception as bug:
+            logger.exception("a line of a batch failed: internal error")
+            error = InternalError(f"the request failed: internal error ({type(bug).__name__})")
+            answer = Response(OPENAI.body(http_error(error)), 500)
         if answer.headers.get("x-should-retry") == "true":
             await asyncio.sleep(AGAIN_AFTER_S)
             await self._release(job)

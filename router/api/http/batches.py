@@ -25,7 +25,8 @@ from holdfast.router.resume import Identity
 from holdfast.router.store.batch_store import BATCH, RUNNING, BatchStore
 from holdfast.router.store.file_store import FILE, FileStore
 from holdfast.router.store.job_store import Job
-from holdfast.worker.errors import HoldfastError, InvalidRequestError
+from holdfast.router.store.object_store import is_id
+from holdfast.worker.errors import HoldfastError, InvalidRequestError, NotFoundError
 
 PATH: Final = "/v1/batches"
 _ONE: Final = f"{PATH}/{{batch_id}}"
@@ -106,6 +107,8 @@ class BatchEndpoints:
         content, tenant = await self._reader.content(request), self._history.tenant(request)
         body, _ = await self._reader.decoded(content, BatchBody, lambda one: None)
         objects, store = self._history.to_write("batch").objects, self._store()
+        if not is_id(body.input_file_id):
+            raise NotFoundError(FILE, body.input_file_id)
         file = await objects.get(tenant, FILE, body.input_file_id)
         if file.object["purpose"] != "batch":
             limit = f"must be a file with the purpose batch, not {file.object['purpose']}"

@@ -15,6 +15,7 @@ from holdfast.router.api.http.response_history import ResponseHistory, as_items
 from holdfast.router.api.http.responses_body import ResponsesBody, chat_body
 from holdfast.router.api.http.stored_objects import check_metadata, id_of, listing, page_asked
 from holdfast.router.store.conversation_store import CONVERSATION, ITEM, ConversationStore
+from holdfast.router.store.object_store import is_id
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.value_types import Neutral
 
@@ -180,8 +181,8 @@ def _check_items(items: Sequence[Mapping[str, Any]]) -> None:
         raise InvalidRequestError("items", len(items), f"must be at most {MAX_ITEMS} at a time")
     for index, item in enumerate(items):
         item_id = item.get("id")
-        if item_id is not None and not (isinstance(item_id, str) and 0 < len(item_id) <= 64):
-            raise InvalidRequestError(f"items[{index}].id", item_id, "must be text of 1 to 64 characters")
+        if item_id is not None and not (isinstance(item_id, str) and is_id(item_id)):
+            raise InvalidRequestError(f"items[{index}].id", item_id, "must be 1 to 512 printable ASCII characters")
     try:
         chat_body(ResponsesBody.made({"input": list(items)}))
     except InvalidRequestError as error:

@@ -4,6 +4,7 @@ within bounds.
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Final, TypeVar
 
@@ -110,13 +111,15 @@ def own_request(path: str, tenant: str, content: bytes, submission: Submission) 
             await asyncio.Event().wait()
         return sent.pop()
 
-    headers = [(b"content-type", JSON.encode()), (TENANT.encode(), tenant.encode("latin-1"))]
+    headers = [(b"content-type", JSON.encode())]
+    with suppress(UnicodeEncodeError):  # such a tenant is a key's, and that of the running task
+        headers += [(TENANT.encode(), tenant.encode("latin-1"))] if tenant else []
     scope = {
         "type": "http",
         "method": "POST",
         "path": path,
         "query_string": b"",
-        "headers": headers if tenant else headers[:1],
+        "headers": headers,
         SUBMISSION: submission,
     }
     return Request(scope, receive)

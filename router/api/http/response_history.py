@@ -14,7 +14,7 @@ from holdfast.router.api.http.submission import Submission
 from holdfast.router.events import StoreFigures
 from holdfast.router.security.gate import Gate
 from holdfast.router.store.conversation_store import CONVERSATION
-from holdfast.router.store.object_store import MAX_ID_LENGTH
+from holdfast.router.store.object_store import is_id
 from holdfast.router.store.response_store import OPEN, RESPONSE, ResponseStore, StoredResponse
 from holdfast.worker.errors import InvalidRequestError, NotFoundError, PermissionDeniedError, StoreError
 
@@ -95,7 +95,7 @@ class Turn:
         Raises `InvalidRequestError`, naming the field, and `NotFoundError` for a conversation that is not there.
         """
         if (conversation_id := self._body.conversation_id) is not None:
-            if len(conversation_id) > MAX_ID_LENGTH:
+            if not is_id(conversation_id):
                 raise NotFoundError(CONVERSATION, conversation_id)
             conversations = self._history.to_write("conversation").conversations
             items = await conversations.all_items(self._tenant, conversation_id, max_bytes)
@@ -106,7 +106,7 @@ class Turn:
             return []
         if store is None:
             raise InvalidRequestError("previous_response_id", previous, SETTING)
-        if not 0 < len(previous) <= MAX_ID_LENGTH or previous == f"resp_{self._body.given('request_id')}":
+        if not is_id(previous) or previous == f"resp_{self._body.given('request_id')}":
             raise InvalidRequestError("previous_response_id", previous, "must be the id of an earlier response")
         turns = await store.turns(self._tenant, previous, max_bytes)
         if (status := turns[-1].response["status"]) in OPEN:

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from starlette.requests import Request
 
-from holdfast.router.store.object_store import MAX_ID_LENGTH, MAX_LISTED, Page
+from holdfast.router.store.object_store import MAX_LISTED, Page, is_id
 from holdfast.worker.errors import InvalidRequestError, NotFoundError
 
 SETTING: Final = "this server stores nothing; start it with --store FOLDER"
@@ -18,7 +18,7 @@ _MAX_VALUE: Final = 512
 def id_of(request: Request, parameter: str, kind: str) -> str:
     """An id in the path. Raises `NotFoundError` for one that nothing has."""
     object_id: str = request.path_params[parameter]
-    if len(object_id) > MAX_ID_LENGTH:
+    if not is_id(object_id):
         raise NotFoundError(kind, object_id)
     return object_id
 
@@ -43,7 +43,10 @@ def page_asked(query: Mapping[str, str], order: str = "desc", limit: int = 20, m
         raise InvalidRequestError("order", order, "must be asc or desc")
     if not said.isascii() or not said.isdecimal() or not 1 <= int(said[:9]) <= most:
         raise InvalidRequestError("limit", said, f"must be in [1, {most}]")
-    return Page(after=query.get("after"), limit=int(said), is_ascending=order == "asc")
+    after = query.get("after")
+    if after is not None and not is_id(after):
+        raise InvalidRequestError("after", after, "must be the id of one that is listed")
+    return Page(after=after, limit=int(said), is_ascending=order == "asc")
 
 
 def listing(found: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:

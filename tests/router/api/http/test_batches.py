@@ -14,6 +14,7 @@ from openai.types.chat import ChatCompletion
 
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.commands.status import RouterStatus, _router_lines
+from holdfast.router.api.http import batch_lines
 from holdfast.router.api.http.request_reader import TENANT
 from holdfast.router.config import RouterConfig
 from holdfast.router.store import job_store, object_store
@@ -372,3 +373,14 @@ async def test_the_store_is_part_of_the_metrics_and_of_the_status(tmp_path, monk
         assert (await scraped(place))["store_jobs", "line", "running"] == 0
     async with storing(None) as (place, client):
         assert ("store_bytes",) not in await scraped(place)
+
+
+@on_a_loop
+async def test_a_line_that_meets_a_fault_of_ours_is_an_error_and_the_others_go_on(tmp_path, monkeypatch):
+    real = batch_lines._content
+    monkeypatch.setattr(batch_lines, "_content", lambda body: 1 / 0 if body["seed"] == 7 else real(body))
+    async with storing(tmp_path) as (_, client):
+        over = await until_over(client, (await submitted(client, [line("a", seed=7), line("b")])).id)
+        assert (over.status, over.request_counts.failed, over.request_counts.completed) == ("completed", 1, 1)
+        (wrong,) = await results(client, over.error_file_id)
+        assert "internal error (ZeroDivisionError)" in wrong["response"]["body"]["error"]["message"]

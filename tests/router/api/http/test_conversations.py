@@ -186,6 +186,24 @@ async def test_tenants_are_apart_and_what_cannot_be_is_refused_by_name(tmp_path)
             await client.conversations.create()
 
 
+@pytest.mark.parametrize("odd", ["\x00", "ä", ""], ids=ascii)
+@on_a_loop
+async def test_what_can_be_no_id_is_not_there(tmp_path, odd):
+    async with storing(tmp_path) as (_, client):
+        made = await client.conversations.create()
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.create(input="x", conversation=f"{odd}conv_1" if odd else "", **SHORT)
+        with pytest.raises(openai.BadRequestError, match="previous_response_id must"):
+            await client.responses.create(input="x", previous_response_id=odd, **SHORT)
+        with pytest.raises(openai.BadRequestError, match=r"items\[0\].id must"):
+            await client.conversations.items.create(made.id, items=[user("x", id=odd)])
+        if odd:
+            with pytest.raises(openai.NotFoundError):
+                await client.conversations.retrieve(f"conv{odd}")
+            with pytest.raises(openai.BadRequestError, match="after must"):
+                await client.conversations.items.list(made.id, after=odd)
+
+
 @on_a_loop
 async def test_a_conversation_is_bounded(tmp_path):
     async with storing(tmp_path, limits=LimitsConfig(max_message_bytes=2**20)) as (_, client):
