@@ -36,6 +36,8 @@ FIXED_S: Final = 0.002
 """What a restore takes besides reading: two threads wait for each other."""
 LEAST_S: Final = 0.1
 """A request is held for so long at most, if computing would take less."""
+MOST_HELD_S: Final = 30.0
+"""And for so long, however long computing would take."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -78,7 +80,9 @@ class BlockTier:
         shape: TierShape,
         computing_s: Callable[[int, int], float],
     ) -> None:
-        """`computing_s`: how long it takes to compute so many tokens of a prompt, from a position on."""
+        """`computing_s`: how long it takes to compute so many tokens of a prompt, from a position on; infinite where
+        nothing was measured yet.
+        """
         self._num_hit_tokens = self._num_lost_blocks = 0
         self._allocator = allocator
         self._cache = allocator.prefix_cache
@@ -235,7 +239,7 @@ class BlockTier:
         moving_s = FIXED_S + queued * (self._mover.counts.read_s_per_byte + self._mover.counts.copy_s_per_byte)
         if moving_s >= computing_s:
             return None
-        restore.due_s = now + max(LEAST_S, computing_s)
+        restore.due_s = now + min(MOST_HELD_S, max(LEAST_S, computing_s))
         self._num_restores += 1
         restore.ticket = self._num_restores
         self._restores[restore.ticket] = restore

@@ -355,7 +355,8 @@ class EngineCore:
 
     def _note_cache_events(self) -> None:
         """Keeps the prefix cache's events for those that follow it; while none does, they are not asked for."""
-        events, states = self.scheduler.prefix_cache.take_events(), self.scheduler.take_state_events()
+        blocks, slots = self.scheduler.caches
+        events, states = blocks.prefix_cache.take_events(), [] if slots is None else slots.take_events()
         if self.tier is not None:
             self.tier.note(events, states)
             events, states = self.tier.seen(events, states)

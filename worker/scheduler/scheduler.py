@@ -12,7 +12,7 @@ from enum import Enum
 from itertools import repeat
 from typing import NamedTuple
 
-from holdfast.worker.cache.block_pool import BlockAllocator, CacheEvent
+from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.cache.window_blocks import WindowBlocks
 from holdfast.worker.config import SchedulerConfig
@@ -247,9 +247,9 @@ class Scheduler:
         """The hashes of the blocks behind which there is a snapshot of the state."""
         return () if self._slots is None else self._slots.snapshot_hashes
 
-    def take_state_events(self) -> list[CacheEvent]:
-        """The snapshots of states that came and went since the last call."""
-        return [] if self._slots is None else self._slots.take_events()
+    def running_requests(self) -> dict[int, EngineRequest]:
+        """The requests that run, by the ids that their sequences have in plans."""
+        return {sequence.sequence_id: sequence.request for sequence in self._queues.running}
 
     def forget_cache(self) -> None:
         """Evicts all that the prefix cache holds: it belongs to other weights. No request may be open."""

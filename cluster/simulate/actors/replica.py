@@ -3,19 +3,23 @@
 Its own are time, the inbox, and messages instead of bytes.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 from holdfast.cluster.simulate.actors.costly_message import FREE, LoopCosts
+from holdfast.cluster.simulate.actors.disk import MovableRunner, Owners, SimulatedDisk, SimulatedMover
 from holdfast.cluster.simulate.actors.messages import DialReplica, Retiring
 from holdfast.cluster.simulate.actors.replica_link import ReplicaShape, SimulatedReplicaLink
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.process import Process
 from holdfast.cluster.simulate.oracle.pseudo_model import PoisonedError
 from holdfast.router.events import SendAbort, SendSubmit
+from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.engine_core import EngineCore
+from holdfast.worker.engine.tier_mover import TierShape
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.pending_tokens import with_tokens
@@ -35,9 +39,17 @@ AHEAD_AFTER: Final = 0.25
 class SimulatedReplica(Process):
     """One replica, life after life."""
 
-    def __init__(self, site: str, network: Network, shape: ReplicaShape, costs: LoopCosts = FREE) -> None:
-        """`costs` are those of the event loop of its links."""
+    def __init__(
+        self,
+        site: str,
+        network: Network,
+        shape: ReplicaShape,
+        costs: LoopCosts = FREE,
+        disk: SimulatedDisk | None = None,
+    ) -> None:
+        """`costs` are those of the event loop of its links; `disk`: with a block store below its cache."""
         super().__init__(site, network)
+        self.disk = disk
         self.shape = shape
         self.costs = costs
         # Those that wait anew, after a preemption, come on top of those that have never run.
@@ -58,6 +70,7 @@ class SimulatedReplica(Process):
         """Steps that were planned before the step before them had its result."""
         self.num_tokens = 0
         """Drawn in all lives."""
+        self._mover: SimulatedMover | None = None
 
     def on_start(self) -> None:
         shape = self.shape
@@ -69,8 +82,26 @@ class SimulatedReplica(Process):
         self._links: dict[Connection, SimulatedReplicaLink] = {}
         self._num_links = 0
         self._inbox: list[Callable[[], None]] = []
+        self._owners = Owners(self.release, self.core.scheduler, shape.block_size)
+        if self.disk is not None:
+            self._put_below(self.disk)
         self._in_flight: list[tuple[StepPlan, float]] = []  # plans and the times they take, the oldest first
         self._landed: tuple[StepPlan | None, StepResult | None] = (None, None)
+
+    def _put_below(self, disk: SimulatedDisk) -> None:
+        """Gives the cache a store; as `worker/replica/replica.py` does."""
+        shape, kind = self.shape, self.version_of(self.release)
+        assert isinstance(self._runner, MovableRunner), "its blocks can be read and written"
+        disk.movers = [mover for mover in disk.movers if mover is not self._mover]
+        self._mover = SimulatedMover(disk, kind, self._runner, self._owners, self.after, self._post)
+        tier = BlockTier(
+            *self.core.scheduler.caches,
+            self._mover,
+            TierShape(block_bytes=shape.block_size, state_bytes=4),
+            lambda _, num_tokens: shape.step_costs.base_s + num_tokens * shape.step_costs.token_s,
+        )
+        tier.learn(disk.names(kind), ())
+        self._mover.tier = self.core.tier = tier
 
     def cost_s(self, message: Any) -> float:
         return self.costs.at_replica(message)
@@ -160,9 +191,14 @@ class SimulatedReplica(Process):
 
     def _turn(self) -> None:
         self._take_commands()
+        if self.core.tier is not None and not self.core.scheduler.has_work:
+            self.core.tend_tier(self.clock)
         plan = self.core.scheduler.plan(self.clock, self._max_steps)
         if plan is None:
             self._deliver()
+            if self.core.tier is not None and self.core.tier.next_due_s < math.inf:
+                wait_s = self.core.most_idle_s(self.clock, math.inf)
+                self.after(wait_s, self._post, _nothing)
             return
         self._launch(plan)
         self._begin_step()
@@ -204,6 +240,7 @@ class SimulatedReplica(Process):
     def _finish_step(self) -> None:
         plan, step_s = self._in_flight[0]
         try:
+            self._owners.check(plan)
             result = self._runner.run(with_tokens(plan, *self._landed))
         except PoisonedError as error:
             self.num_poisoned += 1
@@ -216,6 +253,8 @@ class SimulatedReplica(Process):
         self.num_tokens += self.core.commit(plan, result, step_s)
         self.num_steps += 1
         self._deliver()
+        if self.core.tier is not None:
+            self.core.tend_tier(self.clock, step_s)
         if self._in_flight:
             self._begin_step()
         else:
@@ -259,3 +298,7 @@ class SimulatedReplica(Process):
             num_blocks=self.shape.num_blocks,
             row_invariant=True,
         )
+
+
+def _nothing() -> None:
+    """A command that only wakes the engine."""

@@ -10,7 +10,7 @@ n-gram lookup, one that is nearly always right, one that never is.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 from holdfast.cluster.simulate.oracle.oracle import right_token
 from holdfast.cluster.simulate.oracle.pseudo_model import (
@@ -31,7 +31,15 @@ from holdfast.worker.request import TokenLogprob
 from holdfast.worker.scheduler import sequence as scheduled
 from holdfast.worker.scheduler.drafters import NgramProposer
 from holdfast.worker.scheduler.speculation import Proposer
-from holdfast.worker.step_plan import BlockCopy, DecodeRows, ScheduledSequence, StepPlan, StepResult, draws_of
+from holdfast.worker.step_plan import (
+    BlockCopy,
+    DecodeRows,
+    ScheduledSequence,
+    StateCopy,
+    StepPlan,
+    StepResult,
+    draws_of,
+)
 
 _EMPTY: Final = b"\xff"
 """Content of slots that were never written: no token."""
@@ -63,6 +71,25 @@ class PseudoRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         return run_each(plan, self._run_one)
+
+    def read_block(self, kind: bytes, place: int) -> Any:
+        """What a block (kind `k`) or a slot holds."""
+        if kind == b"k":
+            return bytes(self._slots[place * self._block_size : (place + 1) * self._block_size])
+        assert self._states is not None, "the model keeps states"
+        return self._states.slots[place]
+
+    def write_block(self, kind: bytes, place: int, content: Any) -> None:
+        """Puts what `read_block` gave in place of what a block or a slot holds."""
+        if kind == b"k":
+            self._slots[place * self._block_size : (place + 1) * self._block_size] = content
+        elif self._states is not None:
+            self._states.slots[place] = content
+
+    def copy_states(self, copies: Sequence[StateCopy]) -> None:
+        """Copies slots before the next step does."""
+        if self._states is not None:
+            self._states.copy(copies)
 
     def _run_one(self, plan: StepPlan) -> StepResult:
         sequences = plan.sequences

@@ -25,12 +25,13 @@ class PseudoStates:
     """The slots of one replica."""
 
     def __init__(self, num_slots: int) -> None:
-        self._slots = [_State(-1, _LOST, ())] * num_slots
+        self.slots = [_State(-1, _LOST, ())] * num_slots
+        """What each holds."""
 
     def copy(self, copies: Iterable[StateCopy]) -> None:
         """One after the other, in this order."""
         for source, destination in copies:
-            self._slots[destination] = self._slots[source]
+            self.slots[destination] = self.slots[source]
 
     def advance(self, share: ScheduledSequence) -> int:
         """Takes the tokens of a share in; the digest behind the last of them, drafts included."""
@@ -38,14 +39,14 @@ class PseudoStates:
         num_certain = len(share.token_ids) - share.num_drafts
         digest = digest_of(share.token_ids[:num_certain], self._before(share.state_slot, share.first_position))
         drafts = share.token_ids[num_certain:]
-        self._slots[share.state_slot] = _State(share.first_position + num_certain, digest, drafts)
+        self.slots[share.state_slot] = _State(share.first_position + num_certain, digest, drafts)
         return digest_of(drafts, digest)
 
     def _before(self, slot: int, position: int) -> int:
         """The digest at a position: behind the last certain token, or any draft after it."""
         if position == 0:
             return 0
-        state = self._slots[slot]
+        state = self.slots[slot]
         num_right = position - state.position
         if not 0 <= num_right <= len(state.drafts):
             return _LOST

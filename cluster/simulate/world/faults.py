@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from holdfast.cluster.simulate.actors.client import SITE as CLIENTS
+from holdfast.cluster.simulate.actors.disk import SimulatedDisk
 from holdfast.cluster.simulate.actors.replica import SimulatedReplica
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.kernel.network import Network, Path
@@ -36,6 +37,7 @@ class Cluster(Protocol):
     network: Network
     routers: list[SimulatedRouter]
     replicas: list[SimulatedReplica]
+    disk: SimulatedDisk | None
 
     def note_clock_jump(self, seconds: float) -> None: ...
 
@@ -45,7 +47,7 @@ class Cluster(Protocol):
 
 def draw_faults(rng: random.Random, span_s: float, num_routers: int, num_replicas: int) -> list[SimulatedFault]:
     """Draws up to a dozen faults, of few kinds or of many."""
-    drawn = tuple(kind for kind in KINDS if kind != UPDATE)
+    drawn = tuple(kind for kind in KINDS if kind not in (UPDATE, *DISK_KINDS))
     kinds = rng.sample(drawn, rng.randint(1, len(drawn)))
     faults = [
         SimulatedFault(
@@ -74,6 +76,21 @@ def draw_updates(rng: random.Random, span_s: float, num_replicas: int) -> list[S
             release=f"release {number}",
         )
         for number in range(1, 1 + rng.choices((0, 1, 2), weights=(9, 2, 1))[0])
+    ]
+
+
+def draw_disk_faults(rng: random.Random, span_s: float) -> list[SimulatedFault]:
+    """Draws a few faults of the disk that has the replicas' block stores."""
+    return [
+        SimulatedFault(
+            kind=rng.choice(DISK_KINDS),
+            time_s=rng.uniform(0, 1.2 * span_s),
+            duration_s=rng.choice((0.5, 2.0)),
+            router=0,
+            replica=0,
+            size=rng.random(),
+        )
+        for _ in range(rng.choice((0, 1, 3, 6)))
     ]
 
 
@@ -193,7 +210,30 @@ def _calls(cluster: Cluster, fault: SimulatedFault) -> Path:
     return cluster.network.path(CLIENTS, cluster.routers[fault.router].site)
 
 
+def _lose_disk(cluster: Cluster, fault: SimulatedFault) -> None:
+    if cluster.disk is not None:
+        cluster.disk.lose()
+
+
+def _damage_disk(cluster: Cluster, fault: SimulatedFault) -> None:
+    if cluster.disk is not None:
+        cluster.disk.damage(fault.size)
+
+
+def _slow_disk(cluster: Cluster, fault: SimulatedFault) -> None:
+    """Up to a hundred times as slow: requests that wait for it go on without."""
+    disk = cluster.disk
+    if disk is not None:
+        disk.slowness = 100**fault.size
+        cluster.timeline.after(fault.duration_s, _heal_disk, disk)
+
+
+def _heal_disk(disk: SimulatedDisk) -> None:
+    disk.slowness = 1.0
+
+
 UPDATE: Final = "update replicas"
+DISK_KINDS: Final = ("lose disk", "damage disk", "slow disk")
 
 KINDS: Final[dict[str, Callable[[Cluster, SimulatedFault], None]]] = {
     "kill replica": _kill_replica,
@@ -210,4 +250,7 @@ KINDS: Final[dict[str, Callable[[Cluster, SimulatedFault], None]]] = {
     "partition link": _partition_link,
     "partition calls": _partition_calls,
     "slow link": _slow_link,
+    "lose disk": _lose_disk,
+    "damage disk": _damage_disk,
+    "slow disk": _slow_disk,
 }

@@ -17,7 +17,7 @@ from holdfast.cluster.simulate.kernel.timeline import Violation, require
 from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE
 from holdfast.cluster.simulate.oracle.pseudo_runner import PROPOSERS, PseudoRunner
 from holdfast.cluster.simulate.world.attacks import Attack, draw_attack
-from holdfast.cluster.simulate.world.faults import SimulatedFault, draw_faults, draw_updates
+from holdfast.cluster.simulate.world.faults import SimulatedFault, draw_disk_faults, draw_faults, draw_updates
 from holdfast.cluster.simulate.world.traffic import draw_requests, draw_storm
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.worker.config import SchedulerConfig
@@ -41,6 +41,8 @@ class Scenario:
     """The draft proposer of each replica (`cluster/simulate/oracle/pseudo_runner.py`); None: no drafts."""
     requests: list[PlannedRequest]
     faults: list[SimulatedFault]
+    has_disk: bool
+    """Replicas have a block store below their caches, all of them one."""
     attack: Attack | None
     """Requests of a class that costs routers much; None: only ordinary ones come."""
 
@@ -63,6 +65,7 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
     limits = LimitsConfig(max_queued=random.Random(f"limits {seed}").choice((4, 1024, 1024, 1024)))
     attack = draw_attack(attack_rng, seed, span_s, num_routers, limits)
     is_quiet = attack is not None and attack_rng.random() < 0.6
+    has_disk = not async_scheduling and replica.prefix_caching and random.Random(f"disk {seed}").random() < 0.4
     are_plain = random.Random(f"plain {seed}").random() < 0.25
     scenario = Scenario(
         seed=seed,
@@ -86,9 +89,11 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
             [
                 *draw_faults(rng, span_s, num_routers, num_replicas),
                 *draw_updates(random.Random(f"update {seed}"), span_s, num_replicas),
+                *(draw_disk_faults(random.Random(f"disk faults {seed}"), span_s) if has_disk else ()),
             ],
             key=lambda fault: fault.time_s,
         ),
+        has_disk=has_disk,
         attack=attack,
     )
     return _without_trouble(scenario) if is_quiet else scenario

@@ -12,6 +12,7 @@ from typing import Final
 from holdfast.cluster.simulate.actors.attacker import Attacker
 from holdfast.cluster.simulate.actors.client import PATIENCE_S, SimulatedClient
 from holdfast.cluster.simulate.actors.costly_message import Decoder, LoopCosts
+from holdfast.cluster.simulate.actors.disk import SimulatedDisk
 from holdfast.cluster.simulate.actors.journal_folder import JournalFolder
 from holdfast.cluster.simulate.actors.replica import MODEL, SimulatedReplica
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
@@ -128,12 +129,14 @@ class World:
         self.scenario = scenario
         self.timeline = Timeline(watch)
         self.network = Network(self.timeline, rng, scenario.latency_s)
+        self.disk = SimulatedDisk(random.Random(f"disk {scenario.seed}")) if scenario.has_disk else None
         self.replicas = [
             SimulatedReplica(
                 f"replica-{i}",
                 self.network,
                 replace(scenario.replica, make_proposer=PROPOSERS[name] if name else None),
                 COSTS,
+                self.disk,
             )
             for i, name in enumerate(scenario.proposers)
         ]

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from holdfast.cluster.simulate.actors import disk as disk_module
 from holdfast.cluster.simulate.actors.client import SimulatedClient
+from holdfast.cluster.simulate.actors.disk import SimulatedDisk, SimulatedMover
 from holdfast.cluster.simulate.oracle.pseudo_model import PseudoMatcher
 from holdfast.router.dispatch import request_stream as request_stream_module
 from holdfast.router.dispatch.dispatch import Dispatch
@@ -19,6 +21,7 @@ from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.events import Action
 from holdfast.router.resume import ResumeRecord, SequenceDelta
 from holdfast.router.text.text_stream import TextStream
+from holdfast.worker import block_hash
 from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine.engine_core import EngineCore, OutputQueue
@@ -324,9 +327,34 @@ def refuse_who_waits_for_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Dispatch, "_fail_late", fail_late)
 
 
+def hash_without_the_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of all tenants are found for each other, in memory and on the disk."""
+    root = block_hash.root_hash
+    monkeypatch.setattr(block_hash, "root_hash", lambda salt, tenant="": root(salt))
+
+
+def trust_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No digest is checked of what is read from the disk."""
+    monkeypatch.setattr(disk_module, "is_whole", lambda row, digest: True)
+
+
+def store_without_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas of all releases find each other's blocks on the disk."""
+    init, names = SimulatedMover.__init__, SimulatedDisk.names
+
+    def of_any_kind(self: SimulatedMover, disk: SimulatedDisk, kind: str, *args: Any) -> None:
+        init(self, disk, "any", *args)
+
+    monkeypatch.setattr(SimulatedMover, "__init__", of_any_kind)
+    monkeypatch.setattr(SimulatedDisk, "names", lambda self, kind: names(self, "any"))
+
+
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     bug.__name__: bug
     for bug in (
+        hash_without_the_tenant,
+        trust_the_disk,
+        store_without_the_version,
         drop_the_fence,
         reuse_a_freed_block,
         hand_out_a_block_twice,

@@ -1,0 +1,201 @@
+"""Simulated disk of a host: the block stores of its replicas, and the movers to them, in virtual time.
+
+What a block holds is what the pseudo-model has written to it, and with it goes whose it is: tenant, salt and release of
+the request that computed it. Who reads keys and values of another breaks a promise, whatever comes of it.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from zlib import crc32
+
+from holdfast.cluster.simulate.kernel.timeline import Violation
+from holdfast.worker.engine.block_tier import BlockTier
+from holdfast.worker.engine.tier_mover import KV, Place
+from holdfast.worker.scheduler.scheduler import Scheduler
+from holdfast.worker.step_plan import StateCopy, StepPlan
+
+Owner = tuple[str, str, str]
+"""Release, tenant and salt."""
+NOBODY: Final[Owner] = ("", "", "nobody")
+
+
+class Row(NamedTuple):
+    """What a block or a slot holds, and whose it is."""
+
+    content: Any
+    owner: Owner
+
+    @property
+    def digest(self) -> int:
+        return crc32(repr(self).encode())
+
+
+class SimulatedDisk:
+    """All that the replicas of a host have stored."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._rows: dict[tuple[str, bytes], tuple[Row, int]] = {}  # by kind and name, with the digest
+        self.slowness = 1.0
+        self.num_read = 0
+        self.num_damaged = 0
+        self.movers: list[SimulatedMover] = []
+        """Of replicas that are up."""
+
+    def names(self, kind: str) -> list[bytes]:
+        return [name for found, name in self._rows if found == kind]
+
+    def put(self, kind: str, name: bytes, row: Row) -> None:
+        self._rows.setdefault((kind, name), (row, row.digest))
+
+    def get(self, kind: str, name: bytes) -> Row | None:
+        """None where there is none, or it is not what was put."""
+        found = self._rows.get((kind, name))
+        if found is None:
+            return None
+        self.num_read += 1
+        if not is_whole(*found):
+            self.num_damaged += 1
+            del self._rows[kind, name]
+            return None
+        return found[0]
+
+    def lose(self) -> None:
+        """Everything, and nobody is told."""
+        self._rows.clear()
+
+    def damage(self, share: float) -> None:
+        """Changes what some rows of keys and values hold."""
+        for key, (row, digest) in list(self._rows.items()):
+            if key[1].startswith(KV) and self._rng.random() < share:
+                changed = bytes(one ^ 1 for one in row.content)
+                self._rows[key] = (row._replace(content=changed), digest)
+
+
+def is_whole(row: Row, digest: int) -> bool:
+    """Whether a row is what was put."""
+    return row.digest == digest
+
+
+@runtime_checkable
+class MovableRunner(Protocol):
+    """A runner whose blocks can be copied elsewhere and back."""
+
+    def read_block(self, kind: bytes, place: int) -> Any: ...
+
+    def write_block(self, kind: bytes, place: int, content: Any) -> None: ...
+
+    def copy_states(self, copies: Sequence[StateCopy]) -> None: ...
+
+
+class Owners:
+    """Whose each block of a replica is."""
+
+    def __init__(self, release: str, scheduler: Scheduler, block_size: int) -> None:
+        self._release = release
+        self._scheduler = scheduler
+        self._block_size = block_size
+        self._owners: dict[int, Owner] = {}
+
+    def __getitem__(self, block_id: int) -> Owner:
+        return self._owners.get(block_id, NOBODY)
+
+    def __setitem__(self, block_id: int, owner: Owner) -> None:
+        self._owners[block_id] = owner
+
+    def check(self, plan: StepPlan) -> None:
+        """Raises `Violation` for a sequence of the plan that reads another one's blocks; notes which ones it writes."""
+        requests = self._scheduler.running_requests()
+        for copy in plan.block_copies:
+            self._owners[copy.destination] = self[copy.source]
+        for sequence in plan.sequences:
+            request = requests.get(sequence.sequence_id)
+            if request is None:
+                continue
+            owner = (self._release, request.tenant, request.cache_salt)
+            num_read = sequence.first_position // self._block_size
+            for block_id in sequence.block_ids[:num_read]:
+                if self[block_id] != owner:
+                    raise Violation(f"a request of {owner} reads a block of {self[block_id]}")
+            self._owners.update(dict.fromkeys(sequence.block_ids[num_read:], owner))
+
+
+@dataclass(slots=True)
+class MovingFigures:
+    """As in `worker/engine/tier_mover.py`."""
+
+    copy_s_per_byte: float = 1e-6
+    write_s_per_byte: float = 1e-6
+    read_s_per_byte: float = 1e-6
+    num_blocks: int = 0
+    num_bytes: int = 0
+    num_failures: int = 0
+    num_errors: int = 0
+    staged_bytes: int = 0
+
+
+class SimulatedMover:
+    """Of one life of a replica."""
+
+    has_room = True
+
+    def __init__(
+        self,
+        disk: SimulatedDisk,
+        kind: str,
+        runner: MovableRunner,
+        owners: Owners,
+        after: Callable[..., None],
+        post: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """`after` calls later, `post` between two steps; neither once the replica has died."""
+        self.counts = MovingFigures()
+        self.tier: BlockTier | None = None
+        self._disk = disk
+        self._kind = kind
+        self._runner = runner
+        self._owners = owners
+        self._after = after
+        self._post = post
+        self._names: dict[int, list[bytes]] = {}  # of each ticket, those that are not taken
+        disk.movers.append(self)
+
+    def store(self, places: Sequence[Place]) -> None:
+        rows = [
+            (name, Row(self._runner.read_block(name[:1], place), self._owners[place] if name[:1] == KV else NOBODY))
+            for name, place in places
+        ]
+        self._after(0.003 * self._disk.slowness, self._put, rows)
+
+    def _put(self, rows: list[tuple[bytes, Row]]) -> None:
+        for name, row in rows:
+            self._disk.put(self._kind, name, row)
+        for mover in self._disk.movers:
+            mover._hear(self._kind, [name for name, _ in rows])
+
+    def _hear(self, kind: str, names: list[bytes]) -> None:
+        if kind == self._kind:
+            self._after(0.001, self._post, lambda: self.tier.learn(names, ()) if self.tier else None)
+
+    def fetch(self, ticket: int, names: Sequence[bytes], piece: int) -> None:
+        if not names:
+            self._names.pop(ticket, None)
+            return
+        self._names[ticket] = list(names)
+        for number in range(-(-len(names) // piece)):
+            delay_s = 0.002 * (number + 1) * self._disk.slowness
+            self._after(delay_s, self._post, lambda: self.tier.note_piece(ticket) if self.tier else None)
+
+    def take(self, ticket: int, places: Sequence[Place], state_copies: Sequence[StateCopy]) -> Sequence[bool]:
+        self._runner.copy_states(state_copies)
+        found = []
+        for name, place in places:
+            row = self._disk.get(self._kind, name)
+            found.append(row is not None)
+            if row is not None:
+                self._runner.write_block(name[:1], place, row.content)
+                if name[:1] == KV:
+                    self._owners[place] = row.owner
+        return found
