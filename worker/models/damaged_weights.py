@@ -2,19 +2,24 @@
 files.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
+from torch import Tensor
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.executors.finite import NotFiniteError, check_finite
+from holdfast.worker.models.gguf.folder import is_made_of_gguf, read_index
+from holdfast.worker.models.gguf.tensors import GgufTensors
 from holdfast.worker.models.safetensors_files import mapped_tensors
 from holdfast.worker.models.weights import read_json
 
 Made = TypeVar("Made")
+
+_ROWS: Final = 4096
 
 
 def made_by_all(make: Callable[[], Made], group: TensorParallelGroup, undo: Callable[[Made], None]) -> Made:
@@ -35,12 +40,29 @@ def made_by_all(make: Callable[[], Made], group: TensorParallelGroup, undo: Call
 def damaged(folder: Path, found: NotFiniteError) -> UnsupportedModelError:
     """The refusal of a model for what a rank has `found` in its weights. Reads the folder's files to the weight."""
     model_type = str(read_json(folder / "config.json").get("model_type"))
-    for name, tensor in mapped_tensors(folder).items():
+    for name, file, first, numbers in _of_gguf(folder) if is_made_of_gguf(folder) else _of_safetensors(folder):
         try:
-            check_finite(tensor.values)
+            check_finite(numbers)
         except NotFiniteError:
-            place = torch.nonzero(~tensor.values.float().isfinite())[0].tolist()
-            reason = f"its weight {name} has numbers that are NaN or infinite, at {place} in {tensor.file}"
+            row, *others = torch.nonzero(~numbers.float().isfinite())[0].tolist()
+            reason = f"its weight {name} has numbers that are NaN or infinite, at {[first + row, *others]} in {file}"
             return UnsupportedModelError(model_type, reason, "Fetch its files again")
     way_out = "Choose another dtype, or fetch its files again"
     return UnsupportedModelError(model_type, f"it overflows, or its files are damaged: {found}", way_out)
+
+
+def _of_safetensors(folder: Path) -> Iterator[tuple[str, str, int, Tensor]]:
+    """Name, file, first row and numbers of each tensor."""
+    for name, tensor in mapped_tensors(folder).items():
+        yield name, tensor.file, 0, tensor.values.reshape(1) if tensor.values.dim() == 0 else tensor.values
+
+
+def _of_gguf(folder: Path) -> Iterator[tuple[str, str, int, Tensor]]:
+    """The same, in pieces of some rows: they are dequantized."""
+    tensors = GgufTensors(folder)
+    for entry in read_index(folder):
+        weight = tensors.take(entry.name, entry.shape)
+        assert weight is not None
+        for first in range(0, entry.shape[0], _ROWS):
+            numbers = weight.numbers(first, min(entry.shape[0], first + _ROWS))
+            yield entry.name, str(folder / entry.file), first, numbers[:, 0] if weight.is_vector else numbers

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast.worker.executors.finite import NotFiniteError
+from holdfast.worker.models.damaged_weights import damaged
 from holdfast.worker.models.gguf.block_names import BLOCKS
 from holdfast.worker.models.gguf.folder import hf_folder
 from holdfast.worker.models.gguf.tensors import dequantized
@@ -148,3 +150,23 @@ class TestMistakes:
             return (stored.view(np.float32) - 1).view(np.uint8) if name == "output_norm.weight" else stored
 
         assert differences_on(write_model("gemma", tmp_path, "Q8_0", change=less), 1) == ["layout.norm.weight"]
+
+
+@pytest.mark.parametrize(("kind", "scale"), [("Q8_0", b"\xff\x7f"), ("F32", b"\x00\x00\x80\x7f")])
+def test_a_number_that_is_none_is_named_with_its_tensor_and_place(tmp_path, kind, scale):
+    """The scale of the sixth block of 32, or the number at its place."""
+    written = write_model("llama", tmp_path, kind)
+    reader = gguf.GGUFReader(written.file)
+    tensor = next(one for one in reader.tensors if one.name == "blk.1.ffn_up.weight")
+    content, row_bytes = bytearray(written.file.read_bytes()), tensor.n_bytes // 96
+    place = tensor.data_offset + 5 * row_bytes
+    content[place : place + len(scale)] = scale
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(content)
+    error = damaged(hf_folder(path, "model"), NotFiniteError("found"))
+    assert "model.layers.1.mlp.up_proj.weight has numbers that are NaN or infinite, at [5, 0] in " in str(error)
+
+
+def test_files_without_such_a_number_may_overflow(tmp_path):
+    error = damaged(made(write_model("llama", tmp_path, "Q8_0")), NotFiniteError("a weight of shape [3]"))
+    assert "it overflows, or its files are damaged: a weight of shape [3]" in str(error)
