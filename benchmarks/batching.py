@@ -82,6 +82,7 @@ def run(policy: str, runner: StepRunner, info: ModelInfo, load: list[EngineReque
     scheduler = Scheduler(
         config,
         num_blocks=info.num_blocks,
+        window=info.window,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
         eos_token_ids=info.eos_token_ids,

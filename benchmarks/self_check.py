@@ -90,6 +90,7 @@ class Suspect:
         scheduler = Scheduler(
             self._config.scheduler,
             num_blocks=info.num_blocks,
+            window=info.window,
             block_size=info.block_size,
             max_model_len=info.max_model_len,
             eos_token_ids=info.eos_token_ids,

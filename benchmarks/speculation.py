@@ -105,6 +105,7 @@ def run(method: Method, runner: StepRunner, info: ModelInfo, load: list[EngineRe
     scheduler = Scheduler(
         config,
         num_blocks=info.num_blocks,
+        window=info.window,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
         eos_token_ids=info.eos_token_ids,

@@ -32,13 +32,16 @@ NUM_BEFORE = (0, 128)
 
 def make_plan(info: ModelInfo, num_sequences: int, num_tokens: int, num_before: int) -> StepPlan:
     """A step of equal sequences, each with `num_tokens` to compute after `num_before` that are in the cache."""
-    num_blocks = -(-(num_before + num_tokens) // info.block_size)
+    end = num_before + num_tokens
+    num_blocks, in_windows = -(-end // info.block_size), 0 if info.window is None else info.window.num_blocks_for(end)
+    behind = num_sequences * num_blocks
     sequences = [
         ScheduledSequence(
             sequence_id=number,
             first_position=num_before,
             token_ids=(1,) * num_tokens,
             block_ids=tuple(range(number * num_blocks, (number + 1) * num_blocks)),
+            window_block_ids=tuple(range(behind + number * in_windows, behind + (number + 1) * in_windows)),
             draw=DrawParams(SamplingParams(seed=number, temperature=0.0), 0),
             num_draws=1,
         )

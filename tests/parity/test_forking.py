@@ -27,6 +27,7 @@ def served(
     scheduler = Scheduler(
         SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=8),
         num_blocks=num_blocks or info.num_blocks,
+        window=info.window,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
         eos_token_ids=frozenset(),

@@ -97,6 +97,7 @@ def test_a_prefix_that_is_cached_has_the_same_bits(leader, prompts):
     scheduler = Scheduler(
         SchedulerConfig(max_num_batched_tokens=32),
         num_blocks=info.num_blocks,
+        window=info.window,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
         eos_token_ids=frozenset(),

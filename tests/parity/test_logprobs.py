@@ -29,6 +29,7 @@ def scheduler_of(leader: LeaderRunner, chunk: int, prefix_caching: bool) -> Sche
     return Scheduler(
         SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=8),
         num_blocks=info.num_blocks,
+        window=info.window,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
         eos_token_ids=frozenset(),

@@ -18,6 +18,7 @@ def served(leader: LeaderRunner, prompts, max_steps: int, stop: int | None = Non
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=8),
         num_blocks=info.num_blocks,
+        window=info.window,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
         eos_token_ids=info.eos_token_ids,

@@ -89,6 +89,7 @@ def serve(leader, requests, speculation=None, scheduler_config=CROWDED):
     scheduler = Scheduler(
         scheduler_config,
         num_blocks=info.num_blocks,
+        window=info.window,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
         eos_token_ids=info.eos_token_ids,
