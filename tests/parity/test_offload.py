@@ -165,6 +165,8 @@ def test_all_at_once_with_forks(folder, requests, alone, tmp_path):
             said = replica.ask(*requests, *group)
             assert said == alone | {each.request_id: alone["0"] for each in group}
             replica.settle()
+        for each in requests:
+            assert replica.ask(each) == {each.request_id: alone[each.request_id]}
         assert replica.stats().num_disk_hit_tokens > 0
 
 

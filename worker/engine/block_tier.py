@@ -30,6 +30,8 @@ MOST_S: Final = 0.1
 """Of either, what is saved up."""
 IDLE_BYTES: Final = 16 << 20
 """Copied to the store at a time while nothing runs."""
+MOST_LEFT_OUT: Final = 1024
+"""Blocks whose successors are not copied: the last ones are remembered."""
 MATURE_TURNS: Final = 64
 """Turns that a snapshot must outlive to be copied while others run: most of them are soon replaced by the next."""
 FIXED_S: Final = 0.002
@@ -95,6 +97,7 @@ class BlockTier:
         self._to_store: OrderedDict[bytes, int] = OrderedDict()
         """Blocks of keys and values that the store has not; and states, each with the turn since when it is here."""
         self._states_to_store: OrderedDict[bytes, int] = OrderedDict()
+        self._left_out: OrderedDict[bytes, None] = OrderedDict()
         self._restores: dict[int, Restore] = {}
         self._num_restores = self._turn = 0
         self._budget_s = self._take_budget_s = 0.0
@@ -169,8 +172,16 @@ class BlockTier:
                 name = kind + event.block_hash
                 if isinstance(event, BlockEvicted):
                     self._num_lost_blocks += queue.pop(name, None) is not None and kind == KV
+                elif event.parent_hash in self._left_out:
+                    self.leave_out(event.block_hash)
                 elif name not in self._stored:
                     queue[name] = self._turn
+
+    def leave_out(self, block_hash: bytes) -> None:
+        """What follows this block, or this `root_hash`, is not copied to the store: nobody will ask for it again."""
+        self._left_out[block_hash] = None
+        if len(self._left_out) > MOST_LEFT_OUT:
+            self._left_out.popitem(last=False)
 
     def report(self, stats: EngineStats) -> None:
         """Writes its figures into an engine's."""
@@ -320,8 +331,10 @@ class BlockTier:
             return
         if restore.num_taken < len(restore.names):
             self._mover.fetch(restore.ticket, (), 0)
-        else:
+        if restore.num_taken == len(restore.names):
             self._num_hit_tokens += restore.num_tokens
+        elif self._slots is None:  # else the state is missing, and with it all is
+            self._num_hit_tokens += restore.num_taken * self._allocator.block_size
 
     @property
     def has_pieces(self) -> bool:

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from typing import Final, NamedTuple
 
+from holdfast.worker.block_hash import root_hash
 from holdfast.worker.engine.block_tier import BlockTier, Restore
 from holdfast.worker.engine.cache_feed import CacheFeed
 from holdfast.worker.engine.request_guards import NonFiniteGuard, NumbersCheck, Suspects, no_numbers
@@ -150,6 +151,8 @@ class EngineCore:
         `attempt` is the key that the request is known by from here on, None its own id.
         """
         attempt = request.request_id if attempt is None else attempt
+        if self.tier is not None and listener is self.numbers_check:
+            self.tier.leave_out(root_hash(request.cache_salt, request.tenant))
         if attempt in self._held:
             self._release(attempt)
         elif self.tier is not None and (restore := self.tier.restore_for(request, now)) is not None:

@@ -57,6 +57,9 @@ class Listener:
     def on_update(self, update: StepUpdate) -> None:
         self.deltas += update.deltas
 
+    def ask_in_doubt(self) -> bool:
+        return False
+
 
 class Played:
     """A core with a tier. Computing takes `computing_s`."""
@@ -187,7 +190,7 @@ def test_a_block_that_is_missing_ends_it_there(played, number):
     bring(played)
     played.run()
     assert finished(played) == {"a"}
-    assert played.stats.num_prefix_hit_tokens == number * SIZE
+    assert played.stats.num_prefix_hit_tokens == played.stats.num_disk_hit_tokens == number * SIZE
     played.submit("b", (*PROMPT, 5))
     played.run()
     assert finished(played) == {"a", "b"}, "what was missing is not asked for again"
@@ -260,3 +263,16 @@ def test_followers_hear_of_what_can_be_had_here_or_there(played):
     assert played.tier.seen((), ()) == ([], []), "the cache has them still"
     played.tier.forget()
     assert not list(played.tier.block_hashes)
+
+
+def test_the_known_answers_blocks_stay_here():
+    """A replica asks itself the same again and again, each time under a salt of its own."""
+    played = Played()
+    played.core.numbers_check = played.listener
+    played.submit("a", cache_salt="own/1")
+    played.run()
+    played.core.numbers_check = None
+    played.submit("b")
+    played.run()
+    played.idle()
+    assert sorted(played.mover.stored) == sorted(played.names())
