@@ -1,7 +1,7 @@
 """Gated DeltaNet and Mamba2: what Hugging Face and a loop in float64 compute, the same bits however tokens come."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -246,6 +246,20 @@ def test_a_state_that_is_spoilt_between_two_steps_shows(dense, mistake):
     said = runner.step(Piece(0, 33, IDS[0][33:]))[0]
     runner.executor.close()
     assert not same_bits(said, expected[33:])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"dt_bias": torch.zeros(8)}, {"conv_bias": None}, {"skip": torch.zeros(8)}, {"norm_heads": 0}],
+    ids=lambda one: next(iter(one)),
+)
+def test_a_part_of_mamba2_that_is_left_out_shows(changes, tmp_path):
+    layout = stated(save_hybrid(tmp_path, "granite, dense"))
+    layers = [replace(one, state=replace(one.state, **changes)) if one.state else one for one in layout.layers]
+    runner = Runner(replace(layout, layers=tuple(layers)))
+    expected = made("granite, dense")(torch.tensor(IDS[:1]), use_cache=False).logits[0]
+    assert excess(runner.run(90), expected) > 1000 * TOLERANCE
+    runner.executor.close()
 
 
 def test_decays_in_bfloat16_would_show(dense, monkeypatch):
