@@ -3,6 +3,7 @@ whenever it ends.
 """
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
@@ -12,6 +13,17 @@ ResultT = TypeVar("ResultT")
 
 CANCEL_LIMIT_S: Final = 5.0
 """Seconds to wait for cancelled work when the loop ends."""
+
+
+def open_standard_streams() -> None:
+    """Opens `/dev/null` for standard streams that the parent has closed. The next socket would get their number, and
+    libuv aborts a process that closes one of these.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
 
 
 class LoopThread:
@@ -24,6 +36,7 @@ class LoopThread:
         new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
     ) -> None:
         """`closed` makes the error of callers that wait for something when this is closed, or comes later."""
+        open_standard_streams()
         self.loop = new_loop()
         self._closed = closed
         self._gate = threading.Lock()

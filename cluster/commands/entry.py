@@ -25,7 +25,9 @@ def main() -> None:
         signal.signal(signal.SIGINT, _end)
     with uncollected():
         from holdfast.cluster.commands import cli
+        from holdfast.cluster.loop_thread import open_standard_streams
 
+    open_standard_streams()
     run = cli.command if is_ignored else _interruptible(cli.command)
     sys.exit(cli.exit_code(lambda: run(sys.argv[1:])))
 

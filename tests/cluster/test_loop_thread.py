@@ -1,6 +1,8 @@
 """A loop's thread: whoever waits on it is answered when it ends, and whoever comes later too."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future
 
@@ -105,3 +107,20 @@ async def test_closing_a_client_answers_whoever_waits_for_it_on_another_thread()
 
 def _error(done: Future) -> Future:
     return in_thread(lambda: done.exception(30))
+
+
+@pytest.mark.parametrize("closed", [[0], [2], [0, 1, 2]])
+def test_a_process_whose_parent_closed_its_standard_streams_ends_in_order(closed):
+    """libuv asserts that what it closes is no standard stream."""
+    pytest.importorskip("uvloop")
+    program = f"""
+import os, socket
+[os.close(number) for number in {closed}]
+import uvloop
+from holdfast.cluster.loop_thread import LoopThread
+loop = LoopThread("test", RuntimeError, uvloop.new_event_loop)
+assert socket.socket().fileno() > 2
+assert all(os.get_inheritable(number) for number in {closed})
+loop.close()
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=120, check=False).returncode == 0
