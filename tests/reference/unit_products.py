@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-UNIT = 32
+UNIT, LINE, FAR = 32, 4, 128
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
@@ -63,28 +63,29 @@ def fma(a: Floats, b: Floats, c: Floats) -> Floats:
 
 
 def quantized(x: Floats) -> tuple[Ints, Floats]:
-    """Rows [rows, units, 32] -> whole numbers of 8 bits, and the scale [rows, units] of each unit."""
-    largest = np.abs(x).max(-1).astype(np.float32)  # NaN where there is one
+    """Rows [rows, units, 32] -> whole numbers of 8 bits, in far lines of 15, and the scale [rows, units] of each unit."""
+    lines = np.abs(x).reshape(*x.shape[:-1], UNIT // LINE, LINE).max(-1).astype(np.float32)
+    largest = lines.max(-1)  # NaN where there is one
     finite = np.isfinite(largest) & (largest >= np.float32(2.0**-100))
-    safe = np.where(finite, largest, np.float32(1))
+    np.put_along_axis(lines, lines.argmax(-1)[..., None], 0, -1)
+    rest = lines.max(-1)
+    base = np.where(largest >= 2 * rest, np.maximum(rest, largest / np.float32(FAR)), largest)
+    safe = np.where(finite, base, np.float32(1))
     factor = np.float32(127) / safe
     q = np.where(finite[..., None], np.rint(np.where(finite[..., None], x, 0) * factor[..., None]), 0)
     scale = np.where(finite, safe / np.float32(127), np.where(np.isfinite(largest), 0, np.nan))
     return q.astype(np.int64), scale.astype(np.float32)
 
 
-def unit_products(x: Floats, weight: UnitWeight, slices: int = 1, passes: int = 1) -> Floats:
+def unit_products(x: Floats, weight: UnitWeight, slices: int = 1) -> Floats:
     """x [rows, inputs] times a weight [outputs, inputs]: slices of units, added as a binary tree over their numbers."""
     x = x.reshape(len(x), -1, UNIT)
     q, scale = quantized(x)
-    left = quantized(fma(-scale[..., None], q.astype(np.float32), x)) if passes == 2 else None
     each = q.shape[1] // slices
     parts = []
     for first in range(0, each * slices, each):
         units = slice(first, first + each)
-        own = weight.units(first, first + each)
-        part = _slice_product(q[:, units], scale[:, units], own)
-        parts.append(part if left is None else part + _slice_product(left[0][:, units], left[1][:, units], own))
+        parts.append(_slice_product(q[:, units], scale[:, units], weight.units(first, first + each)))
     while len(parts) > 1:
         left = parts[-1:] if len(parts) % 2 else []
         parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)] + left

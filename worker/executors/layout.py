@@ -41,8 +41,6 @@ class Linear:
     codes: tuple[StoredMatrix | CodedMatrix, ...] = ()
     """Instead of weights: quantized ones of the same `code_form` and with the same groups of inputs, whose numbers,
     each rounded to the serving dtype, are the weights; on a device one of all parts."""
-    passes: int = 1
-    """How often inputs are quantized for units: twice, what the first time left is quantized too."""
     bias: Tensor | None = None
     """float32 [out of all parts]. Of a row-parallel linear: whole on every rank, added once after the sum. Of an
     expert's `down`: part of the first slice, and so of the first rank; zeros on the others."""

@@ -13,6 +13,15 @@ from torch import Tensor
 UNIT: Final = 32
 """Inputs of a unit, and outputs of a packed panel of units."""
 
+LINE: Final = 4
+"""Inputs of a line. That of a row's unit whose largest input is much larger than those of the other lines is far."""
+
+FAR_FROM: Final = 2
+"""How many times as large that one is at least."""
+
+FAR: Final = 128
+"""How many times as large it is at most before it coarsens the others."""
+
 SCALE_TYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 """Of scales and minima."""
 

@@ -23,9 +23,6 @@ _OFFSETS = {NormKind.RMS_PLUS_ONE: 1.0, NormKind.LAYER_PLUS_ONE: 1.0}
 _EPS_WITHOUT_WEIGHTS = 1e-5
 """Written into the code of the one norm that has no weights (OLMo)."""
 
-HEAD_PASSES = 2
-"""Inputs of a head in units are quantized twice: its products are what probabilities are made of."""
-
 Outputs = Sequence[tuple[int, int | None]]
 """Of linears that are stacked: the number of outputs, and in how many equal chunks at most ranks share them."""
 
@@ -162,7 +159,7 @@ class RankShare:
         own = None if bias is None else self._table(bias).float()
         share = self._coded(share_of_vocabulary(whole, self.rank, self.size))
         if isinstance(share, StoredMatrix) and self._are_units(share, 1):
-            return Linear(units=(share,), passes=HEAD_PASSES, bias=own)
+            return Linear(units=(share,), bias=own)
         if isinstance(share, StoredMatrix) and self._are_codes(share) and not is_table:
             return Linear(codes=(share,), bias=own)
         return Linear(weights=(self._table(whole),), bias=own)

@@ -29,7 +29,7 @@ from holdfast.worker.executors.layout import (
 )
 from holdfast.worker.executors.mapped_files import MappedFiles
 from holdfast.worker.executors.stored_matrix import StoredMatrix
-from holdfast.worker.executors.units import UNIT
+from holdfast.worker.executors.units import FAR, FAR_FROM, LINE, UNIT
 
 CONVERTED_AT_A_TIME: Final = 2**18
 """Weights that are converted to float32 together: few enough to stay in a core's cache until they are multiplied."""
@@ -314,7 +314,7 @@ class Reference:
     def _linear(self, linear: Linear, x: Tensor) -> Tensor:
         x = self._round(x)
         if linear.units and self._rounded_to is not None:
-            x = rounded_in_units(x, linear.passes)
+            x = rounded_in_units(x)
         y = torch.cat([self._product(x, weight, is_rounded=bool(linear.codes)) for weight in linear.parts], -1)
         return y if linear.bias is None else y + linear.bias.to(self._dtype)
 
@@ -370,14 +370,18 @@ def _scores_for_choice(experts: Experts, scores: Tensor) -> Tensor:
     return masked
 
 
-def rounded_in_units(x: Tensor, passes: int = 1) -> Tensor:
-    """x [..., inputs] as whole numbers of 8 bits times the scale of their unit, which products with units take; with
-    two passes and what that leaves, likewise.
+def rounded_in_units(x: Tensor) -> Tensor:
+    """x [..., inputs] as whole numbers times the scale of their unit, which products with units take: of 8 bits, in the
+    line of an input that is much larger than those of other lines of 15.
     """
-    units = x.view(*x.shape[:-1], x.shape[-1] // UNIT, UNIT)
-    scale = units.abs().amax(-1, keepdim=True).clamp_min(2.0**-100) / 127
-    rounded: Tensor = ((units / scale).round() * scale).view(x.shape)
-    return rounded if passes == 1 else rounded + rounded_in_units(x - rounded, passes - 1)
+    lines = x.view(*x.shape[:-1], x.shape[-1] // UNIT, UNIT // LINE, LINE)
+    of_lines = lines.abs().amax(-1)
+    largest, far = of_lines.max(-1, keepdim=True)
+    rest = of_lines.scatter(-1, far, 0.0).amax(-1, keepdim=True)
+    base = torch.where(largest >= FAR_FROM * rest, torch.maximum(rest, largest / FAR), largest)
+    scale = base.clamp_min(2.0**-107)[..., None] / 127
+    rounded: Tensor = ((lines / scale).round() * scale).view(x.shape)
+    return rounded
 
 
 def rotated(x: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:

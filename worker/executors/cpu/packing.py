@@ -320,7 +320,7 @@ class PackedModel:
         if linear.units:
             spent = self._spent is not None
             memory_of = self._arena, self._library, self._pool
-            packed = pack_units(linear.units, rows, *memory_of, passes=linear.passes, uses_up=spent)
+            packed = pack_units(linear.units, rows, *memory_of, uses_up=spent)
             return self._described(linear, rows, slices, slice_tiles, packed)
         memory = self._memory(TileShape(len(rows), k_tiles * TILE * self._itemsize, k_tiles))
         if self._arena.is_packed:

@@ -12,7 +12,7 @@ KEPT_AS_INT8: Final = 1
 
 
 class NativeUnits(Structure):
-    _fields_ = (("bits", c_int), ("offset", c_int), ("scales", c_int), ("before", c_int), ("passes", c_int))
+    _fields_ = (("bits", c_int), ("offset", c_int), ("scales", c_int), ("before", c_int))
 
 
 class NativeLinear(Structure):

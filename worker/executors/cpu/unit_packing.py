@@ -41,12 +41,10 @@ def pack_units(
     library: CDLL,
     pool: int,
     *,
-    passes: int = 1,
     uses_up: bool,
 ) -> PackedUnits:
-    """Packs weights of one form, stacked along the outputs, on a pool's threads. `passes`: how often their inputs are
-    quantized. `uses_up`: nobody reads them again. Raises `NotFiniteError` for scales or minima with a NaN or an
-    infinity.
+    """Packs weights of one form, stacked along the outputs, on a pool's threads. `uses_up`: nobody reads them
+    again. Raises `NotFiniteError` for scales or minima with a NaN or an infinity.
 
     `rows`, of which there are a multiple of 32, says which output each packed one is; -1: zeros.
     """
@@ -56,7 +54,7 @@ def pack_units(
     num_units = weights[0].shape[1] // UNIT
     panel_bytes = form.panel_bytes(num_units)
     scales = SCALE_TYPES.index(form.scales)
-    native = NativeUnits(bits=form.bits, offset=form.offset.value, scales=scales, before=form.before, passes=passes)
+    native = NativeUnits(bits=form.bits, offset=form.offset.value, scales=scales, before=form.before)
     packed = PackedUnits(address=arena.take(len(rows) // UNIT * panel_bytes), panel_bytes=panel_bytes, form=native)
     if not arena.is_packed:
         step = max(1, PIECE_CODES // (num_units * UNIT * UNIT)) * UNIT

@@ -6,6 +6,8 @@ write them anew: python -m tests.worker.executors.cpu.test_known_answers
 
 import hashlib
 import json
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,12 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS
-from holdfast.worker.executors.layout import DecoderLayout
-from holdfast.worker.models.native_backend import NUMERICS
+from holdfast.worker.executors.layout import DecoderLayout, Linear, Mlp, attention_of
+from holdfast.worker.executors.units import UNIT, UNITS_TOGETHER, Offset, UnitForm
+from holdfast.worker.models.native_backend import NUMERICS, UNIT_NUMERICS
 from tests.worker.executors.cpu.native import ALL, BF16, F16, F32, library_or_skip, other_classes
 from tests.worker.executors.cpu.runs import Runner, layout_of
+from tests.worker.executors.cpu.test_units import StoredUnits
 
 ANSWERS = Path(__file__).parent / "known_answers.json"
 MODELS = {
@@ -29,6 +33,13 @@ MODELS = {
 DTYPES = {"bfloat16": BF16, "float16": F16, "float32": F32}
 CODED = ("llama", "gpt_oss")
 """Whose answers with keys and values in int8 are known too."""
+UNITS = {
+    "4 bits": UnitForm(bits=4, offset=Offset.MINIMA, scales=F16),
+    "6 bits": UnitForm(bits=6, offset=Offset.BYTE_HALVES, scales=F16),
+    "8 bits": UnitForm(bits=8, offset=Offset.MIDDLE, scales=F16),
+}
+"""Quantized weights whose answers are known, of a llama whose sums have slices of whole units."""
+WHOLE_UNITS = (("head_dim", 32), ("hidden_size", 128), ("intermediate_size", 256))
 NUM_TOKENS = 140
 
 
@@ -70,9 +81,51 @@ def parameters(layout: DecoderLayout) -> list[Tensor]:
     return list({tensor.data_ptr(): tensor for tensor in found}.values())
 
 
+def in_units(layout: DecoderLayout, form: UnitForm) -> DecoderLayout:
+    """The same layout with quantized weights of our own making in place of its linears, the head's too."""
+    number = count(1000)
+
+    def quantized(linear: Linear) -> Linear:
+        return replace(linear, weights=(), units=tuple(units_of(form, part, next(number)) for part in linear.weights))
+
+    layers = []
+    for layer in layout.layers:
+        attention, mlp = attention_of(layer), layer.mlp
+        assert isinstance(mlp, Mlp)
+        attention = replace(attention, qkv=quantized(attention.qkv), output=quantized(attention.output))
+        layers.append(
+            replace(layer, attention=attention, mlp=replace(mlp, up=quantized(mlp.up), down=quantized(mlp.down)))
+        )
+    return replace(layout, layers=tuple(layers), head=quantized(layout.head))
+
+
+def units_of(form: UnitForm, weight: Tensor, seed: int) -> StoredUnits:
+    """Of the shape of a weight, with numbers of about its size."""
+    (outputs, inputs), units = weight.shape, weight.shape[1] // UNIT
+    scales, offsets = (whole_numbers(outputs * units, seed + part).view(outputs, units) for part in (1, 2))
+    factors = None
+    if form.offset is Offset.BYTE_HALVES:
+        together = outputs * -(-units // UNITS_TOGETHER)
+        factors = ((whole_numbers(together, seed + 3) + 160) / 2**21).to(F16).view(outputs, -1, 1)
+        parts = {"scales": scales.to(torch.int8), "offsets": offsets.to(torch.int8), "factors": factors}
+    else:
+        minima = (offsets / 2**9).to(F16) if form.offset is Offset.MINIMA else None
+        parts = {"scales": ((scales + 160) / 2 ** (8 + form.bits)).to(F16), "offsets": minima, "factors": None}
+    codes = ((whole_numbers(weight.numel(), seed) + 128) >> (8 - form.bits)).to(torch.uint8).view(weight.shape)
+    return StoredUnits(rows=(0, outputs), columns=(0, inputs), form=form, codes=codes, **parts)  # type: ignore[arg-type]
+
+
+def answers_of_units(form: str, name: str) -> str:
+    return digest_of(in_units(refilled(layout_of.__wrapped__("llama", BF16, WHOLE_UNITS)), UNITS[form]), name)
+
+
 def answers(model: str, dtype: torch.dtype, name: str, *, in_int8: bool = False) -> str:
     family, changes = MODELS[model]
     layout = refilled(layout_of.__wrapped__(family, dtype, changes))  # one that nobody else has: it is written over
+    return digest_of(layout, name, in_int8=in_int8)
+
+
+def digest_of(layout: DecoderLayout, name: str, *, in_int8: bool = False) -> str:
     ids = [3 + number % 120 for number in whole_numbers(NUM_TOKENS, 1).tolist()]
     runner = Runner(layout, name=name, in_int8=in_int8)
     logits = runner.run(ids, chunks=(70, 1, 40))
@@ -101,8 +154,18 @@ def test_the_answers_in_int8_are_the_known_ones(model, name):
     assert answers(model, BF16, name, in_int8=True) == known["int8 logits"][model]
 
 
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("form", UNITS)
+def test_the_answers_of_quantized_weights_are_the_known_ones(form, name):
+    library_or_skip(name)
+    known = json.loads(ANSWERS.read_text())
+    assert known["unit numerics"] == UNIT_NUMERICS, "new numerics have new answers"
+    assert answers_of_units(form, name) == known["unit logits"][form]
+
+
 if __name__ == "__main__":
     logits = {model: {dtype: answers(model, DTYPES[dtype], "avx2") for dtype in DTYPES} for model in MODELS}
     coded = {model: answers(model, BF16, "avx2", in_int8=True) for model in CODED}
     known = {"numerics": NUMERICS, "logits": logits, "int8 numerics": INT8_NUMERICS, "int8 logits": coded}
+    known |= {"unit numerics": UNIT_NUMERICS, "unit logits": {form: answers_of_units(form, "avx2") for form in UNITS}}
     ANSWERS.write_text(json.dumps(known, indent=2) + "\n")

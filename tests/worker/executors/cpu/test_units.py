@@ -87,12 +87,10 @@ class UnitProduct(Product):
     """A product with a weight in units, for rows of a model's type."""
 
     def _linear(self, linear: Linear, *, slices: int = 1, rows: object = None) -> NativeLinear:
-        return super()._linear(Linear(units=(self._stored,), passes=self._passes), slices=slices)
+        return super()._linear(Linear(units=(self._stored,)), slices=slices)
 
-    def __init__(
-        self, name: str | None, stored: StoredUnits, slices: int = 1, dtype: torch.dtype = BF16, passes: int = 1
-    ) -> None:
-        self._stored, self._passes = stored, passes
+    def __init__(self, name: str | None, stored: StoredUnits, slices: int = 1, dtype: torch.dtype = BF16) -> None:
+        self._stored = stored
         super().__init__(library_or_skip(name), torch.empty(stored.shape, dtype=dtype), slices)
 
 
@@ -104,8 +102,8 @@ def inputs(rows: int, length: int, dtype: torch.dtype = BF16, seed: int = 1) -> 
     return x.to(dtype)
 
 
-def expected(x: Tensor, stored: StoredUnits, slices: int = 1, passes: int = 1) -> Tensor:
-    return torch.from_numpy(unit_products(x.float().numpy(), weight_of(stored), slices, passes))
+def expected(x: Tensor, stored: StoredUnits, slices: int = 1) -> Tensor:
+    return torch.from_numpy(unit_products(x.float().numpy(), weight_of(stored), slices))
 
 
 SHAPES = st.tuples(
@@ -145,28 +143,30 @@ def test_rows_of_the_plain_types_are_quantized_as_they_are(dtype):
     assert same_bits(UnitProduct(None, stored, dtype=dtype)(x), expected(x, stored))
 
 
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_inputs_that_are_quantized_twice_have_the_bits_of_the_rule(form):
-    """Of many rows, which are more at once than there are sums for, too."""
-    stored = stored_units(form, 40, 3)
-    x = inputs(140, stored.shape[1])
-    want = expected(x, stored, passes=2)
-    for name in runnable_classes():
-        product = UnitProduct(name, stored, passes=2)
-        for rows in (1, 2, 7, 140):
-            assert same_bits(product(x[:rows]), want[:rows]), (name, rows)
+def test_far_lines_have_the_bits_of_the_rule(name, form):
+    """Wherever in a unit they lie, however far they are, and where two lines have the largest input."""
+    stored = stored_units(form, 70, 10)
+    x = inputs(40, stored.shape[1]).view(40, 10, UNIT)
+    for row in range(32):
+        x[row, :, row] *= torch.tensor([-1.0, 3.0, 20.0, -127.0, 129.0, -3000.0, 1e30, 0.0, 1.0, 1.0])
+        x[row, 8] = 2.0**-120
+        x[row, 8, row] = -1.0
+        x[row, 9, row] = x[row, 9, (row + 9) % UNIT] = 100.0
+    x = x.view(40, -1)
+    assert same_bits(UnitProduct(name, stored)(x), expected(x, stored))
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_odd_inputs_have_the_bits_of_the_rule(passes):
+def test_odd_inputs_have_the_bits_of_the_rule():
     """NaN and infinity make all of a row NaN; what is below 2^-100 is zero; and no row touches another."""
     stored = stored_units(FORMS[2], 64, 4)
     x = inputs(12, stored.shape[1], F32)
     x[1, 70], x[2, 3], x[3, 127] = torch.nan, torch.inf, -torch.inf
     x[4], x[5], x[6, :32] = 0.0, 2.0**-101, 2.0**-100
     x[7], x[8] = 1e30, 1e-39
-    want = expected(torch.where(x.abs() < 2.0**-126, 0.0, x), stored, passes=passes)
-    got = UnitProduct(None, stored, dtype=F32, passes=passes)(x)
+    want = expected(torch.where(x.abs() < 2.0**-126, 0.0, x), stored)
+    got = UnitProduct(None, stored, dtype=F32)(x)
     assert torch.equal(got.isnan(), want.isnan())
     assert got[1:4].isnan().all()
     assert got[[4, 5, 8]].eq(0).all()
@@ -179,9 +179,8 @@ def test_a_product_is_near_that_of_the_numbers():
         stored = stored_units(form, 64, 16)
         x = inputs(8, stored.shape[1])
         exact = x.double() @ stored.numbers(0, 64).double().T
-        for passes, most in ((1, 0.02), (2, 1e-4)):
-            error = (UnitProduct(None, stored, passes=passes)(x).double() - exact).norm(dim=1) / exact.norm(dim=1)
-            assert (error < most).all(), (form, passes, error)
+        error = (UnitProduct(None, stored)(x).double() - exact).norm(dim=1) / exact.norm(dim=1)
+        assert (error < 0.01).all(), (form, error)
 
 
 # --- the reference itself, and mistakes that it would notice ---
@@ -203,8 +202,10 @@ def test_the_reference_adds_as_fused_multiply_adds_do():
 
 def test_quantized_rows_are_within_half_a_step():
     x = inputs(9, 128, F32).numpy().reshape(9, -1, UNIT)
+    x[:, 1, 5] *= 50  # a large input, and its line, are as exact
     q, scale = quantized(x)
-    assert np.abs(q).max() == 127
+    assert 127 * 20 < np.abs(q).max() <= 127 * 128
+    assert (np.sort(np.abs(q), -1)[..., -5] <= 127).all()
     assert (np.abs(q * scale[..., None] - x) <= scale[..., None] * 0.5001).all()
 
 

@@ -14,7 +14,7 @@ enum NativeOffset { HF_MIDDLE, HF_ZERO_POINTS, HF_MINIMA, HF_BYTE_MINIMA, HF_BYT
 enum NativeScales { HF_HALF_SCALES, HF_BFLOAT_SCALES, HF_FLOAT_SCALES };
 struct NativeUnits {
   int bits, offset, scales;  // bits of a code, 4, 5, 6 or 8; 0: there are no units
-  int before, passes;        // see `UnitForm`
+  int before;                // see `UnitForm`
 };
 
 struct NativeLinear {

@@ -147,7 +147,7 @@ template <class W> struct InputRows {
   int count;
   const Factor* factors;  // the same; null where tiles are used
   long factor_stride;
-  const RowUnit* units;  // the same, of a weight in units, for each pass; there are no factors then
+  const RowUnit* units;  // the same, of a weight in units; there are no factors then
 };
 
 // One row streams faster by FMA, from two on tiles do: the bits are the same.
@@ -161,11 +161,10 @@ template <class W> HF_INLINE bool uses_tiles(int count) {
 
 template <class W> void unit_rows_of(Scratch& scratch, const Packed<W>& w, InputRows<W>& input, long call) {
   const bool is_there = call && scratch.call == call && scratch.rows == input.rows;
-  const long k_tiles = w.k_tiles(), all = k_tiles * input.count;
-  RowUnit* units = (RowUnit*)scratch.factors_of(all * w.units.passes * sizeof(RowUnit));
+  const long k_tiles = w.k_tiles();
+  RowUnit* units = (RowUnit*)scratch.factors_of(k_tiles * input.count * sizeof(RowUnit));
   for (int r = is_there ? input.count : 0; r < input.count; r++)
-    quantize_row(input.rows + r * input.stride, k_tiles, w.units.bits, units + r * k_tiles,
-                 w.units.passes == 2 ? units + all + r * k_tiles : nullptr);
+    quantize_row(input.rows + r * input.stride, k_tiles, w.units.bits, units + r * k_tiles);
   input.units = units, scratch.call = call, scratch.rows = input.rows;
 }
 
@@ -243,14 +242,10 @@ HF_INLINE void add_to(float* sums, const float* others, int count) {
   for (int i = 0; i < count; i += 16) store(sums + i, load(sums + i) + load(others + i));
 }
 
-// `sums` has room for the rows of each pass.
 template <class W>
 void slice_of_units(const Packed<W>& w, int group, const RowUnit* rows, int count, int first, float* sums) {
-  const int passes = w.units.passes;
   for (int half = 0; half < 2; half++)
-    unit_products(rows, w.k_tiles(), count * passes, w.unit_panel(2 * group + half, first, w.slice_tiles),
-                  sums + half * PANEL, GROUP);
-  if (passes == 2) add_to(sums, sums + (long)count * GROUP, count * GROUP);
+    unit_products(rows, w.k_tiles(), count, w.unit_panel(2 * group + half, first, w.slice_tiles), sums + half * PANEL, GROUP);
 }
 
 template <class W>

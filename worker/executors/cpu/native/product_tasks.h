@@ -10,12 +10,12 @@ const int LONG_ROW = 2560, MOST_GROUPS = 4;  // of a product of many rows: input
 
 template <class W> HF_INLINE Packed<W> packed(const NativeLinear& linear) {
   return {(const W*)linear.tiles, linear.slices, linear.slice_tiles, linear.groups, linear.panel_bytes,
-          {linear.units.bits, linear.units.offset, linear.units.scales, linear.units.before, linear.units.passes}};
+          {linear.units.bits, linear.units.offset, linear.units.scales, linear.units.before}};
 }
 
 // So many that the rows of a task stay in the second cache.
 template <class W> int rows_per_task(const Packed<W>& w, int num_rows) {
-  const bool are_many = w.row_length() > LONG_ROW || w.units.passes == 2;
+  const bool are_many = w.row_length() > LONG_ROW;
   return num_rows <= BLOCK_ROWS ? BLOCK_ROWS : are_many ? MAX_ROWS / 2 : MAX_ROWS;
 }
 template <class W> int groups_per_task(const Packed<W>& w, int groups, int num_rows, int chunks, int threads) {

@@ -3,7 +3,6 @@
 // Codes go from memory or a cache to registers for each block of rows anew, which is as fast as reading them once into bytes.
 #pragma once
 #include "unit_sums.h"
-#include "units.h"
 
 namespace {
 
@@ -14,6 +13,9 @@ HF_INLINE Wide wide_scales(const uint8_t* p, int type, int output) {
   if (type == HF_HALF_SCALES) return wide_halves(p + 2 * output);
   return type == HF_BFLOAT_SCALES ? wide_bfloats(p + 2 * output) : wide_load((const float*)p + output);
 }
+
+// Zero points, and FAR times these in the upper words: for sums in two parts.
+HF_INLINE Whole times_parted(Whole zero) { return whole_or(zero, whole_left<16 + FAR_BITS>(zero)); }
 
 // What an output's unit has beside its codes, for a register of outputs.
 template <int OFFSET> struct UnitFactors {
@@ -35,23 +37,40 @@ template <int OFFSET> struct UnitFactors {
     }
     scale = wide_scales(scales, form.scales, output);
     if (OFFSET == HF_MINIMA) minimum = wide_scales(offsets, form.scales, output);
-    if (OFFSET == HF_ZERO_POINTS) zero = widened_bytes(offsets + output);
+    if (OFFSET == HF_ZERO_POINTS) zero = times_parted(widened_bytes(offsets + output));
   }
 };
 
-// A zero point is a word above which there is nothing, so that of a sum the lower word counts, which has all of it.
-template <int BITS, int OFFSET>
-HF_INLINE Wide joined(Wide total, const UnitSum<BITS>& sum, const UnitFactors<OFFSET>& w, const RowUnit& x) {
+template <int BITS, int OFFSET, bool HAS_FAR>
+HF_INLINE Wide joined(Wide total, const UnitSum<BITS>& sum, const UnitCodes<BITS>& codes, const UnitFactors<OFFSET>& w,
+                      const RowUnit& x) {
   Whole products;
+  const Whole far_codes = codes.far(x.line);
   if constexpr (OFFSET == HF_BYTE_HALVES) {
-    const Whole first = whole_minus(sum.first(), whole_all(x.first_middle_sum));
-    const Whole second = whole_minus(sum.second(), whole_all(x.middle_sum - x.first_middle_sum));
+    const Whole far = HAS_FAR ? add_far<BITS>(whole_zero(), far_codes, x.far) : whole_zero();
+    const Whole is_first = whole_all(x.line < 4 ? -1 : 0);
+    const Whole far_of_first = whole_and(far, is_first), far_of_second = whole_minus(far, far_of_first);
+    const Whole first = whole_minus(whole_plus(sum.first(), far_of_first), whole_all(x.first_middle_sum));
+    const Whole second = whole_minus(whole_plus(sum.second(), far_of_second), whole_all(x.middle_sum - x.first_middle_sum));
     products = whole_plus(whole_times(first, w.zero), whole_times(second, w.second));
-  } else products = sum.total();
+  } else products = HAS_FAR ? add_far<BITS>(sum.total(), far_codes, x.far) : sum.total();
   if (OFFSET == HF_MIDDLE) products = whole_minus(products, whole_all(x.middle_sum));
-  if (OFFSET == HF_ZERO_POINTS) products = whole_minus(products, pair_products(w.zero, whole_all(x.sum)));
+  if (OFFSET == HF_ZERO_POINTS) products = whole_minus(products, pair_products(w.zero, whole_all(x.parted_sum)));
   if (OFFSET == HF_MINIMA || OFFSET == HF_BYTE_MINIMA) total = wide_fma(w.minimum, wide_all(&x.scaled_sum), total);
   return wide_fma(wide_of(products), wide_times(w.scale, wide_all(&x.scale)), total);
+}
+
+// Of all rows and registers of a block, which takes unit `u` of the panel; `scales` are what lies behind its codes.
+template <int BITS, int OFFSET, bool HAS_FAR, int R, int C>
+HF_INLINE void join_all(Wide (&total)[R][C], const UnitSum<BITS> (&sums)[R][C], const UnitCodes<BITS> (&codes)[C],
+                        const UnitPanel& panel, int u, const uint8_t* scales, int output, const RowUnit* rows, long stride) {
+#pragma GCC unroll 4
+  for (int c = 0; c < C; c++) {
+    const UnitFactors<OFFSET> factors(scales, panel.factors_of(u), panel.form, output + c * WIDTH);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+      total[r][c] = joined<BITS, OFFSET, HAS_FAR>(total[r][c], sums[r][c], codes[c], factors, rows[r * stride]);
+  }
 }
 
 // out [R][C registers, from `output` on] = rows [R] times the units of a panel.
@@ -89,13 +108,11 @@ __attribute__((noinline)) void unit_block(const RowUnit* rows, long stride, cons
       }
     if (ahead)
       for (int at = 0; at < step - 2 * half_bytes; at += 64) _mm_prefetch((const char*)scales + ahead + at, _MM_HINT_T0);
-#pragma GCC unroll 4
-    for (int c = 0; c < C; c++) {
-      const UnitFactors<OFFSET> factors(scales, panel.factors_of(u), form, output + c * WIDTH);
+    bool far = false;
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++)
-        total[r][c] = joined<BITS, OFFSET>(total[r][c], sums[r][c], factors, rows[r * stride]);
-    }
+    for (int r = 0; r < R; r++) far |= rows[r * stride].has_far;
+    if (far) join_all<BITS, OFFSET, true>(total, sums, codes, panel, u, scales, output, rows, stride);
+    else join_all<BITS, OFFSET, false>(total, sums, codes, panel, u, scales, output, rows, stride);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)

@@ -4,7 +4,7 @@
 // with codes of 4 bits cannot overflow (16 * 15 * 127 < 2^15): codes of 8 bits are taken as two halves, and their sums joined;
 // of codes of 5 bits four are added in 16 bits (8 * 31 * 127), of codes of 6 bits two (4 * 63 * 127), and then in 32.
 #pragma once
-#include "lanes.h"
+#include "units.h"
 
 namespace {
 
@@ -24,7 +24,11 @@ HF_INLINE Whole widened_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_m
 HF_INLINE Whole widened_signs(const uint8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 HF_INLINE Whole whole_times(Whole a, Whole b) { return _mm512_mullo_epi32(a, b); }
 HF_INLINE Whole whole_or(Whole a, Whole b) { return _mm512_or_si512(a, b); }
+HF_INLINE Whole whole_and(Whole a, Whole b) { return _mm512_and_si512(a, b); }
 HF_INLINE Whole bits_of(Whole a, int mask) { return _mm512_and_si512(a, _mm512_set1_epi8((char)mask)); }
+HF_INLINE Whole whole_right_by(Whole a, int n) { return _mm512_srlv_epi32(a, whole_all(n)); }
+HF_INLINE Whole whole_left_by(Whole a, int n) { return _mm512_sllv_epi32(a, whole_all(n)); }
+template <int N> HF_INLINE Whole whole_left(Whole a) { return _mm512_slli_epi32(a, N); }
 template <int N> HF_INLINE Whole words_right(Whole a) { return _mm512_srli_epi16(a, N); }
 template <int N> HF_INLINE Whole words_left(Whole a) { return _mm512_slli_epi16(a, N); }
 HF_INLINE Wide wide_of(Whole a) { return _mm512_cvtepi32_ps(a); }
@@ -49,7 +53,11 @@ HF_INLINE Whole widened_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_m
 HF_INLINE Whole widened_signs(const uint8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 HF_INLINE Whole whole_times(Whole a, Whole b) { return _mm256_mullo_epi32(a, b); }
 HF_INLINE Whole whole_or(Whole a, Whole b) { return _mm256_or_si256(a, b); }
+HF_INLINE Whole whole_and(Whole a, Whole b) { return _mm256_and_si256(a, b); }
 HF_INLINE Whole bits_of(Whole a, int mask) { return _mm256_and_si256(a, _mm256_set1_epi8((char)mask)); }
+HF_INLINE Whole whole_right_by(Whole a, int n) { return _mm256_srlv_epi32(a, whole_all(n)); }
+HF_INLINE Whole whole_left_by(Whole a, int n) { return _mm256_sllv_epi32(a, whole_all(n)); }
+template <int N> HF_INLINE Whole whole_left(Whole a) { return _mm256_slli_epi32(a, N); }
 template <int N> HF_INLINE Whole words_right(Whole a) { return _mm256_srli_epi16(a, N); }
 template <int N> HF_INLINE Whole words_left(Whole a) { return _mm256_slli_epi16(a, N); }
 HF_INLINE Wide wide_of(Whole a) { return _mm256_cvtepi32_ps(a); }
@@ -100,17 +108,30 @@ template <int BITS> struct UnitCodes {
     }
     return out;
   }
+  // Those of inputs 4 * `at` onwards alone.
+  HF_INLINE_MEMBER Whole far(int at) const {
+    if (BITS == 8) return whole_load(first + at * CODE_BYTES);
+    const Whole codes = bytes_below_16(whole_right_by(whole_load(first + (at & 3) * CODE_BYTES), at & 4));
+    if (BITS == 4) return codes;
+    const int more = BITS - 4, per_half = BITS == 5 ? 4 : 2, place = 2 * (at & 3) + (at >> 2), in_half = place % per_half;
+    const Whole plane = whole_load(first + (4 + place / (2 * per_half)) * CODE_BYTES);
+    const bool in_lower = place / per_half % 2;
+    const Whole bits = in_lower ? whole_left_by(plane, 4 - in_half * more) : whole_right_by(plane, in_half * more);
+    return whole_or(codes, bits_of(bits, ((1 << more) - 1) << 4));
+  }
 };
 
 #ifdef HF_VNNI
 #ifdef __AVX512VNNI__
 HF_INLINE Whole add_four(Whole sum, Whole u, Whole q) { return _mm512_dpbusd_epi32(sum, u, q); }
+HF_INLINE Whole add_pairs(Whole sum, Whole a, Whole b) { return _mm512_dpwssd_epi32(sum, a, b); }
 #else  // in software, for tests
 HF_INLINE Whole bytes_of_words(Whole words, bool odd) { return odd ? _mm256_srai_epi16(words, 8) : _mm256_srai_epi16(_mm256_slli_epi16(words, 8), 8); }
 HF_INLINE Whole add_four(Whole sum, Whole u, Whole q) {
   const Whole even = pair_products(_mm256_and_si256(u, words_all(255)), bytes_of_words(q, false));
   return whole_plus(sum, whole_plus(even, pair_products(_mm256_srli_epi16(u, 8), bytes_of_words(q, true))));
 }
+HF_INLINE Whole add_pairs(Whole sum, Whole a, Whole b) { return whole_plus(sum, pair_products(a, b)); }
 #endif
 
 template <int BITS> struct UnitSum {
@@ -121,6 +142,11 @@ template <int BITS> struct UnitSum {
   }
   HF_INLINE_MEMBER Whole total() const { return sum; }
 };
+// Adds FAR times the products of the far line.
+template <int BITS> HF_INLINE Whole add_far(Whole sum, Whole codes, const int8_t* q) {
+  if (BITS == 8) return whole_plus(sum, whole_left<FAR_BITS>(add_four(whole_zero(), codes, four_bytes(q))));
+  return add_pairs(sum, code_products(codes, four_bytes(q)), words_all(FAR));
+}
 template <> struct UnitSum<6> {  // of halves
   Whole low = whole_zero(), high = whole_zero();
   HF_INLINE_MEMBER void add(int i, const CodeLine<6>& line, const int8_t* q) {
@@ -139,6 +165,12 @@ HF_INLINE void add_or_begin(bool begun, Whole& sum, Whole u, Whole q) {
   else sum = code_products(u, q);
 }
 HF_INLINE Whole sum_of_pairs(Whole words) { return pair_products(words, words_all(1)); }
+template <int BITS> HF_INLINE Whole add_far(Whole sum, Whole codes, const int8_t* q) {
+  const Whole numbers = four_bytes(q);
+  if (BITS != 8) return whole_plus(sum, pair_products(code_products(codes, numbers), words_all(FAR)));
+  const Whole upper = pair_products(code_products(upper_codes(codes), numbers), words_all(16 * FAR));
+  return whole_plus(sum, whole_plus(upper, pair_products(code_products(bytes_below_16(codes), numbers), words_all(FAR))));
+}
 template <int BITS> struct UnitSum {
   Whole low, high;  // of 8 bits, the sums of the codes' halves
   HF_INLINE_MEMBER void add(int i, const CodeLine<BITS>& line, const int8_t* q) {

@@ -1,23 +1,24 @@
 // Quantized weights and quantized inputs: the rule of their products, and how both lie in memory.
 //
-// A unit is 32 inputs. Of a row's unit x (as a linear takes it, denormals as zeros), with `largest` the largest |x|:
+// A unit is 32 inputs. Of a row's unit x (as a linear takes it, denormals as zeros), a line is 4 inputs, from a multiple of 4
+// on. `largest` is the largest |x|, and `rest` the largest |x| of all lines but the first one that has the largest:
 //   largest is NaN or infinite   scale = NaN, all q = 0
 //   largest < 2^-100             scale = 0, all q = 0
-//   else                         scale = RN(largest / 127), q = x times RN(127 / largest), rounded, to a whole number, to even
-// `sum` is that of all q. An output's unit is codes u of 4, 5, 6 or 8 bits, a scale sw, and one of: the middle of the codes as
-// its zero point z (2^(bits - 1)), a zero point z of its own, or a minimum mn (and z = 0). A slice of a sum starts at +0, and
-// takes its units from the first to the last, in float32 by fused multiply-adds:
-//   [ total = fma(mn, RN(scale * float(sum)), total) ]
-//   total = fma(float(all u * q - z * sum), RN(sw * scale), total)
-// What float() takes is a whole number below 2^24, which any order of adding gives: so any number of rows, threads and any
-// instructions have the same bits. Slices are added as those of other products are (`linear.h`).
+//   else                         base = max(rest, largest / 128) if largest >= 2 * rest, else largest;
+//                                scale = RN(base / 127), q = x times RN(127 / base), rounded, to a whole number, to even
+// In the first case the line with the largest is far, and its q have 15 bits, all others 8: so one large input does not make
+// the steps of the others large. `sum` is that of all q. An output's unit is codes u of 4,
+// 5, 6 or 8 bits, a scale sw, and one of: the middle of the codes as its zero point z (2^(bits - 1)), a zero point z of its
+// own, or a minimum mn (and z = 0). A slice of a sum starts at +0, and takes its units from the first to the last, in float32
+// by fused multiply-adds:
+//   [ total = fma(mn, RN(scale * RN(sum)), total) ]
+//   total = fma(RN(all u * q - z * sum), RN(sw * scale), total)
+// What is rounded to float32 is a whole number below 2^31, which any order of adding gives: so any number of rows, threads and
+// any instructions have the same bits. Slices are added as those of other products are (`linear.h`).
 //
 // Eight units may have one factor d in float16 together, and one dmin: then sw = d * a byte and mn = -(dmin * a byte), both
-// exact in float32. Or their halves of 16 inputs have signed bytes a and b, and z is the middle: then sw = d, and float()
-// takes a * (the first half's u * q - z * sum) + b * (the second's).
-//
-// Inputs of the head are quantized twice: again, by the same rule, what the first time left, RN(x - scale * q), and the two
-// products of a slice are added, the first one first.
+// exact in float32. Or their halves of 16 inputs have signed bytes a and b, and z is the middle: then sw = d, and what is
+// rounded is a * (the first half's u * q - z * sum) + b * (the second's).
 //
 // Packed: panels of 32 outputs, one unit after the other: the codes of outputs 0 to 15 and of 16 to 31, 32 scales, and 32
 // minima of the scales' type or 32 bytes of zero points. Codes of 16 outputs are lines of 64 bytes, [output][4 inputs]: line i
@@ -34,6 +35,7 @@
 namespace {
 
 enum { UNIT = 32, UNIT_OUTPUTS = 32, CODE_LINE = 64, UNITS_TOGETHER = 8 };
+enum { LINE_INPUTS = 4, FAR_BITS = 7, FAR = 1 << FAR_BITS, FAR_FROM = 2 };  // of a row's unit
 
 HF_INLINE int bytes_of_scale(int type) { return type == HF_FLOAT_SCALES ? 4 : 2; }
 
@@ -41,7 +43,6 @@ HF_INLINE int bytes_of_scale(int type) { return type == HF_FLOAT_SCALES ? 4 : 2;
 struct UnitForm {
   int bits, offset, scales;
   int before;  // units of the whole weight before the first one, modulo UNITS_TOGETHER
-  int passes;  // how often inputs are quantized
   HF_INLINE_MEMBER bool is_there() const { return bits != 0; }
   HF_INLINE_MEMBER bool has_factors() const { return offset == HF_BYTE_MINIMA || offset == HF_BYTE_HALVES; }
   HF_INLINE_MEMBER int code_bytes() const { return UNIT_OUTPUTS * UNIT * bits / 8; }
@@ -58,20 +59,34 @@ struct UnitForm {
 
 // A unit of a row.
 struct RowUnit {
-  int8_t q[UNIT];
+  int8_t q[UNIT];           // whole numbers; of the far line, what is left of them beside times of FAR
+  int8_t far[LINE_INPUTS];  // those of the far line, in times of FAR
+  int32_t has_far, line;    // whether there is a far line, and which one
   float scale, scaled_sum;
-  int32_t sum, middle_sum, first_middle_sum;  // the latter two times the middle of a weight's codes; of the first half
+  int32_t parted_sum;                    // of q, and of `far` in its upper word
+  int32_t middle_sum, first_middle_sum;  // the middle of a weight's codes times the sum; of the first half
 };
 
 HF_INLINE __m256i magnitudes(__m256 v) {
   return _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x7fffffff));
 }
-HF_INLINE uint32_t largest_magnitude(Lanes a, Lanes b) {  // as bits, in whose order NaN comes last
-  __m256i most = _mm256_max_epi32(magnitudes(low_half(a)), magnitudes(high_half(a)));
-  most = _mm256_max_epi32(most, _mm256_max_epi32(magnitudes(low_half(b)), magnitudes(high_half(b))));
+HF_INLINE uint32_t largest_of(__m256i most) {  // as bits, in whose order NaN comes last
   __m128i q = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
   q = _mm_max_epi32(q, _mm_shuffle_epi32(q, 0x4e));
   return (uint32_t)_mm_cvtsi128_si32(_mm_max_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
+}
+// The largest magnitude of each line of a unit.
+HF_INLINE __m256i largest_of_lines(Lanes a, Lanes b) {
+  const __m256i v[4] = {magnitudes(low_half(a)), magnitudes(high_half(a)), magnitudes(low_half(b)), magnitudes(high_half(b))};
+  const __m256i x = _mm256_max_epi32(_mm256_unpacklo_epi32(v[0], v[1]), _mm256_unpackhi_epi32(v[0], v[1]));
+  const __m256i y = _mm256_max_epi32(_mm256_unpacklo_epi32(v[2], v[3]), _mm256_unpackhi_epi32(v[2], v[3]));
+  const __m256i most = _mm256_max_epi32(_mm256_unpacklo_epi64(x, y), _mm256_unpackhi_epi64(x, y));
+  return _mm256_permutevar8x32_epi32(most, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+HF_INLINE float float_of(uint32_t bits) {
+  float number;
+  memcpy(&number, &bits, 4);
+  return number;
 }
 
 // Eight numbers as whole ones, rounded to even.
@@ -84,48 +99,58 @@ HF_INLINE int32_t sum_of_words(__m256i words) {
   return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
 }
 
+// Parts the whole numbers of the far line; returns the sum of its parts in times of FAR.
+inline int32_t part_far_line(const __m256i (&words)[2], RowUnit& out) {
+  alignas(32) int16_t numbers[UNIT];  // lines 0, 2, 1, 3, 4, 6, 5, 7
+  _mm256_store_si256((__m256i*)numbers, words[0]);
+  _mm256_store_si256((__m256i*)(numbers + UNIT / 2), words[1]);
+  const int line = out.line, place = (line & 4) | (line & 1) << 1 | (line & 2) >> 1;
+  const __m128i x = _mm_loadl_epi64((const __m128i*)(numbers + place * LINE_INPUTS));
+  const __m128i far = _mm_srai_epi16(_mm_add_epi16(x, _mm_set1_epi16(FAR / 2)), FAR_BITS);
+  const __m128i near = _mm_sub_epi16(x, _mm_slli_epi16(far, FAR_BITS));
+  const int near_bytes = _mm_cvtsi128_si32(_mm_packs_epi16(near, near));
+  const int far_bytes = _mm_cvtsi128_si32(_mm_packs_epi16(far, far));
+  memcpy(out.q + line * LINE_INPUTS, &near_bytes, 4);
+  memcpy(out.far, &far_bytes, 4);
+  return out.far[0] + out.far[1] + out.far[2] + out.far[3];
+}
+
 // Of inputs 0 to 15 and 16 to 31.
 HF_INLINE void quantize_unit(Lanes a, Lanes b, int bits_of_codes, RowUnit& out) {
   const uint32_t INFINITE = 0x7f800000, TINY = 0x0d800000;  // 2^-100
-  const uint32_t bits = largest_magnitude(a, b);
+  const __m256i of_lines = largest_of_lines(a, b);
+  const uint32_t bits = largest_of(of_lines);
   if (__builtin_expect(bits >= INFINITE || bits < TINY, 0)) {
     memset(&out, 0, sizeof out);
     if (bits >= INFINITE) out.scale = out.scaled_sum = NAN;
     return;
   }
-  float largest;
-  memcpy(&largest, &bits, 4);
-  const __m256 factor = _mm256_set1_ps(127.0f / largest);
+  out.line = __builtin_ctz(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(of_lines, _mm256_set1_epi32((int)bits)))));
+  const __m256i is_far = _mm256_cmpeq_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(out.line));
+  const float rest = float_of(largest_of(_mm256_andnot_si256(is_far, of_lines)));
+  const float largest = float_of(bits);
+  out.has_far = largest >= FAR_FROM * rest;
+  const float base = out.has_far ? std::max(rest, largest / FAR) : largest;
+  const __m256 factor = _mm256_set1_ps(127.0f / base);
   const __m256i v[4] = {whole(low_half(a), factor), whole(high_half(a), factor), whole(low_half(b), factor),
                         whole(high_half(b), factor)};
   const __m256i words[2] = {_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3])};
   const __m256i q = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(words[0], words[1]),
                                                 _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   _mm256_storeu_si256((__m256i*)out.q, q);
-  const int32_t first = sum_of_words(words[0]), middle = 1 << (bits_of_codes - 1);
-  out.sum = first + sum_of_words(words[1]);
-  out.middle_sum = out.sum * middle, out.first_middle_sum = first * middle;
-  out.scale = largest / 127.0f;
-  out.scaled_sum = out.scale * (float)out.sum;
+  if (!out.has_far) memset(out.far, 0, sizeof out.far);
+  const int32_t far_sum = out.has_far ? part_far_line(words, out) : 0, middle = 1 << (bits_of_codes - 1);
+  const int32_t first = sum_of_words(words[0]), sum = first + sum_of_words(words[1]);
+  out.parted_sum = ((sum - FAR * far_sum) & 0xffff) | (int32_t)((uint32_t)far_sum << 16);
+  out.middle_sum = sum * middle, out.first_middle_sum = first * middle;
+  out.scale = base / 127.0f;
+  out.scaled_sum = out.scale * (float)sum;
 }
 
-HF_INLINE Lanes numbers_of(const int8_t* q) {
-  alignas(64) float numbers[16];
-  for (int i = 0; i < 16; i++) numbers[i] = q[i];
-  return load(numbers);
-}
-
-// out [units] = a row [units * 32] of a linear's inputs, for weights of so many bits; `left`, unless null: what of them is not
-// in `out`, likewise.
-template <class T> void quantize_row(const T* row, long units, int bits_of_codes, RowUnit* out, RowUnit* left) {
-  for (long u = 0; u < units; u++) {
-    const Lanes a = load(row + u * UNIT), b = load(row + u * UNIT + 16);
-    quantize_unit(a, b, bits_of_codes, out[u]);
-    if (!left) continue;
-    const Lanes scale = all(out[u].scale);
-    quantize_unit(minus_fma(scale, numbers_of(out[u].q), a), minus_fma(scale, numbers_of(out[u].q + 16), b), bits_of_codes,
-                  left[u]);
-  }
+// out [units] = a row [units * 32] of a linear's inputs, for weights of so many bits.
+template <class T> void quantize_row(const T* row, long units, int bits_of_codes, RowUnit* out) {
+  for (long u = 0; u < units; u++)
+    quantize_unit(load(row + u * UNIT), load(row + u * UNIT + 16), bits_of_codes, out[u]);
 }
 
 HF_INLINE float scale_number(const uint8_t* p, int type) {
