@@ -59,7 +59,7 @@ def print_roofline(config: WorkerConfig, device_name: str) -> None:
 
 def _shape(config: WorkerConfig, folder: Path, hf_config: Any) -> ModelShape:
     """Shape of the model, with the bits of weights that stay codes on a GPU. Raises ValueError as `ModelShape.of`."""
-    from holdfast.worker.models.quantized_activations import coded_bytes
+    from holdfast.worker.models.coded_bytes import coded_bytes
 
     coded = coded_bytes(config.model, folder, "cuda", hf_config.model_type)
     of_linears = coded and coded.bits("model.layers.0.mlp.down_proj.weight")

@@ -17,6 +17,7 @@ from holdfast.worker.executors.slices import told_of_uneven, uneven_shares
 from holdfast.worker.models import weight_files
 from holdfast.worker.models.checkpoint_scheme import check_quantization, quantization_of
 from holdfast.worker.models.checks import check_heads, check_kv_cache_dtype
+from holdfast.worker.models.coded_bytes import memory_of_weights
 from holdfast.worker.models.gguf.folder import hf_folder, is_gguf, tokenizer_reason
 from holdfast.worker.models.quantization.scheme import read_scheme
 from holdfast.worker.models.text_model import served_config
@@ -109,11 +110,11 @@ def uneven_heads(config: HoldfastConfig) -> str | None:
 
 
 def weight_bytes(config: HoldfastConfig) -> int:
-    """Memory for the weights of a model that lies here, of the type that it is served in; 0 of others."""
+    """Memory for the weights of a model that lies here, as they are served; 0 of others."""
     folder = local_folder(config)
     if folder is None or config.model.load_format == "dummy":
         return 0
-    return weight_files.weight_bytes(folder, config.model.dtype, config.model.quantization)
+    return memory_of_weights(config.model, folder, "cuda" if config.model.device == "cuda" else "cpu")
 
 
 def told_of_weights(config: HoldfastConfig) -> str | None:

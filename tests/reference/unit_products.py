@@ -63,7 +63,7 @@ def fma(a: Floats, b: Floats, c: Floats) -> Floats:
 
 
 def quantized(x: Floats) -> tuple[Ints, Floats]:
-    """Rows [rows, units, 32] -> whole numbers of 8 bits, in far lines of 15, and the scale [rows, units] of each unit."""
+    """Rows [rows, units, 32] -> whole numbers of 8 bits, in far lines of 15, and each unit's scale [rows, units]."""
     lines = np.abs(x).reshape(*x.shape[:-1], UNIT // LINE, LINE).max(-1).astype(np.float32)
     largest = lines.max(-1)  # NaN where there is one
     finite = np.isfinite(largest) & (largest >= np.float32(2.0**-100))

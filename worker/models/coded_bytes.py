@@ -1,4 +1,4 @@
-"""Memory of weights that stay codes on GPUs, by the files' headers and config.json. Needs no torch."""
+"""Memory of weights that stay codes, by the files' headers and config.json. Needs no torch."""
 
 import math
 import struct
@@ -6,14 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.worker.config import Quantization
+from holdfast.worker.config import ModelConfig, Quantization
 from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.executors.slices import num_slices
+from holdfast.worker.models.families import FAMILIES
+from holdfast.worker.models.family import Family
 from holdfast.worker.models.gguf.folder import is_made_of_gguf, read_index
 from holdfast.worker.models.quantization.rule import HEADS, is_head, is_table, scheme_for
 from holdfast.worker.models.quantization.scheme import Layout, WeightScheme, read_scheme
 from holdfast.worker.models.safetensors_header import read_header
 from holdfast.worker.models.text_model import served_config
-from holdfast.worker.models.weight_files import read_object, weight_files
+from holdfast.worker.models.weight_files import read_object, served_itemsize, weight_bytes, weight_files
 
 _GGUF_BITS: Final = {
     "Q4_0": 4.5,
@@ -25,21 +28,59 @@ _GGUF_BITS: Final = {
     "Q5_K": 10.0,
     "Q6_K": 10.0,
 }
-"""Bits of a weight, scales and minima included; five and six bits take eight."""
+"""Bits of a weight on GPUs, scales and minima included; five and six bits take eight."""
+
+_UNIT_BITS: Final = {
+    "Q4_0": 4.5,
+    "Q4_1": 5.0,
+    "Q5_0": 5.5,
+    "Q5_1": 6.0,
+    "Q8_0": 8.5,
+    "Q4_K": 4.625,
+    "Q5_K": 5.625,
+    "Q6_K": 6.5625,
+}
+"""Of one in units, on CPUs."""
 
 _DEQUANTIZED: Final = (".experts.", "query_key_value")
 """Experts, and fused linears whose outputs are put in order."""
 
+_UNIT: Final = 32
 _HALF, _FLOAT, _ZERO_POINT = 16, 32, 8
 _CODES: Final = ("weight_packed", "qweight", "weight")
 _CODE_DTYPES: Final = ("I32", "I8", "F8_E4M3", "F8_E5M2")
 
 
+def coded_bytes(config: ModelConfig, folder: Path, device: str, model_type: str) -> "CodedBytes | None":
+    """The memory of what stays codes; None where all weights are dequantized."""
+    family = FAMILIES.get(model_type)
+    is_read = config.executor != "hf" and config.load_format != "dummy"
+    if not is_read or family is None or (device != "cpu" and family.conv is not None):
+        return None
+    if device != "cpu":
+        return CodedBytes(folder, config.quantization)
+    is_exact = config.quantized_activations == "auto" and served_itemsize(folder, config.dtype) > 2
+    if is_exact or config.quantized_activations == "bfloat16":
+        return None
+    return CodedBytes(folder, config.quantization, family)
+
+
+def memory_of_weights(config: ModelConfig, folder: Path, device: str) -> int:
+    """Memory that the weights of all ranks take together, those that stay codes as these."""
+    whole = weight_bytes(folder, config.dtype, config.quantization)
+    model_type = str(served_config(read_object(folder / "config.json"), folder).get("model_type"))
+    coded = coded_bytes(config, folder, device, model_type)
+    return whole if coded is None else whole - coded.saved(served_itemsize(folder, config.dtype))
+
+
 class CodedBytes:
     """Bytes of codes of one checkpoint, or of one that is quantized at load."""
 
-    def __init__(self, folder: Path, quantization: Quantization | None) -> None:
-        """Without the checkpoint's files, nothing stays codes."""
+    def __init__(self, folder: Path, quantization: Quantization | None, in_units: Family | None = None) -> None:
+        """`in_units`: the family of a model that is served on CPUs; else they are codes on a GPU. Without the
+        checkpoint's files, nothing stays codes.
+        """
+        self._in_units = in_units
         self._bits: dict[str, float] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         if is_made_of_gguf(folder):
@@ -48,6 +89,8 @@ class CodedBytes:
             self._read_plain(folder, quantization)
         else:
             self._read_quantized(folder)
+        if in_units is not None:
+            self._leave_out_unfit(served_config(read_object(folder / "config.json"), folder), in_units)
 
     def bits(self, name: str) -> float | None:
         """Bits of a weight of this parameter, scales and zero points included; None: it is dequantized."""
@@ -58,12 +101,33 @@ class CodedBytes:
         return int(sum(math.prod(self._shapes[name]) * (itemsize - bits / 8) for name, bits in self._bits.items()))
 
     def _note(self, name: str, shape: tuple[int, ...], bits: float) -> None:
-        if not any(part in name for part in _DEQUANTIZED):
+        is_there = _DEQUANTIZED[1] not in name if self._in_units else not any(part in name for part in _DEQUANTIZED)
+        if is_there:
             self._bits[name], self._shapes[name] = bits, shape
 
+    def _leave_out_unfit(self, config: Mapping[str, Any], family: Family) -> None:
+        """Weights whose slices have no whole units, and stacked ones of several forms."""
+        heads = int(config.get("num_attention_heads") or 1)
+        inputs_apart = (family.output, family.down, *(family.moe.parts[-1:] if family.moe else ()))
+        for name, shape in list(self._shapes.items()):
+            module = name.removesuffix(".weight")
+            slices = num_slices(shape[1], heads) if module.endswith(inputs_apart) and not is_head(name) else 1
+            if shape[1] % (slices * _UNIT):
+                del self._bits[name]
+        for stack in (family.qkv, family.gate_up, *((family.moe.parts[:-1],) if family.moe else ())):
+            for name in [name for name in self._bits if name.endswith(f".{stack[0]}.weight")]:
+                stacked = [f"{name.removesuffix(f'{stack[0]}.weight')}{part}.weight" for part in stack]
+                if len({self._bits.get(one) for one in stacked}) > 1 or (
+                    stack is family.qkv and family.has_output_gate
+                ):
+                    for one in stacked:
+                        self._bits.pop(one, None)
+
     def _read_gguf(self, folder: Path) -> None:
-        for tensor in read_index(folder):
-            if (bits := _GGUF_BITS.get(tensor.kind)) and len(tensor.shape) == 2 and not is_table(tensor.name):
+        index, known = read_index(folder), _UNIT_BITS if self._in_units else _GGUF_BITS
+        is_tied = self._in_units is not None and not any(is_head(tensor.name) for tensor in index)
+        for tensor in index:
+            if (bits := known.get(tensor.kind)) and len(tensor.shape) == 2 and (is_tied or not is_table(tensor.name)):
                 self._note(tensor.name, tuple(tensor.shape), bits)
 
     def _read_plain(self, folder: Path, quantization: Quantization) -> None:
@@ -73,11 +137,12 @@ class CodedBytes:
             shapes[HEADS[0]] = table
         for name, shape in shapes.items():
             if (scheme := scheme_for(quantization, name, shape)) is not None:
-                self._note(name, shape, _bits_of(scheme, shape, _HALF))
+                self._note_scheme(name, shape, scheme, _HALF)
 
     def _read_quantized(self, folder: Path) -> None:
+        config = served_config(read_object(folder / "config.json"), folder)
         try:
-            scheme = read_scheme(served_config(read_object(folder / "config.json"), folder))
+            scheme = read_scheme(config)
         except UnsupportedModelError:
             scheme = None
         if scheme is None:
@@ -89,7 +154,14 @@ class CodedBytes:
             if own is None or part not in _CODES or entry["dtype"] not in _CODE_DTYPES or is_table(f"{module}.weight"):
                 continue
             shape = _shape_of(own, tuple(entry["shape"]))
-            self._note(f"{module}.weight", shape, _bits_of(own, shape, _scale_bits(entries, module)))
+            if self._in_units is None or not _has_order(entries, module, config):
+                self._note_scheme(f"{module}.weight", shape, own, _scale_bits(entries, module))
+
+    def _note_scheme(self, name: str, shape: tuple[int, ...], scheme: WeightScheme, scale_bits: int) -> None:
+        if self._in_units is None:
+            self._note(name, shape, _bits_of(scheme, shape, scale_bits))
+        elif not scheme.is_float and (scheme.block[1] or _UNIT) % _UNIT == 0:
+            self._note(name, shape, scheme.bits + (scale_bits + _ZERO_POINT * _has_zeros(scheme)) / _UNIT)
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -121,5 +193,14 @@ def _bits_of(scheme: WeightScheme, shape: Sequence[int], scale_bits: int) -> flo
     """Each output has scales of its own on a device, and a zero point eight bits."""
     inputs = shape[1]
     groups = -(-inputs // (scheme.block[1] or inputs))
-    has_zeros = not scheme.is_symmetric or scheme.layout in (Layout.GPTQ, Layout.AWQ)
-    return scheme.bits + groups * (scale_bits + _ZERO_POINT * has_zeros) / inputs
+    return scheme.bits + groups * (scale_bits + _ZERO_POINT * _has_zeros(scheme)) / inputs
+
+
+def _has_zeros(scheme: WeightScheme) -> bool:
+    return not scheme.is_symmetric or scheme.layout in (Layout.GPTQ, Layout.AWQ)
+
+
+def _has_order(entries: Mapping[str, Any], module: str, config: Mapping[str, Any]) -> bool:
+    """Whether groups of inputs are in an order of activations."""
+    asked = config.get("quantization_config")
+    return f"{module}.weight_g_idx" in entries or (isinstance(asked, Mapping) and bool(asked.get("desc_act")))

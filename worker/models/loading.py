@@ -19,6 +19,7 @@ from holdfast.worker.model_info import ModelInfo, Window, most_tokens
 from holdfast.worker.models.backend import Backend, BlockCache, LoadedBackend, load_backend
 from holdfast.worker.models.checkpoint_scheme import quantization_of
 from holdfast.worker.models.checks import check_kv_cache_dtype, check_own_dtype
+from holdfast.worker.models.coded_bytes import memory_of_weights
 from holdfast.worker.models.draft_model import DraftModel
 from holdfast.worker.models.gguf.folder import source_of
 from holdfast.worker.models.memory import (
@@ -39,9 +40,9 @@ from holdfast.worker.models.next_token import NextTokenLayer
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.quantization.rule import rule_name
 from holdfast.worker.models.quantization.words import NOT_QUANTIZED
-from holdfast.worker.models.quantized_activations import check_quantized_activations, coded_bytes
+from holdfast.worker.models.quantized_activations import check_quantized_activations
 from holdfast.worker.models.text_model import served_config, told_of_text_model
-from holdfast.worker.models.weight_files import checkpoint_digest, served_itemsize, weight_bytes
+from holdfast.worker.models.weight_files import checkpoint_digest
 from holdfast.worker.models.weights import model_folder, read_json, tokenizer_folder
 from holdfast.worker.process_memory import available_memory
 from holdfast.worker.sampling_params import SamplingParams
@@ -109,7 +110,7 @@ def load_model(
         num_state_slots=num_slots,
         state_bytes=backend.state_bytes(config.speculation.max_num_drafts),
         quantization=quantization_of(folder, config.model.quantization) if has_weights else NOT_QUANTIZED,
-        weight_bytes=_all_bytes(config.model, folder, device) if has_weights else 0,
+        weight_bytes=memory_of_weights(config.model, folder, device.type) if has_weights else 0,
         row_invariant=False,
         device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
         executor=f"{backend.numerics}+{backend.sampler.numerics}",
@@ -125,17 +126,9 @@ def _weight_changes(config: ModelConfig) -> dict[str, Any]:
     return {**config.hf_overrides, **of_weights}
 
 
-def _all_bytes(config: ModelConfig, folder: Path, device: torch.device) -> int:
-    """Of all ranks together, those that stay codes as these."""
-    whole = weight_bytes(folder, config.dtype, config.quantization)
-    model_type = str(served_config(read_json(folder / "config.json"), folder).get("model_type"))
-    coded = coded_bytes(config, folder, device.type, model_type)
-    return whole if coded is None else whole - coded.saved(served_itemsize(folder, config.dtype))
-
-
 def _check_room(config: WorkerConfig, folder: Path, group: TensorParallelGroup, device: torch.device) -> None:
     """All ranks come to the same answer: that of the one with the least room."""
-    share = int(_all_bytes(config.model, folder, device) * _largest_share(folder, group))
+    share = int(memory_of_weights(config.model, folder, device.type) * _largest_share(folder, group))
     check_weights(share, smallest_of_all_ranks(memory_left(device), group, device), config.model.model)
 
 

@@ -1,14 +1,11 @@
 """Which arithmetic quantized weights are served in: whether their inputs are quantized too, and how they lie then."""
 
 from enum import Enum
-from pathlib import Path
 
 import torch
 
 from holdfast.worker.config import ModelConfig
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.models.coded_bytes import CodedBytes
-from holdfast.worker.models.families import FAMILIES
 
 _WAY_OUT = "leave --quantized-activations at auto, or set bfloat16"
 
@@ -33,15 +30,6 @@ def kept_form(config: ModelConfig, device: str, dtype: torch.dtype) -> Kept:
     if config.quantized_activations == "auto":
         return Kept.NUMBERS if dtype == torch.float32 else Kept.UNITS
     return Kept.UNITS if config.quantized_activations == "int8" else Kept.NUMBERS
-
-
-def coded_bytes(config: ModelConfig, folder: Path, device: str, model_type: str) -> CodedBytes | None:
-    """The memory of what stays codes on a device; None where all weights are dequantized."""
-    family = FAMILIES.get(model_type)
-    is_read = config.executor != "hf" and config.load_format != "dummy"
-    if device == "cpu" or not is_read or family is None or family.on_cpus_alone:
-        return None
-    return CodedBytes(folder, config.quantization)
 
 
 def check_quantized_activations(config: ModelConfig, device: str) -> None:

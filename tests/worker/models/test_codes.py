@@ -215,7 +215,7 @@ def test_the_bytes_that_are_foreseen_are_those_on_a_device(tmp_path, layout):
 
 def test_what_is_foreseen_on_gpus_and_on_cpus(tmp_path, monkeypatch):
     folder = write("llama", tmp_path, "ct w4a16", **SIZES).folder
-    config = worker_config(folder, 2)
+    config = worker_config(folder, 2, quantized_activations="bfloat16")
     on_cpus = MemoryEstimator(config).weight_bytes
     monkeypatch.setattr(memory, "choose_device", lambda _: torch.device("cuda"))
     on_gpus = MemoryEstimator(config).weight_bytes

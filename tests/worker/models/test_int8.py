@@ -14,9 +14,12 @@ from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.tile_memory import linears
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.stored_matrix import StoredMatrix
+from holdfast.worker.executors.units import UNIT
+from holdfast.worker.models.coded_bytes import memory_of_weights
 from holdfast.worker.models.gguf.folder import hf_folder
 from holdfast.worker.models.native_backend import NativeBackend, make_backend
 from holdfast.worker.models.quantized_activations import Kept, check_quantized_activations, kept_form
+from holdfast.worker.models.weight_files import weight_bytes
 from tests.fake_group import run_ranks
 from tests.worker.executors.cpu.unit_weights import weight_of_units
 from tests.worker.executors.models import prepared
@@ -65,6 +68,28 @@ def bits_of(folder: Path, group: TensorParallelGroup) -> tuple[str, list[list[in
     found = all_bits(backend), all_best(backend), backend.numerics
     backend.close()
     return found
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "ct w4a16", "awq", "gptq", "int8"])
+def test_the_memory_that_is_foreseen_is_what_units_take(tmp_path, kind):
+    quantization: Any = "int8" if kind == "int8" else None
+    if kind.startswith("Q"):
+        folder = gguf_model(tmp_path, kind, **(WIDE if "K" in kind else {}))
+    else:
+        written = write("llama", tmp_path, "gptq" if quantization else kind, **SIZES)
+        folder = written.dequantized if quantization else written.folder
+    config = ModelConfig(model=str(folder), quantization=quantization)
+    layout = stated(folder, SingleRank(), "bfloat16", quantized_activations="int8", quantization=quantization)
+    kept = [(part, part.unit_form) for linear in linears(layout) for part in linear.units]
+    dense = sum(2 * part.shape[0] * part.shape[1] for part, _ in kept)
+    taken = sum(form.panel_bytes(part.shape[1] // UNIT) * part.shape[0] // UNIT for part, form in kept if form)
+    assert kept
+    whole = weight_bytes(folder, "bfloat16", quantization)
+    bfloat16 = config.model_copy(update={"dtype": "bfloat16"})
+    assert memory_of_weights(bfloat16, folder, "cpu") == pytest.approx(whole - dense + taken, rel=0.01)
 
 
 # --- units of files ---
