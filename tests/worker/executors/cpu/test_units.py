@@ -150,10 +150,11 @@ def test_far_lines_have_the_bits_of_the_rule(name, form):
     stored = stored_units(form, 70, 10)
     x = inputs(40, stored.shape[1]).view(40, 10, UNIT)
     for row in range(32):
-        x[row, :, row] *= torch.tensor([-1.0, 3.0, 20.0, -127.0, 129.0, -3000.0, 1e30, 0.0, 1.0, 1.0])
+        x[row, :, row] *= torch.tensor([-1.0, 2.0, 3.0, -20.0, 50.0, -127.0, 129.0, 300.0, 1.0, 1.0])
         x[row, 8] = 2.0**-120
         x[row, 8, row] = -1.0
-        x[row, 9, row] = x[row, 9, (row + 9) % UNIT] = 100.0
+        x[row, 9, row] = x[row, 9, (row + 9) % UNIT] = 9 * x[row, 9].abs().max()
+    x[33, 4, 9] = 1e30  # beside which all else is nothing
     x = x.view(40, -1)
     assert same_bits(UnitProduct(name, stored)(x), expected(x, stored))
 
