@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cluster.commands import stats
+from holdfast.cluster.commands import stats, status
 from holdfast.cluster.commands.cli import run
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.v1 import inference_pb2
@@ -150,3 +150,12 @@ def test_stats_without_a_replica_say_so(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_stats_of_no_server_is_a_failure(capsys: pytest.CaptureFixture[str]):
     assert run(["stats", "--server", "127.0.0.1:1"]) == 1
     assert "is `holdfast serve` running there?" in capsys.readouterr().err
+
+
+def test_status_tells_what_is_on_the_disk():
+    """Of a replica whose cache has a store below it."""
+    told = inference_pb2.ReplicaStats(num_disk_blocks=7, disk_bytes=1 << 20)
+    load = inference_pb2.ReplicaLoad(replica_id="r0", model="m", num_free_blocks=75, num_total_blocks=100, stats=told)
+    assert status._replica_row(load)[3] == "25% of 100, 7 on disk"
+    load.stats.disk_bytes = 0
+    assert status._replica_row(load)[3] == "25% of 100"
