@@ -73,7 +73,7 @@ class PrefixCache:
         return self._block_ids.get(block_hash)
 
     def place_of(self, chain: HashChain, token_ids: Sequence[int], index: int) -> int | None:
-        """What holds block number `index` of a sequence; None if nothing does."""
+        """Place that holds block number `index` of a sequence; None if none does."""
         return self._block_ids.get(chain.hash_of(index, token_ids, self._block_size)) if self._block_ids else None
 
     def store(self, block_id: int, chain: HashChain, token_ids: Sequence[int], index: int) -> None:
@@ -95,7 +95,7 @@ class PrefixCache:
         self.forget(block_id)
 
     def forget(self, block_id: int) -> None:
-        """What the block holds is not to be found any more."""
+        """Removes the block's content from the index."""
         block_hash = self._contents.pop(block_id).block_hash
         del self._block_ids[block_hash]
         self._note(BlockEvicted(block_hash=block_hash), BlockStored)
@@ -158,7 +158,7 @@ class BlockAllocator:
 
     @property
     def num_cached(self) -> int:
-        """Those of the free blocks that still hold a prefix."""
+        """Free blocks that still hold a prefix."""
         return len(self._evictable)
 
     @property
@@ -224,7 +224,7 @@ class BlockAllocator:
                 self._blank.append(block_id)
 
     def make_blank(self, block_id: int) -> None:
-        """What a cached block without an owner holds is of no use any more."""
+        """Drops the content of a cached block without an owner."""
         assert block_id in self._evictable, f"block {block_id} is not cached, or has an owner"
         del self._evictable[block_id]
         self._cache_of(block_id).forget(block_id)

@@ -14,7 +14,7 @@ from holdfast.worker.model_info import TILE_TOKENS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVSpec:
-    """What one attention layer keeps, and how it reads it. Head counts are those of one rank."""
+    """Keys and values of one attention layer, and how they are read. Head counts are those of one rank."""
 
     num_heads: int
     """Query heads: a multiple of `num_kv_heads`."""
@@ -34,7 +34,7 @@ class KVSpec:
 
     @property
     def fp8_bytes_per_token(self) -> int:
-        """What they take in fp8: a byte each, and one for the scale of each row."""
+        """Bytes in fp8: one each, and one for the scale of each row."""
         return self.values_per_token + 2 * self.num_kv_heads
 
 
@@ -48,9 +48,8 @@ class LayerCache:
     values: Tensor
     """[num_blocks, block_size, num_kv_heads, value_dim]"""
     key_scales: Tensor | None = None
-    """In fp8, where the two above are uint8: [num_blocks, num_kv_heads, block_size], uint8; likewise of values. A tile
-    of one head's keys reads neighbouring bytes.
-    """
+    """Scales in fp8, where the two above are uint8: [num_blocks, num_kv_heads, block_size], uint8; likewise of values.
+    A tile of one head's keys reads neighbouring bytes."""
     value_scales: Tensor | None = None
 
 
@@ -138,16 +137,16 @@ class KVCache:
 
 
 LARGEST: Final = 448.0
-"""Of e4m3."""
+"""Largest e4m3."""
 
 ROUNDS_TO_LARGEST: Final = 464.0
-"""What is no larger rounds to `LARGEST`, ties to even."""
+"""Largest number that rounds to `LARGEST`, ties to even."""
 
 BROKEN: Final = 255
 """The scale of a row with NaN or infinity: e8m0's NaN."""
 
 BIAS: Final = 127
-"""Of e8m0: a scale's byte is its power of two and this."""
+"""Bias of e8m0: a scale's byte is its power of two plus this."""
 
 LEAST_POWER: Final = -127
 
@@ -176,8 +175,8 @@ def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decoded(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What rows are read as. Of rows of this dtype that were encoded, nothing is rounded: where the grid of codes is
-    finer than that of the dtype's smallest numbers, an element is one of them itself.
+    """Numbers that rows are read as. Nothing of encoded rows of this dtype is rounded: where the grid of codes is finer
+    than that of the dtype's smallest numbers, an element is one of them itself.
     """
     values = codes.view(torch.float8_e4m3fn).double()
     exact = values * _two_to(scales.int() - BIAS)[..., None]

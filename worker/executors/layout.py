@@ -168,7 +168,7 @@ class ShortConv:
     """
 
     num_channels: int
-    """Of this rank."""
+    """Channels of this rank."""
     inputs: Linear
     """Outputs: B of all channels, then C, then x."""
     kernel: Tensor
@@ -202,7 +202,7 @@ class GatedDeltaNet:
     """
 
     num_key_heads: int
-    """Of this rank, as all counts."""
+    """Key heads of this rank; all counts are of this rank."""
     num_value_heads: int
     key_dim: int
     value_dim: int
@@ -229,7 +229,7 @@ class GatedDeltaNet:
 
     @property
     def num_channels(self) -> int:
-        """Of the convolution."""
+        """Channels of the convolution."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     def state_length(self, num_drafts: int) -> int:
@@ -347,7 +347,7 @@ class Experts:
     normalized: bool
     """The weights of the chosen experts are divided by their sum."""
     least_sum: float = 0.0
-    """Where they are: the sum counts as this at least."""
+    """Least sum that scores are divided by."""
     scales: Tensor | None = None
     """float32 [num_experts]: multiply the weights of the chosen experts."""
     experts: tuple[Mlp, ...]
@@ -365,7 +365,7 @@ class Beside:
     """
 
     experts: Experts
-    """Without an expert that every token goes through."""
+    """Experts beside which every token passes through another MLP."""
     norm: Norm
     router_norm: Norm
     out_norm: Norm
@@ -375,7 +375,7 @@ class Beside:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     attention_norm: Norm | None
-    """Of attention, or of what is in its place."""
+    """Norm of attention, or of what is in its place."""
     attention: Attention | LatentAttention | None
     state: ShortConv | GatedDeltaNet | Mamba2 | None = None
     """What keeps a state mixes tokens in place of attention, which keeps keys and values; or nothing does, in a layer
@@ -400,10 +400,10 @@ class DecoderLayout:
     """One rank's share of a model."""
 
     dtype: torch.dtype
-    """Of the linears' weights and inputs: bfloat16, float16 or float32."""
+    """Dtype of the linears' weights and inputs: bfloat16, float16 or float32."""
     hidden_size: int
     vocab_size: int
-    """Of the whole model, without padding."""
+    """Vocabulary of the whole model, without padding."""
     embedding: Tensor
     """[rows of this rank, hidden], serving dtype. Rows of all ranks follow each other; the last rank's are padded.
     On the meta device where it is the head's too, whose units have its numbers."""

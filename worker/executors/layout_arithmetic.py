@@ -26,7 +26,7 @@ class QueryScale:
 
 
 def delta_state_length(key_heads: int, value_heads: int, key_dim: int, value_dim: int, num_rows: int) -> int:
-    """As `GatedDeltaNet.state_length`, with so many rows of inputs."""
+    """Same as `GatedDeltaNet.state_length`, with so many rows of inputs."""
     return _recurrence_length(key_heads, value_heads // key_heads, key_dim, value_dim + 2, value_dim, num_rows)
 
 

@@ -23,14 +23,14 @@ FAR: Final = 128
 """How many times as large it is at most before it coarsens the others."""
 
 SCALE_TYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
-"""Of scales and minima."""
+"""Dtypes of scales and minima."""
 
 UNITS_TOGETHER: Final = 8
 """Units that have factors in common, where a scale is a byte times a factor."""
 
 
 class Offset(IntEnum):
-    """What a code is counted from; the order is that of `native/decoder.h`."""
+    """Origin of a code; the order is that of `native/decoder.h`."""
 
     MIDDLE = 0
     """The middle of the codes: 8 or 128."""
@@ -45,16 +45,16 @@ class Offset(IntEnum):
 
     @property
     def num_factors(self) -> int:
-        """Of eight units."""
+        """Factors of eight units."""
         return {Offset.BYTE_MINIMA: 2, Offset.BYTE_HALVES: 1}.get(self, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitForm:
-    """How the units of a weight lie."""
+    """Form of a weight's units."""
 
     bits: int
-    """Of a code: 4 or 8; 5 where it is counted from the middle or has a minimum; 6 with scales of halves."""
+    """Bits of a code: 4 or 8; 5 if it is counted from the middle or has a minimum; 6 with scales of halves."""
     offset: Offset
     scales: torch.dtype
     """One of `SCALE_TYPES`; float16, that of factors, where there are some."""
@@ -62,7 +62,7 @@ class UnitForm:
     """Units of the whole weight before the first one, modulo `UNITS_TOGETHER`; 0 without common factors."""
 
     def panel_bytes(self, num_units: int) -> int:
-        """Of so many units of 32 outputs, packed."""
+        """Bytes of so many units of 32 outputs, packed."""
         factors = self.offset.num_factors
         scale = 1 if factors else self.scales.itemsize
         beside = {Offset.MIDDLE: 0, Offset.MINIMA: self.scales.itemsize}.get(self.offset, 1)

@@ -41,7 +41,7 @@ from holdfast.worker.progress import ProgressCounter
 logger = logging.getLogger(__name__)
 
 _LARGE_BYTES: Final = 2 << 30
-"""Of weights: converting those to float32 for a proof is work for all cores."""
+"""Bytes of weights above which a proof does not convert them to float32: that is work for all cores."""
 
 
 class BlockCache(Protocol):
@@ -81,7 +81,7 @@ class Backend(Protocol):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of this rank's cache, all layers together."""
+        """Bytes of this rank's cache, all layers together."""
         ...
 
     def block_sizes(self, block_size: int, max_model_len: int) -> tuple[int, Window | None]:
@@ -99,8 +99,8 @@ class Backend(Protocol):
         ...
 
     def state_bytes(self, num_drafts: int) -> int:
-        """What the state of a sequence takes on this rank, all layers together, where a step has up to so many drafts
-        of it; 0: the model keeps none.
+        """Bytes of a sequence's state on this rank, all layers together, if a step has up to so many drafts of it; 0:
+        the model keeps none.
         """
         ...
 
@@ -127,7 +127,7 @@ class Backend(Protocol):
 
     @property
     def overlapping(self) -> OverlappingExecutor | None:
-        """What runs two steps at a time, if the device does."""
+        """Executor that runs two steps at a time, if the device does."""
         ...
 
     def close(self) -> None:

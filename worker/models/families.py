@@ -362,4 +362,4 @@ FAMILIES: Final[Mapping[str, Family]] = {
         mlp_bias="use_bias",
     ),
 }
-"""By `model_type` of config.json."""
+"""Families by `model_type` of config.json."""

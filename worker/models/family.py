@@ -32,11 +32,11 @@ class HeadNorms(Enum):
     OWN = auto()
     """[heads, head_dim]: each head has its own."""
     OWN_APART = auto()
-    """As `OWN`, in one tensor [head_dim] for each head, `norms.N`."""
+    """Like `OWN`, in one tensor [head_dim] for each head, `norms.N`."""
 
 
 class Packing(Enum):
-    """How queries, keys and values are stored."""
+    """Storage of queries, keys and values."""
 
     APART = auto()
     """Three linears."""
@@ -52,11 +52,11 @@ class Windows(Enum):
     NONE = auto()
     ALL = auto()
     BY_TYPE = auto()
-    """Those whose `layer_types` entry is `sliding_attention`."""
+    """Windows of the layers whose `layer_types` entry is `sliding_attention`."""
 
 
 class DeltaPacking(Enum):
-    """How Gated DeltaNet's inputs are stored."""
+    """Storage of Gated DeltaNet's inputs."""
 
     BY_KIND = auto()
     """`in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`."""
@@ -241,7 +241,7 @@ class Family:
     parallel: Setting = False
     """Attention and MLP read the same residual."""
     shared_norm: bool = False
-    """Where they do, they also share `attention_norm`."""
+    """Whether they also share `attention_norm`."""
 
     # attention
     attention: str = "self_attn"
@@ -262,7 +262,7 @@ class Family:
     """Whether a layer, by config and index, has no linear of values: they are keys before norm and rotation."""
     query_scale: Callable[[Any], QueryScale | None] = lambda config: None
     scaling: Callable[[Any], float] = lambda config: float(config.head_dim**-0.5)
-    """Of attention scores."""
+    """Scaling of attention scores."""
     value_scale: Callable[[Any], float] = lambda config: 1.0
     """Of values."""
     windows: Windows = Windows.NONE
@@ -277,14 +277,13 @@ class Family:
     conv: str | None = None
     """The short convolution of layers whose type is `conv`."""
     state_lengths: Mapping[str, Callable[[Any, int], int]] = field(default_factory=dict)
-    """By type of layer, of those that keep a state in place of keys and values: how many numbers the state of a
-    sequence is on one rank of one, by the config and the most drafts of a step.
-    """
+    """For each type of layer that keeps a state in place of keys and values: numbers of a sequence's state on one rank
+    of one, by the config and the most drafts of a step."""
     mamba: Mamba | None = None
     has_single_halves: bool = False
     """A layer has one norm, `attention_norm`, and either what mixes tokens or an MLP, by its type: `mlp`, `moe`."""
     delta_net: DeltaPacking | None = None
-    """Of layers whose type is `linear_attention`: `linear_attn`, Gated DeltaNet."""
+    """Storage in layers whose type is `linear_attention`: `linear_attn`, Gated DeltaNet."""
     has_output_gate: bool = False
     """`q_proj` has query and gate of the first head, then of the next; the gates' sigmoid multiplies the result."""
 
@@ -325,7 +324,8 @@ class Family:
     output_scale: str | None = None
     """The tensor [1] that multiplies the residual stream at the end of a layer."""
     scales_embedding: bool = False
-    """By the square root of the hidden size, rounded to the dtypes of the checkpoint and of serving."""
+    """Whether it is scaled by the square root of the hidden size, rounded to the dtypes of the checkpoint and of
+    serving."""
     embedding_scale: Callable[[Any], float] = lambda config: 1.0
     residual_scale: Callable[[Any], float] = lambda config: 1.0
     logit_scale: Callable[[Any], float] = lambda config: 1.0

@@ -46,7 +46,7 @@ class CpuSteps:
             return self._model(batch).float()
 
     def warm_up(self, max_rows: int) -> None:
-        """Nothing: no step does what the next need not."""
+        """Does nothing: no step does what the next need not."""
 
     def close(self) -> None:
         self._attention.close()
@@ -84,7 +84,7 @@ class HfCpuBackend:
         return NativeSampler(self._pool.library, self._pool.handle)
 
     def warm_up_sampler(self, max_rows: int) -> None:
-        """Nothing is compiled at its first use."""
+        """Does nothing: nothing is compiled at its first use."""
 
     def allocate(self, num_blocks: int, block_size: int, progress: ProgressCounter) -> tuple[TiledCache, CpuSteps]:
         specs, dtype = self._model.specs, self._target.dtype
@@ -167,7 +167,7 @@ class HfBackend:
         return 0
 
     def allocate_states(self, num_slots: int, num_drafts: int) -> None:
-        """Nothing: there are no states."""
+        """Does nothing: there are no states."""
 
     def drop_cache(self) -> None:
         if self._steps is not None:

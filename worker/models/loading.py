@@ -121,7 +121,7 @@ def load_model(
 
 
 def _weight_changes(config: ModelConfig) -> dict[str, Any]:
-    """What settings change of a checkpoint's weights, for their digest."""
+    """Changes that settings make to a checkpoint's weights, for their digest."""
     of_weights = {} if config.quantization is None else {"quantization": rule_name(config.quantization)}
     return {**config.hf_overrides, **of_weights}
 
@@ -266,7 +266,7 @@ def _allocate_cache(
 def _activation_bytes(
     config: WorkerConfig, backend: Backend, target: Target, block_size: int, max_model_len: int
 ) -> int:
-    """What the fullest step needs on a GPU besides weights and cache, measured with a cache just large enough."""
+    """Bytes that the fullest step needs on a GPU besides weights and cache, measured with a cache just large enough."""
     plan = full_step(config, block_size, max_model_len)
     backend.allocate_cache(sum(len(sequence.block_ids) for sequence in plan.sequences), block_size)
     batch = StepBatch.of(plan)

@@ -27,14 +27,14 @@ from holdfast.worker.models.weights import build_hf_model, model_folder, read_co
 from holdfast.worker.process_memory import available_memory, readable_bytes
 
 CPU_CACHE_LIMIT: Final = 2**30
-"""Without a setting, a rank on a CPU takes at most this much, and at most `CPU_CACHE_SHARE` of what is available."""
+"""Most bytes of a rank's cache on a CPU without a setting, besides `CPU_CACHE_SHARE` of what is available."""
 
 CPU_CACHE_SHARE: Final = 0.1
 
 PREFIX_CACHE_FACTOR: Final = 4
 """With prefix caching, a CPU's cache has room for this many times what running sequences can use: three quarters for
-prefixes of earlier ones. A larger cache costs no time at the start (`worker/executors/cpu/cache.py`); its memory
-is bounded as above."""
+prefixes of earlier ones. A larger cache costs no time at the start (`worker/executors/cpu/cache.py`); its memory is
+bounded as above."""
 
 MIN_BLOCKS: Final = 2
 """The check before the first request runs two sequences side by side."""
@@ -44,7 +44,7 @@ WAYS_OUT: Final = (
     "lower --kv-cache-memory or --gpu-memory-utilization, raise --tp, or serve a smaller model (`holdfast estimate` "
     "says what one needs)"
 )
-"""What helps where a model does not fit."""
+"""Remedies for a model that does not fit."""
 
 
 class MemoryEstimator:
@@ -55,7 +55,7 @@ class MemoryEstimator:
         folder = model_folder(config.model, with_weights=False)
         hf_config = read_config(folder, config.model.config_changes)
         self.quantization = quantization_of(folder, config.model.quantization)
-        """How the weights are quantized, in words."""
+        """Quantization of the weights, in words."""
         register_attention()
         model = build_hf_model(hf_config)
         size = config.parallel.tensor_parallel_size
@@ -93,7 +93,7 @@ class MemoryEstimator:
             )
             self.block_bytes = self.block_size * sum(of_token)
         self.state_bytes = _state_bytes(hf_config, plan, config.speculation.max_num_drafts)
-        """What the states of a sequence take; 0: the model keeps none."""
+        """Bytes of a sequence's states; 0: the model keeps none."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -137,7 +137,7 @@ def check_block_size(block_size: int, device: torch.device) -> None:
 
 
 def kv_bytes_per_token(specs: Sequence[KVSpec], dtype: torch.dtype) -> int:
-    """What one token takes in the cache of one rank, all layers together."""
+    """Bytes of one token in the cache of one rank, all layers together."""
     return sum(spec.values_per_token for spec in specs) * dtype.itemsize
 
 
@@ -147,7 +147,7 @@ def cpu_cache_bytes() -> int:
 
 
 def gpu_cache_bytes(device: torch.device, activation_bytes: int, utilization: float) -> int:
-    """What is left of `utilization` of a GPU's memory after what is in use and what a full step needs on top."""
+    """Bytes left of `utilization` of a GPU's memory after what is in use and what a full step needs on top."""
     free, total = torch.cuda.mem_get_info(device)
     return int(total * utilization) - (total - free) - activation_bytes
 
@@ -176,10 +176,10 @@ def choose_num_blocks(
 
 
 STATE_SHARE: Final = 0.5
-"""Of the cache's memory, states of sequences take at most so much: keys and values have the rest."""
+"""Largest share of the cache's memory for states of sequences: keys and values have the rest."""
 
 MIN_SLOTS: Final = 2
-"""As `MIN_BLOCKS`."""
+"""Like `MIN_BLOCKS`."""
 
 
 def choose_num_slots(config: WorkerConfig, cache_bytes: int, state_bytes: int) -> int:
@@ -273,7 +273,7 @@ def _latent_spec(hf_config: Any) -> KVSpec:
 
 
 def _kv_spec(hf_config: Any, plan: ParallelPlan, layer: int) -> KVSpec:
-    """What a rank keeps of a layer."""
+    """Keys and values of a layer on a rank."""
     if getattr(hf_config, "qk_nope_head_dim", None):  # the HF backend caches latent attention expanded
         kv_heads = hf_config.num_attention_heads
         key_dim = hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim
@@ -296,7 +296,7 @@ def _keeps_kv(hf_config: Any, layer: int) -> bool:
 
 
 def _state_bytes(hf_config: Any, plan: ParallelPlan, num_drafts: int) -> int:
-    """Of the rank with the most channels or heads."""
+    """Bytes of the states on the rank with the most channels or heads."""
     family = FAMILIES.get(hf_config.model_type)
     if family is None or not family.keeps_state:
         return 0

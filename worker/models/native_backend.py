@@ -43,12 +43,12 @@ class Executor(Protocol):
 
     @property
     def instruction_class(self) -> str:
-        """What it runs on, for the log."""
+        """Device or instruction class, for the log."""
         ...
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of this rank's cache, all layers together."""
+        """Bytes of this rank's cache, all layers together."""
         ...
 
     def make_sampler(self) -> StepSampler: ...
@@ -62,8 +62,8 @@ class Executor(Protocol):
         ...
 
     def state_bytes(self, num_drafts: int) -> int:
-        """What the state of a sequence takes on this rank, all layers together, where a step has up to so many drafts
-        of it; 0: the model keeps none.
+        """Bytes of a sequence's state on this rank, all layers together, if a step has up to so many drafts of it; 0:
+        the model keeps none.
         """
         ...
 
@@ -93,7 +93,7 @@ class Executor(Protocol):
 
     @property
     def kv_code(self) -> str:
-        """What keys and values can be kept in besides the model's dtype, as `cache.kv_cache_dtype` names it."""
+        """Format that keys and values can be kept in besides the model's dtype, as `cache.kv_cache_dtype` names it."""
         ...
 
     @property
@@ -102,13 +102,13 @@ class Executor(Protocol):
         ...
 
     def kv_code_difference(self, batch: StepBatch) -> str | None:
-        """How this device differs from what keys and values in that format should be, tried on a batch of one sequence
-        whose first tokens these are; None: in no bit.
+        """Difference between this device's keys and values in that format and the right ones, tried on a batch of one
+        sequence whose first tokens these are; None: equal in all bits.
         """
         ...
 
     def keep_kv_in_code(self) -> None:
-        """From the next cache on, keys and values are kept in that format."""
+        """Keeps keys and values in that format from the next cache on."""
         ...
 
     def close(self) -> None: ...
@@ -128,7 +128,7 @@ class OverlappingExecutor(Protocol):
         ...
 
     def collect(self, launched: Any) -> HeadOutput:
-        """What the oldest step that was launched and not collected comes to."""
+        """Output of the oldest step that was launched and not collected."""
         ...
 
     def logits_to_draw_from(self, launched: Any) -> Tensor | None:
@@ -166,7 +166,8 @@ class NativeBackend:
         self.numerics = numerics
         self.sampler = executor.make_sampler()
         self.overlapping: OverlappingExecutor | None = None
-        """What runs two steps at a time, if the device runs them and draws their tokens (an `OverlappingSampler`)."""
+        """Executor that runs two steps at a time, if the device runs them and draws their tokens (an
+        `OverlappingSampler`)."""
         if isinstance(executor, OverlappingExecutor) and isinstance(self.sampler, OverlappingSampler):
             self.overlapping = executor if executor.overlaps else None
         self._multi_step = executor if isinstance(executor, MultiStepExecutor) else None  # slow to ask at every step
@@ -199,7 +200,7 @@ class NativeBackend:
         return self._windowed.allocate_cache(num_blocks, block_size, window)
 
     def state_bytes(self, num_drafts: int) -> int:
-        """What a slot takes; 0: the model keeps no states."""
+        """Bytes of a slot; 0: the model keeps no states."""
         return self.executor.state_bytes(num_drafts)
 
     def allocate_states(self, num_slots: int, num_drafts: int) -> None:
@@ -267,7 +268,7 @@ def _reason_of_any(
 
 
 def _unavailable(device: torch.device) -> str | None:
-    """What is missing to run the native backend on a device."""
+    """Missing part that the native backend needs on a device; None: it can run."""
     if device.type == "cpu" or find_spec("triton"):
         return None
     return "Triton is not installed, which compiles the kernels for GPUs"
@@ -339,7 +340,7 @@ def _unfit_for(layout: DecoderLayout, device: torch.device, tensor_parallel_size
 
 
 def _unfit(layout: DecoderLayout) -> str | None:
-    """What of a layout the executor for CPUs does not run."""
+    """Part of a layout that the executor for CPUs does not run; None: it runs all."""
     for layer in layout.layers:
         attention = layer.attention
         if layer.state is not None and layer.parallel:

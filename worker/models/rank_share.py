@@ -24,7 +24,7 @@ _EPS_WITHOUT_WEIGHTS = 1e-5
 """Written into the code of the one norm that has no weights (OLMo)."""
 
 Outputs = Sequence[tuple[int, int | None]]
-"""Of linears that are stacked: the number of outputs, and in how many equal chunks at most ranks share them."""
+"""Stacked linears: the number of outputs of each, and the most equal chunks in which ranks share them."""
 
 
 class RankShare:
@@ -59,8 +59,8 @@ class RankShare:
         return self._kept is Kept.UNITS
 
     def part(self, length: int, num_chunks: int | None = None) -> tuple[int, int]:
-        """Where this rank's share of so many features begins, and its length. Of fewer chunks than ranks, neighbours
-        have the same.
+        """Start and length of this rank's share of so many features. With fewer chunks than ranks, neighbours have the
+        same.
         """
         if self._shares is None:
             segment = Segment(length, self.size if num_chunks is None else min(num_chunks, self.size))
@@ -72,7 +72,7 @@ class RankShare:
         return segment.of_rank(self.rank, self.size)
 
     def slices(self, length: int) -> int:
-        """Of this rank's share of a sum over so many heads, or inputs, of the whole model."""
+        """Slices of this rank's share of a sum over so many heads, or inputs, of the whole model."""
         config = self.config
         return slices_of_rank(length, config.num_attention_heads, config.num_key_value_heads, self.rank, self.size)
 
@@ -126,11 +126,11 @@ class RankShare:
         return Linear(weights=(weight.to(torch.float32) if exact else self.numbers(weight),), bias=bias)
 
     def vector(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """In float32, as it is stored."""
+        """The vector in float32, as it is stored."""
         return self.tensors.take(name, shape).to(torch.float32).flatten()
 
     def _coded(self, share: Weight) -> Weight:
-        """With its codes chosen, where that is done at load and they may stay."""
+        """The weight with its codes chosen, if that is done at load and they may stay."""
         if self._kept is not Kept.NUMBERS and isinstance(share, PlainWeight):
             return share.quantized().filled_up(len(share))
         return share
@@ -145,7 +145,7 @@ class RankShare:
         return self._kept is Kept.CODES and share.code_form is not None
 
     def numbers(self, share: Weight) -> Tensor:
-        """In the served type."""
+        """Numbers in the served dtype."""
         return self.tensors.numbers(share, self.dtype)
 
     def floats(self, share: Weight) -> Tensor:

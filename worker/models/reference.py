@@ -251,7 +251,7 @@ class Reference:
         return self._norm(after, x)
 
     def _weights(self, attention: Attention, q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
-        """What each query takes of each value [heads, T, T]."""
+        """Weight of each value for each query [heads, T, T]."""
         k = k.repeat_interleave(attention.num_heads // attention.num_kv_heads, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * attention.scaling
         if attention.softcap is not None:
@@ -358,7 +358,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor
 
 
 def _scores_for_choice(experts: Experts, scores: Tensor) -> Tensor:
-    """What experts are chosen by [T, experts]: -inf for those of groups that are not chosen."""
+    """Scores that experts are chosen by [T, experts]: -inf in groups that are not chosen."""
     if experts.selection_bias is not None:
         scores = scores + experts.selection_bias.to(scores.dtype)
     if experts.num_groups == 1:

@@ -24,8 +24,8 @@ _ROPE_NEEDS: Final[Mapping[str, frozenset[str]]] = {
     "yarn": frozenset({"factor"}),
     "longrope": frozenset({"short_factor", "long_factor"}),
 }
-"""By kind of rotary angles, the entries that it needs. Angles are a function of the position alone; of dynamic and
-longrope up to the length that a model is served with at most (`worker/models/checks.py`)."""
+"""Entries needed by each kind of rotary angles. Angles are a function of the position alone; for dynamic and longrope
+up to the length that a model is served with at most (`worker/models/checks.py`)."""
 
 _LENGTH_IS_ORIGINAL: Final = ("llama3", "yarn", "longrope")
 """Kinds whose original length is that of the model where none is given."""
@@ -195,7 +195,7 @@ def _are_tokens(value: Any) -> bool:
 
 
 def _are_heads_of_layers(value: Any) -> bool:
-    """By index of a layer, as text."""
+    """Whether it maps layers' indices, as text, to counts of heads."""
     return isinstance(value, Mapping) and all(
         str(layer).isdecimal()
         and isinstance(heads, Mapping)
@@ -302,7 +302,7 @@ _KINDS: Final[Mapping[str, Callable[[Any], bool]]] = {
     )
     for name in names.split()
 }
-"""What values are understood, by entry."""
+"""Checks of values by entry."""
 
 _ROPE_KINDS: Final[Mapping[str, Callable[[Any], bool]]] = {
     name: kind

@@ -145,7 +145,7 @@ class LayoutBuilder:
         return float(scale.to(self._config.dtype or self._share.dtype).to(self._share.dtype).item())
 
     def _rotaries(self) -> Mapping[str, Rotary]:
-        """By type of layer; under the empty name where there is one for all."""
+        """Rotary angles by type of layer; under the empty name if there is one for all."""
         config = self._config
         if not any(self._family.rotates(config, index) for index in range(config.num_hidden_layers)):
             return {}
@@ -344,7 +344,7 @@ def _values_from_keys(linear: Linear) -> Linear:
 
 
 def _by_kind(linear: Linear, head_dim: int) -> Linear:
-    """Of outputs that are query, key and value of one head after the other: views in a layout's order."""
+    """Views in a layout's order, of outputs that are query, key and value of one head after the other."""
 
     def ordered(tensor: Tensor) -> list[Tensor]:
         pieces = torch.split(tensor, head_dim)
@@ -356,7 +356,7 @@ def _by_kind(linear: Linear, head_dim: int) -> Linear:
 
 
 def _gates_apart(qkv: Linear, head_dim: int) -> Linear:
-    """Of queries that have each head's gate behind it: views, all queries, then all gates."""
+    """Views of queries that have each head's gate behind it: all queries, then all gates."""
     weight, keys, values = qkv.weights
     pieces, bias = torch.split(weight, head_dim), qkv.bias
     if bias is not None:

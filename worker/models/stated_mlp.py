@@ -20,7 +20,7 @@ _ACTIVATIONS: Final = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
 }
-"""By their names in config.json."""
+"""Activations by their names in config.json."""
 
 
 class MlpBuilder:
@@ -120,7 +120,7 @@ class MlpBuilder:
         return self._share.vector(prefix + moe.selection_bias, (1, count) if moe.is_row else (count,))
 
     def _experts_together(self, moe: Moe, prefix: str, count: int) -> tuple[Mlp, ...]:
-        """From one tensor for all; or one by one, where there is none."""
+        """Experts from one tensor for all; or one by one, where there is none."""
         inner, hidden = getattr(self._config, moe.inner), self._config.hidden_size
         first, length = self._share.part(inner)
         if not self._family.has_gate:

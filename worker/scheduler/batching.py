@@ -55,8 +55,8 @@ class BatchingPolicy(Protocol):
         ...
 
     def schedule_ahead(self, queues: SequenceQueues) -> list[Share]:
-        """As `schedule`, while a step is in flight: skips sequences that wait for its result, and preempts none. Empty
-        if there is nothing to do before that result, or if somebody would have to be preempted.
+        """Like `schedule`, while a step is in flight: skips sequences that wait for its result, and preempts none.
+        Empty if there is nothing to do before that result, or if a sequence would have to be preempted.
         """
         ...
 
@@ -238,12 +238,12 @@ class ContinuousBatching:
 
 
 class _Claim(NamedTuple):
-    """Of a waiting sequence on the room of running ones."""
+    """Claim of a waiting sequence on the slots and blocks of running ones."""
 
     first: Sequence
     prefix: SharedPrefix
     worse: list[Sequence]
-    """Those that give way, in this order, as far as is needed."""
+    """Sequences to preempt, in this order, as far as needed."""
 
 
 def num_blocks_to_take(queues: SequenceQueues, sequence: Sequence, prefix: SharedPrefix) -> int:
@@ -335,4 +335,4 @@ class MemoryAwareBatching(ContinuousBatching):
 
 
 POLICIES: Final[Mapping[str, MakePolicy]] = {"continuous": ContinuousBatching, "memory_aware": MemoryAwareBatching}
-"""By `SchedulerConfig.policy`."""
+"""Policies by `SchedulerConfig.policy`."""

@@ -36,14 +36,14 @@ _last: Final = itemgetter(-1)
 
 
 class _Row:
-    """What is worked out once for a sequence, as long as it stays in the batch."""
+    """Values computed once for a sequence, as long as it stays in the batch."""
 
     __slots__ = ("block_ids", "draw", "lead", "packed")
 
     def __init__(self, sequence: Sequence) -> None:
         self.draw: DrawParams = sequence.draw_params()
         self.lead = self.draw.first_output_index - sequence.num_computed_tokens
-        """From the position of a token to the output position of the one drawn after it."""
+        """Distance from the position of a token to the output position of the one drawn after it."""
         self.block_ids: list[tuple[int, ...]] = [(), ()]
         """Block tables of layers that see all, and of those with a window; and the same as integers in a row."""
         self.packed = [array("q"), array("q")]
@@ -55,7 +55,7 @@ class RowsInFlight(NamedTuple):
     sequences: list[Sequence]
     num_by_tenant: Mapping[Tenant, int]
     ending_block: list[Sequence]
-    """Those whose row is the last of a block, in the last of its steps."""
+    """Sequences whose row is the last of a block, in the last of its steps."""
     num_steps: int = 1
 
 
@@ -170,7 +170,7 @@ class DecodeBatch:
             tenant.charge(0, num_tokens)
 
     def _num_steps(self, most: int) -> int:
-        """How many steps go by, of at most so many, before a row ends or needs another block."""
+        """Steps, at most `most`, before a row ends or needs another block."""
         size, windows = self._queues.allocator.block_size, self._queues.windows
         for sequence in self._sequences:
             left = sequence.max_len - len(sequence.token_ids)
@@ -274,7 +274,7 @@ def scheduled_sequence(
 
 
 class ShareCommit:
-    """Of one scheduler's steps."""
+    """Commit of one scheduler's steps."""
 
     def __init__(
         self, queues: SequenceQueues, drafter: Drafter | None, drop_broken: Callable[[Sequence], None]
@@ -330,7 +330,7 @@ class ShareCommit:
 
 
 MAX_SHARE_HELD_UP: Final = 1 / 8
-"""Of the sequences in a step, at most so many may be held up by the next one's being planned ahead. Who is left out
+"""Largest share of a step's sequences that may be held up by planning the next one ahead. A sequence that is left out
 gets its next token a whole step later; the others gain the host's part of a step, which is a fraction of it."""
 
 
@@ -347,7 +347,7 @@ class StepInFlight:
         """All of them, in the order of the plan."""
         self.is_foreseen = False
         self.left_out: list[Sequence] = []
-        """Of those that were looked at, who awaits the result."""
+        """Sequences among those looked at that await the result."""
 
     def foresee(self, queues: SequenceQueues) -> None:
         """Takes the step as done, for all whose next step can be planned without its result. Once."""

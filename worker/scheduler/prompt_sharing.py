@@ -98,7 +98,7 @@ MAX_PROMPT_LOGPROBS: Final = 128
 
 
 def num_step_tokens(sequence: Sequence) -> int:
-    """How many of a running sequence's tokens one step may compute."""
+    """Tokens of a running sequence that one step may compute."""
     num_tokens = tokens_to_next_cut(sequence) if sequence.cuts else sequence.num_uncomputed_tokens
     return min(num_tokens, MAX_PROMPT_LOGPROBS) if sequence.num_missing_prompt_logprobs else num_tokens
 

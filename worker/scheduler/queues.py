@@ -56,9 +56,9 @@ class SequenceQueues:
         self.num_moves = 0
         """Changes whenever a sequence begins or stops to run."""
         self.num_uncomputed_tokens = 0
-        """Of all sequences that have not ended. Code that computes tokens of one counts them here."""
+        """Uncomputed tokens of all sequences that have not ended. Code that computes tokens of one counts them here."""
         self.counts = EngineStats()
-        """What the scheduler and the engine count, in place."""
+        """Counts by the scheduler and the engine, in place."""
         self._copies: dict[int, BlockCopy] = {}  # of the coming step, by destination
         self._window_copies: dict[int, BlockCopy] = {}  # likewise, in layers with a window
         self._in_flight: list[list[Sequence]] = []  # who is in each step whose result is to come, the oldest step first
@@ -308,7 +308,7 @@ class SequenceQueues:
             _copy(self._window_copies, prefix.parent.window.block_ids[number], table.block_ids[-1], num_tokens)
 
     def _give_slot(self, slots: StateSlots, sequence: Sequence, prefix: SharedPrefix) -> None:
-        """Its state is the parent's, the snapshot's, or none yet."""
+        """Gives a slot: its state is the parent's, the snapshot's, or none yet."""
         source = prefix.snapshot if prefix.parent is None else prefix.parent.state_slot
         sequence.state_slot = slots.take() if source is None else slots.take_copy(source)
         sequence.num_admitted_tokens = len(sequence.token_ids)

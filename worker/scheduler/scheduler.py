@@ -34,9 +34,9 @@ class DropReason(Enum):
     """Why a request was dropped without a delta."""
 
     EXPIRED = "expired"
-    """Its deadline has passed, or would before its first token."""
+    """The deadline has passed, or would pass before its first token."""
     NOT_FINITE = "not finite"
-    """Its logits were NaN or infinite."""
+    """The logits were NaN or infinite."""
     DEAD_END = "dead end"
     """No token fitted its grammar."""
 
@@ -93,15 +93,15 @@ class Scheduler:
         self._share_commit = ShareCommit(self._queues, self._drafter, self._drop_broken)
         self.deadlines = DeadlineWatch(self._queues)
         self.prefix_cache = self._allocator.prefix_cache
-        """To be asked which blocks it holds and what has changed; the scheduler alone changes it."""
+        """Prefix cache, to be asked which blocks it holds and what has changed; the scheduler alone changes it."""
         self.counts = self._queues.counts
-        """What is counted, in place: by the scheduler, and by the engine whose scheduler it is."""
+        """Counts, in place: by the scheduler, and by the engine whose scheduler it is."""
         self.dropped: list[DroppedRequest] = []
         """Requests that have been dropped since `take_dropped`, to be rejected. To be read only."""
         self.policy = (make_policy or POLICIES[config.policy])(
             StepLimits.of(config, drafter.num_speculative_tokens if drafter is not None else 0)
         )
-        """Its `limits` are those of the next plan, and may be replaced between two plans."""
+        """Batching policy. Its `limits` are those of the next plan, and may be replaced between two plans."""
         self._sequences: dict[Hashable, Sequence] = {}  # those that have not ended, by key
         self._in_flight: list[StepInFlight] = []  # plans that are not committed, at most two, the older first
         self._num_added = 0
@@ -315,7 +315,7 @@ class Scheduler:
     # --- Internals ---
 
     def _plan_of(self, shares: list[Share], max_steps: int = 1) -> StepPlan:
-        """What the next step does for each of its sequences. It is in flight from here on."""
+        """Plan of the next step for each of its sequences. It is in flight from here on."""
         self._num_plans += 1
         self.counts.num_steps += 1
         drafts: list[Drafts] = []
@@ -360,8 +360,8 @@ class Scheduler:
             self.counts.num_expired += 1
 
     def _drop_broken(self, sequence: Sequence) -> None:
-        """Where its logits are not finite, its keys and values may be none either: no other sequence may reuse its
-        cached prefix.
+        """Drops a sequence. If its logits are not finite, its keys and values may be neither: no other sequence may
+        reuse its cached prefix.
         """
         reason = DropReason.DEAD_END if sequence.has_dead_end else DropReason.NOT_FINITE
         if reason is DropReason.NOT_FINITE:
@@ -389,7 +389,7 @@ class Scheduler:
 
 
 def _slot_stats(slots: StateSlots) -> dict[str, int]:
-    """By their names in `EngineStats`."""
+    """Counts of slots by their names in `EngineStats`."""
     return {
         "num_used_slots": slots.num_slots - slots.num_free,
         "num_cached_slots": slots.num_cached,

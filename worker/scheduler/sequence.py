@@ -101,20 +101,20 @@ class Sequence:
         self.is_broken = False
         """No token can follow: its logits came out as NaN or infinity, or its grammar has a dead end."""
         self.has_dead_end = False
-        """It is broken because no token fits its grammar."""
+        """Whether it is broken because no token fits its grammar."""
         self.is_pending = False
         """The last of `token_ids` is `PENDING`: the step in flight draws it (`foresee`)."""
         self.awaits_result = False
         """The step in flight has it, and what it does next depends on the result: no step is planned for it before."""
         time_left_s = math.inf if request.time_left_s is None else max(0.0, request.time_left_s)
         self.deadline_s = arrived_s + time_left_s
-        """Its deadline: it is dropped after this time."""
+        """Deadline: it is dropped after this time."""
         self.due_s = arrived_s + min(time_left_s, DUE_AFTER_S)
-        """Its due time: within tenant and class, the earlier is served first."""
+        """Due time: within tenant and class, the earlier is served first."""
         self.urgency = (self.due_s, sequence_id)
         """Smaller goes first among those of one tenant and class: by deadline, then by arrival."""
         self.service_class = request.priority
-        """Its priority class, which improves with waiting (`service_order/`)."""
+        """Priority class, which improves with waiting (`service_order/`)."""
         self.waits_since_s = arrived_s
         self.waited_s = 0.0
         """Seconds of all earlier waits together."""
@@ -136,17 +136,17 @@ class Sequence:
         self.window: WindowTable | None = None
         """Its blocks of layers with a window while it runs, where they have blocks of their own."""
         self.state_slot: int | None = None
-        """Where its state is while it runs, of a model that keeps states."""
+        """Slot of its state while it runs, for a model that keeps states."""
         self.cuts: tuple[int, ...] = ()
         """Positions, ascending, at which a step ends that computes it, whatever else there is room for
         (`snapshots.py`).
         """
         self.num_admitted_tokens = 0
-        """Its tokens when it was admitted last."""
+        """Tokens when it was admitted last."""
         self.num_rolling_blocks = 0
         """Blocks before the snapshot of its state that the next one takes the place of; 0: there is none."""
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
-        """Its maximum length, prompt included."""
+        """Maximum length, prompt included."""
         # An output with a grammar has an end, so that `ignore_eos` can put it off but not away.
         goes_on = params.ignore_eos and not request.grammar
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if goes_on else eos_token_ids)
@@ -156,11 +156,12 @@ class Sequence:
         self._outputs = array("q")  # of `token_ids`, where draws look back at them: those of the last draw
         asks = params.prompt_logprobs is not None and not request.output_token_ids
         self.prompt_logprobs: list[TokenLogprob] | None = [] if asks else None
-        """From the prompt's second token on, reported with the first output token; None: not asked for, or reported."""
+        """Log-probabilities from the prompt's second token on, reported with the first output token; None: not
+        requested, or reported."""
 
     @property
     def service_order(self) -> tuple[int, float, int]:
-        """Of the running sequences, the smaller is served first and preempted last. Fixed while it runs."""
+        """Order among the running sequences: the smaller is served first and preempted last. Fixed while it runs."""
         return self.service_class, self.due_s, self.sequence_id
 
     @property
@@ -185,8 +186,9 @@ class Sequence:
 
     @property
     def num_skippable_tokens(self) -> int:
-        """How many of the first tokens may come from another sequence or the cache. Never all: the last one must be
-        computed to sample the next, and a token whose successor's logprob is requested must be computed."""
+        """First tokens that may come from another sequence or the cache. Never all: the last one must be computed to
+        sample the next, and a token whose successor's logprob is requested must be computed.
+        """
         if num_missing := self.num_missing_prompt_logprobs:
             return self.num_prompt_tokens - num_missing - 1
         return len(self.token_ids) - 1
@@ -302,7 +304,7 @@ class Sequence:
         return queued_s
 
     def decode(self, drawn: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> TokenDelta | None:
-        """As `commit`, for a step that computed its last token and drew one, not its first unless it was foreseen."""
+        """Like `commit`, for a step that computed its last token and drew one, not its first unless it was foreseen."""
         if self.is_pending:
             return self._fill_in(drawn, logprobs)
         if len(drawn) > 1:
@@ -322,7 +324,7 @@ class Sequence:
         return TokenDelta(self.attempt, index, drawn, reason, 0, logprobs)
 
     def _decode_several(self, drawn: tuple[int, ...]) -> TokenDelta | None:
-        """As `decode`, for several steps: takes the tokens up to its last, or to one that could not be drawn."""
+        """Like `decode`, for several steps: takes the tokens up to its last, or to one that could not be drawn."""
         if drawn[0] < 0 and self._breaks(drawn[0]):
             return None
         token_ids, num_before = self.token_ids, len(self.token_ids)
@@ -343,7 +345,7 @@ class Sequence:
         return TokenDelta(self.attempt, num_before - self.num_prompt_tokens, drawn[:num_taken], reason, 0, ())
 
     def _fill_in(self, drawn: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> TokenDelta | None:
-        """As `commit`, for a step that was foreseen: the pending token is known now."""
+        """Like `commit`, for a step that was foreseen: the pending token is known now."""
         (token_id,) = drawn
         if token_id < 0 and self._breaks(token_id):
             return None

@@ -24,7 +24,7 @@ from holdfast.worker.step_plan import Drafting, ScheduledSequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafts:
-    """What speculation adds to a sequence's share of a step: draft tokens, or how many the runner shall draft."""
+    """Drafts in a sequence's share of a step: draft tokens, or how many the runner shall draft."""
 
     token_ids: tuple[int, ...] = ()
     drafting: Drafting | None = None
@@ -67,7 +67,7 @@ class Proposer(Protocol):
     """Guesses tokens while a step is planned. Its guesses need not be right, nor the same in two replicas."""
 
     def propose(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
-        """At most `num_tokens`, at least one, guesses at what follows. Called at most once for each step."""
+        """Guesses at what follows, at most `num_tokens`, which is at least one. Called at most once for each step."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -173,7 +173,7 @@ class Speculation:
     def _model_drafts(
         self, model: DraftModelProgress, sequence: Sequence, num_tokens: int, wanted: int, budget: "_DraftBudget"
     ) -> Drafts:
-        """As `_drafts`, by the draft model. It keeps up with prompts; with outputs only when it is to guess."""
+        """Like `_drafts`, by the draft model. It keeps up with prompts; with outputs only when it is to guess."""
         if not model.rereads and (budget.longest == 0 or (wanted == 0 and _decodes(sequence))):
             model.settle(sequence)
             return NO_DRAFTS
@@ -186,7 +186,7 @@ class Speculation:
         return Drafts(drafting=drafting)
 
     def _num_wanted(self, sequence: Sequence, budget: "_DraftBudget") -> int:
-        """How many tokens to guess: never more than could be kept, since each verification also draws one itself."""
+        """Tokens to guess: never more than could be kept, since each verification also draws one itself."""
         longest = min(
             budget.longest, budget.num_tokens, budget.num_draws, sequence.max_len - len(sequence.token_ids) - 1
         )
@@ -199,7 +199,7 @@ class Speculation:
         return length.next(longest)
 
     def _with_slots(self, sequence: Sequence, num_drafts: int, queues: SequenceQueues) -> int:
-        """How many of the drafts have a place in the sequence's blocks, after lending it what is free."""
+        """Drafts that have a place in the sequence's blocks, after lending it free ones."""
         if num_drafts == 0:
             return 0
         allocator, num_tokens = queues.allocator, len(sequence.token_ids)
@@ -216,7 +216,7 @@ class Speculation:
 
 @dataclass(slots=True, kw_only=True)
 class _DraftBudget:
-    """What is left of a step for drafts."""
+    """Room left in a step for drafts."""
 
     longest: int
     num_tokens: int

@@ -29,8 +29,8 @@ _SCALE_BYTES: Final = 2
 
 
 def bytes_per_token(spec: KVSpec, dtype: torch.dtype, *, in_int8: bool = False) -> int:
-    """What the cache keeps of one token in one layer: keys are filled up to 32 dimensions, values to 16. In int8 a
-    number takes a byte, and each key and each value two more for its scale.
+    """Bytes of one token in one layer of the cache: keys are padded to 32 dimensions, values to 16. In int8 a number
+    takes a byte, and each key and each value two more for its scale.
     """
     numbers = spec.num_kv_heads * (_whole(spec.key_dim, 32) + _whole(spec.value_dim, 16))
     return numbers + 2 * _SCALE_BYTES * spec.num_kv_heads if in_int8 else numbers * dtype.itemsize
@@ -107,7 +107,7 @@ class TiledCache:
 
     @property
     def addresses(self) -> list[int]:
-        """Where each layer's pages begin."""
+        """Address of each layer's pages."""
         return [layer.address for layer in self._layers]
 
     @property

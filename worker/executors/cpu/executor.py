@@ -143,7 +143,7 @@ class CpuExecutor:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of this rank's cache, all layers together."""
+        """Bytes of this rank's cache, all layers together."""
         return self.block_form.bytes_per_token
 
     @property
@@ -152,7 +152,7 @@ class CpuExecutor:
         return BlockForm(self.kv_specs, self._dtype, self._in_int8)
 
     def keep_kv_in_code(self) -> None:
-        """From the next cache on, keys and values are kept in eight bits (`native/codes.h`)."""
+        """Keeps keys and values in eight bits from the next cache on (`native/codes.h`)."""
         self.drop_cache()
         self._in_int8 = True
 
@@ -210,7 +210,7 @@ class CpuExecutor:
 
     @property
     def kv_specs(self) -> list[KVSpec]:
-        """What each layer that attends keeps."""
+        """Keys and values of each layer that attends."""
         return [
             KVSpec(
                 num_heads=layer.num_heads,
@@ -223,7 +223,7 @@ class CpuExecutor:
         ]
 
     def warm_up(self, max_rows: int) -> None:
-        """Nothing: no step does what the next need not."""
+        """Does nothing: no step does what the next need not."""
 
     def free_logits(self) -> None:
         """Frees the memory of the last step's logits, which the next step would use again."""
@@ -294,7 +294,7 @@ class CpuExecutor:
         return self._in_one_call and not self.keeps_hidden
 
     def _run_several(self, batch: StepBatch) -> HeadOutput:
-        """As many steps as the batch is for, each with the tokens of the one before."""
+        """Runs as many steps as the batch is for, each with the tokens of the one before."""
         assert batch.is_decode, "several steps are decodes"
         assert self._cache is not None, "a cache is allocated before steps run"
         batch = replace(batch, token_ids=batch.token_ids.copy(), first_positions=batch.first_positions.copy())
@@ -319,7 +319,7 @@ class CpuExecutor:
         return HeadOutput(None, None, steps=drawn)
 
     def _copy(self, batch: StepBatch) -> None:
-        """What is copied before a step."""
+        """Makes the copies before a step."""
         assert self._cache is not None, "a cache is allocated before steps run"
         assert (len(batch.num_window_blocks) > 0) == (self._cache.window is not None), "tables are those of the cache"
         self._cache.copy_for(batch)

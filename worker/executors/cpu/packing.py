@@ -410,7 +410,7 @@ def _rows_of_piece(row_bytes: int) -> int:
 
 
 def _room_bytes(layout: DecoderLayout) -> int:
-    """What the largest piece of a layout's linears takes as tiles, slices that are filled up included."""
+    """Bytes of the largest piece of a layout's linears as tiles, padded slices included."""
     most = max(linear.in_features for linear in linears(layout))
     return max(PIECE_BYTES, 2 * most * layout.dtype.itemsize * GROUP)
 

@@ -47,17 +47,17 @@ class RunningStep:
         self.native.logits = out.data_ptr()
 
     def ask_for_block_best(self, out: Tensor) -> None:
-        """Of a model on one rank: [rows wanted, groups]."""
+        """Requests the block maxima of a model on one rank: [rows wanted, groups]."""
         self.block_best = out
         self.native.block_best = out.data_ptr()
 
     def ask_for_block_mass(self, out: Tensor) -> None:
-        """As `ask_for_block_best`."""
+        """Like `ask_for_block_best`."""
         self.block_mass = out
         self.native.block_mass = out.data_ptr()
 
     def ask_for_all_logits(self, out: Tensor) -> None:
-        """Those of all ranks: [rows wanted, vocab size]."""
+        """Requests the logits of all ranks: [rows wanted, vocab size]."""
         self.logits = out
         self.native.all_logits = out.data_ptr()
 

@@ -36,7 +36,7 @@ class StateCache:
 
     @property
     def addresses(self) -> list[int]:
-        """Where each layer's pool begins."""
+        """Address of each layer's pool."""
         return [address_of(memory) for memory in self._memory]
 
     def copy(self, copies: IntArray) -> None:

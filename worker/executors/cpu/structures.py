@@ -8,7 +8,7 @@ import numpy as np
 from holdfast.worker.draws import DRAW_TYPES, PENALTIES
 
 KEPT_AS_INT8: Final = 1
-"""Of `kept_as`: keys and values are codes; 0: numbers of the model's dtype."""
+"""Value of `kept_as`: keys and values are codes; 0: numbers of the model's dtype."""
 
 
 class NativeUnits(Structure):
@@ -320,11 +320,11 @@ SIZES = {
         *(NativeEdits, NativeDraw, NativeDrawn, NativeAttention, NativeAttentionRows),
     )
 }
-"""What the library says of its own structures must be equal: a field that is missing here would shift all others."""
+"""Sizes that must equal the library's own: a field that is missing here would shift all others."""
 
 
 def array_address(array: np.ndarray) -> int:
-    """Where an array's numbers lie, one after the other."""
+    """Address of a contiguous array."""
     assert array.flags.c_contiguous, "the parts of a step lie in one piece"
     address: int = array.__array_interface__["data"][0]
     return address

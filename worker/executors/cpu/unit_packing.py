@@ -27,7 +27,7 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedUnits:
-    """Where the panels of a weight lie."""
+    """Memory of a weight's panels."""
 
     address: int
     panel_bytes: int
@@ -70,7 +70,7 @@ def pack_units(
 
 
 class _Piece:
-    """Where the parts of some packed rows lie: addresses [rows], 0 for rows of zeros. They live as long as this."""
+    """Addresses [rows] of the parts of some packed rows, 0 for rows of zeros. They live as long as this."""
 
     def __init__(self, weights: Sequence[StoredMatrix], rows: IntArray, offset: Offset) -> None:
         self.codes = np.zeros(len(rows), dtype=np.uint64)
@@ -86,7 +86,7 @@ class _Piece:
 
     @property
     def addresses(self) -> tuple[int, int, int | None, int | None]:
-        """Of the four arrays."""
+        """Addresses of the four arrays."""
         offsets = None if self._offset is Offset.MIDDLE else array_address(self.offsets)
         factors = array_address(self.factors) if self._offset.num_factors else None
         return array_address(self.codes), array_address(self.scales), offsets, factors
@@ -115,6 +115,6 @@ class _Piece:
 
 
 def _row_addresses(tensor: Tensor) -> IntArray:
-    """Of a tensor whose rows lie in one piece each."""
+    """Address of each row of a tensor whose rows are contiguous."""
     assert tensor[0].is_contiguous(), "a row lies in one piece"
     return tensor.data_ptr() + np.arange(len(tensor), dtype=np.int64) * tensor.stride(0) * tensor.itemsize
