@@ -157,6 +157,20 @@ def _paths(pages: object) -> list[str]:
 
 
 @pytest.mark.slow
+NO_SUBJECT = frozenset("What Of Those It As That So Who Whom Whose Something By Where How".split())
+
+
+def test_docstrings_begin_with_the_noun_that_they_describe():
+    """Those that begin with "What" or "Of" leave it to the reader to find out what is meant."""
+    found = []
+    for path in (path for package in ("worker", "router", "cluster") for path in sorted((ROOT / package).rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Expr(value=ast.Constant(value=str(text))) if text.split()[0].rstrip(",:;") in NO_SUBJECT:
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {text.split(chr(10))[0]}")
+    assert not found, "\n".join(found)
+
+
 def test_the_site_builds_without_a_warning(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)],

@@ -139,7 +139,8 @@ class RequestHandle:
         if isinstance(error, CallerError) and self._is_awaited and not self.admitted.done():
             self.admitted.set_exception(error)
         else:
-            self._call_back(self._output(self._so_far(), error=error))
+            outputs = () if self._answer is None else self._so_far()  # one that was refused may ask for any number
+            self._call_back(self._output(outputs, error=error))
         self.future.set_exception(error)
 
     def _reported(self, error: BaseException, failure: HoldfastError | None) -> HoldfastError:

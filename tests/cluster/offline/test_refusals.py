@@ -85,6 +85,7 @@ BAD_PARAMS = {
     "a long bad word": (SamplingParams(bad_words="x" * 257), "sampling_params.bad_words", "at most 256"),
     "a stop token out of range": (SamplingParams(stop_token_ids=[HUGE]), "sampling_params.stop_token_ids", "258"),
     "too many completions": (SamplingParams(n=65), "sampling_params.n", "limits.max_sequences"),
+    "far too many completions": (SamplingParams(n=2**31 - 1), "sampling_params.n", "limits.max_sequences"),
     "a long schema": (
         SamplingParams(structured_outputs={"regex": "x" * 70_000}),
         "sampling_params.structured_outputs.regex",
@@ -233,7 +234,7 @@ def test_clients_refuse_the_same_options_before_they_send_anything(options):
 
 ODD_NUMBERS = st.sampled_from(
     [
-        *(None, True, -1, 0, 1, 2, 3, 257, 258, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, HUGE, -HUGE),
+        *(None, True, -1, 0, 1, 2, 3, 257, 258, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, HUGE, -HUGE),
         *(0.0, 0.5, 1.5, -1.0, 1e-300, 1e300, math.nan, math.inf, -math.inf, Fraction(1, 3), 1j),
         *(numpy.int64(2), numpy.uint64(2**64 - 1), numpy.float32(0.5), numpy.bool_(True), numpy.array([1, 2])),
     ]
