@@ -156,13 +156,13 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreFigures:
-    """How much is stored, of all tenants and for all routers."""
+    """Size of the store, of all tenants and for all routers."""
 
     num_bytes: int
     max_bytes: int
     num_objects: dict[str, int]
-    """By kind."""
+    """Objects by kind."""
     num_jobs: dict[tuple[str, str], int]
-    """By kind, `response` or `line`, and state: `waiting` for a router, or `running` at one."""
+    """Jobs by kind, `response` or `line`, and state: `waiting` for a router, or `running` at one."""
     oldest_job_s: float
     """Age of the oldest job; 0 where there is none."""

@@ -201,7 +201,7 @@ class CacheConfig(Settings):
 
     @property
     def offload_folder_and_bytes(self) -> tuple[str, int] | None:
-        """Of `kv_offload_disk`."""
+        """Folder and bytes of `kv_offload_disk`."""
         if self.kv_offload_disk is None:
             return None
         folder, _, size = self.kv_offload_disk.rpartition(",")

@@ -87,7 +87,7 @@ class UnknownModelError(CallerError):
 
 
 class NotFoundError(CallerError):
-    """Nothing of this id is stored for the caller's tenant. `kind` is the kind of object requested."""
+    """No object of this id is stored for the caller's tenant. `kind` is the kind of object requested."""
 
     def __init__(self, kind: str, id: str) -> None:
         super().__init__(f"{kind} {shortened(id)} is not stored")

@@ -14,9 +14,7 @@ TILE_TOKENS: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """What layers keep whose queries see the last positions alone: blocks of their own, as long as a query may still
-    read them.
-    """
+    """Blocks of layers whose queries see the last positions alone, kept as long as a query may still read them."""
 
     num_tokens: int
     """A query sees itself and this many keys less one before it."""
@@ -73,7 +71,7 @@ class ModelInfo:
     kv_bytes_per_token: int
     """On one rank, all layers together; with a `window`, of those that see all, as their blocks are filled up."""
     window_tokens: int = 0
-    """Of the layers that see the last positions alone, where they keep blocks of their own; 0: there are none."""
+    """Tokens that a query sees in layers with a window that have blocks of their own; 0: there are none."""
     window_block_size: int = 0
     """Likewise."""
     num_state_slots: int = 0
@@ -129,7 +127,7 @@ class ModelInfo:
 
     @property
     def window(self) -> Window | None:
-        """What layers keep that see the last positions alone, where they keep blocks of their own."""
+        """Window of the layers that see the last positions alone, if they have blocks of their own."""
         size = self.window_block_size
         return Window.beside(self.block_size, self.window_tokens, size) if self.window_tokens and size else None
 

@@ -20,7 +20,7 @@ def has_pending(plan: StepPlan) -> bool:
 
 
 def drawing_rows(plan: StepPlan, before: StepPlan) -> "array[int]":
-    """For each token of `plan`, in its order, the row among the draws of `before` that it is drawn by, or `KNOWN`."""
+    """Row among the draws of `before` that draws each token of `plan`, in its order, or `KNOWN`."""
     rows = plan.decodes
     is_same = rows.columns is before.decodes.columns  # the same sequences, one step later
     row_of = {} if is_same and not plan.others else _drawing_row_by_sequence(before)

@@ -323,7 +323,7 @@ class SamplingParams(OutputKind):
 
     @classmethod
     def from_optional(cls, **given: Any) -> Self:
-        """As vLLM's server makes them: None is the default, and keys of `logit_bias` may be texts."""
+        """Parameters as vLLM's server makes them: None is the default, and keys of `logit_bias` may be texts."""
         if isinstance(biases := by_token_id(given.get("logit_bias")), Mapping):  # beyond the bounds it takes the bounds
             given["logit_bias"] = {key: min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, one)) for key, one in biases.items()}
         return cls(**{name: value for name, value in given.items() if value is not None or name == "max_tokens"})

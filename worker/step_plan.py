@@ -94,7 +94,7 @@ class DecodeRows:
         self.token_ids = array("q", token_ids)
         self.blocks = blocks
         self.window_blocks = window_blocks
-        """Of layers with a window, where they have blocks of their own."""
+        """Blocks of layers with a window, if they have blocks of their own."""
         self.num_context_tokens = columns.num_context_tokens + age * len(self.token_ids)
         """Position + 1, summed over the rows: the tokens that they attend to."""
         self.num_steps = num_steps

@@ -106,7 +106,7 @@ class EngineStats:
     """Slots with a kept state that belongs to no running sequence."""
     num_total_slots: int = 0
     num_disk_hit_tokens: int = 0
-    """Those of `num_prefix_hit_tokens`, or of a preempted request's, whose blocks were brought back from the disk."""
+    """Tokens among `num_prefix_hit_tokens`, or of a preempted request, whose blocks were brought back from the disk."""
     num_disk_losses: int = 0
     """Blocks that were evicted before they were copied to the disk."""
     num_digest_failures: int = 0
@@ -116,9 +116,9 @@ class EngineStats:
     num_disk_blocks: int = 0
     """Blocks and snapshots on the disk that this replica can use; of the leading rank."""
     disk_bytes: int = 0
-    """What the block store takes on the disk, other models' blocks included."""
+    """Bytes of the block store on the disk, other models' blocks included."""
     disk_backlog_bytes: int = 0
-    """What is still to be written to the disk, on the leading rank."""
+    """Bytes still to be written to the disk, on the leading rank."""
     prefill_tokens_per_s: float = 0.0
     """The best of the last steps that computed prompts for the most part; 0 before there were some."""
     gpu_utilization: float = 0.0

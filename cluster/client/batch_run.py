@@ -47,7 +47,7 @@ class Caller(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run has ended."""
+    """Outcome of a run."""
 
     num_answers: int
     num_errors: int
@@ -90,7 +90,7 @@ class BatchRun:
     # --- steps ---
 
     def _state(self, folder: Path) -> dict[str, str]:
-        """Of the run so far."""
+        """State of the run so far."""
         wanted = {"input": _digest(self._source), "where": self._where}
         file = folder / "run.json"
         if file.exists():
@@ -190,7 +190,7 @@ class BatchRun:
 
 
 def folder_of(target: Path) -> Path:
-    """Where a run keeps what it needs to go on."""
+    """Folder of what a run needs to go on."""
     return target.with_name(f"{target.name}.holdfast")
 
 
@@ -228,7 +228,7 @@ async def _form(source: Path) -> AsyncIterator[bytes]:
 
 
 def _endpoint(source: Path) -> str:
-    """That of the first line which names one: a batch has one."""
+    """Endpoint of the first line which names one: a batch has one."""
     with source.open("rb") as file:
         for line in file:
             try:

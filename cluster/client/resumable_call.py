@@ -27,7 +27,9 @@ class ResumableCall:
     """State of one request across all routers it was sent to."""
 
     def __init__(self, retry_policy: RetryPolicy, now: float, record: ResumeRecord | None = None) -> None:
-        """Without a `record` there is no stream until `record` is set: the stream's identity comes from a router."""
+        """Begins a call. Without a `record` there is no stream until `record` is set: the stream's identity comes from
+        a router.
+        """
         self.retry_policy = retry_policy
         self.record = record
         self.attempt = 0
@@ -74,7 +76,7 @@ LONGEST_READ_S: Final = 15.0
 """A router that is lost later than this after a request was sent has read it: its supervisor ends it sooner."""
 
 Verdict: TypeAlias = Literal["take", "again", "end"]
-"""What to do with a response: pass it to the client, ask again, or end a stream that has begun."""
+"""Treatment of a response: pass it to the client, ask again, or end a stream that has begun."""
 
 
 class HeldCall:
@@ -85,7 +87,7 @@ class HeldCall:
         self._call = ResumableCall(retry_policy, now)
         self._buffer = b""
         self.failed: Failed | None = None
-        """How a router ended the stream, if it failed."""
+        """Failure by which a router ended the stream, if it did."""
 
     @property
     def record(self) -> ResumeRecord | None:

@@ -31,7 +31,7 @@ _DEFAULTS: Final = SamplingFlags()
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What to complete, and with which parameters."""
+    """Prompts to complete, with their parameters."""
 
     text: str
     params: "SamplingParams"

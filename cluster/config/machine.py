@@ -17,7 +17,7 @@ RANK_BYTES: Final = 200 * 2**20
 """Memory of a rank's process without weights and cache: a little less than torch takes."""
 
 MOST_RANKS_PER_CORE: Final = 4
-"""With more ranks than this on a CPU core, a start takes minutes. Two replicas of two ranks on two cores, the demo, are
+"""Most ranks per CPU core: with more, a start takes minutes. Two replicas of two ranks on two cores, the demo, are
 fine."""
 
 

@@ -180,7 +180,7 @@ class Upstream:
     """One router, as the front reaches it."""
 
     def __init__(self, host: str, port: int, context: Callable[[], ssl.SSLContext] | None = None) -> None:
-        """With a `context`, connections use TLS."""
+        """Uses TLS for connections if there is a `context`."""
         self.host, self.port = host, port
         self.num_open = 0
         """Requests that it has of this front."""

@@ -140,7 +140,7 @@ class _Sum:
 def _outputs(
     engines: Sequence[InferenceEngine], windows: Sequence[Sequence[int]], params: SamplingParams, vocab_size: int
 ) -> Iterator[tuple[int, list[RequestOutput]]]:
-    """For each window: how many are done, and each engine's output for it. As many run together as may be in flight."""
+    """Number of windows done and each engine's output, for each window. As many run together as may be in flight."""
     assert params.prompt_logprobs is not None, "they are what is asked for"
     pairs = vocab_size if params.prompt_logprobs == ALL_LOGPROBS else 1 + params.prompt_logprobs
     at_once = max(1, _TOGETHER // (pairs * max(map(len, windows)) * len(engines)))
@@ -155,7 +155,7 @@ _Position = Mapping[int, Logprob]
 
 
 def _positions(output: RequestOutput) -> list[_Position]:
-    """For each scored token: its own log-probability, then the likeliest ones."""
+    """Log-probability of each scored token, then those of the likeliest ones."""
     assert output.prompt_logprobs is not None, "they were asked for"
     return [one for one in output.prompt_logprobs if one is not None]
 

@@ -41,7 +41,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     """Sum of the output tokens' log-probabilities; set with `logprobs`, `best_of` and beams."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each output token a mapping by token id: the token itself, then the best ones requested. None: not requested.
+    """Mapping by token id for each output token: the token itself, then the best ones requested. None: not requested.
     """
 
     lora_request: ClassVar[None] = None
@@ -84,8 +84,8 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """For each prompt token a mapping by token id: the token itself, then the best ones; None for the first token.
-    None: not requested."""
+    """Mapping by token id for each prompt token: the token itself, then the best ones; None for the first token. None:
+    not requested."""
     metrics: RequestMetrics | None = None
     """Metrics of a finished request; None for a beam search."""
     error: HoldfastError | None = None
@@ -108,7 +108,7 @@ class BeamSearchSequence:
     tokens: list[int]
     """The prompt's, then the output's."""
     logprobs: list[dict[int, Logprob]]
-    """For each output token a mapping by token id: the candidates at its position, the token among them."""
+    """Mapping by token id for each output token: the candidates at its position, the token among them."""
     cum_logprob: float
     """Sum of the output tokens' log-probabilities, that of an end of sequence included."""
     text: str

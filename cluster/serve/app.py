@@ -120,14 +120,14 @@ def _replicas(config: HoldfastConfig, default_host: str, directory: Any, name: s
 
 
 def _metrics(config: HoldfastConfig, default_host: str) -> MetricsSettings | None:
-    """Where replicas serve metrics: as routers do, on `default_host` if no host is set."""
+    """Settings of replicas' metrics: as routers', on `default_host` if no host is set."""
     if config.cluster.metrics_port is None:
         return None
     return MetricsSettings(host=config.cluster.host or default_host, port=config.cluster.metrics_port)
 
 
 def _api(config: HoldfastConfig, default_host: str) -> ApiSettings | None:
-    """Where replicas serve the engine protocol: as routers do, on `default_host` if no host is set."""
+    """Settings of replicas' engine protocol: as routers', on `default_host` if no host is set."""
     if config.cluster.engine_port is None:
         return None
     host = config.cluster.host or default_host

@@ -66,7 +66,7 @@ class Member:
     metrics_address: str = ""
     """`host:port` of a replica's own metrics; empty where it serves none."""
     linked: tuple[tuple[str, int], ...] = ()
-    """Of a router: each model that it has links for, with the number of its replicas that are up."""
+    """Models that a router has links for, each with the number of its replicas that are up."""
     model: str = ""
     """The name that clients use. Of a replica."""
     application: str = ""
@@ -74,19 +74,19 @@ class Member:
     version: str = ""
     """`ModelInfo.version`, of a replica that serves."""
     tokenizer_digest: str = ""
-    """Of a serving replica: digest of the files that routers read its tokenizer from."""
+    """Digest of the files that routers read a serving replica's tokenizer from."""
     settings: str = ""
     """Settings the member was started with (`router_update.py`)."""
     counts: tuple[VersionCounts, ...] = ()
-    """Of a router: outcomes of its requests, by version."""
+    """Outcomes of a router's requests, by version."""
     num_open: int = 0
-    """Of a router that serves as an endpoint picker: its open requests some seconds ago."""
+    """Open requests, some seconds ago, of a router that serves as an endpoint picker."""
     is_disk_full: bool = False
     """There is little room under Ray's session folder of its node."""
     operator_state: OperatorState = NO_OPERATOR_STATE
-    """Of a router: its operator state, from which a directory that was replaced learns it."""
+    """Operator state of a router, from which a directory that was replaced learns it."""
     router_losses: tuple[RouterLoss, ...] = ()
-    """Of a router: known requests that routers were reading when they ended."""
+    """Known requests that routers were reading when they ended, of a router."""
     model_path: str = ""
     """The folder of the model, of a replica that serves. Routers read the tokenizer there: it is the same on every
     node."""

@@ -177,7 +177,7 @@ def user_of(launcher: socket.socket) -> int:
 
 
 class _Asking:
-    """What a launcher has sent so far."""
+    """State of what a launcher has sent so far."""
 
     def __init__(self) -> None:
         self.streams: list[int] = []

@@ -193,7 +193,7 @@ def kept_gcs(
 
 IN_MEMORY: Final = Path("/dev/shm")
 ROOM_BYTES: Final = 256 * 2**20
-"""With less memory available than this, the tables are on disk. They take 27 MB."""
+"""Least available memory for tables in memory; below it they are on disk. They take 27 MB."""
 
 _PREFIX: Final = "holdfast-gcs-"
 

@@ -97,7 +97,7 @@ def _end_if_out_of_memory(error: BaseException | None, last_words: Callable[[], 
 
 
 def end_on_sigterm(end: Callable[[], Coroutine[object, object, None]], limit_s: float) -> None:
-    """At the first SIGTERM, awaits `end` on the running event loop for at most `limit_s` seconds, and exits.
+    """Awaits `end` on the running event loop at the first SIGTERM, for at most `limit_s` seconds, and exits.
 
     Ray keeps the main thread of an actor on asyncio inside of compiled code, where no handler written in Python ever
     runs. `faulthandler` has one in C, which can be put in place from any thread: the trace that it writes is the news.

@@ -16,10 +16,10 @@ from holdfast.worker.process_memory import oom_kills
 logger = logging.getLogger(__name__)
 
 LOW_BYTES: Final = 128 * 2**20
-"""With less disk than this, a process that Ray starts may find no room for its logs and sockets."""
+"""Least free disk at which a process that Ray starts surely finds room for its logs and sockets."""
 
 ENOUGH_BYTES: Final = 256 * 2**20
-"""With this much disk besides the reserve file, the disk counts as mended."""
+"""Free disk, besides the reserve file, at which the disk counts as mended."""
 
 RESERVE_BYTES: Final = 64 * 2**20
 """Size of the reserve file that is given up: room for the logs of many processes that are started again."""

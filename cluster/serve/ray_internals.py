@@ -28,7 +28,7 @@ AGENT_SERVICES: Final = {
     "dashboard_agent": "metrics_agent_port,metrics_export_port,dashboard_agent_listen_port",
     "runtime_env_agent": "runtime_env_agent_port",
 }
-"""For each agent of a raylet: the services whose ports the raylet waits for. No Holdfast actor has a `runtime_env`."""
+"""Services whose ports the raylet waits for, for each of its agents. No Holdfast actor has a `runtime_env`."""
 
 _GCS: Final = "gcs_server"
 _PORT_OPTION: Final = "--gcs_server_port="

@@ -121,7 +121,7 @@ class ReplicaDeployment:
         )
 
     async def _watch(self) -> None:
-        """From now on a failure ends this process, and a node whose disk is nearly full is reported."""
+        """Ends this process at a failure from now on, and reports a node whose disk is nearly full."""
         self._replica.on_failure(ProcessEnd(self._close_soon).because)
         lower_oom_score(OomScore.SERVING_REPLICA, self._replica.processes_here())  # the hang supervisor inherits it
         heartbeat_pipe = await asyncio.to_thread(self._replica.guard)

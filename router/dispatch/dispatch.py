@@ -121,8 +121,8 @@ class Dispatch:
         return actions
 
     def check_newest(self, key: RequestKey) -> None:
-        """For a caller that continues a request without open sequences. Raises `RequestSupersededError` if there are
-        any: then it was submitted again meanwhile.
+        """Checks, for a caller that continues a request without open sequences, that there are none. Raises
+        `RequestSupersededError` otherwise: then it was submitted again meanwhile.
         """
         if self._requests.of_request(key):
             newer = f"request {key.request_id} was submitted again; the newer submission continues"

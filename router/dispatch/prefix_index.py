@@ -90,7 +90,7 @@ class PrefixHolders:
         return PrefixMatch(tuple(sorted(runs, reverse=True))) if runs else NO_MATCH
 
     def _runs(self, prefix: PromptPrefix, block_size: int) -> list[tuple[int, int]]:
-        """For each set of holders, the most tokens that all of it have."""
+        """Most tokens that all of each set of holders have."""
         runs: list[tuple[int, int]] = []
         held_by, num_tokens, masks = -1, 0, self._masks
         for block in prefix.blocks(block_size):
@@ -107,7 +107,7 @@ class PrefixHolders:
         return runs
 
     def _snapshots(self, prefix: PromptPrefix, block_size: int) -> list[tuple[int, int]]:
-        """For each set of holders, the tokens before the last snapshot that all of it have."""
+        """Tokens before the last snapshot that all of each set of holders have."""
         found: list[tuple[int, int]] = []
         held_by, num_tokens = -1, 0
         for block in prefix.blocks(block_size):

@@ -78,7 +78,7 @@ class RequestState:
     """Model fingerprint of the last replica that it ran on; of a resumed request, perhaps behind another router."""
     replayed_without_guarantee: bool = False
     bound_version: str = field(init=False)
-    """Of a resumed request: the version of the output that its client has, also in other sequences."""
+    """Version of the output that the client of a resumed request has, also in other sequences."""
     parked_for: str = ""
     """The version whose replicas it waits for, beside the queue; empty while it is not parked."""
     replica_id: str = ""

@@ -302,7 +302,7 @@ class RequestStream:
         return sum(stream.num_unread for stream in self.streams if stream.notifies_each_step)
 
     def await_ends(self) -> None:
-        """From now on the sink is notified only when a sequence ends, so that the reader is not woken by every step."""
+        """Notifies the sink only when a sequence ends, so that the reader is not woken by every step."""
         for stream in self._unread.values():
             stream.notifies_each_step = False
 

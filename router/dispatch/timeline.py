@@ -41,14 +41,14 @@ class Phases:
     """Durations of a request's phases in seconds. Their sum is its duration."""
 
     queue_s: float = 0.0
-    """In the router, until it was first sent to a replica."""
+    """Seconds in the router, until it was first sent to a replica."""
     replica_queue_s: float = 0.0
-    """In its first replica, until it first ran."""
+    """Seconds in its first replica, until it first ran."""
     prefill_s: float = 0.0
-    """From there to its first output."""
+    """Seconds from there to its first output."""
     decode_s: float = 0.0
     failover_s: float = 0.0
-    """From each end of an attempt to the first output of the next one; and all of an attempt without output."""
+    """Seconds from each end of an attempt to the first output of the next one; and all of an attempt without output."""
     suspended_s: float = 0.0
     """Until it was sent to a replica again after its client had not read."""
 

@@ -39,7 +39,7 @@ class Pauses:
     """The pauses of one router, and who waits for their ends. On one event loop."""
 
     def __init__(self, max_waiting: int) -> None:
-        """At most `max_waiting` requests wait, all models together."""
+        """Lets at most `max_waiting` requests wait, all models together."""
         self._max_waiting = max_waiting
         self.models: dict[str, Pause] = {}
         """Paused models by name."""

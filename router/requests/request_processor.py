@@ -55,15 +55,15 @@ class RequestProcessor:
         tracer: "Tracer | None" = None,
         overload: Overload | None = None,
     ) -> None:
-        """Without a `gate` everyone may ask for everything; without a `tracer` nothing is traced; without an `overload`
-        manager nothing is shed.
+        """Lets everyone ask for everything without a `gate`, traces nothing without a `tracer`, sheds nothing without
+        an `overload` manager.
         """
         self._dispatch_host = dispatch_host
         self._gate = gate or Gate()
         self._tokenizers = tokenizers
         self._limits = limits
         self._chat_styles: dict[str, tuple[Tokenizer, dict[str | None, ChatStyle]]] = {}
-        """By model: its tokenizer, and the style of each of its chat templates that was used."""
+        """Tokenizer of each model, and the style of each of its chat templates that was used."""
         self._open_answers = OpenAnswers()
         self.stats = RequestStats()
         self._admission = RequestAdmission(

@@ -35,7 +35,7 @@ class Caller:
     is_operator: bool = True
     rates: Rates | None = field(default=None, repr=False)
     has_paid: bool = False
-    """Its request was let in, and taken off the rate of requests, before; tokens are still charged."""
+    """Whether its request was let in, and taken off the rate of requests, before; tokens are still charged."""
 
     def check_model(self, model: str) -> None:
         """Raises `PermissionDeniedError`. An empty name is that of the only one that it sees."""
@@ -101,7 +101,7 @@ class Gate:
         cluster_token: str | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Without `keys` no key is required. The `cluster_token` is accepted as well."""
+        """Requires no key without `keys`. The `cluster_token` is accepted as well."""
         self._keys = keys
         self._clock = clock
         self._own = None if cluster_token is None else _of_cluster(cluster_token)

@@ -27,8 +27,8 @@ _PREPARE_S: Final = 3600.0
 
 
 class BatchStore:
-    """Of one router. Methods raise `NotFoundError` for a batch that is not there, also of another tenant, and
-    `StoreError` where the database fails.
+    """Batches of one router. Methods raise `NotFoundError` for a batch that is not there, also of another tenant, and
+    `StoreError` if the database fails.
     """
 
     def __init__(self, files: FileStore, jobs: JobStore) -> None:
@@ -63,7 +63,7 @@ class BatchStore:
         await self._database.run(work)
 
     async def start(self, tenant: str, batch: dict[str, Any]) -> None:
-        """Its lines may be computed, from here on."""
+        """Lets its lines be computed from now on."""
 
         def work(connection: "sqlalchemy.Connection") -> None:
             objects, jobs = self._database.tables.objects, self._jobs
@@ -79,7 +79,7 @@ class BatchStore:
         await self._database.run(work)
 
     async def fail(self, tenant: str, batch: dict[str, Any]) -> None:
-        """In the place of one that is begun: one that says what is wrong with its lines."""
+        """Replaces a begun batch by one that states the faults of its lines."""
 
         def work(connection: "sqlalchemy.Connection") -> None:
             objects = self._database.tables.objects
@@ -92,7 +92,7 @@ class BatchStore:
     # --- one that is there ---
 
     async def get(self, tenant: str, batch_id: str) -> dict[str, Any]:
-        """With its counts as they are now."""
+        """The batch with its current counts."""
 
         def work(connection: "sqlalchemy.Connection") -> dict[str, Any]:
             found = self._objects.read(connection, tenant, BATCH, batch_id)
@@ -101,7 +101,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def listed(self, tenant: str, page: Page) -> tuple[list[dict[str, Any]], bool]:
-        """As `ObjectStore.listed`."""
+        """Same as `ObjectStore.listed`."""
         batches, has_more = await self._objects.listed(tenant, BATCH, page, lambda batch: True)
         return [await self.get(tenant, batch["id"]) for batch in batches], has_more
 
@@ -126,7 +126,7 @@ class BatchStore:
         return is_mine
 
     async def purge(self) -> None:
-        """As `ObjectStore.purge`."""
+        """Same as `ObjectStore.purge`."""
         await self._objects.purge()
 
     async def expire(self) -> None:

@@ -20,8 +20,8 @@ ITEM: Final = "item"
 
 
 class ConversationStore:
-    """Of one router. Methods raise `NotFoundError` for a conversation or an item that is not there, also of another
-    tenant, and `StoreError` where the database fails.
+    """Conversations of one router. Methods raise `NotFoundError` for a conversation or an item that is not there, also
+    of another tenant, and `StoreError` if the database fails.
     """
 
     def __init__(self, objects: ObjectStore) -> None:
@@ -80,7 +80,7 @@ class ConversationStore:
         return await self._database.run(partial(self._page, tenant=tenant, conversation_id=conversation_id, page=page))
 
     async def delete_item(self, tenant: str, conversation_id: str, item_id: str) -> dict[str, Any]:
-        """For good. The conversation."""
+        """Deletes an item for good. Returns the conversation."""
 
         def work(connection: "sqlalchemy.Connection") -> dict[str, Any]:
             conversation = self._objects.read(connection, tenant, CONVERSATION, conversation_id).object
@@ -99,7 +99,9 @@ class ConversationStore:
     def append_if_there(
         self, connection: "sqlalchemy.Connection", tenant: str, conversation_id: str, items: Sequence[dict[str, Any]]
     ) -> None:
-        """Those that are not there yet: a response that was asked for again, with the same id, has been added."""
+        """Appends items that are not there yet: a response that was asked for again, with the same id, has been
+        added.
+        """
         try:
             self._objects.read(connection, tenant, CONVERSATION, conversation_id)
         except NotFoundError:
@@ -135,7 +137,7 @@ class ConversationStore:
     def _known(
         self, connection: "sqlalchemy.Connection", tenant: str, conversation_id: str, ids: Sequence[str]
     ) -> set[str]:
-        """Those of the ids that are there."""
+        """Ids among these that are there."""
         items = self._items
         return {
             row.id

@@ -19,7 +19,7 @@ FILE: Final = "store.sqlite"
 """Below the folder of the setting."""
 
 _LOCK_WAIT_S: Final = 10.0
-"""How long a router waits for another one that writes."""
+"""Seconds that a router waits for another one that writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +30,16 @@ class Tables:
     pieces: "sqlalchemy.Table"
     """Bytes of an object, in order: a background response's stream, a file's content."""
     items: "sqlalchemy.Table"
-    """Of a conversation, in order."""
+    """Items of a conversation, in order."""
     jobs: "sqlalchemy.Table"
-    """What is to be computed for an object."""
+    """Work to be done for an object."""
 
 
 class Database:
     """Used from one event loop. `run` and the methods of its users raise `StoreError` where it fails."""
 
     def __init__(self, place: str, now: Callable[[], float] | None = None) -> None:
-        """At a folder, which is made, or at a `postgresql://` URL. `now`: seconds since 1970; unset, it is the clock of
+        """Opens a folder, which is made, or a `postgresql://` URL. `now`: seconds since 1970; unset, it is the clock of
         the PostgreSQL server, or of this host. Raises `StoreError`.
         """
         import sqlalchemy
@@ -85,7 +85,7 @@ class Database:
             raise StoreError(f"the store failed: {cause}") from error
 
     async def empty_log(self) -> None:
-        """What was deleted is in SQLite's write-ahead log no more."""
+        """Removes deleted content from SQLite's write-ahead log."""
         if self.engine.dialect.name != "sqlite":
             return
 
@@ -99,7 +99,7 @@ class Database:
         await asyncio.get_running_loop().run_in_executor(self._thread, truncate)
 
     async def close(self) -> None:
-        """What is being written is written to its end."""
+        """Closes the database after running writes have ended."""
         await asyncio.to_thread(self._thread.shutdown)
         self.engine.dispose()
 

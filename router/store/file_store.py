@@ -20,7 +20,7 @@ _PIECES_AT_A_TIME: Final = 16
 
 
 class FileStore:
-    """Of one router. Methods raise `StoreError` where the database fails."""
+    """Files of one router. Methods raise `StoreError` if the database fails."""
 
     def __init__(self, objects: ObjectStore) -> None:
         self.objects = objects
@@ -42,7 +42,7 @@ class FileStore:
         await self.objects.purge_if_due()
 
     async def end(self, tenant: str, file: dict[str, Any], expires_at: float | None) -> None:
-        """It is whole. Raises `NotFoundError` where it took too long."""
+        """Completes a file. Raises `NotFoundError` if it took too long."""
         await self._database.run(partial(self.show, tenant=tenant, file=file, expires_at=expires_at))
 
     async def drop(self, tenant: str, file_id: str) -> None:
@@ -86,7 +86,7 @@ class FileStore:
         return int(connection.execute(counted).scalar_one())
 
     def num_bytes(self, connection: "sqlalchemy.Connection", tenant: str, file_id: str) -> int:
-        """Of all pieces."""
+        """Bytes of all pieces."""
         from sqlalchemy import func, select
 
         pieces = self._pieces

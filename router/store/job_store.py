@@ -28,27 +28,27 @@ class Job:
 
     tenant: str
     id: str
-    """Of the response; of a line one that is made of its batch's."""
+    """Id of the response; that of a line is made from its batch's."""
     object_id: str
     """The response or the batch."""
     number: int | None = None
-    """Of a line in its batch, from 1."""
+    """Number of a line in its batch, from 1."""
     content: bytes
-    """Of a response what `background` makes of its request; of a batch its line."""
+    """Request of a response in `background`'s form; line of a batch."""
     identity: str
-    """As `Identity.text`."""
+    """Same as `Identity.text`."""
     key_name: str = ""
     """The API key that asked for it, whose rate of tokens is charged; empty: none."""
     num_claims: int = 1
     """Routers that have had it, and the times that it was begun again."""
     pieces: list[bytes] = field(default_factory=list)
-    """What was stored of a response's stream when it was claimed."""
+    """Stored pieces of a response's stream when it was claimed."""
     num_pieces: int = 0
     """All so far."""
 
 
 class JobStore:
-    """Of one router, whose name among the owners is `owner`."""
+    """Jobs of one router, whose name among the owners is `owner`."""
 
     def __init__(self, store: ResponseStore, owner: str) -> None:
         self._store = store
@@ -66,11 +66,11 @@ class JobStore:
         await self._database.run(insert)
 
     async def claim(self, most: int, *, of_batches: bool = False) -> list[Job]:
-        """So many jobs at most whose lease has run out, which are this router's from here on; the oldest first."""
+        """Claims at most `most` jobs whose lease has run out, the oldest first; they are this router's from now on."""
         return await self._database.run(partial(self._claim, most=most, of_batches=of_batches))
 
     async def renew(self, jobs: Collection[Job]) -> list[Job]:
-        """Those that are still this router's; their leases are renewed."""
+        """Jobs that are still this router's; their leases are renewed."""
 
         def renew(connection: "sqlalchemy.Connection") -> list[Job]:
             until = self._database.now(connection) + LEASE_S
@@ -86,7 +86,7 @@ class JobStore:
         return await self._database.run(partial(self._add, job=job, piece=piece, response=response, is_over=False))
 
     async def finish(self, job: Job, piece: bytes, response: dict[str, Any]) -> bool:
-        """As `add`, with the last piece: the job is over."""
+        """Like `add`, with the last piece: the job is over."""
         is_mine = await self._database.run(partial(self._add, job=job, piece=piece, response=response, is_over=True))
         await self._store.objects.purge_if_due()
         return is_mine
@@ -162,7 +162,7 @@ class JobStore:
         return claimed
 
     def _read_job(self, connection: "sqlalchemy.Connection", row: "sqlalchemy.Row[Any]") -> Job:
-        """As it is once it is claimed."""
+        """The job as it is once it is claimed."""
         pieces = [] if row.number is not None else self._read_pieces(connection, row.tenant, row.object_id, 0)
         return Job(
             tenant=row.tenant,

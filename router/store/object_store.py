@@ -39,10 +39,10 @@ def is_id(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLimits:
-    """What a store keeps, of all tenants together."""
+    """Limits of a store, for all tenants together."""
 
     max_bytes: int = 2**30
-    """Of objects as JSON, files, and what belongs to them; beyond it the oldest are deleted."""
+    """Bytes of objects as JSON, files, and what belongs to them; beyond it the oldest are deleted."""
     retention_s: float = 30 * 86400.0
     """Age at which an object is deleted."""
 
@@ -52,10 +52,10 @@ class StoredObject:
     """One object of the API, and what it was made from."""
 
     kind: str
-    """As error messages name it: `response`, `chat completion`, `conversation`, `file`, `batch`."""
+    """Kind in error messages: `response`, `chat completion`, `conversation`, `file`, `batch`."""
     id: str
     object: dict[str, Any]
-    """As clients get it."""
+    """The object in the form that clients get."""
     input: list[dict[str, Any]]
     """Items of its input."""
     parent_id: str | None = None
@@ -63,12 +63,12 @@ class StoredObject:
     expires_at: float | None = None
     """Seconds since 1970; None: with its age."""
     num_bytes: int = 0
-    """Of all that belongs to it, as it was read; not used when it is written."""
+    """Bytes of all that belongs to it, when it was read; not used when it is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """What a list asks for."""
+    """Parameters of a list request."""
 
     after: str | None = None
     limit: int = 20
@@ -76,11 +76,11 @@ class Page:
 
 
 _FIGURES_LAST_S: Final = 2.0
-"""How long figures are given without looking again."""
+"""Seconds that figures are given without looking again."""
 
 
 class ObjectStore:
-    """Of one router. Methods raise `StoreError` where the database fails."""
+    """Objects of one router. Methods raise `StoreError` if the database fails."""
 
     def __init__(self, database: Database, limits: StoreLimits) -> None:
         self.database = database
@@ -90,7 +90,7 @@ class ObjectStore:
         self._figures: tuple[float, StoreFigures] | None = None
 
     async def figures(self) -> StoreFigures:
-        """As they were 2 s ago at most."""
+        """Figures that are at most 2 s old."""
         now = time.monotonic()
         if self._figures is None or now - self._figures[0] > _FIGURES_LAST_S:
             self._figures = now, await self.database.run(self._count)
@@ -136,7 +136,7 @@ class ObjectStore:
         return found[: page.limit], len(found) > page.limit
 
     async def delete(self, tenant: str, kind: str, object_id: str) -> None:
-        """For good: its text is overwritten. Raises `NotFoundError`."""
+        """Deletes for good: the text is overwritten. Raises `NotFoundError`."""
         table = self._table
         mine = (table.c.tenant == tenant, table.c.id == object_id, table.c.kind == kind)
         gone = table.delete().where(*mine)
@@ -158,7 +158,7 @@ class ObjectStore:
     # --- within a transaction ---
 
     def insert(self, connection: "sqlalchemy.Connection", tenant: str, stored: StoredObject) -> None:
-        """In the place of what has its id."""
+        """Inserts an object, replacing one with its id."""
         table = self._table
         given, shown = json.dumps(stored.input), json.dumps(stored.object)  # ASCII: lone surrogates are escaped
         row = {
@@ -202,7 +202,7 @@ class ObjectStore:
         self._num_written += len(text)
 
     def grow(self, connection: "sqlalchemy.Connection", tenant: str, object_id: str, num_bytes: int) -> None:
-        """So many bytes more belong to a row; fewer, if negative."""
+        """Adds bytes to a row; removes them, if negative."""
         table = self._table
         found = table.update().where(table.c.tenant == tenant, table.c.id == object_id)
         connection.execute(found.values(num_bytes=table.c.num_bytes + num_bytes))
@@ -213,7 +213,7 @@ class ObjectStore:
         self.grow(connection, tenant, object_id, 0)
 
     def touch(self, connection: "sqlalchemy.Connection", tenant: str, object_id: str) -> None:
-        """Its age is counted from here on."""
+        """Counts its age from now on."""
         table = self._table
         found = table.update().where(table.c.tenant == tenant, table.c.id == object_id)
         connection.execute(found.values(saved_at=self.database.now(connection)))

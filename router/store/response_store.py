@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 RESPONSE: Final = "response"
 
 MAX_TURNS: Final = 4096
-"""That continue each other."""
+"""Most turns that continue each other."""
 
 OPEN: Final = ("queued", "in_progress")
 """States of a response that is not over."""
@@ -46,13 +46,13 @@ class StoredResponse:
 
     @property
     def conversation_id(self) -> str | None:
-        """Where its items go when it is over."""
+        """Conversation that its items are added to when it is over."""
         conversation: dict[str, str] | None = self.response.get("conversation")
         return None if conversation is None else conversation["id"]
 
 
 class ResponseStore:
-    """Of one router. Methods raise `StoreError` where the database fails."""
+    """Responses of one router. Methods raise `StoreError` if the database fails."""
 
     def __init__(self, objects: ObjectStore) -> None:
         self.objects = objects
@@ -87,13 +87,13 @@ class ResponseStore:
         return turns
 
     async def delete(self, tenant: str, response_id: str) -> None:
-        """For good: its text is overwritten. Raises `NotFoundError`."""
+        """Deletes for good: the text is overwritten. Raises `NotFoundError`."""
         await self.objects.delete(tenant, RESPONSE, response_id)
 
     # --- within a transaction ---
 
     def insert(self, connection: "sqlalchemy.Connection", tenant: str, stored: StoredResponse) -> None:
-        """In the place of what has its id."""
+        """Inserts a response, replacing one with its id."""
         made = StoredObject(
             kind=RESPONSE, id=stored.id, parent_id=stored.previous_id, input=stored.input, object=stored.response
         )
@@ -105,7 +105,7 @@ class ResponseStore:
         return StoredResponse(id=found.id, previous_id=found.parent_id, input=found.input, response=found.object)
 
     def extend_conversation(self, connection: "sqlalchemy.Connection", tenant: str, stored: StoredResponse) -> None:
-        """With the turn's items, unless the conversation was deleted, or there is no answer."""
+        """Adds the turn's items to the conversation, unless that was deleted, or there is no answer."""
         if stored.conversation_id is not None and stored.response["status"] in _ANSWERED:
             self.conversations.append_if_there(connection, tenant, stored.conversation_id, stored.items())
 

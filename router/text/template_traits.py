@@ -31,7 +31,7 @@ class TemplateTraits:
     takes_function: bool = False
     """Whether it knows the older role of tool results."""
     system: Literal["any", "first", "none"] = "any"
-    """Where it shows system messages: anywhere, one at the beginning, or nowhere."""
+    """Place of system messages: anywhere, one at the beginning, or nowhere."""
     takes_equal_roles: bool = True
     """Whether it shows both of two successive messages of one role; else turns must alternate."""
     null_beside_calls: bool = False

@@ -61,7 +61,7 @@ class TokenizerRegistry:
         self._tokenizers: dict[str, Tokenizer] = {}
         self._compilers: dict[str, GrammarCompiler] = {}
         self._sources: dict[str, tuple[str, str]] = {}
-        """By model: the folder, and the configured chat template."""
+        """Folder and configured chat template by model."""
         self._loading = asyncio.Lock()
         self._long = asyncio.Semaphore(LONG_AT_ONCE)
         self._num_long = 0

@@ -191,7 +191,7 @@ class ChatReader:
         is_filtered: bool,
         is_parallel: bool = True,
     ) -> None:
-        """Without `tools` there are no calls, without `splits` no reasoning. With `is_filtered` the output keeps its
+        """Reads no calls without `tools`, no reasoning without `splits`. With `is_filtered` the output keeps its
         special tokens for the sake of markers, and the others are taken out. Without `is_parallel` calls after the
         first one are dropped, with what follows them.
         """

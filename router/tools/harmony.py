@@ -16,14 +16,14 @@ from holdfast.router.tools.json_calls import JsonCallParser
 from holdfast.router.tools.reasoning import Split
 
 HARMONY: Final = "openai_gptoss"
-"""Its reasoning, named as for vLLM's `--reasoning-parser`."""
+"""Name of its reasoning format, as for vLLM's `--reasoning-parser`."""
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 ANALYSIS: Final = "analysis"
 MARKS: Final = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 OPENING: Final = f"{CHANNEL}commentary to=functions."
-"""How calls begin in what the splitter passes on, wherever the model has put their recipient."""
+"""Opening of calls in the splitter's output, wherever the model has put their recipient."""
 
 _ENDS: Final = (END, CALL, RETURN, START, CHANNEL)
 """A body ends here, also where its own end was left out."""
@@ -42,7 +42,7 @@ class HarmonySplitter:
     is_cut_off = False
 
     def __init__(self, *, reads_calls: bool) -> None:
-        """Without `reads_calls` the arguments of calls are content."""
+        """Treats the arguments of calls as content without `reads_calls`."""
         self._reads_calls = reads_calls
         self._held = ""
         self._kind = "header"
@@ -158,7 +158,7 @@ class HarmonyThoughtCounter:
         self.num_tokens = 0
 
     def cut_off(self) -> None:
-        """Nothing: thoughts have marks of their own."""
+        """Does nothing: thoughts have marks of their own."""
 
     def push(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:

@@ -87,7 +87,8 @@ class _Scan:
 
     def __init__(self, bounds: JsonBounds, text: bytes, apart: Collection[str], objects: Collection[str] = ()) -> None:
         self.parts: dict[str, list[int]] = {}
-        """For each long field of `objects`: where its value begins, commas between its elements, and where it ends."""
+        """Positions for each long field of `objects`: where its value begins, commas between its elements, and where it
+        ends."""
         self._objects = objects
         self._cuts: list[int] | None = None
         self._bounds = bounds

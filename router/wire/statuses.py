@@ -225,7 +225,7 @@ def _details(error: HoldfastError, kind: Kind) -> list[Message]:
 
 
 def _first(texts: Sequence[str]) -> list[str]:
-    """As many texts as there is room for."""
+    """Texts, as many as there is room for."""
     found, left = list[str](), MAX_LIST_BYTES
     for text in texts:
         short = cut(text, MAX_FIELD_BYTES)

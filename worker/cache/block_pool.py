@@ -17,7 +17,7 @@ class BlockStored:
 
     block_hash: bytes
     parent_hash: bytes
-    """Of the block before it, or `root_hash` of tenant and salt."""
+    """Hash of the block before it, or `root_hash` of tenant and salt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,7 +96,7 @@ class BlockStore:
         return self._guarded(lambda: self._put(blocks))
 
     def get(self, name: bytes) -> memoryview | None:
-        """What a block holds; None where there is none, or its digest is wrong: then it is not found any more."""
+        """Content of a block; None if there is none, or if its digest is wrong: then it is not found any more."""
         return self._guarded(lambda: self._get(name))
 
     def drop(self, name: bytes) -> None:
@@ -109,12 +109,12 @@ class BlockStore:
 
     @property
     def num_blocks(self) -> int:
-        """Of this kind, as of the last `news`."""
+        """Blocks of this kind at the last `news`."""
         return len(self._places)
 
     @property
     def num_bytes(self) -> int:
-        """What the segments of all kinds take on the disk."""
+        """Bytes of all kinds' segments on the disk."""
         return sum(self._sizes().values())
 
     # --- internals ---

@@ -39,7 +39,7 @@ class Sealer:
         return list(hidden)
 
     def seal(self, name: bytes, data: memoryview) -> Sequence[memoryview | bytes]:
-        """What is stored, in parts."""
+        """Stored form of the data, in parts."""
         return data, _digest(name, data)
 
     def unseal(self, name: bytes, record: memoryview) -> memoryview:

@@ -111,7 +111,7 @@ class StateSlots:
 
     @property
     def snapshot_hashes(self) -> Iterable[bytes]:
-        """Of the last blocks before all snapshots."""
+        """Hashes of the last blocks before all snapshots."""
         return self._cache.block_hashes
 
     def take_events(self) -> list[CacheEvent]:

@@ -14,12 +14,12 @@ from holdfast.worker.cache.block_pool import BlockAllocator, PrefixCache
 from holdfast.worker.model_info import Window
 
 _NO_BLOCK: Final = 0
-"""In a table in place of a block that the sequence has not: nobody reads it."""
+"""Value in a table in place of a block that the sequence does not have: nobody reads it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WindowPrefix:
-    """What the next token after a prefix sees of it: blocks number `first` and on, all of them full."""
+    """Blocks of a prefix that the next token can see: block number `first` and later ones, all of them full."""
 
     first: int = 0
     block_ids: tuple[int, ...] = ()
@@ -94,7 +94,9 @@ class WindowBlocks:
         return 0, NOTHING_SEEN
 
     def fork(self, table: WindowTable, num_tokens: int) -> WindowPrefix | None:
-        """What the next token sees of a running sequence's first tokens; None: it has given some of that back."""
+        """Blocks that the next token after a running sequence's first tokens sees; None: some of them were given
+        back.
+        """
         first = self.window.first_block(num_tokens)
         if table.num_given_back > first:
             return None
@@ -142,8 +144,8 @@ class WindowBlocks:
             self.cache.store(table.block_ids[index], table.chain, token_ids, index)
 
     def give_back(self, table: WindowTable, num_tokens: int) -> None:
-        """So many tokens are computed: gives back what neither the next one sees, nor one behind the last prefix that
-        can be cached.
+        """Gives back blocks after `num_tokens` computed tokens: those that neither the next token sees, nor one behind
+        the last prefix that can be cached.
 
         What is not worth keeping is evicted first: else a long prompt would drive all others out of the cache.
         """

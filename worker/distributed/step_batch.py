@@ -104,7 +104,7 @@ class StepBatch:
         return counts_up(self.first_positions, self.num_tokens)
 
     def blocks_of(self, sequences: IntArray, indices: IntArray) -> IntArray:
-        """For each pair: block number `index` of the sequence's table."""
+        """Block number `index` of the sequence's table, for each pair."""
         table_starts = np.cumsum(self.num_blocks) - self.num_blocks
         blocks: IntArray = self.block_ids[table_starts[sequences] + indices]
         return blocks
@@ -222,7 +222,7 @@ class StepBatch:
 
 
 def counts_up(firsts: IntArray, lengths: IntArray) -> IntArray:
-    """For each pair first, first + 1, ... (length numbers), one after the other."""
+    """The numbers first, first + 1, ... (`length` of them) for each pair, one after the other."""
     ends = np.cumsum(lengths)
     return np.repeat(firsts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
 

@@ -28,7 +28,7 @@ AHEAD_BYTES: Final = 64 << 20
 NEWS_S: Final = 1.0
 """Time between two looks at what other processes have stored."""
 LATE_S: Final = 0.5
-"""How long a piece is waited for that the leader has already."""
+"""Seconds to wait for a piece that the leader already has."""
 PAUSE_S: Final = 5.0
 """After a write that failed none is tried for so long."""
 _CLOSE_S: Final = 5.0
@@ -36,7 +36,7 @@ _WEIGHT: Final = 0.2
 
 
 class MoverEvents(NamedTuple):
-    """What a leader is told, on the mover's thread."""
+    """Events for a leader, on the mover's thread."""
 
     on_news: Callable[[list[bytes], list[bytes]], None]
     """Names that came to the store, and those that went."""
@@ -47,7 +47,7 @@ class MoverEvents(NamedTuple):
 
 
 class MoverCounts:
-    """What a mover has seen. Written by its thread, read by any."""
+    """Counts of a mover. Written by its thread, read by any."""
 
     def __init__(self) -> None:
         self.num_blocks = 0
@@ -58,7 +58,7 @@ class MoverCounts:
         """Writes and reads that failed."""
         self.staged_bytes = 0
         self.read_s_per_byte = 1e-9
-        """Of the disk, digests and copies; measured."""
+        """Seconds per byte of the disk, digests and copies; measured."""
         self.copy_s_per_byte = 5e-10
         """CPU time of the thread of the steps; measured."""
         self.write_s_per_byte = 1e-9
@@ -242,7 +242,7 @@ class BlockMover:
             setattr(self.counts, name, old + _WEIGHT * ((ended_s - began_s) / num_bytes - old))
 
     def _measure(self) -> None:
-        """What reading costs at least, before anything was read: digest and copy of some rows."""
+        """Measures the least cost of reading, before anything was read: digest and copy of some rows."""
         rows = np.zeros(4 << 20, np.uint8)
         began_s = time.monotonic()
         self._store.sealer.seal(KV, rows.data)

@@ -23,11 +23,11 @@ from holdfast.worker.step_plan import StateCopy
 from holdfast.worker.step_update import EngineStats
 
 SHARE: Final = 0.015
-"""Of the time that steps take, what copying blocks to the store may cost them."""
+"""Share of the steps' time that copying blocks to the store may cost them."""
 TAKE_SHARE: Final = 0.1
-"""Of the time that steps take, what copying blocks from the store may cost them, but for one piece each time."""
+"""Share of the steps' time that copying blocks from the store may cost them, except for one piece each time."""
 MOST_S: Final = 0.1
-"""Of either, what is saved up."""
+"""Most seconds of either that are saved up."""
 IDLE_BYTES: Final = 16 << 20
 """Copied to the store at a time while nothing runs."""
 MOST_LEFT_OUT: Final = 1024
@@ -35,7 +35,7 @@ MOST_LEFT_OUT: Final = 1024
 MATURE_TURNS: Final = 64
 """Turns that a snapshot must outlive to be copied while others run: most of them are soon replaced by the next."""
 FIXED_S: Final = 0.002
-"""What a restore takes besides reading: two threads wait for each other."""
+"""Seconds of a restore besides reading: two threads wait for each other."""
 LEAST_S: Final = 0.1
 """A request is held for so long at most, if computing would take less."""
 MOST_HELD_S: Final = 30.0
@@ -52,11 +52,11 @@ class Restore:
     first: int
     """The number of the first block that is brought back."""
     names: Sequence[bytes]
-    """Of keys and values in order, and of a snapshot behind the last of them."""
+    """Names of keys and values in order, and of a snapshot behind the last of them."""
     depth: int
     """Blocks of the sequence that can be used afterwards."""
     num_tokens: int
-    """That need not be computed then."""
+    """Tokens that then need not be computed."""
     num_bytes: int
     due_s: float
     """When it is given up."""
@@ -72,7 +72,7 @@ class Restore:
 
 
 class BlockTier:
-    """Of the leader's engine. Used by one thread."""
+    """Block tier of the leader's engine. Used by one thread."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class BlockTier:
             self._forget(name)
 
     def forget(self) -> None:
-        """What is cached and stored belongs to other weights now."""
+        """Forgets its blocks: what is cached and stored belongs to other weights now."""
         self._to_store.clear()
         self._states_to_store.clear()
         for name in list(self._stored):
@@ -126,18 +126,18 @@ class BlockTier:
 
     @property
     def block_hashes(self) -> Iterable[bytes]:
-        """Of the keys and values that the store has."""
+        """Hashes of the keys and values in the store."""
         return (name[1:] for name in self._stored if name.startswith(KV))
 
     @property
     def snapshot_hashes(self) -> Iterable[bytes]:
-        """Of the last blocks before the snapshots that the store has."""
+        """Hashes of the last blocks before the snapshots in the store."""
         return (name[1:] for name in self._stored if name.startswith(STATE))
 
     def seen(
         self, events: Iterable[CacheEvent], state_events: Iterable[CacheEvent]
     ) -> tuple[list[CacheEvent], list[CacheEvent]]:
-        """What changes of what can be had, here or from the store, with these changes of the caches."""
+        """Changes of the blocks that can be had, here or from the store, given these changes of the caches."""
         changes, self._changes = self._changes, {KV: [], STATE: []}
         blocks = [event for event in events if not self._is_kept(KV, event)]
         states = [event for event in state_events if not self._is_kept(STATE, event)]
@@ -178,7 +178,7 @@ class BlockTier:
                     queue[name] = self._turn
 
     def leave_out(self, block_hash: bytes) -> None:
-        """What follows this block, or this `root_hash`, is not copied to the store: nobody will ask for it again."""
+        """Keeps what follows this block, or this `root_hash`, out of the store: nobody will ask for it again."""
         self._left_out[block_hash] = None
         if len(self._left_out) > MOST_LEFT_OUT:
             self._left_out.popitem(last=False)
@@ -234,7 +234,7 @@ class BlockTier:
     # --- up ---
 
     def restore_for(self, request: EngineRequest, now: float) -> Restore | None:
-        """What a request is to be held for: a restore that has begun, maybe for another; None: it is not held."""
+        """A restore to hold the request for, which has begun, maybe for another request; None: it is not held."""
         if not self._stored or (request.sampling_params.prompt_logprobs is not None and not request.output_token_ids):
             return None
         token_ids = (*request.prompt_token_ids, *request.output_token_ids)
@@ -258,7 +258,7 @@ class BlockTier:
         return restore
 
     def _promised(self, chain: HashChain, token_ids: Sequence[int]) -> Restore | None:
-        """What could be brought back of a prefix; None: nothing that is not here."""
+        """A restore of the part of a prefix that is in the store alone; None: there is none."""
         size = self._allocator.block_size
         most = (len(token_ids) - 1) // size
         num_here = len(self._cache.find(chain, token_ids, most))

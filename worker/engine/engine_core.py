@@ -96,7 +96,7 @@ class EngineCore:
         """Check for non-finite logits. Without one, several requests without finite logits are proof against the
         replica."""
         self.tier: BlockTier | None = None
-        """Where the cache has a block store below it. Set before any request comes."""
+        """Block tier, if the cache has a block store below it. Set before any request comes."""
         self._held: dict[Hashable, _Held] = {}
         self._in_doubt: list[Hashable] = []
         """Attempts without finite logits, which fail if the replica turns out to be well."""
@@ -223,11 +223,11 @@ class EngineCore:
         self.tier.report(self._counts)
 
     def most_idle_s(self, now: float, most_s: float) -> float:
-        """How long to wait for a command, if there is nothing to run."""
+        """Seconds to wait for a command, if there is nothing to run."""
         return most_s if self.tier is None else min(most_s, max(0.001, self.tier.next_due_s - now))
 
     def forget_cache(self) -> None:
-        """What is cached belongs to other weights. No request may be open."""
+        """Forgets the cache, which belongs to other weights now. No request may be open."""
         for attempt in list(self._held):
             self._release(attempt)
         self.scheduler.forget_cache()

@@ -308,7 +308,7 @@ class LeaderRunner:
         return self._runner.info
 
     def movers(self) -> RankMovers | None:
-        """What copies blocks of all ranks to the store below the cache and back, where there is one."""
+        """Movers that copy blocks of all ranks to the store below the cache and back, if there is one."""
         runner = self._runner
         return None if runner.mover is None else RankMovers(lambda: runner.mover, self._group)
 

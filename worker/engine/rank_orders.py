@@ -68,7 +68,7 @@ BLOCK_ORDERS: Final = (Order.STORE, Order.FETCH, Order.TAKE)
 
 
 class RankMover:
-    """What one rank does of the orders."""
+    """One rank's part of the orders."""
 
     def __init__(self, mover: BlockMover, memory: BlockMemory, group: TensorParallelGroup) -> None:
         self.mover = mover
@@ -112,7 +112,9 @@ class RankMover:
         self.mover.close()
 
     def carry_out(self, order: Message) -> Sequence[bool]:
-        """What the leader has ordered; of a piece that was taken, for each of its blocks, whether all ranks have it."""
+        """Carries out the leader's order. For a piece that was taken: for each of its blocks, whether all ranks have
+        it.
+        """
         kind, ticket, piece, num_copies, num_names = order[:_HEADER].tolist()
         copies, places, words = np.split(order[_HEADER:], [2 * num_copies, 2 * num_copies + num_names])
         names = [row[:_NAME_BYTES].tobytes() for row in words.view(np.uint8).reshape(num_names, 8 * _NAME_WORDS)]
@@ -146,7 +148,7 @@ class RankMovers:
 
     @property
     def counts(self) -> MoverCounts:
-        """What moving costs, and what is in the store."""
+        """Cost of moving, and content of the store."""
         return self.own.mover.counts
 
     @property

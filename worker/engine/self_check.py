@@ -20,19 +20,21 @@ from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 
 NUM_TOKENS: Final = (70, 23, 6, 5, 4, 3, 3, 2, 2)
-"""Of the sequences. The first exceeds a block, a row tile and a tile of keys; all decode together, 9 rows and fewer."""
+"""Tokens of each sequence. The first exceeds a block, a row tile and a tile of keys; all decode together, 9 rows and
+fewer."""
 
 _CHUNKS: Final = (1, 3, 7, 1, 3, 7)
 _NUM_DECODES: Final = 4
 
 _TOLERANCE: Final = {"float32": 1e-3}
 _HALF_TOLERANCE: Final = 5e-2
-"""Of the largest logit. Half types round differently with the number of rows where rows are not invariant."""
+"""Tolerance relative to the largest logit. Half types round differently with the number of rows where rows are not
+invariant."""
 
 _GREEDY: Final = DrawParams(SamplingParams(seed=0, temperature=0.0), 0)
 
 Spans = Sequence[tuple[int, int, int]]
-"""What one step runs: for each sequence in it its number, first position and number of tokens."""
+"""Spans of one step: the number of each sequence in it, its first position and number of tokens."""
 
 
 class SelfCheck:
@@ -74,7 +76,7 @@ class SelfCheck:
         return 0 if window is None else window.num_blocks_for(num_tokens)
 
     def _longest(self, num_tokens: int, num_blocks: int) -> int:
-        """At most so many tokens of a sequence, as far as these blocks hold them, and nothing is given back."""
+        """Tokens of a sequence, at most `num_tokens`, that these blocks hold without giving any back."""
         lengths = range(min(num_tokens, self._info.max_model_len), 0, -1)
         fits = (n for n in lengths if self._num_blocks(n) + self._num_window_blocks(n) <= num_blocks)
         return next(fits, 0)

@@ -1,4 +1,6 @@
-"""What a block tier asks of a mover, which carries out its decisions on all ranks, and how both name blocks."""
+"""Interface between a block tier and its mover, which carries out its decisions on all ranks, and the names of blocks
+in both.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ Place = tuple[bytes, int]
 
 
 class MovingCounts(Protocol):
-    """What moving costs, as measured, and what there is; on the leading rank."""
+    """Measured cost of moving, and content of the store; on the leading rank."""
 
     copy_s_per_byte: float
     write_s_per_byte: float
@@ -62,7 +64,7 @@ class TierShape:
     block_bytes: int
     state_bytes: int = 0
     num_threads: int = 1
-    """Of steps: one thread more takes so much less from them."""
+    """Threads of steps: one thread more takes that much less from them."""
 
     @property
     def piece(self) -> int:

@@ -13,7 +13,7 @@ class BlockBytes:
     """A pool of blocks whose layers lie apart: one row of bytes for each block, its layers one after the other."""
 
     def __init__(self, layers: Sequence[Bytes]) -> None:
-        """Of each layer [num_blocks, its bytes of a block], as they lie in memory."""
+        """Takes the bytes of each layer [num_blocks, bytes of a block], as they lie in memory."""
         self._layers = [layer for layer in layers if layer.shape[1]]
         self.row_bytes = sum(layer.shape[1] for layer in self._layers)
 
@@ -41,8 +41,8 @@ class BlockMemory:
 
     blocks: BlockBytes
     form: str
-    """How rows are laid out: rows of equal forms mean the same."""
+    """Layout of rows: rows of equal forms mean the same."""
     states: BlockBytes | None = None
-    """Of a model that keeps states."""
+    """States, of a model that keeps them."""
     copy_states: Callable[[NDArray[np.int64]], None] | None = None
     """Copies slots [2, N], sources and destinations, one after the other."""

@@ -123,7 +123,7 @@ class LatentAttention:
 
     num_heads: int
     plain_dim: int
-    """Of a head's q."""
+    """Dimension of a head's q without rotation."""
     rope_dim: int
     latent_dim: int
     value_dim: int
@@ -152,7 +152,7 @@ class LatentAttention:
 
     @property
     def query_outputs(self) -> int:
-        """Of `inputs`."""
+        """Outputs of `inputs`."""
         return self.inputs.out_features - self.key_dim
 
 
@@ -254,7 +254,7 @@ class Mamba2:
     """
 
     num_groups: int
-    """Of this rank, as all counts. Of fewer groups than ranks, neighbours have the same."""
+    """Groups of this rank; all counts are of this rank. With fewer groups than ranks, neighbours have the same."""
     num_heads: int
     state_dim: int
     head_dim: int
@@ -274,11 +274,11 @@ class Mamba2:
     time_bounds: tuple[float, float]
     """The least and the most of a time step."""
     norm: Norm
-    """Its weights, [heads * head_dim], also multiply what is not normed."""
+    """Norm whose weights, [heads * head_dim], also multiply what is not normed."""
     norm_heads: int
     """Heads of the whole model that are normed together; 0: none are."""
     norm_groups: int
-    """How often the whole model has so many."""
+    """Number of ranks' shares of groups in the whole model."""
     first_group: int
     """The first of them that this rank has a part of."""
     output: Linear | None
@@ -292,7 +292,7 @@ class Mamba2:
 
     @property
     def num_channels(self) -> int:
-        """Of the convolution."""
+        """Channels of the convolution."""
         return 2 * self.num_groups * self.state_dim + self.num_heads * self.head_dim
 
     def state_length(self, num_drafts: int) -> int:
@@ -342,7 +342,7 @@ class Experts:
     num_groups: int = 1
     """Neighbouring experts are a group; where there are several, only those of `top_groups` groups are chosen."""
     top_groups: int = 1
-    """With the largest sums of their `group_best` best scores."""
+    """Groups that are chosen: those with the largest sums of their `group_best` best scores."""
     group_best: int = 2
     normalized: bool
     """The weights of the chosen experts are divided by their sum."""
@@ -378,9 +378,9 @@ class Layer:
     """Norm of attention, or of what is in its place."""
     attention: Attention | LatentAttention | None
     state: ShortConv | GatedDeltaNet | Mamba2 | None = None
-    """What keeps a state mixes tokens in place of attention, which keeps keys and values; or nothing does, in a layer
-    that is an MLP alone. Mamba2 may also be beside attention, of the same norm: then each slice of the inputs of
-    `Attention.output` has values of attention first, and those of Mamba2 behind them."""
+    """Mixer of tokens in place of attention that keeps a state; None: attention, or a layer that is an MLP alone.
+    Mamba2 may also be beside attention, of the same norm: then each slice of the inputs of `Attention.output` has
+    values of attention first, and those of Mamba2 behind them."""
     attention_out_norm: Norm | None = None
     mlp_norm: Norm | None
     mlp: Mlp | Experts | None

@@ -31,7 +31,7 @@ def delta_state_length(key_heads: int, value_heads: int, key_dim: int, value_dim
 
 
 def mamba_state_length(groups: int, heads: int, state_dim: int, head_dim: int, num_rows: int) -> int:
-    """As `Mamba2.state_length`, with so many rows of inputs."""
+    """Same as `Mamba2.state_length`, with so many rows of inputs."""
     unit = mamba_unit(groups, heads)
     return _recurrence_length(heads // unit, unit, state_dim, head_dim + 1, head_dim, num_rows)
 
@@ -43,7 +43,7 @@ def mamba_unit(groups: int, heads: int) -> int:
 
 
 def _recurrence_length(units: int, heads: int, key_dim: int, inputs: int, value_dim: int, num_rows: int) -> int:
-    """Of `units` with so many heads each, which have `inputs` beside queries and keys (`recurrence_task.h`)."""
+    """Numbers of `units` with so many heads each, which have `inputs` beside queries and keys (`recurrence_task.h`)."""
     row = filled(units * (2 * key_dim + heads * inputs), 16)
     return row * num_rows + units * (16 + heads * key_dim * filled(value_dim, 32))
 

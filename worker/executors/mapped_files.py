@@ -59,7 +59,7 @@ class MappedFiles:
     def __init__(self) -> None:
         self._mappings = _read_mappings()
         self._pure: dict[int, bool] = {}
-        """By the start of a mapping: none of its pages has been written to, all are as in the file."""
+        """Whether no page of a mapping has been written to, by the start of the mapping: all are as in the file."""
 
     def place_of(self, tensor: Tensor) -> FilePlace | None:
         """Place of a tensor in a file; None if it does not lie in one as a whole."""

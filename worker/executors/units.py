@@ -17,10 +17,10 @@ LINE: Final = 4
 """Inputs of a line. That of a row's unit whose largest input is much larger than those of the other lines is far."""
 
 FAR_FROM: Final = 2
-"""How many times as large that one is at least."""
+"""Least ratio of the far line's largest input to that of all others."""
 
 FAR: Final = 128
-"""How many times as large it is at most before it coarsens the others."""
+"""Largest ratio at which the far line does not coarsen the others."""
 
 SCALE_TYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of scales and minima."""

@@ -91,7 +91,7 @@ class Backend(Protocol):
         ...
 
     def block_bytes(self, block_size: int, window: Window | None) -> int:
-        """What a block takes of this rank's memory."""
+        """Bytes of a block on this rank."""
         ...
 
     def allocate_cache(self, num_blocks: int, block_size: int, window: Window | None = None) -> BlockCache:

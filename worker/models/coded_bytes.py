@@ -40,7 +40,7 @@ _UNIT_BITS: Final = {
     "Q5_K": 5.625,
     "Q6_K": 6.5625,
 }
-"""Of one in units, on CPUs."""
+"""Bits of a weight in units, on CPUs."""
 
 _DEQUANTIZED: Final = (".experts.", "query_key_value")
 """Experts, and fused linears whose outputs are put in order."""

@@ -151,7 +151,7 @@ class _Work:
 
 
 def drawn_params(sequence: ScheduledSequence, drafts: tuple[int, ...]) -> DrawParams:
-    """How the token after these drafts is guessed: as the model draws it, without log-probabilities."""
+    """Draw of the token after these drafts: as the model draws it, without log-probabilities."""
     assert sequence.draw is not None, "only a sequence that draws is drafted"
     draw = draw_after(sequence.draw, drafts)
     if draw.sampling.logprobs is None:

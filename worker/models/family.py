@@ -83,7 +83,7 @@ class Mamba:
     has_norm: "Setting" = True
     scales: Callable[[Any], "MambaScales"] = lambda config: MambaScales()
     refused: Callable[[Any], str | None] = lambda config: None
-    """What of a config no layout can say."""
+    """Part of a config that no layout can express; None: there is none."""
 
     def state_length(self, config: Any, num_drafts: int) -> int:
         """Numbers that the state of a sequence has in one layer, on one rank of one, by the most drafts of a step."""
@@ -94,7 +94,7 @@ class Mamba:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaScales:
-    """What multiplies the parts of Mamba2 (Falcon-H1)."""
+    """Factors of the parts of Mamba2 (Falcon-H1)."""
 
     input: float = 1.0
     z: float = 1.0
@@ -112,7 +112,7 @@ class NextToken:
     """
 
     base: Callable[[Any], str]
-    """How names of its tensors begin, by config."""
+    """Prefix of its tensors' names, by config."""
     layer: str
     input: str
     embedding_norm: str
@@ -155,7 +155,7 @@ class Moe:
     num_groups: Callable[[Any], int] = lambda config: 1
     top_groups: Callable[[Any], int] = lambda config: 1
     group_best: int = 2
-    """So many best scores of a group count."""
+    """Number of a group's best scores that count."""
     normalized: Setting = True
     """The weights of the chosen experts are divided by their sum, or by `least_sum` where that is more."""
     least_sum: Callable[[Any], float] = lambda config: 0.0
@@ -264,7 +264,7 @@ class Family:
     scaling: Callable[[Any], float] = lambda config: float(config.head_dim**-0.5)
     """Scaling of attention scores."""
     value_scale: Callable[[Any], float] = lambda config: 1.0
-    """Of values."""
+    """Factor of values."""
     windows: Windows = Windows.NONE
     softcap: str | None = None
     """The entry of config.json that caps attention scores."""
@@ -277,8 +277,8 @@ class Family:
     conv: str | None = None
     """The short convolution of layers whose type is `conv`."""
     state_lengths: Mapping[str, Callable[[Any, int], int]] = field(default_factory=dict)
-    """For each type of layer that keeps a state in place of keys and values: numbers of a sequence's state on one rank
-    of one, by the config and the most drafts of a step."""
+    """Numbers of a sequence's state on one rank of one, by the config and the most drafts of a step, for each type of
+    layer that keeps a state in place of keys and values."""
     mamba: Mamba | None = None
     has_single_halves: bool = False
     """A layer has one norm, `attention_norm`, and either what mixes tokens or an MLP, by its type: `mlp`, `moe`."""
@@ -313,7 +313,7 @@ class Family:
     inner: str = "intermediate_size"
     """The entry of config.json."""
     mlp_scales: Callable[[Any], tuple[float, float]] = lambda config: (1.0, 1.0)
-    """Of the gate before the activation, and of what goes into `down`."""
+    """Factors of the gate before the activation, and of the input of `down`."""
     mlp_bias: Setting = False
     activation: str = "hidden_act"
     """The entry of config.json."""

@@ -154,7 +154,7 @@ class HfBackend:
         return block_size, None
 
     def block_bytes(self, block_size: int, window: Window | None) -> int:
-        """What a block takes of this rank's memory."""
+        """Bytes of a block on this rank."""
         return self.kv_bytes_per_token * block_size
 
     def allocate_cache(self, num_blocks: int, block_size: int, window: Window | None = None) -> TiledCache | KVCache:

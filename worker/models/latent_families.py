@@ -17,7 +17,7 @@ def _derive(config: Any) -> None:
 
 
 def _scaling(config: Any) -> float:
-    """With what yarn multiplies scores by, once for queries and once for keys."""
+    """Factor of yarn on scores, once for queries and once for keys."""
     rope = config.rope_parameters
     scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
     weight = rope.get("mscale_all_dim") if rope["rope_type"] != "default" else None
@@ -140,4 +140,4 @@ LATENTS: Final[Mapping[str, Family]] = {
         moe=replace(_V3.moe, in_layer=lambda config, index: config.mlp_layer_types[index] == "sparse"),
     ),
 }
-"""By `model_type`."""
+"""Families by `model_type`."""

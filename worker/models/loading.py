@@ -183,7 +183,7 @@ def check_same_model(served: ModelInfo, other: ModelInfo) -> None:
 
 
 def _load_draft(config: WorkerConfig, folder: Path, loaded: LoadedBackend) -> DraftModel | NextTokenLayer | None:
-    """What drafts, whole, on the leading rank: it is small, and ranks that wait for it cost less than its sums."""
+    """Drafter, whole, on the leading rank: it is small, and ranks that wait for it cost less than its sums."""
     speculation, target, facts = config.speculation, loaded.target, loaded.facts
     if speculation.speculative == "mtp":
         leads = target.group.rank == 0

@@ -332,4 +332,4 @@ MAMBAS: Final[Mapping[str, Family]] = {
         ),
     ),
 }
-"""By `model_type`."""
+"""Families by `model_type`."""

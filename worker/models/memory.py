@@ -32,9 +32,9 @@ CPU_CACHE_LIMIT: Final = 2**30
 CPU_CACHE_SHARE: Final = 0.1
 
 PREFIX_CACHE_FACTOR: Final = 4
-"""With prefix caching, a CPU's cache has room for this many times what running sequences can use: three quarters for
-prefixes of earlier ones. A larger cache costs no time at the start (`worker/executors/cpu/cache.py`); its memory is
-bounded as above."""
+"""Ratio of a CPU's cache, with prefix caching, to what running sequences can use: three quarters are for prefixes of
+earlier ones. A larger cache costs no time at the start (`worker/executors/cpu/cache.py`); its memory is bounded as
+above."""
 
 MIN_BLOCKS: Final = 2
 """The check before the first request runs two sequences side by side."""
@@ -78,7 +78,7 @@ class MemoryEstimator:
         specs = [_latent_spec(hf_config) if keeps_latents else _kv_spec(hf_config, plan, layer) for layer in kept_by]
         form = BlockForm(specs, dtype, config.cache.kv_cache_dtype == "int8")
         self.window: Window | None = None
-        """What layers with a sliding window keep, where they have blocks of their own."""
+        """Window of layers with a sliding window, if they have blocks of their own."""
         if device.type == "cpu":
             has_all = config.cache.kv_offload_disk is not None
             if is_native and family is not None and not (family.keeps_state or has_all):
@@ -97,7 +97,7 @@ class MemoryEstimator:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """With a `window`, of the layers that see all, as their blocks are filled up."""
+        """Bytes of a token; with a `window`, of the layers that see all, as their blocks are filled up."""
         return self.block_bytes // self.block_size
 
     def default_cache_bytes(self, config: WorkerConfig, default_bytes: int, *, is_gpu: bool) -> int:
@@ -267,7 +267,7 @@ def _weight_bytes(model: Any, plan: ParallelPlan, dtype: torch.dtype, coded: Cod
 
 
 def _latent_spec(hf_config: Any) -> KVSpec:
-    """What each rank keeps of a layer with latent attention, on the native backend."""
+    """Keys and values of a layer with latent attention on each rank, on the native backend."""
     key_dim = hf_config.kv_lora_rank + hf_config.qk_rope_head_dim
     return KVSpec(num_heads=hf_config.num_attention_heads, num_kv_heads=1, key_dim=key_dim, value_dim=0)
 

@@ -187,7 +187,7 @@ class NativeBackend:
         return self._windowed.block_form.sizes(block_size, max_model_len)
 
     def block_bytes(self, block_size: int, window: Window | None) -> int:
-        """What a block takes of this rank's memory."""
+        """Bytes of a block on this rank."""
         if self._windowed is None:
             return self.kv_bytes_per_token * block_size
         return self._windowed.block_form.block_bytes(block_size, window)

@@ -41,12 +41,12 @@ from holdfast.worker.step_plan import BlockCopy, ScheduledSequence, StepPlan, dr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextTokenParts:
-    """What the layer is made of, whole."""
+    """Parts of the layer, whole."""
 
     table: Tensor
     """[vocab, hidden], the model's embedding."""
     final_norm: Norm
-    """Of the model."""
+    """Final norm of the model."""
     embedding_norm: Norm
     hidden_norm: Norm
     input: Tensor
@@ -114,7 +114,7 @@ class NextTokenLayer:
         self._max_len, self._max_rows = max_len, max_rows
         self._block_size = 0
         self._kept: dict[int, tuple[int, Tensor]] = {}
-        """By sequence id: the first position of the rows [tokens, hidden] that its last step left, normed."""
+        """For each sequence id, the first position of the rows [tokens, hidden] that its last step left, normed."""
 
     @classmethod
     def load(
@@ -200,13 +200,13 @@ class NextTokenLayer:
         return F.linear(pairs.to(parts.input.dtype), parts.input).float()
 
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
-        """As the model's cache does: a block means the same tokens in both."""
+        """Copies blocks as the model's cache does: a block means the same tokens in both."""
         rows = [(copy.source, copy.destination, copy.num_tokens) for copy in copies]
         self._cache.copy(*torch.tensor(rows).T)
 
 
 class _Pairs:
-    """What one sequence of a plan has to read: tokens, each with the hidden state of the one before it."""
+    """Input of one sequence of a plan: tokens, each with the hidden state of the one before it."""
 
     def __init__(self, sequence: ScheduledSequence, kept: tuple[int, Tensor] | None, max_len: int) -> None:
         drafting = sequence.drafting
@@ -244,7 +244,7 @@ class _Pairs:
         )
 
     def go_on(self, token: int, hidden: Tensor) -> None:
-        """With a guess, and what is behind the layer."""
+        """Continues with a guess, and the hidden state behind the layer."""
         self._first += len(self.token_ids)
         self.drafts += (token,)
         self.token_ids, self.hidden = (token,), hidden[None]

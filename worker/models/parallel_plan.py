@@ -100,7 +100,7 @@ _GPT_OSS_EXPERTS: Final = {  # stored as [expert, input, output], gate and up in
 
 
 def _mamba(prefix: str) -> dict[str, str]:
-    """Of Mamba2: its few groups' B and C, which neighbours may share, count as cut."""
+    """Split of Mamba2: its few groups' B and C, which neighbours may share, count as cut."""
     return {f"{prefix}in_proj": "colwise", f"{prefix}out_proj": "rowwise"}
 
 

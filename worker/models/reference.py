@@ -133,7 +133,7 @@ class Reference:
         return self._row_parallel(last.output, torch.cat(slices, -1).flatten(1))
 
     def _attended(self, attention: Attention | LatentAttention, x: Tensor, positions: Tensor) -> Tensor:
-        """What the output of attention is given."""
+        """Input of attention's output projection."""
         if isinstance(attention, LatentAttention):
             return self._attend_latents(attention, x, positions)
         return self._attend(attention, x, positions)

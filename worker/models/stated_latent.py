@@ -10,11 +10,12 @@ from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.stated_config import NotStated
 
 _EPS: Final = 1e-6
-"""Of both norms, whatever config.json says: written into the code of transformers."""
+"""Epsilon of both norms, whatever config.json says: written into the code of transformers."""
 
 
 def latent_attention(share: RankShare, prefix: str) -> LatentAttention:
-    """Of the layer whose tensors have names that begin so. Ranks share the query heads; each has the whole latent.
+    """Latent attention of the layer whose tensors have names with this prefix. Ranks share the query heads; each has
+    the whole latent.
 
     Raises `NotStated` for what no layout can say.
     """
@@ -66,8 +67,8 @@ def _norm(share: RankShare, name: str, size: int) -> Norm:
 
 
 def _of_heads(share: RankShare, name: str, heads: int, sizes: tuple[int, int], latent: int) -> tuple[Linear, Linear]:
-    """By which each of this rank's heads takes queries to the latent, and from it to values: views of one weight, that
-    makes keys and values [plain, value] of the first head, then of the next.
+    """Weights that take queries of each of this rank's heads to the latent, and from it to values: views of one weight,
+    that makes keys and values [plain, value] of the first head, then of the next.
     """
     outputs = heads * sum(sizes)
     whole = share.numbers(share.tensors.take(name, (outputs, latent)).narrow(0, *share.part(outputs)))

@@ -163,7 +163,9 @@ class LayoutBuilder:
         }
 
     def _layers(self, rotaries: tuple[str, ...]) -> Iterator[Layer]:
-        """In order; of single halves, a layer has one that mixes tokens and the MLP behind it, where they are there."""
+        """Layers in order; of single halves, a layer has one that mixes tokens and the MLP behind it, if they are
+        there.
+        """
         if not self._family.has_single_halves:
             yield from (self._layer(index, rotaries) for index in range(self._config.num_hidden_layers))
             return
@@ -221,7 +223,7 @@ class LayoutBuilder:
         )
 
     def _state(self, index: int, prefix: str) -> ShortConv | GatedDeltaNet | Mamba2 | None:
-        """What a layer has in place of attention, or beside it."""
+        """State of a layer in place of attention, or beside it."""
         if self._family.conv is not None and self._config.layer_types[index] == "conv":
             return self._short_conv(f"{prefix}{self._family.conv}.")
         if self._delta_nets is not None and self._config.layer_types[index] == LINEAR:

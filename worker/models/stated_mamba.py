@@ -12,7 +12,7 @@ from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.stated_config import NotStated
 
 _MOST_GROUPS = 1024
-"""That are normed apart on one rank (`cpu/native/step.h`)."""
+"""Most groups that are normed apart on one rank (`cpu/native/step.h`)."""
 
 
 class MambaBuilder:
@@ -43,7 +43,7 @@ class MambaBuilder:
             raise NotStated("the groups of its Mamba2 heads do not fit the slices of its sums")
 
     def build(self, layer: str) -> Mamba2:
-        """Of the layer whose tensors have names that begin so."""
+        """Mamba2 of the layer whose tensors have names with this prefix."""
         share, config, mamba, scales = self._share, self._share.config, self._mamba, self._scales
         prefix, has_norm = f"{layer}{mamba.module}.", is_set(mamba.has_norm, self._share.config)
         has_bias = is_set(mamba.output_bias, config)
@@ -103,7 +103,7 @@ class MambaBuilder:
         return torch.cat([c.narrow(0, *of_keys), b.narrow(0, *of_keys), x.narrow(0, *of_values)])
 
     def _channel_scales(self) -> Tensor:
-        """Of the inputs of the convolution, which is linear."""
+        """Scales of the convolution's inputs; the convolution is linear."""
         scales, parts = self._scales, ((self._values, "x"), (self._keys, "b"), (self._keys, "c"))
         return self._cut(torch.cat([torch.full((n,), scales.input * getattr(scales, one)) for n, one in parts]))
 

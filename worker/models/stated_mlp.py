@@ -36,7 +36,7 @@ class MlpBuilder:
         self._activation = _ACTIVATIONS[name]
 
     def build(self, index: int, prefix: str) -> Mlp | Experts:
-        """Of one layer, whose tensors have names that begin so."""
+        """MLP or experts of one layer, whose tensors have names with this prefix."""
         moe, own = self._family.moe, f"{prefix}{self._family.mlp}."
         if moe is None or not moe.in_layer(self._config, index):
             return self._mlp(own, getattr(self._config, self._family.inner))

@@ -98,7 +98,7 @@ def stored_tensors(config: ModelConfig, stated: Any, folder: Path, family: Famil
 
 
 def drafting_tensors(stated: Any, folder: Path, family: Family, base: str) -> StoredTensors:
-    """Those of the files as they are, those whose names begin with `base` among them."""
+    """Tensors of the files as they are, those whose names begin with `base` among them."""
     return StoredTensors(_PlainTensors(folder, base), family, stated.dtype)
 
 

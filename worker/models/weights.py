@@ -68,7 +68,7 @@ _IMPOSSIBLE: Final = (
     TypeError,
     ValueError,
 )
-"""What transformers and torch raise of a config that no model can be built of: there is no common class."""
+"""Exceptions of transformers and torch for a config that no model can be built of: there is no common class."""
 
 _BUILDING = threading.Lock()
 """Transformers patches torch while it builds a model: ranks that are threads of one process take turns."""

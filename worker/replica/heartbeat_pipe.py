@@ -28,7 +28,7 @@ class HeartbeatPipe:
     """Between this process and its hang supervisor, which runs from here on until `cut`, or the end of this process."""
 
     def __init__(self, limit_s: float, ranks: Iterable[ProcessId]) -> None:
-        """Without a beat for `limit_s` after the first, this process and `ranks`, on this machine, are ended."""
+        """Ends this process and `ranks`, on this machine, without a beat for `limit_s` after the first."""
         program = _PROGRAM.format(root=str(Path(__file__).parents[3]))
         whole_group = map(str, [ProcessId.of(os.getpid()), *ranks])
         self._beat_every_s = beat_every_s(limit_s)

@@ -156,8 +156,8 @@ class SequenceQueues:
         sequence.block_ids = sequence.block_ids[:kept]
 
     def extend_window(self, sequence: Sequence, num_tokens: int) -> int:
-        """How many of its next tokens a step can compute, at most so many and at least one, as far as blocks of layers
-        with a window are concerned. Those are allocated.
+        """Tokens, at most `num_tokens` and at least one, that a step can compute given the blocks of layers with a
+        window, which are allocated.
         """
         if self.windows is None or sequence.window is None:
             return num_tokens
@@ -287,14 +287,14 @@ class SequenceQueues:
             self.slots.check_integrity([slot for slot in owned if slot is not None])
 
     def _window_chain(self, sequence: Sequence) -> HashChain:
-        """Its hashes of blocks of layers with a window. They are worked out anew if it waits again."""
+        """Hashes of its blocks of layers with a window. They are computed again if it waits again."""
         assert self.windows is not None
         is_same = self.windows.window.block_size == self.allocator.block_size
         return sequence.hash_chain if is_same else HashChain(sequence.request.cache_salt)
 
     def _begin_window(self, windows: WindowBlocks, sequence: Sequence, prefix: SharedPrefix) -> None:
-        """Its table of layers with a window: others are likely to begin where this prefix ends, or its keys and values
-        are known to, and where its prompt does.
+        """Begins its table of layers with a window: others are likely to begin where this prefix ends, or where its
+        keys and values are known to, and where its prompt does.
         """
         spacing = windows.window.spacing
         ends = {prefix.num_tokens, prefix.num_known_tokens, sequence.num_prompt_tokens - 1}

@@ -134,7 +134,7 @@ class Sequence:
         self.block_ids: tuple[int, ...] = ()
         """Block of positions 0 to block_size - 1, and so on. A tuple, so that plans can share it instead of copying."""
         self.window: WindowTable | None = None
-        """Its blocks of layers with a window while it runs, where they have blocks of their own."""
+        """Blocks of layers with a window while it runs, if they have blocks of their own."""
         self.state_slot: int | None = None
         """Slot of its state while it runs, for a model that keeps states."""
         self.cuts: tuple[int, ...] = ()
@@ -384,7 +384,7 @@ class SharedPrefix:
     them.
     """
     window: WindowPrefix = NOTHING_SEEN
-    """What the next token sees of it in layers with a window."""
+    """Blocks that the next token sees of it in layers with a window."""
 
 
 def _confirmed(token_ids: tuple[int, ...], drawn: tuple[int, ...]) -> tuple[int, ...]:

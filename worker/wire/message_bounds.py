@@ -72,7 +72,7 @@ class _Field:
 
 
 _Outer = tuple[int, dict[int, _Field], str]
-"""Of a message that holds the one being read: its end, its fields, and its name."""
+"""Message around the one being read: its end, its fields, and its name."""
 
 _NO_LIMIT: Final = 2**63
 

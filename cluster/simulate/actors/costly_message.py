@@ -24,21 +24,21 @@ class LoopCosts:
     """Seconds."""
 
     call_s: float = 3e-4
-    """Of a router, for each call: reading headers, admission, its answer."""
+    """Cost of each call at a router: reading headers, admission, its answer."""
     read_s: float = 2e-7
-    """For each time that the scan of a message looks at one byte."""
+    """Cost of each byte that the scan of a message looks at, each time."""
     parse_byte_s: float = 8e-9
-    """For each byte that is parsed."""
+    """Cost of each byte that is parsed."""
     delta_s: float = 2e-5
-    """For each delta of a step update, at a router that reads it and at a replica that writes it."""
+    """Cost of each delta of a step update, at a router that reads it and at a replica that writes it."""
     reset_s: float = 3e-4
-    """For each stream that is opened and reset at once: 2,383 of them took 0.7 s of a loop."""
+    """Cost of each stream that is opened and reset at once: 2,383 of them took 0.7 s of a loop."""
     hand_off_s: float = 1e-3
-    """For handing a message to a thread and taking the result."""
+    """Cost of handing a message to a thread and taking the result."""
     switch_s: float = 5e-3
     """Until another thread in Python gives the interpreter's lock to a loop that asks for it."""
     submit_s: float = 1e-4
-    """Of a replica, for each request that it is sent; an abort costs a tenth."""
+    """Cost of each request that a replica is sent; an abort costs a tenth."""
 
     def of_update(self, update: StepUpdate) -> float:
         """Cost of a step update at either end of a link."""
@@ -66,7 +66,7 @@ BUILT_BYTES: Final = 200
 
 
 class End(StrEnum):
-    """How a router ends that reads a message."""
+    """End of a router that reads a message."""
 
     CRASH = "crash"
     HANG = "hang"

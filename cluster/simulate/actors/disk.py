@@ -22,7 +22,7 @@ NOBODY: Final[Owner] = ("", "", "nobody")
 
 
 class Row(NamedTuple):
-    """What a block or a slot holds, and whose it is."""
+    """Content of a block or a slot, and its owner."""
 
     content: Any
     owner: Owner
@@ -42,7 +42,7 @@ class SimulatedDisk:
         self.num_read = 0
         self.num_damaged = 0
         self.movers: list[SimulatedMover] = []
-        """Of replicas that are up."""
+        """Movers of replicas that are up."""
 
     def names(self, kind: str) -> list[bytes]:
         return [name for found, name in self._rows if found == kind]
@@ -91,7 +91,7 @@ class MovableRunner(Protocol):
 
 
 class Owners:
-    """Whose each block of a replica is."""
+    """Owner of each block of a replica."""
 
     def __init__(self, release: str, scheduler: Scheduler, block_size: int) -> None:
         self._release = release
@@ -124,7 +124,7 @@ class Owners:
 
 @dataclass(slots=True)
 class MovingFigures:
-    """As in `worker/engine/tier_mover.py`."""
+    """Same as in `worker/engine/tier_mover.py`."""
 
     copy_s_per_byte: float = 1e-6
     write_s_per_byte: float = 1e-6
@@ -137,7 +137,7 @@ class MovingFigures:
 
 
 class SimulatedMover:
-    """Of one life of a replica."""
+    """Mover of one life of a replica."""
 
     has_room = True
 

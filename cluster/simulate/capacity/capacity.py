@@ -45,9 +45,9 @@ class Service:
     """Service times of one request, in seconds."""
 
     ttft_s: float | None
-    """From arrival to the first token; None if it was not served to the end."""
+    """Seconds from arrival to the first token; None if it was not served to the end."""
     tpot_s: float | None
-    """From the first token to the last, per token after the first; None if there is none after it."""
+    """Seconds from the first token to the last, per token after the first; None if there is none after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class CapacityResult:
     rate: float
     """Requests a second that were asked for."""
     duration_s: float
-    """From the first arrival to the last token."""
+    """Seconds from the first arrival to the last token."""
     busy_s: list[float]
     """Seconds that each replica spent in steps."""
     prefix_hit_rate: float

@@ -73,7 +73,7 @@ class PseudoRunner:
         return run_each(plan, self._run_one)
 
     def read_block(self, kind: bytes, place: int) -> Any:
-        """What a block (kind `k`) or a slot holds."""
+        """Content of a block (kind `k`) or a slot."""
         if kind == b"k":
             return bytes(self._slots[place * self._block_size : (place + 1) * self._block_size])
         assert self._states is not None, "the model keeps states"

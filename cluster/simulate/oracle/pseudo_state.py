@@ -26,7 +26,7 @@ class PseudoStates:
 
     def __init__(self, num_slots: int) -> None:
         self.slots = [_State(-1, _LOST, ())] * num_slots
-        """What each holds."""
+        """Content of each slot."""
 
     def copy(self, copies: Iterable[StateCopy]) -> None:
         """One after the other, in this order."""

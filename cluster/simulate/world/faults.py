@@ -27,7 +27,7 @@ class SimulatedFault:
     size: float
     """Severity in 0..1."""
     release: str = ""
-    """Of an update: the release that replicas run after it."""
+    """Release that replicas run after an update."""
 
 
 class Cluster(Protocol):

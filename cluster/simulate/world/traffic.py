@@ -44,8 +44,8 @@ def draw_requests(
 
 
 def draw_storm(rng: random.Random, span_s: float) -> list[PlannedRequest]:
-    """In one simulation of four: dozens of requests at once, with 1 ms to 1 s to live, many of which run out
-    together.
+    """Draws a storm in one simulation of four: dozens of requests at once, with 1 ms to 1 s to live, many of which run
+    out together.
     """
     if rng.random() < 0.75:
         return []

@@ -100,7 +100,7 @@ class HttpApi:
         reader = RequestReader(request_processor, limits, decode_worker or DecodeWorker(), watch)
         self._gate = gate or Gate()
         self.history = ResponseHistory(self._gate)
-        """What is stored, if there is a store."""
+        """Stored responses, if there is a store."""
         self._chats = StoredChats(reader, self.history)
         self._conversations = ConversationEndpoints(reader, self.history, limits.max_message_bytes)
         self._generation = GenerationEndpoints(request_processor, reader, self._load_header, self._chats)
@@ -128,7 +128,7 @@ class HttpApi:
         self._state.history = self.history
 
     def stop(self) -> None:
-        """From now on `/health` and `/ready` answer that the router does not serve."""
+        """Makes `/health` and `/ready` answer that the router does not serve."""
         self._state.is_stopping = True
 
     async def open_store(self, config: RouterConfig) -> None:
@@ -144,7 +144,7 @@ class HttpApi:
         self.batches.lines = BatchLines(jobs, batches, self.call, enter, config.batch_concurrency)
 
     async def leave_jobs(self) -> None:
-        """What is computed in the background goes on elsewhere."""
+        """Leaves background work to other routers."""
         if self.history.background is not None:
             await self.history.background.stop()
         if self.batches.lines is not None:

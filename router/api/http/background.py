@@ -30,7 +30,7 @@ MAX_RUNNING: Final = 64
 """Jobs of one router at a time; more wait in the store."""
 
 STORE_EVERY_S: Final = 0.25
-"""How often a stream is stored: so much of it is computed again after a loss, with the same tokens."""
+"""Seconds between writes of a stream: that much is computed again after a loss, with the same tokens."""
 
 CLAIM_EVERY_S: Final = 1.0
 _CLAIMED_AT_A_TIME: Final = 8
@@ -58,7 +58,7 @@ class _Run:
 
     job: Job
     record: ResumeRecord
-    """What is in the store, or waits to be stored."""
+    """State in the store, or waiting to be stored."""
     waiting: list[bytes] = field(default_factory=list)
     begun: dict[str, Any] | None = None
     """The object while it is in progress."""
@@ -80,7 +80,7 @@ class _Run:
 
 
 class BackgroundResponses:
-    """Of one router."""
+    """Background responses of one router."""
 
     def __init__(self, jobs: JobStore, prepare: Prepare, enter: Callable[[str, str], None]) -> None:
         """`enter` makes the running task one of this process's own, charged to a tenant and to the key of this name."""
@@ -101,7 +101,7 @@ class BackgroundResponses:
             await self._release(job)
 
     async def cancel(self, tenant: str, response_id: str) -> dict[str, Any]:
-        """As `JobStore.cancel`. The router that computes it stops when it stores its next piece."""
+        """Same as `JobStore.cancel`. The router that computes it stops when it stores its next piece."""
         return await self._jobs.cancel(tenant, response_id)
 
     async def stream(self, tenant: str, response_id: str, after: int = -1) -> AsyncGenerator[bytes, None]:
@@ -122,7 +122,7 @@ class BackgroundResponses:
                         await stored.wait()
 
     async def stop(self) -> None:
-        """What is computed here goes on elsewhere."""
+        """Stops computing here; other routers go on."""
         self._is_stopping = True
         tasks = [self._claiming, *self._runs.values()]
         for task in tasks:
@@ -228,7 +228,7 @@ class BackgroundResponses:
             logger.warning("a background response cannot be put back: %s", error)
 
     async def _failed(self, run: _Run, error: HoldfastError) -> None:
-        """It is over with this error, or begun again where that may help."""
+        """Ends a run with this error, or begins it again if that may help."""
         if isinstance(error, RequestSupersededError):
             return
         if kind_of(error).http.may_retry and not isinstance(error, StoreError):
@@ -251,7 +251,7 @@ class BackgroundResponses:
 
 
 def _record_of(job: Job, identity: Identity) -> ResumeRecord:
-    """What the store has of its stream."""
+    """Resume record of the stream in the store."""
     record = ResumeRecord(identity=identity)
     for piece in job.pieces:
         _merge(record, piece)
@@ -266,7 +266,7 @@ def _merge(record: ResumeRecord, events: bytes) -> None:
 
 
 def _events_after(piece: bytes, after: int) -> bytes:
-    """Its events of greater numbers, without marks."""
+    """Events of the piece with greater numbers, without marks."""
     kept = []
     for part in piece.split(b"\n\n"):
         found = _NUMBER.search(part)

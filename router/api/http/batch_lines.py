@@ -25,10 +25,10 @@ from holdfast.worker.errors import InternalError, StoreError
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S: Final = 1.0
-"""How often it looks for lines, renews leases, and ends batches whose time is up."""
+"""Seconds between looks for lines, renewals of leases, and ends of batches whose time is up."""
 
 PURGE_EVERY_S: Final = 600.0
-"""How often what has expired is deleted, also where nothing is written."""
+"""Seconds between deletions of expired objects, also where nothing is written."""
 
 AGAIN_AFTER_S: Final = 1.0
 """A line that was refused for now is put back after so long."""
@@ -43,13 +43,13 @@ class Call(Protocol):
 
 
 class BatchLines:
-    """Of one router."""
+    """Lines of batches at one router."""
 
     def __init__(
         self, jobs: JobStore, batches: BatchStore, call: Call, enter: Callable[[str], None], concurrency: int
     ) -> None:
-        """At most `concurrency` lines at a time. `enter` makes the running task one of this process's own, charged to a
-        tenant.
+        """Computes at most `concurrency` lines at a time. `enter` makes the running task one of this process's own,
+        charged to a tenant.
         """
         self._jobs = jobs
         self._batches = batches
@@ -66,7 +66,7 @@ class BatchLines:
         self._looks.set()
 
     async def stop(self) -> None:
-        """What is computed here is computed elsewhere."""
+        """Stops computing here; other routers go on."""
         self._is_stopping = True
         self._looks.set()
         await asyncio.wait([self._looking])  # to its end: what it claims must be put back

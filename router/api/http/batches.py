@@ -32,11 +32,11 @@ PATH: Final = "/v1/batches"
 _ONE: Final = f"{PATH}/{{batch_id}}"
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""What the lines of a batch may be sent to."""
+"""Endpoints that a batch's lines may be sent to."""
 
 MAX_LINES: Final = 50_000
 MAX_ERRORS: Final = 100
-"""That are listed of a file."""
+"""Most errors that are listed for a file."""
 
 _MAX_CUSTOM_ID: Final = 512
 _WINDOW: Final = re.compile(r"([1-9][0-9]{0,4})([mhd])")
@@ -77,7 +77,7 @@ class BatchBody(StoredBody):
 
 
 class BatchEndpoints:
-    """Of one router. Errors are raised as `HoldfastError`."""
+    """Batch endpoints of one router. Errors are raised as `HoldfastError`."""
 
     bodies: ClassVar[dict[str, tuple[type[Reads], str]]] = {PATH: (BatchBody, "Computes the requests of a file.")}
 
@@ -180,14 +180,14 @@ class _Reading:
         self.custom_ids: set[str] = set()
         self.errors: list[dict[str, Any]] = []
         self._models: dict[str, str] = {}
-        """What is wrong with each; empty: nothing."""
+        """Fault of each model; empty: none."""
         self._requests = request_processor
         self._endpoint = endpoint
         self._max_bytes = max_bytes
 
     @property
     def is_enough(self) -> bool:
-        """Of what is wrong, or of lines."""
+        """Whether enough faults, or lines, were read."""
         return len(self.errors) >= MAX_ERRORS or len(self.custom_ids) > MAX_LINES
 
     @property
@@ -195,7 +195,7 @@ class _Reading:
         return next(iter(self._models)) or None if len(self._models) == 1 else None
 
     def problems(self) -> list[dict[str, Any]]:
-        """As a batch has them, once all is read."""
+        """Faults in the form of a batch, once all is read."""
         if len(self.custom_ids) > MAX_LINES:
             return [_problem("too_many_tasks", f"the file must have at most {MAX_LINES} lines", None, None)]
         if not self.custom_ids and not self.errors:

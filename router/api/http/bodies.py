@@ -62,7 +62,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
     """A last chunk without choices has the usage; the others say null."""
     continuous_usage_stats: bool = False
-    """With `include_usage`, every chunk has the usage so far."""
+    """Adds the usage so far to every chunk, with `include_usage`."""
 
 
 class ResponseFormat(BaseModel):
@@ -360,7 +360,7 @@ class ChatBody(Body, ChatFields):
     store: bool | None = None
     """The answer is kept, with the messages, where answers are stored."""
     metadata: dict[str, Any] | None = None
-    """Of a stored answer, which is found by it."""
+    """Metadata of a stored answer, by which it can be found."""
     include_reasoning: bool | None = None
     """False: reasoning is not sent, nor are tokens from which it could be read."""
     return_prompt_text: bool | None = None

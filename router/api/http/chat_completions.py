@@ -172,7 +172,7 @@ class ChatChunks:
         self._readers: dict[int, ChatReader | None] = {}
         """Readers of the choices that have output."""
         self._held: dict[int, list[OutputDelta]] = {}
-        """By choice, where tokens are sent: deltas whose text is held back, such as the head of a call. They are sent
+        """Deltas whose text is held back, such as the head of a call, by choice, where tokens are sent. They are sent
         with the next chunk that is not empty."""
         self._begun: set[int] = set()
         self._over: set[int] = set()

@@ -156,7 +156,7 @@ class Blocks:
     """The blocks of one output, as it comes."""
 
     def __init__(self, reader: ChatReader | None) -> None:
-        """Without a reader, everything is text."""
+        """Treats everything as text if there is no reader."""
         self._reader = reader
         self._current: Block | None = None
         self._logprobs: list[TokenLogprob] = []

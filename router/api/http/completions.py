@@ -258,7 +258,7 @@ class _PromptsFirst:
     """
 
     def __init__(self, num_prompts: int, num_choices: int) -> None:
-        """With one choice nothing is held back."""
+        """Holds nothing back if there is one choice."""
         self._known: list[tuple[TokenLogprob | None, ...] | None] = [None if num_choices > 1 else ()] * num_prompts
         self._held: list[list[OutputDelta]] = [[] for _ in range(num_prompts)]
         self._is_alone = num_choices == 1

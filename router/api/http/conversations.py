@@ -25,7 +25,7 @@ _ITEMS: Final = f"{_ONE}/items"
 _ITEM: Final = f"{_ITEMS}/{{item_id}}"
 
 MAX_ITEMS: Final = 20
-"""That are added at a time."""
+"""Most items added at a time."""
 
 
 class StoredBody(Reads):
@@ -47,7 +47,7 @@ class ConversationBody(StoredBody):
 
 
 class MetadataBody(StoredBody):
-    """What changes a stored object: its metadata alone."""
+    """Change of a stored object: its metadata alone."""
 
     metadata: dict[str, Any] | None
 
@@ -66,14 +66,14 @@ class ItemsBody(StoredBody):
 
 
 class ConversationEndpoints:
-    """Of one router. Errors are raised as `HoldfastError`."""
+    """Conversation endpoints of one router. Errors are raised as `HoldfastError`."""
 
     bodies: ClassVar[dict[str, tuple[type[Reads], str]]] = {
         PATH: (ConversationBody, "A new conversation."),
         _ONE: (MetadataBody, "Changes a conversation's metadata."),
         _ITEMS: (ItemsBody, "Adds items at the end of a conversation."),
     }
-    """By path: the body of its POST, and what it is for."""
+    """Body of each path's POST, and its purpose."""
 
     def __init__(self, reader: RequestReader, history: ResponseHistory, max_bytes: int) -> None:
         """A conversation has at most `max_bytes`."""

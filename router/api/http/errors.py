@@ -94,7 +94,7 @@ def invalid_body(error: ValidationError) -> InvalidRequestError:
 
 
 def _fit(place: tuple[int | str, ...]) -> tuple[int, int]:
-    """How far a value was read before it was found wrong."""
+    """Depth to which a value was read before it was found wrong."""
     last = place[-1] if place else 0
     return len(place), last if isinstance(last, int) else -1
 

@@ -31,7 +31,7 @@ EXPIRY_S: Final = (3600, 30 * 86400)
 """Bounds of `expires_after[seconds]`."""
 
 _MAX_FIELD_BYTES: Final = 4096
-"""Of each field beside the file."""
+"""Most bytes of each field beside the file."""
 
 _MAX_FIELDS: Final = 16
 _MAX_NAME: Final = 512
@@ -39,7 +39,7 @@ _MOST_LISTED: Final = 10_000
 
 
 class FileEndpoints:
-    """Of one router. Errors are raised as `HoldfastError`."""
+    """File endpoints of one router. Errors are raised as `HoldfastError`."""
 
     queries: ClassVar[Mapping[str, tuple[str, ...]]] = {PATH: ("after", "limit", "order", "purpose")}
 

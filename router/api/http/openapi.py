@@ -127,7 +127,7 @@ _STORED: Final[Mapping[str, Mapping[str, tuple[str, tuple[tuple[str, str], ...]]
     "/v1/batches/{batch_id}": {"get": ("A batch, with its counts.", ())},
     "/v1/batches/{batch_id}/cancel": {"post": ("Ends a batch; results so far are kept.", ())},
 }
-"""Of what is stored (`router.store`): by path and method what it is for, and what its query says."""
+"""Endpoints of stored objects (`router.store`): the purpose by path and method, and the query's parameters."""
 
 _STORED_BODIES: Final = {**ConversationEndpoints.bodies, **StoredChats.bodies, **BatchEndpoints.bodies}
 

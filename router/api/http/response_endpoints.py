@@ -67,7 +67,7 @@ class _Prepared:
 
 
 class ResponseEndpoints:
-    """Of one router. Errors are raised as `HoldfastError`."""
+    """Response endpoints of one router. Errors are raised as `HoldfastError`."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class ResponseEndpoints:
     async def job(
         self, content: bytes, tenant: str, submission: Submission, save: Save
     ) -> tuple[dict[str, Any], AsyncGenerator[bytes, None]]:
-        """As `background.Prepare`."""
+        """Same as `background.Prepare`."""
         earlier, _, content = content.partition(b"\n")
         begin_reading(self._poison_watch, PATH, content)
         try:

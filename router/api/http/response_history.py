@@ -22,7 +22,7 @@ _ROLES: Final = {"assistant": "output_text"}
 
 
 class ResponseHistory:
-    """Of one router. Store and background responses are set by the code that opens them."""
+    """Stored responses of one router. Store and background responses are set by the code that opens them."""
 
     def __init__(self, gate: Gate) -> None:
         self.store: ResponseStore | None = None
@@ -47,7 +47,7 @@ class ResponseHistory:
         return self.store
 
     def tenant(self, request: Request) -> str:
-        """Whose responses the caller may see. Raises `PermissionDeniedError`."""
+        """Tenant whose responses the caller may see. Raises `PermissionDeniedError`."""
         caller, named = self._gate.caller(), tenant_of(request)
         if caller.tenant is None:
             return named
@@ -61,13 +61,13 @@ class ResponseHistory:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """For health, once a response could not be stored."""
+        """Warnings for health, once a response could not be stored."""
         if not self.num_failures:
             return ()
         return (f"{self.num_failures} answers could not be stored: {self._last_failure}",)
 
     async def figures(self) -> StoreFigures | None:
-        """How much is stored; None where nothing is, or the database fails."""
+        """Size of the store; None if there is none, or if the database fails."""
         try:
             return None if self.store is None else await self.store.objects.figures()
         except StoreError:
@@ -84,7 +84,7 @@ class Turn:
     def __init__(self, history: ResponseHistory, tenant: str, body: ResponsesBody) -> None:
         self._is_kept = history.store is not None and body.store is not False
         self.is_saved = history.store is not None and (self._is_kept or body.conversation_id is not None)
-        """Something is stored when it is over."""
+        """Whether something is stored when it is over."""
         self._history = history
         self._tenant = tenant
         self._body = body

@@ -59,7 +59,7 @@ class ResponsesBody(Reads, Notes):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     image: dict[str, Any] | None = None
-    """Of prompts with images, which there are none of here."""
+    """Field for prompts with images, which are not supported."""
     text: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None

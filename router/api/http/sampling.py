@@ -75,7 +75,7 @@ _ABOUT_SCHEMAS: Final = (
     ("description", is_text, "text"),
     ("strict", is_flag, "true or false"),
 )
-"""What a schema is said to be. All are enforced."""
+"""Fields that describe a schema. All are enforced."""
 
 
 def structure_of(body: Body) -> StructuredOutputs | None:

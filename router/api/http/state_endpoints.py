@@ -50,7 +50,7 @@ class StateEndpoints:
         self.overload: Overload | None = None
         """Overload manager, whose state is part of health; None: there is none."""
         self.history: ResponseHistory | None = None
-        """What it stores is part of the metrics."""
+        """Store whose size is part of the metrics."""
         self.certificates: Certificates | None = None
         """Their expiry is part of health."""
         self._requests = request_processor

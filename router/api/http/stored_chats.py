@@ -32,7 +32,7 @@ Save = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class StoredChats:
-    """Of one router. Errors are raised as `HoldfastError`."""
+    """Stored chats of one router. Errors are raised as `HoldfastError`."""
 
     bodies: ClassVar[dict[str, tuple[type[Reads], str]]] = {
         _ONE: (MetadataBody, "Changes a stored chat completion's metadata.")
@@ -87,7 +87,7 @@ class StoredChats:
         return json_response((await self._stored(request)).object)
 
     async def messages(self, request: Request) -> ASGIApp:
-        """Those that the completion answers."""
+        """Messages that the completion answers."""
         page = page_asked(request.query_params, order="asc")
         return json_response(page_of((await self._stored(request)).input, page))
 

@@ -1,4 +1,4 @@
-"""What endpoints of stored objects have in common: ids in paths, metadata, and lists in pages."""
+"""Shared parts of endpoints of stored objects: ids in paths, metadata, and lists in pages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -24,7 +24,7 @@ def id_of(request: Request, parameter: str, kind: str) -> str:
 
 
 def check_metadata(metadata: Mapping[str, Any] | None, field: str = "metadata") -> None:
-    """As OpenAI bounds it. Raises `InvalidRequestError`."""
+    """Checks metadata by OpenAI's bounds. Raises `InvalidRequestError`."""
     if metadata is None:
         return
     if len(metadata) > _MAX_METADATA:
@@ -37,7 +37,7 @@ def check_metadata(metadata: Mapping[str, Any] | None, field: str = "metadata") 
 
 
 def page_asked(query: Mapping[str, str], order: str = "desc", limit: int = 20, most: int = MAX_LISTED) -> Page:
-    """By `order`, `after` and `limit`; the arguments are the defaults. Raises `InvalidRequestError`."""
+    """Page by `order`, `after` and `limit`; the arguments are the defaults. Raises `InvalidRequestError`."""
     order, said = query.get("order", order), query.get("limit", str(limit))
     if order not in ("asc", "desc"):
         raise InvalidRequestError("order", order, "must be asc or desc")

@@ -21,7 +21,7 @@ from holdfast.router.wire.resume_codec import HOLD, REPLICAS, RESUME, MarkWriter
 from holdfast.worker.errors import InvalidRequestError
 
 SUBMISSION: Final = "holdfast.submission"
-"""Where the scope of a request of this process has its submission."""
+"""Key of the submission in the scope of a request of this process."""
 
 _SHORTEST_S = 0.001
 
@@ -39,7 +39,7 @@ class Submission:
     event_ids: EventIds | None = None
     """Event ids of a client that may reconnect with the id of its last event."""
     _held: dict[int, list[tuple[OutputDelta, bytes]]] = field(default_factory=dict)
-    """By choice: deltas whose tokens its encoder holds back, with their events: no client can resume after them."""
+    """Deltas whose tokens its encoder holds back, with their events, by choice: no client can resume after them."""
     _marks: MarkWriter = field(default_factory=MarkWriter)
 
     @classmethod

@@ -101,7 +101,7 @@ class TiledCache:
         self.ahead = KvPrefault(memories)
         """Is told of each step."""
         self.bytes = BlockBytes([_rows(memory) for memory in memories])
-        """Its blocks, to be copied elsewhere and back."""
+        """Blocks, to be copied elsewhere and back."""
         self.form = f"{kept} {block_size} {blake2b(places.numpy().tobytes(), digest_size=8).hexdigest()} {specs}"
         """Names how bytes of a block are laid out: equal forms, equal meaning."""
 
@@ -112,7 +112,7 @@ class TiledCache:
 
     @property
     def tables(self) -> list[tuple[int, int, bool]]:
-        """Of each layer: tokens of a block, bytes from a block to the next, and whether its blocks are those of layers
+        """For each layer: tokens of a block, bytes from a block to the next, and whether its blocks are those of layers
         with a window.
         """
         return [
@@ -179,7 +179,7 @@ MOST_TIMES_LARGER: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class BlockForm:
-    """What decides how a cache is cut into blocks: what its layers keep, and as what numbers."""
+    """Form in which a cache is cut into blocks: the keys and values of its layers, and their number format."""
 
     specs: Sequence[KVSpec]
     dtype: torch.dtype
@@ -225,7 +225,7 @@ def _block_bytes(spec: KVSpec, block_size: int, kept: torch.dtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _PageForm:
-    """How numbers lie in tiles."""
+    """Layout of numbers in tiles."""
 
     kept: torch.dtype
     places: Tensor
@@ -251,7 +251,7 @@ class _LayerPages:
     """[num_blocks, num_kv_heads, page]. A page has keys, values and, of int8, the bytes of scales: [2, block]."""
 
     def __init__(self, spec: KVSpec, block_size: int, form: _PageForm, memory: Pages, offset: int) -> None:
-        """In blocks of a memory, from a byte of each on."""
+        """Takes blocks of a memory, from a byte of each on."""
         kept = form.kept
         self.memory, self.block_size, self.stride_bytes = memory, block_size, memory.block_bytes
         self.address = address_of(memory.memory) + offset

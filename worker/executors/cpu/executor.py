@@ -36,7 +36,8 @@ _FORKED: Final = -1
 NO_MEMORY: Final = "there is no memory for a step"
 
 _LOSSES: Final = {1: "has ended", 2: "is silent", 3: "has left"}
-"""How a rank was lost, by the hundreds of an outcome below zero; the rest of it is the rank (`native/exchange.h`)."""
+"""Words for the loss of a rank, by the hundreds of an outcome below zero; the rest of it is the rank
+(`native/exchange.h`)."""
 
 
 class CpuExecutor:
@@ -157,7 +158,9 @@ class CpuExecutor:
         self._in_int8 = True
 
     def kv_code_difference(self, batch: StepBatch) -> str | None:
-        """How the library differs from the rule for keys and values in int8, tried on its own rows; None: in no bit."""
+        """Difference between the library and the rule for keys and values in int8, tried on its own rows; None: equal
+        in all bits.
+        """
         return int8_difference(self.kv_specs, self._dtype, self._library)
 
     @property

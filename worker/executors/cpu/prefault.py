@@ -13,7 +13,7 @@ from holdfast.worker.executors.cpu.tile_memory import address_of, mapped_memory
 
 LARGE_PAGE: Final = 2 << 20
 AHEAD_BYTES: Final = 4 * LARGE_PAGE
-"""Of each layer: what has its memory beyond the last block that a step has used, unless all of it is wanted."""
+"""Bytes of each layer that have their memory beyond the last block that a step has used, unless all of it is wanted."""
 QUIET_S: Final = 0.02
 """A pause of steps that is longer than those between the steps of a burst."""
 
@@ -80,12 +80,12 @@ class KvPrefault:
             threading.Thread(target=self._work, name="holdfast-memory-ahead", daemon=True).start()
 
     def want_all(self) -> None:
-        """From now on the pages of all blocks are taken, while there are no steps."""
+        """Takes the pages of all blocks from now on, while there are no steps."""
         self._ahead_bytes = max((layer.num_blocks * layer.block_bytes for layer in self._layers), default=0)
         self._more.set()
 
     def begin_step(self) -> None:
-        """From now on the thread waits, but for a page that it has begun, and for pages that come soon."""
+        """Makes the thread wait from now on, but for a page that it has begun, and for pages that come soon."""
         self._in_step = True
 
     def end_step(self, last_block: int) -> None:

@@ -32,7 +32,7 @@ class StateCache:
         self.pools = [_pool(memory, num_slots, length) for memory, length in zip(self._memory, lengths, strict=True)]
         """[num_slots, length] of each layer."""
         self.bytes = BlockBytes([pool.view(torch.uint8).numpy() for pool in self.pools])
-        """Its slots, to be copied elsewhere and back."""
+        """Slots, to be copied elsewhere and back."""
 
     @property
     def addresses(self) -> list[int]:

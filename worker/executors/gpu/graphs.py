@@ -62,7 +62,7 @@ class DecodeGraphs:
     """The graphs of one executor, by what of a step is fixed in them."""
 
     def __init__(self, capture: Capture | None) -> None:
-        """Without `capture`, work runs without graphs."""
+        """Runs work without graphs if there is no `capture`."""
         self._capture = capture
         self._graphs: dict[tuple[object, ...], Graph] = {}
         self._generation = 0

@@ -45,7 +45,7 @@ def _nothing_summed(DIMS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _columns(first_row, count, kv_head, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """For each column of a tile: whether it is a query, its row, and its query head."""
+    """Mask, row and query head of each column of a tile."""
     column = tl.arange(0, ROWS)
     is_row = column // GROUP < count
     return is_row, (first_row + column // GROUP).to(tl.int64), kv_head * GROUP + column % GROUP

@@ -112,9 +112,7 @@ def _normed(x, twin, dims, twins, mask, weight, bias, length, eps, KIND: tl.cons
 
 @triton.jit
 def _twins(dims, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """For each dimension: the dimension that it is rotated with, the number of their pair, and whether it is the pair's
-    first.
-    """
+    """Partner in the rotation of each dimension, the number of their pair, and whether it is the pair's first."""
     if INTERLEAVED:
         return tl.where(dims < 2 * PAIRS, dims ^ 1, dims), dims // 2, dims % 2 == 0
     else:

@@ -141,7 +141,7 @@ def block_masses(
     vocab,
     num_chunks,
 ):
-    """For each block the best logit, and the sum of the exponentials of all less the best. Grid: (rows, chunks)."""
+    """Best logit of each block, and the sum of the exponentials of all less the best. Grid: (rows, chunks)."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     record = records + row * RECORD
     if (tl.load(record + NUM_LOGPROBS) >= 0) & (tl.load(record + GIVEN) != ABSENT):
