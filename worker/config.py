@@ -231,6 +231,12 @@ class SchedulerConfig(ServiceOrderConfig):
     )
     max_num_seqs: int = Field(64, ge=1, description="maximum number of running sequences")
     max_num_waiting: int = Field(1024, ge=1, description="maximum number of waiting requests in one replica")
+    pinned_share: float = Field(
+        0.25,
+        ge=0,
+        le=1,
+        description="share of the KV blocks up to which prefixes of one tenant are kept by `cache_ttl_s`; 0: none is",
+    )
     async_scheduling: bool | None = Field(
         None, description="plan and launch a step while the one before it runs; unset or true: where a GPU can do both"
     )

@@ -9,11 +9,15 @@ from enum import IntEnum, StrEnum
 from typing import Any, Final, NamedTuple
 
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.parameters import MAX_WHOLE
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.value_types import checked_text
 
 NUM_STEPS_TO_CLEAR: Final = 8
 """Steps with output that clear a suspect. Router and replica count them alike, the router a little later."""
+
+MAX_CACHE_TTL_S: Final = 24 * 3600
+"""Longest time for which a request may ask that its prefix is kept."""
 
 
 class PoisonRisk(IntEnum):
@@ -90,6 +94,12 @@ class Service:
     """The conversation that it belongs to: with session affinity, the requests of one go to the same replica. It is
     not sent to engines.
     """
+    cache_ttl_s: int = 0
+    """Seconds for which its prompt's prefix is to stay in the cache, counted from when it is computed or found there;
+    0: as long as there is room.
+    """
+    cache_prefix_tokens: int = 0
+    """Tokens of the prompt, from its beginning, for which `cache_ttl_s` holds; 0: all."""
 
     @property
     def service(self) -> dict[str, Any]:
@@ -105,10 +115,14 @@ class Service:
             raise InvalidRequestError("priority", self.priority, f"must be one of {names}")
         for name in SERVICE_TEXTS:
             checked_text(name, getattr(self, name))
+        for name, most in (("cache_ttl_s", MAX_CACHE_TTL_S), ("cache_prefix_tokens", MAX_WHOLE)):
+            value = getattr(self, name)
+            if type(value) is not int or not 0 <= value <= most:
+                raise InvalidRequestError(name, value, f"must be a whole number from 0 to {most}")
 
 
 SERVICE_FIELDS: Final = tuple(Service.__dataclass_fields__)
-SERVICE_TEXTS: Final = SERVICE_FIELDS[1:]
+SERVICE_TEXTS: Final = ("tenant", "cache_salt", "session_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +163,12 @@ class EngineRequest(Service):
     def key(self) -> RequestKey:
         """Key of the client's request that it belongs to."""
         return RequestKey(self.tenant, self.request_id, self.part)
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """First tokens of the prompt that are to stay in the cache."""
+        length = len(self.prompt_token_ids)
+        return min(self.cache_prefix_tokens or length, length) if self.cache_ttl_s else 0
 
     @property
     def sequence_key(self) -> SequenceKey:

@@ -92,6 +92,8 @@ class EngineStats:
     """Blocks that can be handed out, cached ones among them: used and free ones are all."""
     num_cached_blocks: int = 0
     """Blocks among `num_free_blocks` that still hold a prefix."""
+    num_pinned_blocks: int = 0
+    """Blocks of prefixes that requests have asked to keep, in use or free, as of the last plan."""
     num_total_blocks: int = 0
     num_wasted_slots: int = 0
     """Slots of the used blocks that are kept for no token that exists: with continuous batching, less than a block

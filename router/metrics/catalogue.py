@@ -170,6 +170,12 @@ OF_REPLICAS: Final = (
         ("model", "replica", "state"),
         "KV blocks: used, cached (free, and with a prefix that may be asked for again), or empty",
     ),
+    Metric(
+        "holdfast_replica_pinned_blocks",
+        G,
+        _REPLICA,
+        "KV blocks of prefixes that requests have asked to keep, used or free",
+    ),
     Metric("holdfast_replica_output_tokens_total", C, _REPLICA, "Tokens that a replica has drawn"),
     Metric("holdfast_replica_computed_tokens_total", C, _REPLICA, "Tokens computed, prompts included"),
     Metric(

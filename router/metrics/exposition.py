@@ -132,6 +132,7 @@ def replica_samples(model: str, replica: str, load: EngineLoad, stats: EngineSta
     }
     for state, count in blocks.items():
         yield Sample(f"{prefix}kv_blocks", (*labels, state), count)
+    yield Sample(f"{prefix}pinned_blocks", labels, stats.num_pinned_blocks)
     if stats.num_total_slots:
         num_empty = stats.num_total_slots - stats.num_used_slots - stats.num_cached_slots
         slots = {"used": stats.num_used_slots, "snapshot": stats.num_cached_slots, "empty": num_empty}

@@ -52,6 +52,8 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
         resume=resume_record(message.resume) if message.HasField("resume") else None,
         tenant=message.tenant,
         session_id=message.session_id,
+        cache_ttl_s=message.cache_ttl_s,
+        cache_prefix_tokens=message.cache_prefix_tokens,
         attempt=message.attempt,
     )
 
@@ -68,6 +70,8 @@ def generation_request_message(request: GenerationRequest) -> inference_pb2.Gene
         resume=None if request.resume is None else resume_message(request.resume),
         tenant=request.tenant,
         session_id=request.session_id,
+        cache_ttl_s=request.cache_ttl_s,
+        cache_prefix_tokens=request.cache_prefix_tokens,
         attempt=request.attempt,
     )
     _set_prompt(message, request)

@@ -43,6 +43,8 @@ def make_request(
     salt="",
     tenant="",
     time_left_s=None,
+    cache_ttl_s=0,
+    cache_prefix_tokens=0,
     **params,
 ):
     return EngineRequest(
@@ -53,6 +55,8 @@ def make_request(
         cache_salt=salt,
         tenant=tenant,
         time_left_s=time_left_s,
+        cache_ttl_s=cache_ttl_s,
+        cache_prefix_tokens=cache_prefix_tokens,
         sampling_params=SamplingParams(**{"seed": 1, "max_tokens": 8, **params}),
     )
 

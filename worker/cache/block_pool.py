@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from holdfast.worker.block_hash import HashChain
+from holdfast.worker.cache.pins import Pins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,12 +132,16 @@ class PrefixCache:
 class BlockAllocator:
     """Blocks 0 to `num_blocks - 1`, each blank, cached without an owner, or owned by as many as its count says.
 
-    Blank blocks are handed out first, then cached ones, the one first that has been without an owner for longest. Every
-    call costs O(1) per block, and the ids handed out depend on the calls alone. A call that breaks the rules (more
-    blocks than are free, an id that is not allocated) is our own mistake and an AssertionError at once.
+    Blank blocks are handed out first, then cached ones, the one first that has been without an owner for longest, and
+    last those that are pinned. Every call but those of pins costs O(1) per block, and the ids handed out depend on the
+    calls alone. A call that breaks the rules (more blocks than are free, an id that is not allocated) is our own
+    mistake and an AssertionError at once.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = False) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, prefix_caching: bool = False, max_num_pins: int = 0
+    ) -> None:
+        """`max_num_pins`: blocks that a tenant may have pinned."""
         assert num_blocks > 0, f"{num_blocks = } must be positive"
         assert block_size > 0, f"{block_size = } must be positive"
         self.num_blocks = num_blocks
@@ -150,16 +155,19 @@ class BlockAllocator:
         # Cached blocks without an owner, the next to be evicted first. Not a dict, which looks past all that it has
         # lost to find its first.
         self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._kept: OrderedDict[int, None] = OrderedDict()  # likewise, those that are pinned
+        self.pins = Pins(max_num_pins)
+        """To be read only."""
 
     @property
     def num_free(self) -> int:
         """Blocks without an owner, those that still hold a prefix among them."""
-        return len(self._blank) + len(self._evictable)
+        return len(self._blank) + self.num_cached
 
     @property
     def num_cached(self) -> int:
         """Free blocks that still hold a prefix."""
-        return len(self._evictable)
+        return len(self._evictable) + len(self._kept)
 
     @property
     def num_used(self) -> int:
@@ -189,7 +197,8 @@ class BlockAllocator:
         block_ids = self._blank[num_left:]
         del self._blank[num_left:]
         while len(block_ids) < num_blocks:
-            block_id, _ = self._evictable.popitem(last=False)
+            block_id, _ = (self._evictable or self._kept).popitem(last=False)
+            self.pins.drop(block_id)
             self._cache_of(block_id).evict(block_id)
             block_ids.append(block_id)
         block_ids.reverse()
@@ -201,8 +210,9 @@ class BlockAllocator:
         """Add one owner to each of these blocks, which are allocated or cached."""
         for block_id in block_ids:
             if self.ref_count(block_id) == 0:
-                assert block_id in self._evictable, f"block {block_id} is shared but not allocated and not cached"
-                del self._evictable[block_id]
+                line = self._line_of(block_id)
+                assert block_id in line, f"block {block_id} is shared but not allocated and not cached"
+                del line[block_id]
             self._ref_counts[block_id] += 1
 
     def free(self, block_ids: Sequence[int], *, evict_first: bool = False) -> None:
@@ -216,7 +226,9 @@ class BlockAllocator:
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] > 0:
                 continue
-            if self.is_cached(block_id):
+            if block_id in self.pins:
+                self._kept[block_id] = None
+            elif self.is_cached(block_id):
                 self._evictable[block_id] = None
                 if evict_first:
                     self._evictable.move_to_end(block_id, last=False)
@@ -225,18 +237,43 @@ class BlockAllocator:
 
     def make_blank(self, block_id: int) -> None:
         """Drops the content of a cached block without an owner."""
-        assert block_id in self._evictable, f"block {block_id} is not cached, or has an owner"
-        del self._evictable[block_id]
+        line = self._line_of(block_id)
+        assert block_id in line, f"block {block_id} is not cached, or has an owner"
+        del line[block_id]
+        self.pins.drop(block_id)
         self._cache_of(block_id).forget(block_id)
         self._blank.append(block_id)
+
+    def forget(self, block_id: int) -> None:
+        """Takes a cached block out of the prefix cache, whoever owns it."""
+        if self.ref_count(block_id):
+            self.pins.drop(block_id)
+            self._cache_of(block_id).evict(block_id)
+        else:
+            self.make_blank(block_id)
+
+    def pin(self, block_ids: Sequence[int], tenant: str, until_s: float) -> None:
+        """Until then, evicts these cached blocks, given from a prefix's beginning, after all that are not pinned."""
+        gave_way = self.pins.put(block_ids, tenant, until_s)
+        for block_id in reversed(block_ids):
+            if block_id in self.pins and block_id in self._evictable:
+                del self._evictable[block_id]
+                self._kept[block_id] = None
+        self._release(gave_way)
+
+    def end_pins(self, now: float) -> None:
+        """Ends the pins whose time is up."""
+        self._release(self.pins.end(now))
 
     def forget_cached(self) -> None:
         """Evicts all blocks from the prefix cache. None may have an owner."""
         assert not self.num_used, f"{self.num_used} blocks have owners"
-        for block_id in self._evictable:
-            self._cache_of(block_id).evict(block_id)
-        self._blank += self._evictable
-        self._evictable.clear()
+        for line in (self._evictable, self._kept):
+            for block_id in line:
+                self.pins.drop(block_id)
+                self._cache_of(block_id).evict(block_id)
+            self._blank += line
+            line.clear()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block is blank, once, or cached without an owner, or owned. O(blocks)."""
@@ -244,17 +281,33 @@ class BlockAllocator:
             cache.check_integrity()
         blank = set(self._blank)
         assert len(blank) == len(self._blank), "a block is twice in the list of blank ones"
-        foreign = (blank | self._evictable.keys()) - set(range(self.num_blocks))
+        cached = self._evictable.keys() | self._kept.keys()
+        foreign = (blank | cached) - set(range(self.num_blocks))
         assert not foreign, f"foreign ids among the free: {foreign}"
         for block_id, ref_count in enumerate(self._ref_counts):
             assert ref_count >= 0, f"block {block_id} has {ref_count} owners"
             is_cached = self.is_cached(block_id)
             expected = (ref_count == 0 and not is_cached, ref_count == 0 and is_cached)
-            found = (block_id in blank, block_id in self._evictable)
+            found = (block_id in blank, block_id in cached)
             assert found == expected, (
                 f"block {block_id} has {ref_count} owners and is {'' if is_cached else 'not '}cached, and is "
                 f"{'' if found[0] else 'not '}blank and {'' if found[1] else 'not '}evictable"
             )
+        self.pins.check_integrity(filter(self.is_cached, range(self.num_blocks)))
+        misplaced = {block_id for block_id in cached if (block_id in self.pins) != (block_id in self._kept)}
+        assert not misplaced, f"blocks {misplaced} are pinned and may be evicted early, or are kept without a pin"
+        assert self._evictable.keys().isdisjoint(self._kept), "a block stands in two lines"
+
+    def _release(self, block_ids: Sequence[int]) -> None:
+        """Moves blocks without a pin any more to the end of the others, in this order, as if used last."""
+        for block_id in block_ids:
+            if block_id in self._kept:
+                del self._kept[block_id]
+                self._evictable[block_id] = None
+
+    def _line_of(self, block_id: int) -> OrderedDict[int, None]:
+        """Line of eviction in which a cached block without an owner stands."""
+        return self._kept if block_id in self.pins else self._evictable
 
     def _cache_of(self, block_id: int) -> PrefixCache:
         """The cache that finds a block."""

@@ -20,8 +20,11 @@ class StateSlots:
     copied counts, whoever has it by then.
     """
 
-    def __init__(self, num_slots: int, block_size: int, *, prefix_caching: bool) -> None:
-        self._allocator = BlockAllocator(num_slots, block_size, prefix_caching=prefix_caching)
+    def __init__(self, num_slots: int, block_size: int, *, prefix_caching: bool, max_num_pins: int = 0) -> None:
+        """`max_num_pins`: snapshots that a tenant may have pinned."""
+        self._allocator = BlockAllocator(
+            num_slots, block_size, prefix_caching=prefix_caching, max_num_pins=max_num_pins
+        )
         self._cache = self._allocator.prefix_cache
         self._copies: list[StateCopy] = []
         self.keeps_snapshots = prefix_caching
@@ -53,6 +56,14 @@ class StateSlots:
             if slot is not None:
                 return num_blocks, slot
         return 0, None
+
+    def pin(self, slot: int, tenant: str, until_s: float) -> None:
+        """Evicts a snapshot after all that are not pinned, until then."""
+        self._allocator.pin([slot], tenant, until_s)
+
+    def end_pins(self, now: float) -> None:
+        """Ends the pins whose time is up."""
+        self._allocator.end_pins(now)
 
     def take(self) -> int:
         """A slot for a sequence that begins: what it holds does not count."""

@@ -171,12 +171,8 @@ class WindowBlocks:
         """Nobody is to find the blocks of these tokens any more, whoever owns them."""
         for index in range(num_tokens // self.window.block_size):
             block_id = self.cache.place_of(chain, token_ids, index)
-            if block_id is None:
-                continue
-            if self._allocator.ref_count(block_id):
-                self.cache.evict(block_id)
-            else:
-                self._allocator.make_blank(block_id)
+            if block_id is not None:
+                self._allocator.forget(block_id)
 
     def check_integrity(self, tables: Sequence[WindowTable]) -> None:
         """Raises AssertionError unless these are the tables of all sequences, and promises can be kept. O(blocks)."""

@@ -16,6 +16,7 @@ from holdfast.worker.block_hash import HashChain
 from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.cache.window_blocks import WindowBlocks
+from holdfast.worker.scheduler.pinning import Pinning
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus, SharedPrefix
 from holdfast.worker.scheduler.snapshots import cuts_of
 from holdfast.worker.step_plan import BlockCopy
@@ -50,6 +51,7 @@ class SequenceQueues:
         self.allocator = allocator
         self.slots = slots
         self.windows = windows
+        self.pinning = Pinning(allocator, slots, windows)
         self._turn_ends = turn_ends
         self.waiting = WaitingQueue[Sequence](TenantCounters(tenant_shares or {}), aging_s)
         self.running: list[Sequence] = []
@@ -68,6 +70,11 @@ class SequenceQueues:
         """Adds a new sequence to the waiting."""
         self.waiting.add(sequence)
         self.num_uncomputed_tokens += sequence.num_uncomputed_tokens
+
+    def advance(self, now: float) -> None:
+        """Classes improve with waiting, and pins end."""
+        self.waiting.advance(now)
+        self.pinning.advance(now)
 
     def cached_prefix(self, sequence: Sequence) -> SharedPrefix:
         """The cached full blocks that a waiting sequence can begin with: of a model that keeps states, those up to the
@@ -110,6 +117,7 @@ class SequenceQueues:
         if self.slots is not None:
             self._give_slot(self.slots, sequence, prefix)
         self._count_prompt(sequence, prefix.parent)
+        self.pinning.pin(sequence)
 
     def take_off(self, sequences: list[Sequence]) -> None:
         """A step is planned that writes to the blocks of these: they are not freed before it has landed."""
@@ -173,8 +181,7 @@ class SequenceQueues:
         """
         block_size, end = self.allocator.block_size, sequence.num_computed_tokens
         for index in range(first_position // block_size, end // block_size):
-            block_id = sequence.block_ids[index]
-            self.allocator.prefix_cache.store(block_id, sequence.hash_chain, sequence.token_ids, index)
+            self.allocator.prefix_cache.store(sequence.block_ids[index], sequence.hash_chain, sequence.token_ids, index)
         if self.windows is not None and sequence.window is not None:
             self.windows.store(sequence.window, sequence.token_ids, first_position, end)
             self.windows.give_back(sequence.window, end)
@@ -220,9 +227,8 @@ class SequenceQueues:
         """Evicts a running sequence's blocks from the prefix cache, both those it computed and those it found, and the
         snapshots of its states.
         """
-        for block_id in sequence.block_ids:
-            if block_id in self.allocator.prefix_cache:
-                self.allocator.prefix_cache.evict(block_id)
+        for block_id in filter(self.allocator.is_cached, sequence.block_ids):
+            self.allocator.forget(block_id)
         if self.windows is not None and sequence.window is not None:
             self.windows.forget(sequence.window.chain, sequence.token_ids, sequence.num_computed_tokens)
         if self.slots is not None and self.slots.keeps_snapshots:
@@ -289,15 +295,15 @@ class SequenceQueues:
     def _window_chain(self, sequence: Sequence) -> HashChain:
         """Hashes of its blocks of layers with a window. They are computed again if it waits again."""
         assert self.windows is not None
-        is_same = self.windows.window.block_size == self.allocator.block_size
-        return sequence.hash_chain if is_same else HashChain(sequence.request.cache_salt)
+        is_same, request = self.windows.window.block_size == self.allocator.block_size, sequence.request
+        return sequence.hash_chain if is_same else HashChain(request.cache_salt, request.tenant)
 
     def _begin_window(self, windows: WindowBlocks, sequence: Sequence, prefix: SharedPrefix) -> None:
         """Begins its table of layers with a window: others are likely to begin where this prefix ends, or where its
         keys and values are known to, and where its prompt does.
         """
         spacing = windows.window.spacing
-        ends = {prefix.num_tokens, prefix.num_known_tokens, sequence.num_prompt_tokens - 1}
+        ends = {prefix.num_tokens, prefix.num_known_tokens, sequence.num_prompt_tokens - 1, sequence.num_tokens_to_pin}
         ends = {end // spacing * spacing for end in ends}
         chain = self._window_chain(sequence)
         table = sequence.window = windows.begin(sequence.max_num_slots, prefix.window, chain, ends)

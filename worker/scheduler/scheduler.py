@@ -67,18 +67,19 @@ class Scheduler:
         make_policy: MakePolicy | None = None,
     ) -> None:
         """`num_state_slots`: slots for states of sequences; 0: the model keeps none. `window`: of layers that see the
-        last positions alone, where they have blocks of their own. `drafter` drafts tokens
-        (speculative decoding); None: no speculation. `make_policy` makes the batching policy; None: the one that the
-        settings name.
+        last positions alone, where they have blocks of their own. `drafter` drafts tokens; None: no speculation.
+        `make_policy` makes the batching policy; None: the one that the settings name.
         """
         self._max_num_waiting = config.max_num_waiting
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._drafter = drafter if drafter is not None and drafter.num_speculative_tokens else None
-        self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=prefix_caching)
+        most = int(config.pinned_share * num_blocks)
+        self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=prefix_caching, max_num_pins=most)
         self._slots: StateSlots | None = None
         if num_state_slots:
-            self._slots = StateSlots(num_state_slots, block_size, prefix_caching=prefix_caching)
+            most = math.ceil(config.pinned_share * num_state_slots)
+            self._slots = StateSlots(num_state_slots, block_size, prefix_caching=prefix_caching, max_num_pins=most)
         windows = None if window is None else WindowBlocks(self._allocator, window)
         self._most_tokens = most_tokens(num_blocks, block_size, window)
         self._queues = SequenceQueues(
@@ -290,6 +291,7 @@ class Scheduler:
             num_used_blocks=load.num_total_blocks - load.num_free_blocks,
             num_free_blocks=load.num_free_blocks,
             num_cached_blocks=self._allocator.num_cached,
+            num_pinned_blocks=len(self._allocator.pins),
             num_total_blocks=load.num_total_blocks,
             num_wasted_slots=self._queues.num_wasted_slots(),
             num_evictions=self.prefix_cache.num_evictions,
@@ -353,7 +355,7 @@ class Scheduler:
 
     def _let_time_pass(self, now: float) -> None:
         """Classes improve with waiting, and requests whose time is up are dropped."""
-        self._queues.waiting.advance(now)
+        self._queues.advance(now)
         while (sequence := self.deadlines.next_expired(now)) is not None:
             self._drop(sequence)
             self.dropped.append(DroppedRequest(sequence.attempt, sequence.request, DropReason.EXPIRED))

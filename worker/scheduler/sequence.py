@@ -64,6 +64,7 @@ class Sequence:
         "num_discarded_tokens",
         "num_prompt_tokens",
         "num_rolling_blocks",
+        "num_tokens_to_pin",
         "prompt_logprobs",
         "queued_s",
         "request",
@@ -138,13 +139,13 @@ class Sequence:
         self.state_slot: int | None = None
         """Slot of its state while it runs, for a model that keeps states."""
         self.cuts: tuple[int, ...] = ()
-        """Positions, ascending, at which a step ends that computes it, whatever else there is room for
-        (`snapshots.py`).
-        """
+        """Positions, ascending, at which a step ends that computes it, whatever else has room (`snapshots.py`)."""
         self.num_admitted_tokens = 0
         """Tokens when it was admitted last."""
         self.num_rolling_blocks = 0
         """Blocks before the snapshot of its state that the next one takes the place of; 0: there is none."""
+        self.num_tokens_to_pin = request.num_kept_tokens
+        """First tokens whose blocks are to be pinned once they are computed; 0: none, or they are pinned."""
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
         """Maximum length, prompt included."""
         # An output with a grammar has an end, so that `ignore_eos` can put it off but not away.

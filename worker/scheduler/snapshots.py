@@ -4,6 +4,7 @@ All of them are multiples of the block size, for the keys and values before them
 
   - the last one in the prompt, which the same prompt again begins with; or, if that is near, the last one before the
     end of a turn, for templates write something else behind it once the next turn is there, such as no thoughts;
+  - the last one in a prefix that its request asks to keep;
   - where a prompt parts from what is cached: keys and values were found up to there and no state. Others part there
     too;
   - every 1,024 tokens;
@@ -40,6 +41,7 @@ def cuts_of(
     if keeps_snapshots:
         cuts.update(range(first // SPACING * SPACING + SPACING, last, SPACING))
         cuts.add(branch)
+        cuts.add(sequence.num_tokens_to_pin // block_size * block_size)
         if last >= WORTH_A_CUT:
             turn = _end_of_last_turn(sequence, turn_ends)
             cuts.add(turn // block_size * block_size)

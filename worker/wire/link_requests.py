@@ -44,6 +44,8 @@ def submit_message(attempt: int, request: EngineRequest) -> engine_pb2.LinkReque
         group_id=str(request.group_id),
         suspicion=int(request.poison_risk),  # type: ignore[arg-type]  # the numbers are those of the message's enum
         traceparent=request.traceparent,
+        cache_ttl_s=request.cache_ttl_s,
+        cache_prefix_tokens=request.cache_prefix_tokens,
     )
     return engine_pb2.LinkRequest(submit=submit)
 
@@ -129,6 +131,8 @@ def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> Eng
         group_id=GroupKey(link, submit.group_id) if submit.group_id else "",
         poison_risk=_member(PoisonRisk, "suspicion", submit.suspicion),
         traceparent=submit.traceparent,
+        cache_ttl_s=submit.cache_ttl_s,
+        cache_prefix_tokens=submit.cache_prefix_tokens,
     )
     if request.sampling_params.seed is None:  # clients' -1, which routers replace
         raise InvalidRequestError("sampling_params.seed", params.seed, "must be at least 0 on a link")

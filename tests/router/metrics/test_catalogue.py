@@ -99,6 +99,7 @@ def test_nearly_every_figure_of_ours_is_drawn_or_alerted_by():
         "holdfast_replica_expired_total",
         "holdfast_replica_kv_blocks",
         "holdfast_model_state_bytes",
+        "holdfast_replica_pinned_blocks",
         "holdfast_replica_recomputed_tokens_total",
         "holdfast_replica_snapshot_evictions_total",
         "holdfast_replica_snapshot_hits_total",

@@ -57,6 +57,8 @@ service = {
     "cache_salt": texts,
     "resume": st.none() | resumes,
     "tenant": texts,
+    "cache_ttl_s": st.integers(0, 86400),
+    "cache_prefix_tokens": st.integers(0, 2**31 - 1),
     "attempt": counts,
 }
 requests = st.builds(GenerationRequest, prompt=texts | token_ids, **service) | st.builds(

@@ -122,7 +122,7 @@ def test_routers_know_how_much_of_a_prompt_a_request_begins_with(num_slots, num_
     for number in range(24):
         machine.add(str(number), prompts[number * 5 % len(prompts)], num_tokens=6)
         while machine.step():
-            feed.note(scheduler.prefix_cache.take_events(), scheduler.take_state_events())
+            feed.note(scheduler.prefix_cache.take_events(), scheduler.caches[1].take_events())
             changes = feed.take()
             index.apply(changes.stored, changes.evicted)
         for prompt in prompts:

@@ -95,6 +95,8 @@ requests = of(
     priority=st.sampled_from(Priority),
     output_token_ids=token_ids,
     cache_salt=text,
+    cache_ttl_s=st.integers(0, 86400),
+    cache_prefix_tokens=st.integers(0, 2**31 - 1),
     bad_word_token_ids=st.lists(token_ids, max_size=3).map(tuple),
     grammar=text,
     group_id=text,

@@ -1,0 +1,48 @@
+"""Pinning: what the cache holds of a prefix that a request asks to keep, found and pinned once all of it is there."""
+
+from holdfast.worker.cache.block_pool import BlockAllocator
+from holdfast.worker.cache.state_slots import StateSlots
+from holdfast.worker.cache.window_blocks import WindowBlocks
+from holdfast.worker.scheduler.sequence import Sequence
+
+
+class Pinning:
+    """Pins the full blocks of prefixes; of a model that keeps states, the deepest snapshot in it; of one with windows,
+    the blocks that the token behind it sees. Its clock is that of `Scheduler.plan`.
+    """
+
+    def __init__(self, allocator: BlockAllocator, slots: StateSlots | None, windows: WindowBlocks | None) -> None:
+        self._allocator, self._slots, self._windows = allocator, slots, windows
+        self._now = 0.0
+
+    def advance(self, now: float) -> None:
+        """Pins end whose time is up."""
+        self._now = now
+        self._allocator.end_pins(now)
+        if self._slots is not None:
+            self._slots.end_pins(now)
+
+    def pin(self, sequence: Sequence) -> None:
+        """Pins the prefix that a running sequence's request asks to keep, if all its full blocks are computed now. Once
+        for each sequence. O(blocks).
+        """
+        num_blocks = sequence.num_tokens_to_pin // self._allocator.block_size
+        if not num_blocks or sequence.num_computed_tokens < num_blocks * self._allocator.block_size:
+            return
+        sequence.num_tokens_to_pin = 0
+        tokens, chain, request = sequence.token_ids, sequence.hash_chain, sequence.request
+        until_s = self._now + request.cache_ttl_s
+        seen = self._seen_behind(sequence, num_blocks)
+        found = self._allocator.prefix_cache.find(chain, tokens, num_blocks)
+        self._allocator.pin([*found, *seen], request.tenant, until_s)
+        if self._slots is not None:
+            _, slot = self._slots.deepest(chain, tokens, len(found))
+            if slot is not None:
+                self._slots.pin(slot, request.tenant, until_s)
+
+    def _seen_behind(self, sequence: Sequence, num_blocks: int) -> tuple[int, ...]:
+        """Cached blocks of layers with a window that the token behind so many blocks sees."""
+        if self._windows is None or sequence.window is None:
+            return ()
+        longest = num_blocks * self._allocator.block_size
+        return self._windows.find(sequence.window.chain, sequence.token_ids, longest)[1].block_ids
