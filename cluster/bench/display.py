@@ -9,7 +9,7 @@ from typing import Final, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from holdfast.cluster.bench.report import Distribution, Report, Run
+from holdfast.cluster.bench.report import Distribution, Report, Run, Turns
 from holdfast.cluster.bench.runs import OnChange
 
 METRICS: Final = (
@@ -77,12 +77,18 @@ def print_run(console: Console, run: Run) -> None:
     table = Table("ms", *PERCENTILES, "max", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
-    rows = [*METRICS, *([("sent late", "lateness_s")] if _is_late(run) else [])]
-    for title, name in rows:
-        found: Distribution | None = getattr(run, name)
+    rows: list[tuple[str, Distribution | None]] = [(title, getattr(run, name)) for title, name in METRICS]
+    if run.turns is not None:
+        rows[1:1] = [("  first turns", run.turns.first_ttft_s), ("  later turns", run.turns.later_ttft_s)]
+    if _is_late(run):
+        rows.append(("sent late", run.lateness_s))
+    for title, found in rows:
         if found is not None:
             table.add_row(title, *(milliseconds(getattr(found, each)) for each in (*PERCENTILES, "max")))
     console.print(table)
+    if run.turns is not None and run.turns.hit_rate is not None:
+        kept = f"{run.turns.sessions_kept} of {run.turns.sessions} sessions found their last prompt at each turn"
+        console.print(f"{run.turns.hit_rate:.1%} of prompt tokens cached; {kept}", highlight=False)
     for kind, number in run.errors.items():
         console.print(f"{number} x {kind}: {run.error_examples.get(kind, '')[:200]}", style="red", markup=False)
     if _is_late(run):
@@ -156,7 +162,21 @@ def compared(one: Run, other: Run) -> Iterator[tuple[str, float, float, str]]:
         if left is not None and right is not None:
             for share in ("p50", "p99"):
                 yield f"{title} {share}, ms", getattr(left, share), getattr(right, share), "ms"
+    if one.turns is not None and other.turns is not None:
+        yield from _compared_turns(one.turns, other.turns)
     yield "failed", float(one.failed), float(other.failed), ""
+
+
+def _compared_turns(one: Turns, other: Turns) -> Iterator[tuple[str, float, float, str]]:
+    if one.hit_rate is not None and other.hit_rate is not None:
+        yield "hit rate", one.hit_rate, other.hit_rate, ""
+    for title, left, right in (
+        ("first turns", one.first_ttft_s, other.first_ttft_s),
+        ("later turns", one.later_ttft_s, other.later_ttft_s),
+    ):
+        if left is not None and right is not None:
+            for share in ("p50", "p95"):
+                yield f"TTFT of {title} {share}, ms", getattr(left, share), getattr(right, share), "ms"
 
 
 def differences(one: Report, other: Report, names: Sequence[str]) -> Iterator[str]:

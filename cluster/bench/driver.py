@@ -109,7 +109,7 @@ class Driver:
             if text is None or index == len(session.turns) - 1:
                 return
             spoken.append(text)
-            due_s = self._now() + self._limits.think_s
+            due_s = self._now() + self._limits.think_s + session.turns[index + 1].pause_s
             await self._sleep_until(due_s)
 
     async def _request(self, record: RequestRecord, ask: Ask) -> str | None:
@@ -136,6 +136,7 @@ class Driver:
         else:
             record.num_output_tokens = len(piece_s) if reply.num_output_tokens is None else reply.num_output_tokens
             record.num_prompt_tokens = reply.num_prompt_tokens
+            record.num_cached_tokens = reply.num_cached_tokens
             if not piece_s:
                 record.error, record.message = "no output", "the answer ended without any"
             return reply.text

@@ -60,6 +60,7 @@ class HoldfastSender:
             text="".join(texts),
             num_output_tokens=usage.completion_tokens,
             num_prompt_tokens=usage.prompt_tokens,
+            num_cached_tokens=usage.cached_prompt_tokens,
         )
 
     async def close(self) -> None:

@@ -47,6 +47,7 @@ class Request(Part):
     first_s: float | None = Field(description="its first output token")
     last_s: float | None = Field(description="its last output token")
     prompt_tokens: int | None = Field(description="as the server counts; null where it does not say")
+    cached_tokens: int | None = Field(None, description="prompt tokens from its caches; null where it does not say")
     output_tokens: int
     error: str | None = Field(description="the kind of its failure; null: it was answered to the end")
 
@@ -54,10 +55,11 @@ class Request(Part):
 class Load(Part):
     """The load of a run: open or closed loop, and its rate or number of users."""
 
-    kind: Literal["closed", "open", "trace"] = Field(
-        description="closed: users who wait for their answers; open: at times of their own; trace: at recorded times"
+    kind: Literal["closed", "open", "trace", "agents"] = Field(
+        description="closed: users who wait for their answers; open: at times of their own; trace: at recorded times; "
+        "agents: sessions of agents, all open at once"
     )
-    concurrency: int | None = Field(None, description="users of a closed loop")
+    concurrency: int | None = Field(None, description="users of a closed loop; agents")
     rate: float | None = Field(None, description="sessions a second of an open loop; of a trace, on average")
     arrivals: str | None = Field(None, description="process of an open loop's arrivals")
     burstiness: float | None = None
@@ -69,7 +71,22 @@ class Load(Part):
     def __str__(self) -> str:
         if self.kind == "closed":
             return f"{self.concurrency} at a time"
+        if self.kind == "agents":
+            return f"{self.concurrency} agents"
         return f"{self.rate:.4g}/s, {self.arrivals if self.kind == 'open' else 'trace'}"
+
+
+class Turns(Part):
+    """Conversations of a run: completed requests alone."""
+
+    sessions: int
+    sessions_kept: int | None = Field(
+        description="those in which each turn found at least nine tenths of the prompt of the turn before in a cache"
+    )
+    cached_tokens: int | None = Field(description="prompt tokens from the server's caches; null: it does not say")
+    hit_rate: float | None = Field(description="cached_tokens / prompt_tokens")
+    first_ttft_s: Distribution | None = Field(description="TTFT of first turns")
+    later_ttft_s: Distribution | None = Field(description="TTFT of later turns")
 
 
 class Run(Part):
@@ -102,6 +119,7 @@ class Run(Part):
     lateness_s: Distribution | None = Field(
         description="how long after it was due a request was sent: the tool's own wait"
     )
+    turns: Turns | None = Field(None, description="null: no session had a second turn")
     timeline: list[Moment]
     each_request: list[Request]
 
@@ -118,6 +136,7 @@ class Settings(Part):
     prefix_tokens: int
     turns: int
     think_s: float
+    agent_pauses: float | None = Field(None, description="factor on the pauses of agents; null: no agents")
     trace: str | None
     seed: int = Field(description="of lengths and arrivals")
     text_seed: int = Field(description="of the words: another one for each bench, so that no cache knows the prompts")

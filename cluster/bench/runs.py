@@ -91,6 +91,8 @@ class Plan:
     trace: Sequence[Arrival] | None = None
     trace_speed: float = 1.0
     concurrency: tuple[int, ...] = ()
+    num_agents: int | None = None
+    """Sessions of an `AgentWorkload`, all open at once."""
     arrivals: tuple[Arrivals, ...] = ()
     num_sessions: int | None = None
     duration_s: float | None = None
@@ -133,7 +135,7 @@ class Bench:
 
     async def _warm_up(self, sessions: Iterator[Session], limits: LoadLimits) -> None:
         self._num_runs += 1
-        total = self._plan.warmup * self._plan.workload.num_turns
+        total = self._plan.workload.num_requests(self._plan.warmup)
         with self._watch("warm-up", total, limits.duration_s) as on_change:
             await Driver(self._sender, self._texts, limits, on_change, self._clock).run(sessions)
 
@@ -152,6 +154,8 @@ class Bench:
             await self._open(arrivals)
         if plan.trace is not None:
             await self._traced(plan.trace)
+        if plan.num_agents is not None:
+            await self._agents(plan.num_agents)
 
     # --- one run each ---
 
@@ -193,6 +197,11 @@ class Bench:
         load = Load(kind="trace", rate=len(sessions) / span_s if span_s else None)
         return await self._measured(load, iter(sessions), self._limits(), len(sessions))
 
+    async def _agents(self, num_agents: int) -> Run:
+        sessions = sorted(islice(self._sessions(), num_agents), key=lambda session: session.start_s)
+        load = Load(kind="agents", concurrency=num_agents)
+        return await self._measured(load, iter(sessions), self._limits(), num_agents)
+
     async def _measured(
         self,
         load: Load,
@@ -204,7 +213,7 @@ class Bench:
         """Cancelled, it leaves a run of the requests that are over by then, if there are any."""
         self._num_runs += 1
         if total is not None:
-            total *= self._plan.workload.num_turns
+            total = self._plan.workload.num_requests(total)
         with self._watch(str(load), total, limits.duration_s) as on_change:
             driver = Driver(self._sender, self._texts, limits, on_change, self._clock)
             try:

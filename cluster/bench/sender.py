@@ -38,6 +38,8 @@ class Reply:
     num_output_tokens: int | None = None
     """Output tokens as counted by the server; None: the server reports no count, and pieces are counted instead."""
     num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    """Prompt tokens that the server had in its caches; None: it does not say."""
 
 
 class SendFailed(Exception):
@@ -91,6 +93,7 @@ class EventReader:
             text="".join(self._texts),
             num_output_tokens=self._usage.get("completion_tokens"),
             num_prompt_tokens=self._usage.get("prompt_tokens"),
+            num_cached_tokens=(self._usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
         )
 
     def _event(self, data: bytes) -> None:

@@ -5,9 +5,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final
 
-from holdfast.cluster.bench.report import Distribution, Load, Moment, Request, Run
+from holdfast.cluster.bench.report import Distribution, Load, Moment, Request, Run, Turns
 from holdfast.worker.errors import ConfigurationError
 
 
@@ -28,6 +29,8 @@ class RequestRecord:
     num_output_tokens: int = 0
     num_prompt_tokens: int | None = None
     """Prompt tokens as counted by the server; None if the server reports no count."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that the server had in its caches; None if it does not say."""
     error: str | None = None
     """The kind of its failure; None: it was answered to the end."""
     message: str = ""
@@ -173,8 +176,39 @@ def summary(
         itl_s=distribution(gap for record in done for gap in record.gaps_s),
         e2e_s=distribution(record.e2e_s for record in done),
         lateness_s=distribution(record.sent_s - record.due_s for record in records),
+        turns=turns(done) if any(record.turn for record in records) else None,
         timeline=timeline(records, duration_s),
         each_request=[_request(record) for record in records],
+    )
+
+
+_KEPT: Final = 0.9
+
+
+def turns(done: Sequence[RequestRecord]) -> Turns:
+    """Figures of conversations. A server that tells of cached tokens in some replies had none in the others."""
+    is_told = any(record.num_cached_tokens is not None for record in done)
+    num_cached = sum(record.num_cached_tokens or 0 for record in done)
+    num_prompt = sum(record.num_prompt_tokens or 0 for record in done)
+    by_session: dict[int, list[RequestRecord]] = {}
+    for record in done:
+        by_session.setdefault(record.session, []).append(record)
+    return Turns(
+        sessions=len(by_session),
+        sessions_kept=sum(map(_is_kept, by_session.values())) if is_told else None,
+        cached_tokens=num_cached if is_told else None,
+        hit_rate=num_cached / num_prompt if is_told and num_prompt else None,
+        first_ttft_s=distribution(record.ttft_s for record in done if record.turn == 0),
+        later_ttft_s=distribution(record.ttft_s for record in done if record.turn > 0),
+    )
+
+
+def _is_kept(session: Sequence[RequestRecord]) -> bool:
+    """Whether each turn of a session found the prompt of the turn before, but for a tenth."""
+    ordered = sorted(session, key=lambda record: record.turn)
+    return all(
+        (later.num_cached_tokens or 0) >= _KEPT * (earlier.num_prompt_tokens or 0)
+        for earlier, later in pairwise(ordered)
     )
 
 
@@ -215,6 +249,7 @@ def _request(record: RequestRecord) -> Request:
         first_s=round(record.piece_s[0], 6) if record.piece_s else None,
         last_s=None if record.last_s is None else round(record.last_s, 6),
         prompt_tokens=record.num_prompt_tokens,
+        cached_tokens=record.num_cached_tokens,
         output_tokens=record.num_output_tokens,
         error=record.error,
     )

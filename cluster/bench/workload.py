@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Final
 
 from holdfast.cluster.load_trace import Arrival
@@ -115,6 +115,8 @@ class Turn:
     num_output_tokens: int
     prefix: tuple[tuple[int, int], ...] = ()
     """Pieces that the text begins with, as (id, number of tokens): texts with equal pieces at the front share them."""
+    pause_s: float = 0.0
+    """Between the answer before and this turn, as a tool of an agent runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,10 @@ class Workload:
         rng = random.Random(f"{self.seed}/lengths")
         for number in count(first_number):
             yield Session(number, tuple(self._turn(rng, is_first=not index) for index in range(self.num_turns)))
+
+    def num_requests(self, num_sessions: int) -> int:
+        """Turns of the first sessions."""
+        return sum(len(session.turns) for session in islice(self.sessions(), num_sessions))
 
     def _turn(self, rng: random.Random, *, is_first: bool) -> Turn:
         own = self.prompt_tokens.draw(rng)

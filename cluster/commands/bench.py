@@ -103,6 +103,7 @@ async def _run(
 
 def _settings(plan: "Plan", target: "Target", model: str, trace: Path | None, bench: "Bench") -> "Settings":
     """The settings of the run, for the report."""
+    from holdfast.cluster.bench.agents import AgentWorkload
     from holdfast.cluster.bench.report import Settings
 
     work = plan.workload
@@ -116,6 +117,7 @@ def _settings(plan: "Plan", target: "Target", model: str, trace: Path | None, be
         prefix_tokens=work.prefix_tokens,
         turns=work.num_turns,
         think_s=plan.think_s,
+        agent_pauses=work.pause_scale if isinstance(work, AgentWorkload) else None,
         trace=None if trace is None else trace.name,
         seed=work.seed,
         text_seed=plan.text_seed,

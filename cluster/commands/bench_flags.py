@@ -12,6 +12,7 @@ from holdfast.worker.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from holdfast.cluster.bench.runs import Plan, Target
+    from holdfast.cluster.bench.workload import Workload
 
 _LOAD = Group.create_ordered("Load: how requests come")
 _WORK = Group.create_ordered("Workload: what is asked")
@@ -33,6 +34,9 @@ class LoadFlags:
     burstiness: Annotated[
         float, Parameter(group=_LOAD, help="shape of gamma arrivals: below 1 in bursts, above 1 more even")
     ] = 1.0
+    agents: Annotated[
+        int | None, Parameter(group=_LOAD, help="sessions of coding agents, all open at once, shaped like a trace")
+    ] = None
     trace: Annotated[
         Path | None,
         Parameter(
@@ -71,6 +75,10 @@ class WorkFlags:
     turns: Annotated[
         int, Parameter(group=_WORK, help="turns of a conversation; each sends the whole conversation so far")
     ] = 1
+    agent_scale: Annotated[
+        float, Parameter(group=_WORK, help="factor on the lengths of --agents; 1: 256,000 tokens at most")
+    ] = 1.0
+    agent_pauses: Annotated[float, Parameter(group=_WORK, help="factor on the pauses of --agents")] = 1.0
     think: Annotated[float, Parameter(group=_WORK, help="seconds between an answer and the next turn")] = 0.0
     seed: Annotated[int, Parameter(group=_WORK, help="of lengths and arrivals")] = 0
     text_seed: Annotated[
@@ -110,26 +118,20 @@ def plan_of(load: LoadFlags, work: WorkFlags, result: ResultFlags, target: "Targ
     """Raises `ConfigurationError`, naming the flag."""
     from holdfast.cluster.bench.runs import Plan
     from holdfast.cluster.bench.summary import Slo
-    from holdfast.cluster.bench.workload import Arrivals, Lengths, Workload
+    from holdfast.cluster.bench.workload import Arrivals
     from holdfast.cluster.load_trace import read_trace
 
     _check(load, work, result, target)
     rates = () if load.rate is None else _numbers("rate", load.rate)
     users = () if load.concurrency is None else _numbers("concurrency", load.concurrency)
-    if not rates and not users and load.trace is None:
+    if not rates and not users and load.trace is None and load.agents is None:
         rates, users = ((1.0,), ()) if result.find_max else ((), (8.0,))
     if result.find_max and len(rates) + len(users) > 1:
         raise ConfigurationError("--find-max: needs one --rate or --concurrency, which it begins with")
-    is_endless = load.requests is None and load.duration is None and load.trace is None
+    is_endless = load.requests is None and load.duration is None and load.trace is None and load.agents is None
     return Plan(
-        workload=Workload(
-            prompt_tokens=Lengths.parsed("prompt-tokens", work.prompt_tokens),
-            output_tokens=Lengths.parsed("output-tokens", work.output_tokens),
-            num_prefixes=work.prefixes,
-            prefix_tokens=work.prefix_tokens,
-            num_turns=work.turns,
-            seed=work.seed,
-        ),
+        workload=_workload(work, is_of_agents=load.agents is not None),
+        num_agents=load.agents,
         trace=None if load.trace is None else read_trace(load.trace),
         trace_speed=load.trace_speed,
         concurrency=tuple(map(int, users)),
@@ -148,14 +150,36 @@ def plan_of(load: LoadFlags, work: WorkFlags, result: ResultFlags, target: "Targ
     )
 
 
+def _workload(work: WorkFlags, *, is_of_agents: bool) -> "Workload":
+    from holdfast.cluster.bench.agents import NUM_TURNS, AgentWorkload
+    from holdfast.cluster.bench.workload import Lengths, Workload
+
+    if is_of_agents:
+        num_turns = work.turns if work.turns > 1 else NUM_TURNS
+        return AgentWorkload.scaled(
+            work.agent_scale, pause_scale=work.agent_pauses, num_turns=num_turns, seed=work.seed
+        )
+    return Workload(
+        prompt_tokens=Lengths.parsed("prompt-tokens", work.prompt_tokens),
+        output_tokens=Lengths.parsed("output-tokens", work.output_tokens),
+        num_prefixes=work.prefixes,
+        prefix_tokens=work.prefix_tokens,
+        num_turns=work.turns,
+        seed=work.seed,
+    )
+
+
 def _check(load: LoadFlags, work: WorkFlags, result: ResultFlags, target: "Target") -> None:
-    given = [name for name in ("concurrency", "rate", "trace") if getattr(load, name) is not None]
+    given = [name for name in ("concurrency", "rate", "trace", "agents") if getattr(load, name) is not None]
     if len(given) > 1:
         raise ConfigurationError(f"{' and '.join(f'--{name}' for name in given)}: give one of these only")
-    if result.find_max and (result.slo is None or load.trace is not None):
-        raise ConfigurationError("--find-max: needs --slo, like ttft=500ms,tpot=50ms, and no --trace")
+    if result.find_max and (result.slo is None or load.trace is not None or load.agents is not None):
+        raise ConfigurationError("--find-max: needs --slo, like ttft=500ms,tpot=50ms, and no --trace or --agents")
+    if load.agents is not None and (load.requests, load.duration) != (None, None):
+        raise ConfigurationError("--agents: has its own number of sessions, so it takes no --requests and --duration")
     for name, value, least in (
         ("requests", load.requests, 1),
+        ("agents", load.agents, 1),
         ("warmup", load.warmup, 0),
         ("max-in-flight", load.max_in_flight, 1),
         ("max-tries", result.max_tries, 1),
@@ -168,8 +192,11 @@ def _check(load: LoadFlags, work: WorkFlags, result: ResultFlags, target: "Targe
             raise ConfigurationError(f"--{name} {seconds}: must be above 0 seconds")
     if not 0 < result.attainment <= 1:
         raise ConfigurationError(f"--attainment {result.attainment}: must be above 0, and at most 1")
-    if work.turns > 1 and not target.has_conversations:
-        raise ConfigurationError(f"--turns {work.turns}: needs --protocol chat or holdfast-chat, not {target.protocol}")
+    for name, number in (("turns", work.turns), ("agents", load.agents)):
+        if (number or 0) > (name == "turns") and not target.has_conversations:
+            raise ConfigurationError(
+                f"--{name} {number}: needs --protocol chat or holdfast-chat, not {target.protocol}"
+            )
 
 
 def _numbers(name: str, text: str) -> tuple[float, ...]:

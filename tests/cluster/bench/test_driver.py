@@ -2,9 +2,11 @@
 
 import asyncio
 from contextlib import nullcontext
+from itertools import islice
 
 import pytest
 
+from holdfast.cluster.bench.agents import AgentWorkload
 from holdfast.cluster.bench.driver import Driver, LoadLimits
 from holdfast.cluster.bench.runs import Bench, Plan
 from holdfast.cluster.bench.sender import Ask, Reply, SendFailed
@@ -165,3 +167,28 @@ def test_an_answer_without_output_is_a_failure():
 
     _, (record,) = driven(Silent, [Session(0, (Turn(4, 1),))])
     assert record.error == "no output"
+
+
+def test_agents_are_all_open_at_once_and_pause_before_each_turn():
+    workload = AgentWorkload.scaled(0.001, num_turns=4)
+
+    async def main():
+        server = Server(step_s=0.001)
+        plan = Plan(workload=workload, num_agents=6)
+        watch = lambda *_: nullcontext(lambda *_: None)  # noqa: E731
+        bench = Bench(plan, server, watch, clock=asyncio.get_running_loop().time)
+        await bench.prepare()
+        await bench.run()
+        return bench.runs
+
+    (run_,) = run(main())
+    assert (run_.load.kind, run_.load.concurrency, run_.failed) == ("agents", 6, 0)
+    assert run_.requests == workload.num_requests(6) > 12
+    by_turn = {(one.session & 0xFFFF, one.turn): one for one in run_.each_request}
+    sessions = list(islice(workload.sessions(), 6))
+    for number, session in enumerate(sessions):
+        assert by_turn[number, 0].due_s == pytest.approx(session.start_s, abs=0.01)
+        for index, turn in enumerate(session.turns[1:], start=1):
+            gap_s = by_turn[number, index].due_s - by_turn[number, index - 1].last_s
+            assert gap_s == pytest.approx(turn.pause_s, abs=0.01)
+    assert run_.turns.sessions == 6

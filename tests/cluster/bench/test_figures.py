@@ -7,7 +7,18 @@ import numpy as np
 import pytest
 
 from holdfast.cluster.bench.display import paired, print_comparison, print_report
-from holdfast.cluster.bench.report import Distribution, Load, Machine, Report, Run, Search, Settings, Try, read_report
+from holdfast.cluster.bench.report import (
+    Distribution,
+    Load,
+    Machine,
+    Report,
+    Run,
+    Search,
+    Settings,
+    Try,
+    Turns,
+    read_report,
+)
 from holdfast.cluster.bench.runs import LoadSearch
 from holdfast.cluster.bench.summary import RequestRecord, Slo, distribution, percentile, summary
 from holdfast.worker.errors import ConfigurationError
@@ -189,10 +200,44 @@ def test_a_terminal_is_told_what_failed_and_when_the_tool_itself_was_late(capsys
     assert "sent late" in capsys.readouterr().out
 
 
+def turn(session: int, index: int, num_prompt: int, num_cached: int | None, ttft_s: float, **fields) -> RequestRecord:
+    return RequestRecord(
+        session=session, turn=index, due_s=0.0, piece_s=[ttft_s], end_s=ttft_s, num_prompt_tokens=num_prompt,
+        num_cached_tokens=num_cached, **fields,
+    )  # fmt: skip
+
+
+def test_turns_have_their_hit_rate_their_ttft_and_the_sessions_that_were_kept(capsys):
+    from rich.console import Console
+
+    records = [
+        turn(0, 0, 100, None, 4.0), turn(0, 1, 110, 96, 0.5), turn(0, 2, 120, 99, 0.5),
+        turn(1, 0, 100, 0, 4.0), turn(1, 1, 110, 80, 1.5), turn(1, 2, 500, 480, 9.0, error="timeout"),
+    ]  # fmt: skip
+    run = summary(Load(kind="agents", concurrency=2), records, None)
+    found = run.turns
+    assert (found.sessions, found.sessions_kept, found.cached_tokens) == (2, 1, 275)
+    assert found.hit_rate == pytest.approx(275 / 540)
+    assert (found.first_ttft_s.p95, found.later_ttft_s.p50, found.later_ttft_s.max) == (4.0, 0.5, 1.5)
+    one = report(1.0).model_copy(update={"runs": [run]})
+    print_report(Console(width=120), one)
+    print_comparison(Console(width=120), one, one, ("A", "B"))
+    shown = capsys.readouterr().out
+    assert "2 agents" in shown
+    assert "50.9% of prompt tokens cached; 1 of 2 sessions" in shown
+    assert re.search(r"TTFT of later turns p95, ms +1400 +1400 +1\.00", shown)
+
+
+def test_a_server_that_tells_of_no_cache_has_no_hit_rate():
+    run = summary(Load(kind="closed", concurrency=1), [turn(0, 0, 9, None, 1.0), turn(0, 1, 9, None, 1.0)], None)
+    assert (run.turns.hit_rate, run.turns.cached_tokens, run.turns.sessions_kept) == (None, None, None)
+    assert summary(Load(kind="closed", concurrency=1), [turn(0, 0, 9, 8, 1.0)], None).turns is None
+
+
 def test_the_documented_schema_has_every_field_and_no_other():
     from pathlib import Path
 
     text = (Path(__file__).parents[3] / "docs" / "bench.md").read_text()
-    for part in (Report, Settings, Machine, Run, Load, Distribution, Search, Try):
+    for part in (Report, Settings, Machine, Run, Turns, Load, Distribution, Search, Try):
         section = text.split(f"### {part.__name__}\n")[1].split("\n#")[0]
         assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(part.model_fields), part.__name__

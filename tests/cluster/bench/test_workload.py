@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 
+from holdfast.cluster.bench.agents import AgentWorkload
 from holdfast.cluster.bench.workload import Arrivals, Calibration, Lengths, PromptTexts, Session, Turn, Workload, traced
 from holdfast.cluster.load_trace import read_trace
 from holdfast.worker.errors import ConfigurationError
@@ -155,3 +156,46 @@ def test_a_line_of_a_trace_that_cannot_be_is_named(tmp_path, line):
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,5,5\n" + line + "\n")
     with pytest.raises(ConfigurationError, match=r"azure\.csv: request 2"):
         read_trace(path)
+
+
+# --- agents ---
+
+
+def agents(count: int, scale: float = 1.0, **fields) -> list[Session]:
+    return list(itertools.islice(AgentWorkload.scaled(scale, **fields).sessions(), count))
+
+
+def inputs_of(session: Session) -> list[int]:
+    """Tokens of the prompt of each turn."""
+    sizes = [turn.num_prompt_tokens + turn.num_output_tokens for turn in session.turns]
+    return [
+        total - turn.num_output_tokens for total, turn in zip(itertools.accumulate(sizes), session.turns, strict=True)
+    ]
+
+
+def test_agents_have_the_medians_of_the_trace():
+    sessions = agents(400)
+    turns = [turn for session in sessions for turn in session.turns]
+    inputs = [tokens for session in sessions for tokens in inputs_of(session)]
+    assert statistics.median(len(session.turns) for session in sessions) == pytest.approx(43, rel=0.05)
+    assert statistics.median(inputs) == pytest.approx(142_000, rel=0.05)
+    assert statistics.median(turn.num_output_tokens for turn in turns) == pytest.approx(444, rel=0.05)
+    assert 1 - sum(turn.num_prompt_tokens for turn in turns) / sum(inputs) > 0.96
+    pauses = [turn.pause_s for session in sessions for turn in session.turns[1:]]
+    assert statistics.median(pauses) == pytest.approx(10, rel=0.05)
+    assert statistics.quantiles(pauses, n=20)[-1] > 50
+
+
+def test_agents_are_scaled_and_stay_within_the_scaled_window():
+    sessions = agents(100, 0.03, pause_scale=0.5, num_turns=80)
+    sizes = [sum(turn.num_prompt_tokens + turn.num_output_tokens for turn in one.turns) for one in sessions]
+    assert 0.9 * 7680 < max(sizes) <= 7680
+    assert statistics.median(one.turns[0].num_prompt_tokens for one in sessions) == pytest.approx(2700, rel=0.1)
+    assert sessions == agents(100, 0.03, pause_scale=0.5, num_turns=80)
+    assert sessions != agents(100, 0.03, pause_scale=0.5, num_turns=80, seed=1)
+
+
+@pytest.mark.parametrize(("scale", "pauses", "name"), [(0, 1, "scale"), (1.5, 1, "scale"), (1, -1, "pauses")])
+def test_a_factor_of_agents_that_is_none_is_refused(scale, pauses, name):
+    with pytest.raises(ConfigurationError, match=f"--agent-{name}"):
+        AgentWorkload.scaled(scale, pause_scale=pauses)
