@@ -55,7 +55,7 @@ def uses(num_rows: int) -> dict[str, Use]:
     import torch
 
     from holdfast.worker.executors.gpu.launches import Launches
-    from holdfast.worker.executors.layout import Linear
+    from holdfast.worker.executors.linears import Linear
 
     found: dict[str, Use] = {}
     for name, (form, group) in CODES.items():

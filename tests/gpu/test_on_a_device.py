@@ -23,7 +23,8 @@ from holdfast.worker.executors.gpu.mixtures import DeviceMixtures, MixtureLaunch
 from holdfast.worker.executors.gpu.sampler import DeviceSampler
 from holdfast.worker.executors.gpu.weights import DeviceMixture, unfit
 from holdfast.worker.executors.kv_cache import LayerCache
-from holdfast.worker.executors.layout import Activation, Attention, Linear
+from holdfast.worker.executors.layout import Activation, Attention
+from holdfast.worker.executors.linears import Linear
 from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.models.reference import Reference
 from tests.draw_params import changed, draw_params

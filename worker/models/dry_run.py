@@ -19,7 +19,8 @@ from holdfast.worker.executors.mapped_files import MappedFiles
 from holdfast.worker.models.checks import OTHER_ENGINE, check_attention_calls, first_line
 from holdfast.worker.models.linear import Linear, PackedWeight
 from holdfast.worker.models.parallelize import Target
-from holdfast.worker.models.reference import GIVEN_BACK_FROM, product
+from holdfast.worker.models.reference import GIVEN_BACK_FROM
+from holdfast.worker.models.reference_functions import product
 
 _AT_A_TIME: Final = 2**24
 """Weights that are multiplied together: libraries make a copy of them in an order of their own."""

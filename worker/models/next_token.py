@@ -23,7 +23,8 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.executors.cpu.executor import CpuExecutor
-from holdfast.worker.executors.layout import DecoderLayout, Norm
+from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.linears import Norm
 from holdfast.worker.models.backend import Backend
 from holdfast.worker.models.draft_model import drawn_params
 from holdfast.worker.models.families import FAMILIES

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
-from holdfast.worker.executors.layout import Linear, Norm
+from holdfast.worker.executors.linears import Linear, Norm
 from holdfast.worker.executors.slices import slices_of_rank
 from holdfast.worker.executors.stored_matrix import StoredMatrix
 from holdfast.worker.executors.units import UNIT

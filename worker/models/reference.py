@@ -17,19 +17,23 @@ from holdfast.worker.executors.layout import (
     Beside,
     DecoderLayout,
     Experts,
-    GatedDeltaNet,
     LatentAttention,
     Layer,
-    Linear,
-    Mamba2,
     Mlp,
-    Norm,
-    Rotary,
-    ShortConv,
 )
+from holdfast.worker.executors.linears import Linear, Norm
 from holdfast.worker.executors.mapped_files import MappedFiles
+from holdfast.worker.executors.state_layers import GatedDeltaNet, Mamba2, ShortConv
 from holdfast.worker.executors.stored_matrix import StoredMatrix
-from holdfast.worker.executors.units import FAR, FAR_FROM, LINE, UNIT
+from holdfast.worker.models.reference_functions import (
+    activated,
+    delta_rule,
+    product,
+    rotated,
+    rounded_in_units,
+    scores_for_choice,
+    softcapped,
+)
 
 CONVERTED_AT_A_TIME: Final = 2**18
 """Weights that are converted to float32 together: few enough to stay in a core's cache until they are multiplied."""
@@ -68,7 +72,7 @@ class Reference:
             x = self.run_layer(index, x, positions)
         logits = self._linear(layout.head, self._norm(layout.norm, x))
         logits = self._group.all_gather(logits)[:, : layout.vocab_size] * layout.logit_scale
-        return logits if layout.logit_softcap is None else _softcapped(logits, layout.logit_softcap)
+        return logits if layout.logit_softcap is None else softcapped(logits, layout.logit_softcap)
 
     def run_layer(self, index: int, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """The residual stream [T, hidden] of one sequence, after layer `index`."""
@@ -173,7 +177,7 @@ class Reference:
         time = F.softplus(dt * net.dt_scale + net.dt_bias.to(self._dtype)).clamp(*net.time_bounds)
         decay = (-net.a_log.to(self._dtype).exp() * time).exp()
         x = x.reshape(len(x), net.num_heads, net.head_dim)
-        y = _delta_rule(c, b, x, decay, time, recalls=False) + net.skip.to(self._dtype)[:, None] * x
+        y = delta_rule(c, b, x, decay, time, recalls=False) + net.skip.to(self._dtype)[:, None] * x
         return self._normed_groups(net, y * F.silu(z.reshape(y.shape) * net.z_scale))
 
     def _normed_groups(self, net: Mamba2, y: Tensor) -> Tensor:
@@ -209,7 +213,7 @@ class Reference:
         strength = F.softplus(a + net.dt_bias.to(self._dtype))
         decay = (-net.a_log.to(self._dtype).exp() * strength).exp()
         v = v.reshape(len(x), net.num_value_heads, net.value_dim)
-        y = self._norm(net.norm, _delta_rule(q, k, v, decay, b.sigmoid())) * F.silu(z.reshape(v.shape))
+        y = self._norm(net.norm, delta_rule(q, k, v, decay, b.sigmoid())) * F.silu(z.reshape(v.shape))
         return self._row_parallel(net.output, y.flatten(1))
 
     def _convolve(self, conv: ShortConv, x: Tensor) -> Tensor:
@@ -255,7 +259,7 @@ class Reference:
         k = k.repeat_interleave(attention.num_heads // attention.num_kv_heads, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * attention.scaling
         if attention.softcap is not None:
-            scores = _softcapped(scores, attention.softcap)
+            scores = softcapped(scores, attention.softcap)
         distance = positions[:, None] - positions
         hidden = distance < 0
         if attention.sliding_window is not None:
@@ -305,7 +309,7 @@ class Reference:
             top, chosen = logits.topk(experts.top_k, -1)
             return chosen, top.softmax(-1)
         scores = logits.softmax(-1) if experts.scoring == "softmax" else logits.sigmoid()
-        chosen = _scores_for_choice(experts, scores).topk(experts.top_k, -1).indices
+        chosen = scores_for_choice(experts, scores).topk(experts.top_k, -1).indices
         weights = scores.gather(-1, chosen)
         if experts.normalized:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(experts.least_sum)
@@ -341,92 +345,3 @@ class Reference:
 
     def _round(self, x: Tensor) -> Tensor:
         return x if self._rounded_to is None else x.to(self._rounded_to).to(self._dtype)
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """The product of a linear, in the dtype of `x`: so many outputs at a time, into one result, by way of one buffer.
-
-    Small results between large buffers would keep the C heap from using the buffers' memory again.
-    """
-    y = x.new_empty(*x.shape[:-1], len(weight))
-    buffer = x.new_empty(min(rows, len(weight)), weight.shape[1])
-    for first in range(0, len(weight), rows):
-        part = buffer[: len(weight) - first].copy_(weight[first : first + rows])
-        own_bias = None if bias is None else bias[first : first + rows].to(x.dtype)
-        y[..., first : first + rows] = F.linear(x, part, own_bias)
-    return y
-
-
-def _scores_for_choice(experts: Experts, scores: Tensor) -> Tensor:
-    """Scores that experts are chosen by [T, experts]: -inf in groups that are not chosen."""
-    if experts.selection_bias is not None:
-        scores = scores + experts.selection_bias.to(scores.dtype)
-    if experts.num_groups == 1:
-        return scores
-    groups = scores.view(*scores.shape[:-1], experts.num_groups, -1)
-    best = groups.topk(experts.group_best, -1).values.sum(-1).topk(experts.top_groups, -1).indices
-    kept = torch.zeros(groups.shape[:-1], dtype=torch.bool).scatter_(-1, best, True)
-    masked: Tensor = groups.masked_fill(~kept[..., None], -torch.inf).view(scores.shape)
-    return masked
-
-
-def rounded_in_units(x: Tensor) -> Tensor:
-    """x [..., inputs] as whole numbers times the scale of their unit, which products with units take: of 8 bits, in the
-    line of an input that is much larger than those of other lines of 15.
-    """
-    lines = x.view(*x.shape[:-1], x.shape[-1] // UNIT, UNIT // LINE, LINE)
-    of_lines = lines.abs().amax(-1)
-    largest, far = of_lines.max(-1, keepdim=True)
-    rest = of_lines.scatter(-1, far, 0.0).amax(-1, keepdim=True)
-    base = torch.where(largest >= FAR_FROM * rest, torch.maximum(rest, largest / FAR), largest)
-    scale = base.clamp_min(2.0**-107)[..., None] / 127
-    rounded: Tensor = ((lines / scale).round() * scale).view(x.shape)
-    return rounded
-
-
-def rotated(x: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
-    """Heads [T, heads, head_dim] turned by their positions [T]."""
-    turning, still = x[..., : rotary.num_dims], x[..., rotary.num_dims :]
-    angles = (positions.float()[:, None] * rotary.inverse_frequencies).to(x.dtype)[:, None]
-    cos, sin = angles.cos() * rotary.scaling, angles.sin() * rotary.scaling
-    if rotary.interleaved:
-        a, b = turning[..., 0::2], turning[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
-    else:
-        a, b = turning.chunk(2, -1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-    return torch.cat((turned, still), -1)
-
-
-def activated(activation: Activation, x: Tensor) -> Tensor:
-    """An activation of one argument."""
-    match activation:
-        case Activation.SILU:
-            return F.silu(x)
-        case Activation.GELU:
-            return F.gelu(x)
-        case Activation.GELU_TANH:
-            return F.gelu(x, approximate="tanh")
-        case Activation.RELU:
-            return F.relu(x)
-        case Activation.RELU_SQUARED:
-            return F.relu(x).square()
-        case Activation.CLAMPED_SWIGLU:
-            raise ValueError("the clamped SwiGLU needs a gate")
-
-
-def _delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, *, recalls: bool = True) -> Tensor:
-    """The gated delta rule, token by token: q, k [T, heads, keys], v [T, heads, values], decay, rate [T, heads].
-    Without what it recalls, the state space of Mamba2.
-    """
-    state, out = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1]), torch.empty_like(v)
-    for t in range(len(v)):
-        state = state * decay[t, :, None, None]
-        write = rate[t, :, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state) if recalls else v[t])
-        state = state + k[t, :, :, None] * write[:, None]
-        out[t] = torch.einsum("hk,hkv->hv", q[t], state)
-    return out
-
-
-def _softcapped(x: Tensor, cap: float) -> Tensor:
-    return torch.tanh(x / cap) * cap

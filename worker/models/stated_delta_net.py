@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.errors import UnsupportedModelError
-from holdfast.worker.executors.layout import GatedDeltaNet, Linear, Norm
+from holdfast.worker.executors.linears import Linear, Norm
+from holdfast.worker.executors.state_layers import GatedDeltaNet
 from holdfast.worker.models.family import DeltaPacking
 from holdfast.worker.models.rank_share import Outputs, RankShare
 from holdfast.worker.models.stated_config import NotStated

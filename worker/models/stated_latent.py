@@ -4,7 +4,8 @@ from typing import Final
 
 import torch
 
-from holdfast.worker.executors.layout import LatentAttention, Linear, Norm
+from holdfast.worker.executors.layout import LatentAttention
+from holdfast.worker.executors.linears import Linear, Norm
 from holdfast.worker.models.family import is_set
 from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.stated_config import NotStated

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.errors import UnsupportedModelError
-from holdfast.worker.executors.layout import Attention, Linear, Mamba2, Norm
+from holdfast.worker.executors.layout import Attention
+from holdfast.worker.executors.linears import Linear, Norm
+from holdfast.worker.executors.state_layers import Mamba2
 from holdfast.worker.models.family import Mamba, is_set
 from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.stated_config import NotStated

@@ -6,7 +6,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.layout import Activation, Beside, Experts, Linear, Mlp
+from holdfast.worker.executors.layout import Activation, Beside, Experts, Mlp
+from holdfast.worker.executors.linears import Linear
 from holdfast.worker.models.family import Moe, is_set
 from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.stated_config import NotStated

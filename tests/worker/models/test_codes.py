@@ -13,7 +13,8 @@ from holdfast.worker.config import ModelConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.executors.coded import CodedMatrix, CodeKind
 from holdfast.worker.executors.gpu.weights import DeviceWeights
-from holdfast.worker.executors.layout import DecoderLayout, Experts, Linear, Mlp
+from holdfast.worker.executors.layout import DecoderLayout, Experts, Mlp
+from holdfast.worker.executors.linears import Linear
 from holdfast.worker.executors.units import Offset
 from holdfast.worker.models import memory
 from holdfast.worker.models.coded_bytes import CodedBytes

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from holdfast.worker.config import ModelConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank
-from holdfast.worker.executors.layout import DecoderLayout, Linear
+from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.linears import Linear
 from holdfast.worker.models import rotary, stated_config, stated_layout
 from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.stated_layout import read_stated
@@ -116,8 +117,8 @@ def other_base(patch: pytest.MonkeyPatch) -> None:
 
 
 def wider_window(patch: pytest.MonkeyPatch) -> None:
-    window = stated_layout._Builder._window
-    patch.setattr(stated_layout._Builder, "_window", lambda self, index: (w := window(self, index)) and w + 1)
+    window = stated_layout.LayoutBuilder._window
+    patch.setattr(stated_layout.LayoutBuilder, "_window", lambda self, index: (w := window(self, index)) and w + 1)
 
 
 def one_step_of_a_float(patch: pytest.MonkeyPatch) -> None:

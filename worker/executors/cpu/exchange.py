@@ -21,7 +21,8 @@ from torch import Tensor
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.executors.cpu.structures import NativeExchange
-from holdfast.worker.executors.layout import DecoderLayout, Mamba2
+from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.state_layers import Mamba2
 
 logger = logging.getLogger(__name__)
 

@@ -1,11 +1,14 @@
-"""Rows of packed linears: which output of a linear each packed row is, and what else goes with it."""
+"""Rows of packed linears: the output of a linear that each packed row is, biases, addresses, and parts of a router."""
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from holdfast.worker.executors.linears import Linear
 
 IntArray = NDArray[np.int64]
 
@@ -33,3 +36,36 @@ def placed(bias: Tensor, rows: IntArray) -> Tensor:
     """The bias of each packed output."""
     index = torch.from_numpy(np.maximum(rows, 0))
     return bias.detach().float()[index].masked_fill(torch.from_numpy(rows == NO_ROW), 0.0)
+
+
+def with_rows(weight: Tensor) -> Tensor:
+    """The weight with each row in one piece."""
+    return weight if weight.stride(-1) == 1 else weight.contiguous()
+
+
+def row_addresses(weights: Sequence[Tensor]) -> IntArray:
+    """Address of each row of some weights, one weight after the other."""
+    rows = [
+        weight.data_ptr() + np.arange(weight.shape[0], dtype=np.int64) * weight.stride(0) * weight.itemsize
+        for weight in weights
+    ]
+    return np.concatenate(rows)
+
+
+_MOST_PARTS: Final = 3
+"""Numbers in bfloat16 whose sum any number in float32 is."""
+
+
+def in_dtype(router: Linear, dtype: torch.dtype) -> Linear:
+    """A router in the model's dtype. One in float32 that this does not hold becomes several linears, whose sum it is:
+    each has what the ones before left of its weights.
+    """
+    weight = router.weights[0] if router.weights else None
+    if weight is None or weight.dtype == dtype:
+        return router
+    parts: list[Tensor] = []
+    left = weight.detach().float()
+    while len(parts) < _MOST_PARTS and (not parts or bool(left.any())):
+        parts.append(left.to(dtype))
+        left = left - parts[-1].float()
+    return Linear(weights=tuple(parts), bias=router.bias)

@@ -3,7 +3,6 @@ The layout's linears are used up: what they held is given back as it is packed, 
 """
 
 import ctypes
-from collections.abc import Sequence
 from ctypes import CDLL
 from typing import Any, Final
 
@@ -12,8 +11,16 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.executors.cpu.packed_rows import NO_ROW, IntArray, gate_and_up, padded_places, placed
-from holdfast.worker.executors.cpu.router_parts import in_dtype
+from holdfast.worker.executors.cpu.packed_rows import (
+    NO_ROW,
+    IntArray,
+    gate_and_up,
+    in_dtype,
+    padded_places,
+    placed,
+    row_addresses,
+    with_rows,
+)
 from holdfast.worker.executors.cpu.states import recurrence_numbers
 from holdfast.worker.executors.cpu.structures import (
     NativeBeside,
@@ -50,17 +57,14 @@ from holdfast.worker.executors.layout import (
     Beside,
     DecoderLayout,
     Experts,
-    GatedDeltaNet,
     LatentAttention,
     Layer,
-    Linear,
-    Mamba2,
     Mlp,
-    Norm,
     Rotary,
-    ShortConv,
 )
 from holdfast.worker.executors.layout_arithmetic import QueryScale
+from holdfast.worker.executors.linears import Linear, Norm
+from holdfast.worker.executors.state_layers import GatedDeltaNet, Mamba2, ShortConv
 
 GROUP: Final = 64
 """Outputs that are computed together."""
@@ -355,8 +359,8 @@ class PackedModel:
         """Writes a linear's tiles to memory, a piece after the other."""
         slice_length = linear.in_features // slices
         slice_tiles = -(-slice_length // TILE)
-        weights = [_with_rows(weight) for weight in linear.weights]
-        addresses = _row_addresses(weights)
+        weights = [with_rows(weight) for weight in linear.weights]
+        addresses = row_addresses(weights)
         pointers = np.where(rows == NO_ROW, 0, addresses[rows]).astype(np.uint64)
         step = _rows_of_piece(slices * slice_tiles * TILE * self._itemsize)
         for weight in () if in_order else weights:
@@ -413,16 +417,3 @@ def _room_bytes(layout: DecoderLayout) -> int:
     """Bytes of the largest piece of a layout's linears as tiles, padded slices included."""
     most = max(linear.in_features for linear in linears(layout))
     return max(PIECE_BYTES, 2 * most * layout.dtype.itemsize * GROUP)
-
-
-def _with_rows(weight: Tensor) -> Tensor:
-    """The weight with each row in one piece."""
-    return weight if weight.stride(-1) == 1 else weight.contiguous()
-
-
-def _row_addresses(weights: Sequence[Tensor]) -> IntArray:
-    rows = [
-        weight.data_ptr() + np.arange(weight.shape[0], dtype=np.int64) * weight.stride(0) * weight.itemsize
-        for weight in weights
-    ]
-    return np.concatenate(rows)

@@ -15,7 +15,8 @@ from typing import Final, NamedTuple, Protocol
 from torch import Tensor
 
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.executors.layout import DecoderLayout, Linear
+from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.linears import Linear
 from holdfast.worker.executors.mapped_files import MappedFiles, discard_contents, span
 
 CHUNK_BYTES: Final = 64 << 20

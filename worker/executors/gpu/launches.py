@@ -12,7 +12,8 @@ from holdfast.worker.executors.gpu.kernels.layers import activate, add_norm, emb
 from holdfast.worker.executors.gpu.kernels.reports import COLUMNS, best_of_blocks, best_of_rows
 from holdfast.worker.executors.gpu.linear_tiles import linear_tile, tile_for, weight_arguments
 from holdfast.worker.executors.kv_cache import LayerCache
-from holdfast.worker.executors.layout import Activation, Attention, Linear, Norm
+from holdfast.worker.executors.layout import Activation, Attention
+from holdfast.worker.executors.linears import Linear, Norm
 
 SPLIT_KEYS: Final[int] = SPLIT.value
 KEY_TILE: Final[int] = KEYS.value

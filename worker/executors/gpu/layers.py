@@ -11,7 +11,8 @@ from holdfast.worker.executors.gpu.rank_exchange import RankExchange
 from holdfast.worker.executors.gpu.step_arrays import tile_columns
 from holdfast.worker.executors.gpu.weights import DeviceWeights
 from holdfast.worker.executors.kv_cache import KVCache, KVSpec, LayerCache
-from holdfast.worker.executors.layout import Attention, DecoderLayout, Layer, Linear, Mlp, Norm, attention_of
+from holdfast.worker.executors.layout import Attention, DecoderLayout, Layer, Mlp, attention_of
+from holdfast.worker.executors.linears import Linear, Norm
 
 
 class DeviceLayers:

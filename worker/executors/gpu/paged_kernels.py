@@ -25,7 +25,8 @@ from holdfast.worker.executors.gpu.launches import (
 )
 from holdfast.worker.executors.gpu.step_arrays import StepArrays, tile_columns
 from holdfast.worker.executors.kv_cache import KVSpec, LayerCache
-from holdfast.worker.executors.layout import Attention, Linear
+from holdfast.worker.executors.layout import Attention
+from holdfast.worker.executors.linears import Linear
 from holdfast.worker.model_info import TILE_TOKENS
 
 MAX_HEAD_DIM: Final = 256

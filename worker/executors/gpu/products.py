@@ -11,7 +11,7 @@ from torch import Tensor
 
 from holdfast.worker.executors.gpu.launches import Launch, Launches
 from holdfast.worker.executors.gpu.mixtures import MixtureLaunches, RowGroups, grouped_tile, most_tiles
-from holdfast.worker.executors.layout import Linear
+from holdfast.worker.executors.linears import Linear
 
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -15,13 +15,12 @@ from holdfast.worker.executors.layout import (
     Experts,
     LatentAttention,
     Layer,
-    Linear,
     Mlp,
-    Norm,
     Rotary,
     attention_of,
     has_state,
 )
+from holdfast.worker.executors.linears import Linear, Norm
 from holdfast.worker.executors.stored_matrix import StoredMatrix
 
 MOST_EXPERTS: Final = 1024

@@ -15,7 +15,7 @@ from holdfast.worker.executors.cpu.library import Unavailable, load_library, mis
 from holdfast.worker.executors.cpu.packed_rows import IntArray
 from holdfast.worker.executors.cpu.packing import DTYPES, GROUP, PIECE_BYTES, TILE, PackedModel
 from holdfast.worker.executors.cpu.tile_memory import Arena, Compactor
-from holdfast.worker.executors.layout import Linear
+from holdfast.worker.executors.linears import Linear
 
 ALL = (*CLASSES, *IN_SOFTWARE)
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -264,12 +264,12 @@ def test_a_part_of_mamba2_that_is_left_out_shows(changes, tmp_path):
 
 def test_decays_in_bfloat16_would_show(dense, monkeypatch):
     """The tolerance is narrow enough to see it."""
-    exact = reference._delta_rule
+    exact = reference.delta_rule
 
     def rounded(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, **how: bool) -> Tensor:
         return exact(q, k, v, decay.bfloat16().to(decay.dtype), rate, **how)
 
-    monkeypatch.setattr(reference, "_delta_rule", rounded)
+    monkeypatch.setattr(reference, "delta_rule", rounded)
     wrong = Reference(dense, dtype=torch.float64).run_model(torch.tensor(IDS[0]))
     ours = Runner(dense)
     assert excess(ours.run(90), wrong) > 10 * TOLERANCE

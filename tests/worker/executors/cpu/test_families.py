@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.cpu.router_parts import in_dtype
-from holdfast.worker.executors.layout import DecoderLayout, Linear
+from holdfast.worker.executors.cpu.packed_rows import in_dtype
+from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.linears import Linear
 from holdfast.worker.models.native_backend import _unfit
 from holdfast.worker.models.reference import Reference
 from tests.worker.executors.cpu.native import BF16, F16, F32

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from holdfast.worker.executors.cpu.library import runnable_classes
 from holdfast.worker.executors.cpu.structures import NativeLinear
-from holdfast.worker.executors.layout import Linear
+from holdfast.worker.executors.linears import Linear
 from holdfast.worker.executors.stored_matrix import StoredMatrix
 from holdfast.worker.executors.units import UNITS_TOGETHER, Offset, UnitForm, Units
 from tests.reference.unit_products import UNIT, UnitWeight, fma, quantized, unit_products

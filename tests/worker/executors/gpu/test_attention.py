@@ -17,7 +17,8 @@ from holdfast.worker.executors.gpu.launches import AttentionTiles, Launches, Spl
 from holdfast.worker.executors.gpu.layers import kv_spec
 from holdfast.worker.executors.gpu.step_arrays import query_tiles
 from holdfast.worker.executors.kv_cache import KVCache, LayerCache
-from holdfast.worker.executors.layout import Attention, Linear
+from holdfast.worker.executors.layout import Attention
+from holdfast.worker.executors.linears import Linear
 from tests.worker.executors.gpu.runs import spoil
 
 TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.004, torch.float32: 2e-5}

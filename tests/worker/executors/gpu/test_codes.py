@@ -15,7 +15,7 @@ from holdfast.worker.executors.coded import CodedMatrix
 from holdfast.worker.executors.gpu import coded_weights
 from holdfast.worker.executors.gpu.coded_weights import coded_on, in_words, inputs_together
 from holdfast.worker.executors.gpu.launches import Launches
-from holdfast.worker.executors.layout import Linear
+from holdfast.worker.executors.linears import Linear
 from holdfast.worker.models.gguf.block_names import BLOCKS
 from holdfast.worker.models.gguf.tensors import GgufWeight
 from holdfast.worker.models.quantization.weight import QuantizedWeight

@@ -11,7 +11,8 @@ from holdfast.worker.executors.gpu.launches import Launches
 from holdfast.worker.executors.gpu.linear_tiles import LinearTile
 from holdfast.worker.executors.gpu.mixtures import MixtureLaunches, RowGroups, most_tiles
 from holdfast.worker.executors.gpu.weights import DeviceMixture
-from holdfast.worker.executors.layout import Activation, Linear
+from holdfast.worker.executors.layout import Activation
+from holdfast.worker.executors.linears import Linear
 
 LAUNCHES = MixtureLaunches(launch)
 I32 = torch.int32

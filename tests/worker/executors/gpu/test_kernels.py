@@ -15,8 +15,9 @@ from holdfast.worker.executors.gpu.launches import COLUMNS, Launches, StepTensor
 from holdfast.worker.executors.gpu.layers import kv_spec
 from holdfast.worker.executors.gpu.weights import angle_table
 from holdfast.worker.executors.kv_cache import KVCache
-from holdfast.worker.executors.layout import Activation, Attention, Linear, Norm, Rotary
-from holdfast.worker.models.reference import activated, rotated
+from holdfast.worker.executors.layout import Activation, Attention, Rotary
+from holdfast.worker.executors.linears import Linear, Norm
+from holdfast.worker.models.reference_functions import activated, rotated
 
 LAUNCHES = Launches(launch)
 BF16, F32 = torch.bfloat16, torch.float32

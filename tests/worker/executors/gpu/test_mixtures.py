@@ -14,7 +14,8 @@ from holdfast.worker.executors.gpu.graphs import Buffers
 from holdfast.worker.executors.gpu.launches import Launches
 from holdfast.worker.executors.gpu.mixtures import MOST_SUM_BYTES, DeviceMixtures, MixtureLaunches
 from holdfast.worker.executors.gpu.weights import MOST_EXPERTS, mixture_on, unfit_mixture, views_of
-from holdfast.worker.executors.layout import Activation, Experts, Linear, Mlp
+from holdfast.worker.executors.layout import Activation, Experts, Mlp
+from holdfast.worker.executors.linears import Linear
 
 CPU = torch.device("cpu")
 

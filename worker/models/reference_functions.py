@@ -1,0 +1,97 @@
+"""Functions of the reference executor, in plain torch: products, activations, rotary angles, routing, delta rule."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from holdfast.worker.executors.layout import Activation, Experts, Rotary
+from holdfast.worker.executors.units import FAR, FAR_FROM, LINE, UNIT
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    """The product of a linear, in the dtype of `x`: so many outputs at a time, into one result, by way of one buffer.
+
+    Small results between large buffers would keep the C heap from using the buffers' memory again.
+    """
+    y = x.new_empty(*x.shape[:-1], len(weight))
+    buffer = x.new_empty(min(rows, len(weight)), weight.shape[1])
+    for first in range(0, len(weight), rows):
+        part = buffer[: len(weight) - first].copy_(weight[first : first + rows])
+        own_bias = None if bias is None else bias[first : first + rows].to(x.dtype)
+        y[..., first : first + rows] = F.linear(x, part, own_bias)
+    return y
+
+
+def scores_for_choice(experts: Experts, scores: Tensor) -> Tensor:
+    """Scores that experts are chosen by [T, experts]: -inf in groups that are not chosen."""
+    if experts.selection_bias is not None:
+        scores = scores + experts.selection_bias.to(scores.dtype)
+    if experts.num_groups == 1:
+        return scores
+    groups = scores.view(*scores.shape[:-1], experts.num_groups, -1)
+    best = groups.topk(experts.group_best, -1).values.sum(-1).topk(experts.top_groups, -1).indices
+    kept = torch.zeros(groups.shape[:-1], dtype=torch.bool).scatter_(-1, best, True)
+    masked: Tensor = groups.masked_fill(~kept[..., None], -torch.inf).view(scores.shape)
+    return masked
+
+
+def rounded_in_units(x: Tensor) -> Tensor:
+    """x [..., inputs] as whole numbers times the scale of their unit, which products with units take: of 8 bits, in the
+    line of an input that is much larger than those of other lines of 15.
+    """
+    lines = x.view(*x.shape[:-1], x.shape[-1] // UNIT, UNIT // LINE, LINE)
+    of_lines = lines.abs().amax(-1)
+    largest, far = of_lines.max(-1, keepdim=True)
+    rest = of_lines.scatter(-1, far, 0.0).amax(-1, keepdim=True)
+    base = torch.where(largest >= FAR_FROM * rest, torch.maximum(rest, largest / FAR), largest)
+    scale = base.clamp_min(2.0**-107)[..., None] / 127
+    rounded: Tensor = ((lines / scale).round() * scale).view(x.shape)
+    return rounded
+
+
+def rotated(x: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
+    """Heads [T, heads, head_dim] turned by their positions [T]."""
+    turning, still = x[..., : rotary.num_dims], x[..., rotary.num_dims :]
+    angles = (positions.float()[:, None] * rotary.inverse_frequencies).to(x.dtype)[:, None]
+    cos, sin = angles.cos() * rotary.scaling, angles.sin() * rotary.scaling
+    if rotary.interleaved:
+        a, b = turning[..., 0::2], turning[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    else:
+        a, b = turning.chunk(2, -1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    return torch.cat((turned, still), -1)
+
+
+def activated(activation: Activation, x: Tensor) -> Tensor:
+    """An activation of one argument."""
+    match activation:
+        case Activation.SILU:
+            return F.silu(x)
+        case Activation.GELU:
+            return F.gelu(x)
+        case Activation.GELU_TANH:
+            return F.gelu(x, approximate="tanh")
+        case Activation.RELU:
+            return F.relu(x)
+        case Activation.RELU_SQUARED:
+            return F.relu(x).square()
+        case Activation.CLAMPED_SWIGLU:
+            raise ValueError("the clamped SwiGLU needs a gate")
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, *, recalls: bool = True) -> Tensor:
+    """The gated delta rule, token by token: q, k [T, heads, keys], v [T, heads, values], decay, rate [T, heads].
+    Without what it recalls, the state space of Mamba2.
+    """
+    state, out = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1]), torch.empty_like(v)
+    for t in range(len(v)):
+        state = state * decay[t, :, None, None]
+        write = rate[t, :, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state) if recalls else v[t])
+        state = state + k[t, :, :, None] * write[:, None]
+        out[t] = torch.einsum("hk,hkv->hv", q[t], state)
+    return out
+
+
+def softcapped(x: Tensor, cap: float) -> Tensor:
+    return torch.tanh(x / cap) * cap
