@@ -15,7 +15,8 @@ from holdfast.worker.config import ModelConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.linears import Linear
-from holdfast.worker.models import rotary, stated_config, stated_layout
+from holdfast.worker.models import rotary, stated_config
+from holdfast.worker.models.family import Family
 from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.stated_layout import read_stated
 from holdfast.worker.models.stated_tensors import StoredTensors
@@ -117,8 +118,8 @@ def other_base(patch: pytest.MonkeyPatch) -> None:
 
 
 def wider_window(patch: pytest.MonkeyPatch) -> None:
-    window = stated_layout.LayoutBuilder._window
-    patch.setattr(stated_layout.LayoutBuilder, "_window", lambda self, index: (w := window(self, index)) and w + 1)
+    window = Family.window_of
+    patch.setattr(Family, "window_of", lambda self, config, index: (w := window(self, config, index)) and w + 1)
 
 
 def one_step_of_a_float(patch: pytest.MonkeyPatch) -> None:
