@@ -212,7 +212,6 @@ class Notes(BaseModel):
     service_tier: (
         Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast", "standard_only"] | None
     ) = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     prompt_cache_options: dict[str, Any] | None = None
 
 
@@ -235,10 +234,8 @@ class Body(Reads, Notes):
         "chat.": "",
         "chat": "messages",
         "chat.template_kwargs": "chat_template_kwargs",
-        "text": "prompt",
-        "token_ids": "prompt",
-        "timeout_ms": "timeout",
-        "timeout_s": "timeout",
+        **dict.fromkeys(("text", "token_ids"), "prompt"),
+        **dict.fromkeys(("timeout_ms", "timeout_s"), "timeout"),
     }
 
     def names(self) -> FieldNames:
@@ -265,6 +262,9 @@ class Body(Reads, Notes):
     """The conversation, where a model is routed by session."""
     prompt_cache_key: str | None = None
     """OpenAI's word for nearly the same: requests with one key are sent to where their prompts are cached."""
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    cache_ttl_s: int | None = None
+    cache_prefix_tokens: int | None = None
     timeout: float | None = None
     """Seconds that the caller waits, as a deadline of the request."""
     truncation_side: Literal["left", "right"] | None = None

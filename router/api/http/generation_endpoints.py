@@ -154,7 +154,8 @@ class GenerationEndpoints:
         generation = submission.of(plan.request)
         if not body.stream:
             async with self._requests.open(generation) as answer:
-                return json_response(whole_message(await unless_gone(request, answer.whole()), plan.new_reader()))
+                completed = await unless_gone(request, answer.whole())
+                return json_response(whole_message(completed, plan.new_reader(), generation.cache_ttl_s))
         return await self.streamed(
             request, submission, generation, lambda answer: MessageEvents(answer, plan.new_reader()), ANTHROPIC
         )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from holdfast.router.api.http.choices import Block, BlockEvent, Blocks
+from holdfast.router.api.http.messages_body import TTLS
 from holdfast.router.generation import Generation, OutputDelta, Usage
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.tools.chat_style import ChatReader
@@ -14,8 +15,8 @@ from holdfast.worker.request import FinishReason
 _STOP_REASONS: Final = {FinishReason.LENGTH: "max_tokens"}
 
 
-def whole_message(completed: Generation, reader: ChatReader | None) -> dict[str, Any]:
-    """The whole response."""
+def whole_message(completed: Generation, reader: ChatReader | None, ttl_s: int) -> dict[str, Any]:
+    """The whole response. `ttl_s`: seconds for which the prompt is kept."""
     first, blocks = completed.completions[0], Blocks(reader)
     for _ in blocks.push(first):
         pass
@@ -23,7 +24,7 @@ def whole_message(completed: Generation, reader: ChatReader | None) -> dict[str,
         **_message(completed.request_id, completed.model),
         "content": [_whole_block(completed.request_id, block) for block in blocks.blocks],
         **_stop(first.finish_reason, first.stop_reason, blocks.num_calls),
-        "usage": _usage(completed.usage),
+        "usage": _usage(completed.usage, ttl_s),
     }
 
 
@@ -43,7 +44,7 @@ class MessageEvents:
         events += b"".join(map(self._block_event, self._blocks.push(delta)))
         if delta.finish_reason is not None:
             ended = _stop(delta.finish_reason, delta.stop_reason, self._blocks.num_calls)
-            events += _event("message_delta", {"delta": ended, "usage": _usage(self._usage(self._num_tokens))})
+            events += _event("message_delta", {"delta": ended, "usage": self._usage(self._num_tokens)})
         return events
 
     def plain(self, delta: OutputDelta) -> None:
@@ -60,14 +61,16 @@ class MessageEvents:
         self._has_begun = True
         head = _message(self._answer.request.request_id, self._answer.model)
         self._num_cached_tokens = delta.num_cached_tokens
-        return _event("message_start", {"message": {**head, "content": [], "usage": _usage(self._usage(0))}})
+        return _event("message_start", {"message": {**head, "content": [], "usage": self._usage(0)}})
 
-    def _usage(self, num_completion_tokens: int) -> Usage:
-        return Usage(
-            num_prompt_tokens=len(self._answer.request.prompt_token_ids),
+    def _usage(self, num_completion_tokens: int) -> dict[str, Any]:
+        request = self._answer.request
+        usage = Usage(
+            num_prompt_tokens=len(request.prompt_token_ids),
             num_completion_tokens=num_completion_tokens,
             num_cached_tokens=self._num_cached_tokens,
         )
+        return _usage(usage, request.cache_ttl_s)
 
     def _block_event(self, event: BlockEvent) -> bytes:
         block, at = event.block, {"index": event.block.index}
@@ -146,12 +149,20 @@ def _stop(reason: FinishReason | None, ended_by: str | int | None, num_calls: in
     return {"stop_reason": _STOP_REASONS.get(reason or FinishReason.STOP, "end_turn"), "stop_sequence": None}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: Usage, ttl_s: int) -> dict[str, Any]:
+    """Usage of a prompt that is kept for so long: all that was not read from the cache was written to it."""
+    num_new = usage.num_prompt_tokens - usage.num_cached_tokens
+    num_written = num_new if ttl_s else 0
+    num_short = num_written if ttl_s <= TTLS["5m"] else 0
     return {
-        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
+        "input_tokens": num_new - num_written,
         "output_tokens": usage.num_completion_tokens,
         "cache_read_input_tokens": usage.num_cached_tokens,
-        "cache_creation_input_tokens": 0,
+        "cache_creation_input_tokens": num_written,
+        "cache_creation": {
+            "ephemeral_5m_input_tokens": num_short,
+            "ephemeral_1h_input_tokens": num_written - num_short,
+        },
     }
 
 

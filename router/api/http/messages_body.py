@@ -14,6 +14,13 @@ from holdfast.worker.value_types import Neutral, is_whole
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 
 
+MAX_MARKS: Final = 4
+"""Most marks of the prompt's cache, as Anthropic has it."""
+
+TTLS: Final[Mapping[str, int]] = {"5m": 300, "1h": 3600}
+"""Seconds that a mark asks for."""
+
+
 class MessagesBody(Reads, Notes):
     """`POST /v1/messages`."""
 
@@ -55,7 +62,7 @@ class MessagesBody(Reads, Notes):
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
-    """Prompts are cached without it."""
+    """Mark that holds for the whole request."""
     user_profile_id: str | None = None
     workspace_id: str | None = None
     tools: Listed[dict[str, Any]] | None = None
@@ -72,6 +79,8 @@ class MessagesBody(Reads, Notes):
         user = (self.metadata or {}).get("user_id")
         if not isinstance(user, str | None):
             raise InvalidRequestError("metadata.user_id", user, "must be text")
+        if (number := len(list(_ttls(self)))) > MAX_MARKS:
+            raise InvalidRequestError("cache_control", f"{number} marks", f"must be at most {MAX_MARKS} marks")
 
     @property
     def shape_field(self) -> str:
@@ -89,6 +98,8 @@ def chat_body(body: MessagesBody) -> ChatBody:
     """The same request in OpenAI's words. Raises `InvalidRequestError`, naming the field."""
     own: dict[str, Any] = {"messages": list(_messages(body)), "max_tokens": body.max_tokens, "model": body.model}
     own |= body.given_renamed()
+    if any(ttls := list(_ttls(body))):
+        own["cache_ttl_s"] = max(ttls)
     if body.tools:
         own["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
     if body.tool_choice is not None:
@@ -104,6 +115,29 @@ def chat_body(body: MessagesBody) -> ChatBody:
     if is_prefilled(body):
         own |= _prefilled(body, own)
     return ChatBody.made_of(body, {**(body.model_extra or {}), **own})
+
+
+def _ttls(body: MessagesBody) -> Iterator[int]:
+    """Seconds that each mark of the prompt's cache asks for. Raises `InvalidRequestError`, naming the field."""
+    marked: list[tuple[str, object]] = [("", {"cache_control": body.cache_control})]
+    lists: list[tuple[str, object]] = [("system", body.system), ("tools", body.tools)]
+    lists += [(f"messages[{index}].content", message.get("content")) for index, message in enumerate(body.messages)]
+    for field, blocks in lists:
+        for index, block in enumerate(blocks if isinstance(blocks, list) else ()):
+            marked.append((f"{field}[{index}].", block))
+    for field, block in marked:
+        mark = block.get("cache_control") if isinstance(block, Mapping) else None
+        if mark is None:
+            continue
+        field += "cache_control"
+        if not isinstance(mark, Mapping):
+            raise InvalidRequestError(field, mark, "must be an object")
+        if mark.get("type") != "ephemeral":
+            raise InvalidRequestError(f"{field}.type", mark.get("type"), "must be ephemeral")
+        ttl = mark.get("ttl") or "5m"
+        if not isinstance(ttl, str) or ttl not in TTLS:
+            raise InvalidRequestError(f"{field}.ttl", ttl, f"must be {' or '.join(TTLS)}")
+        yield TTLS[ttl]
 
 
 def is_prefilled(body: MessagesBody) -> bool:

@@ -116,6 +116,10 @@ def _format(body: Body) -> StructuredOutputs | None:
     raise InvalidRequestError("response_format.type", asked.type, "is not supported")
 
 
+RETENTIONS: Final[Mapping[str | None, int]] = {"in_memory": 300, "24h": 24 * 3600}
+"""Seconds for which OpenAI's policies keep a prompt."""
+
+
 def service_of(body: Body, tenant: str) -> dict[str, Any]:
     """Fields that all bodies have in common, whatever their prompt."""
     return {
@@ -125,6 +129,8 @@ def service_of(body: Body, tenant: str) -> dict[str, Any]:
         "timeout_s": body.timeout,
         "cache_salt": body.cache_salt or "",
         "session_id": body.session,
+        "cache_ttl_s": RETENTIONS.get(body.prompt_cache_retention, 0) if body.cache_ttl_s is None else body.cache_ttl_s,
+        "cache_prefix_tokens": body.cache_prefix_tokens or 0,
         "tenant": tenant,
         "names": body.names,
     }
