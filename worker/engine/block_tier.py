@@ -6,18 +6,19 @@ nearly all blocks are down long before they are evicted; those that are evicted 
 
 Up: a request whose prefix goes on in the store is held until its blocks are in the cache, where that is sooner than to
 compute them, and then submitted as if it had come just now. It finds them as it finds any cached block: nothing but
-the cache knows where they came from. A request is held no longer than computing would take.
+the cache knows where they came from. Restores that memory has no room for beside what runs, what waits and other
+restores would evict each other's blocks: they wait for room. From its beginning a restore holds a request no longer
+than computing would take.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from holdfast.worker.block_hash import HashChain
 from holdfast.worker.cache.block_pool import BlockAllocator, BlockEvicted, BlockStored, CacheEvent
 from holdfast.worker.cache.state_slots import StateSlots
-from holdfast.worker.engine.tier_mover import KV, STATE, Mover, Place, TierShape
+from holdfast.worker.engine.tier_mover import KV, STATE, Mover, Place, Restore, TierShape
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.step_plan import StateCopy
 from holdfast.worker.step_update import EngineStats
@@ -40,35 +41,6 @@ LEAST_S: Final = 0.1
 """A request is held for so long at most, if computing would take less."""
 MOST_HELD_S: Final = 30.0
 """And for so long, however long computing would take."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Restore:
-    """A prefix that is brought back."""
-
-    ticket: int
-    chain: HashChain
-    token_ids: Sequence[int]
-    first: int
-    """The number of the first block that is brought back."""
-    names: Sequence[bytes]
-    """Names of keys and values in order, and of a snapshot behind the last of them."""
-    depth: int
-    """Blocks of the sequence that can be used afterwards."""
-    num_tokens: int
-    """Tokens that then need not be computed."""
-    num_bytes: int
-    due_s: float
-    """When it is given up."""
-    num_ready: int = 0
-    """Pieces that were read and are not in the cache yet."""
-    num_taken: int = 0
-    """Names that are in the cache."""
-    has_failed: bool = False
-
-    @property
-    def is_over(self) -> bool:
-        return self.has_failed or self.num_taken == len(self.names)
 
 
 class BlockTier:
@@ -99,7 +71,7 @@ class BlockTier:
         self._states_to_store: OrderedDict[bytes, int] = OrderedDict()
         self._left_out: OrderedDict[bytes, None] = OrderedDict()
         self._restores: dict[int, Restore] = {}
-        self._num_restores = self._turn = 0
+        self._num_restores = self._turn = self._num_waiting = 0
         self._budget_s = self._take_budget_s = 0.0
 
     # --- what can be had ---
@@ -244,18 +216,54 @@ class BlockTier:
         for other in self._restores.values():
             if other.names[0] == restore.names[0] and not other.is_over:
                 return other
-        position = restore.depth * self._allocator.block_size - restore.num_tokens
-        computing_s = self._computing_s(position, restore.num_tokens)
-        queued = restore.num_bytes + sum(other.num_bytes for other in self._restores.values())
-        moving_s = FIXED_S + queued * (self._mover.counts.read_s_per_byte + self._mover.counts.copy_s_per_byte)
-        if moving_s >= computing_s:
+        if self._moving_s(restore) >= self._computing_time_s(restore):
             return None
-        restore.due_s = now + min(MOST_HELD_S, max(LEAST_S, computing_s))
         self._num_restores += 1
         restore.ticket = self._num_restores
+        restore.due_s = now + MOST_HELD_S
         self._restores[restore.ticket] = restore
-        self._mover.fetch(restore.ticket, restore.names, self._shape.piece)
+        if self._has_room(restore):
+            self._begin(restore, now)
         return restore
+
+    def _moving_s(self, restore: Restore) -> float:
+        queued = restore.num_bytes + sum(other.num_bytes for other in self._restores.values())
+        return FIXED_S + queued * (self._mover.counts.read_s_per_byte + self._mover.counts.copy_s_per_byte)
+
+    def _computing_time_s(self, restore: Restore) -> float:
+        position = restore.depth * self._allocator.block_size - restore.num_tokens
+        return self._computing_s(position, restore.num_tokens)
+
+    def _has_room(self, restore: Restore) -> bool:
+        """Whether the blocks fit beside what runs and the restores before it, and nothing else waits for room."""
+        if not self._allocator.num_used and len(self._restores) == 1:
+            return True
+        others = [other for other in self._restores.values() if other.ticket < restore.ticket]
+        if self._num_waiting or not all(other.is_begun for other in others):
+            return False
+        taken = sum(self._allocator.num_blocks_for(len(other.token_ids)) for other in others)
+        return taken + self._allocator.num_blocks_for(len(restore.token_ids)) <= self._allocator.num_free
+
+    def _begin(self, restore: Restore, now: float) -> None:
+        """Reads its pieces from now on."""
+        restore.is_begun = True
+        restore.due_s = now + min(MOST_HELD_S, max(LEAST_S, self._computing_time_s(restore)))
+        self._mover.fetch(restore.ticket, restore.names, self._shape.piece)
+
+    def _begin_waiting(self, now: float) -> None:
+        """Begins restores for which there is room now, oldest first, of what is in the store alone now."""
+        for restore in self._restores.values():
+            if restore.is_begun:
+                continue
+            if not self._has_room(restore):
+                return
+            promised = self._promised(restore.chain, restore.token_ids)
+            if promised is None:  # what it waited for is here, or lost
+                restore.has_failed = True
+                continue
+            restore.first, restore.names, restore.depth = promised.first, promised.names, promised.depth
+            restore.num_tokens, restore.num_bytes = promised.num_tokens, promised.num_bytes
+            self._begin(restore, now)
 
     def _promised(self, chain: HashChain, token_ids: Sequence[int]) -> Restore | None:
         """A restore of the part of a prefix that is in the store alone; None: there is none."""
@@ -304,12 +312,14 @@ class BlockTier:
         if (restore := self._restores.get(ticket)) is not None:
             restore.num_ready += 1
 
-    def advance(self, step_s: float | None, now: float) -> list[Restore]:
+    def advance(self, step_s: float | None, now: float, num_waiting: int = 0) -> list[Restore]:
         """Puts pieces that were read in their places; returns the restores that are over, or given up. `step_s` as for
-        `store_some`.
+        `store_some`; `num_waiting` requests wait for memory or a slot.
         """
+        self._num_waiting = num_waiting
         if not self._restores:
             return []
+        self._begin_waiting(now)
         if step_s is not None:
             self._take_budget_s = min(MOST_S, self._take_budget_s + TAKE_SHARE * step_s)
         num_bytes = 0
@@ -329,7 +339,7 @@ class BlockTier:
         """Nobody waits for it any more."""
         if self._restores.pop(restore.ticket, None) is None:
             return
-        if restore.num_taken < len(restore.names):
+        if restore.is_begun and restore.num_taken < len(restore.names):
             self._mover.fetch(restore.ticket, (), 0)
         if restore.num_taken == len(restore.names):
             self._num_hit_tokens += restore.num_tokens

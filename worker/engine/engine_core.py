@@ -11,9 +11,10 @@ from collections.abc import Hashable, Sequence
 from typing import Final, NamedTuple
 
 from holdfast.worker.block_hash import root_hash
-from holdfast.worker.engine.block_tier import BlockTier, Restore
+from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.cache_feed import CacheFeed
 from holdfast.worker.engine.request_guards import NonFiniteGuard, NumbersCheck, Suspects, no_numbers
+from holdfast.worker.engine.tier_mover import Restore
 from holdfast.worker.errors import DeadlineExceededError, HoldfastError
 from holdfast.worker.request import EngineLoad, EngineRequest, TokenDelta
 from holdfast.worker.scheduler.scheduler import DropReason, Scheduler
@@ -216,7 +217,7 @@ class EngineCore:
         if self.tier is None:
             return
         self._note_cache_events()
-        for restore in self.tier.advance(step_s, now):
+        for restore in self.tier.advance(step_s, now, self.scheduler.load().num_waiting):
             for attempt in [attempt for attempt, held in self._held.items() if held.restore is restore]:
                 self._release(attempt)
         self.tier.store_some(step_s)

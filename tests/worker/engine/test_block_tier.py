@@ -224,6 +224,50 @@ def test_a_cache_without_room_for_them_computes(played):
     assert small.stats.num_disk_hit_tokens == 0
 
 
+OTHER = tuple(range(40, 73))
+"""As long as `PROMPT`: a cache of 12 blocks has room for one of them."""
+
+
+def small_with_both() -> Played:
+    small = Played(num_blocks=12)
+    small.tier.learn([*small.names(), *small.names(OTHER)], ())
+    small.submit("a")
+    small.submit("b", OTHER)
+    return small
+
+
+def test_a_restore_that_does_not_fit_beside_another_waits_for_room():
+    small = small_with_both()
+    assert list(small.mover.fetched) == [1], "the second one waits"
+    bring(small)
+    small.run()
+    assert finished(small) == {"a"}
+    assert small.mover.fetched[2] == tuple(small.names(OTHER))
+    bring(small, 2)
+    small.run()
+    assert finished(small) == {"a", "b"}
+    assert small.stats.num_disk_hit_tokens == 64
+
+
+def test_restores_that_begin_without_room_evict_each_others_blocks(monkeypatch):
+    monkeypatch.setattr(BlockTier, "_has_room", lambda self, restore: True)
+    small = small_with_both()
+    small.tier.note_piece(1)
+    bring(small, 2)
+    small.run()
+    assert finished(small) == {"a", "b"}
+    assert small.stats.num_prefix_hit_tokens < 64
+
+
+def test_nobody_waits_for_room_for_ever():
+    small = small_with_both()
+    small.idle(block_tier.MOST_HELD_S + 0.1)
+    small.run()
+    assert finished(small) == {"a", "b"}
+    assert 2 not in small.mover.fetched
+    small.core.check_integrity()
+
+
 def test_running_requests_pay_a_share_of_their_steps_and_idle_time_is_free():
     played = Played()
     played.submit("a")
