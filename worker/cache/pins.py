@@ -36,6 +36,11 @@ class Pins:
     def __len__(self) -> int:
         return len(self._pins)
 
+    @property
+    def next_end_s(self) -> float:
+        """Time at which `end` may have something to do; infinite without pins."""
+        return self._ends[0][0] if self._ends else float("inf")
+
     def put(self, block_ids: Sequence[int], tenant: str, until_s: float) -> list[int]:
         """Pins the blocks of a prefix, given from its beginning, as far as the budget goes. A pin that lasts longer
         stays as long. Returns the blocks whose pins gave way, in the order in which they are to be evicted.

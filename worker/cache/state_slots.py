@@ -65,6 +65,11 @@ class StateSlots:
         """Ends the pins whose time is up."""
         self._allocator.end_pins(now)
 
+    @property
+    def next_end_s(self) -> float:
+        """Time at which `end_pins` may have something to do; infinite without pins."""
+        return self._allocator.pins.next_end_s
+
     def take(self) -> int:
         """A slot for a sequence that begins: what it holds does not count."""
         (slot,) = self._allocator.allocate(1)

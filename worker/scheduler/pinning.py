@@ -13,14 +13,18 @@ class Pinning:
 
     def __init__(self, allocator: BlockAllocator, slots: StateSlots | None, windows: WindowBlocks | None) -> None:
         self._allocator, self._slots, self._windows = allocator, slots, windows
-        self._now = 0.0
+        self.now = 0.0
+        """Time of the plan that is being made."""
+        self.next_end_s = float("inf")
+        """Time at which `end` may have something to do."""
 
-    def advance(self, now: float) -> None:
+    def end(self, now: float) -> None:
         """Pins end whose time is up."""
-        self._now = now
         self._allocator.end_pins(now)
+        self.next_end_s = self._allocator.pins.next_end_s
         if self._slots is not None:
             self._slots.end_pins(now)
+            self.next_end_s = min(self.next_end_s, self._slots.next_end_s)
 
     def pin(self, sequence: Sequence) -> None:
         """Pins the prefix that a running sequence's request asks to keep, if all its full blocks are computed now. Once
@@ -31,7 +35,8 @@ class Pinning:
             return
         sequence.num_tokens_to_pin = 0
         tokens, chain, request = sequence.token_ids, sequence.hash_chain, sequence.request
-        until_s = self._now + request.cache_ttl_s
+        until_s = self.now + request.cache_ttl_s
+        self.next_end_s = min(self.next_end_s, until_s)
         seen = self._seen_behind(sequence, num_blocks)
         found = self._allocator.prefix_cache.find(chain, tokens, num_blocks)
         self._allocator.pin([*found, *seen], request.tenant, until_s)

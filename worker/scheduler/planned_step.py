@@ -327,7 +327,8 @@ class ShareCommit:
             self._queues.store_full_blocks(sequence, scheduled.first_position)
             if (slots := self._queues.slots) is not None:
                 keep_state(sequence, slots, self._block_size, scheduled.first_position, states_left_by(scheduled))
-            self._queues.pinning.pin(sequence)
+            if sequence.num_tokens_to_pin:
+                self._queues.pinning.pin(sequence)
 
 
 MAX_SHARE_HELD_UP: Final = 1 / 8

@@ -74,7 +74,9 @@ class SequenceQueues:
     def advance(self, now: float) -> None:
         """Classes improve with waiting, and pins end."""
         self.waiting.advance(now)
-        self.pinning.advance(now)
+        self.pinning.now = now
+        if now >= self.pinning.next_end_s:
+            self.pinning.end(now)
 
     def cached_prefix(self, sequence: Sequence) -> SharedPrefix:
         """The cached full blocks that a waiting sequence can begin with: of a model that keeps states, those up to the
