@@ -205,7 +205,7 @@ class Engine:
         put = self._inbox.put_unless_closed
         return MoverEvents(
             on_news=lambda came, gone: put(lambda: tier.learn(came, gone)),
-            on_piece=lambda ticket: put(lambda: tier.note_piece(ticket)),
+            on_piece=lambda ticket: put(lambda: tier.restores.note_piece(ticket)),
             on_written=lambda: put(lambda: None),
         )
 

@@ -14,7 +14,7 @@ from holdfast.worker.block_hash import root_hash
 from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.cache_feed import CacheFeed
 from holdfast.worker.engine.request_guards import NonFiniteGuard, NumbersCheck, Suspects, no_numbers
-from holdfast.worker.engine.tier_mover import Restore
+from holdfast.worker.engine.restores import Restore
 from holdfast.worker.errors import DeadlineExceededError, HoldfastError
 from holdfast.worker.request import EngineLoad, EngineRequest, TokenDelta
 from holdfast.worker.scheduler.scheduler import DropReason, Scheduler
@@ -156,7 +156,7 @@ class EngineCore:
             self.tier.leave_out(root_hash(request.cache_salt, request.tenant))
         if attempt in self._held:
             self._release(attempt)
-        elif self.tier is not None and (restore := self.tier.restore_for(request, now)) is not None:
+        elif self.tier is not None and (restore := self.tier.restores.restore_for(request, now)) is not None:
             self._held[attempt] = _Held(request, listener, now, restore)
             return
         self._submit(request, listener, now, attempt)
@@ -187,7 +187,7 @@ class EngineCore:
     def _let_go(self, attempt: Hashable) -> _Held:
         held = self._held.pop(attempt)
         if self.tier is not None and all(other.restore is not held.restore for other in self._held.values()):
-            self.tier.end(held.restore)
+            self.tier.restores.end(held.restore)
         return held
 
     def abort(self, attempt: Hashable) -> None:
@@ -217,7 +217,7 @@ class EngineCore:
         if self.tier is None:
             return
         self._note_cache_events()
-        for restore in self.tier.advance(step_s, now, self.scheduler.load().num_waiting):
+        for restore in self.tier.restores.advance(step_s, now):
             for attempt in [attempt for attempt, held in self._held.items() if held.restore is restore]:
                 self._release(attempt)
         self.tier.store_some(step_s)
@@ -225,7 +225,7 @@ class EngineCore:
 
     def most_idle_s(self, now: float, most_s: float) -> float:
         """Seconds to wait for a command, if there is nothing to run."""
-        return most_s if self.tier is None else min(most_s, max(0.001, self.tier.next_due_s - now))
+        return most_s if self.tier is None else min(most_s, max(0.001, self.tier.restores.next_due_s - now))
 
     def forget_cache(self) -> None:
         """Forgets the cache, which belongs to other weights now. No request may be open."""

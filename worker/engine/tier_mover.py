@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from holdfast.worker.block_hash import HashChain
 from holdfast.worker.step_plan import StateCopy
 
 KV: Final = b"k"
@@ -72,33 +71,6 @@ class TierShape:
         """Blocks that are read, and put in their places, at a time."""
         return max(1, PIECE_BYTES // max(1, self.block_bytes))
 
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Restore:
-    """A prefix that is brought back."""
-
-    ticket: int
-    chain: HashChain
-    token_ids: Sequence[int]
-    first: int
-    """The number of the first block that is brought back."""
-    names: Sequence[bytes]
-    """Names of keys and values in order, and of a snapshot behind the last of them."""
-    depth: int
-    """Blocks of the sequence that can be used afterwards."""
-    num_tokens: int
-    """Tokens that then need not be computed."""
-    num_bytes: int
-    due_s: float
-    """When it is given up."""
-    is_begun: bool = False
-    """Whether its pieces are being read; else it waits for room."""
-    num_ready: int = 0
-    """Pieces that were read and are not in the cache yet."""
-    num_taken: int = 0
-    """Names that are in the cache."""
-    has_failed: bool = False
-
-    @property
-    def is_over(self) -> bool:
-        return self.has_failed or self.num_taken == len(self.names)
+    def bytes_of(self, name: bytes) -> int:
+        """Bytes of the block or state of this name."""
+        return self.block_bytes if name.startswith(KV) else self.state_bytes

@@ -297,7 +297,7 @@ def _put_below(engine: Engine, scheduler: Scheduler, movers: "RankMovers", tuner
         state_bytes=info.state_bytes,
         num_threads=torch.get_num_threads(),
     )
-    tier = BlockTier(*scheduler.caches, movers, shape, tuner.model.prefill_s)
+    tier = BlockTier(*scheduler.caches, movers, shape, tuner.model.prefill_s, scheduler.num_waiting)
     movers.own.start(engine.put_below(tier))
 
 

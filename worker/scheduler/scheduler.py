@@ -18,7 +18,7 @@ from holdfast.worker.cache.window_blocks import WindowBlocks
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
 from holdfast.worker.model_info import Window, most_tokens
-from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
+from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, Priority, TokenDelta
 from holdfast.worker.scheduler.acceptance import DeadlineWatch, check_can_end, check_fits
 from holdfast.worker.scheduler.batching import POLICIES, MakePolicy, Share, StepLimits
 from holdfast.worker.scheduler.planned_step import NOBODY, DecodeBatch, ShareCommit, StepInFlight, scheduled_sequence
@@ -266,6 +266,10 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any request is open, or a plan in flight that is to be committed."""
         return bool(self._sequences or self._in_flight)
+
+    def num_waiting(self, priority: Priority) -> int:
+        """Requests of this class and of better ones that wait for memory or a slot."""
+        return self._queues.waiting.num_up_to(priority)
 
     def load(self) -> EngineLoad:
         """The load of this replica now."""

@@ -186,7 +186,7 @@ class SimulatedMover:
         self._names[ticket] = list(names)
         for number in range(-(-len(names) // piece)):
             delay_s = 0.002 * (number + 1) * self._disk.slowness
-            self._after(delay_s, self._post, lambda: self.tier.note_piece(ticket) if self.tier else None)
+            self._after(delay_s, self._post, lambda: self.tier.restores.note_piece(ticket) if self.tier else None)
 
     def take(self, ticket: int, places: Sequence[Place], state_copies: Sequence[StateCopy]) -> Sequence[bool]:
         self._runner.copy_states(state_copies)

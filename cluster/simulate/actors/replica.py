@@ -99,6 +99,7 @@ class SimulatedReplica(Process):
             self._mover,
             TierShape(block_bytes=shape.block_size, state_bytes=4),
             lambda _, num_tokens: shape.step_costs.base_s + num_tokens * shape.step_costs.token_s,
+            self.core.scheduler.num_waiting,
         )
         tier.learn(disk.names(kind), ())
         self._mover.tier = self.core.tier = tier
@@ -196,7 +197,7 @@ class SimulatedReplica(Process):
         plan = self.core.scheduler.plan(self.clock, self._max_steps)
         if plan is None:
             self._deliver()
-            if self.core.tier is not None and self.core.tier.next_due_s < math.inf:
+            if self.core.tier is not None and self.core.tier.restores.next_due_s < math.inf:
                 wait_s = self.core.most_idle_s(self.clock, math.inf)
                 self.after(wait_s, self._post, _nothing)
             return

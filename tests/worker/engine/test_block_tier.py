@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import pytest
 
 from holdfast.worker.config import SchedulerConfig
-from holdfast.worker.engine import block_tier
+from holdfast.worker.engine import restores
 from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.engine_core import EngineCore
 from holdfast.worker.engine.tier_mover import KV, Place, TierShape
-from holdfast.worker.request import EngineRequest, FinishReason
+from holdfast.worker.request import EngineRequest, FinishReason, Priority
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.step_plan import StateCopy
@@ -64,15 +64,19 @@ class Listener:
 class Played:
     """A core with a tier. Computing takes `computing_s`."""
 
-    def __init__(self, num_blocks: int = 64, computing_s: float = 1.0) -> None:
+    def __init__(self, num_blocks: int = 64, computing_s: float = 1.0, **settings) -> None:
         scheduler = Scheduler(
-            SchedulerConfig(), num_blocks=num_blocks, block_size=SIZE, max_model_len=200, eos_token_ids=frozenset()
+            SchedulerConfig(**settings),
+            num_blocks=num_blocks,
+            block_size=SIZE,
+            max_model_len=200,
+            eos_token_ids=frozenset(),
         )
         self.core = EngineCore(scheduler)
         self.mover = PlayedMover()
         self.computing_s = computing_s
         shape = TierShape(block_bytes=BLOCK_BYTES)
-        self.tier = BlockTier(*scheduler.caches, self.mover, shape, lambda *_: self.computing_s)
+        self.tier = BlockTier(*scheduler.caches, self.mover, shape, lambda *_: self.computing_s, scheduler.num_waiting)
         self.core.tier = self.tier
         self.listener = Listener()
         self.core.attach(self.listener)
@@ -124,7 +128,7 @@ def finished(played: Played) -> set[str]:
 
 
 def bring(played: Played, ticket: int = 1) -> None:
-    played.tier.note_piece(ticket)
+    played.tier.restores.note_piece(ticket)
     played.idle()
 
 
@@ -180,7 +184,7 @@ def test_nobody_waits_longer_than_computing_takes(played):
 def test_before_anything_was_measured_the_store_is_believed_and_not_for_ever(played):
     played.computing_s = math.inf
     played.submit("a", now=5.0)
-    assert played.core.most_idle_s(5.0, math.inf) == block_tier.MOST_HELD_S
+    assert played.core.most_idle_s(5.0, math.inf) == restores.MOST_HELD_S
 
 
 @pytest.mark.parametrize("number", [0, 3, 7])
@@ -216,7 +220,7 @@ def test_a_cache_without_room_for_them_computes(played):
     small.submit("b", tuple(range(100, 130)))
     plan = small.core.scheduler.plan()
     assert plan is not None
-    small.tier.note_piece(1)
+    small.tier.restores.note_piece(1)
     small.idle()
     small.core.commit(plan, small._runner.run(plan), 0.01)
     small.run()
@@ -250,22 +254,36 @@ def test_a_restore_that_does_not_fit_beside_another_waits_for_room():
 
 
 def test_restores_that_begin_without_room_evict_each_others_blocks(monkeypatch):
-    monkeypatch.setattr(BlockTier, "_has_room", lambda self, restore: True)
+    monkeypatch.setattr(restores.Restores, "_has_room", lambda self, restore: True)
     small = small_with_both()
-    small.tier.note_piece(1)
+    small.tier.restores.note_piece(1)
     bring(small, 2)
     small.run()
     assert finished(small) == {"a", "b"}
     assert small.stats.num_prefix_hit_tokens < 64
 
 
-def test_nobody_waits_for_room_for_ever():
+def test_nobody_waits_for_room_longer_than_computing_takes():
     small = small_with_both()
-    small.idle(block_tier.MOST_HELD_S + 0.1)
+    small.idle(small.computing_s - 0.1)
+    assert not small.core.scheduler.has_work
+    small.idle(small.computing_s + 0.1)
     small.run()
     assert finished(small) == {"a", "b"}
     assert 2 not in small.mover.fetched
     small.core.check_integrity()
+
+
+@pytest.mark.parametrize(("priority", "waits"), [(Priority.LOW, True), (Priority.NORMAL, True), (Priority.HIGH, False)])
+def test_a_restore_waits_behind_requests_of_its_class_and_better_ones_alone(priority, waits):
+    played = Played(max_num_seqs=1)
+    played.tier.learn(played.names(), ())
+    for name in ("running", "waiting"):
+        played.submit(name, (90, 91, 92))
+    assert played.core.scheduler.plan() is not None
+    assert played.core.scheduler.num_waiting(Priority.NORMAL) == 1
+    played.submit("a", priority=priority)
+    assert (1 in played.mover.fetched) != waits
 
 
 def test_running_requests_pay_a_share_of_their_steps_and_idle_time_is_free():

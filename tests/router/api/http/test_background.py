@@ -91,6 +91,27 @@ async def test_another_router_goes_on_where_the_first_one_has_stopped(tmp_path, 
 
 
 @on_a_loop
+async def test_a_fault_of_ours_while_claiming_ends_no_claims(tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "CLAIM_EVERY_S", 0.01)
+    monkeypatch.setattr(background, "MAX_RUNNING", 0)  # it is only queued
+    async with storing(tmp_path) as (_, client):
+        made = await client.responses.create(input="hello", background=True, **LONG)
+    monkeypatch.setattr(background, "MAX_RUNNING", 8)
+    claim, failures = JobStore.claim, []
+
+    async def failing_once(self, *arguments, **named):
+        if not failures:
+            failures.append(RuntimeError("a bug"))
+            raise failures[0]
+        return await claim(self, *arguments, **named)
+
+    monkeypatch.setattr(JobStore, "claim", failing_once)
+    async with storing(tmp_path) as (_, client):
+        assert (await until_over(client, made.id)).output_text
+    assert failures
+
+
+@on_a_loop
 async def test_it_is_cancelled_and_its_replica_is_told(tmp_path):
     async with storing(tmp_path) as (place, client):
         place.replicas[0].pause()

@@ -1,0 +1,306 @@
+"""Restores: prefixes that come back from the store below the cache. A core without IO.
+
+A request whose prefix goes on in the store is held until its blocks are in the cache, where that is sooner than to
+compute them, and then submitted as if it had come just now. It finds them as it finds any cached block: nothing but
+the cache knows where they came from. Restores that memory has no room for beside what runs and each other would evict
+each other's blocks: they wait for room, in the order of their classes. A request waits for room no longer than
+computing would take, and for its blocks no longer than that again.
+"""
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Final
+
+from holdfast.worker.block_hash import HashChain
+from holdfast.worker.cache.block_pool import BlockAllocator
+from holdfast.worker.cache.state_slots import StateSlots
+from holdfast.worker.engine.tier_mover import KV, STATE, Mover, TierShape
+from holdfast.worker.request import EngineRequest, Priority
+from holdfast.worker.step_plan import StateCopy
+
+SHARE: Final = 0.1
+"""Share of the steps' time that copying blocks from the store may cost them, except for one piece each time."""
+MOST_S: Final = 0.1
+"""Most seconds of it that are saved up."""
+FIXED_S: Final = 0.002
+"""Seconds of a restore besides reading: two threads wait for each other."""
+LEAST_S: Final = 0.1
+"""A request is held for so long at most, if computing would take less."""
+MOST_HELD_S: Final = 30.0
+"""And for so long, however long computing would take."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Restore:
+    """A prefix that is brought back."""
+
+    ticket: int
+    priority: Priority
+    """The best of the requests that wait for it."""
+    chain: HashChain
+    token_ids: Sequence[int]
+    first: int
+    """The number of the first block that is brought back."""
+    names: Sequence[bytes]
+    """Names of keys and values in order, and of a snapshot behind the last of them."""
+    depth: int
+    """Blocks of the sequence that can be used afterwards."""
+    num_tokens: int
+    """Tokens that then need not be computed."""
+    num_bytes: int
+    due_s: float
+    """When it is given up."""
+    is_begun: bool = False
+    """Whether its pieces are being read; else it waits for room."""
+    num_ready: int = 0
+    """Pieces that were read and are not in the cache yet."""
+    num_taken: int = 0
+    """Names that are in the cache."""
+    has_failed: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.has_failed or self.num_taken == len(self.names)
+
+
+class Restores:
+    """Restores of the leader's engine. Used by one thread."""
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        slots: StateSlots | None,
+        mover: Mover,
+        shape: TierShape,
+        stored: Set[bytes],
+        lose: Callable[[bytes], None],
+        computing_s: Callable[[int, int], float],
+        num_waiting: Callable[[Priority], int],
+    ) -> None:
+        """`stored` are the names in the store; `lose` is called with one that turns out not to be there.
+
+        `computing_s`: how long it takes to compute so many tokens of a prompt, from a position on; infinite where
+        nothing was measured yet. `num_waiting`: requests of a class and of better ones that wait for memory or a slot.
+        """
+        self._allocator = allocator
+        self._cache = allocator.prefix_cache
+        self._slots = slots
+        self._mover = mover
+        self._shape = shape
+        self._stored = stored
+        self._lose = lose
+        self._computing_s = computing_s
+        self._num_waiting = num_waiting
+        self._restores: dict[int, Restore] = {}
+        self._num_restores = self.num_hit_tokens = 0
+        self._budget_s = 0.0
+
+    def restore_for(self, request: EngineRequest, now: float) -> Restore | None:
+        """A restore to hold the request for, which has begun, maybe for another request; None: it is not held."""
+        if not self._stored or (request.sampling_params.prompt_logprobs is not None and not request.output_token_ids):
+            return None
+        token_ids = (*request.prompt_token_ids, *request.output_token_ids)
+        restore = self._promised(HashChain(request.cache_salt, request.tenant), token_ids, request.priority)
+        if restore is None:
+            return None
+        for other in self._restores.values():
+            if other.names[0] == restore.names[0] and not other.is_over:
+                other.priority = min(other.priority, request.priority)
+                return other
+        if self._moving_s(restore) >= self._computing_time_s(restore):
+            return None
+        self._num_restores += 1
+        restore.ticket = self._num_restores
+        self._hold(restore, now)
+        self._restores[restore.ticket] = restore
+        if self._has_room(restore):
+            self._begin(restore, now)
+        return restore
+
+    def _hold(self, restore: Restore, now: float) -> None:
+        """Holds it from now on no longer than computing would take."""
+        restore.due_s = now + min(MOST_HELD_S, max(LEAST_S, self._computing_time_s(restore)))
+
+    def _moving_s(self, restore: Restore) -> float:
+        queued = restore.num_bytes + sum(other.num_bytes for other in self._restores.values())
+        return FIXED_S + queued * (self._mover.counts.read_s_per_byte + self._mover.counts.copy_s_per_byte)
+
+    def _computing_time_s(self, restore: Restore) -> float:
+        position = restore.depth * self._allocator.block_size - restore.num_tokens
+        return self._computing_s(position, restore.num_tokens)
+
+    def _has_room(self, restore: Restore) -> bool:
+        """Whether the blocks fit beside what runs and the restores that have begun, and no request or restore of its
+        class or a better one waits for room before it.
+        """
+        others = [other for other in self._restores.values() if other is not restore]
+        if not self._allocator.num_used and not others:
+            return True
+        if self._num_waiting(restore.priority):
+            return False
+        begun = [other for other in others if other.is_begun]
+        if any(_order(other) < _order(restore) for other in others if not other.is_begun):
+            return False
+        taken = sum(self._allocator.num_blocks_for(len(other.token_ids)) for other in begun)
+        return taken + self._allocator.num_blocks_for(len(restore.token_ids)) <= self._allocator.num_free
+
+    def _begin(self, restore: Restore, now: float) -> None:
+        """Reads its pieces from now on."""
+        restore.is_begun = True
+        self._hold(restore, now)
+        self._mover.fetch(restore.ticket, restore.names, self._shape.piece)
+
+    def _begin_waiting(self, now: float) -> None:
+        """Begins restores for which there is room now, of what is in the store alone now."""
+        for restore in sorted((one for one in self._restores.values() if not one.is_begun), key=_order):
+            if not self._has_room(restore):
+                return
+            promised = self._promised(restore.chain, restore.token_ids, restore.priority)
+            if promised is None:  # what it waited for is here, or lost
+                restore.has_failed = True
+                continue
+            restore.first, restore.names, restore.depth = promised.first, promised.names, promised.depth
+            restore.num_tokens, restore.num_bytes = promised.num_tokens, promised.num_bytes
+            self._begin(restore, now)
+
+    def _promised(self, chain: HashChain, token_ids: Sequence[int], priority: Priority) -> Restore | None:
+        """A restore of the part of a prefix that is in the store alone; None: there is none."""
+        size = self._allocator.block_size
+        most = (len(token_ids) - 1) // size
+        num_here = len(self._cache.find(chain, token_ids, most))
+        end = num_here
+        while end < most and KV + chain.hash_of(end, token_ids, size) in self._stored:
+            end += 1
+        state: tuple[bytes, ...] = ()
+        usable = num_here
+        if self._slots is not None:
+            usable, _ = self._slots.deepest(chain, token_ids, num_here)
+            end, state = self._deepest_state(chain, token_ids, usable, end)
+        if end <= usable:
+            return None
+        names = [KV + chain.hash_of(index, token_ids, size) for index in range(num_here, end)]
+        num_bytes = len(names) * self._shape.block_bytes + len(state) * self._shape.state_bytes
+        return Restore(
+            ticket=0,
+            priority=priority,
+            chain=chain,
+            token_ids=token_ids,
+            first=num_here,
+            names=(*names, *state),
+            depth=end,
+            num_tokens=(end - usable) * size,
+            num_bytes=num_bytes,
+            due_s=0.0,
+        )
+
+    def _deepest_state(
+        self, chain: HashChain, token_ids: Sequence[int], usable: int, end: int
+    ) -> tuple[int, tuple[bytes, ...]]:
+        """Behind how many blocks, of more than `usable` and up to `end`, a state is; its name if it is not here."""
+        assert self._slots is not None, "the model keeps states"
+        for depth in range(end, usable, -1):
+            block_hash = chain.hash_of(depth - 1, token_ids, self._allocator.block_size)
+            if self._slots.holder_of(block_hash) is not None:
+                return depth, ()
+            if STATE + block_hash in self._stored:
+                return depth, (STATE + block_hash,)
+        return usable, ()
+
+    def note_piece(self, ticket: int) -> None:
+        """The next piece of a restore was read."""
+        if (restore := self._restores.get(ticket)) is not None:
+            restore.num_ready += 1
+
+    def advance(self, step_s: float | None, now: float) -> list[Restore]:
+        """Puts pieces that were read in their places; returns the restores that are over, or given up. `step_s`: how
+        long the last step took; None: nothing runs.
+        """
+        if not self._restores:
+            return []
+        self._begin_waiting(now)
+        if step_s is not None:
+            self._budget_s = min(MOST_S, self._budget_s + SHARE * step_s)
+        num_bytes = 0
+        for restore in self._restores.values():
+            while restore.num_ready and not restore.is_over:
+                if step_s is not None and num_bytes * self._mover.counts.copy_s_per_byte > self._budget_s:
+                    break
+                num_bytes += self._take_piece(restore)
+        if step_s is not None:
+            self._budget_s = max(0.0, self._budget_s - num_bytes * self._mover.counts.copy_s_per_byte)
+        over = [restore for restore in self._restores.values() if restore.is_over or now >= restore.due_s]
+        for restore in over:
+            self.end(restore)
+        return over
+
+    def end(self, restore: Restore) -> None:
+        """Nobody waits for it any more."""
+        if self._restores.pop(restore.ticket, None) is None:
+            return
+        if restore.is_begun and restore.num_taken < len(restore.names):
+            self._mover.fetch(restore.ticket, (), 0)
+        if restore.num_taken == len(restore.names):
+            self.num_hit_tokens += restore.num_tokens
+        elif self._slots is None:  # else the state is missing, and with it all is
+            self.num_hit_tokens += restore.num_taken * self._allocator.block_size
+
+    def give_up(self) -> None:
+        """Ends all: the store belongs to other weights now."""
+        for restore in self._restores.values():
+            restore.has_failed = True
+
+    @property
+    def next_due_s(self) -> float:
+        """When the first restore is given up."""
+        return min((restore.due_s for restore in self._restores.values()), default=float("inf"))
+
+    def _take_piece(self, restore: Restore) -> int:
+        """Puts the next piece in its places; its bytes."""
+        restore.num_ready -= 1
+        names = restore.names[restore.num_taken : restore.num_taken + self._shape.piece]
+        of_state = names[-1] if names[-1].startswith(STATE) else None
+        blocks = names[:-1] if of_state else names
+        first = restore.first + restore.num_taken
+        before = self._cache.find(restore.chain, restore.token_ids, first)
+        has_slot = of_state is None or (self._slots is not None and self._slots.num_free > 0)
+        if len(before) < first or not has_slot:
+            restore.has_failed = True
+            return 0
+        self._allocator.share(before)
+        if self._allocator.num_free < len(blocks):
+            self._allocator.free(before)
+            restore.has_failed = True
+            return 0
+        own = self._allocator.allocate(len(blocks))
+        places = list(zip(blocks, own, strict=True))
+        slot: int | None = None
+        copies: Sequence[StateCopy] = ()
+        if of_state and self._slots is not None:
+            slot = self._slots.take()
+            copies = self._slots.take_copies()
+            places.append((of_state, slot))
+        found = self._mover.take(restore.ticket, places, copies)
+        self._keep(restore, first, own, slot, found)
+        self._allocator.free([*before, *own])
+        for (name, _), is_there in zip(places, found, strict=True):
+            if not is_there:
+                self._lose(name)
+        return sum(self._shape.bytes_of(name) for name in names)
+
+    def _keep(self, restore: Restore, first: int, own: Sequence[int], slot: int | None, found: Sequence[bool]) -> None:
+        """The first blocks that are there, without a gap, can be found from now on; a state if all of them are."""
+        chain, token_ids = restore.chain, restore.token_ids
+        num_found = next((number for number, is_there in enumerate(found) if not is_there), len(found))
+        for index, block_id in enumerate(own[:num_found], first):
+            self._cache.store(block_id, chain, token_ids, index)
+        if slot is not None and self._slots is not None:
+            if num_found == len(found):
+                self._slots.put(slot, chain, token_ids, restore.depth)
+            else:
+                self._slots.give_back(slot)
+        restore.num_taken += num_found
+        restore.has_failed = num_found < len(found)
+
+
+def _order(restore: Restore) -> tuple[Priority, int]:
+    return restore.priority, restore.ticket
