@@ -10,6 +10,7 @@ from torch import Tensor
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.cache import MAX_HEAD_DIM, TiledCache
+from holdfast.worker.executors.cpu.library import check_outcome
 from holdfast.worker.executors.cpu.packing import DTYPES
 from holdfast.worker.executors.cpu.products import ROWS_AS, NativePool
 from holdfast.worker.executors.cpu.structures import (
@@ -69,7 +70,7 @@ class LayerAttention:
             num_rows=self._num_rows,
             num_sequences=len(batch.num_tokens),
         )
-        self._pool.check(self._pool.library.native_attention_begin(self._handle, byref(step)), "a step")
+        check_outcome(self._pool.library.native_attention_begin(self._handle, byref(step)), "a step")
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sinks: Tensor | None
@@ -96,7 +97,7 @@ class LayerAttention:
             scaling,
         )
         outcome = self._pool.library.native_attention_run(self._handle, layer, byref(native))
-        self._pool.check(outcome, "the attention of a layer")
+        check_outcome(outcome, "the attention of a layer")
         return out.to(self._dtype)
 
     def close(self) -> None:

@@ -17,10 +17,10 @@ from holdfast.worker.executors.block_bytes import BlockMemory
 from holdfast.worker.executors.cpu.cache import BlockForm, TiledCache, last_block
 from holdfast.worker.executors.cpu.exchange import Exchange, attach, segments_with_sums, tree_sum
 from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS, int8_difference
-from holdfast.worker.executors.cpu.library import class_of, load_library
+from holdfast.worker.executors.cpu.library import check_outcome, class_of, load_library
 from holdfast.worker.executors.cpu.packing import PackedModel
 from holdfast.worker.executors.cpu.running_step import Room, RunningStep
-from holdfast.worker.executors.cpu.sampler import OUT_OF_MEMORY, NativeSampler
+from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.cpu.shared_weights import arena_for
 from holdfast.worker.executors.cpu.states import VALUE_BYTES, StateCache
 from holdfast.worker.executors.cpu.structures import KEPT_AS_INT8, NativeLayer, NativeLinear
@@ -32,8 +32,6 @@ from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.model_info import Window
 
 _FEWEST_ROWS: Final = 64
-_FORKED: Final = -1
-NO_MEMORY: Final = "there is no memory for a step"
 
 _LOSSES: Final = {1: "has ended", 2: "is silent", 3: "has left"}
 """Words for the loss of a rank, by the hundreds of an outcome below zero; the rest of it is the rank
@@ -356,7 +354,7 @@ class CpuExecutor:
 
     def _prepare(self, step: RunningStep) -> None:
         if self._library.native_decoder_begin(self._decoder, byref(step.native)):
-            raise ReplicaError(NO_MEMORY)
+            raise ReplicaError("there is no memory for a step")
 
     def _output(self, step: RunningStep) -> HeadOutput:
         if step.logits is None:
@@ -370,11 +368,7 @@ class CpuExecutor:
         kind, rank = divmod(-outcome, 100)
         if kind in _LOSSES:
             raise ReplicaError(f"a rank of the replica was lost: rank {rank} {_LOSSES[kind]}")
-        if outcome == _FORKED:
-            raise ReplicaError("this process was forked from the one that loaded the model, without its threads")
-        if outcome:
-            message = f"the executor's threads did not run a step ({outcome})"
-            raise ReplicaError(NO_MEMORY if outcome == OUT_OF_MEMORY else message)
+        check_outcome(outcome, "a step")
 
     def _go_together(self, num_rows: int, first: int, end: int) -> None:
         """Segment by segment, with a sum over ranks after each that leaves one."""

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.errors import ConfigurationError, ReplicaError
 from holdfast.worker.executors.cpu.build import CLASSES, NoCompilerError, compile_libraries, digest, is_current
 from holdfast.worker.executors.cpu.structures import (
     SIZES,
@@ -177,3 +177,18 @@ def _declared(library: CDLL) -> CDLL:
 def _declare(library: CDLL, name: str, result: type | None, *arguments: type) -> None:
     function = getattr(library, name)
     function.restype, function.argtypes = result, arguments
+
+
+OUT_OF_MEMORY: Final = -4
+"""`kNoMemory` (`native/pool.h`)."""
+_FORKED: Final = -1
+
+
+def check_outcome(outcome: int, work: str) -> None:
+    """Raises `ReplicaError` unless a call of the library has done its work, such as `a product`: outcomes below 0."""
+    if outcome == OUT_OF_MEMORY:
+        raise ReplicaError(f"there is no memory for {work}")
+    if outcome == _FORKED:
+        raise ReplicaError("this process was forked from the one that loaded the model, without its threads")
+    if outcome < 0:
+        raise ReplicaError(f"the native library's threads did not do {work} ({outcome})")

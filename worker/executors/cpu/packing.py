@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.errors import ReplicaError
+from holdfast.worker.executors.cpu.library import check_outcome
 from holdfast.worker.executors.cpu.packed_rows import (
     NO_ROW,
     IntArray,
@@ -371,8 +371,7 @@ class PackedModel:
                 check_finite(weights[0][first : first + step])
             layout = (slices, slice_length, slice_tiles, self.dtype)
             outcome = self._library.native_pack(self._pool, piece.ctypes.data, len(piece), *layout, memory.room(first))
-            if outcome:
-                raise ReplicaError(f"the executor's threads did not pack a weight ({outcome})")
+            check_outcome(outcome, "the packing of a weight")
             memory.written(first, len(piece))
             if self._spent is not None and in_order:
                 self._spent.read(linear.weights, slice(first, first + step))

@@ -12,14 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.worker.errors import ConfigurationError, ReplicaError
-from holdfast.worker.executors.cpu.library import load_library
+from holdfast.worker.executors.cpu.library import check_outcome, load_library
 from holdfast.worker.executors.cpu.packing import DTYPES, GROUP, TILE
-from holdfast.worker.executors.cpu.sampler import OUT_OF_MEMORY
 from holdfast.worker.executors.cpu.structures import NativeLinear
 from holdfast.worker.executors.cpu.tile_memory import Arena
 from holdfast.worker.executors.finite import check_finite
-
-_FORKED: Final = -1
 
 
 class NativePool:
@@ -34,15 +31,6 @@ class NativePool:
         self.handle: int | None = self.library.native_pool_create(num_threads, -1, None)
         if not self.handle:
             raise ReplicaError(f"{num_threads} threads could not be started")
-
-    def check(self, outcome: int, work: str) -> None:
-        """Raises `ReplicaError` unless a call of the library has done its work, such as `a product`."""
-        if outcome == OUT_OF_MEMORY:
-            raise ReplicaError(f"there is no memory for {work}")
-        if outcome == _FORKED:
-            raise ReplicaError("this process was forked from the one that loaded the model, without its threads")
-        if outcome < 0:
-            raise ReplicaError(f"the native library's threads did not do {work} ({outcome})")
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):
@@ -101,7 +89,7 @@ class PackedProduct:
         outcome = pool.library.native_multiply(
             pool.handle, byref(self._linear), DTYPES[self._dtype], *rows_in, out.data_ptr()
         )
-        pool.check(outcome, "a product")
+        check_outcome(outcome, "a product")
         return out.to(self._out_dtype).view(*x.shape[:-1], self._out_features)
 
     def _pack(self, weight: Tensor, num_rows: int, slice_tiles: int, tiles: int) -> None:
@@ -111,4 +99,4 @@ class PackedProduct:
         slice_inputs = self._in_features // self._num_slices
         pool, shape = self._pool, (num_rows, self._num_slices, slice_inputs, slice_tiles)
         outcome = pool.library.native_pack(pool.handle, rows.ctypes.data, *shape, DTYPES[self._dtype], tiles)
-        pool.check(outcome, "the packing of a weight")
+        check_outcome(outcome, "the packing of a weight")

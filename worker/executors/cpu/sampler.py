@@ -13,7 +13,7 @@ import numpy as np
 
 from holdfast.worker.draws import DrawParams, LogitsSettings, banned_token_ids
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.executors.cpu.library import load_library
+from holdfast.worker.executors.cpu.library import check_outcome, load_library
 from holdfast.worker.executors.cpu.structures import NativeDraw, NativeDrawn, NativeEdits
 from holdfast.worker.executors.step_sampler import (
     NONE,
@@ -27,9 +27,6 @@ from holdfast.worker.executors.step_sampler import (
     most_logprobs,
 )
 from holdfast.worker.step_plan import PromptLogprobParams
-
-OUT_OF_MEMORY: Final = -4
-"""`kNoMemory` of the library (`native/pool.h`)."""
 
 _NO_EDITS: Final = (NativeEdits * 0)()
 
@@ -100,9 +97,7 @@ class NativeSampler:
             *(rows.packed, rows.count, rows.edits, drawn.ctypes.data_as(POINTER(NativeDrawn))),
             *(top_ids.ctypes.data, top_logprobs.ctypes.data, most),
         )
-        if outcome:
-            reason = f"the sampler's threads did not run a step ({outcome})"
-            raise ReplicaError("out of memory for drawing a step's tokens" if outcome == OUT_OF_MEMORY else reason)
+        check_outcome(outcome, "the draws of a step")
         return SamplerOutput(drawn, top_ids, top_logprobs).sampled(draws)
 
 

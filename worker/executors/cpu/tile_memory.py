@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Protocol
 
 from torch import Tensor
 
-from holdfast.worker.errors import ReplicaError
+from holdfast.worker.executors.cpu.library import check_outcome
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.linears import Linear
 from holdfast.worker.executors.mapped_files import MappedFiles, discard_contents, span
@@ -146,8 +146,7 @@ class Compactor:
         )
 
     def _outcome(self, outcome: int) -> int:
-        if outcome < 0:
-            raise ReplicaError(f"the executor's threads did not make weights compact ({outcome})")
+        check_outcome(outcome, "the compaction of a weight")
         return outcome
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.worker.errors import ReplicaError
+from holdfast.worker.executors.cpu.library import check_outcome
 from holdfast.worker.executors.cpu.structures import NativeUnits, array_address
 from holdfast.worker.executors.cpu.tile_memory import Arena
 from holdfast.worker.executors.finite import check_finite
@@ -62,8 +62,7 @@ def pack_units(
             piece = _Piece(weights, rows[first : first + step], form.offset)
             out = packed.address + first // UNIT * panel_bytes
             outcome = library.native_pack_units(pool, *piece.addresses, len(piece.codes), num_units, byref(native), out)
-            if outcome:
-                raise ReplicaError(f"the executor's threads did not pack a quantized weight ({outcome})")
+            check_outcome(outcome, "the packing of a quantized weight")
     for weight in weights if uses_up else ():
         discard_contents(weight.mapped)
     return packed
