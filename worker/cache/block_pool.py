@@ -162,7 +162,7 @@ class BlockAllocator:
     @property
     def num_free(self) -> int:
         """Blocks without an owner, those that still hold a prefix among them."""
-        return len(self._blank) + self.num_cached
+        return len(self._blank) + len(self._evictable) + len(self._kept)  # asked in every turn
 
     @property
     def num_cached(self) -> int:

@@ -71,13 +71,6 @@ class SequenceQueues:
         self.waiting.add(sequence)
         self.num_uncomputed_tokens += sequence.num_uncomputed_tokens
 
-    def advance(self, now: float) -> None:
-        """Classes improve with waiting, and pins end."""
-        self.waiting.advance(now)
-        self.pinning.now = now
-        if now >= self.pinning.next_end_s:
-            self.pinning.end(now)
-
     def cached_prefix(self, sequence: Sequence) -> SharedPrefix:
         """The cached full blocks that a waiting sequence can begin with: of a model that keeps states, those up to the
         deepest snapshot; of one with windows, those behind which all is there that the next token sees.

@@ -322,7 +322,7 @@ class CpuExecutor:
     def _copy(self, batch: StepBatch) -> None:
         """Makes the copies before a step."""
         assert self._cache is not None, "a cache is allocated before steps run"
-        assert (len(batch.num_window_blocks) > 0) == (self._cache.window is not None), "tables are those of the cache"
+        assert (batch.num_window_blocks.size > 0) == (self._cache.window is not None), "tables are those of the cache"
         self._cache.copy_for(batch)
         if batch.state_copies.size:
             assert self._states is not None, "states are allocated before steps run"
