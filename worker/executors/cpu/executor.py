@@ -365,6 +365,8 @@ class CpuExecutor:
 
     def _go(self, first: int, end: int, finished_layer: int = -1) -> None:
         outcome = self._library.native_decoder_run(self._decoder, first, end, finished_layer)
+        if not outcome:
+            return
         kind, rank = divmod(-outcome, 100)
         if kind in _LOSSES:
             raise ReplicaError(f"a rank of the replica was lost: rank {rank} {_LOSSES[kind]}")
