@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from holdfast.worker.config import SchedulerConfig, SpeculationConfig
+from holdfast.worker.config import SchedulerConfig, SpeculationConfig, WorkerConfig
 from holdfast.worker.engine.model_runner import LeaderRunner
 from holdfast.worker.request import EngineRequest, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.scheduler.speculation import Speculation
 from tests.parity.families import BASE, randomize
+from tests.parity.harness import worker_config
 
 CONV, LINEAR, FULL = "conv", "linear_attention", "full_attention"
 LFM2: dict[str, Any] = {"block_multiple_of": 8, "head_dim": ..., "num_hidden_layers": 3}
@@ -261,3 +262,17 @@ def start(scheduler: Scheduler, leader: LeaderRunner, requests: Sequence[EngineR
 def run_all(scheduler: Scheduler, leader: LeaderRunner, requests: Sequence[EngineRequest]) -> Said:
     """What each request is told until all have ended, those that run already included."""
     return dict(start(scheduler, leader, requests, num_steps=10_000))
+
+
+def told_alone(leader: LeaderRunner, requests: Sequence[EngineRequest]) -> Said:
+    """What each is told by itself, without a cache."""
+    said: Said = {}
+    for each in requests:
+        said |= run_all(scheduler_of(leader, prefix_caching=False), leader, [each])
+    return said
+
+
+def drafting_config(folder: Path, size: int = 1) -> WorkerConfig:
+    """Of a worker with drafts by prompt lookup."""
+    worker = worker_config(folder, size)
+    return worker.model_copy(update={"speculation": worker.speculation.model_copy(update={"speculative": "ngram"})})

@@ -8,8 +8,8 @@ import pytest
 from holdfast.worker.engine.model_runner import LeaderRunner
 from holdfast.worker.executors.cpu.states import StateCache
 from holdfast.worker.request import EngineRequest, Priority
-from tests.parity.harness import load, on_ranks, worker_config
-from tests.parity.hybrids import Said, request, run_all, save_hybrid, scheduler_of, start
+from tests.parity.harness import load, on_ranks
+from tests.parity.hybrids import Said, drafting_config, request, run_all, save_hybrid, scheduler_of, start, told_alone
 
 NUM_NEW = 14
 SHARED = 66
@@ -21,15 +21,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save_hybrid(tmp_path_factory.mktemp("model"), request.param)
 
 
-def config(folder: Path, size: int = 1):
-    worker = worker_config(folder, size)
-    return worker.model_copy(update={"speculation": worker.speculation.model_copy(update={"speculative": "ngram"})})
-
-
 @pytest.fixture(scope="module")
 def leader(folder) -> LeaderRunner:
     """With room for drafts."""
-    return load(config(folder))
+    return load(drafting_config(folder))
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +39,7 @@ def requests(prompts) -> list[EngineRequest]:
 @pytest.fixture(scope="module")
 def alone(leader, requests) -> Said:
     """What each is told by itself, without a cache."""
-    said: Said = {}
-    for each in requests:
-        said |= run_all(scheduler_of(leader, prefix_caching=False), leader, [each])
-    return said
+    return told_alone(leader, requests)
 
 
 SETTINGS = {
@@ -115,7 +107,7 @@ def test_ranks_share_snapshots(folder, requests, alone):
         scheduler = scheduler_of(leader, 8)
         return [run_all(scheduler, leader, requests) for _ in range(2)]
 
-    assert on_ranks(config(folder, 2), twice) == [alone, alone]
+    assert on_ranks(drafting_config(folder, 2), twice) == [alone, alone]
 
 
 def test_a_window_that_is_off_by_one_after_a_chunk_shows(leader, requests, alone, monkeypatch):

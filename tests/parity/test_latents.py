@@ -15,7 +15,7 @@ from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.models.memory import MemoryEstimator
 from holdfast.worker.request import EngineRequest, Priority
 from tests.parity.harness import is_run_by, load, logits_in_chunks, on_ranks, worker_config
-from tests.parity.hybrids import Said, request, run_all, scheduler_of, start
+from tests.parity.hybrids import Said, drafting_config, request, run_all, scheduler_of, start, told_alone
 
 NUM_NEW = 14
 FAMILY = "deepseek_v3"
@@ -27,14 +27,9 @@ def folder(tiny_model) -> Path:
     return made
 
 
-def config(folder: Path, size: int = 1):
-    worker = worker_config(folder, size)
-    return worker.model_copy(update={"speculation": worker.speculation.model_copy(update={"speculative": "ngram"})})
-
-
 @pytest.fixture(scope="module")
 def leader(folder) -> LeaderRunner:
-    return load(config(folder))
+    return load(drafting_config(folder))
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +49,7 @@ def requests(prompts) -> list[EngineRequest]:
 @pytest.fixture(scope="module")
 def alone(leader, requests) -> Said:
     """What each is told by itself, without a cache."""
-    said: Said = {}
-    for each in requests:
-        said |= run_all(scheduler_of(leader, prefix_caching=False), leader, [each])
-    return said
+    return told_alone(leader, requests)
 
 
 def test_prompts_have_the_same_bits_in_any_chunks(leader, prompts, whole):
@@ -69,7 +61,9 @@ def test_prompts_have_the_same_bits_in_any_chunks(leader, prompts, whole):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_have_the_bits_of_one(size, folder, prompts, whole):
-    assert all(map(torch.equal, on_ranks(config(folder, size), lambda one: logits_in_chunks(one, prompts, 7)), whole))
+    assert all(
+        map(torch.equal, on_ranks(drafting_config(folder, size), lambda one: logits_in_chunks(one, prompts, 7)), whole)
+    )
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from holdfast.worker.request import EngineRequest
 from holdfast.worker.step_plan import Drafting, ScheduledSequence, StepPlan
 from tests.parity.families import randomize, save_tiny_model
 from tests.parity.harness import BLOCK_SIZE, GREEDY, hugging_face, load, on_ranks, worker_config
-from tests.parity.hybrids import Said, request, run_all, save_hybrid, scheduler_of, start
+from tests.parity.hybrids import Said, request, run_all, save_hybrid, scheduler_of, start, told_alone
 
 BUNDLED = Path(__file__).parents[2] / "cluster" / "bundled_model" / "model" / "tokenizer.json"
 PATTERNS = ("dense", "mixture", "by key heads, mixture", "glm4_moe", "glm4_moe_lite")
@@ -149,10 +149,7 @@ def requests(prompts) -> list[EngineRequest]:
 def alone(made, requests) -> Said:
     """Without drafts and company."""
     leader = load(worker_config(made[0]))
-    said: Said = {}
-    for each in requests:
-        said |= run_all(scheduler_of(leader, prefix_caching=False), leader, [each])
-    return said
+    return told_alone(leader, requests)
 
 
 @pytest.mark.parametrize("values", [{}, {"max_num_batched_tokens": 8}, {"num_state_slots": 2}, {"max_num_seqs": 1}])

@@ -20,7 +20,7 @@ from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.scheduler.sequence import Sequence
 from tests.parity.families import save_tiny_model
 from tests.parity.harness import load, on_ranks, worker_config
-from tests.parity.hybrids import Said, request, run_all, scheduler_of, start
+from tests.parity.hybrids import Said, request, run_all, scheduler_of, start, told_alone
 
 NUM_NEW = 40
 WINDOW = 40
@@ -84,10 +84,7 @@ def kept_whole(config: WorkerConfig) -> LeaderRunner:
 
 
 def alone_on(leader: LeaderRunner, requests: list[EngineRequest]) -> Said:
-    said: Said = {}
-    for each in requests:
-        said |= run_all(scheduler_of(leader, prefix_caching=False), leader, [each])
-    return said
+    return told_alone(leader, requests)
 
 
 @pytest.fixture(scope="module")
