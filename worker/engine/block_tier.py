@@ -41,8 +41,9 @@ class BlockTier:
         shape: TierShape,
         computing_s: Callable[[int, int], float],
         num_waiting: Callable[[Priority], int],
+        can_preempt: Callable[[Priority], bool],
     ) -> None:
-        """`computing_s` and `num_waiting` as for `Restores`."""
+        """`computing_s`, `num_waiting` and `can_preempt` as for `Restores`."""
         self._num_lost_blocks = self._turn = 0
         self._budget_s = 0.0
         self._allocator = allocator
@@ -56,7 +57,9 @@ class BlockTier:
         """Blocks of keys and values that the store has not; and states, each with the turn since when it is here."""
         self._states_to_store: OrderedDict[bytes, int] = OrderedDict()
         self._left_out: OrderedDict[bytes, None] = OrderedDict()
-        self.restores = Restores(allocator, slots, mover, shape, self._stored, self._forget, computing_s, num_waiting)
+        self.restores = Restores(
+            allocator, slots, mover, shape, self._stored, self._forget, computing_s, num_waiting, can_preempt
+        )
 
     # --- what can be had ---
 

@@ -3,8 +3,9 @@
 A request whose prefix goes on in the store is held until its blocks are in the cache, where that is sooner than to
 compute them, and then submitted as if it had come just now. It finds them as it finds any cached block: nothing but
 the cache knows where they came from. Restores that memory has no room for beside what runs and each other would evict
-each other's blocks: they wait for room, in the order of their classes. A request waits for room no longer than
-computing would take, and for its blocks no longer than that again.
+each other's blocks: they wait for room, in the order of their classes, and tenants take turns. Computing would wait for
+the same room; but it can preempt a worse class, so beside one a request waits for room no longer than computing would
+take. Once its blocks are being read it waits for them no longer than that.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -37,6 +38,9 @@ class Restore:
     ticket: int
     priority: Priority
     """The best of the requests that wait for it."""
+    tenant: str = ""
+    turn: int = 0
+    """How many restores of its tenant were held when it came."""
     chain: HashChain
     token_ids: Sequence[int]
     first: int
@@ -48,8 +52,10 @@ class Restore:
     num_tokens: int
     """Tokens that then need not be computed."""
     num_bytes: int
-    due_s: float
-    """When it is given up."""
+    computed_s: float = 0.0
+    """When computing could have ended; a restore that has begun is given up then."""
+    due_s: float = 0.0
+    """When a restore that waits for room is given up."""
     is_begun: bool = False
     """Whether its pieces are being read; else it waits for room."""
     num_ready: int = 0
@@ -76,11 +82,13 @@ class Restores:
         lose: Callable[[bytes], None],
         computing_s: Callable[[int, int], float],
         num_waiting: Callable[[Priority], int],
+        can_preempt: Callable[[Priority], bool],
     ) -> None:
         """`stored` are the names in the store; `lose` is called with one that turns out not to be there.
 
         `computing_s`: how long it takes to compute so many tokens of a prompt, from a position on; infinite where
         nothing was measured yet. `num_waiting`: requests of a class and of better ones that wait for memory or a slot.
+        `can_preempt`: whether a request of a class could preempt one that runs.
         """
         self._allocator = allocator
         self._cache = allocator.prefix_cache
@@ -91,6 +99,7 @@ class Restores:
         self._lose = lose
         self._computing_s = computing_s
         self._num_waiting = num_waiting
+        self._can_preempt = can_preempt
         self._restores: dict[int, Restore] = {}
         self._num_restores = self.num_hit_tokens = 0
         self._budget_s = 0.0
@@ -103,6 +112,7 @@ class Restores:
         restore = self._promised(HashChain(request.cache_salt, request.tenant), token_ids, request.priority)
         if restore is None:
             return None
+        restore.tenant = request.tenant
         for other in self._restores.values():
             if other.names[0] == restore.names[0] and not other.is_over:
                 other.priority = min(other.priority, request.priority)
@@ -111,6 +121,8 @@ class Restores:
             return None
         self._num_restores += 1
         restore.ticket = self._num_restores
+        restore.turn = sum(other.tenant == restore.tenant for other in self._restores.values())
+        restore.due_s = now + MOST_HELD_S
         self._hold(restore, now)
         self._restores[restore.ticket] = restore
         if self._has_room(restore):
@@ -118,8 +130,8 @@ class Restores:
         return restore
 
     def _hold(self, restore: Restore, now: float) -> None:
-        """Holds it from now on no longer than computing would take."""
-        restore.due_s = now + min(MOST_HELD_S, max(LEAST_S, self._computing_time_s(restore)))
+        """Notes when computing could have ended that begins now."""
+        restore.computed_s = now + min(MOST_HELD_S, max(LEAST_S, self._computing_time_s(restore)))
 
     def _moving_s(self, restore: Restore) -> float:
         queued = restore.num_bytes + sum(other.num_bytes for other in self._restores.values())
@@ -143,6 +155,12 @@ class Restores:
             return False
         taken = sum(self._allocator.num_blocks_for(len(other.token_ids)) for other in begun)
         return taken + self._allocator.num_blocks_for(len(restore.token_ids)) <= self._allocator.num_free
+
+    def _is_due(self, restore: Restore, now: float) -> bool:
+        """Whether it is given up, and what is missing is computed."""
+        if restore.is_begun or self._can_preempt(restore.priority):
+            return now >= restore.computed_s
+        return now >= restore.due_s
 
     def _begin(self, restore: Restore, now: float) -> None:
         """Reads its pieces from now on."""
@@ -190,7 +208,6 @@ class Restores:
             depth=end,
             num_tokens=(end - usable) * size,
             num_bytes=num_bytes,
-            due_s=0.0,
         )
 
     def _deepest_state(
@@ -228,7 +245,7 @@ class Restores:
                 num_bytes += self._take_piece(restore)
         if step_s is not None:
             self._budget_s = max(0.0, self._budget_s - num_bytes * self._mover.counts.copy_s_per_byte)
-        over = [restore for restore in self._restores.values() if restore.is_over or now >= restore.due_s]
+        over = [restore for restore in self._restores.values() if restore.is_over or self._is_due(restore, now)]
         for restore in over:
             self.end(restore)
         return over
@@ -252,7 +269,7 @@ class Restores:
     @property
     def next_due_s(self) -> float:
         """When the first restore is given up."""
-        return min((restore.due_s for restore in self._restores.values()), default=float("inf"))
+        return min((_next_look_s(restore) for restore in self._restores.values()), default=float("inf"))
 
     def _take_piece(self, restore: Restore) -> int:
         """Puts the next piece in its places; its bytes."""
@@ -302,5 +319,9 @@ class Restores:
         restore.has_failed = num_found < len(found)
 
 
-def _order(restore: Restore) -> tuple[Priority, int]:
-    return restore.priority, restore.ticket
+def _order(restore: Restore) -> tuple[Priority, int, int]:
+    return restore.priority, restore.turn, restore.ticket
+
+
+def _next_look_s(restore: Restore) -> float:
+    return restore.computed_s if restore.is_begun else restore.due_s

@@ -297,7 +297,9 @@ def _put_below(engine: Engine, scheduler: Scheduler, movers: "RankMovers", tuner
         state_bytes=info.state_bytes,
         num_threads=torch.get_num_threads(),
     )
-    tier = BlockTier(*scheduler.caches, movers, shape, tuner.model.prefill_s, scheduler.num_waiting)
+    tier = BlockTier(
+        *scheduler.caches, movers, shape, tuner.model.prefill_s, scheduler.num_waiting, scheduler.can_preempt
+    )
     movers.own.start(engine.put_below(tier))
 
 

@@ -271,6 +271,11 @@ class Scheduler:
         """Requests of this class and of better ones that wait for memory or a slot."""
         return self._queues.waiting.num_up_to(priority)
 
+    def can_preempt(self, priority: Priority) -> bool:
+        """Whether a sequence of a worse class runs, which a request of this one may preempt."""
+        running = self._queues.running
+        return bool(running) and running[-1].service_class > priority
+
     def load(self) -> EngineLoad:
         """The load of this replica now."""
         return EngineLoad(

@@ -100,6 +100,7 @@ class SimulatedReplica(Process):
             TierShape(block_bytes=shape.block_size, state_bytes=4),
             lambda _, num_tokens: shape.step_costs.base_s + num_tokens * shape.step_costs.token_s,
             self.core.scheduler.num_waiting,
+            self.core.scheduler.can_preempt,
         )
         tier.learn(disk.names(kind), ())
         self._mover.tier = self.core.tier = tier

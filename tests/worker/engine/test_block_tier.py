@@ -76,7 +76,14 @@ class Played:
         self.mover = PlayedMover()
         self.computing_s = computing_s
         shape = TierShape(block_bytes=BLOCK_BYTES)
-        self.tier = BlockTier(*scheduler.caches, self.mover, shape, lambda *_: self.computing_s, scheduler.num_waiting)
+        self.tier = BlockTier(
+            *scheduler.caches,
+            self.mover,
+            shape,
+            lambda *_: self.computing_s,
+            scheduler.num_waiting,
+            scheduler.can_preempt,
+        )
         self.core.tier = self.tier
         self.listener = Listener()
         self.core.attach(self.listener)
@@ -263,15 +270,41 @@ def test_restores_that_begin_without_room_evict_each_others_blocks(monkeypatch):
     assert small.stats.num_prefix_hit_tokens < 64
 
 
-def test_nobody_waits_for_room_longer_than_computing_takes():
-    small = small_with_both()
-    small.idle(small.computing_s - 0.1)
-    assert not small.core.scheduler.has_work
-    small.idle(small.computing_s + 0.1)
+@pytest.mark.parametrize("worse_runs", [False, True])
+def test_beside_a_worse_class_nobody_waits_for_room_longer_than_computing_takes(worse_runs):
+    small = Played(num_blocks=12)
+    small.tier.learn(small.names(OTHER), ())
+    small.submit("a", priority=Priority.LOW if worse_runs else Priority.NORMAL)
+    plan = small.core.scheduler.plan()
+    small.submit("b", OTHER)
+    small.core.commit(plan, small._runner.run(plan), 0.01)
+    small.core.tend_tier(small.computing_s - 0.1, 0.01)
+    assert not small.mover.fetched
+    assert small.core.scheduler.num_waiting(Priority.NORMAL) == 0
+    small.core.tend_tier(small.computing_s + 0.1, 0.01)
+    assert small.core.scheduler.num_waiting(Priority.NORMAL) == worse_runs
     small.run()
+    if not worse_runs:
+        bring(small)
+        small.run()
     assert finished(small) == {"a", "b"}
-    assert 2 not in small.mover.fetched
     small.core.check_integrity()
+
+
+def test_tenants_take_turns_in_waiting_for_room():
+    small = Played(num_blocks=12)
+    prompts = [tuple(range(first, first + len(PROMPT))) for first in (300, 400, 500, 600)]
+    tenants = ["many", "many", "many", "one"]
+    for prompt, tenant in zip(prompts, tenants, strict=True):
+        small.tier.learn(small.names(prompt, tenant=tenant), ())
+    for number, (prompt, tenant) in enumerate(zip(prompts, tenants, strict=True)):
+        small.submit(f"{tenant}-{number}", prompt, tenant=tenant)
+    for ticket in (1, 4, 2, 3):
+        assert list(small.mover.fetched)[-1] == ticket
+        bring(small, ticket)
+        small.run()
+    assert len(finished(small)) == 4
+    assert small.stats.num_disk_hit_tokens == 4 * 32
 
 
 @pytest.mark.parametrize(("priority", "waits"), [(Priority.LOW, True), (Priority.NORMAL, True), (Priority.HIGH, False)])
