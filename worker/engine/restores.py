@@ -40,7 +40,7 @@ class Restore:
     """The best of the requests that wait for it."""
     tenant: str = ""
     turn: int = 0
-    """How many restores of its tenant were held when it came."""
+    """Restores of its tenant that were held when it came."""
     chain: HashChain
     token_ids: Sequence[int]
     first: int
