@@ -2,11 +2,35 @@
 named as in the proto.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFigures:
+    """Course of a request at one router: times in seconds of wall time, and counts beside its usage."""
+
+    queue_s: float = 0.0
+    """Seconds from its admission until it first ran: in the router, and in its first replica."""
+    prompt_s: float = 0.0
+    """Seconds from there to its first output."""
+    first_token_s: float = 0.0
+    """Seconds from its admission to its first output."""
+    decode_s: float = 0.0
+    """Seconds in which replicas generated its output."""
+    total_s: float = 0.0
+    """Seconds from its admission to its end, pauses included."""
+    num_disk_tokens: int = 0
+    """Cached tokens whose blocks came from the disk; the others were in memory."""
+    num_draft_tokens: int = 0
+    """Guessed tokens that were verified."""
+    num_accepted_tokens: int = 0
+    """Tokens among `num_draft_tokens` that came true."""
+    num_attempts: int = 0
+    """Replicas that it was sent to, one after the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +41,34 @@ class Usage:
     num_completion_tokens: int
     num_cached_tokens: int = 0
     """Cached tokens among `num_prompt_tokens`, in the first attempt that brought a token."""
+    figures: RequestFigures | None = field(default=None, compare=False)
+    """None of a beam search, and of a stream that was complete when it was resumed."""
+
+
+def together(usages: Sequence[Usage], *, share_prompt: bool) -> Usage:
+    """Usage of several sequences, of one prompt (it counts once, and as cached only what was cached for each of them)
+    or of a prompt each. Of times and attempts the longest and most count.
+    """
+    of_prompt: Callable[[Iterable[int]], int] = min if share_prompt else sum
+    figures = [usage.figures for usage in usages if usage.figures is not None]
+    whole = None
+    if len(figures) == len(usages):
+        most = {name: max(getattr(one, name) for one in figures) for name in _LONGEST}
+        whole = RequestFigures(
+            **most,
+            num_disk_tokens=of_prompt(one.num_disk_tokens for one in figures),
+            num_draft_tokens=sum(one.num_draft_tokens for one in figures),
+            num_accepted_tokens=sum(one.num_accepted_tokens for one in figures),
+        )
+    return Usage(
+        num_prompt_tokens=of_prompt(usage.num_prompt_tokens for usage in usages),
+        num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),
+        num_cached_tokens=of_prompt(usage.num_cached_tokens for usage in usages),
+        figures=whole,
+    )
+
+
+_LONGEST: Final = ("queue_s", "prompt_s", "first_token_s", "decode_s", "total_s", "num_attempts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

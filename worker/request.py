@@ -230,6 +230,13 @@ class TokenDelta:
     0 and only there; a link sends those of a long prompt in pieces before, each in a delta that has nothing else."""
     queued_s: float = 0.0
     """Seconds that the request has waited in the engine before it first ran. Reported with its first tokens there."""
+    num_disk_tokens: int = 0
+    """Tokens among `num_cached_tokens` whose blocks were brought back from the disk for it."""
+    num_draft_tokens: int = 0
+    """Guessed tokens of this attempt that were verified up to here. Reported where several tokens come, and at its end.
+    """
+    num_accepted_tokens: int = 0
+    """Tokens among `num_draft_tokens` that came true."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
-from holdfast.router.generation import OutputDelta
+from holdfast.router.generation import OutputDelta, RequestFigures
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.request import FinishReason, TokenLogprob
@@ -69,6 +69,8 @@ class RequestMetrics:
     """Seconds from its submission to its first token."""
     num_generation_tokens: int
     """Output tokens of all sequences of the request."""
+    figures: RequestFigures | None = None
+    """Times and counts by phase, as servers tell them; None of a request that was cancelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -169,6 +169,7 @@ class RequestHandle:
                     last_token_ts=time.monotonic(),
                     first_token_latency=self._first_token_ts - self._arrived_ts,
                     num_generation_tokens=sum(map(_num_tokens, answer.streams)),
+                    figures=answer.usage.figures if answer.is_over else None,
                 )
         for completion in completions:
             outputs.append(completion_output(completion, params, tokenizer))

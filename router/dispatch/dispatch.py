@@ -142,6 +142,7 @@ class Dispatch:
             return []
         delta = state.take((), FinishReason.ABORT)
         assert delta is not None, "the end of a sequence always makes a delta"
+        delta = state.with_figures(delta, now)
         return [delta, *self._endings.close(state, RequestEvent.CANCEL), *self._drain(state.model, now)]
 
     def suspend(self, key: SequenceKey, now: float) -> list[Action]:

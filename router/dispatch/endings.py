@@ -143,6 +143,7 @@ class Progress:
                 state.tenant.counter += state.tenant.output_token_cost
                 actions.append(output_delta)
                 if output_delta.finish_reason is not None:
+                    actions[-1] = state.with_figures(output_delta, now)
                     actions += self._endings.close(state, RequestEvent.FINISH)
             else:
                 delta = TokenDelta(attempt=attempt, first_token_index=index, token_ids=(token_id,))
@@ -170,7 +171,11 @@ class Progress:
         if delta.finish_reason is FinishReason.ABORT:
             return self._refuse(state, ReplicaError("the replica gave the request up"), now)
         if not state.output_token_ids:
-            state.num_cached_tokens = delta.num_cached_tokens
+            state.num_cached_tokens = state.timeline.num_cached_tokens = delta.num_cached_tokens
+            state.timeline.num_disk_tokens = delta.num_disk_tokens
+        if delta.num_draft_tokens:
+            times = state.timeline.attempts[-1]
+            times.num_draft_tokens, times.num_accepted_tokens = delta.num_draft_tokens, delta.num_accepted_tokens
         try:
             token_ids, logprobs = delta.token_ids[num_seen:], delta.logprobs[num_seen:]
             output_delta = state.take(token_ids, delta.finish_reason, logprobs, delta.prompt_logprobs)
@@ -181,6 +186,7 @@ class Progress:
         self._placement.note_step(state, len(output_delta.token_ids), now, delta.queued_s)
         if output_delta.finish_reason is None:
             return [output_delta]
+        output_delta = state.with_figures(output_delta, now)
         return [output_delta, *self._endings.close(state, RequestEvent.FINISH, replica_has_it=replica_has_it)]
 
     def _refuse(self, state: RequestState, error: HoldfastError, now: float) -> list[Action]:

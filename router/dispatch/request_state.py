@@ -238,6 +238,11 @@ class RequestState:
         )
         return tuple.__new__(OutputDelta, fields)
 
+    def with_figures(self, delta: OutputDelta, now: float) -> OutputDelta:
+        """The last delta, whose usage tells how the request went."""
+        assert delta.usage is not None, "the last delta has the usage"
+        return delta._replace(usage=replace(delta.usage, figures=self.timeline.figures(now)))
+
     def stop_reason(self, finish_reason: FinishReason) -> str | int | None:
         """The stop string or the stop token of the request that has ended its output; None for another end."""
         return stop_reason(self.request.sampling_params, finish_reason, self.output_token_ids, self.text.matched)

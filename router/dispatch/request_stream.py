@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.timeline import Timeline
-from holdfast.router.generation import OutputDelta, Usage
+from holdfast.router.generation import OutputDelta, Usage, together
 from holdfast.router.resume import final_delta
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.request import EngineRequest, SequenceKey, TokenLogprob
@@ -294,7 +294,7 @@ class RequestStream:
         each of them.
         """
         first, *others = self._usages
-        return merged_usage(self._usages) if others else first
+        return together(self._usages, share_prompt=True) if others else first
 
     @property
     def num_unread(self) -> int:
@@ -327,15 +327,6 @@ class RequestStream:
                 self._usages.append(delta.usage)
                 return delta if is_one else delta._replace(usage=self.usage if self.is_over else None)
         return None
-
-
-def merged_usage(usages: Sequence[Usage]) -> Usage:
-    """The usage of all siblings."""
-    return Usage(
-        num_prompt_tokens=usages[0].num_prompt_tokens,
-        num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),
-        num_cached_tokens=min(usage.num_cached_tokens for usage in usages),
-    )
 
 
 def _ended(state: RequestState, sink: Sink) -> OutputStream:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from holdfast.router.generation import RequestFigures
+
 
 class Cause(StrEnum):
     """Why an attempt has ended before its request."""
@@ -34,6 +36,10 @@ class AttemptTimes:
     ended_s: float | None = None
     """None: it has ended with its request, or goes on."""
     cause: Cause | None = None
+    num_draft_tokens: int = 0
+    """Guessed tokens that were verified, as far as it has told."""
+    num_accepted_tokens: int = 0
+    """Tokens among them that came true."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +65,31 @@ class Timeline:
 
     opened_s: float = 0.0
     attempts: list[AttemptTimes] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that were cached for the first attempt that brought a token."""
+    num_disk_tokens: int = 0
+    """Tokens among them whose blocks came from the disk."""
 
     @property
     def num_failovers(self) -> int:
         """Times it was sent to a replica again, except after its client had not read."""
         return sum(one.cause is not Cause.UNREAD for one in self.attempts[:-1])
+
+    def figures(self, ended_s: float) -> RequestFigures:
+        """Figures of a request that has ended, for its client."""
+        phases = self.phases(ended_s)
+        firsts = (one.first_output_s for one in self.attempts if one.first_output_s is not None)
+        return RequestFigures(
+            queue_s=phases.queue_s + phases.replica_queue_s,
+            prompt_s=phases.prefill_s,
+            first_token_s=next(firsts, ended_s) - self.opened_s,
+            decode_s=phases.decode_s,
+            total_s=ended_s - self.opened_s,
+            num_disk_tokens=self.num_disk_tokens,
+            num_draft_tokens=sum(one.num_draft_tokens for one in self.attempts),
+            num_accepted_tokens=sum(one.num_accepted_tokens for one in self.attempts),
+            num_attempts=len(self.attempts),
+        )
 
     def phases(self, ended_s: float) -> Phases:
         """Phases of a request that has ended."""

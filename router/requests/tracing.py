@@ -46,7 +46,7 @@ class RequestTrace:
             # A loop's clock may count in milliseconds, and no phase begins before its request.
             return max(self._began_ns, round(1e9 * (moment_s + self._offset_s)))
 
-        context = trace.set_span_in_context(self._span)
+        context, figures = trace.set_span_in_context(self._span), ended.timeline.figures(ended.ended_s)
         for name, began_s, ended_s, attributes in phase_spans(ended):
             self._tracer.start_span(name, context, attributes=attributes, start_time=at(began_s)).end(at(ended_s))
         self._span.set_attributes(
@@ -54,6 +54,12 @@ class RequestTrace:
                 "holdfast.outcome": ended.outcome,
                 "gen_ai.usage.input_tokens": ended.num_prompt_tokens,
                 "gen_ai.usage.output_tokens": ended.num_output_tokens,
+                "holdfast.tokens.memory": ended.timeline.num_cached_tokens - figures.num_disk_tokens,
+                "holdfast.tokens.disk": figures.num_disk_tokens,
+                "holdfast.tokens.computed": ended.num_prompt_tokens - ended.timeline.num_cached_tokens,
+                "holdfast.tokens.drafted": figures.num_draft_tokens,
+                "holdfast.tokens.accepted": figures.num_accepted_tokens,
+                "holdfast.attempts": figures.num_attempts,
                 "holdfast.failovers": ended.timeline.num_failovers,
                 "holdfast.reader_wait_s": ended.reader_wait_s,
             }

@@ -1,9 +1,10 @@
 """Protobuf codec of answers of the public API: to messages for routers, from messages for clients."""
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from holdfast.router.events import ModelStatus, ReplicaLoad, StoreFigures
-from holdfast.router.generation import Generation, OutputDelta, Usage
+from holdfast.router.generation import Generation, OutputDelta, RequestFigures, Usage
 from holdfast.router.wire.chat_codec import (
     chat_delta_message,
     chat_output,
@@ -13,6 +14,9 @@ from holdfast.router.wire.resume_codec import FINISH_REASONS, FINISH_REASONS_REA
 from holdfast.v1 import inference_pb2
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.step_update import EngineStats
+
+_TIMES: Final = ("queue_s", "prompt_s", "first_token_s", "decode_s", "total_s")
+_COUNTS: Final = ("disk_tokens", "draft_tokens", "accepted_tokens", "attempts")
 
 
 def output_delta(message: inference_pb2.GenerateStreamResponse) -> OutputDelta:
@@ -107,6 +111,21 @@ def _usage(message: inference_pb2.Usage) -> Usage:
         num_prompt_tokens=message.prompt_tokens,
         num_completion_tokens=message.completion_tokens,
         num_cached_tokens=message.cached_prompt_tokens,
+        figures=_figures(message.figures) if message.HasField("figures") else None,
+    )
+
+
+def _figures(message: inference_pb2.RequestFigures) -> RequestFigures:
+    return RequestFigures(
+        **{name: getattr(message, name) for name in _TIMES},
+        **{f"num_{name}": getattr(message, name) for name in _COUNTS},
+    )
+
+
+def _figures_message(figures: RequestFigures) -> inference_pb2.RequestFigures:
+    return inference_pb2.RequestFigures(
+        **{name: getattr(figures, name) for name in _TIMES},
+        **{name: getattr(figures, f"num_{name}") for name in _COUNTS},
     )
 
 
@@ -115,6 +134,7 @@ def _usage_message(usage: Usage) -> inference_pb2.Usage:
         prompt_tokens=usage.num_prompt_tokens,
         completion_tokens=usage.num_completion_tokens,
         cached_prompt_tokens=usage.num_cached_tokens,
+        figures=None if usage.figures is None else _figures_message(usage.figures),
     )
 
 

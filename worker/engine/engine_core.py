@@ -161,7 +161,9 @@ class EngineCore:
             return
         self._submit(request, listener, now, attempt)
 
-    def _submit(self, request: EngineRequest, listener: StepListener, now: float, attempt: Hashable) -> None:
+    def _submit(
+        self, request: EngineRequest, listener: StepListener, now: float, attempt: Hashable, num_disk_tokens: int = 0
+    ) -> None:
         self._counts.num_requests += 1
         if listener not in self._output_queues:
             return  # detached meanwhile: no one waits for an answer
@@ -169,7 +171,7 @@ class EngineCore:
         try:
             if poison_risk or suspects.requests:
                 suspects.check(poison_risk, listener)
-            finished = self.scheduler.add(request, now, attempt)
+            finished = self.scheduler.add(request, now, attempt, num_disk_tokens)
         except HoldfastError as error:
             self._refuse(attempt, error, listener)
             return
@@ -182,7 +184,7 @@ class EngineCore:
     def _release(self, attempt: Hashable) -> None:
         """A request that was held goes on, as if it had come just now, but for its deadline."""
         held = self._let_go(attempt)
-        self._submit(held.request, held.listener, held.arrived_s, attempt)
+        self._submit(held.request, held.listener, held.arrived_s, attempt, held.restore.num_hit_tokens)
 
     def _let_go(self, attempt: Hashable) -> _Held:
         held = self._held.pop(attempt)

@@ -63,6 +63,8 @@ class Restore:
     num_taken: int = 0
     """Names that are in the cache."""
     has_failed: bool = False
+    num_hit_tokens: int = 0
+    """Tokens that it has brought back; known once it has ended."""
 
     @property
     def is_over(self) -> bool:
@@ -257,9 +259,10 @@ class Restores:
         if restore.is_begun and restore.num_taken < len(restore.names):
             self._mover.fetch(restore.ticket, (), 0)
         if restore.num_taken == len(restore.names):
-            self.num_hit_tokens += restore.num_tokens
+            restore.num_hit_tokens = restore.num_tokens
         elif self._slots is None:  # else the state is missing, and with it all is
-            self.num_hit_tokens += restore.num_taken * self._allocator.block_size
+            restore.num_hit_tokens = restore.num_taken * self._allocator.block_size
+        self.num_hit_tokens += restore.num_hit_tokens
 
     def give_up(self) -> None:
         """Ends all: the store belongs to other weights now."""

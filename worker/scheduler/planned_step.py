@@ -316,6 +316,9 @@ class ShareCommit:
             if delta is not None:
                 deltas.append(delta)
             self._settle(sequence, scheduled, delta.token_ids if delta else ())
+            if sequence.num_draft_tokens and delta is not None and (delta.finish_reason or len(delta.token_ids) > 1):
+                delta.num_draft_tokens = sequence.num_draft_tokens
+                delta.num_accepted_tokens = sequence.num_accepted_tokens
         return deltas
 
     def _settle(self, sequence: Sequence, scheduled: ScheduledSequence, gained: tuple[int, ...]) -> None:

@@ -110,9 +110,12 @@ class Scheduler:
 
     # --- Requests ---
 
-    def add(self, request: EngineRequest, now: float = 0.0, attempt: Hashable = None) -> TokenDelta | None:
+    def add(
+        self, request: EngineRequest, now: float = 0.0, attempt: Hashable = None, num_disk_tokens: int = 0
+    ) -> TokenDelta | None:
         """Adds a request; its tokens come out of `commit`. `now` is in seconds of a clock that does not go back;
-        `attempt` is the key to know it by, None the request's own id.
+        `attempt` is the key to know it by, None the request's own id; `num_disk_tokens` of its tokens were brought back
+        from the disk for it.
 
         Returns None, or the request's one and only delta where nothing is left to do: a continued request whose earlier
         outputs were already complete. Raises `InvalidRequestError` if the request can never run here or its key is in
@@ -131,6 +134,7 @@ class Scheduler:
             arrived_s=now,
             attempt=attempt,
         )
+        sequence.num_disk_tokens = num_disk_tokens
         if (reason := sequence.finish_reason) is not None and request.output_token_ids:
             self.counts.num_finished += 1
             return sequence.last_delta(reason)

@@ -58,10 +58,13 @@ class Sequence:
         "is_pending",
         "logits_settings",
         "max_len",
+        "num_accepted_tokens",
         "num_admitted_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_discarded_tokens",
+        "num_disk_tokens",
+        "num_draft_tokens",
         "num_prompt_tokens",
         "num_rolling_blocks",
         "num_tokens_to_pin",
@@ -130,6 +133,10 @@ class Sequence:
         """Tokens that were computed once and lost by a preemption; computing them again is waste."""
         self.num_cached_tokens = 0
         """Tokens found in the prefix cache when it, or the sequence that it was forked from, was first admitted."""
+        self.num_disk_tokens = 0
+        """Tokens of its prompt that were brought back from the disk before it was submitted."""
+        self.num_draft_tokens = self.num_accepted_tokens = 0
+        """Guessed tokens that were verified, and those of them that came true."""
         self.hash_chain = HashChain(request.cache_salt, request.tenant)
         """Hashes of its full blocks: their keys in the prefix cache."""
         self.block_ids: tuple[int, ...] = ()
@@ -290,6 +297,7 @@ class Sequence:
             logprobs=logprobs[: len(token_ids)],
             prompt_logprobs=() if self.prompt_logprobs is None else self.take_prompt_logprobs(),
             queued_s=self._take_queued_s(),
+            num_disk_tokens=self._num_found_on_disk if first_token_index == 0 else 0,
         )
 
     def _breaks(self, drawn: int) -> bool:
@@ -298,6 +306,10 @@ class Sequence:
             return False
         self.is_broken, self.has_dead_end = True, drawn == DEAD_END
         return True
+
+    @property
+    def _num_found_on_disk(self) -> int:
+        return min(self.num_disk_tokens, self.num_cached_tokens)
 
     def _take_queued_s(self) -> float:
         """Seconds that it had waited when it first ran; 0 once that was reported."""
@@ -355,7 +367,15 @@ class Sequence:
         index = len(self.token_ids) - self.num_prompt_tokens - 1
         num_cached = self.num_cached_tokens if index == 0 else 0
         return TokenDelta(
-            self.attempt, index, drawn, self.finish_reason, num_cached, logprobs, (), self._take_queued_s()
+            self.attempt,
+            index,
+            drawn,
+            self.finish_reason,
+            num_cached,
+            logprobs,
+            (),
+            self._take_queued_s(),
+            self._num_found_on_disk if index == 0 else 0,
         )
 
     def last_delta(self, reason: FinishReason) -> TokenDelta:

@@ -146,6 +146,8 @@ class Speculation:
             num_accepted = sum(draft == token_id for draft, token_id in zip(drafts, gained, strict=False))
             if (length := self._lengths.get(sequence.sequence_id)) is not None:
                 length.observe(len(drafts), num_accepted)
+            sequence.num_draft_tokens += len(drafts)
+            sequence.num_accepted_tokens += num_accepted
             queues.counts.num_draft_tokens += len(drafts)
             queues.counts.num_accepted_tokens += num_accepted
 

@@ -160,6 +160,7 @@ def _split(delta: TokenDelta) -> Iterator[TokenDelta]:
             logprobs=logprobs[part.start : part.stop],
             finish_reason=delta.finish_reason if is_last else None,
             num_cached_tokens=0 if part.start else delta.num_cached_tokens,
+            num_disk_tokens=0 if part.start else delta.num_disk_tokens,
             queued_s=0.0 if part.start else delta.queued_s,
         )
     if not logprobs:
@@ -218,6 +219,10 @@ def _add_delta(deltas: "RepeatedCompositeFieldContainer[engine_pb2.Delta]", delt
         message.prompt_logprobs.extend([_logprob_message(item, item.token_id) for item in delta.prompt_logprobs])
     if delta.queued_s:
         message.queued_s = delta.queued_s
+    if delta.num_disk_tokens:
+        message.num_disk_tokens = delta.num_disk_tokens
+    if delta.num_draft_tokens:
+        message.num_draft_tokens, message.num_accepted_tokens = delta.num_draft_tokens, delta.num_accepted_tokens
 
 
 def _logprob_message(item: TokenLogprob, token_id: int = 0) -> engine_pb2.EngineTokenLogprob:
@@ -328,6 +333,9 @@ def _token_delta(delta: engine_pb2.Delta) -> TokenDelta:
         logprobs=_logprobs(delta, token_ids) if delta.logprobs else (),
         prompt_logprobs=_prompt_logprobs(delta) if delta.prompt_logprobs else (),
         queued_s=delta.queued_s,
+        num_disk_tokens=delta.num_disk_tokens,
+        num_draft_tokens=delta.num_draft_tokens,
+        num_accepted_tokens=delta.num_accepted_tokens,
     )
 
 

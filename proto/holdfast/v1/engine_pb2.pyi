@@ -250,7 +250,7 @@ class CacheEvents(_message.Message):
     def __init__(self, stored: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("attempt", "first_token_index", "token_ids", "finish_reason", "num_cached_tokens", "logprobs", "prompt_logprobs", "queued_s")
+    __slots__ = ("attempt", "first_token_index", "token_ids", "finish_reason", "num_cached_tokens", "logprobs", "prompt_logprobs", "queued_s", "num_disk_tokens", "num_draft_tokens", "num_accepted_tokens")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +259,9 @@ class Delta(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     first_token_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -267,7 +270,10 @@ class Delta(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[EngineTokenLogprob]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[EngineTokenLogprob]
     queued_s: float
-    def __init__(self, attempt: _Optional[int] = ..., first_token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[EngineTokenLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[EngineTokenLogprob, _Mapping]]] = ..., queued_s: _Optional[float] = ...) -> None: ...
+    num_disk_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    def __init__(self, attempt: _Optional[int] = ..., first_token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[EngineTokenLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[EngineTokenLogprob, _Mapping]]] = ..., queued_s: _Optional[float] = ..., num_disk_tokens: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class EngineTokenLogprob(_message.Message):
     __slots__ = ("logprob", "rank", "top_token_ids", "top_logprobs", "token_id")

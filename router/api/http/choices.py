@@ -46,15 +46,47 @@ def usage_of(usage: Usage, num_thoughts: int | None = None) -> dict[str, Any]:
     """The usage object. Details of the prompt are null where nothing of it was cached, as clients of vLLM expect.
     `num_thoughts`: tokens of the reasoning, where they are counted.
     """
-    cached = usage.num_cached_tokens
-    details = {} if num_thoughts is None else {"completion_tokens_details": {"reasoning_tokens": num_thoughts}}
+    details = ({} if num_thoughts is None else {"reasoning_tokens": num_thoughts}) | drafts_of(usage)
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_completion_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached} if cached else None,
-        **details,
+        "prompt_tokens_details": cached_of(usage) if usage.num_cached_tokens else None,
+        **({"completion_tokens_details": details} if details else {}),
+        **times_of(usage),
     }
+
+
+def cached_of(usage: Usage) -> dict[str, int]:
+    """Cached tokens of the prompt, and those of them that came from the disk where that is known."""
+    on_disk = {} if usage.figures is None else {"disk_tokens": usage.figures.num_disk_tokens}
+    return {"cached_tokens": usage.num_cached_tokens, **on_disk}
+
+
+def drafts_of(usage: Usage) -> dict[str, int]:
+    """Guessed tokens that came true and that did not, by OpenAI's names; nothing where none was guessed."""
+    figures = usage.figures
+    if figures is None or not figures.num_draft_tokens:
+        return {}
+    num_accepted = figures.num_accepted_tokens
+    return {
+        "accepted_prediction_tokens": num_accepted,
+        "rejected_prediction_tokens": figures.num_draft_tokens - num_accepted,
+    }
+
+
+def times_of(usage: Usage) -> dict[str, float]:
+    """Times of a request in seconds, by the names that Groq's API gives them in its usage, and its attempts."""
+    if (figures := usage.figures) is None:
+        return {}
+    times = {
+        "queue_time": figures.queue_s,
+        "prompt_time": figures.prompt_s,
+        "time_to_first_token": figures.first_token_s,
+        "completion_time": figures.decode_s,
+        "total_time": figures.total_s,
+    }
+    return {name: round(seconds, 6) for name, seconds in times.items()} | {"attempts": figures.num_attempts}
 
 
 def finish_of(reason: FinishReason | None) -> str | None:

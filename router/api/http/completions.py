@@ -20,7 +20,7 @@ from holdfast.router.api.http.choices import (
 from holdfast.router.api.http.event_stream import PLACE, Frame, frame_of, json_text
 from holdfast.router.api.http.sampling import completion_params, scores_only, service_of
 from holdfast.router.api.http.tokens_with_text import TextOffsets, TokensWithText
-from holdfast.router.generation import Generation, OutputDelta, Usage
+from holdfast.router.generation import Generation, OutputDelta, Usage, together
 from holdfast.router.request import GenerationRequest, naming
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_search import BeamAnswer
@@ -107,7 +107,7 @@ class Completions:
         choices = [
             self._whole_choice(number, one, item) for number, one in enumerate(completed) for item in one.completions
         ]
-        usage = _sum([one.usage for one in completed])
+        usage = together([one.usage for one in completed], share_prompt=False)
         fingerprint = completed[0].system_fingerprint or None
         return {**self._head, "choices": choices, "usage": usage_of(usage), "system_fingerprint": fingerprint}
 
@@ -149,7 +149,8 @@ class Completions:
         """The usage of all prompts, and that it is done."""
         if not self._body.tells_usage:
             return DONE
-        return event_of({**self._head, "choices": [], "usage": usage_of(_sum(self._usages))}) + DONE
+        usage = together(self._usages, share_prompt=False)
+        return event_of({**self._head, "choices": [], "usage": usage_of(usage)}) + DONE
 
     async def numbered(self) -> AsyncIterator[OutputDelta]:
         """The deltas of all answers, numbered as their choices are."""
@@ -327,11 +328,3 @@ async def _pump(
         await arrived.put(None)
     except Exception as error:
         await arrived.put(error)
-
-
-def _sum(usages: Sequence[Usage]) -> Usage:
-    return Usage(
-        num_prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
-        num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),
-        num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
-    )

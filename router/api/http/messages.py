@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from holdfast.router.api.http.choices import Block, BlockEvent, Blocks
+from holdfast.router.api.http.choices import Block, BlockEvent, Blocks, drafts_of, times_of
 from holdfast.router.api.http.messages_body import TTLS
 from holdfast.router.generation import Generation, OutputDelta, Usage
 from holdfast.router.requests.answer import SampledAnswer
@@ -44,7 +44,7 @@ class MessageEvents:
         events += b"".join(map(self._block_event, self._blocks.push(delta)))
         if delta.finish_reason is not None:
             ended = _stop(delta.finish_reason, delta.stop_reason, self._blocks.num_calls)
-            events += _event("message_delta", {"delta": ended, "usage": self._usage(self._num_tokens)})
+            events += _event("message_delta", {"delta": ended, "usage": self._usage(self._num_tokens, delta.usage)})
         return events
 
     def plain(self, delta: OutputDelta) -> None:
@@ -63,12 +63,14 @@ class MessageEvents:
         self._num_cached_tokens = delta.num_cached_tokens
         return _event("message_start", {"message": {**head, "content": [], "usage": self._usage(0)}})
 
-    def _usage(self, num_completion_tokens: int) -> dict[str, Any]:
+    def _usage(self, num_completion_tokens: int, ended: Usage | None = None) -> dict[str, Any]:
+        """Usage so far; `ended`: that of the request, once it has ended."""
         request = self._answer.request
         usage = Usage(
             num_prompt_tokens=len(request.prompt_token_ids),
             num_completion_tokens=num_completion_tokens,
             num_cached_tokens=self._num_cached_tokens,
+            figures=None if ended is None else ended.figures,
         )
         return _usage(usage, request.cache_ttl_s)
 
@@ -163,7 +165,17 @@ def _usage(usage: Usage, ttl_s: int) -> dict[str, Any]:
             "ephemeral_5m_input_tokens": num_short,
             "ephemeral_1h_input_tokens": num_written - num_short,
         },
+        **_figures(usage),
     }
+
+
+def _figures(usage: Usage) -> dict[str, Any]:
+    """Tokens read by where they came from, and guessed ones, in the way of `cache_creation`; and times."""
+    if (figures := usage.figures) is None:
+        return {}
+    on_disk = figures.num_disk_tokens
+    read = {"memory_input_tokens": usage.num_cached_tokens - on_disk, "disk_input_tokens": on_disk}
+    return {"cache_read": read, **drafts_of(usage), **times_of(usage)}
 
 
 def _event(kind: str, fields: Mapping[str, Any]) -> bytes:

@@ -4,7 +4,16 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
-from holdfast.router.api.http.choices import Block, BlockEvent, Blocks, TokenNames, listed_logprobs
+from holdfast.router.api.http.choices import (
+    Block,
+    BlockEvent,
+    Blocks,
+    TokenNames,
+    cached_of,
+    drafts_of,
+    listed_logprobs,
+    times_of,
+)
 from holdfast.router.api.http.responses_body import ResponsesBody
 from holdfast.router.generation import Generation, OutputDelta, Usage
 from holdfast.router.requests.answer import SampledAnswer
@@ -228,10 +237,11 @@ class _Response:
             ],
             "usage": {
                 "input_tokens": usage.num_prompt_tokens,
-                "input_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+                "input_tokens_details": cached_of(usage),
                 "output_tokens": usage.num_completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": made.num_reasoning_tokens},
+                "output_tokens_details": {"reasoning_tokens": made.num_reasoning_tokens, **drafts_of(usage)},
                 "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
+                **times_of(usage),
             },
             **({} if self._raw is None else self._raw.fields()),
         }

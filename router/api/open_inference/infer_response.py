@@ -6,13 +6,14 @@ Each output has one element for each completion; in a stream, what is new of it.
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Final
 
 from holdfast.foreign import grpc_service_pb2
 from holdfast.router.api.open_inference.infer_request import OUTPUTS, VERSION, InferRequest
 from holdfast.router.api.open_inference.tensors import Tensor, Value, add_outputs
 from holdfast.router.api.public_answer import by_token_id
-from holdfast.router.generation import Generation, OutputDelta
+from holdfast.router.generation import Generation, OutputDelta, Usage
 from holdfast.router.text.token_table import TokenTable
 from holdfast.router.wire.statuses import call_status
 from holdfast.worker.errors import HoldfastError
@@ -32,7 +33,9 @@ class InferResponses:
 
     def whole(self, generation: Generation) -> grpc_service_pb2.ModelInferResponse:
         """All completions at once."""
-        return self._message(generation.completions)
+        message = self._message(generation.completions)
+        _add_figures(message, generation.usage)
+        return message
 
     def step(self, delta: OutputDelta) -> grpc_service_pb2.ModelInferResponse:
         """Response to a delta. Completions other than the delta's have nothing new; finish reasons and sums stay."""
@@ -42,6 +45,8 @@ class InferResponses:
         self._rows[index] = delta._replace(cumulative_logprob=total)
         message = self._message(self._rows)
         self._rows[index] = self._rows[index]._replace(text="", logprobs=(), token_ids=())
+        if delta.usage is not None:
+            _add_figures(message, delta.usage)
         return message
 
     def _message(self, rows: Sequence[OutputDelta]) -> grpc_service_pb2.ModelInferResponse:
@@ -70,6 +75,18 @@ class InferResponses:
                 return [self._num_input_tokens]
             case _:
                 return [len(row.token_ids) for row in rows]
+
+
+def _add_figures(message: grpc_service_pb2.ModelInferResponse, usage: Usage) -> None:
+    """Adds how the request went as parameters of its last answer, by the names of `RequestFigures` over gRPC."""
+    if (figures := usage.figures) is None:
+        return
+    message.parameters["cached_tokens"].int64_param = usage.num_cached_tokens
+    for name, value in asdict(figures).items():
+        if isinstance(value, float):
+            message.parameters[name].double_param = value
+        else:
+            message.parameters[name.removeprefix("num_")].int64_param = value
 
 
 def empty(request: InferRequest, model: str) -> grpc_service_pb2.ModelInferResponse:

@@ -205,7 +205,7 @@ def let_a_straggler_win(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_what_a_sibling_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The usage of a request with several completions is that of the one which ended last."""
-    monkeypatch.setattr(request_stream_module, "merged_usage", lambda usages: usages[-1])
+    monkeypatch.setattr(request_stream_module, "together", lambda usages, share_prompt: usages[-1])
 
 
 def leave_siblings_open(monkeypatch: pytest.MonkeyPatch) -> None:

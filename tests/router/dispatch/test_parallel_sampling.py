@@ -3,8 +3,7 @@
 import math
 
 from holdfast.router.dispatch.parallel_sampling import best, siblings
-from holdfast.router.dispatch.request_stream import merged_usage
-from holdfast.router.generation import Usage
+from holdfast.router.generation import Usage, together
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import MAX_SEED, SamplingParams
 
@@ -55,4 +54,6 @@ def test_the_prompt_is_paid_for_once():
     usages = [
         Usage(num_prompt_tokens=7, num_completion_tokens=number, num_cached_tokens=4 * number) for number in (1, 2, 3)
     ]
-    assert merged_usage(usages) == Usage(num_prompt_tokens=7, num_completion_tokens=6, num_cached_tokens=4)
+    assert together(usages, share_prompt=True) == Usage(
+        num_prompt_tokens=7, num_completion_tokens=6, num_cached_tokens=4
+    )

@@ -70,6 +70,8 @@ async def test_a_request_over_http_is_a_child_of_its_callers_span_and_so_are_its
         assert request.start_time <= span.end_time <= request.end_time + 2 * 10**6  # a loop's clock has milliseconds
     assert request.attributes["gen_ai.usage.output_tokens"] == 3
     assert request.attributes["holdfast.outcome"] == "length"
+    places = [request.attributes[f"holdfast.tokens.{place}"] for place in ("memory", "disk", "computed")]
+    assert (places, request.attributes["holdfast.attempts"]) == ([0, 0, 5], 1)
 
 
 @on_a_loop
