@@ -39,7 +39,10 @@ FLOORS = {  # from the ground up
         ("router/server",),
     ),
     "cluster": (
-        ("cluster", "cluster/bundled_model", "cluster/scaling", "cluster/simulate/kernel", "cluster/simulate/oracle"),
+        (
+            *("cluster", "cluster/bundled_model", "cluster/scaling"),
+            *("cluster/simulate/kernel", "cluster/simulate/oracle", "cluster/verify"),
+        ),
         ("cluster/client", "cluster/config"),
         ("cluster/bench", "cluster/front", "cluster/offline", "cluster/simulate/actors"),
         ("cluster/serve", "cluster/simulate/capacity", "cluster/simulate/world"),
@@ -57,6 +60,7 @@ ALLOWED = {  # rooms of other packages that a room, or a folder of rooms, may im
     "worker": (),
     "router": ("worker", "worker/wire"),  # one codec and one lock of the link, for both of its ends
     "cluster": tuple(room for room, (package, _) in ROOMS.items() if package != "cluster"),
+    "cluster/verify": ("worker",),
     "cluster/simulate": (
         *("worker", "worker/scheduler", "worker/engine", "worker/wire", "worker/replica"),
         *("router", "router/wire", "router/text", "router/dispatch", "router/overload", "router/security"),
@@ -80,6 +84,7 @@ NEVER_LOADS = {  # by file or folder, for all below it
     "router/security": TENSORS | IO,  # keys are made by a command, and looked up at the time that is passed in
     "router/wire": TENSORS | (IO - {"grpc"}),
     "cluster/scaling": TENSORS | IO,
+    "cluster/verify": TENSORS | {"grpc", "ray"},
     "cluster/simulate": TENSORS | (IO - {"random", "grpc"}),  # the retry policy names its codes
 }
 CORES = (  # files without IO in rooms that have some: the simulator runs them, or both ends of a wire read them
@@ -93,6 +98,8 @@ CORES = (  # files without IO in rooms that have some: the simulator runs them, 
     "worker/wire/link_responses.py",
     "worker/wire/message_bounds.py",
     "worker/wire/sampling_fields.py",
+    *(f"cluster/verify/{name}.py" for name in ("exchange", "compare", "subject", "reach", "purity", "semantics")),
+    *(f"cluster/verify/{name}.py" for name in ("protocol", "structured", "numbers", "company")),
 )
 INTERNALS = {  # the file that uses a package's private modules and names, and says in which version they were read
     "ray": "cluster/serve/ray_internals.py",

@@ -93,6 +93,22 @@ COMMANDS: Final = (
         ),
     ),
     Command(
+        name="verify",
+        target="verify:verify",
+        help="Audit any OpenAI-compatible server from outside: equal answers, semantics, streams, numbers.",
+        details=(
+            "Asks the same in many ways and compares: alone, again, among others, streamed, with a seed. Findings have "
+            "names, counts, a likely cause, and the request that shows them. Exit code 0: nothing was found."
+        ),
+        examples=(
+            "verify http://localhost:8000",
+            "verify http://localhost:8000 --html report.html --budget requests=300,rate=5",
+            "verify https://models.example --key-file key --watch 10 --metrics-file verify.prom",
+        ),
+        takes="URL",
+        local="it takes the server's URL as its argument",
+    ),
+    Command(
         name="run-batch",
         target="run_batch:run_batch",
         help="Compute the requests of a file, on a server or in this process, and write the answers.",

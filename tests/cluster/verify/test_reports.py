@@ -1,0 +1,120 @@
+"""Reports, budget and command of an audit."""
+
+import json
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from holdfast.cluster.verify.audit import Audit
+from holdfast.cluster.verify.compare import damage
+from holdfast.cluster.verify.finding import Kind
+from holdfast.cluster.verify.page import page
+from holdfast.cluster.verify.report import Report
+from holdfast.cluster.verify.subject import Subject
+from holdfast.cluster.verify.transport import Budget, base_url
+from holdfast.worker.errors import ConfigurationError
+from tests.cluster.verify.test_planted import audited, names
+
+KEY = "sk-very-secret"
+WITHOUT = """
+import sys
+REFUSED = {"torch", "ray", "transformers", "grpc", "numpy", "pydantic", "aiohttp", "starlette", "uvicorn", "tokenizers"}
+class Refusal:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in REFUSED:
+            raise ImportError(f"refused: {name}")
+sys.meta_path.insert(0, Refusal())
+from holdfast.cluster.commands import cli
+sys.exit(cli.run(["verify", "http://127.0.0.1:9", "--json", sys.argv[1], "--html", sys.argv[2]]))
+"""
+
+
+def report_of(audit: Audit) -> Report:
+    return Report.of(audit, server="http://server/v1", began_at="now", version="0", spent=(1, 2), secret=KEY)
+
+
+def test_the_command_needs_nothing_of_what_serves_models(tmp_path):
+    paths = [tmp_path / "report.json", tmp_path / "report.html"]
+    ran = subprocess.run([sys.executable, "-c", WITHOUT, *paths], capture_output=True, text=True)
+    assert ran.returncode == 1, ran.stderr
+    assert "api.missing" in ran.stdout
+    assert json.loads(paths[0].read_text())["counts"]["fault"] == 3
+    assert "api.missing" in paths[1].read_text()
+
+
+def test_every_report_has_the_findings_and_none_has_the_key():
+    audit = audited("ignores stop", ["stop"])
+    audit.subject.found("extra", Kind.FAULT, f"the server said {KEY} and <b>\x00")
+    audit._over_all()
+    audit.results[-1] = type(audit.results[-1])(name="extra", findings=(audit.subject.findings[-1],))
+    report = report_of(audit)
+    texts = report.as_json(), report.as_junit(), page(report), report.as_metrics()
+    assert all(KEY not in text for text in texts)
+    assert all("stop.ignored" in text for text in texts[:3])
+    assert json.loads(texts[0])["results"][1]["findings"][0]["evidence"]["request"]["stop"]
+    cases = ElementTree.fromstring(texts[1]).findall("testcase")
+    assert {case.get("name"): len(case) for case in cases if case.get("name") != "health"} == {
+        "reach": 0,
+        "stop": 4,
+        "extra": 1,
+    }
+    assert "<b>\x00" not in texts[2]
+    assert 'holdfast_verify_findings{server="http://server/v1",model="base",kind="fault"} 5' in texts[3]
+    assert report.fails(Kind.FAULT)
+    assert not report_of(audited(checks=["stop"])).fails(Kind.NOTE)
+
+
+def test_a_budget_that_is_spent_skips_the_rest_and_says_so():
+    audit = audited(checks=["purity", "finish"], budget=Budget(num_requests=30, rate=1e6))
+    assert [bool(result.skipped) for result in audit.results[:3]] == [False, True, True]
+    assert audited(checks=["finish"], budget=Budget(num_tokens=200, rate=1e6)).results[1].skipped
+
+
+def test_perplexities_are_compared_with_a_reference():
+    reference = audited(checks=["numbers"]).measured
+    assert all(entry["nats_per_character"] > 0 for entry in reference.values())
+    assert names(audited(checks=["numbers"], reference=reference)) == set()
+    assert names(audited("other weights", ["numbers"], reference=reference)) == {"numbers.perplexity"}
+
+
+def test_streams_during_a_command_are_judged():
+    calls = []
+    command = lambda: len(calls) < 3 and (calls.append(1) or True)  # noqa: E731
+    assert names(audited(checks=["during"], command=command)) == set()
+    assert len(calls) == 3
+    calls.clear()
+    assert "streams.repeated-text" in names(audited("repeats a chunk", ["during"], command=command))
+
+
+@pytest.mark.parametrize(
+    ("found", "kind"),
+    [
+        ("the quick fox jumps over", "lost"),
+        ("the quick brown brown fox jumps over", "repeated"),
+        ("the quick brown fox and the lazy dog jumps over", "mixed"),
+        ("the quick brXwn fox jumps over", "changed"),
+        ("the quick brown cat sleeps in the sun", ""),
+        ("the quick and the lazy dog sleep", "mixed"),
+        ("the quick brown fox jumps over", ""),
+    ],
+)
+def test_damage_has_a_kind(found, kind):
+    assert damage("the quick brown fox jumps over", found, ["here and the lazy dog sleep"]) == kind
+
+
+@pytest.mark.parametrize("text", ["requests=0", "speed=4", "tokens=x", "requests=1.5", "rate=-1"])
+def test_a_wrong_budget_is_refused(text):
+    with pytest.raises(ConfigurationError, match="--budget"):
+        Budget.parsed(text)
+
+
+def test_budgets_and_addresses_are_read():
+    assert Budget.parsed("40").num_requests == 40
+    assert Budget.parsed("requests=7,tokens=9,rate=0.5") == Budget(num_requests=7, num_tokens=9, rate=0.5)
+    assert base_url("localhost:8000") == "http://localhost:8000/v1"
+    assert base_url("https://host/openai/") == "https://host/openai"
+    with pytest.raises(ConfigurationError, match="--key-file"):
+        base_url("http://user:word@host")
+    assert Subject(model="m", nonce="n").apis == []
