@@ -19,12 +19,13 @@ _SHORT: Final = struct.Struct("<Q")
 
 
 @lru_cache(maxsize=256)
-def root_hash(salt: str, tenant: str = "") -> bytes:
-    """The parent of every first block of a tenant under this salt. Blocks of different tenants, or under different
-    salts, are never found for each other.
+def root_hash(salt: str, tenant: str = "", adapter: str = "") -> bytes:
+    """The parent of every first block of a tenant under this salt, with the adapter of this digest. Blocks of different
+    tenants, under different salts or with different adapters are never found for each other.
     """
     key = blake2b(_bytes(tenant), digest_size=HASH_BYTES).digest() if tenant else b""
-    return blake2b(_bytes(salt), digest_size=HASH_BYTES, key=key).digest()
+    root = blake2b(_bytes(salt), digest_size=HASH_BYTES, key=key).digest()
+    return blake2b(root + _bytes(adapter), digest_size=HASH_BYTES, person=b"adapter").digest() if adapter else root
 
 
 def _bytes(text: str) -> bytes:
@@ -78,8 +79,8 @@ class HashChain:
 
     __slots__ = ("_hashes",)
 
-    def __init__(self, salt: str, tenant: str = "") -> None:
-        self._hashes = [root_hash(salt, tenant)]
+    def __init__(self, salt: str, tenant: str = "", adapter: str = "") -> None:
+        self._hashes = [root_hash(salt, tenant, adapter)]
 
     def hash_of(self, index: int, token_ids: Sequence[int], block_size: int) -> bytes:
         """Hash of block number `index`, -1 for the root. `token_ids` are all of the sequence's, and fill that block."""

@@ -125,6 +125,17 @@ SERVICE_FIELDS: Final = tuple(Service.__dataclass_fields__)
 SERVICE_TEXTS: Final = ("tenant", "cache_salt", "session_id")
 
 
+class Adapter(NamedTuple):
+    """A low-rank adapter that requests run with. Its content is what `digest` says, wherever it lies."""
+
+    name: str
+    """The name that clients use as a model's."""
+    digest: str
+    """Hexadecimal digest of its files."""
+    path: str
+    """Folder to read it from."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest(Service):
     """A tokenized request, as engines take it. It checks nothing: that it has a prompt and a seed, and the types of all
@@ -143,6 +154,8 @@ class EngineRequest(Service):
     """Tokens emitted before, by this or another replica."""
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
     """The bad words of `sampling_params` as token ids, each in every way that it may be written."""
+    adapter: Adapter | None = None
+    """Adapter that it runs with; None: the model alone."""
     grammar: str = ""
     """The structured outputs of `sampling_params` as a grammar of llguidance; empty: the output may be anything."""
     group_id: Hashable = ""
@@ -163,6 +176,11 @@ class EngineRequest(Service):
     def key(self) -> RequestKey:
         """Key of the client's request that it belongs to."""
         return RequestKey(self.tenant, self.request_id, self.part)
+
+    @property
+    def adapter_digest(self) -> str:
+        """Digest of its adapter; empty: it has none."""
+        return "" if self.adapter is None else self.adapter.digest
 
     @property
     def num_kept_tokens(self) -> int:

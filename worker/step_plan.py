@@ -23,6 +23,7 @@ class DecodeColumns:
     """Columns that stay the same while the same sequences decode. Immutable."""
 
     __slots__ = (
+        "adapter_slots",
         "ask_for_logprobs",
         "draws",
         "first_output_indices",
@@ -41,6 +42,7 @@ class DecodeColumns:
         first_output_indices: Sequence[int],
         draws: Sequence[DrawParams],
         state_slots: Sequence[int] = (),
+        adapter_slots: Sequence[int] = (),
     ) -> None:
         self.sequence_ids = sequence_ids
         self.first_positions = array("q", first_positions)
@@ -51,6 +53,8 @@ class DecodeColumns:
         """Draws at any output position; all of them without logits settings."""
         self.state_slots = array("q", state_slots)
         """Slot of each row's state; empty for a model that keeps none."""
+        self.adapter_slots = array("q", adapter_slots if any(adapter_slots) else ())
+        """Slot of each row's adapter, 0 for none; empty where no row has one."""
         self.need_logits = self.ask_for_logprobs = False
         """Whether some draw takes more than the argmax of its row, and whether some draw reports log-probabilities."""
         for draw in draws:
@@ -170,6 +174,8 @@ class ScheduledSequence:
     """Number of last rows that are drawn from: 1 when `draw` is set; more when drafted tokens are verified."""
     state_slot: int | None = None
     """Slot of the sequence's state, for a model that keeps states."""
+    adapter_slot: int = 0
+    """Slot of the sequence's adapter; 0: it has none."""
     num_drafts: int = 0
     """Number of last tokens that are drafts."""
     prompt_logprobs: PromptLogprobParams | None = None
@@ -209,13 +215,18 @@ class StepPlan:
     """Whether it reports log-probabilities of some token."""
     has_grammars: bool = field(init=False)
     """Some draw must match a grammar."""
+    has_adapters: bool = field(init=False)
+    """Some sequence has an adapter."""
 
     def __post_init__(self) -> None:
         rows = self.decodes
         num_tokens = len(rows.token_ids) * rows.num_steps
         needs_logits, asks_for_logprobs, has_grammars = rows.columns.need_logits, rows.columns.ask_for_logprobs, False
+        has_adapters = bool(rows.columns.adapter_slots)
         for share in self.others:
             num_tokens += len(share.token_ids)
+            if share.adapter_slot:
+                has_adapters = True
             draw, settings = share.draw, None
             if draw is not None:
                 settings = draw.logits_settings
@@ -226,6 +237,7 @@ class StepPlan:
                 has_grammars = True
         self.num_steps, self.num_tokens = rows.num_steps, num_tokens
         self.needs_logits, self.asks_for_logprobs, self.has_grammars = needs_logits, asks_for_logprobs, has_grammars
+        self.has_adapters = has_adapters
 
     @property
     def sequences(self) -> tuple[ScheduledSequence, ...]:
@@ -257,6 +269,7 @@ def _shares(rows: DecodeRows) -> list[ScheduledSequence]:
             draw=draw,
             num_draws=1,
             state_slot=columns.state_slots[row] if columns.state_slots else None,
+            adapter_slot=columns.adapter_slots[row] if columns.adapter_slots else 0,
         )
         for row, (sequence_id, first_position, token_id, block_ids, window_block_ids, draw) in enumerate(
             zip(

@@ -37,7 +37,8 @@ class PromptPrefix:
         """
         hashes = self._hashes.get(block_size)
         if hashes is None:
-            root, token_ids = root_hash(self._request.cache_salt, self._request.tenant), self._request.prompt_token_ids
+            request, token_ids = self._request, self._request.prompt_token_ids
+            root = root_hash(request.cache_salt, request.tenant, request.adapter_digest)
             num_blocks = (len(token_ids) - 1) // block_size
             (hashes,) = tee(short_hashes(root, token_ids, block_size, num_blocks), 1)
             self._hashes[block_size] = hashes

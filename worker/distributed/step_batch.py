@@ -1,13 +1,13 @@
 """Step batch: a plan as arrays, and the one array in which the leader broadcasts a step to the other ranks.
 
-    packed:  [S, T, B, C, P, A, D, W, V, E, step id, with logits, with masses, steps | S first positions |
+    packed:  [S, T, B, C, P, A, D, W, V, E, L, step id, with logits, with masses, steps | S first positions |
               S token counts | S draw counts | S block counts | T ids | B blocks | C sources | C destinations |
               C slot counts | P rows | A state slots | A draft counts | D sources | D destinations |
-              W window block counts | V window blocks | E sources | E destinations | E slot counts]
+              W window block counts | V window blocks | E sources | E destinations | E slot counts | L adapter slots]
 
 It is one int64 array. C, the block copies, and P, the rows that give prompt log-probabilities, are nearly always 0. A
 is S for a model that keeps states, else 0; D are the copies of states. W is S where layers with a window have blocks of
-their own, else 0; E are the copies of those.
+their own, else 0; E are the copies of those. L is S where a sequence has an adapter, else 0.
 """
 
 from array import array
@@ -24,7 +24,7 @@ from holdfast.worker.step_plan import BlockCopy, DecodeRows, ScheduledSequence, 
 
 IntArray = NDArray[np.int64]
 
-_HEADER_WORDS: Final = 14
+_HEADER_WORDS: Final = 15
 
 _NO_ROWS: Final = np.zeros(0, dtype=np.int64)
 _NO_COPIES: Final = np.zeros((3, 0), dtype=np.int64)
@@ -71,6 +71,8 @@ class StepBatch:
     """[S] length of each such table. Empty like those."""
     window_copies: IntArray = field(default_factory=lambda: _NO_COPIES)
     """[3, E] as `block_copies`, of layers with a window."""
+    adapter_slots: IntArray = field(default_factory=lambda: _NO_ROWS)
+    """[S] slot of each sequence's adapter, 0 for none; empty where no sequence has one."""
     with_logits: bool = True
     """False: their argmax is enough."""
     with_masses: bool = False
@@ -143,6 +145,7 @@ class StepBatch:
             state_slots=state_slots,
             num_drafts=num_drafts,
             state_copies=_state_copies(plan) if plan.state_copies else _NO_STATE_COPIES,
+            adapter_slots=_adapter_slots(plan) if plan.has_adapters else _NO_ROWS,
             with_logits=with_logits,
             with_masses=with_logits and plan.asks_for_logprobs,
             num_steps=plan.num_steps,
@@ -162,6 +165,7 @@ class StepBatch:
             len(self.num_window_blocks),
             len(self.window_block_ids),
             self.window_copies.shape[1],
+            len(self.adapter_slots),
             self.step_id,
             self.with_logits,
             self.with_masses,
@@ -171,7 +175,7 @@ class StepBatch:
         states = (self.state_slots, self.num_drafts, self.state_copies.ravel())
         windows = (self.num_window_blocks, self.window_block_ids, self.window_copies.ravel())
         rest = (self.token_ids, self.block_ids, self.block_copies.ravel(), prompt_rows, *states, *windows)
-        return np.concatenate((np.array(header, dtype=np.int64), *of_sequences, *rest))
+        return np.concatenate((np.array(header, dtype=np.int64), *of_sequences, *rest, self.adapter_slots))
 
     @property
     def is_decode(self) -> bool:
@@ -189,16 +193,19 @@ class StepBatch:
         """The step that was packed. Its fields are views of `packed` where they can be."""
         header = packed[:_HEADER_WORDS].tolist()
         num_sequences, total_tokens, total_blocks, num_copies, num_prompt_rows, num_slots, num_states, *rest = header
-        num_windows, total_window_blocks, num_window_copies, step_id, *flags, num_steps = rest
+        num_windows, total_window_blocks, num_window_copies, num_adapter_slots, step_id, *flags, num_steps = rest
         with_logits, with_masses = flags
         sizes = [num_sequences] * 4 + [total_tokens, total_blocks, 3 * num_copies, num_prompt_rows]
         sizes += [num_slots, num_slots, 2 * num_states, num_windows, total_window_blocks, 3 * num_window_copies]
+        sizes.append(num_adapter_slots)
         parts, start = [], _HEADER_WORDS
         for size in sizes:
             parts.append(packed[start : start + size])
             start += size
         first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids, copies, prompt_rows, *states = parts
-        state_slots, num_drafts, state_copies, num_window_blocks, window_block_ids, window_copies = states
+        state_slots, num_drafts, state_copies, num_window_blocks, window_block_ids, window_copies, adapter_slots = (
+            states
+        )
         return cls(
             step_id=step_id,
             token_ids=token_ids,
@@ -215,6 +222,7 @@ class StepBatch:
             num_window_blocks=num_window_blocks,
             window_block_ids=window_block_ids,
             window_copies=window_copies.reshape(3, num_window_copies),
+            adapter_slots=adapter_slots,
             with_logits=with_logits != 0,
             with_masses=with_masses != 0,
             num_steps=num_steps,
@@ -294,3 +302,8 @@ def _copies(copies: Sequence[BlockCopy]) -> IntArray:
 
 def _state_copies(plan: StepPlan) -> IntArray:
     return np.array(plan.state_copies, dtype=np.int64).T
+
+
+def _adapter_slots(plan: StepPlan) -> IntArray:
+    of_rows = plan.decodes.columns.adapter_slots or [0] * len(plan.decodes)
+    return np.array([*of_rows, *(share.adapter_slot for share in plan.others)], dtype=np.int64)

@@ -111,7 +111,9 @@ class Restores:
         if not self._stored or (request.sampling_params.prompt_logprobs is not None and not request.output_token_ids):
             return None
         token_ids = (*request.prompt_token_ids, *request.output_token_ids)
-        restore = self._promised(HashChain(request.cache_salt, request.tenant), token_ids, request.priority)
+        restore = self._promised(
+            HashChain(request.cache_salt, request.tenant, request.adapter_digest), token_ids, request.priority
+        )
         if restore is None:
             return None
         restore.tenant = request.tenant

@@ -225,7 +225,8 @@ class DecodeBatch:
         chosen = list(rows)
         self._sequences, self._rows, self._chosen_from, self._others = chosen, rows, sequences, others
         slots = [sequence.state_slot for sequence in chosen if sequence.state_slot is not None]
-        self._columns = DecodeColumns(list(map(_sequence_id, chosen)), positions, indices, draws, slots)
+        adapter_slots = [sequence.adapter_slot for sequence in chosen]
+        self._columns = DecodeColumns(list(map(_sequence_id, chosen)), positions, indices, draws, slots, adapter_slots)
         self._num_by_tenant = num_by_tenant
         self._age, self._num_moves = 0, self._queues.num_moves
         self._ending_block = ending_block
@@ -269,6 +270,7 @@ def scheduled_sequence(
         drafting=drafts.drafting,
         prompt_logprobs=prompt_logprobs,
         state_slot=sequence.state_slot,
+        adapter_slot=sequence.adapter_slot,
         num_drafts=len(drafts.token_ids),
     )
 

@@ -291,7 +291,7 @@ class SequenceQueues:
         """Hashes of its blocks of layers with a window. They are computed again if it waits again."""
         assert self.windows is not None
         is_same, request = self.windows.window.block_size == self.allocator.block_size, sequence.request
-        return sequence.hash_chain if is_same else HashChain(request.cache_salt, request.tenant)
+        return sequence.hash_chain if is_same else HashChain(request.cache_salt, request.tenant, request.adapter_digest)
 
     def _begin_window(self, windows: WindowBlocks, sequence: Sequence, prefix: SharedPrefix) -> None:
         """Begins its table of layers with a window: others are likely to begin where this prefix ends, or where its

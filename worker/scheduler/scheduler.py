@@ -103,6 +103,8 @@ class Scheduler:
             StepLimits.of(config, drafter.num_speculative_tokens if drafter is not None else 0)
         )
         """Batching policy. Its `limits` are those of the next plan, and may be replaced between two plans."""
+        self.adapter_slots: dict[str, int] = {}
+        """Slots of resident adapters, by digest; requests with others are not added."""
         self._sequences: dict[Hashable, Sequence] = {}  # those that have not ended, by key
         self._in_flight: list[StepInFlight] = []  # plans that are not committed, at most two, the older first
         self._num_added = 0
@@ -133,6 +135,7 @@ class Scheduler:
             eos_token_ids=self._eos_token_ids,
             arrived_s=now,
             attempt=attempt,
+            adapter_slot=0 if request.adapter is None else self.adapter_slots[request.adapter.digest],
         )
         sequence.num_disk_tokens = num_disk_tokens
         if (reason := sequence.finish_reason) is not None and request.output_token_ids:
@@ -255,6 +258,11 @@ class Scheduler:
     def running_requests(self) -> dict[int, EngineRequest]:
         """The requests that run, by the ids that their sequences have in plans."""
         return {sequence.sequence_id: sequence.request for sequence in self._queues.running}
+
+    def adapters_in_use(self) -> set[str]:
+        """Digests of the adapters of requests that have not ended."""
+        adapters = (sequence.request.adapter for sequence in self._sequences.values())
+        return {adapter.digest for adapter in adapters if adapter is not None}
 
     def forget_cache(self) -> None:
         """Evicts all that the prefix cache holds: it belongs to other weights. No request may be open."""

@@ -46,6 +46,7 @@ class Sequence:
     __slots__ = (
         "_looks_back",
         "_outputs",
+        "adapter_slot",
         "attempt",
         "awaits_result",
         "block_ids",
@@ -93,6 +94,7 @@ class Sequence:
         eos_token_ids: frozenset[int],
         arrived_s: float = 0.0,
         attempt: Hashable = None,
+        adapter_slot: int = 0,
     ) -> None:
         """`attempt` identifies it to its submitter; None: the request's own id."""
         params = request.sampling_params
@@ -137,12 +139,14 @@ class Sequence:
         """Tokens of its prompt that were brought back from the disk before it was submitted."""
         self.num_draft_tokens = self.num_accepted_tokens = 0
         """Guessed tokens that were verified, and those of them that came true."""
-        self.hash_chain = HashChain(request.cache_salt, request.tenant)
+        self.hash_chain = HashChain(request.cache_salt, request.tenant, request.adapter_digest)
         """Hashes of its full blocks: their keys in the prefix cache."""
         self.block_ids: tuple[int, ...] = ()
         """Block of positions 0 to block_size - 1, and so on. A tuple, so that plans can share it instead of copying."""
         self.window: WindowTable | None = None
         """Blocks of layers with a window while it runs, if they have blocks of their own."""
+        self.adapter_slot = adapter_slot
+        """Slot of its adapter until it ends; 0: it has none."""
         self.state_slot: int | None = None
         """Slot of its state while it runs, for a model that keeps states."""
         self.cuts: tuple[int, ...] = ()

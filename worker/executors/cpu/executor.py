@@ -1,6 +1,7 @@
 """Native CPU executor: runs the steps of a packed decoder on a pool of threads of its own."""
 
 import ctypes
+from collections.abc import Mapping
 from contextlib import suppress
 from ctypes import byref, pointer
 from dataclasses import replace
@@ -13,7 +14,9 @@ from torch import Tensor
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ReplicaError
+from holdfast.worker.executors.adapters import AdaptedLinear
 from holdfast.worker.executors.block_bytes import BlockMemory
+from holdfast.worker.executors.cpu.adapters import PackedAdapter
 from holdfast.worker.executors.cpu.cache import BlockForm, TiledCache, last_block
 from holdfast.worker.executors.cpu.exchange import Exchange, attach, segments_with_sums, tree_sum
 from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS, int8_difference
@@ -106,6 +109,7 @@ class CpuExecutor:
         """Whether each step leaves the residual stream of all its rows in `hidden`. The same on all ranks."""
         self.hidden = torch.empty(0)
         """[rows, hidden] behind the last layer of the last step; the next one writes over it."""
+        self._adapters: dict[int, PackedAdapter] = {}
         self._own_logits, self._all_logits, self._hidden_rows = Room(), Room(), Room()
         self._block_best, self._block_mass = Room(), Room()
 
@@ -345,6 +349,8 @@ class CpuExecutor:
                 step.ask_for_block_mass(self._block_mass.of(*blocks))
         if with_logits and self._exchange is not None:
             step.ask_for_all_logits(self._all_logits.of(step.native.num_wanted, self._vocab_size))
+        if batch.adapter_slots.size:
+            step.add_adapters(self._adapters)
         if self.keeps_hidden:
             self.hidden = self._hidden_rows.of(len(batch.token_ids), self._hidden)
             step.ask_for_hidden(self.hidden)
@@ -390,6 +396,18 @@ class CpuExecutor:
 
     def _residual(self, num_rows: int) -> Tensor:
         return self._view(self._library.native_decoder_residual(self._decoder), num_rows, self._hidden)
+
+    # --- adapters ---
+
+    def pack_adapter(self, adapted: Mapping[str, AdaptedLinear]) -> PackedAdapter:
+        """This rank's share of an adapter, by the places of its linears. Safe to call from any thread, at any time."""
+        return PackedAdapter(self.packed.sites, adapted, self._dtype)
+
+    def put_adapter(self, slot: int, adapter: PackedAdapter | None) -> None:
+        """Steps from now on find it in this slot, from 1 on; None: nothing. Between two steps."""
+        self._adapters.pop(slot, None)
+        if adapter is not None:
+            self._adapters[slot] = adapter
 
     # --- for proofs ---
 

@@ -3,13 +3,17 @@ The layout's linears are used up: what they held is given back as it is packed, 
 """
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import CDLL
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from holdfast.worker.executors.adapters import adaptable
+from holdfast.worker.executors.cpu.adapters import Site
 from holdfast.worker.executors.cpu.library import check_outcome
 from holdfast.worker.executors.cpu.packed_rows import (
     NO_ROW,
@@ -90,6 +94,8 @@ class PackedModel:
     """One rank's share of a model in the native executor's form. `model` and what it points to live as long as this."""
 
     _spent: FreedWeights | None = None
+    _places: Mapping[int, tuple[int, str]] = MappingProxyType({})
+    """Number and place of each linear that adapters may add to, by its identity."""
 
     def __init__(
         self,
@@ -116,6 +122,9 @@ class PackedModel:
         self._library = library
         self._pool = pool
         self._kept: list[Any] = []
+        self._places = {id(one): (site, place) for site, (place, one) in enumerate(adaptable(layout).items(), 1)}
+        self.sites: dict[str, Site] = {}
+        """The linears that adapters may add to, in order of their numbers."""
         self._arena = Arena() if arena is None else arena
         self._itemsize = layout.dtype.itemsize
         is_compact = compacts and layout.dtype == torch.bfloat16
@@ -136,7 +145,9 @@ class PackedModel:
             hidden=layout.hidden_size,
             vocab_rows=len(layout.embedding),
             sum_parts=2 if any(layer.beside for layer in layout.layers) else 1,
+            num_sites=len(self._places),
         )
+        self.sites = {place: self.sites[place] for place in adaptable(layout)}
         self._arena.finish()
         self._spent = self._compactor = None
 
@@ -337,8 +348,12 @@ class PackedModel:
     def _described(
         self, linear: Linear, rows: IntArray, slices: int, slice_tiles: int, memory: TileMemory | PackedUnits
     ) -> NativeLinear:
+        site, place = self._places.get(id(linear), (0, ""))
+        if site:
+            self.sites[place] = Site(rows, slices, linear.in_features // slices, slice_tiles * TILE)
         return NativeLinear(
             tiles=memory.address,
+            site=site,
             bias=None if linear.bias is None else self._floats(placed(linear.bias, rows)),
             slices=slices,
             slice_tiles=slice_tiles,

@@ -1,11 +1,15 @@
 """Arrays of one step as the native library takes them, and the memory of what it gives."""
 
+import ctypes
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.executors.cpu.structures import NativeStep, array_address
+from holdfast.worker.executors.cpu.adapters import PackedAdapter
+from holdfast.worker.executors.cpu.structures import NativeAdapter, NativeStep, array_address
 
 
 class RunningStep:
@@ -36,10 +40,24 @@ class RunningStep:
             None,
             array_address(self.best),
             layers_done,
+            None,
+            None,
             len(batch.token_ids),
             len(batch.num_tokens),
             num_wanted,
         )
+
+    def add_adapters(self, adapters: Mapping[int, PackedAdapter]) -> None:
+        """Gives its rows the adapters of their sequences, by slot."""
+        slots = sorted(set(self._batch.adapter_slots.tolist()) - {0})
+        numbers = np.full(max(slots, default=0) + 1, -1, dtype=np.int32)
+        numbers[slots] = np.arange(len(slots))
+        natives = [adapters[slot].native for slot in slots]
+        self._adapters = (NativeAdapter * len(natives))(*natives)
+        self._adapter_of = np.repeat(numbers[self._batch.adapter_slots], self._batch.num_tokens)
+        self.native.adapter_of = array_address(self._adapter_of)
+        self.native.adapters = ctypes.addressof(self._adapters)
+        self.native.num_adapters = len(natives)
 
     def ask_for_logits(self, out: Tensor) -> None:
         """This rank's, [rows wanted, vocab rows]."""

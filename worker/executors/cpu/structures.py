@@ -25,7 +25,20 @@ class NativeLinear(Structure):
         ("outputs", c_int),
         ("panel_bytes", c_long),
         ("units", NativeUnits),
+        ("site", c_int),
     )
+
+
+class NativeSpan(Structure):
+    _fields_ = (("first", c_int), ("end", c_int), ("place", c_long))
+
+
+class NativeAdapted(Structure):
+    _fields_ = (("a", c_void_p), ("b", c_void_p), ("scales", c_void_p), ("spans", c_void_p), ("ranks", c_int))
+
+
+class NativeAdapter(Structure):
+    _fields_ = (("linears", c_void_p),)
 
 
 class NativeNorm(Structure):
@@ -239,6 +252,7 @@ class NativeModel(Structure):
         ("tensor_parallel_size", c_int),
         ("kept_as", c_int),
         ("sum_parts", c_int),
+        ("num_sites", c_int),
     )
 
 
@@ -261,10 +275,13 @@ class NativeStep(Structure):
         ("hidden", c_void_p),
         ("best", c_void_p),
         ("progress", c_void_p),
+        ("adapter_of", c_void_p),
+        ("adapters", c_void_p),
         ("num_rows", c_int),
         ("num_sequences", c_int),
         ("num_wanted", c_int),
         ("first_layer", c_int),
+        ("num_adapters", c_int),
     )
 
 
@@ -318,6 +335,7 @@ SIZES = {
             NativeStep,
         ),
         *(NativeEdits, NativeDraw, NativeDrawn, NativeAttention, NativeAttentionRows),
+        *(NativeSpan, NativeAdapted, NativeAdapter),
     )
 }
 """Sizes that must equal the library's own: a field that is missing here would shift all others."""

@@ -23,6 +23,23 @@ struct NativeLinear {
   int slices, slice_tiles, groups, outputs;
   long panel_bytes;  // of a compact panel (`compact_order.h`) or one of units; 0: tiles
   NativeUnits units;
+  int site;  // its number, from 1, among the linears that adapters may add to; 0: it is none of them
+};
+
+// What an adapter adds to a linear (`adapters.h`). Of 16 outputs, the ranks that they have numbers of.
+struct NativeSpan {
+  int first, end;
+  long place;  // in `b`, of [end - first][16]
+};
+struct NativeAdapted {
+  const void* a;           // [ranks / 16][inputs, slices filled up to whole tiles][16], of the model's dtype
+  const void* b;           // likewise
+  const float* scales;     // [ranks]
+  const NativeSpan* spans; // [groups * 4]
+  int ranks;               // filled up to sixteens; 0: it adds nothing here
+};
+struct NativeAdapter {
+  const NativeAdapted* linears;  // [sites]
 };
 
 struct NativeNorm {
@@ -164,6 +181,7 @@ struct NativeModel {
       vocab_size;  // rows: of this rank; the last ranks' may lie beyond the vocabulary
   int max_rows, tensor_parallel_size, kept_as;  // kept_as: see `KeptAs`
   int sum_parts;  // sums that a half of a layer leaves beside each other: 2 with a mixture beside an MLP, else 1
+  int num_sites;  // linears that adapters may add to
 };
 
 struct NativeStep {
@@ -179,7 +197,10 @@ struct NativeStep {
   int* best;  // [wanted]: the token of the row's largest logit; -1: not all are finite. With an exchange, of all
               // ranks, unless there are logits; without, a column of this rank
   long* progress;     // counts layers
+  const int* adapter_of;          // [rows]: its number among `adapters`, or -1; null: no row has one
+  const NativeAdapter* adapters;  // [num_adapters]
   int num_rows, num_sequences, num_wanted;
   int first_layer;  // where the step begins: 0, but for a proof of one layer
+  int num_adapters;
 };
 }

@@ -271,17 +271,23 @@ void slice_product(Scratch& scratch, const Packed<W>& w, int group, const InputR
 }
 
 // sums [count][64]: all slices, added as a binary tree over their numbers. `next_group`: which this thread likely takes
-// next, or -1.
-template <class W>
-void product(Scratch& scratch, const Packed<W>& w, int group, const InputRows<W>& in, float* sums,
-             int next_group = -1) {
+// next, or -1. `adds(slice, sums)` may add to the sums of each slice.
+template <class W, class Adds>
+void product(Scratch& scratch, const Packed<W>& w, int group, const InputRows<W>& in, float* sums, int next_group,
+             Adds&& adds) {
   float* level[MAX_LEVELS + 1] = {sums, scratch.partial[0], scratch.partial[1], scratch.partial[2], scratch.partial[3]};
   int top = 0;
   for (int slice = 0; slice < w.slices; slice++) {
-    slice_product(scratch, w, group, in, slice, level[top++], next_group);
+    slice_product(scratch, w, group, in, slice, level[top], next_group);
+    adds(slice, level[top++]);
     for (int done = slice + 1; done % 2 == 0; done /= 2) top--, add_to(level[top - 1], level[top], in.count * GROUP);
   }
   for (; top > 1; top--) add_to(level[top - 2], level[top - 1], in.count * GROUP);  // of slices that are no power of two
+}
+template <class W>
+void product(Scratch& scratch, const Packed<W>& w, int group, const InputRows<W>& in, float* sums,
+             int next_group = -1) {
+  product(scratch, w, group, in, sums, next_group, [](int, float*) {});
 }
 
 }  // namespace

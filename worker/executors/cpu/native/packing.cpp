@@ -100,6 +100,6 @@ extern "C" void native_sizes(int* out) {
   const int sizes[] = {sizeof(NativeUnits), sizeof(NativeLinear), sizeof(NativeNorm),  sizeof(NativeMlp),      sizeof(NativeExperts),
                        sizeof(NativeRotary), sizeof(NativeShortConv), sizeof(NativeRecurrence), sizeof(NativeLatent), sizeof(NativeLayer), sizeof(NativeExchange),
                        sizeof(NativeModel), sizeof(NativeStep),   sizeof(NativeEdits), sizeof(NativeDraw),     sizeof(NativeDrawn),
-                       sizeof(NativeAttention), sizeof(NativeAttentionRows)};
+                       sizeof(NativeAttention), sizeof(NativeAttentionRows), sizeof(NativeSpan), sizeof(NativeAdapted), sizeof(NativeAdapter)};
   memcpy(out, sizes, sizeof sizes);
 }

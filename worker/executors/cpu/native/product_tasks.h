@@ -1,5 +1,6 @@
 // A product as tasks of a pool: each is some groups of outputs for some rows.
 #pragma once
+#include "adapters.h"
 #include "decoder.h"
 #include "linear.h"
 #include "pool.h"
@@ -26,11 +27,11 @@ template <class W> int groups_per_task(const Packed<W>& w, int groups, int num_r
 }
 
 // Calls `out(group, first row, rows, sums [rows][64])` for groups [begin, last) and all rows of a product. `call` numbers
-// it (`input_rows`); `scratch()` is the memory of the thread that calls it, in a task.
+// it (`input_rows`); `scratch()` is the memory of the thread that calls it, in a task. `added`: adapters of rows; or null.
 template <class W, class ScratchOf, class Out>
 bool product_tasks(holdfast::Run& run, int threads, const Packed<W>& w, int begin, int last,
                    const typename InputOf<W>::Type* rows, long stride, int num_rows, long call, ScratchOf&& scratch,
-                   Out&& out) {
+                   Out&& out, const AddedRows* added = nullptr) {
   const int chunk = rows_per_task(w, num_rows), chunks = (num_rows + chunk - 1) / chunk;
   const int each = groups_per_task(w, last - begin, num_rows, chunks, threads), runs = (last - begin + each - 1) / each;
   const int num_tasks = chunks * runs;
@@ -41,7 +42,9 @@ bool product_tasks(holdfast::Run& run, int threads, const Packed<W>& w, int begi
     int next = later < num_tasks ? begin + later % runs * each : -1;  // of this thread's next task, if all are as fast
     InputRows<W> input = input_rows<W>(own, w, rows + first_row * stride, stride, count, call);
     for (int g = group, end = std::min(group + each, last); g < end; g++) {
-      product(own, w, g, input, own.sums, g + 1 < end ? g + 1 : next);
+      product(own, w, g, input, own.sums, g + 1 < end ? g + 1 : next, [&](int slice, float* sums) {
+        if (added) add_adapted<W>(*added, first_row, g, slice, count, sums);
+      });
       out(g, first_row, count, own.sums);
     }
   });

@@ -85,6 +85,7 @@ template <class W> class Decoder {
     if (shared) shared_rows = Buffer<Input>(rows, shared), shared_weights.assign(rows, 1.0f);
     for (int i = 0; i < threads; i++) local.emplace_back(new Local(m.hidden, latents));
     num_tokens = std::max(0, std::min(m.vocab_rows, m.vocab_size - m.first_vocab_row));
+    list_sites();
     if (m.exchange) exchange.reset(new Exchange(*m.exchange, rows, y.stride));
   }
 
@@ -97,6 +98,7 @@ template <class W> class Decoder {
     if (narrows && ends_with_attention()) list_wanted();
     if (weighed.data) list_positions(step.num_sequences);
     make_room(step.num_wanted);
+    begin_adapters();
     next_segment = 0;
   }
 
@@ -257,8 +259,11 @@ template <class W> class Decoder {
   template <class Out>
   bool some_groups(Thread& thread, const NativeLinear& linear, int begin, int last, Rows in, int num_rows, Out&& out) {
     Local& own = thread.own;
+    AddedRows added;
+    const bool adds = linear.site && adapted_sites[linear.site];
+    if (adds && !prepare_added(thread, linear, in, num_rows, added)) return false;
     return product_tasks(thread.run, threads, packed<W>(linear), begin, last, in.data, in.stride, num_rows, ++own.calls,
-                         [&]() -> Scratch& { return own.scratch; }, out);
+                         [&]() -> Scratch& { return own.scratch; }, out, adds ? &added : nullptr);
   }
 
   // --- sums over ranks and the residual ---
@@ -307,6 +312,12 @@ template <class W> class Decoder {
   bool finish(Thread& t, const NativeLayer& l, bool is_attention);
   void add_beside(Thread& t, const NativeBeside& beside, int row, float* sums);
   void scale_residual(const Thread& t, const NativeLayer& l, int row);
+
+  // --- adapted_rows.h ---
+
+  void list_sites();
+  void begin_adapters();
+  bool prepare_added(Thread& t, const NativeLinear& linear, Rows in, int num_rows, AddedRows& added);
 
   // --- attention_half.h ---
 
@@ -415,14 +426,15 @@ template <class W> class Decoder {
   int next_segment = 0, num_tokens = 0;  // tokens of the vocabulary whose logits are this rank's
   Exchange::Sum last_sum = 0;
   std::unique_ptr<Exchange> exchange;  // or none
-  bool narrows = false;
+  bool narrows = false, has_adapted = false;  // has_adapted: of the last step
   Attention<W> attention;
   std::vector<std::unique_ptr<Local>> local;
-  Buffer<float> x, y, wanted_x, projected, head_queries, group_best, router_logits, choice_scores;
+  Buffer<float> x, y, wanted_x, inner_of_rows, projected, head_queries, group_best, router_logits, choice_scores;
   Buffer<Input> h, h2, queries, attention_out, wanted_mixed, inner_rows, expert_input, shared_rows,
       query_rows, weighed;  // the last two of latent attention, as `head_queries`
   Buffer<int> group_at;
-  std::vector<int> choices, first_of, order;
+  std::vector<int> choices, first_of, order, slices_of_site, wanted_adapters;
+  std::vector<char> adapted_sites;  // of this step
   std::vector<float> weights, shared_weights;
   std::vector<int> kind_of, positions[2];  // positions: of rows, and of wanted rows
   AttentionKind wanted_kind;  // of the last layer, for the rows that are wanted

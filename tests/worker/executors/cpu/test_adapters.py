@@ -1,0 +1,179 @@
+"""Adapters on the native executor: equal to merged weights, and a row's bits are its own, whatever is beside it."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.executors.cpu.executor import CpuExecutor
+from holdfast.worker.models.adapter_folder import read_adapter
+from holdfast.worker.models.adapter_places import AdapterPlaces
+from holdfast.worker.models.stated_config import read_stated_config
+from tests.fake_group import run_ranks
+from tests.parity.families import save_tiny_model
+from tests.worker.executors.cpu.native import library_or_skip, other_classes, same_bits
+from tests.worker.executors.cpu.runs import Part, Runner, tokens
+from tests.worker.models.adapter_folders import merge, save_adapter
+from tests.worker.models.layouts import stated
+
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "gpt_neox",
+    "cohere",
+    "olmo2",
+    "starcoder2",
+    "mistral",
+)
+IDS = tokens(50)
+
+
+def places_of(base, group=None):
+    return AdapterPlaces(read_stated_config(json.loads((base / "config.json").read_text())), group or SingleRank())
+
+
+class Adapted(Runner):
+    """A runner whose sequences have the adapters of their slots."""
+
+    def put(self, base: Path, *folders: Path) -> "Adapted":
+        places = places_of(base)
+        for slot, folder in enumerate(folders, 1):
+            self.executor.put_adapter(slot, self.executor.pack_adapter(places.apply(read_adapter("a", str(folder)))))
+        return self
+
+    def with_slots(self, slots, *parts: Part):
+        """The logits of all tokens, by sequence, each with the adapter of its slot."""
+        batch = replace(self._batch(parts), adapter_slots=np.array(slots, dtype=np.int64))
+        output = self.executor.run(batch, with_logits=True)
+        return list(output.logits.clone().split([len(part.token_ids) for part in parts]))
+
+    def alone(self, slot, ids=IDS, chunks=()):
+        blocks, rows, first, turn = self.blocks(len(ids)), [], 0, 0
+        while first < len(ids):
+            size = chunks[turn % len(chunks)] if chunks else len(ids)
+            rows += self.with_slots([slot], Part(first, ids[first : first + size], blocks))
+            first, turn = first + size, turn + 1
+        return torch.cat(rows)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equal_to_the_merged_model_in_float32(tmp_path, family):
+    base = save_tiny_model(family, tmp_path / "base")
+    adapter = save_adapter(base, tmp_path / "adapter")
+    merged = merge(base, adapter, tmp_path / "merged")
+    runner = Adapted(stated(base, dtype="float32")).put(base, adapter)
+    whole = Runner(stated(merged, dtype="float32"))
+    found, expected, plain = runner.alone(1), whole.run(IDS), runner.alone(0)
+    runner.close(), whole.close()
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert (plain - expected).abs().max() > 1e-2 * expected.abs().max(), "the adapter changes something"
+
+
+@cache
+def _tiny(root: Path, family="llama"):
+    """A model and three adapters, of different ranks and targets."""
+    base = save_tiny_model(family, root / "base", num_attention_heads=8, num_key_value_heads=4)
+    adapters = (
+        save_adapter(base, root / "one", seed=1),
+        save_adapter(base, root / "two", seed=2, rank=33, use_rslora=True),
+        save_adapter(base, root / "three", seed=3, rank=4, targets=("q_proj", "v_proj")),
+    )
+    return base, adapters
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return _tiny(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_alone_in_company_and_in_chunks(tiny, dtype):
+    base, adapters = tiny
+    runner = Adapted(stated(base, dtype=dtype), threads=2, num_blocks=128).put(base, *adapters)
+    others = [tokens(70, seed=seed) for seed in range(8)]
+    slots = [1, 0, 2, 3, 2, 0, 1, 3]
+    together = [[] for _ in others]
+    blocks = [runner.blocks(len(ids)) for ids in others]
+    for first, end in ((0, 40), (40, 41), (41, 43), (43, 70)):
+        rows = runner.with_slots(
+            slots, *(Part(first, ids[first:end], own) for ids, own in zip(others, blocks, strict=True))
+        )
+        for kept, some in zip(together, rows, strict=True):
+            kept.append(some)
+    for slot, ids, rows in zip(slots, others, together, strict=True):
+        assert same_bits(torch.cat(rows), runner.alone(slot, ids))
+        runner.free = list(range(64))
+    assert same_bits(runner.alone(2, chunks=(1, 7)), runner.alone(2))
+    plain = Runner(stated(base, dtype=dtype), threads=2)
+    assert same_bits(plain.run(others[1]), torch.cat(together[1])), "rows without an adapter keep their bits"
+    runner.close(), plain.close()
+
+
+def test_the_wanted_rows_alone_and_several_steps(tiny):
+    base, adapters = tiny
+    runner = Adapted(stated(base, dtype="bfloat16"), num_blocks=64).put(base, *adapters)
+    ids, slots = [tokens(40, seed=seed) for seed in range(3)], [3, 0, 1]
+    parts = [Part(0, own, runner.blocks(len(own))) for own in ids]
+    every = torch.cat(runner.with_slots(slots, *parts))
+    batch = replace(runner._batch(parts), adapter_slots=np.array(slots), logits_rows=np.array([39, 70, 119]))
+    some = runner.executor.run(batch, with_logits=True).logits
+    assert same_bits(some, every[[39, 70, 119]])
+    runner.close()
+
+
+def test_instruction_classes(tiny):
+    base, adapters = tiny
+    for dtype in ("bfloat16", "float32"):
+        expected = None
+        for name in ("avx2", *other_classes(getattr(torch, dtype))):
+            runner = Adapted(stated(base, dtype=dtype), name=name).put(base, *adapters)
+            found = torch.cat([runner.alone(slot, chunks=(30, 1)) for slot in (1, 2, 3)])
+            expected = found if expected is None else expected
+            assert same_bits(found, expected), name
+            runner.close()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_have_the_bits_of_one(tiny, size):
+    library_or_skip()
+    base, adapters = tiny
+    runner = Adapted(stated(base, dtype="bfloat16")).put(base, *adapters)
+    parts = [Part(0, IDS, runner.blocks(len(IDS))) for _ in range(4)]
+    batch = replace(runner._batch(parts), adapter_slots=np.array([1, 0, 2, 3]))
+    expected = runner.executor.run(batch, with_logits=True).logits.clone()
+    runner.close()
+
+    def of_rank(group):
+        executor = CpuExecutor(stated(base, group, "bfloat16"), group, max_positions=4096, num_threads=1)
+        places = places_of(base, group)
+        for slot, folder in enumerate(adapters, 1):
+            executor.put_adapter(slot, executor.pack_adapter(places.apply(read_adapter("a", str(folder)))))
+        executor.allocate_cache(64, 32)
+        found = executor.run(batch, with_logits=True).logits.clone()
+        executor.close()
+        return found
+
+    assert same_bits(run_ranks(size, of_rank)[0], expected)
+
+
+def test_beside_quantized_weights(tiny, tmp_path):
+    """What an adapter adds does not depend on how the base's weights are kept."""
+    base, adapters = tiny
+    layout = stated(base, dtype="bfloat16", quantization="int8", quantized_activations="int8")
+    quantized = Adapted(layout).put(base, *adapters)
+    plain = Adapted(stated(base, dtype="float32")).put(base, *adapters)
+    for slot in (1, 2, 3):
+        change = plain.alone(slot) - plain.alone(0)
+        found = quantized.alone(slot) - quantized.alone(0)
+        assert (found - change).norm() < 0.25 * change.norm()
+    assert same_bits(quantized.alone(2), quantized.alone(2, chunks=(1, 20)))
+    quantized.close(), plain.close()

@@ -1,0 +1,129 @@
+"""Adapter folders: what is read, and what is refused by name before anything changes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.models.adapter_folder import check_adapter_name, read_adapter
+from holdfast.worker.models.adapter_places import AdapterPlaces
+from holdfast.worker.models.stated_config import read_stated_config
+from tests.parity.families import save_tiny_model
+from tests.worker.models.adapter_folders import PREFIX, save_adapter
+
+Q = f"{PREFIX}model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_tiny_model("llama", tmp_path_factory.mktemp("base"))
+
+
+def applied(base: Path, folder: Path, name: str = "a"):
+    places = AdapterPlaces(read_stated_config(json.loads((base / "config.json").read_text())), SingleRank())
+    return places.apply(read_adapter(name, str(folder)))
+
+
+def drop(*names):
+    return lambda config, tensors: [tensors.pop(name) for name in names]
+
+
+def put(name, value):
+    return lambda config, tensors: tensors.update({name: value})
+
+
+BAD = {
+    "has no lora_B": {"change": drop(f"{Q}.lora_B.weight")},
+    "target_modules name model.layers.0.self_attn.q_proj": {"change": drop(f"{Q}.lora_A.weight", f"{Q}.lora_B.weight")},
+    "and config.json says|says rank 8": {"change": put(f"{Q}.lora_A.weight", torch.ones(4, 32))},
+    "an adapter of another model": {"change": put(f"{Q}.lora_A.weight", torch.ones(8, 64))},
+    "has a NaN": {"change": put(f"{Q}.lora_A.weight", torch.full((8, 32), torch.nan))},
+    "must be a matrix of a floating type": {"change": put(f"{Q}.lora_A.weight", torch.ones(8, 32, dtype=torch.int32))},
+    "none that is served": {"change": put(f"{PREFIX}lm_head.weight", torch.ones(8, 32))},
+    "is no linear of this model": {
+        "change": lambda config, tensors: (
+            config["target_modules"].append("router"),
+            tensors.update({f"{PREFIX}model.layers.0.router.lora_{part}.weight": torch.ones(8, 8) for part in "AB"}),
+        )
+    },
+    "which its target_modules do not name": {"target_modules": ["k_proj"]},
+    "use_dora": {"use_dora": True},
+    "modules_to_save": {"modules_to_save": ["lm_head"]},
+    "target_parameters": {"target_parameters": ["mlp.experts.gate_up_proj"]},
+    "trainable_token_indices": {"trainable_token_indices": [1]},
+    "a_field_of_tomorrow": {"a_field_of_tomorrow": 1},
+    "bias": {"bias": "all"},
+    "peft_type": {"peft_type": "IA3"},
+    "init_lora_weights": {"init_lora_weights": "pissa"},
+    "must have a number": {"lora_alpha": "large"},
+    "from 1 to 256": {"r": 257},
+    "is no regular expression": {"target_modules": "(["},
+}
+
+
+@pytest.mark.parametrize("told", BAD)
+def test_refused_by_name(base, tmp_path, told):
+    folder = save_adapter(base, tmp_path / "bad", **BAD[told])
+    with pytest.raises(ConfigurationError, match=told) as refused:
+        applied(base, folder, "mine")
+    assert "adapter mine in " in str(refused.value)
+
+
+def test_pickles_and_broken_files(base, tmp_path):
+    folder = save_adapter(base, tmp_path / "adapter")
+    weights = folder / "adapter_model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-9])
+    with pytest.raises(ConfigurationError, match="cut short"):
+        read_adapter("a", str(folder))
+    weights.rename(folder / "adapter_model.bin")
+    with pytest.raises(ConfigurationError, match="is a pickle"):
+        read_adapter("a", str(folder))
+    save_adapter(base, folder)
+    (folder / "adapter_config.json").write_text("[1]")
+    with pytest.raises(ConfigurationError, match="no JSON object"):
+        read_adapter("a", str(folder))
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        read_adapter("a", str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("name", ["", "../up", "/etc/passwd", "a/../b", "a//b", ".hidden", "a b", "a\nb", "x" * 201])
+def test_names_that_are_paths_or_none(name):
+    with pytest.raises(ConfigurationError, match="lora_name"):
+        check_adapter_name(name)
+
+
+def test_targets_ranks_and_scales(base, tmp_path):
+    everything = save_adapter(base, tmp_path / "all", target_modules="all-linear")
+    by_regex = save_adapter(base, tmp_path / "regex", target_modules=r".*\.(self_attn|mlp)\.\w+", use_rslora=True)
+    assert len(applied(base, everything)) == len(applied(base, by_regex)) == 8
+    assert applied(base, everything)["0.qkv"].scales.tolist() == [2.0] * 24
+    assert applied(base, by_regex)["0.qkv"].scales.allclose(torch.tensor(16 / 8**0.5))
+    some = save_adapter(base, tmp_path / "some", targets=["v_proj"], alpha_pattern={"0.self_attn.v_proj": 4})
+    found = applied(base, some)
+    assert found.keys() == {"0.qkv", "1.qkv"}
+    assert found["0.qkv"].scales.unique().tolist() == [0.5]
+    assert found["1.qkv"].scales.unique().tolist() == [2.0]
+
+
+def test_layers_that_were_left_out_and_others_that_miss_one(base, tmp_path):
+    first = [f"{PREFIX}model.layers.1.{name}.lora_{part}.weight" for part in "AB" for name in ("self_attn.q_proj",)]
+    folder = save_adapter(base, tmp_path / "first", targets=["q_proj"], change=drop(*first), layers_to_transform=[0])
+    assert applied(base, folder).keys() == {"0.qkv"}
+
+
+def test_the_digest_is_of_the_content(base, tmp_path):
+    one, same, other = (save_adapter(base, tmp_path / name, seed=seed) for name, seed in (("1", 0), ("2", 0), ("3", 1)))
+    digests = [read_adapter("a", str(folder)).digest for folder in (one, same, other)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_an_adapter_without_effect_is_known(base, tmp_path):
+    def without(config, tensors):
+        tensors.update({name: value * 0 for name, value in tensors.items() if "lora_B" in name})
+
+    assert not read_adapter("a", str(save_adapter(base, tmp_path / "none", change=without))).has_effect
+    assert read_adapter("a", str(save_adapter(base, tmp_path / "some"))).has_effect

@@ -1,0 +1,50 @@
+// Adapters of a step's rows (`adapters.h`): which linears they add to, and the phase before such a product. Methods of
+// `Decoder`.
+#pragma once
+#include "step.h"
+
+namespace {
+
+template <class W> void Decoder<W>::list_sites() {
+  adapted_sites.assign(m.num_sites + 1, 0), slices_of_site.assign(m.num_sites + 1, 1), wanted_adapters.resize(m.max_rows);
+  for (int i = 0; i < m.num_layers; i++)
+    for (const NativeLinear* linear : {&m.layers[i].output, &m.layers[i].mlp.down})
+      slices_of_site[linear->site] = linear->slices;
+}
+
+// Which linears adapters of this step add to, and room for the inner numbers of its rows.
+template <class W> void Decoder<W>::begin_adapters() {
+  if (!step.adapter_of && !has_adapted) return;
+  has_adapted = step.adapter_of;
+  std::fill(adapted_sites.begin(), adapted_sites.end(), 0);
+  long most = 0;
+  for (int i = 0; step.adapter_of && i < step.num_adapters; i++)
+    for (int site = 1; site <= m.num_sites; site++) {
+      const NativeAdapted& adapted = step.adapters[i].linears[site - 1];
+      if (adapted.ranks) adapted_sites[site] = 1;
+      most = std::max(most, (long)adapted.ranks * slices_of_site[site]);
+    }
+  if (!most) return;
+  if (most > inner_of_rows.stride) inner_of_rows = Buffer<float>(m.max_rows, most);
+  for (int i = 0; i < step.num_wanted; i++) wanted_adapters[i] = step.adapter_of[step.wanted[i]];
+}
+
+// The inner numbers of all rows with adapters.
+template <class W>
+bool Decoder<W>::prepare_added(Thread& t, const NativeLinear& linear, Rows in, int num_rows, AddedRows& added) {
+  const bool is_narrow = t.residual == wanted_x.data;
+  added = {is_narrow ? wanted_adapters.data() : step.adapter_of, step.adapters, inner_of_rows.data, inner_of_rows.stride,
+           linear.site};
+  const long length = (long)linear.slice_tiles * K_TILE;
+  const int each = std::max(1, num_rows / (8 * threads));
+  return holdfast::tasks(t.run, (num_rows + each - 1) / each, [&](int task) {
+    for (int r = task * each; r < num_rows && r < (task + 1) * each; r++) {
+      const NativeAdapted* adapted = added.of(r);
+      for (int s = 0; adapted && s < linear.slices; s++)
+        inner_numbers<W>(*adapted, in.data + r * in.stride + s * length, s * length, length, linear.slices * length,
+                         inner_of_rows.row(r) + s * adapted->ranks);
+    }
+  });
+}
+
+}  // namespace

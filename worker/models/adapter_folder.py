@@ -1,0 +1,238 @@
+"""Adapter folders as PEFT writes them: `adapter_config.json` and `adapter_model.safetensors`, checked field by field.
+
+Both files are read once, and the digest is of what was read: what is applied later is what was hashed.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from holdfast.worker.errors import ConfigurationError
+
+CONFIG: Final = "adapter_config.json"
+WEIGHTS: Final = "adapter_model.safetensors"
+MAX_RANK: Final = 256
+MAX_BYTES: Final = 8 << 30
+"""Largest file of weights that is read."""
+MAX_PATTERN: Final = 2000
+
+_PICKLES: Final = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]*(/[A-Za-z0-9][A-Za-z0-9._:@+-]*)*")
+_MAX_NAME: Final = 200
+_TENSOR: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
+
+_HARMLESS: Final = frozenset(
+    {"auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "runtime_config"}
+    | {"lora_dropout", "corda_config", "eva_config", "loftq_config", "megatron_config", "megatron_core", "task_type"}
+    | {"layers_to_transform", "layers_pattern", "exclude_modules", "lora_ga_config"}
+)
+"""Fields that do not change what the tensors of the file do."""
+_READ: Final = frozenset(
+    {"peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern"}
+    | {"bias", "init_lora_weights"}
+)
+_INITIALIZED: Final = (True, False, "gaussian", "eva", "orthogonal", None)
+"""Values of `init_lora_weights` that leave the base model's weights as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """Matrices of one module, which adds `scale * b a x`."""
+
+    a: Tensor
+    """[rank, inputs], of a floating type, as stored."""
+    b: Tensor
+    """[outputs, rank]"""
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFolder:
+    """The content of a folder."""
+
+    given: str
+    """Name and folder, for errors."""
+    base: str
+    """Base model by the adapter's own word; empty: it has none."""
+    digest: str
+    targets: str | tuple[str, ...]
+    modules: Mapping[str, LowRank]
+    """Matrices by the names of Hugging Face's modules."""
+
+    @property
+    def has_effect(self) -> bool:
+        """Whether any module adds anything but zeros."""
+        return any(bool(one.a.any()) and bool(one.b.any()) and one.scale for one in self.modules.values())
+
+    def refused(self, what: str) -> ConfigurationError:
+        """Error that names the adapter and the model that it was made for."""
+        of = f" (made for {self.base})" if self.base else ""
+        return ConfigurationError(f"{self.given}{of}: {what}")
+
+    def misses(self, known: Iterable[str]) -> list[str]:
+        """Modules among `known` that the adapter's targets name and that it has no tensors of."""
+        return sorted(name for name in known if name not in self.modules and _matches(self.targets, name))
+
+
+def check_adapter_name(name: str) -> None:
+    """Raises `ConfigurationError` for a name that is no model's: an empty or a long one, one that reads as a path."""
+    if len(name) > _MAX_NAME or not _NAME.fullmatch(name) or ".." in name:
+        raise ConfigurationError(
+            f"lora_name = {name[:_MAX_NAME]!r}: must be 1 to {_MAX_NAME} letters, digits, . _ : @ + -, in parts with "
+            "/ between them, none of which begins with a dot or has two in a row"
+        )
+
+
+def read_adapter(name: str, path: str) -> AdapterFolder:
+    """Reads and checks a folder. Raises `ConfigurationError` that names the adapter and what is wrong with it."""
+    check_adapter_name(name)
+    given, folder = f"adapter {name} in {path}", Path(path)
+    config_bytes = _read(given, folder / CONFIG, 1 << 20)
+    if not (folder / WEIGHTS).is_file() and (pickles := [one for one in _PICKLES if (folder / one).is_file()]):
+        what = f"{pickles[0]} is a pickle, which may run any code when it is read"
+        raise ConfigurationError(f"{given}: {what}; save the adapter as {WEIGHTS}")
+    weights = _read(given, folder / WEIGHTS, MAX_BYTES)
+    config = _object(given, config_bytes)
+    _check_fields(given, config)
+    digest = hashlib.sha256(hashlib.sha256(config_bytes).digest() + hashlib.sha256(weights).digest()).hexdigest()
+    targets = config.get("target_modules")
+    found = AdapterFolder(
+        given=given,
+        base=str(config.get("base_model_name_or_path") or ""),
+        digest=digest,
+        targets=targets if isinstance(targets, str) else tuple(targets or ()),
+        modules=_modules(given, config, weights),
+    )
+    if strangers := sorted(name for name in found.modules if not _matches(found.targets, name)):
+        raise found.refused(f"it has tensors of {strangers[0]}, which its target_modules do not name")
+    return found
+
+
+def _read(given: str, path: Path, most: int) -> bytes:
+    try:
+        size = path.stat().st_size
+        if size > most:
+            raise ConfigurationError(f"{given}: {path.name} has {size} bytes, and {most} are the most")
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{given}: {path.name} cannot be read ({error.strerror})") from error
+
+
+def _object(given: str, content: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{given}: {CONFIG} is no JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{given}: {CONFIG} holds no JSON object")
+    return found
+
+
+def _check_fields(given: str, config: Mapping[str, Any]) -> None:
+    def refuse(field: str, why: str) -> ConfigurationError:
+        return ConfigurationError(f"{given}: {CONFIG} has {field} = {str(config.get(field))[:200]!r}: {why}")
+
+    if config.get("peft_type") != "LORA":
+        raise refuse("peft_type", "only LORA is served")
+    if config.get("bias", "none") != "none":
+        raise refuse("bias", "biases of adapters are not served; only 'none' is")
+    if config.get("init_lora_weights", True) not in _INITIALIZED:
+        raise refuse(
+            "init_lora_weights", "it changes the base model's weights; convert it to a plain adapter with PEFT"
+        )
+    targets = config.get("target_modules")
+    is_list = isinstance(targets, list) and all(isinstance(one, str) for one in targets)
+    if not targets or not (isinstance(targets, str) or is_list):
+        raise refuse("target_modules", "must be a list of names, a regular expression, or all-linear")
+    if isinstance(targets, str) and len(targets) > MAX_PATTERN:
+        raise refuse("target_modules", f"a regular expression has at most {MAX_PATTERN} characters")
+    if isinstance(targets, str):
+        _fullmatch(given, targets, "")
+    for field in sorted(config.keys() - _HARMLESS - _READ):
+        if config[field]:
+            raise refuse(field, "it changes what the adapter computes, and is not served")
+
+
+def _modules(given: str, config: Mapping[str, Any], weights: bytes) -> dict[str, LowRank]:
+    try:
+        tensors = load(weights)
+    except (SafetensorError, ValueError) as error:
+        raise ConfigurationError(f"{given}: {WEIGHTS} is not a safetensors file, or is cut short ({error})") from error
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            raise ConfigurationError(
+                f"{given}: the tensor {name[:200]} is none that is served: only linears' lora_A and lora_B"
+            )
+        if not tensor.is_floating_point() or tensor.dim() != 2 or tensor.itemsize < 2:
+            shape = tuple(tensor.shape)
+            raise ConfigurationError(
+                f"{given}: {name} is {tensor.dtype} {shape}, and must be a matrix of a floating type"
+            )
+        if not bool(tensor.isfinite().all()):
+            raise ConfigurationError(f"{given}: {name} has a NaN or an infinity")
+        parts = pairs.setdefault(match["module"], {})
+        if match["part"] in parts:
+            raise ConfigurationError(f"{given}: {match['module']} has lora_{match['part']} twice")
+        parts[match["part"]] = tensor
+    if not pairs:
+        raise ConfigurationError(f"{given}: {WEIGHTS} has no tensors")
+    return {module: _low_rank(given, config, module, parts) for module, parts in sorted(pairs.items())}
+
+
+def _low_rank(given: str, config: Mapping[str, Any], module: str, parts: Mapping[str, Tensor]) -> LowRank:
+    for part in "AB":
+        if part not in parts:
+            raise ConfigurationError(f"{given}: {module} has no lora_{part}")
+    a, b = parts["A"], parts["B"]
+    rank, alpha = (
+        _number(given, config, module, *names) for names in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern"))
+    )
+    if rank != int(rank) or not 1 <= rank <= MAX_RANK:
+        raise ConfigurationError(
+            f"{given}: {module} has rank {rank:g}, and must have a whole number from 1 to {MAX_RANK}"
+        )
+    if len(a) != rank or b.shape[1] != rank:
+        raise ConfigurationError(
+            f"{given}: {module} has lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)}, and {CONFIG} says "
+            f"rank {rank:g}"
+        )
+    return LowRank(a=a, b=b, scale=alpha / (rank**0.5 if config.get("use_rslora") else rank))
+
+
+def _number(given: str, config: Mapping[str, Any], module: str, field: str, pattern: str) -> float:
+    """The module's own number, by the first pattern that it ends with, as PEFT matches it; or that of all."""
+    found = config.get(field)
+    for key, value in (config.get(pattern) or {}).items():
+        if len(key) > MAX_PATTERN:
+            raise ConfigurationError(f"{given}: a key of {pattern} has more than {MAX_PATTERN} characters")
+        if _fullmatch(given, rf"(.*\.)?({key})", module):
+            found = value
+            break
+    if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) < 1e9:
+        raise ConfigurationError(f"{given}: {CONFIG} has {field} = {str(found)[:200]!r}, and must have a number")
+    return float(found)
+
+
+def _fullmatch(given: str, pattern: str, name: str) -> bool:
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error as error:
+        raise ConfigurationError(f"{given}: {pattern!r} is no regular expression ({error})") from error
+
+
+def _matches(targets: str | tuple[str, ...], module: str) -> bool:
+    if targets == "all-linear":
+        return True
+    if isinstance(targets, str):
+        return re.fullmatch(targets, module) is not None
+    return any(module == one or module.endswith(f".{one}") for one in targets)
