@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from holdfast.router.config import LimitsConfig
 from holdfast.worker.errors import InvalidRequestError
@@ -22,6 +22,16 @@ _MAY_BE_EMPTY: Final = ("assistant", "tool", "function")
 
 MAX_NOW_S: Final = 253_402_300_799
 """The end of the year 9999, the last that `datetime` supports."""
+
+
+class CacheMark(NamedTuple):
+    """Place in a chat up to which its prompt is to stay cached: behind so many characters of a message's content. A
+    place behind the last message stands for the whole prompt.
+    """
+
+    message: int
+    num_chars: int
+    ttl_s: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +55,8 @@ class Chat:
     """The output goes on with the last message's content, whose turn stays open."""
     template: str = ""
     """The name of one of the model's chat templates; empty: `tool_use` with tools, and else `default`."""
+    marks: tuple[CacheMark, ...] = ()
+    """Places up to which the prompt is to stay cached."""
 
     def check(self, limits: LimitsConfig) -> None:
         """Raises `InvalidRequestError`, naming field and limit."""

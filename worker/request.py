@@ -136,6 +136,14 @@ class Adapter(NamedTuple):
     """Folder to read it from."""
 
 
+class KeptPrefix(NamedTuple):
+    """First tokens of a prompt that are to stay in the cache."""
+
+    num_tokens: int
+    ttl_s: int
+    """Seconds from when they are computed or found."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest(Service):
     """A tokenized request, as engines take it. It checks nothing: that it has a prompt and a seed, and the types of all
@@ -171,6 +179,8 @@ class EngineRequest(Service):
     """Same as in `RequestKey`. Like `sequence_index`, it is routers' alone, and not sent to engines."""
     sequence_index: int = 0
     """Which sequence of its request it is."""
+    cache_marks: tuple[KeptPrefix, ...] = ()
+    """Prefixes of the prompt that are to stay in the cache, beside that of `cache_ttl_s`."""
 
     @property
     def key(self) -> RequestKey:
@@ -183,10 +193,13 @@ class EngineRequest(Service):
         return "" if self.adapter is None else self.adapter.digest
 
     @property
-    def num_kept_tokens(self) -> int:
-        """First tokens of the prompt that are to stay in the cache."""
+    def kept_prefixes(self) -> tuple[KeptPrefix, ...]:
+        """Prefixes of the prompt that are to stay in the cache, the shortest first."""
+        if not self.cache_ttl_s and not self.cache_marks:
+            return ()
         length = len(self.prompt_token_ids)
-        return min(self.cache_prefix_tokens or length, length) if self.cache_ttl_s else 0
+        asked = [*self.cache_marks, KeptPrefix(self.cache_prefix_tokens or length, self.cache_ttl_s)]
+        return tuple(sorted(KeptPrefix(min(num_tokens, length), ttl_s) for num_tokens, ttl_s in asked if ttl_s))
 
     @property
     def sequence_key(self) -> SequenceKey:

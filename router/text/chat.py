@@ -7,6 +7,7 @@ for messages that a template does not take is done for all of them (`adapted_mes
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache, partial
 from types import MappingProxyType
@@ -55,6 +56,32 @@ def chat_text(tokenizer: Tokenizer, chat: Chat, steps: int | None = None) -> str
         now=lambda: now,
         steps=_STEPS + _STEPS_PER_BYTE * chat.num_bytes if steps is None else steps,
     )
+
+
+_MARK: Final = "HOLDFASTCACHEMARK{}X"
+
+
+def mark_places(tokenizer: Tokenizer, chat: Chat, text: str) -> list[int | None]:
+    """How many characters of a chat's prompt, which is `text`, are before each of its marks; None: not known, since the
+    template does not show the place as it is. It is found by rendering the chat with a tag at each mark.
+    """
+    messages = [dict(message) for message in plain_messages(chat.messages)]
+    ordered = sorted(enumerate(chat.marks), key=lambda one: (one[1].message, one[1].num_chars), reverse=True)
+    for number, mark in ordered:  # from the last, so that places before it stay where they are
+        if mark.message < len(messages):
+            content = messages[mark.message]["content"]
+            tag = _MARK.format(number)
+            messages[mark.message]["content"] = content[: mark.num_chars] + tag + content[mark.num_chars :]
+    places: list[int | None] = [None] * len(chat.marks)
+    tagged = chat_text(tokenizer, replace(chat, messages=messages))
+    for number, mark in reversed(ordered):
+        if mark.message >= len(messages):
+            places[number] = len(text)
+            continue
+        before, tag, after = tagged.partition(_MARK.format(number))
+        tagged = before + after
+        places[number] = len(before) if tag else None
+    return places if tagged == text else [None] * len(places)
 
 
 def render_chat(

@@ -13,7 +13,7 @@ from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
 from holdfast.router.events import ModelStatus
 from holdfast.router.request import GenerationRequest, check_text
-from holdfast.router.text.chat import FEW_STEPS, TemplateBudgetError, chat_text, template_traits
+from holdfast.router.text.chat import FEW_STEPS, TemplateBudgetError, chat_text, mark_places, template_traits
 from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.prompt import (
     bad_word_token_ids,
@@ -29,7 +29,7 @@ from holdfast.router.text.prompt import (
 from holdfast.router.text.tokenizer import Tokenizer, TooManyTokensError
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.process_memory import give_back
-from holdfast.worker.request import EngineRequest
+from holdfast.worker.request import EngineRequest, KeptPrefix
 from holdfast.worker.sampling_params import ALL_LOGPROBS
 from holdfast.worker.structured_outputs import StructuredOutputs
 
@@ -163,7 +163,11 @@ class TokenizerRegistry:
         name, facts, params = model.name, model.facts, request.sampling_params
         if ALL_LOGPROBS in (params.logprobs, params.prompt_logprobs):
             params = with_counted_logprobs(params, facts.vocab_size, limits.max_logprobs)
-        token_ids = await self._prompt_token_ids(request, model, limits)
+        text = await self._prompt_text(request, model, limits)
+        token_ids = await self._prompt_token_ids(request, text, model)
+        cache_marks: tuple[KeptPrefix, ...] = ()
+        if request.chat is not None and request.chat.marks and isinstance(text, str):
+            cache_marks = await self._cache_marks(name, request.chat, text, len(token_ids))
         if params.truncate_prompt_tokens is not None:
             token_ids = kept_tokens(token_ids, params, facts.max_sequence_len)
         check_length(request, len(token_ids), facts)
@@ -182,19 +186,40 @@ class TokenizerRegistry:
             prompt_token_ids=token_ids,
             sampling_params=params,
             **request.service,
+            cache_marks=cache_marks if params.truncate_prompt_tokens is None else (),
             # Of a token beyond the model's vocabulary there is no logit.
             bad_word_token_ids=tuple([word for word in bad_words if max(word) < facts.vocab_size]) if bad_words else (),
             grammar="" if shape is None else await self.grammar(name, shape),
         )
 
-    async def _prompt_token_ids(
+    async def _cache_marks(self, model: str, chat: Chat, text: str, num_tokens: int) -> tuple[KeptPrefix, ...]:
+        """Tokens of the prompt up to each mark of a chat: exact where a token begins behind the mark, as between
+        messages, and else to a token. A mark whose place the template does not show stands for the whole prompt.
+        """
+        places = await self.apart(mark_places, self._tokenizers[model], chat, text)
+        counts = {0: 0, len(text): num_tokens}
+        before = 0
+        for place in sorted({place for place in places if place is not None} - counts.keys()):
+            counts[place] = counts[before] + len(await self.encode(model, text[before:place], False))
+            before = place
+        marks = zip(chat.marks, places, strict=True)
+        kept = [(num_tokens if at is None else min(counts[at], num_tokens), mark.ttl_s) for mark, at in marks]
+        return tuple([KeptPrefix(count, ttl_s) for count, ttl_s in kept if count])
+
+    async def _prompt_text(
         self, request: GenerationRequest, model: ModelStatus, limits: LimitsConfig
+    ) -> str | tuple[int, ...]:
+        """The prompt as it was given, or that of a chat as its template writes it."""
+        if request.chat is None:
+            return request.prompt
+        text = await self.render(model.name, request.chat)
+        check_text(text, limits, "chat")  # a template adds to each message
+        return text
+
+    async def _prompt_token_ids(
+        self, request: GenerationRequest, text: str | tuple[int, ...], model: ModelStatus
     ) -> tuple[int, ...]:
         """The token ids of the whole prompt, before truncation."""
-        text = request.prompt
-        if request.chat is not None:
-            text = await self.render(model.name, request.chat)
-            check_text(text, limits, "chat")  # a template adds to each message
         if not isinstance(text, str):
             return text
         most = model.facts.max_sequence_len if request.sampling_params.truncate_prompt_tokens is None else None

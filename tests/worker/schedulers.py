@@ -45,6 +45,7 @@ def make_request(
     time_left_s=None,
     cache_ttl_s=0,
     cache_prefix_tokens=0,
+    cache_marks=(),
     **params,
 ):
     return EngineRequest(
@@ -57,6 +58,7 @@ def make_request(
         time_left_s=time_left_s,
         cache_ttl_s=cache_ttl_s,
         cache_prefix_tokens=cache_prefix_tokens,
+        cache_marks=cache_marks,
         sampling_params=SamplingParams(**{"seed": 1, "max_tokens": 8, **params}),
     )
 

@@ -27,15 +27,20 @@ class Pinning:
             self.next_end_s = min(self.next_end_s, self._slots.next_end_s)
 
     def pin(self, sequence: Sequence) -> None:
-        """Pins the prefix that a running sequence's request asks to keep, if all its full blocks are computed now. Once
-        for each sequence. O(blocks).
+        """Pins the prefixes that a running sequence's request asks to keep, once all their full blocks are computed;
+        each once. O(blocks).
         """
-        num_blocks = sequence.num_tokens_to_pin // self._allocator.block_size
-        if not num_blocks or sequence.num_computed_tokens < num_blocks * self._allocator.block_size:
-            return
-        sequence.num_tokens_to_pin = 0
+        while sequence.to_pin:
+            num_tokens, ttl_s = sequence.to_pin[0]
+            num_blocks = num_tokens // self._allocator.block_size
+            if sequence.num_computed_tokens < num_blocks * self._allocator.block_size:
+                return
+            sequence.to_pin = sequence.to_pin[1:]
+            if num_blocks:
+                self._pin(sequence, num_blocks, self.now + ttl_s)
+
+    def _pin(self, sequence: Sequence, num_blocks: int, until_s: float) -> None:
         tokens, chain, request = sequence.token_ids, sequence.hash_chain, sequence.request
-        until_s = self.now + request.cache_ttl_s
         self.next_end_s = min(self.next_end_s, until_s)
         seen = self._seen_behind(sequence, num_blocks)
         found = self._allocator.prefix_cache.find(chain, tokens, num_blocks)

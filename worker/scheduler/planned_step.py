@@ -332,7 +332,7 @@ class ShareCommit:
             self._queues.store_full_blocks(sequence, scheduled.first_position)
             if (slots := self._queues.slots) is not None:
                 keep_state(sequence, slots, self._block_size, scheduled.first_position, states_left_by(scheduled))
-            if sequence.num_tokens_to_pin:
+            if sequence.to_pin:
                 self._queues.pinning.pin(sequence)
 
 

@@ -298,7 +298,8 @@ class SequenceQueues:
         keys and values are known to, and where its prompt does.
         """
         spacing = windows.window.spacing
-        ends = {prefix.num_tokens, prefix.num_known_tokens, sequence.num_prompt_tokens - 1, sequence.num_tokens_to_pin}
+        ends = {prefix.num_tokens, prefix.num_known_tokens, sequence.num_prompt_tokens - 1}
+        ends.update(kept.num_tokens for kept in sequence.to_pin)
         ends = {end // spacing * spacing for end in ends}
         chain = self._window_chain(sequence)
         table = sequence.window = windows.begin(sequence.max_num_slots, prefix.window, chain, ends)

@@ -68,7 +68,6 @@ class Sequence:
         "num_draft_tokens",
         "num_prompt_tokens",
         "num_rolling_blocks",
-        "num_tokens_to_pin",
         "prompt_logprobs",
         "queued_s",
         "request",
@@ -78,6 +77,7 @@ class Sequence:
         "status",
         "stop_token_ids",
         "tenant",
+        "to_pin",
         "token_ids",
         "urgency",
         "waited_s",
@@ -155,8 +155,9 @@ class Sequence:
         """Tokens when it was admitted last."""
         self.num_rolling_blocks = 0
         """Blocks before the snapshot of its state that the next one takes the place of; 0: there is none."""
-        self.num_tokens_to_pin = request.num_kept_tokens
-        """First tokens whose blocks are to be pinned once they are computed; 0: none, or they are pinned."""
+        self.to_pin = request.kept_prefixes
+        """Prefixes, the shortest first, whose blocks are to be pinned once they are computed; those that are pinned are
+        taken out."""
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
         """Maximum length, prompt included."""
         # An output with a grammar has an end, so that `ignore_eos` can put it off but not away.

@@ -41,7 +41,7 @@ def cuts_of(
     if keeps_snapshots:
         cuts.update(range(first // SPACING * SPACING + SPACING, last, SPACING))
         cuts.add(branch)
-        cuts.add(sequence.num_tokens_to_pin // block_size * block_size)
+        cuts.update(kept.num_tokens // block_size * block_size for kept in sequence.to_pin)
         if last >= WORTH_A_CUT:
             turn = _end_of_last_turn(sequence, turn_ends)
             cuts.add(turn // block_size * block_size)

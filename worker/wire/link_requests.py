@@ -16,6 +16,7 @@ from holdfast.worker.log_level import LogLevel
 from holdfast.worker.request import (
     EngineRequest,
     GroupKey,
+    KeptPrefix,
     PoisonRisk,
     Priority,
 )
@@ -46,6 +47,9 @@ def submit_message(attempt: int, request: EngineRequest) -> engine_pb2.LinkReque
         traceparent=request.traceparent,
         cache_ttl_s=request.cache_ttl_s,
         cache_prefix_tokens=request.cache_prefix_tokens,
+        cache_marks=[
+            engine_pb2.CacheMark(num_tokens=kept.num_tokens, ttl_s=kept.ttl_s) for kept in request.cache_marks
+        ],
     )
     return engine_pb2.LinkRequest(submit=submit)
 
@@ -83,6 +87,7 @@ LINK_BOUNDS: Final[Bounds] = {
     "holdfast.v1.Submit": {
         "prompt_token_ids": _TOKENS,
         "output_token_ids": _TOKENS,
+        "cache_marks": Bound(count=2**4),
         **dict.fromkeys(("cache_salt", "tenant", "group_id", "request_id", "traceparent"), _NAME),
     },
     "holdfast.v1.EngineSamplingParams": {
@@ -133,6 +138,7 @@ def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> Eng
         traceparent=submit.traceparent,
         cache_ttl_s=submit.cache_ttl_s,
         cache_prefix_tokens=submit.cache_prefix_tokens,
+        cache_marks=tuple([KeptPrefix(mark.num_tokens, mark.ttl_s) for mark in submit.cache_marks]),
     )
     if request.sampling_params.seed is None:  # clients' -1, which routers replace
         raise InvalidRequestError("sampling_params.seed", params.seed, "must be at least 0 on a link")

@@ -15,9 +15,8 @@ from holdfast.router.api.http.bodies import ChatBody, CompletionBody
 from holdfast.router.api.http.chat_completions import ChatChunks, ChatView, chat_request, whole_chat
 from holdfast.router.api.http.completions import Completions, completion_requests
 from holdfast.router.api.http.event_stream import ANTHROPIC, OPENAI, EventStream, Shape
-from holdfast.router.api.http.messages import MessageEvents, whole_message
+from holdfast.router.api.http.messages import MessageEvents, message_request, whole_message
 from holdfast.router.api.http.messages_body import MessagesBody
-from holdfast.router.api.http.messages_body import chat_body as messages_chat
 from holdfast.router.api.http.request_reader import RequestReader, tenant_of
 from holdfast.router.api.http.server import CONNECTION, Connection
 from holdfast.router.api.http.stored_chats import StoredChats, StoredChunks
@@ -146,16 +145,14 @@ class GenerationEndpoints:
     async def messages(self, request: Request) -> ASGIApp:
         submission, content = await self._reader.submission(request)
         tenant = tenant_of(request)
-        body, bare = await self._reader.decoded(
-            content, MessagesBody, lambda one: chat_request(messages_chat(one), tenant)
-        )
+        body, bare = await self._reader.decoded(content, MessagesBody, lambda one: message_request(one, tenant))
         submission = self._reader.named(submission, bare)
         plan = await self._reader.plan(bare, body.shape_field)
         generation = submission.of(plan.request)
         if not body.stream:
             async with self._requests.open(generation) as answer:
                 completed = await unless_gone(request, answer.whole())
-                return json_response(whole_message(completed, plan.new_reader(), generation.cache_ttl_s))
+                return json_response(whole_message(completed, plan.new_reader(), answer.request.kept_prefixes))
         return await self.streamed(
             request, submission, generation, lambda answer: MessageEvents(answer, plan.new_reader()), ANTHROPIC
         )

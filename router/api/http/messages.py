@@ -2,21 +2,32 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
+from holdfast.router.api.http.chat_completions import chat_request
 from holdfast.router.api.http.choices import Block, BlockEvent, Blocks, drafts_of, times_of
-from holdfast.router.api.http.messages_body import TTLS
+from holdfast.router.api.http.messages_body import TTLS, MessagesBody, chat_body, marks_of
 from holdfast.router.generation import Generation, OutputDelta, Usage
+from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.tools.chat_style import ChatReader
-from holdfast.worker.request import FinishReason
+from holdfast.worker.request import FinishReason, KeptPrefix
 
 _STOP_REASONS: Final = {FinishReason.LENGTH: "max_tokens"}
 
 
-def whole_message(completed: Generation, reader: ChatReader | None, ttl_s: int) -> dict[str, Any]:
-    """The whole response. `ttl_s`: seconds for which the prompt is kept."""
+def message_request(body: MessagesBody, tenant: str = "") -> GenerationRequest:
+    """The request that a body makes. Raises `InvalidRequestError`, naming the field."""
+    request, marks = chat_request(chat_body(body), tenant), marks_of(body)
+    if not marks or request.chat is None:
+        return request
+    return replace(request, chat=replace(request.chat, marks=marks))
+
+
+def whole_message(completed: Generation, reader: ChatReader | None, kept: Sequence[KeptPrefix] = ()) -> dict[str, Any]:
+    """The whole response. `kept`: prefixes of the prompt that are kept, the shortest first."""
     first, blocks = completed.completions[0], Blocks(reader)
     for _ in blocks.push(first):
         pass
@@ -24,7 +35,7 @@ def whole_message(completed: Generation, reader: ChatReader | None, ttl_s: int) 
         **_message(completed.request_id, completed.model),
         "content": [_whole_block(completed.request_id, block) for block in blocks.blocks],
         **_stop(first.finish_reason, first.stop_reason, blocks.num_calls),
-        "usage": _usage(completed.usage, ttl_s),
+        "usage": _usage(completed.usage, kept),
     }
 
 
@@ -72,7 +83,7 @@ class MessageEvents:
             num_cached_tokens=self._num_cached_tokens,
             figures=None if ended is None else ended.figures,
         )
-        return _usage(usage, request.cache_ttl_s)
+        return _usage(usage, request.kept_prefixes)
 
     def _block_event(self, event: BlockEvent) -> bytes:
         block, at = event.block, {"index": event.block.index}
@@ -151,13 +162,19 @@ def _stop(reason: FinishReason | None, ended_by: str | int | None, num_calls: in
     return {"stop_reason": _STOP_REASONS.get(reason or FinishReason.STOP, "end_turn"), "stop_sequence": None}
 
 
-def _usage(usage: Usage, ttl_s: int) -> dict[str, Any]:
-    """Usage of a prompt that is kept for so long: all that was not read from the cache was written to it."""
-    num_new = usage.num_prompt_tokens - usage.num_cached_tokens
-    num_written = num_new if ttl_s else 0
-    num_short = num_written if ttl_s <= TTLS["5m"] else 0
+def _usage(usage: Usage, kept: Sequence[KeptPrefix]) -> dict[str, Any]:
+    """Usage of a prompt of which these prefixes are kept: what was not read from the cache was written to it up to the
+    last of them, each token for the longest time of those that it belongs to.
+    """
+    written = {"short": 0, "long": 0}
+    before = usage.num_cached_tokens
+    for index, (num_tokens, _) in enumerate(kept):
+        longest = max(ttl_s for _, ttl_s in kept[index:])
+        written["short" if longest <= TTLS["5m"] else "long"] += max(0, num_tokens - before)
+        before = max(before, num_tokens)
+    num_short, num_written = written["short"], written["short"] + written["long"]
     return {
-        "input_tokens": num_new - num_written,
+        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens - num_written,
         "output_tokens": usage.num_completion_tokens,
         "cache_read_input_tokens": usage.num_cached_tokens,
         "cache_creation_input_tokens": num_written,

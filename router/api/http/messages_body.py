@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import Field
 
 from holdfast.router.api.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, Notes, Reads
-from holdfast.router.chat import content_text
+from holdfast.router.chat import CacheMark, content_text
 from holdfast.router.tools.tools import check_wishes
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.value_types import Neutral, is_whole
@@ -79,7 +79,7 @@ class MessagesBody(Reads, Notes):
         user = (self.metadata or {}).get("user_id")
         if not isinstance(user, str | None):
             raise InvalidRequestError("metadata.user_id", user, "must be text")
-        if (number := len(list(_ttls(self)))) > MAX_MARKS:
+        if (number := len(marks_of(self)) + (_ttl_of(self, "") is not None)) > MAX_MARKS:
             raise InvalidRequestError("cache_control", f"{number} marks", f"must be at most {MAX_MARKS} marks")
 
     @property
@@ -98,8 +98,8 @@ def chat_body(body: MessagesBody) -> ChatBody:
     """The same request in OpenAI's words. Raises `InvalidRequestError`, naming the field."""
     own: dict[str, Any] = {"messages": list(_messages(body)), "max_tokens": body.max_tokens, "model": body.model}
     own |= body.given_renamed()
-    if any(ttls := list(_ttls(body))):
-        own["cache_ttl_s"] = max(ttls)
+    if (ttl_s := _ttl_of(body, "")) is not None:
+        own["cache_ttl_s"] = ttl_s
     if body.tools:
         own["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
     if body.tool_choice is not None:
@@ -117,27 +117,66 @@ def chat_body(body: MessagesBody) -> ChatBody:
     return ChatBody.made_of(body, {**(body.model_extra or {}), **own})
 
 
-def _ttls(body: MessagesBody) -> Iterator[int]:
-    """Seconds that each mark of the prompt's cache asks for. Raises `InvalidRequestError`, naming the field."""
-    marked: list[tuple[str, object]] = [("", {"cache_control": body.cache_control})]
-    lists: list[tuple[str, object]] = [("system", body.system), ("tools", body.tools)]
-    lists += [(f"messages[{index}].content", message.get("content")) for index, message in enumerate(body.messages)]
-    for field, blocks in lists:
-        for index, block in enumerate(blocks if isinstance(blocks, list) else ()):
-            marked.append((f"{field}[{index}].", block))
-    for field, block in marked:
-        mark = block.get("cache_control") if isinstance(block, Mapping) else None
-        if mark is None:
+def marks_of(body: MessagesBody) -> tuple[CacheMark, ...]:
+    """Marks of the prompt's cache by their places in the chat. One on a tool stands for all tools and the system
+    prompt, where templates write them; one on thoughts or a call for all before the next message.
+
+    Raises `InvalidRequestError`, naming the field.
+    """
+    marks: list[CacheMark] = []
+    number = 0
+    if body.system:
+        marks += _marks_in(body.system, "system", number, ("text",))
+        number += 1
+    for index, tool in enumerate(body.tools or ()):
+        if (ttl_s := _ttl_of(tool, f"tools[{index}].")) is not None:
+            marks.append(CacheMark(number, 0, ttl_s))
+    for index, message in enumerate(body.messages):
+        content, field = message.get("content"), f"messages[{index}].content"
+        blocks = content if isinstance(content, list) else ()
+        if message.get("role") != "assistant":
+            for at, block in enumerate(blocks):
+                if isinstance(block, Mapping) and block.get("type") == "tool_result":
+                    if (ttl_s := _ttl_of(block, f"{field}[{at}].")) is not None:
+                        text = _result(block, f"{field}[{at}]")["content"]
+                        marks.append(CacheMark(number, len(text), ttl_s))
+                    number += 1
+            number -= not _has_text(blocks) and len(blocks) > 0
+        marks += _marks_in(content, field, number, ("text",))
+        number += 1
+    return tuple(marks)
+
+
+def _has_text(blocks: Sequence[object]) -> bool:
+    return any(not (isinstance(block, Mapping) and block.get("type") == "tool_result") for block in blocks)
+
+
+def _marks_in(content: object, field: str, number: int, kinds: Container[str]) -> Iterator[CacheMark]:
+    """Marks on the blocks of a message, whose text is that of its text blocks, but for results of calls."""
+    num_chars = 0
+    for index, block in enumerate(content if isinstance(content, list) else ()):
+        if not isinstance(block, Mapping) or block.get("type") == "tool_result":
             continue
-        field += "cache_control"
-        if not isinstance(mark, Mapping):
-            raise InvalidRequestError(field, mark, "must be an object")
-        if mark.get("type") != "ephemeral":
-            raise InvalidRequestError(f"{field}.type", mark.get("type"), "must be ephemeral")
-        ttl = mark.get("ttl") or "5m"
-        if not isinstance(ttl, str) or ttl not in TTLS:
-            raise InvalidRequestError(f"{field}.ttl", ttl, f"must be {' or '.join(TTLS)}")
-        yield TTLS[ttl]
+        is_text = block.get("type") in kinds and isinstance(block.get("text"), str)
+        num_chars += len(block["text"]) if is_text else 0
+        if (ttl_s := _ttl_of(block, f"{field}[{index}].")) is not None:
+            yield CacheMark(number, num_chars, ttl_s) if is_text else CacheMark(number + 1, 0, ttl_s)
+
+
+def _ttl_of(block: MessagesBody | Mapping[str, Any], field: str) -> int | None:
+    """Seconds that a block's mark asks for; None: it has none. Raises `InvalidRequestError`, naming the field."""
+    mark = block.get("cache_control") if isinstance(block, Mapping) else block.cache_control
+    if mark is None:
+        return None
+    field += "cache_control"
+    if not isinstance(mark, Mapping):
+        raise InvalidRequestError(field, mark, "must be an object")
+    if mark.get("type") != "ephemeral":
+        raise InvalidRequestError(f"{field}.type", mark.get("type"), "must be ephemeral")
+    ttl = mark.get("ttl") or "5m"
+    if not isinstance(ttl, str) or ttl not in TTLS:
+        raise InvalidRequestError(f"{field}.ttl", ttl, f"must be {' or '.join(TTLS)}")
+    return TTLS[ttl]
 
 
 def is_prefilled(body: MessagesBody) -> bool:

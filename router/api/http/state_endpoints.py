@@ -13,9 +13,9 @@ from starlette.types import ASGIApp
 
 from holdfast.router.api.http.answering import Endpoint, json_response
 from holdfast.router.api.http.bodies import DetokenizeBody, TokenizeBody
-from holdfast.router.api.http.chat_completions import chat_of, chat_request
+from holdfast.router.api.http.chat_completions import chat_of
+from holdfast.router.api.http.messages import message_request
 from holdfast.router.api.http.messages_body import CountBody
-from holdfast.router.api.http.messages_body import chat_body as messages_chat
 from holdfast.router.api.http.openapi import description
 from holdfast.router.api.http.page_files import cluster_view
 from holdfast.router.api.http.request_reader import RequestReader, tenant_of
@@ -189,9 +189,7 @@ class TokenEndpoints:
 
     async def count_tokens(self, request: Request) -> ASGIApp:
         tenant, content = tenant_of(request), await self._reader.content(request)
-        body, bare = await self._reader.decoded(
-            content, CountBody, lambda one: chat_request(messages_chat(one), tenant)
-        )
+        body, bare = await self._reader.decoded(content, CountBody, lambda one: message_request(one, tenant))
         plan = await self._reader.plan(bare, body.shape_field)
         assert plan.request.chat is not None, "a chat's request has one"
         token_ids = await self._requests.tokenize_chat(body.model or "", plan.request.chat)

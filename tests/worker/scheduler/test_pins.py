@@ -6,6 +6,7 @@ import pytest
 
 from holdfast.worker.cache.pins import Pins
 from holdfast.worker.model_info import Window
+from holdfast.worker.request import KeptPrefix
 from tests.worker.scheduler.pseudo_machine import Machine, tokens
 from tests.worker.schedulers import BLOCK_SIZE, make_request, make_scheduler, step
 
@@ -69,6 +70,16 @@ def test_a_part_of_the_prompt_is_kept():
     assert pinned(scheduler) == 2
     flood(scheduler)
     assert run(scheduler, 1) == 2
+
+
+def test_each_mark_is_kept_for_its_own_time():
+    scheduler = scheduler_of()
+    run(scheduler, 1, cache_marks=(KeptPrefix(4 * BLOCK_SIZE, 10), KeptPrefix(2 * BLOCK_SIZE, 500)))
+    assert pinned(scheduler) == 4
+    flood(scheduler, now=5.0)
+    assert run(scheduler, 1, now=5.0) == 4
+    flood(scheduler, now=20.0)
+    assert run(scheduler, 1, now=20.0) == 2
 
 
 def test_beyond_the_budget_the_oldest_pins_of_the_tenant_give_way_and_no_others():

@@ -39,12 +39,50 @@ def tool(mark):
 
 
 MARKS = {
-    "none": ({}, 0),
-    "on all": ({"cache_control": SHORT}, 300),
-    "on the system prompt": ({"system": [text("Be brief.", SHORT)]}, 300),
-    "on a tool": ({"tools": [tool(LONG)]}, 3600),
-    "on a message": ({"messages": [{"role": "user", "content": [text("hi", SHORT)]}]}, 300),
-    "of both kinds": ({"system": [text("Be brief.", LONG)], "cache_control": SHORT}, 3600),
+    "none": ({}, []),
+    "on all": ({"cache_control": SHORT}, [("", 300)]),
+    "on the system prompt": ({"system": [text("Be brief.", SHORT)]}, [("Be brief.", 300)]),
+    "in the system prompt": ({"system": [text("Be brief.", LONG), text(" It is noon.")]}, [("Be brief.", 3600)]),
+    "on a tool": ({"tools": [tool(LONG)], "system": "Be brief."}, [("<user>", 3600)]),
+    "on a message": ({"messages": [{"role": "user", "content": [text("hi", SHORT)]}]}, [("hi", 300)]),
+    "of both kinds": ({"system": [text("Be brief.", LONG)], "cache_control": SHORT}, [("Be brief.", 3600), ("", 300)]),
+    "the later one longer": (
+        {"system": [text("Be brief.", SHORT)], "cache_control": LONG},
+        [("brief.", 300), ("", 3600)],
+    ),
+    "on a result": (
+        {
+            "messages": [
+                *HI,
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "c", "content": "17 degrees", "cache_control": SHORT},
+                        text("So?", LONG),
+                        text(" Tell me."),
+                    ],
+                },
+            ]
+        },
+        [("17 degrees", 300), ("So?", 3600)],
+    ),
+    "on a call": (
+        {
+            "messages": [
+                *HI,
+                {
+                    "role": "assistant",
+                    "content": [
+                        text("I look."),
+                        {"type": "tool_use", "id": "c", "name": "f", "input": {}, "cache_control": SHORT},
+                    ],
+                },
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "cold"}]},
+            ]
+        },
+        [("<tool>", 300)],
+    ),
 }
 
 WRONG = {
@@ -78,19 +116,25 @@ async def test_openais_words_and_ours():
 async def test_anthropics_marks():
     replica = await FakeReplica.start()
     async with site(replica, load_tokenizer=LOAD, http=True) as place, claude(place) as client:
-        for asked, ttl_s in MARKS.values():
+        for case, (asked, marks) in MARKS.items():
             body = {"model": "fake", "max_tokens": 2, "messages": HI, **asked}
             usage = (await client.messages.create(**body)).usage
             submit = replica.submits[-1]
-            assert submit.cache_ttl_s == ttl_s, asked
-            num_new = len(submit.prompt_token_ids) - usage.cache_read_input_tokens
-            assert (usage.input_tokens, usage.cache_creation_input_tokens) == ((0, num_new) if ttl_s else (num_new, 0))
+            prompt, num_all = bytes(submit.prompt_token_ids).decode(), len(submit.prompt_token_ids)
+            assert all(end in prompt for end, _ in marks), (case, prompt)
+            wanted = [(prompt.index(end) + len(end) if end else num_all, ttl_s) for end, ttl_s in marks]
+            kept = [(mark.num_tokens, mark.ttl_s) for mark in submit.cache_marks]
+            kept += [(num_all, submit.cache_ttl_s)] if submit.cache_ttl_s else []
+            assert kept == wanted, case
+            last = max((place for place, _ in wanted), default=0)
+            assert (usage.input_tokens, usage.cache_creation_input_tokens) == (num_all - last, last), case
+            longest = max((place for place, ttl_s in wanted if ttl_s == 3600), default=0)
             written = usage.cache_creation
-            by_time = {300: written.ephemeral_5m_input_tokens, 3600: written.ephemeral_1h_input_tokens}
-            assert by_time == {300: num_new * (ttl_s == 300), 3600: num_new * (ttl_s == 3600)}
+            by_time = (written.ephemeral_1h_input_tokens, written.ephemeral_5m_input_tokens)
+            assert by_time == (longest, last - longest), case
             async with client.messages.stream(**body) as stream:
                 streamed = (await stream.get_final_message()).usage
-            assert streamed.cache_creation_input_tokens == usage.cache_creation_input_tokens
+            assert streamed.cache_creation == written
         for asked, limit in WRONG.values():
             with pytest.raises(anthropic.BadRequestError, match=limit):
                 await client.messages.create(**{"model": "fake", "max_tokens": 2, "messages": HI, **asked})
