@@ -106,7 +106,9 @@ class CodedBytes:
             self._bits[name], self._shapes[name] = bits, shape
 
     def _leave_out_unfit(self, config: Mapping[str, Any], family: Family) -> None:
-        """Weights whose slices have no whole units, and stacked ones of several forms."""
+        """Weights whose slices have no whole units, and stacked ones of which one stays numbers, or whose several forms
+        no panel of outputs could have.
+        """
         heads = int(config.get("num_attention_heads") or 1)
         inputs_apart = (family.output, family.down, *(family.moe.parts[-1:] if family.moe else ()))
         for name, shape in list(self._shapes.items()):
@@ -115,11 +117,13 @@ class CodedBytes:
             if shape[1] % (slices * _UNIT):
                 del self._bits[name]
         for stack in (family.qkv, family.gate_up, *((family.moe.parts[:-1],) if family.moe else ())):
-            for name in [name for name in self._bits if name.endswith(f".{stack[0]}.weight")]:
-                stacked = [f"{name.removesuffix(f'{stack[0]}.weight')}{part}.weight" for part in stack]
-                if len({self._bits.get(one) for one in stacked}) > 1 or (
-                    stack is family.qkv and family.has_output_gate
-                ):
+            ends = [f".{part}.weight" for part in stack]
+            modules = {name.removesuffix(end) for name in self._bits for end in ends if name.endswith(end)}
+            for stacked in [[f"{module}{end}" for end in ends] for module in modules]:
+                bits = {self._bits.get(one) for one in stacked}
+                may_differ = stack is not family.qkv or self._shapes.get(stacked[0], (0,))[0] // heads % _UNIT == 0
+                is_gated = stack is family.qkv and family.has_output_gate
+                if None in bits or is_gated or (len(bits) > 1 and not may_differ):
                     for one in stacked:
                         self._bits.pop(one, None)
 

@@ -79,10 +79,17 @@ class RankShare:
     # --- linears ---
 
     def columns(
-        self, names: Sequence[str], outputs: Outputs, num_inputs: int, *, has_bias: bool, may_stay: bool = True
+        self,
+        names: Sequence[str],
+        outputs: Outputs,
+        num_inputs: int,
+        *,
+        has_bias: bool,
+        may_stay: bool = True,
+        together: int = 1,
     ) -> Linear:
         """Linears whose outputs ranks share, stacked: one for each of `outputs`, or one that is fused. `may_stay`:
-        quantized.
+        quantized. `together`: each part is packed in runs of a multiple of so many outputs, on any rank.
         """
         sizes = [size for size, _ in outputs]
         lengths = sizes if len(names) == len(sizes) else [sum(sizes)]
@@ -92,7 +99,7 @@ class RankShare:
         bias = torch.cat([self.floats(share) for share in self._shared(biases, outputs)]) if biases else None
         stored = [share for share in shares if may_stay and isinstance(share, StoredMatrix)]
         if len(stored) == len(shares) and all(self._are_units(share, 1) for share in stored):
-            if len({share.unit_form for share in stored}) == 1:
+            if together % UNIT == 0 or len({share.unit_form for share in stored}) == 1:
                 return Linear(units=tuple(stored), bias=bias)
         elif len(stored) == len(shares) and all(map(self._are_codes, stored)) and _may_be_stacked(stored):
             return Linear(codes=tuple(stored), bias=bias)

@@ -34,7 +34,8 @@ def latent_attention(share: RankShare, prefix: str) -> LatentAttention:
         names, outputs = [f"{prefix}q_proj", kept], [(heads * (plain + rope), None), (latent + rope, 1)]
     else:
         names, outputs = [f"{prefix}q_a_proj", kept], [(rank, 1), (latent + rope, 1)]
-    inputs = share.columns(names, outputs, config.hidden_size, has_bias=has_bias)
+    together = plain + rope if rank is None else rank
+    inputs = share.columns(names, outputs, config.hidden_size, has_bias=has_bias, together=together)
     queries = None
     if rank is not None:
         queries = share.columns([f"{prefix}q_b_proj"], [(heads * (plain + rope), None)], rank, has_bias=False)

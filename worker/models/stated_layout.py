@@ -282,7 +282,8 @@ class LayoutBuilder:
         outputs = [((1 + family.has_output_gate) * queries, None), *[(keys, kv_heads)] * 2]
         if family.values_are_keys(config, index):
             names, has_bias = [prefix + name for name in family.qkv[:2]], is_set(family.qkv_bias, config)
-            return _values_from_keys(self._share.columns(names, outputs[:2], config.hidden_size, has_bias=has_bias))
+            keys_twice = self._share.columns(names, outputs[:2], config.hidden_size, has_bias=has_bias, together=size)
+            return _values_from_keys(keys_twice)
         if family.packing is Packing.HEAD_BY_HEAD:
             outputs = [(3 * queries, None)]
         qkv = self._share.columns(
@@ -291,6 +292,7 @@ class LayoutBuilder:
             config.hidden_size,
             has_bias=is_set(family.qkv_bias, config),
             may_stay=family.packing is not Packing.HEAD_BY_HEAD and not family.has_output_gate,
+            together=size,
         )
         if family.has_output_gate:
             return _gates_apart(qkv, size)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from holdfast.worker.executors.layout import Activation, Beside, Experts, Mlp
 from holdfast.worker.executors.linears import Linear
+from holdfast.worker.executors.units import UNIT
 from holdfast.worker.models.family import Moe, is_set
 from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.stated_config import NotStated
@@ -53,6 +54,9 @@ class MlpBuilder:
         has_bias, slices = is_set(family.mlp_bias, self._config) and not is_expert, share.slices(inner)
         outputs = [(inner, None)] * (1 + family.has_gate)
         gate_scale, inner_scale = family.mlp_scales(self._config)
+        up = share.columns(
+            [prefix + one for one in gate_up], outputs, hidden, has_bias=has_bias, may_stay=may_stay, together=UNIT
+        )
         whole_down = share.rows(prefix + down, (hidden, inner), slices, has_bias=has_bias, may_stay=may_stay)
         if whole_down.bias is not None:
             whole_down = replace(whole_down, bias=whole_down.bias * inner_scale)
@@ -61,7 +65,7 @@ class MlpBuilder:
             has_gate=family.has_gate,
             gate_scale=gate_scale,
             inner_scale=inner_scale,
-            up=share.columns([prefix + one for one in gate_up], outputs, hidden, has_bias=has_bias, may_stay=may_stay),
+            up=up,
             down=whole_down,
             num_slices=slices,
         )

@@ -12,7 +12,7 @@ from holdfast.worker.config import ModelConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.tile_memory import linears
-from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.layout import Attention, DecoderLayout
 from holdfast.worker.executors.stored_matrix import StoredMatrix
 from holdfast.worker.executors.units import UNIT
 from holdfast.worker.models.coded_bytes import memory_of_weights
@@ -73,10 +73,12 @@ def bits_of(folder: Path, group: TensorParallelGroup) -> tuple[str, list[list[in
 # --- memory ---
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "ct w4a16", "awq", "gptq", "int8"])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "Q4_K_M", "ct w4a16", "awq", "gptq", "int8"])
 def test_the_memory_that_is_foreseen_is_what_units_take(tmp_path, kind):
     quantization: Any = "int8" if kind == "int8" else None
-    if kind.startswith("Q"):
+    if kind == "Q4_K_M":
+        folder = mixed(tmp_path, "qwen2")
+    elif kind.startswith("Q"):
         folder = gguf_model(tmp_path, kind, **(WIDE if "K" in kind else {}))
     else:
         written = write("llama", tmp_path, "gptq" if quantization else kind, **SIZES)
@@ -171,6 +173,50 @@ def test_ranks_have_the_bits_of_one(tmp_path, family, kind, changes, size):
     whole = bits_of(folder, SingleRank())
     assert whole[2] == "native-2+int8-units-3"
     assert run_ranks(size, lambda group: bits_of(folder, group)) == [whole] * size
+
+
+def mixed(where: Path, family: str, *, kind: str = "Q4_K", **others: str) -> Path:
+    """As files named Q4_K_M are, or with types of more tensors."""
+    others = {"attn_v": "Q6_K", "ffn_down": "Q6_K", **others}
+    sizes = {**WIDE, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+    return hf_folder(write_model(family, where, kind, others=others, **sizes).file, "model")
+
+
+MIXED = {
+    "llama": {},
+    "gemma2": {"attn_k": "Q5_K", "ffn_gate": "Q5_K"},
+    "gemma3_text": {"kind": "Q4_0", "attn_v": "Q4_1", "attn_k": "Q8_0", "ffn_up": "Q5_1"},
+    "granite": {"kind": "Q5_K"},
+    "mixtral": {"ffn_gate_exps": "Q8_0"},
+    "qwen2": {"attn_q": "Q8_0", "attn_k": "Q5_0"},
+    "qwen2_moe": {"ffn_up_exps": "Q5_K", "ffn_gate_shexp": "Q4_0"},
+    "qwen3": {"attn_q": "Q5_1"},
+    "qwen3_moe": {"ffn_up_exps": "Q4_1"},
+    "smollm3": {"ffn_gate": "Q6_K"},
+}
+"""Families, and the types of other tensors of theirs."""
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_each_part_of_a_mixed_file_stays_in_its_own_form(tmp_path, family):
+    folder = mixed(tmp_path, family, **MIXED[family])
+    found = layout_in_units(folder, SingleRank())
+    assert unit_faults(found) == []
+    layers = [layer for layer in found.layers if isinstance(layer.attention, Attention)]
+    attention = [part for layer in layers for part in (layer.attention.qkv, layer.attention.output)]  # type: ignore[union-attr]
+    mlps = [mlp for layer in layers for mlp in getattr(layer.mlp, "experts", (layer.mlp,))]
+    assert all(part.units for part in (*attention, *(part for mlp in mlps for part in (mlp.up, mlp.down))))
+    assert len({part.unit_form for part in layers[0].attention.qkv.units}) > 1  # type: ignore[union-attr]
+    whole = bits_of(folder, SingleRank())
+    assert run_ranks(2, lambda group: bits_of(folder, group)) == [whole] * 2
+
+
+def test_parts_of_other_forms_whose_heads_share_panels_are_dequantized(tmp_path):
+    sizes = {**SIZES, "head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 8}
+    file = write_model("llama", tmp_path, "Q4_0", others={"attn_v": "Q8_0"}, **sizes).file
+    layer = layout_in_units(hf_folder(file, "model"), SingleRank()).layers[0]
+    assert not layer.attention.qkv.units  # type: ignore[union-attr]
+    assert layer.mlp.up.units  # type: ignore[union-attr]
 
 
 def test_unequal_ranks_have_the_bits_of_one(tmp_path):

@@ -26,15 +26,19 @@ from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import ModelRunner, follow
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu import executor as cpu_executor
+from holdfast.worker.executors.cpu import sampler as cpu_sampler
 from holdfast.worker.executors.cpu.tile_memory import Arena
 from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.models.linear import Linear
+from holdfast.worker.models.native_backend import NUMERICS, UNIT_NUMERICS
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_update import StepUpdate
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
+from tests.worker.executors.cpu.native import ALL, library_or_skip
+from tests.worker.models.gguf.files import write_model
 from tests.worker.replica.test_known_answer_check import TIMEOUT_S, Listener
 
 SELDOM = HealthConfig(self_check_every_s=3600)
@@ -126,6 +130,48 @@ def test_a_healthy_replica_gives_the_same_bits_in_any_company(folder, executor, 
         assert name != "preemption" or replica.engine.stats().num_preemptions > 0
         replica.stop()
     assert len(digests) == 1
+
+
+UNITS_OF_ONE = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
+"""Every slice of a sum has whole units of a quantized weight."""
+
+
+@pytest.fixture(scope="module")
+def mixed_file(tmp_path_factory):
+    """Linears in units of four forms, some of them beside each other."""
+    others = {"attn_v": "Q8_0", "ffn_gate": "Q4_0", "ffn_down": "Q5_1"}
+    return write_model("llama", tmp_path_factory.mktemp("mixed"), "Q4_1", others=others, **UNITS_OF_ONE).file
+
+
+@pytest.fixture(scope="module")
+def digest_in_int8(mixed_file):
+    replica = Replica.start(config_of(mixed_file, "native"))
+    ask_under_load(replica, 1)
+    replica.stop()
+    return replica.info.answers_digest
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_replica_in_int8_has_the_same_bits_with_every_class_of_instructions(
+    mixed_file, digest_in_int8, name, monkeypatch
+):
+    library = library_or_skip(name)
+    for module in (cpu_executor, cpu_sampler):
+        monkeypatch.setattr(module, "load_library", lambda _=None: library)
+    replica = Replica.start(config_of(mixed_file, "native"))
+    ask_under_load(replica, 2)
+    backend = replica.engine._runner.backend
+    assert (backend.numerics, backend.instruction_class) == (f"{NUMERICS}+{UNIT_NUMERICS}", name)
+    assert replica.info.answers_digest == digest_in_int8
+    replica.stop()
+
+
+@pytest.mark.parametrize("variant", ["preemption", "ngram", pytest.param("chunks", marks=pytest.mark.slow)])
+def test_a_replica_in_int8_gives_the_same_bits_in_any_company(mixed_file, digest_in_int8, variant):
+    replica = Replica.start(config_of(mixed_file, "native", **VARIANTS[variant]))
+    ask_under_load(replica, 2)
+    assert replica.info.answers_digest == digest_in_int8
+    replica.stop()
 
 
 def flip(tensor: torch.Tensor, index: int, bit: int) -> None:

@@ -348,6 +348,8 @@ class PackedModel:
     def _described(
         self, linear: Linear, rows: IntArray, slices: int, slice_tiles: int, memory: TileMemory | PackedUnits
     ) -> NativeLinear:
+        units = memory if isinstance(memory, PackedUnits) else None
+        self._kept.append(units)
         site, place = self._places.get(id(linear), (0, ""))
         if site:
             self.sites[place] = Site(rows, slices, linear.in_features // slices, slice_tiles * TILE)
@@ -360,7 +362,8 @@ class PackedModel:
             groups=len(rows) // GROUP,
             outputs=linear.out_features,
             panel_bytes=memory.panel_bytes,
-            units=memory.form if isinstance(memory, PackedUnits) else NativeUnits(),
+            units=NativeUnits() if units is None else units.form,
+            panels=None if units is None else units.panels,
         )
 
     def _memory(self, shape: TileShape) -> TileMemory:

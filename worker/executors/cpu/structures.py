@@ -15,6 +15,10 @@ class NativeUnits(Structure):
     _fields_ = (("bits", c_int), ("offset", c_int), ("scales", c_int), ("before", c_int))
 
 
+class NativePanel(Structure):
+    _fields_ = (("first", c_void_p), ("units", NativeUnits))
+
+
 class NativeLinear(Structure):
     _fields_ = (
         ("tiles", c_void_p),
@@ -25,6 +29,7 @@ class NativeLinear(Structure):
         ("outputs", c_int),
         ("panel_bytes", c_long),
         ("units", NativeUnits),
+        ("panels", POINTER(NativePanel)),
         ("site", c_int),
     )
 
@@ -321,6 +326,7 @@ SIZES = {
     for kind in (
         *(
             NativeUnits,
+            NativePanel,
             NativeLinear,
             NativeNorm,
             NativeMlp,

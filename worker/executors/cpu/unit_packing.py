@@ -4,20 +4,20 @@ few of them are in memory twice.
 
 from collections.abc import Sequence
 from ctypes import CDLL, byref
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.worker.executors.cpu.library import check_outcome
-from holdfast.worker.executors.cpu.structures import NativeUnits, array_address
+from holdfast.worker.executors.cpu.structures import NativePanel, NativeUnits, array_address
 from holdfast.worker.executors.cpu.tile_memory import Arena
 from holdfast.worker.executors.finite import check_finite
 from holdfast.worker.executors.mapped_files import discard_contents
 from holdfast.worker.executors.stored_matrix import StoredMatrix
-from holdfast.worker.executors.units import SCALE_TYPES, UNIT, Offset
+from holdfast.worker.executors.units import SCALE_TYPES, UNIT, Offset, UnitForm
 
 PIECE_CODES: Final = 4 << 20
 """Codes that are read, a byte each, and then packed."""
@@ -32,6 +32,9 @@ class PackedUnits:
     address: int
     panel_bytes: int
     form: NativeUnits
+    """Of the panels; of the first ones, where they have several."""
+    panels: Any = None
+    """An array of `NativePanel`, where they have several."""
 
 
 def pack_units(
@@ -43,14 +46,48 @@ def pack_units(
     *,
     uses_up: bool,
 ) -> PackedUnits:
-    """Packs weights of one form, stacked along the outputs, on a pool's threads. `uses_up`: nobody reads them
-    again. Raises `NotFiniteError` for scales or minima with a NaN or an infinity.
+    """Packs weights, stacked along the outputs, on a pool's threads. `uses_up`: nobody reads them again. Raises
+    `NotFiniteError` for scales or minima with a NaN or an infinity.
 
-    `rows`, of which there are a multiple of 32, says which output each packed one is; -1: zeros.
+    `rows`, of which there are a multiple of 32, says which output each packed one is; -1: zeros. Outputs of other
+    forms share no panel of 32.
     """
-    form = weights[0].unit_form
-    assert form is not None, "they lie in units"
-    assert all(weight.unit_form == form for weight in weights), "they have one form"
+    panels = rows.reshape(-1, UNIT)
+    of_panel = _forms_of_panels(weights, panels)
+    forms = list(dict.fromkeys(of_panel))
+    own = [np.flatnonzero([one == form for one in of_panel]) for form in forms]
+    packed = [
+        _pack_form(form, weights, panels[places].reshape(-1), arena, library, pool)
+        for form, places in zip(forms, own, strict=True)
+    ]
+    for weight in weights if uses_up else ():
+        discard_contents(weight.mapped)
+    if len(packed) == 1:
+        return packed[0]
+    described = (NativePanel * len(panels))()
+    for part, places in zip(packed, own, strict=True):
+        for index, place in enumerate(places):
+            described[place] = NativePanel(first=part.address + index * part.panel_bytes, units=part.form)
+    return replace(packed[0], panels=described)
+
+
+def _forms_of_panels(weights: Sequence[StoredMatrix], panels: IntArray) -> list[UnitForm]:
+    """Form of each panel of rows; of one without rows, that of the first weight."""
+    ends = np.cumsum([len(weight) for weight in weights])
+    forms = [weight.unit_form for weight in weights]
+    found = []
+    for rows in panels:
+        own = {forms[part] for part in np.searchsorted(ends, np.unique(rows[rows >= 0]), side="right")} or {forms[0]}
+        (form,) = own  # a panel has one
+        assert form is not None, "they lie in units"
+        found.append(form)
+    return found
+
+
+def _pack_form(
+    form: UnitForm, weights: Sequence[StoredMatrix], rows: IntArray, arena: Arena, library: CDLL, pool: int
+) -> PackedUnits:
+    """Packs rows of one form, of some weights."""
     num_units = weights[0].shape[1] // UNIT
     panel_bytes = form.panel_bytes(num_units)
     scales = SCALE_TYPES.index(form.scales)
@@ -63,8 +100,6 @@ def pack_units(
             out = packed.address + first // UNIT * panel_bytes
             outcome = library.native_pack_units(pool, *piece.addresses, len(piece.codes), num_units, byref(native), out)
             check_outcome(outcome, "the packing of a quantized weight")
-    for weight in weights if uses_up else ():
-        discard_contents(weight.mapped)
     return packed
 
 

@@ -7,7 +7,7 @@ write them anew: python -m tests.worker.executors.cpu.test_known_answers
 import hashlib
 import json
 from dataclasses import replace
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 
 import pytest
@@ -35,11 +35,19 @@ DTYPES = {"bfloat16": BF16, "float16": F16, "float32": F32}
 CODED = ("llama", "gpt_oss")
 """Whose answers with keys and values in int8 are known too."""
 UNITS = {
-    "4 bits": UnitForm(bits=4, offset=Offset.MINIMA, scales=F16),
-    "6 bits": UnitForm(bits=6, offset=Offset.BYTE_HALVES, scales=F16),
-    "8 bits": UnitForm(bits=8, offset=Offset.MIDDLE, scales=F16),
+    "4 bits": (UnitForm(bits=4, offset=Offset.MINIMA, scales=F16),),
+    "4 bits, middle": (UnitForm(bits=4, offset=Offset.MIDDLE, scales=F16),),
+    "4 bits, zero points": (UnitForm(bits=4, offset=Offset.ZERO_POINTS, scales=F32),),
+    "4 bits, bytes": (UnitForm(bits=4, offset=Offset.BYTE_MINIMA, scales=F16),),
+    "5 bits": (UnitForm(bits=5, offset=Offset.MINIMA, scales=F16),),
+    "5 bits, middle": (UnitForm(bits=5, offset=Offset.MIDDLE, scales=F16),),
+    "5 bits, bytes": (UnitForm(bits=5, offset=Offset.BYTE_MINIMA, scales=F16),),
+    "6 bits": (UnitForm(bits=6, offset=Offset.BYTE_HALVES, scales=F16),),
+    "8 bits": (UnitForm(bits=8, offset=Offset.MIDDLE, scales=F16),),
+    "8 bits, zero points": (UnitForm(bits=8, offset=Offset.ZERO_POINTS, scales=BF16),),
 }
-"""Quantized weights whose answers are known, of a llama whose sums have slices of whole units."""
+"""Forms of quantized weights whose answers are known, of a llama whose sums have slices of whole units."""
+UNITS["mixed"] = tuple(form for (form,) in UNITS.values())
 WHOLE_UNITS = (("head_dim", 32), ("hidden_size", 128), ("intermediate_size", 256))
 NUM_TOKENS = 140
 
@@ -82,12 +90,16 @@ def parameters(layout: DecoderLayout) -> list[Tensor]:
     return list({tensor.data_ptr(): tensor for tensor in found}.values())
 
 
-def in_units(layout: DecoderLayout, form: UnitForm) -> DecoderLayout:
-    """The same layout with quantized weights of our own making in place of its linears, the head's too."""
-    number = count(1000)
+def in_units(layout: DecoderLayout, forms: tuple[UnitForm, ...]) -> DecoderLayout:
+    """The same layout with quantized weights of our own making, in these forms by turns, in place of its linears, the
+    head's too.
+    """
+    number, turns = count(1000), cycle(forms)
 
     def quantized(linear: Linear) -> Linear:
-        return replace(linear, weights=(), units=tuple(units_of(form, part, next(number)) for part in linear.weights))
+        return replace(
+            linear, weights=(), units=tuple(units_of(next(turns), part, next(number)) for part in linear.weights)
+        )
 
     layers = []
     for layer in layout.layers:
@@ -105,13 +117,21 @@ def units_of(form: UnitForm, weight: Tensor, seed: int) -> StoredUnits:
     (outputs, inputs), units = weight.shape, weight.shape[1] // UNIT
     scales, offsets = (whole_numbers(outputs * units, seed + part).view(outputs, units) for part in (1, 2))
     factors = None
-    if form.offset is Offset.BYTE_HALVES:
-        together = outputs * -(-units // UNITS_TOGETHER)
-        factors = ((whole_numbers(together, seed + 3) + 160) / 2**21).to(F16).view(outputs, -1, 1)
-        parts = {"scales": scales.to(torch.int8), "offsets": offsets.to(torch.int8), "factors": factors}
+    if form.offset.num_factors:
+        together = outputs * -(-units // UNITS_TOGETHER) * form.offset.num_factors
+        factors = ((whole_numbers(together, seed + 3) + 160) / 2**21).to(F16).view(outputs, -1, form.offset.num_factors)
+        scales, offsets = (one.to(torch.int8) for one in (scales, offsets))
+        if form.offset is Offset.BYTE_MINIMA:
+            scales, offsets = (one.view(torch.uint8) & 63 for one in (scales, offsets))
+        parts = {"scales": scales, "offsets": offsets, "factors": factors}
     else:
-        minima = (offsets / 2**9).to(F16) if form.offset is Offset.MINIMA else None
-        parts = {"scales": ((scales + 160) / 2 ** (8 + form.bits)).to(F16), "offsets": minima, "factors": None}
+        beside = {
+            Offset.MIDDLE: None,
+            Offset.MINIMA: (offsets / 2**9).to(form.scales),
+            Offset.ZERO_POINTS: ((offsets + 128) >> (8 - form.bits)).to(torch.uint8),
+        }
+        own = ((scales + 160) / 2 ** (8 + form.bits)).to(form.scales)
+        parts = {"scales": own, "offsets": beside[form.offset], "factors": None}
     codes = ((whole_numbers(weight.numel(), seed) + 128) >> (8 - form.bits)).to(torch.uint8).view(weight.shape)
     return StoredUnits(rows=(0, outputs), columns=(0, inputs), form=form, codes=codes, **parts)  # type: ignore[arg-type]
 

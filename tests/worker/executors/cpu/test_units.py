@@ -1,5 +1,6 @@
 """Products in units: the bits of the written rule, for every form, class, and number of rows and threads."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from holdfast.worker.executors.cpu.library import runnable_classes
+from holdfast.worker.executors.cpu.packed_rows import IntArray, gate_and_up, padded_places
+from holdfast.worker.executors.cpu.packing import TILE
 from holdfast.worker.executors.cpu.structures import NativeLinear
 from holdfast.worker.executors.linears import Linear
 from holdfast.worker.executors.stored_matrix import StoredMatrix
@@ -86,12 +89,20 @@ def weight_of(stored: StoredUnits) -> UnitWeight:
 class UnitProduct(Product):
     """A product with a weight in units, for rows of a model's type."""
 
-    def _linear(self, linear: Linear, *, slices: int = 1, rows: object = None) -> NativeLinear:
-        return super()._linear(Linear(units=(self._stored,)), slices=slices)
+    def _linear(self, linear: Linear, *, slices: int = 1, rows: IntArray | None = None) -> NativeLinear:
+        return super()._linear(Linear(units=self._stored), slices=slices, rows=rows)
 
-    def __init__(self, name: str | None, stored: StoredUnits, slices: int = 1, dtype: torch.dtype = BF16) -> None:
+    def __init__(
+        self,
+        name: str | None,
+        *stored: StoredUnits,
+        slices: int = 1,
+        dtype: torch.dtype = BF16,
+        rows: IntArray | None = None,
+    ) -> None:
         self._stored = stored
-        super().__init__(library_or_skip(name), torch.empty(stored.shape, dtype=dtype), slices)
+        shape = sum(map(len, stored)), stored[0].shape[1]
+        super().__init__(library_or_skip(name), torch.empty(shape, dtype=dtype), slices, rows)
 
 
 def inputs(rows: int, length: int, dtype: torch.dtype = BF16, seed: int = 1) -> Tensor:
@@ -123,7 +134,7 @@ def test_products_have_the_bits_of_the_rule(form, shape, seed):
     x = inputs(rows, stored.shape[1], seed=seed)
     want = expected(x, stored, slices)
     for name in runnable_classes():
-        assert same_bits(UnitProduct(name, stored, slices)(x), want), name
+        assert same_bits(UnitProduct(name, stored, slices=slices)(x), want), name
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -134,6 +145,28 @@ def test_all_classes_and_numbers_of_rows_have_the_same_bits(name, form):
     product, want = UnitProduct(name, stored, slices=3), expected(x, stored, slices=3)
     for rows in range(1, 34):
         assert same_bits(product(x[:rows]), want[:rows]), rows
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_parts_of_other_forms_have_the_bits_that_they_have_apart(name):
+    """Stacked as queries, keys and values are; and in turns of a panel, as gates and ups."""
+    parts = [stored_units(form, 64, 6, seed) for seed, form in enumerate([*FORMS, *OTHER_SCALES])]
+    x = inputs(33, parts[0].shape[1])
+    x[:, 70] *= 40  # a far line
+    want = [expected(x, part, slices=3) for part in parts]
+    stacked = UnitProduct(name, *parts, slices=3)
+    assert stacked.native.panels
+    for rows in (1, 2, 7, 33):
+        assert same_bits(stacked(x[:rows]), torch.cat(want, 1)[:rows])
+    for first, second in itertools.pairwise(range(len(parts))):
+        rows = gate_and_up(padded_places(64, 2, TILE), 64, TILE)
+        in_turns = torch.stack([want[part].view(33, 2, TILE) for part in (first, second)], 2).flatten(1)
+        assert same_bits(UnitProduct(name, parts[first], parts[second], slices=3, rows=rows)(x), in_turns)
+
+
+def test_parts_of_other_forms_share_no_panel():
+    with pytest.raises(ValueError, match="too many values"):
+        UnitProduct(None, stored_units(FORMS[0], 48, 2), stored_units(FORMS[1], 64, 2))
 
 
 @pytest.mark.parametrize("dtype", [F16, F32])

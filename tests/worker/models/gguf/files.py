@@ -110,11 +110,13 @@ def write_model(
     dtype: torch.dtype | None = None,
     fields: Mapping[str, Any] | None = None,
     change: Callable[[str, NDArray[Any]], NDArray[Any]] = lambda name, stored: stored,
+    others: Mapping[str, str] | None = None,
     **changes: Any,
 ) -> Written:
     """A tiny model with its matrices in a type of blocks, and in `dtype` in the folder beside it. `parts`: tensors of a
     part of a split file. `unpermuted`: a converter's mistake. `factors`: of Llama 3's rotary frequencies. `change`
-    has the bytes of a tensor, by GGUF's name, before they are written.
+    has the bytes of a tensor, by GGUF's name, before they are written. `others`: types of some matrices, by a part of
+    their names.
     """
     source = save_tiny_model(family, where / "source", **{**SIZES, **TURNS.get(family, {}), **changes})
     config = json.loads((source / "config.json").read_text())
@@ -133,7 +135,8 @@ def write_model(
         is_added_to = architecture in ADDED_TO and own.endswith("norm.weight")
         plain = tensor.float().numpy() + (1.0 if is_added_to else 0.0)
         is_matrix = plain.ndim > 1 and "ffn_gate_inp" not in own  # routers stay
-        used = kind if is_matrix and plain.shape[-1] % gguf.GGML_QUANT_SIZES[kind_of(kind)][0] == 0 else "F32"
+        own_kind = next((other for part, other in (others or {}).items() if part in own), kind)
+        used = own_kind if is_matrix and plain.shape[-1] % gguf.GGML_QUANT_SIZES[kind_of(own_kind)][0] == 0 else "F32"
         rows = plain.reshape(-1, plain.shape[-1]) if plain.ndim == 3 else plain
         stored, numbers = quantized(rows.astype(np.float32), used, seed=len(written.numbers))
         stored, numbers = stored.reshape(*plain.shape[:-1], -1), numbers.reshape(plain.shape)

@@ -5,6 +5,7 @@ Holdfast's: words are put together code by code, in numpy.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,6 @@ from tests.parity.families import save_tiny_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 1}
 GROUP = 32
-NOT_QUANTIZED = ("embed_tokens", "lm_head", "gate")
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight neighbouring outputs the code in each place of a word belongs to."""
 
@@ -216,30 +216,34 @@ class Written:
         return self
 
 
+PLAIN = re.compile(r"embed|lm_head|norm|conv1d|router|gate$|\.wg$")
+"""Modules whose weights no checkpoint has quantized."""
+
+
 def write(family: str, where: Path, layout: str, **changes: Any) -> Written:
     """A tiny model whose linears are quantized, head, table, router and norms not."""
-    source = save_tiny_model(family, where / "source", **{**SIZES, **changes})
+    return quantized(save_tiny_model(family, where / "source", **{**SIZES, **changes}), where, layout)
+
+
+def quantized(source: Path, where: Path, layout: str) -> Written:
+    """The same of a plain folder. Linears of which a layout has no whole groups or words stay as they are."""
     packer, config = LAYOUTS[layout]
     rng = np.random.default_rng(0)
     written = Written(where / "quantized", where / "dequantized")
-    quantized: Tensors = {}
+    packed: Tensors = {}
     plain: Tensors = {}
     for name, values in sorted(load_file(source / "model.safetensors").items()):
         module = name.removesuffix(".weight")
-        is_linear = (
-            module != name
-            and values.dim() == 2
-            and module.rpartition(".")[2] not in ("embed_tokens", "lm_head", "gate")
-        )
-        if not is_linear:
-            quantized[name] = plain[name] = values.bfloat16()
+        is_fit = values.dim() == 2 and not values.shape[1] % GROUP and not values.shape[0] % 8
+        if module == name or not is_fit or PLAIN.search(module):
+            packed[name] = plain[name] = values.bfloat16()
             continue
         tensors, numbers = packer(*values.shape, rng)
-        quantized |= {f"{module}.{part}": one for part, one in tensors.items()}
-        quantized |= {f"{module}.input_scale": torch.ones(1)} if config.get("activation_scheme") == "static" else {}
+        packed |= {f"{module}.{part}": one for part, one in tensors.items()}
+        packed |= {f"{module}.input_scale": torch.ones(1)} if config.get("activation_scheme") == "static" else {}
         written.numbers[name] = numbers
         plain[name] = torch.from_numpy(np.ascontiguousarray(numbers)).bfloat16()
-    for folder, tensors in ((written.folder, quantized), (written.dequantized, plain)):
+    for folder, tensors in ((written.folder, packed), (written.dequantized, plain)):
         shutil.copytree(source, folder)
         save(folder, tensors)
         set_config(folder, dtype="bfloat16")

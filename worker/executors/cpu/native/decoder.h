@@ -17,12 +17,19 @@ struct NativeUnits {
   int before;                // see `UnitForm`
 };
 
+// Where a panel of units lies, and how.
+struct NativePanel {
+  const void* first;
+  NativeUnits units;
+};
+
 struct NativeLinear {
   const void* tiles;  // packed (`linear.h`), or compact panels, or panels of units
   const float* bias;  // [groups * 64], or null
   int slices, slice_tiles, groups, outputs;
   long panel_bytes;  // of a compact panel (`compact_order.h`) or one of units; 0: tiles
   NativeUnits units;
+  const NativePanel* panels;  // [groups * 2], of a weight whose panels have units of several forms; or null
   int site;  // its number, from 1, among the linears that adapters may add to; 0: it is none of them
 };
 

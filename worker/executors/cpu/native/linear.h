@@ -32,13 +32,16 @@ template <class W> struct Packed {
   int slices, slice_tiles, groups;
   long panel_bytes;  // of compact panels (`compact_order.h`), or of panels of units; 0: the tiles lie as they are
   UnitForm units;    // a unit lies where a k tile would
+  const NativePanel* panels;  // each of its own form, or null
   int k_tiles() const { return slices * slice_tiles; }
   long row_length() const { return (long)k_tiles() * K_TILE; }
   const W* group(int g) const { return tiles + (long)g * k_tiles() * 4 * TILE; }
   CompactPanel panel(int i) const { return {(const char*)tiles + i * panel_bytes, k_tiles() * 2}; }
   UnitPanel unit_panel(int i, int first, int count) const {
-    const uint8_t *panel = (const uint8_t*)tiles + i * panel_bytes, *factors = panel + (long)k_tiles() * units.unit_bytes();
-    return {panel + (long)first * units.unit_bytes(), count, units, UNITS_AHEAD_BYTES, factors, units.before + first};
+    const UnitForm form = panels ? form_of(panels[i].units) : units;
+    const uint8_t* panel = panels ? (const uint8_t*)panels[i].first : (const uint8_t*)tiles + i * panel_bytes;
+    const uint8_t* factors = panel + (long)k_tiles() * form.unit_bytes();
+    return {panel + (long)first * form.unit_bytes(), count, form, UNITS_AHEAD_BYTES, factors, form.before + first};
   }
 };
 
@@ -164,7 +167,7 @@ template <class W> void unit_rows_of(Scratch& scratch, const Packed<W>& w, Input
   const long k_tiles = w.k_tiles();
   RowUnit* units = (RowUnit*)scratch.factors_of(k_tiles * input.count * sizeof(RowUnit));
   for (int r = is_there ? input.count : 0; r < input.count; r++)
-    quantize_row(input.rows + r * input.stride, k_tiles, w.units.bits, units + r * k_tiles);
+    quantize_row(input.rows + r * input.stride, k_tiles, units + r * k_tiles);
   input.units = units, scratch.call = call, scratch.rows = input.rows;
 }
 

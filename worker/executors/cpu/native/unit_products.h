@@ -41,6 +41,11 @@ template <int OFFSET> struct UnitFactors {
   }
 };
 
+// The middle of codes of so many bits times a sum, of which eight times are given.
+template <int BITS> HF_INLINE Whole middles(int32_t sum_8) {
+  return BITS == 4 ? whole_all(sum_8) : whole_left<BITS - 4>(whole_all(sum_8));
+}
+
 template <int BITS, int OFFSET, bool HAS_FAR>
 HF_INLINE Wide joined(Wide total, const UnitSum<BITS>& sum, const UnitCodes<BITS>& codes, const UnitFactors<OFFSET>& w,
                       const RowUnit& x) {
@@ -50,11 +55,11 @@ HF_INLINE Wide joined(Wide total, const UnitSum<BITS>& sum, const UnitCodes<BITS
     const Whole far = HAS_FAR ? add_far<BITS>(whole_zero(), far_codes, x.far) : whole_zero();
     const Whole is_first = whole_all(x.line < 4 ? -1 : 0);
     const Whole far_of_first = whole_and(far, is_first), far_of_second = whole_minus(far, far_of_first);
-    const Whole first = whole_minus(whole_plus(sum.first(), far_of_first), whole_all(x.first_middle_sum));
-    const Whole second = whole_minus(whole_plus(sum.second(), far_of_second), whole_all(x.middle_sum - x.first_middle_sum));
+    const Whole first = whole_minus(whole_plus(sum.first(), far_of_first), middles<BITS>(x.first_sum_8));
+    const Whole second = whole_minus(whole_plus(sum.second(), far_of_second), middles<BITS>(x.sum_8 - x.first_sum_8));
     products = whole_plus(whole_times(first, w.zero), whole_times(second, w.second));
   } else products = HAS_FAR ? add_far<BITS>(sum.total(), far_codes, x.far) : sum.total();
-  if (OFFSET == HF_MIDDLE) products = whole_minus(products, whole_all(x.middle_sum));
+  if (OFFSET == HF_MIDDLE) products = whole_minus(products, BITS == 8 ? whole_all(x.sum_128) : middles<BITS>(x.sum_8));
   if (OFFSET == HF_ZERO_POINTS) products = whole_minus(products, pair_products(w.zero, whole_all(x.parted_sum)));
   if (OFFSET == HF_MINIMA || OFFSET == HF_BYTE_MINIMA) total = wide_fma(w.minimum, wide_all(&x.scaled_sum), total);
   return wide_fma(wide_of(products), wide_times(w.scale, wide_all(&x.scale)), total);

@@ -56,15 +56,16 @@ struct UnitForm {
     return offset == HF_BYTE_MINIMA ? 4 * UNIT_OUTPUTS : offset == HF_BYTE_HALVES ? 2 * UNIT_OUTPUTS : 0;
   }
 };
+HF_INLINE UnitForm form_of(const NativeUnits& units) { return {units.bits, units.offset, units.scales, units.before}; }
 
-// A unit of a row.
+// A unit of a row, for weights of any form.
 struct RowUnit {
   int8_t q[UNIT];           // whole numbers; of the far line, what is left of them beside times of FAR
   int8_t far[LINE_INPUTS];  // those of the far line, in times of FAR
-  int32_t has_far, line;    // whether there is a far line, and which one
+  int16_t has_far, line;    // whether there is a far line, and which one
   float scale, scaled_sum;
-  int32_t parted_sum;                    // of q, and of `far` in its upper word
-  int32_t middle_sum, first_middle_sum;  // the middle of a weight's codes times the sum; of the first half
+  int32_t parted_sum;                  // of q, and of `far` in its upper word
+  int32_t sum_8, first_sum_8, sum_128;  // the middle of codes of 4 and of 8 bits times the sum; of the first half
 };
 
 HF_INLINE __m256i magnitudes(__m256 v) {
@@ -116,7 +117,7 @@ inline int32_t part_far_line(const __m256i (&words)[2], RowUnit& out) {
 }
 
 // Of inputs 0 to 15 and 16 to 31.
-HF_INLINE void quantize_unit(Lanes a, Lanes b, int bits_of_codes, RowUnit& out) {
+HF_INLINE void quantize_unit(Lanes a, Lanes b, RowUnit& out) {
   const uint32_t INFINITE = 0x7f800000, TINY = 0x0d800000;  // 2^-100
   const __m256i of_lines = largest_of_lines(a, b);
   const uint32_t bits = largest_of(of_lines);
@@ -139,18 +140,18 @@ HF_INLINE void quantize_unit(Lanes a, Lanes b, int bits_of_codes, RowUnit& out) 
                                                 _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   _mm256_storeu_si256((__m256i*)out.q, q);
   if (!out.has_far) memset(out.far, 0, sizeof out.far);
-  const int32_t far_sum = out.has_far ? part_far_line(words, out) : 0, middle = 1 << (bits_of_codes - 1);
+  const int32_t far_sum = out.has_far ? part_far_line(words, out) : 0;
   const int32_t first = sum_of_words(words[0]), sum = first + sum_of_words(words[1]);
   out.parted_sum = ((sum - FAR * far_sum) & 0xffff) | (int32_t)((uint32_t)far_sum << 16);
-  out.middle_sum = sum * middle, out.first_middle_sum = first * middle;
+  out.sum_8 = sum * 8, out.first_sum_8 = first * 8, out.sum_128 = sum * 128;
   out.scale = base / 127.0f;
   out.scaled_sum = out.scale * (float)sum;
 }
 
-// out [units] = a row [units * 32] of a linear's inputs, for weights of so many bits.
-template <class T> void quantize_row(const T* row, long units, int bits_of_codes, RowUnit* out) {
+// out [units] = a row [units * 32] of a linear's inputs.
+template <class T> void quantize_row(const T* row, long units, RowUnit* out) {
   for (long u = 0; u < units; u++)
-    quantize_unit(load(row + u * UNIT), load(row + u * UNIT + 16), bits_of_codes, out[u]);
+    quantize_unit(load(row + u * UNIT), load(row + u * UNIT + 16), out[u]);
 }
 
 HF_INLINE float scale_number(const uint8_t* p, int type) {

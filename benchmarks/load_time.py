@@ -1,0 +1,172 @@
+"""Benchmark of a load: a checkpoint whose weights become a rank's, beside reading its files, and the memory they take.
+
+    python -m benchmarks.load_time [--gb 1.0] [--rounds 3] [--only NAME ...] [--json FILE]
+
+A llama of random bfloat16 weights, about so many GB, and its `holdfast quantize` folders. Each load is in a process of
+its own that has imported what it needs; it first reads the same files whole, into memory of its own: `ratio` is load /
+read, median of the rounds, which alternate. Files are in the page cache. `load` is all of `ModelRunner.load`: codes,
+packing, proof and self-check; `memory` is what the process has more of then, by the bytes of the files (with
+`--quantization`, of those of the quantized folder).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+
+from benchmarks.startup import ROOT
+from holdfast.worker.models.quantized_folder import write_quantized
+
+SIZES: Final = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
+LAYER_BYTES: Final = 2 * 2048 * (2 * 2048 + 2 * 512 + 3 * 8192)
+VOCABULARY: Final = 8192
+SCHEMES: Final = ("int8", "int4", "fp8")
+TIMEOUT_S: Final = 300
+"""Of one load."""
+
+LOAD: Final = """
+import json, re, sys, time
+from pathlib import Path
+import torch
+from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
+from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.engine.model_runner import ModelRunner
+from holdfast.worker.executors.cpu.library import load_library
+import holdfast.worker.models.native_backend, holdfast.worker.models.proof, holdfast.worker.models.stated_layout
+
+def taken():
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return sum(int(n) for n in re.findall(r"(?:Pss_Anon|Pss_Shmem): +(\\d+)", rollup)) * 1024
+
+folder, quantization = Path(sys.argv[1]), json.loads(sys.argv[2])
+load_library()
+torch.set_num_threads(2)
+begun = time.perf_counter()
+num_bytes = 0
+for path in sorted(folder.glob("*.safetensors")):
+    with path.open("rb", buffering=0) as file:
+        room = bytearray(path.stat().st_size)
+        num_bytes += file.readinto(room)
+        del room
+read_s, before = time.perf_counter() - begun, taken()
+config = WorkerConfig(
+    model=ModelConfig(model=str(folder), device="cpu", quantization=quantization, max_model_len=512),
+    parallel=ParallelConfig(num_threads=2),
+    cache=CacheConfig(num_blocks=64, block_size=16),
+)
+begun, ends = time.perf_counter(), {}
+def note(phase, *_):
+    ends[phase] = time.perf_counter() - begun
+runner = ModelRunner.load(config, SingleRank(), note, torch.device("cpu"))
+load_s = time.perf_counter() - begun
+figures = {"read_s": read_s, "load_s": load_s, "bytes": num_bytes, "memory": taken() - before, "ends": ends}
+print(json.dumps(figures))
+"""
+
+
+def plain_checkpoint(folder: Path, gigabytes: float) -> Path:
+    """Writes it, of a fixed seed."""
+    layers = max(1, round(gigabytes * 1e9 / LAYER_BYTES))
+    generator = torch.Generator().manual_seed(1)
+    hidden, inner, keys = SIZES["hidden_size"], SIZES["intermediate_size"], SIZES["hidden_size"] // 4
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).mul_(0.02).to(torch.bfloat16)
+
+    tensors = {
+        "model.embed_tokens.weight": drawn(VOCABULARY, hidden),
+        "lm_head.weight": drawn(VOCABULARY, hidden),
+        "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
+    }
+    rows = {"q_proj": hidden, "k_proj": keys, "v_proj": keys, "o_proj": hidden}
+    shapes = {f"self_attn.{name}": (count, hidden) for name, count in rows.items()}
+    shapes |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    norms = ("input_layernorm", "post_attention_layernorm")
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        tensors |= {f"{prefix}{name}.weight": drawn(*shape) for name, shape in shapes.items()}
+        tensors |= {f"{prefix}{name}.weight": torch.ones(hidden, dtype=torch.bfloat16) for name in norms}
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "vocab_size": VOCABULARY,
+    }
+    config |= {
+        **SIZES,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    }
+    config |= {"rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def load_once(folder: Path, quantization: str | None) -> dict[str, Any]:
+    """One load, in a process of its own."""
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
+    command = [sys.executable, "-c", LOAD, str(folder), json.dumps(quantization)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def cases(folder: Path, gigabytes: float, only: list[str]) -> dict[str, tuple[Path, Path, str | None]]:
+    """By name: the folder that is loaded, the one by whose size its memory is measured, and `--quantization`."""
+    plain = plain_checkpoint(folder / "plain", gigabytes)
+    found: dict[str, tuple[Path, Path, str | None]] = {"bfloat16": (plain, plain, None)}
+    for scheme in SCHEMES:
+        out = folder / scheme
+        write_quantized(plain, out, scheme, lambda *_: None)
+        found |= {f"{scheme} folder": (out, out, None), f"--quantization {scheme}": (plain, out, scheme)}
+    return {name: case for name, case in found.items() if not only or any(part in name for part in only)}
+
+
+def weight_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", default=[], help="parts of names")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    table = Table("weights", "GB", "read s", "load s", "ratio", "memory / file", title=f"load {os.getloadavg()[0]:.1f}")
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = cases(Path(folder), options.gb, options.only)
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
+        for _ in range(options.rounds):
+            for name, (loaded, _, quantization) in chosen.items():
+                runs[name].append(load_once(loaded, quantization))
+        for name, (_, sized, _) in chosen.items():
+            own, size = runs[name], weight_bytes(sized)
+            medians = [statistics.median(run[part] for run in own) for part in ("read_s", "load_s")]
+            ratio = statistics.median(run["load_s"] / run["read_s"] for run in own)
+            memory = statistics.median(run["memory"] / size for run in own)
+            cells = [own[0]["bytes"] / 1e9, *medians, ratio, memory]
+            table.add_row(name, *(f"{cell:.2f}" for cell in cells))
+    Console().print(table)
+    if options.json:
+        options.json.write_text(json.dumps(runs, indent=1))
+
+
+if __name__ == "__main__":
+    main()
