@@ -32,7 +32,7 @@ LAYER_BYTES: Final = 2 * 2048 * (2 * 2048 + 2 * 512 + 3 * 8192)
 VOCABULARY: Final = 8192
 SCHEMES: Final = ("int8", "int4", "fp8")
 TIMEOUT_S: Final = 300
-"""Of one load."""
+"""Limit of one load."""
 
 LOAD: Final = """
 import json, re, sys, time

@@ -160,8 +160,8 @@ def test_a_replica_in_int8_has_the_same_bits_with_every_class_of_instructions(
         monkeypatch.setattr(module, "load_library", lambda _=None: library)
     replica = Replica.start(config_of(mixed_file, "native"))
     ask_under_load(replica, 2)
-    backend = replica.engine._runner.backend
-    assert (backend.numerics, backend.instruction_class) == (f"{NUMERICS}+{UNIT_NUMERICS}", name)
+    backend = replica.engine._runner._runner.backend
+    assert (backend.numerics, backend.executor.instruction_class) == (f"{NUMERICS}+{UNIT_NUMERICS}", name)
     assert replica.info.answers_digest == digest_in_int8
     replica.stop()
 

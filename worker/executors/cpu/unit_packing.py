@@ -32,9 +32,9 @@ class PackedUnits:
     address: int
     panel_bytes: int
     form: NativeUnits
-    """Of the panels; of the first ones, where they have several."""
+    """Form of the panels; of the first ones, where they have several."""
     panels: Any = None
-    """An array of `NativePanel`, where they have several."""
+    """Array of `NativePanel`, where they have several forms."""
 
 
 def pack_units(
@@ -66,7 +66,7 @@ def pack_units(
         return packed[0]
     described = (NativePanel * len(panels))()
     for part, places in zip(packed, own, strict=True):
-        for index, place in enumerate(places):
+        for index, place in enumerate(places.tolist()):
             described[place] = NativePanel(first=part.address + index * part.panel_bytes, units=part.form)
     return replace(packed[0], panels=described)
 
