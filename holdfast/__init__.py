@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from holdfast.cluster.client.blocking_client import Client
     from holdfast.cluster.client.holding_transport import HoldingTransport
     from holdfast.cluster.client.transport import SERVICE_CONFIG
+    from holdfast.cluster.offline.calls import TextPrompt, TokensPrompt
     from holdfast.cluster.offline.inference_engine import InferenceEngine
     from holdfast.cluster.offline.llm import LLM
     from holdfast.cluster.offline.outputs import BeamSearchParams, CompletionOutput, RequestMetrics, RequestOutput
-    from holdfast.cluster.offline.prompts import TextPrompt, TokensPrompt
     from holdfast.cluster.offline.vllm_engines import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine
     from holdfast.cluster.serve.app import build_app, build_model
     from holdfast.router.generation import OutputDelta
@@ -87,8 +87,8 @@ HOMES = {  # the module of each name
     "SamplingParams": "holdfast.worker.sampling_params",
     "StructuredOutputs": "holdfast.worker.structured_outputs",
     "Tls": "holdfast.worker.wire.tls",
-    "TextPrompt": "holdfast.cluster.offline.prompts",
-    "TokensPrompt": "holdfast.cluster.offline.prompts",
+    "TextPrompt": "holdfast.cluster.offline.calls",
+    "TokensPrompt": "holdfast.cluster.offline.calls",
     "build_app": "holdfast.cluster.serve.app",
     "build_model": "holdfast.cluster.serve.app",
 }

@@ -72,19 +72,3 @@ def short_hashes(root: bytes, token_ids: Sequence[int], block_size: int, num_blo
 def _tokens(num_tokens: int) -> struct.Struct:
     """Packer of `num_tokens` token ids."""
     return struct.Struct(f"<{num_tokens}I")
-
-
-class HashChain:
-    """The hashes of one sequence's full blocks. Each is worked out once, when it is first asked for."""
-
-    __slots__ = ("_hashes",)
-
-    def __init__(self, salt: str, tenant: str = "", adapter: str = "") -> None:
-        self._hashes = [root_hash(salt, tenant, adapter)]
-
-    def hash_of(self, index: int, token_ids: Sequence[int], block_size: int) -> bytes:
-        """Hash of block number `index`, -1 for the root. `token_ids` are all of the sequence's, and fill that block."""
-        while len(self._hashes) < index + 2:
-            start = (len(self._hashes) - 1) * block_size
-            self._hashes.append(next_hash(self._hashes[-1], token_ids[start : start + block_size]))
-        return self._hashes[index + 1]

@@ -3,6 +3,7 @@
 import hashlib
 from bisect import bisect_right
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Final, Self
 
 VERSION_LENGTH: Final = 8
@@ -46,7 +47,7 @@ class Window:
         return min(self.num_blocks_for(num_tokens), of_window)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelInfo:
     """Facts of one loaded replica. Equal on all replicas of a model, but for `num_blocks` and what was measured:
     `row_invariant` and `answers_digest`.
@@ -125,13 +126,13 @@ class ModelInfo:
         measured = (self.answers_digest.hex(), arithmetic, self.version)
         return "/".join(filter(None, (self.model, f"tp{self.tensor_parallel_size}", self.numerics, *measured)))
 
-    @property
+    @cached_property
     def window(self) -> Window | None:
         """Window of the layers that see the last positions alone, if they have blocks of their own."""
         size = self.window_block_size
         return Window.beside(self.block_size, self.window_tokens, size) if self.window_tokens and size else None
 
-    @property
+    @cached_property  # every request asks
     def max_sequence_len(self) -> int:
         """Longest sequence that one request can have here: the model's context, or all of the KV cache."""
         return min(self.max_model_len, most_tokens(self.num_blocks, self.block_size, self.window))
@@ -142,7 +143,7 @@ class ModelInfo:
         return self.num_blocks // sequence_blocks(self.max_model_len, self.block_size, self.window)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ReplicaFacts(ModelInfo):
     """Facts that a replica reports when a link comes up: its identity, and what it has loaded."""
 

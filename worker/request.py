@@ -6,6 +6,7 @@ Frozen dataclasses and enums, with the checks of their own fields.
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from holdfast.worker.errors import InvalidRequestError
@@ -104,7 +105,7 @@ class Service:
     @property
     def service(self) -> dict[str, Any]:
         """These fields, for another request of the same service."""
-        return {name: getattr(self, name) for name in SERVICE_FIELDS}
+        return dict(zip(SERVICE_FIELDS, _service_values(self), strict=True))
 
     def check_service(self) -> None:
         """Raises `InvalidRequestError` for what is of another type than it says: queues order by priorities, and
@@ -122,6 +123,7 @@ class Service:
 
 
 SERVICE_FIELDS: Final = tuple(Service.__dataclass_fields__)
+_service_values: Final = attrgetter(*SERVICE_FIELDS)
 SERVICE_TEXTS: Final = ("tenant", "cache_salt", "session_id")
 
 

@@ -334,7 +334,7 @@ class SamplingParams(OutputKind):
         for name, value in zip(PARAMETERS, PARAMETERS.values_of(self), strict=True):
             set_slot(twin, name, value)
         set_slot(twin, "logit_bias", dict(self.logit_bias))  # the one that can be changed in place
-        twin._set_output_kind(self._output_kind)
+        set_slot(twin, "_output_kind", self._output_kind)
         return twin
 
     def with_valid(self, **changes: object) -> Self:

@@ -161,7 +161,7 @@ def _reader() -> Callable[[], str]:
 def answering_here(config: "HoldfastConfig", params: "SamplingParams") -> "Iterator[Answerer]":
     """Loads the model first."""
     from holdfast.cluster.commands.generate import engine_here
-    from holdfast.cluster.offline.prompts import chat_list
+    from holdfast.cluster.offline.calls import chat_list
 
     engine = engine_here(config)
 

@@ -155,7 +155,7 @@ def engine_here(config: "HoldfastConfig") -> "InferenceEngine":
 
 
 def _complete_here(config: "HoldfastConfig", ask: Ask) -> None:
-    from holdfast.cluster.offline.prompts import chat_list
+    from holdfast.cluster.offline.calls import chat_list
 
     engine = engine_here(config)
     try:

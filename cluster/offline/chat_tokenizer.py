@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.cluster.offline.prompts import chat_prompt
+from holdfast.cluster.offline.calls import chat_prompt
 from holdfast.router.chat import Message
 from holdfast.router.text.tokenizer import NAMED_TOKENS, Tokenizer
 from holdfast.worker.errors import InvalidRequestError

@@ -3,7 +3,6 @@
 A thin face on `InferenceEngine`: one process, no Ray, child processes for the other ranks of a tensor-parallel group.
 """
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,19 +12,26 @@ from holdfast.cluster.call_options import ServiceOfAll
 from holdfast.cluster.config.chat_templates import template_text
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import keyword_layer
-from holdfast.cluster.offline.call_arguments import (
+from holdfast.cluster.offline.calls import (
+    CallRequests,
+    ChatShape,
+    Enqueued,
+    Given,
+    PromptInput,
+    chat_list,
     check_unused,
     either_prompts,
-    service_of_each,
+    outputs_of,
+    prompt_list,
+    requests_of,
+    run_together,
     takes_arguments_of,
 )
 from holdfast.cluster.offline.chat_tokenizer import ChatTokenizer
 from holdfast.cluster.offline.engine_args import WHERE, translated
 from holdfast.cluster.offline.inference_engine import InferenceEngine
-from holdfast.cluster.offline.outputs import BeamSearchOutput, BeamSearchParams, RequestOutput, beam_sequence
-from holdfast.cluster.offline.prompts import ChatShape, Given, PromptInput, chat_list, prompt_list
-from holdfast.cluster.offline.request_handle import RequestHandle
-from holdfast.cluster.offline.together import CallRequests, Enqueued, outputs_of, run_together
+from holdfast.cluster.offline.outputs import BeamSearchOutput, BeamSearchParams, RequestOutput
+from holdfast.cluster.offline.request_handle import RequestHandle, beam_sequence
 from holdfast.cluster.offline.vllm_methods import Metric, VllmMethods, default_params, metrics_of
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import Priority
@@ -179,7 +185,7 @@ class LLM(VllmMethods):
             template_kwargs=chat_template_kwargs or {},
         )
         params = self._params(sampling_params, len(given))
-        return CallRequests(given, params, service_of_each(given, priority, service), bool(use_tqdm))
+        return CallRequests(requests_of(given, params, priority, service), bool(use_tqdm))
 
     @takes_arguments_of(_chat_requests)
     def chat(self, requests: CallRequests) -> list[RequestOutput]:
@@ -208,7 +214,7 @@ class LLM(VllmMethods):
         """
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequestError("params", params, "must be BeamSearchParams")
-        requests = self._requests(prompts, params.sampling_params(), None, service).numbered(itertools.repeat(""))
+        requests = self._requests(prompts, params.sampling_params(), None, service).requests
         handles = run_together(self._engine, requests, self._window, show=False)
         return [self._beams(handle, keep_end=params.include_stop_str_in_output) for handle in handles]
 
@@ -310,14 +316,14 @@ class LLM(VllmMethods):
     ) -> CallRequests:
         given = prompt_list(prompts)
         params = self._params(sampling_params, len(given))
-        return CallRequests(given, params, service_of_each(given, priority, service), show)
+        return CallRequests(requests_of(given, params, priority, service), show)
 
     def _run(self, requests: CallRequests) -> list[RequestOutput]:
-        numbered = requests.numbered(itertools.repeat(""))
-        return outputs_of(numbered, run_together(self._engine, numbered, self._window, show=requests.show))
+        each, show = requests
+        return outputs_of(each, run_together(self._engine, each, self._window, show=show))
 
     def _enqueue(self, requests: CallRequests) -> list[str]:
-        first, self._num_enqueued = self._num_enqueued, self._num_enqueued + len(requests.given)
-        added = requests.numbered(f"enqueued-{number}" for number in range(first, self._num_enqueued))
-        self._enqueued += added
-        return [request.request_id for request in added]
+        names = [f"enqueued-{number}" for number, _ in enumerate(requests.requests, start=self._num_enqueued)]
+        self._num_enqueued += len(names)
+        self._enqueued += [one._replace(request_id=name) for one, name in zip(requests.requests, names, strict=True)]
+        return names

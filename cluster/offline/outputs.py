@@ -3,14 +3,11 @@
 Plain data.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from holdfast.router.generation import OutputDelta, RequestFigures
-from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.router.generation import RequestFigures
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
-from holdfast.worker.request import FinishReason, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.value_types import Neutral, is_flag, is_number, takes_neutral
 
@@ -126,52 +123,6 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-def completion_output(output: OutputDelta, params: SamplingParams, tokenizer: Tokenizer) -> CompletionOutput:
-    """One completion, of a request with `params`."""
-    has_logprobs = params.logprobs is not None
-    return CompletionOutput(
-        index=output.sequence_index,
-        text=output.text,
-        token_ids=list(output.token_ids),
-        finish_reason=output.finish_reason,
-        stop_reason=output.stop_reason,
-        cumulative_logprob=output.cumulative_logprob,
-        logprobs=[_output_logprobs(item, params, tokenizer) for item in output.logprobs] if has_logprobs else None,
-    )
-
-
-def prompt_logprobs(first: OutputDelta, tokenizer: Tokenizer) -> list[dict[int, Logprob] | None]:
-    """Log-probabilities of the prompt, if requested: they come with the first completion. The prompt's first token has
-    none.
-    """
-    return [None if item is None else by_token_id(item, tokenizer) for item in first.prompt_logprobs or (None,)]
-
-
-def _output_logprobs(item: TokenLogprob, params: SamplingParams, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """The token itself first, then the best ones, or those that are asked for by their ids, without ranks."""
-    said = by_token_id(item, tokenizer)
-    if not params.logprob_token_ids:
-        return said
-    return {token_id: one if token_id == item.token_id else replace(one, rank=None) for token_id, one in said.items()}
-
-
-def by_token_id(item: TokenLogprob, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """The token itself first, then the best ones."""
-    own = {item.token_id: _logprob(item.token_id, item.logprob, item.rank, tokenizer)}
-    return own | ranked(item.top, tokenizer) | own
-
-
-def ranked(top: Iterable[tuple[int, float]], tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """The best tokens at one place, best first."""
-    return {
-        token_id: _logprob(token_id, logprob, rank, tokenizer) for rank, (token_id, logprob) in enumerate(top, start=1)
-    }
-
-
-def _logprob(token_id: int, logprob: float, rank: int, tokenizer: Tokenizer) -> Logprob:
-    return Logprob(logprob=logprob, rank=rank, decoded_token=tokenizer.tokens.name_of(token_id))
-
-
 _BEAM_FIELDS: Final[Neutral] = {
     "structured_outputs": (None,),
     "skip_special_tokens": (True,),
@@ -209,28 +160,3 @@ class BeamSearchParams:
             length_penalty=self.length_penalty,
         )
         return params.with_changes(n=self.beam_width)
-
-
-def beam_sequence(
-    output: OutputDelta,
-    candidates: Sequence[Sequence[tuple[int, float]]],
-    prompt_token_ids: Sequence[int],
-    tokenizer: Tokenizer,
-    *,
-    keep_end: bool,
-) -> BeamSearchSequence:
-    """A beam as vLLM shows it: after its prompt, and without its end of sequence unless `keep_end`. `candidates` are
-    those of each of its tokens, as in `Generation`.
-    """
-    assert output.finish_reason is not None, "a beam is returned when it has ended"
-    assert output.cumulative_logprob is not None, "a beam is ranked by it"
-    is_cut = output.finish_reason is FinishReason.STOP and not keep_end
-    shown = output.token_ids[:-1] if is_cut else output.token_ids
-    tokens = [*prompt_token_ids, *shown]
-    return BeamSearchSequence(
-        tokens=tokens,
-        logprobs=[ranked(one, tokenizer) for one in candidates[: len(shown)]],
-        cum_logprob=output.cumulative_logprob,
-        text=tokenizer.decode(tokens),
-        finish_reason=output.finish_reason,
-    )

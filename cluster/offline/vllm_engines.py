@@ -12,12 +12,11 @@ from dataclasses import asdict, field, make_dataclass, replace
 from functools import partial
 from typing import Any, Final, Self
 
-from holdfast.cluster.offline.call_arguments import check_unused, service_of_each
+from holdfast.cluster.offline.calls import PromptInput, check_unused, prompt_list, requests_of
 from holdfast.cluster.offline.chat_tokenizer import ChatTokenizer
 from holdfast.cluster.offline.engine_args import DEFAULTS, WITHOUT_EFFECT
 from holdfast.cluster.offline.llm import LLM
 from holdfast.cluster.offline.outputs import CompletionOutput, RequestOutput
-from holdfast.cluster.offline.prompts import PromptInput, prompt_list
 from holdfast.cluster.offline.request_handle import RequestHandle
 from holdfast.cluster.offline.vllm_methods import Refused
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
@@ -241,8 +240,8 @@ def _submitted(
     given = prompt_list(prompt)
     if len(given) != 1:
         raise InvalidRequestError("prompt", len(given), "must be one")
-    (options,) = service_of_each(given, priority, {})
-    return llm.engine.enqueue_request(given[0].prompt, params, callback, request_id=request_id, **options)  # type: ignore[arg-type]  # it is checked there
+    (request,) = requests_of(given, [params], priority, {})
+    return llm.engine.enqueue_request(given[0].prompt, params, callback, request_id=request_id, **request.options)  # type: ignore[arg-type]  # it is checked there
 
 
 def _shown(output: RequestOutput, before: RequestOutput | None, kind: RequestOutputKind) -> RequestOutput | None:

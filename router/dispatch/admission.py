@@ -124,7 +124,7 @@ class AdmissionQueue:
     def first(self, model: str) -> RequestState | None:
         """The request of a model that is next to leave, apart from held ones; None if none waits."""
         queue = self._queues.get(model)
-        return queue.first() if queue else None
+        return queue.first() if queue is not None and queue.num_waiting else None
 
     def first_held(self, model: str) -> RequestState | None:
         """The request of a model that has been held the longest."""

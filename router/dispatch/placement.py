@@ -100,10 +100,8 @@ class Placement:
         What the first steps of an attempt have cleared, later ones need not look at.
         """
         state.tenant.charge(0, num_new_tokens)
-        if state.num_steps < NUM_STEPS_TO_CLEAR:
-            self._note_first_steps(state, now, queued_s)
-
-    def _note_first_steps(self, state: RequestState, now: float, queued_s: float) -> None:
+        if state.num_steps >= NUM_STEPS_TO_CLEAR:
+            return
         assert state.attempt is not None
         state.note(RequestEvent.OUTPUT)
         state.num_refusals = 0

@@ -201,7 +201,7 @@ class RequestState:
             self.replayed_without_guarantee,
             self.replica_id,
             self.key,
-            None if finish_reason is None else self.stop_reason(finish_reason),
+            self.stop_reason if finish_reason is FinishReason.STOP else None,
             None,
             None,
         )
@@ -243,9 +243,10 @@ class RequestState:
         assert delta.usage is not None, "the last delta has the usage"
         return delta._replace(usage=replace(delta.usage, figures=self.timeline.figures(now)))
 
-    def stop_reason(self, finish_reason: FinishReason) -> str | int | None:
-        """The stop string or the stop token of the request that has ended its output; None for another end."""
-        return stop_reason(self.request.sampling_params, finish_reason, self.output_token_ids, self.text.matched)
+    @property
+    def stop_reason(self) -> str | int | None:
+        """Same as the function of this name, of the output so far."""
+        return stop_reason(self.request.sampling_params, self.output_token_ids, self.text.matched)
 
     def note_replica(self, replica: ReplicaState) -> None:
         """The request runs on a replica now. If it has output, only a bitwise-identical replica keeps the guarantee."""

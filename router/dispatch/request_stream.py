@@ -15,7 +15,7 @@ from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.generation import OutputDelta, Usage, together
 from holdfast.router.resume import final_delta
 from holdfast.worker.errors import HoldfastError
-from holdfast.worker.request import EngineRequest, SequenceKey, TokenLogprob
+from holdfast.worker.request import EngineRequest, FinishReason, SequenceKey, TokenLogprob
 
 if TYPE_CHECKING:
     from holdfast.router.dispatch.dispatch_host import DispatchHost
@@ -333,5 +333,5 @@ def _ended(state: RequestState, sink: Sink) -> OutputStream:
     """The stream of a sequence whose end its client has, or all but its end."""
     stream = OutputStream(state.key, sink)
     delta, reason = final_delta(state.request, state.caught_up), state.caught_up.finish_reason
-    stream.push(delta if reason is None else delta._replace(stop_reason=state.stop_reason(reason)))
+    stream.push(delta._replace(stop_reason=state.stop_reason) if reason is FinishReason.STOP else delta)
     return stream

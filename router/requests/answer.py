@@ -129,6 +129,8 @@ class SampledAnswer(RequestStream):
 
     def completions(self, outputs: Sequence[OutputDelta]) -> tuple[OutputDelta, ...]:
         """The completions to return, from the whole output of every sequence. Each output is one delta."""
+        if self.request.sampling_params.logprobs is None and not self._is_ranked:
+            return tuple(outputs)
         completions = tuple(map(self._completion, outputs))
         return self._chosen(outputs, completions) if self._is_ranked else completions
 
@@ -146,10 +148,8 @@ class SampledAnswer(RequestStream):
     def _completion(self, output: OutputDelta) -> OutputDelta:
         """Log-probabilities that only the ranking needed are left out; their sum is kept."""
         is_asked_for = self.request.sampling_params.logprobs is not None
-        if is_asked_for or self._is_ranked:
-            total = math.fsum([item.logprob for item in output.logprobs])
-            output = output._replace(cumulative_logprob=total, logprobs=output.logprobs if is_asked_for else ())
-        return output
+        total = math.fsum([item.logprob for item in output.logprobs])
+        return output._replace(cumulative_logprob=total, logprobs=output.logprobs if is_asked_for else ())
 
 
 def _not_taken(delta: OutputDelta) -> bool:

@@ -249,6 +249,7 @@ class BeamAnswer:
         text = TextStream(self._tokenizer, params, self.request.prompt_token_ids)
         finish_reason = self._finish_reason(beam)
         shown = shown_tokens(beam.token_ids, finish_reason, params)
+        stopped = finish_reason is FinishReason.STOP
         return OutputDelta(
             request_id=self.request.request_id,
             sequence_index=index,
@@ -259,7 +260,7 @@ class BeamAnswer:
             system_fingerprint=self._fingerprints[0] if self._fingerprints else "",
             replayed_without_guarantee=len(self._fingerprints) > 1,
             num_cached_tokens=self._num_cached_tokens,
-            stop_reason=stop_reason(params, finish_reason, beam.token_ids, text.matched),
+            stop_reason=stop_reason(params, beam.token_ids, text.matched) if stopped else None,
             cumulative_logprob=beam.logprob,
         )
 

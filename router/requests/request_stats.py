@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -112,18 +112,13 @@ class RequestStats:
     """All figures of one router."""
 
     def __init__(self) -> None:
-        self.models: dict[str, ModelStats] = {}
+        self.models: defaultdict[str, ModelStats] = defaultdict(ModelStats)
         self.on_end: list[EndListener] = []
         """Hear of each request that was admitted, when it is over."""
 
     def refused(self, error: BaseException) -> None:
         """A request that did not get as far as a model that is served here."""
-        self.of("").outcomes[outcome_of(error)] += 1
-
-    def of(self, model: str) -> ModelStats:
-        if model not in self.models:
-            self.models[model] = ModelStats()
-        return self.models[model]
+        self.models[""].outcomes[outcome_of(error)] += 1
 
 
 class AdmittedRequest:
@@ -198,7 +193,7 @@ class AdmittedRequest:
     def end(self, error: BaseException | None = None) -> None:
         """The request has ended, by an error or not; where it is not over, because its client has left."""
         is_complete = error is None and self.is_over
-        stats, now = self._stats.of(self.model), self._now()
+        stats, now = self._stats.models[self.model], self._now()
         if self._caller.rates is not None:
             self._caller.took_tokens(self.num_tokens, now)
         outcome = outcome_of(error) if error is not None else self._reason if self.is_over else CANCELLED
@@ -248,7 +243,7 @@ class SlowRequests:
     def __call__(self, ended: EndedRequest) -> None:
         if ended.duration_s < self._slow_s:
             return
-        self._stats.of(ended.model).num_slow += 1
+        self._stats.models[ended.model].num_slow += 1
         times = where_its_time_went(ended)
         message = ", ".join(
             f"{name.removesuffix('_s').replace('_', ' ')} {seconds:.2f} s" for name, seconds in times.items()

@@ -72,15 +72,10 @@ def _overlap(text: str, stop: str) -> int:
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
 
 
-def stop_reason(
-    params: SamplingParams, finish_reason: FinishReason | None, token_ids: Sequence[int], matched: str | None
-) -> str | int | None:
-    """`token_ids` are the last ones of the output, and `matched` is the stop string that its text state has found.
-
-    None where the model's own end or a limit has ended it.
+def stop_reason(params: SamplingParams, token_ids: Sequence[int], matched: str | None) -> str | int | None:
+    """The stop string or stop token that has ended an output with `FinishReason.STOP`; None for an end of sequence.
+    `token_ids` are the output's last ones, and `matched` is the stop string that its text state has found.
     """
-    if finish_reason is not FinishReason.STOP:
-        return None
     if matched is not None:
         return matched
     last = token_ids[-1] if token_ids else None

@@ -20,7 +20,8 @@ from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.cluster.offline.local_router import REPLICA_ID
-from holdfast.cluster.offline.outputs import RequestOutput, by_token_id
+from holdfast.cluster.offline.outputs import RequestOutput
+from holdfast.cluster.offline.request_handle import by_token_id
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.generation import Generation
 from holdfast.router.links.replica_directory import ReplicaEndpoint

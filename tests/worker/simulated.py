@@ -77,9 +77,8 @@ class SimulatedMachine:
             num_waiting=self.scheduler.load().num_waiting,
         )
         self.changes += [(self.num_steps, recommendation) for recommendation in news]
-        limits = self.tuner.next_limits()
-        if limits is not None:
-            self.scheduler.policy.limits = limits
+        if self.tuner.acts:
+            self.scheduler.policy.limits = self.tuner.next_limits()
 
     def _about(self, length: int) -> int:
         return self._rng.randint(length // 2, length * 3 // 2)

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from holdfast.worker.block_hash import HashChain
+from holdfast.worker.block_hash import next_hash, root_hash
 from holdfast.worker.cache.pins import Pins
 
 
@@ -29,6 +29,22 @@ class BlockEvicted:
 
 
 CacheEvent = BlockStored | BlockEvicted
+
+
+class HashChain:
+    """The hashes of one sequence's full blocks. Each is worked out once, when it is first asked for."""
+
+    __slots__ = ("_hashes",)
+
+    def __init__(self, salt: str, tenant: str = "", adapter: str = "") -> None:
+        self._hashes = [root_hash(salt, tenant, adapter)]
+
+    def hash_of(self, index: int, token_ids: Sequence[int], block_size: int) -> bytes:
+        """Hash of block number `index`, -1 for the root. `token_ids` are all of the sequence's, and fill that block."""
+        while len(self._hashes) < index + 2:
+            start = (len(self._hashes) - 1) * block_size
+            self._hashes.append(next_hash(self._hashes[-1], token_ids[start : start + block_size]))
+        return self._hashes[index + 1]
 
 
 class PrefixCache:
@@ -226,7 +242,7 @@ class BlockAllocator:
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] > 0:
                 continue
-            if block_id in self.pins:
+            if block_id in self.pins.by_block:
                 self._kept[block_id] = None
             elif self.is_cached(block_id):
                 self._evictable[block_id] = None
@@ -256,7 +272,7 @@ class BlockAllocator:
         """Until then, evicts these cached blocks, given from a prefix's beginning, after all that are not pinned."""
         gave_way = self.pins.put(block_ids, tenant, until_s)
         for block_id in reversed(block_ids):
-            if block_id in self.pins and block_id in self._evictable:
+            if block_id in self.pins.by_block and block_id in self._evictable:
                 del self._evictable[block_id]
                 self._kept[block_id] = None
         self._release(gave_way)
@@ -294,7 +310,7 @@ class BlockAllocator:
                 f"{'' if found[0] else 'not '}blank and {'' if found[1] else 'not '}evictable"
             )
         self.pins.check_integrity(filter(self.is_cached, range(self.num_blocks)))
-        misplaced = {block_id for block_id in cached if (block_id in self.pins) != (block_id in self._kept)}
+        misplaced = {block_id for block_id in cached if (block_id in self.pins.by_block) != (block_id in self._kept)}
         assert not misplaced, f"blocks {misplaced} are pinned and may be evicted early, or are kept without a pin"
         assert self._evictable.keys().isdisjoint(self._kept), "a block stands in two lines"
 
@@ -307,7 +323,7 @@ class BlockAllocator:
 
     def _line_of(self, block_id: int) -> OrderedDict[int, None]:
         """Line of eviction in which a cached block without an owner stands."""
-        return self._kept if block_id in self.pins else self._evictable
+        return self._kept if block_id in self.pins.by_block else self._evictable
 
     def _cache_of(self, block_id: int) -> PrefixCache:
         """The cache that finds a block."""

@@ -25,16 +25,11 @@ class Pins:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self._pins: dict[int, _Pin] = {}
+        self.by_block: dict[int, _Pin] = {}
+        """Pins by block. To be read only."""
         self._by_tenant: dict[str, OrderedDict[int, None]] = {}  # the next to give way first
         self._ends: list[tuple[float, int]] = []  # a heap; an entry counts if `_looked_at` says the same
         self._looked_at: dict[int, float] = {}
-
-    def __contains__(self, block_id: int) -> bool:
-        return block_id in self._pins
-
-    def __len__(self) -> int:
-        return len(self._pins)
 
     @property
     def next_end_s(self) -> float:
@@ -49,12 +44,12 @@ class Pins:
             return []
         order = self._by_tenant.setdefault(tenant, OrderedDict())
         for block_id in reversed(kept):  # of those pinned together the last gives way first
-            pin = self._pins.get(block_id, _Pin(tenant, until_s))
+            pin = self.by_block.get(block_id, _Pin(tenant, until_s))
             assert pin.tenant == tenant, f"block {block_id} is pinned for another tenant"
-            self._pins[block_id] = _Pin(tenant, max(until_s, pin.until_s))
+            self.by_block[block_id] = _Pin(tenant, max(until_s, pin.until_s))
             order[block_id] = None
             order.move_to_end(block_id)
-            self._look_at(block_id, self._pins[block_id].until_s)
+            self._look_at(block_id, self.by_block[block_id].until_s)
         beyond = [next_one for next_one, _ in zip(order, range(len(order) - self.budget), strict=False)]
         for block_id in beyond:
             self.drop(block_id)
@@ -62,7 +57,7 @@ class Pins:
 
     def drop(self, block_id: int) -> None:
         """The block is not pinned any more, if it was."""
-        if (pin := self._pins.pop(block_id, None)) is not None:
+        if (pin := self.by_block.pop(block_id, None)) is not None:
             order = self._by_tenant[pin.tenant]
             del order[block_id]
             if not order:
@@ -76,7 +71,7 @@ class Pins:
             if self._looked_at.get(block_id) != at:
                 continue
             del self._looked_at[block_id]
-            if (pin := self._pins.get(block_id)) is None:
+            if (pin := self.by_block.get(block_id)) is None:
                 continue
             if pin.until_s <= now:
                 self.drop(block_id)
@@ -87,12 +82,12 @@ class Pins:
 
     def check_integrity(self, cached: Iterable[int]) -> None:
         """Raises AssertionError unless pinned blocks are among the cached ones, within budgets, and will be ended."""
-        assert self._pins.keys() <= set(cached), "a pinned block is not cached"
+        assert self.by_block.keys() <= set(cached), "a pinned block is not cached"
         orders = {block_id: tenant for tenant, order in self._by_tenant.items() for block_id in order}
-        assert orders == {block_id: pin.tenant for block_id, pin in self._pins.items()}, "pins and tenants differ"
+        assert orders == {block_id: pin.tenant for block_id, pin in self.by_block.items()}, "pins and tenants differ"
         for tenant, order in self._by_tenant.items():
             assert 0 < len(order) <= self.budget, f"tenant {tenant!r} has {len(order)} pins of {self.budget}"
-        for block_id, pin in self._pins.items():
+        for block_id, pin in self.by_block.items():
             assert self._looked_at.get(block_id, pin.until_s + 1) <= pin.until_s, f"the pin of {block_id} has no end"
 
     def _look_at(self, block_id: int, at: float) -> None:

@@ -8,8 +8,7 @@ blocks are.
 
 from collections.abc import Iterable, Sequence
 
-from holdfast.worker.block_hash import HashChain
-from holdfast.worker.cache.block_pool import BlockAllocator, CacheEvent
+from holdfast.worker.cache.block_pool import BlockAllocator, CacheEvent, HashChain
 from holdfast.worker.step_plan import StateCopy
 
 

@@ -121,9 +121,9 @@ class StepBatch:
         prompt_rows = _NO_ROWS
         if plan.others:
             of_others, of_windows, prompt_rows = _share_arrays(plan.others, len(plan.decodes.token_ids))
-            parts = tuple(np.concatenate(pair) for pair in zip(parts, of_others, strict=True))
+            parts = tuple(map(np.concatenate, zip(parts, of_others, strict=True)))
             if of_windows[0]:
-                windows = tuple(np.concatenate(pair) for pair in zip(windows, of_windows, strict=True))
+                windows = tuple(map(np.concatenate, zip(windows, of_windows, strict=True)))
         first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids, state_slots, num_drafts = parts
         num_window_blocks, window_block_ids = windows
         if before is not None and has_pending(plan):

@@ -307,9 +307,8 @@ class Engine:
         news = tuner.observe(plan, step_s=turn_s, num_gained=num_gained, num_waiting=self._core.load.num_waiting)
         for recommendation in news:
             logger.info("%s", recommendation)
-        limits = tuner.next_limits()
-        if limits is not None:
-            self._core.scheduler.policy.limits = limits
+        if tuner.acts:
+            self._core.scheduler.policy.limits = tuner.next_limits()
 
     def _deliver(self) -> None:
         if self._inbox.closed_by is not None:

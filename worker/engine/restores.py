@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
-from holdfast.worker.block_hash import HashChain
-from holdfast.worker.cache.block_pool import BlockAllocator
+from holdfast.worker.cache.block_pool import BlockAllocator, HashChain
 from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.engine.tier_mover import KV, STATE, Mover, TierShape
 from holdfast.worker.request import EngineRequest, Priority

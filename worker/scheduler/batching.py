@@ -131,7 +131,9 @@ class ContinuousBatching:
         shares: list[Share] = list(zip(decodes, repeat(1), strict=False))
         if not prefills and not queues.waiting.num_waiting:
             return shares
-        budget = self._prefill_budget(len(shares))
+        budget, most = max(0, self.limits.max_num_batched_tokens - len(shares)), self.limits.max_num_prefill_tokens
+        if most is not None and shares:
+            budget = min(budget, most)
         if not queues.waiting.num_ready:
             share_out(queues, prefills, budget, shares)
         else:
@@ -145,12 +147,6 @@ class ContinuousBatching:
                 budget = self._admit(queues, siblings, service_class, budget, shares)
         queues.waiting.return_all()
         return shares
-
-    def _prefill_budget(self, num_decode_tokens: int) -> int:
-        """Tokens of a step that are left for prompts."""
-        budget = max(0, self.limits.max_num_batched_tokens - num_decode_tokens)
-        most = self.limits.max_num_prefill_tokens
-        return budget if most is None or not num_decode_tokens else min(budget, most)
 
     def _split_running(self, queues: SequenceQueues) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
         """The running sequences that decode, those with more to compute, and which of the first need one more block."""

@@ -224,7 +224,9 @@ class DecodeBatch:
             ending_block[-(position + 1) % self._block_size].append(sequence)
         chosen = list(rows)
         self._sequences, self._rows, self._chosen_from, self._others = chosen, rows, sequences, others
-        slots = [sequence.state_slot for sequence in chosen if sequence.state_slot is not None]
+        slots: list[int] = []
+        if self._queues.slots is not None:
+            slots += [sequence.state_slot for sequence in chosen if sequence.state_slot is not None]
         adapter_slots = [sequence.adapter_slot for sequence in chosen]
         self._columns = DecodeColumns(list(map(_sequence_id, chosen)), positions, indices, draws, slots, adapter_slots)
         self._num_by_tenant = num_by_tenant

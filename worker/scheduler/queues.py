@@ -12,8 +12,7 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Final
 
-from holdfast.worker.block_hash import HashChain
-from holdfast.worker.cache.block_pool import BlockAllocator
+from holdfast.worker.cache.block_pool import BlockAllocator, HashChain
 from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.cache.window_blocks import WindowBlocks
 from holdfast.worker.scheduler.pinning import Pinning
@@ -77,6 +76,8 @@ class SequenceQueues:
         """
         size = self.allocator.block_size
         max_num_blocks = sequence.num_skippable_tokens // size
+        if not max_num_blocks:
+            return NOTHING
         found = self.allocator.prefix_cache.find(sequence.hash_chain, sequence.token_ids, max_num_blocks)
         if self.windows is not None:
             known = len(found) * size
@@ -112,7 +113,8 @@ class SequenceQueues:
         if self.slots is not None:
             self._give_slot(self.slots, sequence, prefix)
         self._count_prompt(sequence, prefix.parent)
-        self.pinning.pin(sequence)
+        if sequence.num_tokens_to_pin:
+            self.pinning.pin(sequence)
 
     def take_off(self, sequences: list[Sequence]) -> None:
         """A step is planned that writes to the blocks of these: they are not freed before it has landed."""

@@ -312,7 +312,7 @@ class Scheduler:
             num_used_blocks=load.num_total_blocks - load.num_free_blocks,
             num_free_blocks=load.num_free_blocks,
             num_cached_blocks=self._allocator.num_cached,
-            num_pinned_blocks=len(self._allocator.pins),
+            num_pinned_blocks=len(self._allocator.pins.by_block),
             num_total_blocks=load.num_total_blocks,
             num_wasted_slots=self._queues.num_wasted_slots(),
             num_evictions=self.prefix_cache.num_evictions,

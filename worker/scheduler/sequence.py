@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from holdfast.worker.block_hash import HashChain
+from holdfast.worker.cache.block_pool import HashChain
 from holdfast.worker.cache.window_blocks import NOTHING_SEEN, WindowPrefix, WindowTable
 from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta, TokenLogprob

@@ -36,7 +36,8 @@ class StepTuner:
         target_tpot_ms = config.target_tpot_ms or DEFAULT_TARGET_TPOT_MS
         self.model = StepTimeModel(costs)
         self._limits_prefills = config.target_tpot_ms is not None
-        self._acts = config.auto_tune or self._limits_prefills
+        self.acts = config.auto_tune or self._limits_prefills
+        """Whether it sets limits, by `next_limits`; otherwise it only recommends."""
         self._target_s = target_tpot_ms / 1000
         self._block_size = block_size
         self._unread: list[tuple[StepPlan, float, int, int]] = []
@@ -59,7 +60,7 @@ class StepTuner:
         by what is learned, several steps are learned from together: no step waits for it.
         """
         self._unread.append((plan, step_s, num_gained, num_waiting))
-        return self._learn() if self._acts or len(self._unread) >= ADVISE_EVERY else ()
+        return self._learn() if self.acts or len(self._unread) >= ADVISE_EVERY else ()
 
     def _learn(self) -> tuple[Recommendation, ...]:
         news: tuple[Recommendation, ...] = ()
@@ -70,10 +71,8 @@ class StepTuner:
         self._unread.clear()
         return news
 
-    def next_limits(self) -> StepLimits | None:
-        """Limits for the step after the last one observed; None: it is not for this tuner to set any."""
-        if not self._acts:
-            return None
+    def next_limits(self) -> StepLimits:
+        """Limits for the step after the last one observed, of a tuner that `acts`."""
         limits = self._optimizer.limits
         if not self._limits_prefills:
             return limits

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.cluster.offline.llm import LLM
-from holdfast.cluster.offline.outputs import BeamSearchParams, beam_sequence
+from holdfast.cluster.offline.outputs import BeamSearchParams
+from holdfast.cluster.offline.request_handle import beam_sequence
 from holdfast.worker.errors import DeadlineExceededError, InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
 

@@ -1,6 +1,6 @@
 """Completions of the router as offline callers see them."""
 
-from holdfast.cluster.offline.outputs import by_token_id, completion_output, prompt_logprobs
+from holdfast.cluster.offline.request_handle import by_token_id, completion_output, prompt_logprobs
 from holdfast.router.generation import OutputDelta
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from holdfast.cluster.client.async_client import AsyncClient
-from holdfast.cluster.offline.prompts import chat_prompt
+from holdfast.cluster.offline.calls import chat_prompt
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import FakeReplica, byte_tokenizer

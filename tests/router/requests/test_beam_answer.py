@@ -161,4 +161,4 @@ async def test_a_search_whose_answer_nobody_takes_ends_after_its_deadline():
     with pytest.raises(DeadlineExceededError, match="slow_reader_s"):
         async with processor.search(wish):
             await asyncio.Event().wait()
-    assert processor.stats.of("m").outcomes["deadline"] == 1
+    assert processor.stats.models["m"].outcomes["deadline"] == 1

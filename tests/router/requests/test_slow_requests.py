@@ -98,7 +98,7 @@ def test_a_slow_request_is_logged_with_where_its_time_went(caplog):
     )
     assert record.details["request_id"] == "r1"
     assert (record.details["num_failovers"], record.details["failover_s"]) == (1, 4.0)
-    assert stats.of("m").num_slow == 1
+    assert stats.models["m"].num_slow == 1
 
 
 def test_a_request_that_failed_is_told_of_too():

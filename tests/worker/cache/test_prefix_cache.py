@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.worker.block_hash import HashChain, next_hash, root_hash
-from holdfast.worker.cache.block_pool import BlockEvicted, BlockStored, PrefixCache
+from holdfast.worker.block_hash import next_hash, root_hash
+from holdfast.worker.cache.block_pool import BlockEvicted, BlockStored, HashChain, PrefixCache
 from holdfast.worker.request import Priority
 from tests.examples import examples
 from tests.pseudo_model import PseudoRunner, pseudo_completion

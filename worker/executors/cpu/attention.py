@@ -13,12 +13,12 @@ from holdfast.worker.executors.cpu.cache import MAX_HEAD_DIM, TiledCache
 from holdfast.worker.executors.cpu.library import check_outcome
 from holdfast.worker.executors.cpu.packing import DTYPES
 from holdfast.worker.executors.cpu.products import ROWS_AS, NativePool
+from holdfast.worker.executors.cpu.running_step import array_address
 from holdfast.worker.executors.cpu.structures import (
     KEPT_AS_INT8,
     NativeAttention,
     NativeAttentionRows,
     NativeStep,
-    array_address,
 )
 from holdfast.worker.executors.kv_cache import KVSpec
 

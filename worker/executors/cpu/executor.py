@@ -247,8 +247,6 @@ class CpuExecutor:
         All ranks have run the same steps, so all make theirs in the same step.
         """
         model = self.packed.model
-        if self._decoder and num_rows <= model.max_rows:
-            return
         self._drop_decoder()
         if num_rows > model.max_rows:
             model.max_rows = max(num_rows, 2 * model.max_rows, _FEWEST_ROWS)
@@ -271,24 +269,22 @@ class CpuExecutor:
         model.exchange = None if self._exchange is None else pointer(self._exchange.native)
 
     def run(self, batch: StepBatch, *, with_logits: bool, inputs: Tensor | None = None) -> HeadOutput:
-        """One step, of all ranks together. `inputs` [rows, hidden], on one rank, take the place of the embedding."""
-        if batch.num_steps > 1:
-            return self._run_several(batch)
-        assert self._cache is not None, "a cache is allocated before steps run"
-        self._copy(batch)
-        ahead = self._cache.ahead
+        """One step, of all ranks together, or as many as the batch is for. `inputs` [rows, hidden], of one step on one
+        rank, take the place of the embedding.
+        """
+        cache, states = self._cache, self._states
+        assert cache is not None, "a cache is allocated before steps run"
+        assert (batch.num_window_blocks.size > 0) == (cache.window is not None), "tables are those of the cache"
+        if batch.block_copies.size or batch.window_copies.size:
+            cache.copy_for(batch)
+        if batch.state_copies.size:
+            assert states is not None, "states are allocated before steps run"
+            states.copy(batch.state_copies)
+        ahead = cache.ahead
         if ahead.is_on:
             ahead.begin_step()
         try:
-            step = self._begin(batch, with_logits)
-            if inputs is not None:
-                self._residual(len(inputs)).copy_(inputs)
-                self._go(1, self._num_segments)
-            elif self._in_one_call:
-                self._go(0, self._num_segments)
-            else:
-                self._go_together(len(batch.token_ids), 0, self._num_segments)
-            return self._output(step)
+            return self._run_several(batch) if batch.num_steps > 1 else self._run_one(batch, with_logits, inputs)
         finally:
             if ahead.is_on:
                 ahead.end_step(last_block(batch))
@@ -298,39 +294,31 @@ class CpuExecutor:
         """Whether a batch may be for several steps now. The same on all ranks."""
         return self._in_one_call and not self.keeps_hidden
 
+    def _run_one(self, batch: StepBatch, with_logits: bool, inputs: Tensor | None) -> HeadOutput:
+        step = self._begin(batch, with_logits)
+        if inputs is not None:
+            self._residual(len(inputs)).copy_(inputs)
+            self._go(1, self._num_segments)
+        elif self._in_one_call:
+            self._go(0, self._num_segments)
+        else:
+            self._go_together(len(batch.token_ids), 0, self._num_segments)
+        return self._output(step)
+
     def _run_several(self, batch: StepBatch) -> HeadOutput:
         """Runs as many steps as the batch is for, each with the tokens of the one before."""
-        assert batch.is_decode, "several steps are decodes"
-        assert self._cache is not None, "a cache is allocated before steps run"
+        assert len(batch.logits_rows) == len(batch.token_ids), "several steps are decodes"
         batch = replace(batch, token_ids=batch.token_ids.copy(), first_positions=batch.first_positions.copy())
-        self._copy(batch)
-        drawn = []
-        ahead = self._cache.ahead
-        if ahead.is_on:
-            ahead.begin_step()
-        try:
-            step = self._begin(batch, with_logits=False)
+        step = self._begin(batch, with_logits=False)
+        self._go(0, self._num_segments)
+        drawn = [step.best.tolist()]
+        for _ in range(1, batch.num_steps):
+            batch.token_ids[:] = step.best
+            batch.first_positions += 1
+            self._prepare(step)
             self._go(0, self._num_segments)
             drawn.append(step.best.tolist())
-            for _ in range(1, batch.num_steps):
-                batch.token_ids[:] = step.best
-                batch.first_positions += 1
-                self._prepare(step)
-                self._go(0, self._num_segments)
-                drawn.append(step.best.tolist())
-        finally:
-            if ahead.is_on:
-                ahead.end_step(last_block(batch))
         return HeadOutput(None, None, steps=drawn)
-
-    def _copy(self, batch: StepBatch) -> None:
-        """Makes the copies before a step."""
-        assert self._cache is not None, "a cache is allocated before steps run"
-        assert (batch.num_window_blocks.size > 0) == (self._cache.window is not None), "tables are those of the cache"
-        self._cache.copy_for(batch)
-        if batch.state_copies.size:
-            assert self._states is not None, "states are allocated before steps run"
-            self._states.copy(batch.state_copies)
 
     def _begin(self, batch: StepBatch, with_logits: bool, first_layer: int = 0) -> RunningStep:
         if batch.token_ids.view(np.uint64).max(initial=0) >= self._vocab_size:  # negative ones are large numbers so
@@ -338,7 +326,9 @@ class CpuExecutor:
         if self._state_layers:
             assert self._states is not None, "states are allocated before steps run"
             assert len(batch.state_slots) == len(batch.num_tokens), "each sequence of a step has a slot"
-        self._make_room(max(len(batch.token_ids), len(batch.logits_rows)))
+        num_rows = max(len(batch.token_ids), len(batch.logits_rows))
+        if not self._decoder or num_rows > self.packed.model.max_rows:
+            self._make_room(num_rows)
         step = RunningStep(batch, ctypes.addressof(self._layers_done))
         if with_logits or not self._in_one_call:
             step.ask_for_logits(self._own_logits.of(step.native.num_wanted, self._rows))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.executors.cpu.adapters import PackedAdapter
-from holdfast.worker.executors.cpu.structures import NativeAdapter, NativeStep, array_address
+from holdfast.worker.executors.cpu.structures import NativeAdapter, NativeStep
 
 
 class RunningStep:
@@ -95,3 +95,10 @@ class Room:
         if num_rows * length > len(self._memory):
             self._memory = torch.empty(num_rows * length)
         return self._memory[: num_rows * length].view(num_rows, length)
+
+
+def array_address(array: np.ndarray) -> int:
+    """Address of a contiguous array."""
+    assert array.flags.c_contiguous, "the parts of a step lie in one piece"
+    address: int = array.__array_interface__["data"][0]
+    return address

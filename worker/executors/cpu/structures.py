@@ -3,8 +3,6 @@
 from ctypes import POINTER, Structure, c_double, c_float, c_int, c_long, c_void_p
 from typing import Any, Final
 
-import numpy as np
-
 from holdfast.worker.draws import DRAW_TYPES, PENALTIES
 
 KEPT_AS_INT8: Final = 1
@@ -345,10 +343,3 @@ SIZES = {
     )
 }
 """Sizes that must equal the library's own: a field that is missing here would shift all others."""
-
-
-def array_address(array: np.ndarray) -> int:
-    """Address of a contiguous array."""
-    assert array.flags.c_contiguous, "the parts of a step lie in one piece"
-    address: int = array.__array_interface__["data"][0]
-    return address

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.worker.executors.cpu.library import check_outcome
-from holdfast.worker.executors.cpu.structures import NativePanel, NativeUnits, array_address
+from holdfast.worker.executors.cpu.running_step import array_address
+from holdfast.worker.executors.cpu.structures import NativePanel, NativeUnits
 from holdfast.worker.executors.cpu.tile_memory import Arena
 from holdfast.worker.executors.finite import check_finite
 from holdfast.worker.executors.mapped_files import discard_contents
