@@ -131,7 +131,7 @@ builtins.__import__ = importing(builtins.__import__)
 importlib.import_module = importing(importlib.import_module)
 
 from holdfast.cluster.commands import cli  # noqa: E402
-from holdfast.cluster.commands.printing import Printer  # noqa: E402
+from holdfast.cluster.commands.generate import Printer  # noqa: E402
 
 make_printer, add = Printer.__init__, Printer.add
 

@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from holdfast.cluster.commands.models import NOT_WHICH, OF_REPLICA, Pid, Server, connected
-from holdfast.cluster.commands.remote_models import change_model, check_remote, list_models, settings_text
+from holdfast.cluster.commands.models import (
+    NOT_WHICH,
+    OF_REPLICA,
+    Pid,
+    Server,
+    change_model,
+    check_remote,
+    connected,
+    list_models,
+    settings_text,
+)
 from holdfast.cluster.config.flags import takes_settings
 from holdfast.cluster.config.layers import Layer
 from holdfast.cluster.progress_bars import progress

@@ -167,7 +167,7 @@ COMMANDS: Final = (
     ),
     Command(
         name="front",
-        target="front:front",
+        target="serve:front",
         help="Serve one HTTP address before several routers; streams survive the loss of a router.",
         details=(
             "A stream whose router is lost continues at another router, with any client. API keys are checked by "
@@ -191,7 +191,7 @@ COMMANDS: Final = (
     ),
     Command(
         name="stats",
-        target="stats:stats",
+        target="status:stats",
         help="Show the load and the KV cache of each replica of a running cluster.",
         details=(
             "Blocks are used by requests, or free; cached blocks are free and still hold a prefix; wasted are the "

@@ -1,27 +1,95 @@
-"""Commands `holdfast models add`, `remove` and `list`: the models of a running cluster, here or on another machine."""
+"""Commands `holdfast models`: list, add, update, roll back and remove models of a cluster, here or elsewhere."""
 
+import json
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import Parameter
 
-from holdfast.cluster.commands.remote_models import (
-    SERVER_HELP,
-    change_model,
-    check_remote,
-    given_settings,
-    list_models,
-)
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
 from holdfast.cluster.config.layers import Layer, Setting
 from holdfast.cluster.progress_bars import progress
+from holdfast.worker.errors import ConfigurationError, ReplicaError
 
 if TYPE_CHECKING:
     from holdfast.cluster.config.config import HoldfastConfig, LoadedConfig
+
+
+# --- on another machine ---
+
+SERVER_HELP: Final = (
+    "host:port of a running router, on any machine; unset: the cluster of this machine, or of --address"
+)
+
+_OF_CONNECTIONS: Final = ("cluster.address", "cluster.namespace")
+"""Settings that say which Ray to connect to."""
+
+
+def check_remote(settings: Layer, **unusable: object) -> None:
+    """Refuses flags that mean this machine together with `--server`. `unusable` are options by name, None if not given.
+
+    Raises `ConfigurationError`.
+    """
+    flags = [settings[path].source for path in _OF_CONNECTIONS if path in settings]
+    flags += [f"--{name.replace('_', '-')}" for name, value in unusable.items() if value is not None]
+    if flags:
+        raise ConfigurationError(f"{', '.join(flags)} (with --server): the router at --server is part of one cluster")
+
+
+def given_settings(loaded: "LoadedConfig", sections: Iterable[str]) -> str:
+    """The settings of these sections that come from a file, a variable or a flag, as nested JSON for a router.
+
+    A chat template's file is read here.
+    """
+    from holdfast.cluster.config.chat_templates import with_template_texts
+    from holdfast.cluster.config.config import is_given
+
+    return settings_text(with_template_texts(loaded.config), sections, lambda path: is_given(loaded, path))
+
+
+def settings_text(
+    config: "HoldfastConfig", sections: Iterable[str], is_sent: Callable[[str], bool] = lambda _: True
+) -> str:
+    """The settings of these sections that `is_sent` chooses by their paths, as nested JSON for a router."""
+    tree: Mapping[str, Mapping[str, Any]] = config.model_dump(mode="json")
+    chosen = {
+        section: {
+            name: value
+            for name, value in tree[section].items()
+            if is_sent(f"{section}.{name}") and (section, name) != ("cluster", "models")
+        }
+        for section in sections
+    }
+    return json.dumps({section: values for section, values in chosen.items() if values})
+
+
+def change_model(server: str, loaded: "LoadedConfig", **change: Mapping[str, object]) -> Any:
+    """Has the router at `server` make a change (`add={"settings": ...}`), and shows its progress.
+
+    Returns a `holdfast.v1.ModelChangeResult`. Raises `HoldfastError`.
+    """
+    from holdfast.cluster.client.transport import stream_admin
+
+    events = stream_admin(server, "ChangeModel", change, **loaded.config.client.options)
+    with progress(sys.stderr) as report:
+        for event in events:
+            if event.HasField("result"):
+                return event.result
+            report(event.progress.phase, event.progress.done, event.progress.total)
+    raise ReplicaError(
+        f"the router at {server} ended the call before the change was complete: run `holdfast models list`"
+    )
+
+
+def list_models(server: str, loaded: "LoadedConfig") -> Any:
+    """Messages `holdfast.v1.ClusterModel`. Raises `HoldfastError`."""
+    from holdfast.cluster.client.transport import call_admin
+
+    return call_admin(server, "ListClusterModels", {}, **loaded.config.client.options).models
 
 
 Pid = Annotated[
@@ -146,3 +214,101 @@ def connected(config: "HoldfastConfig", pid: int | None) -> Iterator[None]:
 
         logging.getLogger(serve.__name__).setLevel(logging.ERROR)  # importing it has set another level
         yield
+
+
+# --- other versions ---
+
+
+_CANARY = "share of new requests that a canary gets, in (0, 1]; default: no canary"
+
+
+@takes_settings(
+    *OF_REPLICA, "cluster", "client", without=("model.served_model_name", *(f"cluster.{name}" for name in OF_ROUTERS))
+)
+def update(
+    name: Annotated[str, Parameter(help="the model's name in the API")],
+    /,
+    *,
+    canary: Annotated[float, Parameter(help=_CANARY)] = 0.0,
+    canary_for: Annotated[float, Parameter(help="seconds that a canary is watched")] = 60.0,
+    min_requests: Annotated[int, Parameter(help="requests that a canary must have ended before it is trusted")] = 20,
+    known_answers: Annotated[Path | None, Parameter(help="JSON: prompts, and how the canary must answer them")] = None,
+    server: Server = None,
+    pid: Pid = None,
+    config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
+    settings: Layer,
+) -> int:
+    """Replace a model of a running cluster by another version, replica by replica, without ending a stream."""
+    from holdfast.cluster.config.config import is_given, load_config
+    from holdfast.cluster.serve.canary import read_known_answers
+
+    if not 0 <= canary <= 1:
+        raise ConfigurationError(f"--canary = {canary}: must be in [0, 1]")
+    answers = [] if known_answers is None else read_known_answers(known_answers)
+    if answers and not canary:
+        raise ConfigurationError("--known-answers needs --canary: only a canary is checked against known answers")
+    loaded = load_config({**settings, "model.served_model_name": Setting(name, "NAME")}, config)
+    if server is not None:
+        check_remote(settings, pid=pid)
+        if answers:
+            raise ConfigurationError(
+                "--known-answers (with --server): known answers are requests with this machine's key, which a router "
+                "must not use: run the update on the cluster's machine"
+            )
+        change = {
+            "model": name,
+            "settings": given_settings(loaded, (*OF_REPLICA, "cluster")),
+            "canary_share": canary,
+            "canary_seconds": canary_for,
+            "min_requests": min_requests,
+        }
+        return _say_updated(name, change_model(server, loaded, update=change))
+    with connected(loaded.config, pid), progress(sys.stderr) as report:
+        from holdfast.cluster.serve.models import over_running, running_settings
+        from holdfast.cluster.serve.serving import update_model
+        from holdfast.cluster.serve.updates import UpdatePlan
+
+        plan = UpdatePlan(
+            model=name,
+            num_replicas=loaded.config.cluster.replicas if is_given(loaded, "cluster.replicas") else None,
+            share=canary,
+            watch_s=canary_for,
+            min_requests=min_requests,
+        )
+        wanted = over_running(running_settings(loaded.config.cluster.namespace, name), loaded)
+        updated = update_model(wanted, plan, report, answers)
+    return _say_updated(name, updated)
+
+
+def _say_updated(name: str, updated: Any) -> int:
+    """`updated` is an `Updated`, or a message with its fields."""
+    print(f"{name}: version {updated.new_version} serves with {updated.num_replicas} replicas; it was", end=" ")
+    print(f"{updated.old_version}" if updated.old_version != updated.new_version else "the same before")
+    return 0
+
+
+@takes_settings("cluster", "client", without=NOT_WHICH)
+def rollback(
+    name: Annotated[str, Parameter(help="the model's name in the API")],
+    /,
+    *,
+    server: Server = None,
+    pid: Pid = None,
+    settings: Layer,
+) -> int:
+    """Undo an update that was interrupted: the model's older version serves alone again."""
+    from holdfast.cluster.config.config import load_config
+
+    loaded = load_config(settings)
+    if server is not None:
+        check_remote(settings, pid=pid)
+        changed = change_model(server, loaded, rollback={"model": name, **given_drain(loaded)})
+        removed = list(changed.removed_applications)
+    else:
+        with connected(loaded.config, pid):
+            from holdfast.cluster.serve.serving import rollback_model
+
+            cluster = loaded.config.cluster
+            removed = rollback_model(cluster.namespace, name, cluster.drain_timeout_s)
+    print(f"rolled back: {', '.join(removed)}" if removed else f"{name}: no interrupted update to roll back")
+    return 0

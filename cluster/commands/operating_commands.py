@@ -96,7 +96,7 @@ OPERATING: Final = (
     ),
     Command(
         name="models update",
-        target="updates:update",
+        target="models:update",
         help="Replace a model by another version, replica by replica, without ending a stream.",
         details=(
             "The given settings change; all others stay as the model runs now. Streams that have begun finish on "
@@ -112,7 +112,7 @@ OPERATING: Final = (
     ),
     Command(
         name="models rollback",
-        target="updates:rollback",
+        target="models:rollback",
         help="Undo an update that was interrupted: the older version serves alone again.",
         examples=("models rollback chat", "models rollback chat --server cluster.example:50051"),
         takes="NAME",

@@ -17,8 +17,7 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.events import SendAbort, SendSubmit
 from holdfast.router.generation import OutputDelta
-from holdfast.router.requests.pipeline import Pipeline
-from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.requests.request_processor import Pipeline, RequestProcessor
 from holdfast.router.security.gate import Gate
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import ServiceOrderConfig

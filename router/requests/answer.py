@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from holdfast.router.dispatch.parallel_sampling import best
-from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_state import RequestState, best
 from holdfast.router.dispatch.request_stream import RequestStream, merged
 from holdfast.router.generation import Generation, OutputDelta
 from holdfast.router.requests.request_stats import AdmittedRequest

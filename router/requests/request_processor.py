@@ -1,16 +1,20 @@
-"""Request processor: opens clients' requests on the dispatch host, and answers what they ask about text."""
+"""Request processor: opens clients' requests on the dispatch host, and answers what they ask about text. And the
+pipeline around it, as a served router, offline inference and a replica with vLLM's protocol have it.
+"""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
 
 from holdfast.router.chat import Chat
-from holdfast.router.config import LimitsConfig
+from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.dispatch.parallel_sampling import siblings
-from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.policy import RandomIndex
+from holdfast.router.dispatch.request_state import RequestState, siblings
 from holdfast.router.events import ModelStatus
 from holdfast.router.generation import OutputDelta
 from holdfast.router.overload.byte_ledger import CURRENT_LEASE
@@ -28,6 +32,7 @@ from holdfast.router.text.prompt import check_vocabulary
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.router.tools.chat_style import ChatStyle
+from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -283,3 +288,43 @@ def _received(sequences: Sequence[RequestState], resume: ResumeRecord, echo: str
     has_some = sequences[: len(resume.sequences)]
     received = (received_delta(one.request, one.caught_up, resume, echo) for one in has_some)
     return [one for one in received if one is not None]
+
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Request pipeline of one router, on one event loop. Replicas are connected to `dispatch_host`, clients call
+    `processor`.
+    """
+
+    dispatch_host: DispatchHost
+    tokenizers: TokenizerRegistry
+    processor: RequestProcessor
+
+    @classmethod
+    def build(
+        cls,
+        config: RouterConfig,
+        limits: LimitsConfig,
+        load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load,
+        on_models_changed: Callable[[], None] = lambda: None,
+        *,
+        order: ServiceOrderConfig | None = None,
+        gate: Gate | None = None,
+        tracer: "Tracer | None" = None,
+        overload: Overload | None = None,
+        random_index: RandomIndex | None = None,
+        suspends_unread: bool = False,
+    ) -> Self:
+        """On the running event loop. Optional parts are as in `Dispatch` (`order`) and `RequestProcessor`.
+
+        With `suspends_unread`, `limits.max_unread_tokens` holds for clients that do not read.
+        """
+        dispatch = Dispatch(config, limits, random_index or random.Random().randrange, order=order)
+        max_unread_tokens = limits.max_unread_tokens if suspends_unread else None
+        host = DispatchHost(dispatch, asyncio.get_running_loop(), on_models_changed, max_unread_tokens)
+        tokenizers = TokenizerRegistry(load_tokenizer, config.inline_tokenize_bytes)
+        return cls(host, tokenizers, RequestProcessor(host, tokenizers, limits, gate, tracer, overload))

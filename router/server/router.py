@@ -32,8 +32,8 @@ from holdfast.router.links.replica_directory import DirectoryView, ReplicaDirect
 from holdfast.router.operator_state import NO_OPERATOR_STATE, Change, OperatorState
 from holdfast.router.overload.byte_ledger import ByteLedger
 from holdfast.router.overload.overload import Overload
-from holdfast.router.requests.pipeline import Pipeline
 from holdfast.router.requests.poison_watch import PoisonWatch
+from holdfast.router.requests.request_processor import Pipeline
 from holdfast.router.requests.request_stats import SlowRequests
 from holdfast.router.security.gate import Gate
 from holdfast.router.server.ports import Ports

@@ -1,15 +1,16 @@
 """Block pool of the paged KV cache: which sequences own each block, and which blocks still hold a cached prefix.
 
 Ids and reference counts, in plain integers. A free block may still hold a prefix: it counts as free, and the allocator
-evicts it when no blank one is left.
+evicts it when no blank one is left. `CacheFeed` keeps the changes of the prefix cache for one listener.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from holdfast.worker.block_hash import next_hash, root_hash
+from holdfast.worker.block_hash import next_hash, root_hash, short_hash, short_snapshot
 from holdfast.worker.cache.pins import Pins
+from holdfast.worker.step_update import CacheChanges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,3 +329,37 @@ class BlockAllocator:
     def _cache_of(self, block_id: int) -> PrefixCache:
         """The cache that finds a block."""
         return next(cache for cache in self._caches if block_id in cache)
+
+
+class CacheFeed:
+    """The prefix-cache changes that one listener has not been sent yet: first the whole cache, then what changed.
+
+    A block's latest event replaces an earlier one, so events need no order, and what is kept is bounded by the number
+    of blocks that were stored or evicted since the last `take`.
+    """
+
+    def __init__(self, block_hashes: Iterable[bytes], snapshot_hashes: Iterable[bytes] = ()) -> None:
+        """`block_hashes` are those of all blocks in the cache now; `snapshot_hashes` those of blocks with a snapshot
+        behind them, of a model that keeps states.
+        """
+        self._is_stored = dict.fromkeys(map(short_hash, block_hashes), True)
+        self._is_stored |= {short_snapshot(short_hash(one)): True for one in snapshot_hashes}
+
+    def note(self, events: Iterable[CacheEvent], snapshots: Iterable[CacheEvent] = ()) -> None:
+        """Take in the events since the last call, in order, and those of snapshots."""
+        for event in events:
+            self._is_stored[short_hash(event.block_hash)] = isinstance(event, BlockStored)
+        for event in snapshots:
+            self._is_stored[short_snapshot(short_hash(event.block_hash))] = isinstance(event, BlockStored)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._is_stored)
+
+    def take(self) -> CacheChanges:
+        """The changes since the last call."""
+        changes, self._is_stored = self._is_stored, {}
+        return CacheChanges(
+            stored=[block for block, is_stored in changes.items() if is_stored],
+            evicted=[block for block, is_stored in changes.items() if not is_stored],
+        )

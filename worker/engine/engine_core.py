@@ -11,8 +11,8 @@ from collections.abc import Hashable, Sequence
 from typing import Final, NamedTuple
 
 from holdfast.worker.block_hash import root_hash
+from holdfast.worker.cache.block_pool import CacheFeed
 from holdfast.worker.engine.block_tier import BlockTier
-from holdfast.worker.engine.cache_feed import CacheFeed
 from holdfast.worker.engine.request_guards import NonFiniteGuard, NumbersCheck, Suspects, no_numbers
 from holdfast.worker.engine.restores import Restore
 from holdfast.worker.errors import DeadlineExceededError, HoldfastError

@@ -16,10 +16,10 @@ from typing import Final, NamedTuple
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.request import TokenDelta, TokenLogprob
 from holdfast.worker.scheduler.batching import Share
+from holdfast.worker.scheduler.kept_prefixes import keep_state, states_left_by
 from holdfast.worker.scheduler.prompt_sharing import prompt_logprob_params
 from holdfast.worker.scheduler.queues import SequenceQueues
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
-from holdfast.worker.scheduler.snapshots import keep_state, states_left_by
 from holdfast.worker.scheduler.speculation import NO_DRAFTS, Drafter, Drafts
 from holdfast.worker.step_plan import BlockTables, DecodeColumns, DecodeRows, ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.waiting_queue import Tenant

@@ -15,9 +15,8 @@ from typing import Final
 from holdfast.worker.cache.block_pool import BlockAllocator, HashChain
 from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.cache.window_blocks import WindowBlocks
-from holdfast.worker.scheduler.pinning import Pinning
+from holdfast.worker.scheduler.kept_prefixes import Pinning, cuts_of
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus, SharedPrefix
-from holdfast.worker.scheduler.snapshots import cuts_of
 from holdfast.worker.step_plan import BlockCopy
 from holdfast.worker.step_update import EngineStats
 from holdfast.worker.waiting_queue import TenantCounters, WaitingQueue
@@ -113,7 +112,7 @@ class SequenceQueues:
         if self.slots is not None:
             self._give_slot(self.slots, sequence, prefix)
         self._count_prompt(sequence, prefix.parent)
-        if sequence.num_tokens_to_pin:
+        if sequence.to_pin:
             self.pinning.pin(sequence)
 
     def take_off(self, sequences: list[Sequence]) -> None:

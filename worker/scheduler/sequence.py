@@ -150,7 +150,7 @@ class Sequence:
         self.state_slot: int | None = None
         """Slot of its state while it runs, for a model that keeps states."""
         self.cuts: tuple[int, ...] = ()
-        """Positions, ascending, at which a step ends that computes it, whatever else has room (`snapshots.py`)."""
+        """Positions, ascending, at which a step ends that computes it, whatever else has room (`kept_prefixes.py`)."""
         self.num_admitted_tokens = 0
         """Tokens when it was admitted last."""
         self.num_rolling_blocks = 0

@@ -15,7 +15,7 @@ from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.timeline import Violation, require
 from holdfast.cluster.simulate.oracle.oracle import ExpectedCompletion, expected_completion
-from holdfast.router.dispatch.parallel_sampling import siblings
+from holdfast.router.dispatch.request_state import siblings
 from holdfast.router.events import Fail
 from holdfast.router.generation import OutputDelta, Usage
 from holdfast.router.resume import ResumeRecord, SequenceDelta, SequenceRecord

@@ -25,8 +25,7 @@ from holdfast.router.dispatch.admission import OVERFLOW
 from holdfast.router.dispatch.circuit_breaker import Backoff
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.endings import stopping
-from holdfast.router.dispatch.parallel_sampling import siblings
-from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_state import RequestState, siblings
 from holdfast.router.dispatch.request_stream import RequestStream, WakingSink
 from holdfast.router.events import FRESH, Fail, SendAbort, SendSubmit, TextState
 from holdfast.router.operator_state import NO_OPERATOR_STATE, OperatorState

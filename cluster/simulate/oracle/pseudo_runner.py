@@ -7,10 +7,11 @@ comes from the plan, as in `worker/engine/model_runner.py`. `PROPOSERS` are draf
 n-gram lookup, one that is nearly always right, one that never is.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+from zlib import crc32
 
 from holdfast.cluster.simulate.oracle.oracle import right_token
 from holdfast.cluster.simulate.oracle.pseudo_model import (
@@ -23,7 +24,6 @@ from holdfast.cluster.simulate.oracle.pseudo_model import (
     drawn_token,
     token_logprob,
 )
-from holdfast.cluster.simulate.oracle.pseudo_state import PseudoStates, digest_of
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.grammar_matchers import GrammarMatchers
 from holdfast.worker.model_info import Window
@@ -40,6 +40,53 @@ from holdfast.worker.step_plan import (
     StepResult,
     draws_of,
 )
+
+_LOST: Final = 0x10570000
+"""Value of a state that is lost."""
+
+
+class _State(NamedTuple):
+    position: int
+    digest: int
+    drafts: tuple[int, ...]
+
+
+class PseudoStates:
+    """The slots of one replica."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.slots = [_State(-1, _LOST, ())] * num_slots
+        """Content of each slot."""
+
+    def copy(self, copies: Iterable[StateCopy]) -> None:
+        """One after the other, in this order."""
+        for source, destination in copies:
+            self.slots[destination] = self.slots[source]
+
+    def advance(self, share: ScheduledSequence) -> int:
+        """Takes the tokens of a share in; the digest behind the last of them, drafts included."""
+        assert share.state_slot is not None, "each sequence of a step has a slot"
+        num_certain = len(share.token_ids) - share.num_drafts
+        digest = digest_of(share.token_ids[:num_certain], self._before(share.state_slot, share.first_position))
+        drafts = share.token_ids[num_certain:]
+        self.slots[share.state_slot] = _State(share.first_position + num_certain, digest, drafts)
+        return digest_of(drafts, digest)
+
+    def _before(self, slot: int, position: int) -> int:
+        """The digest at a position: behind the last certain token, or any draft after it."""
+        if position == 0:
+            return 0
+        state = self.slots[slot]
+        num_right = position - state.position
+        if not 0 <= num_right <= len(state.drafts):
+            return _LOST
+        return digest_of(state.drafts[:num_right], state.digest)
+
+
+def digest_of(token_ids: Sequence[int], before: int = 0) -> int:
+    """The digest behind these tokens, from the one before them."""
+    return crc32(bytes(token_ids), before)
+
 
 _EMPTY: Final = b"\xff"
 """Content of slots that were never written: no token."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cluster.commands import stats, status
+from holdfast.cluster.commands import status
 from holdfast.cluster.commands.cli import run
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.v1 import inference_pb2
@@ -127,7 +127,7 @@ def test_stats_shows_a_row_for_each_replica(capsys: pytest.CaptureFixture[str], 
         assert server == "host:1"
         return inference_pb2.GetLoadResponse(num_open=5, num_queued=3, replicas=replicas)
 
-    monkeypatch.setattr(stats, "_load", load)
+    monkeypatch.setattr(status, "_load", load)
     assert run(["stats", "--server", "host:1"]) == 0
     heads, first, second, last = capsys.readouterr().out.splitlines()
     assert heads.split()[:6] == ["replica", "running", "waiting", "used", "cached", "free"]
@@ -140,7 +140,7 @@ def test_stats_without_a_replica_say_so(monkeypatch: pytest.MonkeyPatch, capsys:
     async def load(server: str, options: object) -> inference_pb2.GetLoadResponse:
         return inference_pb2.GetLoadResponse(num_open=1, num_queued=1)
 
-    monkeypatch.setattr(stats, "_load", load)
+    monkeypatch.setattr(status, "_load", load)
     assert run(["stats"]) == 0
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith("no replica is up")

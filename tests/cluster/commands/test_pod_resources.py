@@ -2,7 +2,7 @@ import pytest
 import yaml
 
 from holdfast.cluster.commands.cli import run
-from holdfast.cluster.commands.pod_resources import GIB, MIB, PodResources, RankNeeds, serve_args
+from holdfast.cluster.commands.estimate import GIB, MIB, PodResources, RankNeeds, serve_args
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.serve.placement_groups import rank_bundle, whole_replicas
 

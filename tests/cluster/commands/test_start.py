@@ -11,7 +11,7 @@ import pytest
 PROBE = """
 import json, sys
 from holdfast.cluster.commands import cli
-from holdfast.cluster.commands.printing import Printer
+from holdfast.cluster.commands.generate import Printer
 
 def add(printer, text, num_tokens):
     print(json.dumps(sorted(sys.modules)), flush=True)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from holdfast.cluster.commands.remote_models import given_settings
+from holdfast.cluster.commands.models import given_settings
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.layers import Setting
 from holdfast.cluster.serve import cluster_control, serving

@@ -2,7 +2,7 @@
 
 import math
 
-from holdfast.router.dispatch.parallel_sampling import best, siblings
+from holdfast.router.dispatch.request_state import best, siblings
 from holdfast.router.generation import Usage, together
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import MAX_SEED, SamplingParams

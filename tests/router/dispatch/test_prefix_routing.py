@@ -9,8 +9,8 @@ from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.prefix_index import PromptPrefix
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.events import SendSubmit
+from holdfast.worker.cache.block_pool import CacheFeed
 from holdfast.worker.config import SchedulerConfig
-from holdfast.worker.engine.cache_feed import CacheFeed
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.scheduler import Scheduler

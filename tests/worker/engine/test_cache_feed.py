@@ -1,8 +1,7 @@
 """Output queue: the changes of the prefix cache that a listener has not been sent are merged, complete, in pieces."""
 
 from holdfast.worker.block_hash import short_hash
-from holdfast.worker.cache.block_pool import BlockEvicted, BlockStored
-from holdfast.worker.engine.cache_feed import CacheFeed
+from holdfast.worker.cache.block_pool import BlockEvicted, BlockStored, CacheFeed
 from holdfast.worker.step_update import CacheChanges
 
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 import pytest
 
 from holdfast.router.dispatch.prefix_index import PrefixHolders, PrefixIndex, PromptPrefix
+from holdfast.worker.cache.block_pool import CacheFeed
 from holdfast.worker.cache.state_slots import StateSlots
-from holdfast.worker.engine.cache_feed import CacheFeed
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler import planned_step
+from holdfast.worker.scheduler.kept_prefixes import WORTH_A_CUT
 from holdfast.worker.scheduler.sequence import Sequence
-from holdfast.worker.scheduler.snapshots import WORTH_A_CUT
 from tests.worker.scheduler.pseudo_machine import BLOCK_SIZE, NUM_BLOCKS, Machine, tokens
 
 SIZES = {"max_model_len": 256, "eos_token_ids": frozenset(), "arrived_s": 0.0, "attempt": "x"}

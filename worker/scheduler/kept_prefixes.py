@@ -1,6 +1,7 @@
-"""Snapshots of states: at which positions a sequence's state is kept for others, and where its prompt is cut for that.
+"""Kept prefixes: pins, and the positions at which a sequence's state is kept for others, as a snapshot, and where its
+prompt is cut for that.
 
-All of them are multiples of the block size, for the keys and values before them are found by blocks:
+All of these are multiples of the block size, for the keys and values before them are found by blocks:
 
   - the last one in the prompt, which the same prompt again begins with; or, if that is near, the last one before the
     end of a turn, for templates write something else behind it once the next turn is there, such as no thoughts;
@@ -17,7 +18,9 @@ such a position first, and the rest in the next step. Outputs come by there by t
 
 from typing import Final
 
+from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.cache.state_slots import StateSlots
+from holdfast.worker.cache.window_blocks import WindowBlocks
 from holdfast.worker.scheduler.sequence import Sequence
 from holdfast.worker.step_plan import ScheduledSequence
 
@@ -94,3 +97,55 @@ def keep_state(sequence: Sequence, slots: StateSlots, block_size: int, first: in
 def states_left_by(scheduled: ScheduledSequence) -> int:
     """Last tokens of a share that have left the state behind them: the last that is no draft, and the drafts."""
     return 1 + scheduled.num_drafts
+
+
+class Pinning:
+    """Pins the full blocks of prefixes; of a model that keeps states, the deepest snapshot in it; of one with windows,
+    the blocks that the token behind it sees. Its clock is that of `Scheduler.plan`.
+    """
+
+    def __init__(self, allocator: BlockAllocator, slots: StateSlots | None, windows: WindowBlocks | None) -> None:
+        self._allocator, self._slots, self._windows = allocator, slots, windows
+        self.now = 0.0
+        """Time of the plan that is being made."""
+        self.next_end_s = float("inf")
+        """Time at which `end` may have something to do."""
+
+    def end(self, now: float) -> None:
+        """Pins end whose time is up."""
+        self._allocator.end_pins(now)
+        self.next_end_s = self._allocator.pins.next_end_s
+        if self._slots is not None:
+            self._slots.end_pins(now)
+            self.next_end_s = min(self.next_end_s, self._slots.next_end_s)
+
+    def pin(self, sequence: Sequence) -> None:
+        """Pins the prefixes that a running sequence's request asks to keep, once all their full blocks are computed;
+        each once. O(blocks).
+        """
+        while sequence.to_pin:
+            num_tokens, ttl_s = sequence.to_pin[0]
+            num_blocks = num_tokens // self._allocator.block_size
+            if sequence.num_computed_tokens < num_blocks * self._allocator.block_size:
+                return
+            sequence.to_pin = sequence.to_pin[1:]
+            if num_blocks:
+                self._pin(sequence, num_blocks, self.now + ttl_s)
+
+    def _pin(self, sequence: Sequence, num_blocks: int, until_s: float) -> None:
+        tokens, chain, request = sequence.token_ids, sequence.hash_chain, sequence.request
+        self.next_end_s = min(self.next_end_s, until_s)
+        seen = self._seen_behind(sequence, num_blocks)
+        found = self._allocator.prefix_cache.find(chain, tokens, num_blocks)
+        self._allocator.pin([*found, *seen], request.tenant, until_s)
+        if self._slots is not None:
+            _, slot = self._slots.deepest(chain, tokens, len(found))
+            if slot is not None:
+                self._slots.pin(slot, request.tenant, until_s)
+
+    def _seen_behind(self, sequence: Sequence, num_blocks: int) -> tuple[int, ...]:
+        """Cached blocks of layers with a window that the token behind so many blocks sees."""
+        if self._windows is None or sequence.window is None:
+            return ()
+        longest = num_blocks * self._allocator.block_size
+        return self._windows.find(sequence.window.chain, sequence.token_ids, longest)[1].block_ids
